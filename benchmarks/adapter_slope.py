@@ -32,7 +32,7 @@ from benchmarks.step import RESULTS, config_of, machine, random_prompt, slug
 from benchmarks.work import Work
 from groupwise.algorithms.registry import make
 from groupwise.core.types import OptimiserParams, Row
-from groupwise.engine.learner.gradient_flow import native_ways, slope
+from groupwise.engine.learner.gradient_flow import native_computations, slope
 from groupwise.engine.learner.torch_learner import TorchLearner
 from groupwise.engine.learner.weights import TrainedAdapter
 from groupwise.engine.models.load import load_model
@@ -100,7 +100,7 @@ def slopes(rate: float) -> dict[str, list[float]]:
             after = factors[path]
             before = replace(after, up_OR=torch.zeros_like(after.up_OR))
             ways = {
-                **native_ways(native, path),
+                **native_computations(native, path),
                 "peft": partial(by_peft, base),
                 "merged": partial(merged, base),
             }

@@ -149,7 +149,7 @@ def admit_all(database: Database) -> None:
 
 def fill(database: Database) -> None:
     """Until nothing finds room."""
-    while claim_once(database, limit=32).made:
+    while claim_once(database, limit=32).claimed:
         pass
 
 

@@ -106,7 +106,7 @@ def timed() -> Iterator[list[Token]]:
         for owner, name, by in (
             (Linear, "few", lambda linear: "products" if linear.parts else "head"),
             (CompiledAttention, "__call__", lambda _: "attention"),
-            (TorchSampler, "_draw", lambda _: "drawing"),
+            (TorchSampler, "_draw_tokens", lambda _: "drawing"),
         ):
             replaced.enter_context(patch.object(owner, name, part(getattr(owner, name), by)))
         step = "_decode_one_token"

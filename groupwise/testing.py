@@ -73,7 +73,7 @@ class FakeSampler:
     async def generate(self, request: GroupRequest) -> tuple[Completion, ...]:
         self.requests.append(request)
         await asyncio.sleep(0)
-        return tuple(self._completion(seed, request.params) for seed in request.seeds)
+        return tuple(self._sample_completion(seed, request.params) for seed in request.seeds)
 
     async def load(self, policy: Policy) -> None:
         self.table = json.loads((Path(policy.path) / TABLE).read_text())
@@ -84,23 +84,23 @@ class FakeSampler:
         self.version = policy.version
 
     def fingerprint(self) -> str:
-        return _fingerprint(self.table)
+        return _table_fingerprint(self.table)
 
-    def _completion(self, seed: int, params: SamplingParams) -> Completion:
+    def _sample_completion(self, seed: int, params: SamplingParams) -> Completion:
         temperature = params.temperature or 1.0
-        free = _logprobs(self.table, temperature)
-        early = _logprobs(self.table, temperature, params.stop_token_ids)
+        unmasked = _logprobs(self.table, temperature)
+        masked = _logprobs(self.table, temperature, params.stop_token_ids)
         stream = Stream(seed)
         ids: list[int] = []
-        drawn: list[float] = []
-        while len(ids) < params.max_tokens and not _ended(ids, params):
-            logprobs = early if len(ids) < params.min_tokens else free
-            ids.append(_draw(logprobs, stream, greedy=params.temperature == 0))
-            drawn.append(logprobs[ids[-1]])
+        token_logprobs: list[float] = []
+        while len(ids) < params.max_tokens and not _is_complete(ids, params):
+            logprobs = masked if len(ids) < params.min_tokens else unmasked
+            ids.append(_sample_token(logprobs, stream, greedy=params.temperature == 0))
+            token_logprobs.append(logprobs[ids[-1]])
         return Completion(
             token_ids=tuple(ids),
-            logprobs=tuple(drawn),
-            finish_reason="stop" if _ended(ids, params) else "length",
+            logprobs=tuple(token_logprobs),
+            finish_reason="stop" if _is_complete(ids, params) else "length",
             seed=seed,
             policy_version=self.version,
             fingerprint=self.fingerprint(),
@@ -125,7 +125,7 @@ class FakeLearner:
         self.trained = await self.logprobs(rows)
         for row in rows:
             await asyncio.sleep(0)
-            self._add(row, denominators["policy"], sums)
+            self._add_gradient(row, denominators["policy"], sums)
         return sums
 
     async def trained_logprobs(self) -> list[tuple[float, ...]] | None:
@@ -149,8 +149,8 @@ class FakeLearner:
     async def publish(self, version: int) -> Policy:
         folder = self.folder / f"v{version}"
         with atomic_files.explaining_disk_errors(folder):
-            self._write(folder)
-        return Policy(self.run, version, _fingerprint(self.table), "full", str(folder))
+            self._write_table(folder)
+        return Policy(self.run, version, _table_fingerprint(self.table), "full", str(folder))
 
     async def logprobs(
         self, rows: Sequence[Row], role: PolicyRole = "policy"
@@ -159,7 +159,9 @@ class FakeLearner:
         return [
             tuple(
                 logprobs[index]
-                for index, logprobs in zip(row.completion_ids, _at_tokens(table, row), strict=True)
+                for index, logprobs in zip(
+                    row.completion_ids, _logprobs_by_token(table, row), strict=True
+                )
             )
             for row in rows
         ]
@@ -172,14 +174,14 @@ class FakeLearner:
         ]
 
     def save(self, folder: str) -> None:
-        self._write(Path(folder))
+        self._write_table(Path(folder))
 
     def load(self, folder: str) -> None:
         self.table = json.loads((Path(folder) / TABLE).read_text())
 
-    def _add(self, row: Row, denominator: float, sums: dict[str, float]) -> None:
+    def _add_gradient(self, row: Row, denominator: float, sums: dict[str, float]) -> None:
         weight = row.advantage * row.scale
-        at_tokens = _at_tokens(self.table, row)
+        at_tokens = _logprobs_by_token(self.table, row)
         for token, counts, logprobs in zip(row.completion_ids, row.mask, at_tokens, strict=True):
             if not counts:
                 continue
@@ -190,18 +192,20 @@ class FakeLearner:
                 slope = (index == token) - probability
                 self.gradient[index] -= weight * slope / row.temperature / denominator
 
-    def _write(self, folder: Path) -> None:
+    def _write_table(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / TABLE).write_text(json.dumps(self.table))
 
 
-def _at_tokens(table: Sequence[float], row: Row) -> list[list[float]]:
+def _logprobs_by_token(table: Sequence[float], row: Row) -> list[list[float]]:
     """The log-probabilities of all letters at each token of a row."""
-    found = [_logprobs(table, row.temperature)] * len(row.completion_ids)
-    for each in row.withheld:
-        without = _logprobs(table, row.temperature, each.token_ids)
-        found[each.start : each.end] = [without] * (each.end - each.start)
-    return found
+    table_by_token = [_logprobs(table, row.temperature)] * len(row.completion_ids)
+    for stretch in row.withheld:
+        masked_logprobs = _logprobs(table, row.temperature, stretch.token_ids)
+        table_by_token[stretch.start : stretch.end] = [masked_logprobs] * (
+            stretch.end - stretch.start
+        )
+    return table_by_token
 
 
 def _logprobs(
@@ -215,23 +219,23 @@ def _logprobs(
     return [value - normaliser for value in scaled]
 
 
-def _draw(logprobs: Sequence[float], stream: Stream, *, greedy: bool) -> int:
+def _sample_token(logprobs: Sequence[float], stream: Stream, *, greedy: bool) -> int:
     if greedy:
         return max(range(len(logprobs)), key=logprobs.__getitem__)
-    rest = stream.next() / 2**64
+    remaining = stream.next() / 2**64
     for index, logprob in enumerate(logprobs):
-        rest -= math.exp(logprob)
-        if rest < 0:
+        remaining -= math.exp(logprob)
+        if remaining < 0:
             return index
     return len(logprobs) - 1
 
 
-def _ended(ids: Sequence[int], params: SamplingParams) -> bool:
+def _is_complete(ids: Sequence[int], params: SamplingParams) -> bool:
     if len(ids) < params.min_tokens:
         return False
     text = "".join(ALPHABET[index] for index in ids)
     return bool(ids) and (ids[-1] in params.stop_token_ids or any(map(text.endswith, params.stop)))
 
 
-def _fingerprint(table: Sequence[float]) -> str:
+def _table_fingerprint(table: Sequence[float]) -> str:
     return hashlib.sha256(json.dumps(table).encode()).hexdigest()[:16]

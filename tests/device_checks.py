@@ -115,7 +115,7 @@ def logits_are_near_those_of_transformers(case: DeviceCase, name: str, dtype: to
     weights = served(name, case.device, dtype, adapter=True)
     engine = engine_of(weights, case.make_record)
     ids, tokens = text(230).tolist(), text(40).tolist()
-    engine.begin(engine.prefill(ids))
+    engine.add_row(engine.prefill(ids))
     found = torch.stack([engine.decode([token])[0].clone() for token in tokens]).float()
     with weights.acting():
         wanted = own_logits(weights.model, torch.tensor([*ids, *tokens], device=case.device))
@@ -134,11 +134,11 @@ def decoded(engine: GraphEngine, seed: int = 0, steps: int = 60) -> list[tuple[i
     found: list[tuple[int, Tensor]] = []
     for _ in range(steps):
         while len(engine.rows) < 12 and chance.random() < 0.7:
-            engine.begin(chance.choice(prompts))
+            engine.add_row(chance.choice(prompts))
         if engine.rows:
             tokens = [chance.randrange(3, 90) for _ in engine.rows]
             found += zip(tokens, engine.decode(tokens), strict=True)
-            engine.finish([row for row in engine.rows if chance.random() < 0.03])
+            engine.remove_rows([row for row in engine.rows if chance.random() < 0.03])
     return found
 
 
@@ -170,15 +170,15 @@ def a_row_does_not_depend_on_the_others(
         engine = engine_of(weights, case.make_record)
         others = [engine.prefill(text(length).tolist()) for length in mates]
         for prompt in others:
-            engine.begin(prompt)
-        row = engine.begin(engine.prefill(ids))
+            engine.add_row(prompt)
+        row = engine.add_row(engine.prefill(ids))
         found: list[Tensor] = []
         for number, token in enumerate(tokens):
             given = [token if each is row else number + 3 for each in engine.rows]
             found.append(engine.decode(given)[engine.rows.index(row)].clone())
             if mates and number % 5 == 4:
-                engine.finish([each for each in engine.rows if each is not row][:1])
-                engine.begin(others[number % len(others)])
+                engine.remove_rows([each for each in engine.rows if each is not row][:1])
+                engine.add_row(others[number % len(others)])
         return torch.stack(found)
 
     alone = histories(())

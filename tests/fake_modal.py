@@ -33,7 +33,7 @@ from typing import Any, NoReturn
 
 from groupwise.jobs.clouds.modal.coordinator import answer
 from groupwise.jobs.clouds.modal.port import Call, Image, app_of
-from groupwise.jobs.clouds.modal.worker import Surroundings, work
+from groupwise.jobs.clouds.modal.worker import ContainerContext, work
 from groupwise.jobs.hosts.port import RunnerRefused
 
 THIS = "tests.fake_modal"
@@ -77,9 +77,9 @@ class FakeModal:
             json.dumps(sorted(image.files)), "utf-8"
         )
 
-    async def desk(self, what: str, *arguments: Any) -> Any:
-        """See `ModalPort.desk`."""
-        return await in_thread(desk, self.folder, what, *arguments)
+    async def call_coordinator(self, verb: str, *arguments: Any) -> Any:
+        """See `ModalPort.call_coordinator`."""
+        return await in_thread(desk, self.folder, verb, *arguments)
 
     async def spawn(self, call: Call, secrets: Mapping[str, str]) -> str:
         """See `ModalPort.spawn`."""
@@ -87,9 +87,9 @@ class FakeModal:
         named = {n: word for name in call.named for n, word in self._secrets[name].items()}
         return await in_thread(spawn, self.folder, call, secrets, named)
 
-    async def expect_secrets(self, named: Mapping[str, Sequence[str]]) -> None:
+    async def expect_secrets(self, variables_by_secret: Mapping[str, Sequence[str]]) -> None:
         """See `ModalPort.expect_secrets`."""
-        for name, variables in named.items():
+        for name, variables in variables_by_secret.items():
             there = self._secrets.get(name, {})
             if lacking := sorted({*variables} - there.keys()):
                 raise RunnerRefused("secret", f"Secret {name} has no {', '.join(lacking)}")
@@ -439,7 +439,7 @@ def contain(folder: Path, name: str, number: int) -> str:
     secrets = json.loads(os.environ.pop(SECRETS))
     call = Call(**json.loads((folder / "calls" / name / "input").read_text("utf-8")))
     named = {name: os.environ[name] for name in call.variables}
-    around = Surroundings(
+    around = ContainerContext(
         str(view.here),
         str(place / "disk"),
         view,

@@ -21,7 +21,7 @@ from groupwise.jobs.fleet.attempts.controller import Collected, Part
 from groupwise.jobs.fleet.attempts.effects import Gateway, Hook, Side
 from groupwise.jobs.fleet.attempts.records import Machine
 from groupwise.jobs.fleet.attempts.watching import Pauses
-from groupwise.jobs.fleet.dispatcher import GlobalJobDispatcher, Parts, Rhythm, Tuning
+from groupwise.jobs.fleet.dispatcher import GlobalJobDispatcher, Intervals, Parts, Tuning
 from groupwise.jobs.fleet.queue import admission
 from groupwise.jobs.fleet.queue.request import JobRequest
 from groupwise.jobs.fleet.states import Cleanup, Contact
@@ -86,7 +86,7 @@ class Fetched:
 
 def quick() -> Tuning:
     return Tuning(
-        rhythm=Rhythm(renew=0.2, adopt=0.1, sweep=0.02, reconcile=0.2, after_crash=0.01),
+        rhythm=Intervals(renew=0.2, adopt=0.1, sweep=0.02, reconcile=0.2, after_crash=0.01),
         pauses=Pauses(first=0.004, longest=0.02, idle=0.05, poll=0.5),
         chance=NoChance(),
     )

@@ -15,7 +15,6 @@ from groupwise.jobs.clouds.aws import AwsBackend
 from groupwise.jobs.clouds.aws_checks import Access
 from groupwise.jobs.clouds.aws_state import JobRecords
 from groupwise.jobs.clouds.backend import Backend, Handle, Order, Outcome, Plan, Status
-from groupwise.jobs.clouds.engines import EngineBackend
 from groupwise.jobs.clouds.folder import INCOMING
 from groupwise.jobs.clouds.gang import NODES, GangBackend
 from groupwise.jobs.clouds.machine import ROOT, MachineBackend
@@ -23,6 +22,7 @@ from groupwise.jobs.clouds.modal.backend import ModalBackend
 from groupwise.jobs.clouds.modal.port import ModalPort
 from groupwise.jobs.clouds.modal.runner import ModalRunner
 from groupwise.jobs.clouds.ray import ray_options
+from groupwise.jobs.clouds.schedulers import SchedulerBackend
 from groupwise.jobs.clouds.slurm import sbatch_options
 from groupwise.jobs.hosts.driver import Runner
 from groupwise.jobs.hosts.files import BlobStore
@@ -90,10 +90,10 @@ class BackendSpec:
             host = _local(self.home, **of_slurm, **of_ray)
         if self.slurm is not None:
             slurm = SlurmRunner(host, root=ROOT)
-            return EngineBackend(self.kind, slurm, f"the place {self.kind}", sbatch_options)
+            return SchedulerBackend(self.kind, slurm, f"the place {self.kind}", sbatch_options)
         if self.ray is not None:
             runner = RayRunner(host, root=ROOT, address=self.ray[0])
-            return EngineBackend(self.kind, runner, f"the place {self.kind}", ray_options)
+            return SchedulerBackend(self.kind, runner, f"the place {self.kind}", ray_options)
         return MachineBackend(self.kind, Runner(host, root=ROOT), f"the place {self.kind}")
 
 
@@ -125,7 +125,7 @@ async def ending(backend: Backend, handle: Handle) -> Any:
     return (await until(backend, handle, lambda status: status.ending)).ending
 
 
-OF_ORDERS = ("gpus", "nodes", "meets_at", "asks")
+OF_ORDERS = ("gpus", "nodes", "meets_at", "place_options")
 
 
 def order(name: str, script: str, *words: str, **fields: Any) -> Order:

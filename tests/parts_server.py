@@ -17,7 +17,7 @@ from groupwise.server.engine.engine_protocol import EngineLost
 from groupwise.server.engine.messages import pack, pack_error, unpack, unpack_error
 from groupwise.server.parts.service import PartsService
 from groupwise.server.routes.parts import parts_routes
-from groupwise.server.run.run_config import Allowed
+from groupwise.server.run.run_config import AllowedModels
 from groupwise.server.settings import ServerConfig
 from tests.unit.server.fake_service import FakeService
 
@@ -85,7 +85,7 @@ class PartsServer:
         settings = {**limits, "runs": NoRuns(), **more}
         self.service = PartsService(
             make_engine=self._engine,  # pyright: ignore[reportArgumentType]
-            allowed=Allowed(folder / "models", ()),
+            allowed=AllowedModels(folder / "models", ()),
             folder=folder / "parts",
             **settings,
         )

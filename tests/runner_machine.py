@@ -21,10 +21,10 @@ from groupwise.jobs.hosts.bootstrap import BOOTSTRAP, FLAGS
 from groupwise.jobs.hosts.framing import AnswerReader
 from groupwise.jobs.hosts.port import Request
 from groupwise.jobs.hosts.runner import requests
-from groupwise.jobs.hosts.runner.cgroups import Group, remove_stray_groups
+from groupwise.jobs.hosts.runner.cgroups import Cgroups, remove_stray_cgroups
 from groupwise.jobs.hosts.runner.files import read_json
 from groupwise.jobs.hosts.runner.protocol import as_bytes
-from groupwise.jobs.hosts.runner.root import Root, attempts_here
+from groupwise.jobs.hosts.runner.root import Root, list_attempts
 from groupwise.jobs.hosts.runner_text import runner_text
 from tests.processes import TIMEOUT_S, is_gone, wait_until
 
@@ -87,7 +87,7 @@ def request(body: Mapping[str, Any], payload: bytes = b"") -> bytes:
     return b"GROUPWISE 1 %d %s\n" % (len(text), digest.encode()) + text + payload
 
 
-def remains(group: Group) -> bool:
+def remains(group: Cgroups) -> bool:
     """One with processes that are about to end cannot be removed yet."""
     group.remove()
     return any(os.path.isdir(folder) for folder in group.folders())
@@ -289,11 +289,11 @@ class Machine:
     def end_groups(self) -> None:
         """Control groups, with whatever hid in them."""
         root = Root(str(self.root))
-        for attempt in attempts_here(root)[0]:
-            group = Group.from_record((read_json(attempt.at("state.json")) or {}).get("cgroup"))
+        for attempt in list_attempts(root)[0]:
+            group = Cgroups.from_record((read_json(attempt.at("state.json")) or {}).get("cgroup"))
             group.kill()
             wait_until(lambda group=group: not remains(group), "the end of its control groups")
-        remove_stray_groups(root)
+        remove_stray_cgroups(root)
 
 
 _prepared: dict[str, Path] = {}

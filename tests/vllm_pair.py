@@ -15,7 +15,7 @@ from groupwise.engine.learner.weights import TrainedAdapter
 from groupwise.engine.models.config import LoraConfig
 from groupwise.engine.models.lora import AdaptedModel, new_lora_config
 from groupwise.engine.models.tiny import tiny_model, tiny_tokenizer
-from groupwise.engine.sampler.vllm.adapters import Shared
+from groupwise.engine.sampler.vllm.adapters import SharedFolder
 from groupwise.engine.sampler.vllm.sampler import VllmSampler
 from groupwise.engine.sampler.vllm.servers import Server, Servers
 from groupwise.engine.sampler.vllm.witness import Witness
@@ -80,7 +80,7 @@ def vllm_sampler(
     tolerance: float = 0.01,
     timeout: float = 60.0,
     patience: float = 100.0,
-    shared: Shared | None = None,
+    shared: SharedFolder | None = None,
 ) -> VllmSampler:
     """Over the base of the learner, as `groupwise.training.build` makes one."""
     timing = (clock or Clock()).timing()

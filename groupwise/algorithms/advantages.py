@@ -20,7 +20,7 @@ TIE_TOLERANCE = 1e-6
 """Rewards count as equal if their whole spread is within this share of their size (or of 1, if they are smaller). It is ten times the
 rounding of float32, in which many rewards are computed, and far below any meaningful difference between rewards."""
 
-Credit: TypeAlias = list[tuple[float | None, ...]]
+Advantages: TypeAlias = list[tuple[float | None, ...]]
 """The advantages of each group's rollouts, in the order of the rollouts; None for those that were not scored."""
 
 
@@ -61,7 +61,7 @@ def leave_one_out(rewards: Sequence[float]) -> list[float]:
     return [value * len(rewards) / (len(rewards) - 1) for value in centred(rewards)]
 
 
-def group_relative(groups: Sequence[Group], scale: ScaleRewards) -> Credit:
+def group_relative(groups: Sequence[Group], scale: ScaleRewards) -> Advantages:
     """Rewards less their group's mean. `scale` divides them by the standard deviation of the group or the step, or not at all."""
     rewards = [scored_rewards(group) for group in groups]
     differences = [centred(values) for values in rewards]
@@ -73,25 +73,29 @@ def group_relative(groups: Sequence[Group], scale: ScaleRewards) -> Credit:
     return to_members(groups, differences)
 
 
-def to_members(groups: Sequence[Group], values: Sequence[Sequence[float]]) -> Credit:
+def to_members(groups: Sequence[Group], values: Sequence[Sequence[float]]) -> Advantages:
     """Expand values of the scored members to all members, with None for the others."""
-    return [_to_members(group, of_group) for group, of_group in zip(groups, values, strict=True)]
+    return [
+        _to_members(group, group_values) for group, group_values in zip(groups, values, strict=True)
+    ]
 
 
 def _to_members(group: Group, values: Sequence[float]) -> tuple[float | None, ...]:
-    left = iter(values)
-    return tuple(next(left) if rollout.outcome == "scored" else None for rollout in group.rollouts)
+    remaining = iter(values)
+    return tuple(
+        next(remaining) if rollout.outcome == "scored" else None for rollout in group.rollouts
+    )
 
 
 def scored_rewards(group: Group) -> list[float]:
     """The rewards of a group's scored members, in their order."""
-    return [_reward(rollout) for rollout in group.scored]
+    return [_checked_reward(rollout) for rollout in group.scored]
 
 
-def _reward(rollout: Rollout) -> float:
-    where = f"draw {rollout.draw}, member {rollout.member}"
-    assert rollout.reward is not None, f"{where} is scored, but has no reward"
-    assert math.isfinite(rollout.reward), f"{where} is scored {rollout.reward}"
+def _checked_reward(rollout: Rollout) -> float:
+    label = f"draw {rollout.draw}, member {rollout.member}"
+    assert rollout.reward is not None, f"{label} is scored, but has no reward"
+    assert math.isfinite(rollout.reward), f"{label} is scored {rollout.reward}"
     return rollout.reward
 
 

@@ -1,6 +1,6 @@
 """The protocol of an algorithm: two pieces of maths that meet in the learner and are independent of machines.
 
-The loop calls the first half, on plain records: `shaped` may add to the rewards of a group, `accepts` may reject the group, `weights`
+The loop calls the first half, on plain records: `shaped` may add to the rewards of a group, `accepts` may reject the group, `credits`
 turns the rewards of a step into credit for each rollout, and `denominators` gives the divisors for the sums of the whole step. The
 learner calls the second half, on tensors: `loss` turns a batch of log-probabilities into undivided sums. Because sums add up and the
 denominators are those of the whole step, the gradient does not depend on how the rows were cut into batches or spread over machines.
@@ -60,8 +60,8 @@ class TokenBatch:
     @property
     def proximal_logprobs(self) -> Tensor:
         """Log-probabilities [B, T] under the weights at the start of the step, without gradient."""
-        found = self.proximal_logprobs_BT
-        return (self.policy_logprobs_BT if found is None else found).detach()
+        logprobs = self.proximal_logprobs_BT
+        return (self.policy_logprobs_BT if logprobs is None else logprobs).detach()
 
     def __post_init__(self) -> None:
         per_token = (
@@ -156,14 +156,14 @@ class Algorithm(Loss, Protocol):
         """True if a shaped group is worth training; otherwise another group is drawn in its place."""
         ...
 
-    def check(self, longest: int, rewards: Sequence[str]) -> None:
+    def check(self, max_length: int, rewards: Sequence[str]) -> None:
         """Raise ValueError for a knob that does not fit the length (tokens) of a run's rollouts, TaskError for a reward that does not fit.
 
-        `longest` is the most tokens that the policy may write in one rollout; `rewards` are the known reward names.
+        `max_length` is the most tokens that the policy may write in one rollout; `rewards` are the known reward names.
         """
         ...
 
-    def weights(self, groups: Sequence[Group]) -> tuple[tuple[RolloutCredit | None, ...], ...]:
+    def credits(self, groups: Sequence[Group]) -> tuple[tuple[RolloutCredit | None, ...], ...]:
         """Credit for the rollouts of a step: for each group a tuple in the order of its rollouts.
 
         None for rollouts that are not trained.

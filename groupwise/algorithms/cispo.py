@@ -23,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from groupwise.algorithms import ops
-from groupwise.algorithms.advantages import Credit, group_relative
+from groupwise.algorithms.advantages import Advantages, group_relative
 from groupwise.algorithms.base import Tensor, TokenBatch
 from groupwise.algorithms.clipped import Clipped
 from groupwise.algorithms.family import GroupRelative
@@ -40,7 +40,7 @@ class Cispo(GroupRelative):
     epsilon_high: float = field(default=4.0, metadata=metadata_of(Clipped, "epsilon_high"))
     scale_rewards: ScaleRewards = field(default="group", metadata=SCALE_REWARDS)
 
-    def credit(self, groups: Sequence[Group]) -> Credit:
+    def advantages(self, groups: Sequence[Group]) -> Advantages:
         """Centred and scaled within the group."""
         return group_relative(groups, self.scale_rewards)
 
@@ -56,9 +56,9 @@ class Cispo(GroupRelative):
         self, batch: TokenBatch, log_ratio_BT: Tensor
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The capped weight times advantage times log-probability."""
-        masked = batch.mask_BT == 0
+        outside_mask = batch.mask_BT == 0
         ratio = ops.bound_log_ratio(log_ratio_BT.detach()).exp()
         weight = ratio.clamp(max=1 + self.epsilon_high) * batch.advantages_B.unsqueeze(-1)
-        surrogate = weight * batch.policy_logprobs_BT.masked_fill(masked, 0)
-        capped = (ratio > 1 + self.epsilon_high) & (batch.advantages_B.unsqueeze(-1) != 0)
-        return surrogate, {"clip_high": capped, "ratio": ratio.masked_fill(masked, 0.0)}
+        surrogate = weight * batch.policy_logprobs_BT.masked_fill(outside_mask, 0)
+        is_capped = (ratio > 1 + self.epsilon_high) & (batch.advantages_B.unsqueeze(-1) != 0)
+        return surrogate, {"clip_high": is_capped, "ratio": ratio.masked_fill(outside_mask, 0.0)}

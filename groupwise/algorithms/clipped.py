@@ -68,9 +68,9 @@ class Clipped(GroupRelative):
         """The clipped surrogate of each token."""
         ratio = ops.bound_log_ratio(self.own_log_ratio(batch, log_ratio_BT)).exp()
         surrogate = ops.clipped_surrogate(ratio, batch.advantages_B, *self.clip, self.delta)
-        seen = ratio.detach()
-        stats = ops.clip_stats(batch, seen, *self.clip, self.delta)
-        return surrogate, {**stats, "ratio": seen.masked_fill(batch.mask_BT == 0, 0.0)}
+        detached_ratio = ratio.detach()
+        stats = ops.clip_stats(batch, detached_ratio, *self.clip, self.delta)
+        return surrogate, {**stats, "ratio": detached_ratio.masked_fill(batch.mask_BT == 0, 0.0)}
 
     def own_log_ratio(self, batch: TokenBatch, log_ratio_BT: Tensor) -> Tensor:
         """The log-ratio that is clipped: that of each token, unless a subclass overrides this."""

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from groupwise.algorithms.advantages import Credit, group_relative
+from groupwise.algorithms.advantages import Advantages, group_relative
 from groupwise.algorithms.clipped import Clipped
 from groupwise.algorithms.knobs import SCALE_REWARDS, KnobConflict, ScaleRewards, metadata_of
 from groupwise.algorithms.overlong import check_names, with_overlong_punishment
@@ -66,33 +66,33 @@ class Dapo(Clipped):
                 ("soft_punish_cache", "soft_punish_factor"),
             )
 
-    def check(self, longest: int, rewards: Sequence[str]) -> None:
+    def check(self, max_length: int, rewards: Sequence[str]) -> None:
         """Raise ValueError for a cache longer than the limit, and TaskError for a reward with the name of the punishment."""
-        if self._cache(longest):
+        if self._cache_length(max_length):
             check_names(rewards)
 
     def shaped(self, group: Group, max_completion_length: int) -> Group:
         """The group with the soft over-long punishment. Raises the errors of `check`."""
-        cache = self._cache(max_completion_length)
+        cache = self._cache_length(max_completion_length)
         if cache == 0:
             return group
         return with_overlong_punishment(
             group, max_completion_length, cache, self.soft_punish_factor
         )
 
-    def _cache(self, longest: int) -> int:
+    def _cache_length(self, max_length: int) -> int:
         """Number of tokens before the limit over which the reward sinks."""
         cache = self.soft_punish_cache
         if cache is None:
-            return round(CACHE_SHARE * longest)
-        if cache > longest:
+            return round(CACHE_SHARE * max_length)
+        if cache > max_length:
             raise ValueError(
-                f"algorithm.soft_punish_cache is {cache}, but the policy may write {longest} tokens "
+                f"algorithm.soft_punish_cache is {cache}, but the policy may write {max_length} tokens "
                 "at most in a rollout; a fifth of them is usual, which null stands for."
             )
         return cache
 
-    def credit(self, groups: Sequence[Group]) -> Credit:
+    def advantages(self, groups: Sequence[Group]) -> Advantages:
         """Centred and scaled within the group."""
         return group_relative(groups, self.scale_rewards)
 

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
-from groupwise.algorithms.advantages import Credit, group_relative, scored_members
+from groupwise.algorithms.advantages import Advantages, group_relative, scored_members
 from groupwise.algorithms.clipped import Clipped
 from groupwise.core.types import Group, Rollout
 
@@ -31,7 +31,7 @@ class DrGrpo(Clipped):
 
     name: ClassVar[str] = "dr_grpo"
 
-    def credit(self, groups: Sequence[Group]) -> Credit:
+    def advantages(self, groups: Sequence[Group]) -> Advantages:
         """Centred within the group, never scaled."""
         return group_relative(groups, "none")
 

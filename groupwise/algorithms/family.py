@@ -22,7 +22,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import ClassVar, Self
 
 from groupwise.algorithms import kl, ops
-from groupwise.algorithms.advantages import Credit, scored_members, tied, trained_tokens
+from groupwise.algorithms.advantages import Advantages, scored_members, tied, trained_tokens
 from groupwise.algorithms.base import LossResult, Tensor, TokenBatch
 from groupwise.algorithms.correction import Correction, importance_weights
 from groupwise.algorithms.kl import KlEstimator, KlGradient
@@ -150,7 +150,7 @@ class GroupRelative(ABC):
             )
 
     @abstractmethod
-    def credit(self, groups: Sequence[Group]) -> Credit:
+    def advantages(self, groups: Sequence[Group]) -> Advantages:
         """The advantages of the rollouts of a step."""
 
     @abstractmethod
@@ -206,7 +206,7 @@ class GroupRelative(ABC):
         """Return the group unchanged; a subclass may override this."""
         return group
 
-    def check(self, longest: int, rewards: Sequence[str]) -> None:  # noqa: B027 — optional
+    def check(self, max_length: int, rewards: Sequence[str]) -> None:  # noqa: B027 — optional
         """Check nothing: these knobs fit every run."""
 
     def accepts(self, group: Group) -> bool:
@@ -215,7 +215,7 @@ class GroupRelative(ABC):
             return True
         return not tied([reward_of_the_task(rollout) for rollout in group.scored])
 
-    def weights(self, groups: Sequence[Group]) -> tuple[tuple[RolloutCredit | None, ...], ...]:
+    def credits(self, groups: Sequence[Group]) -> tuple[tuple[RolloutCredit | None, ...], ...]:
         """Advantage and scale of each trained rollout; None for the others."""
         return tuple(
             tuple(
@@ -224,23 +224,23 @@ class GroupRelative(ABC):
                 else None
                 for rollout, advantage in zip(group.rollouts, advantages, strict=True)
             )
-            for group, advantages in zip(groups, self.credit(groups), strict=True)
+            for group, advantages in zip(groups, self.advantages(groups), strict=True)
         )
 
     def denominators(self, groups: Sequence[Group], max_completion_length: int) -> dict[str, float]:
         """The algorithm's denominator for policy and KL; the number of trained tokens for the entropy."""
-        shared = self.denominator(groups, max_completion_length)
-        found = {"policy": shared}
+        denominator = self.denominator(groups, max_completion_length)
+        denominators = {"policy": denominator}
         if self.needs_reference:
-            found["kl"] = shared
+            denominators["kl"] = denominator
         if self.needs_entropy_gradient:
-            found["entropy"] = float(self.tokens(groups))
-        return found
+            denominators["entropy"] = float(self.tokens(groups))
+        return denominators
 
     def trains(self, rollout: Rollout) -> bool:
         """True if a scored rollout has trained tokens; it counts as a rollout in any case."""
-        masked = self.mask_truncated_completions and rollout.truncated
-        return not masked and trained_tokens(rollout) > 0
+        is_masked = self.mask_truncated_completions and rollout.truncated
+        return not is_masked and trained_tokens(rollout) > 0
 
     def tokens(self, groups: Sequence[Group]) -> int:
         """Number of trained tokens in a step: the tokens that the sums cover."""
@@ -260,9 +260,9 @@ class GroupRelative(ABC):
         """The algorithm with a beta moved towards `kl_target`; unchanged without a target."""
         return self if self.kl_target is None else replace(self, beta=self._next_beta(kl, rollouts))
 
-    def _next_beta(self, measured: float, rollouts: int) -> float:
+    def _next_beta(self, kl_value: float, rollouts: int) -> float:
         assert self.kl_target is not None
-        return kl.adapted_beta(self.beta, measured, self.kl_target, self.kl_horizon, rollouts)
+        return kl.adapted_beta(self.beta, kl_value, self.kl_target, self.kl_horizon, rollouts)
 
     def loss_spec(self) -> LossSpec:
         """Name and every knob, including defaults, so that the other side does not use its own."""
@@ -290,7 +290,7 @@ class GroupRelative(ABC):
 
     def _importance(self, batch: TokenBatch) -> tuple[Tensor, dict[str, Tensor]]:
         """The correction's weight of each token, detached, and its statistics."""
-        weights, clipped = importance_weights(
+        weights, is_clipped = importance_weights(
             batch.proximal_logprobs,
             batch.sampling_logprobs_BT,
             batch.mask_BT,
@@ -298,14 +298,17 @@ class GroupRelative(ABC):
             self.importance_sampling_cap,
             batch.others,
         )
-        shown = weights.masked_fill(batch.mask_BT == 0, 0.0)
-        return weights, {"importance_sampling_ratio": shown, "importance_sampling_clipped": clipped}
+        masked_weights = weights.masked_fill(batch.mask_BT == 0, 0.0)
+        return weights, {
+            "importance_sampling_ratio": masked_weights,
+            "importance_sampling_clipped": is_clipped,
+        }
 
     def _penalties(
         self, batch: TokenBatch, log_ratio: Tensor, weights: Tensor
     ) -> dict[str, Tensor]:
         """The loss components other than `policy`."""
-        found: dict[str, Tensor] = {}
+        penalties: dict[str, Tensor] = {}
         if self.needs_reference:
             penalty = kl.penalty(
                 batch.policy_logprobs_BT,
@@ -316,12 +319,12 @@ class GroupRelative(ABC):
                 self.kl_gradient,
                 weights,
             )
-            found["kl"] = self.beta * ops.scaled_sum(penalty, batch.scales_B, batch.mask_BT)
+            penalties["kl"] = self.beta * ops.scaled_sum(penalty, batch.scales_B, batch.mask_BT)
         if self.needs_entropy_gradient:
             assert batch.entropies_BT is not None
             bonus = batch.entropies_BT.masked_fill(batch.mask_BT == 0, 0.0).sum()
-            found["entropy"] = -self.entropy_coef * bonus
-        return found
+            penalties["entropy"] = -self.entropy_coef * bonus
+        return penalties
 
     def _kl(self, batch: TokenBatch) -> Tensor:
         return kl.estimate(
@@ -329,12 +332,12 @@ class GroupRelative(ABC):
         )
 
     def _check_complete(self, batch: TokenBatch) -> None:
-        needed = {
+        requirements = {
             f"beta {self.beta}": (self.needs_reference, "reference_logprobs_BT"),
             f"entropy_coef {self.entropy_coef}": (self.needs_entropy_gradient, "entropies_BT"),
         }
-        for reason, (wanted, tensor) in needed.items():
-            if wanted and getattr(batch, tensor) is None:
+        for reason, (is_needed, tensor) in requirements.items():
+            if is_needed and getattr(batch, tensor) is None:
                 raise ValueError(
                     f"{self.name} with {reason} needs {tensor}, but the batch has none. Fill it, or "
                     f"set {reason.split()[0]} to 0."

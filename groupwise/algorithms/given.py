@@ -79,16 +79,18 @@ class Given:
                 "The loss `given` needs the credit of each token, but the batch has none. Fill `Row.credits`, or take an algorithm."
             )
         credits_BT = batch.credits_BT.masked_fill(batch.mask_BT == 0, 0.0)
-        value_BT, stats = self._value(batch, credits_BT)
+        value_BT, stats = self._token_values(batch, credits_BT)
         total = -value_BT.masked_fill(batch.mask_BT == 0, 0.0).sum()
         return LossResult(
             {"policy": total}, ops.sum_stats({**ops.token_stats(batch), **stats}, value_BT)
         )
 
-    def _value(self, batch: TokenBatch, credits_BT: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    def _token_values(
+        self, batch: TokenBatch, credits_BT: Tensor
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """The value to maximise, and statistics, both per token."""
-        masked = batch.mask_BT == 0
-        logprobs_BT = batch.policy_logprobs_BT.masked_fill(masked, 0.0)
+        outside_mask = batch.mask_BT == 0
+        logprobs_BT = batch.policy_logprobs_BT.masked_fill(outside_mask, 0.0)
         if self.surrogate == "log_probability":
             return credits_BT * logprobs_BT, {}
         sampled_BT = batch.sampling_logprobs_BT.detach()
@@ -96,19 +98,22 @@ class Given:
         ratio_BT = ops.bound_log_ratio(log_ratio_BT).exp()
         seen_BT = ratio_BT.detach()
         stats = {
-            "ratio": seen_BT.masked_fill(masked, 0.0),
+            "ratio": seen_BT.masked_fill(outside_mask, 0.0),
             "logprob_gap": log_ratio_BT.detach().abs(),
         }
         if self.surrogate == "ratio":
             return credits_BT * ratio_BT, stats
         low_BT, high_BT = seen_BT < self.clip_low, seen_BT > self.clip_high
         if self.surrogate == "clipped_weight":
-            capped = {
+            weight_stats = {
                 "clip_low": low_BT & (credits_BT != 0),
                 "clip_high": high_BT & (credits_BT != 0),
             }
             weight_BT = seen_BT.clamp(self.clip_low, self.clip_high)
-            return credits_BT * weight_BT * logprobs_BT, stats | capped
+            return credits_BT * weight_BT * logprobs_BT, stats | weight_stats
         clipped_BT = ratio_BT.clamp(self.clip_low, self.clip_high)
-        stopped = {"clip_low": low_BT & (credits_BT < 0), "clip_high": high_BT & (credits_BT > 0)}
-        return (credits_BT * ratio_BT).minimum(credits_BT * clipped_BT), stats | stopped
+        clip_stats = {
+            "clip_low": low_BT & (credits_BT < 0),
+            "clip_high": high_BT & (credits_BT > 0),
+        }
+        return (credits_BT * ratio_BT).minimum(credits_BT * clipped_BT), stats | clip_stats

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from groupwise.algorithms.advantages import Credit, group_relative, trained_tokens
+from groupwise.algorithms.advantages import Advantages, group_relative, trained_tokens
 from groupwise.algorithms.clipped import Clipped
 from groupwise.algorithms.family import per_rollout
 from groupwise.algorithms.knobs import SCALE_REWARDS, ScaleRewards
@@ -35,7 +35,7 @@ class Grpo(Clipped):
 
     scale_rewards: ScaleRewards = field(default="group", metadata=SCALE_REWARDS)
 
-    def credit(self, groups: Sequence[Group]) -> Credit:
+    def advantages(self, groups: Sequence[Group]) -> Advantages:
         """Centred and scaled within the group."""
         return group_relative(groups, self.scale_rewards)
 

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from groupwise.algorithms import ops
-from groupwise.algorithms.advantages import Credit, group_relative, trained_tokens
+from groupwise.algorithms.advantages import Advantages, group_relative, trained_tokens
 from groupwise.algorithms.base import Tensor, TokenBatch
 from groupwise.algorithms.clipped import Clipped
 from groupwise.algorithms.correction import Correction
@@ -53,7 +53,7 @@ class Gspo(Clipped):
         """True: all rows of a rollout share the mean of its log-ratios."""
         return True
 
-    def credit(self, groups: Sequence[Group]) -> Credit:
+    def advantages(self, groups: Sequence[Group]) -> Advantages:
         """Centred and scaled within the group."""
         return group_relative(groups, self.scale_rewards)
 

@@ -20,7 +20,7 @@ SCALE_REWARDS = {
     "rewards matters."
 }
 
-_OFF: tuple[Any, ...] = (None, False, 0, "none")
+_DISABLED_VALUES: tuple[Any, ...] = (None, False, 0, "none")
 """Values at which a knob counts as off."""
 
 _RANGES: dict[str, tuple[str, Callable[[float, float], bool]]] = {
@@ -57,8 +57,8 @@ def metadata_of(kind: Any, name: str) -> Mapping[str, Any]:
 
 def disabled_by(knob: Field[Any], values: Mapping[str, Any]) -> str | None:
     """Name of the other knob that is off and so disables this one; None if this one has an effect."""
-    needed = knob.metadata.get("needs")
-    return needed if needed is not None and values[needed] in _OFF else None
+    other_knob = knob.metadata.get("needs")
+    return other_knob if other_knob is not None and values[other_knob] in _DISABLED_VALUES else None
 
 
 def check_knobs(algorithm: Any) -> None:

@@ -72,21 +72,21 @@ def clip_stats(
 ) -> dict[str, Tensor]:
     """Marks of the tokens whose gradient each bound removed. Outside the mask the ratio must be 1."""
     advantages_B1 = batch.advantages_B.unsqueeze(-1)
-    clipped = {
+    stats = {
         "clip_low": (ratio_BT < low) & (advantages_B1 < 0),
         "clip_high": (ratio_BT > high) & (advantages_B1 > 0),
     }
     if delta is not None:
-        clipped["clip_delta"] = (ratio_BT > delta) & (advantages_B1 < 0)
-    return clipped
+        stats["clip_delta"] = (ratio_BT > delta) & (advantages_B1 < 0)
+    return stats
 
 
 def token_stats(batch: TokenBatch) -> dict[str, Tensor]:
     """The entries of `LossResult.stats` that every loss has, per token; 0 outside the mask."""
-    trained = batch.mask_BT != 0
-    stats = {"tokens": trained}
+    in_mask = batch.mask_BT != 0
+    stats = {"tokens": in_mask}
     if batch.entropies_BT is not None:
-        stats["entropy"] = batch.entropies_BT.detach().masked_fill(~trained, 0.0)
+        stats["entropy"] = batch.entropies_BT.detach().masked_fill(~in_mask, 0.0)
     return stats
 
 

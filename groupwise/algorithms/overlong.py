@@ -64,5 +64,5 @@ def _with_punishment(rollout: Rollout, limit: int, cache: int, factor: float) ->
 def reward_of_the_task(rollout: Rollout) -> float:
     """The reward of a scored rollout without the punishment."""
     assert rollout.reward is not None, f"draw {rollout.draw}, member {rollout.member} has no reward"
-    added = [part.weight * (part.value or 0.0) for part in rollout.parts if part.name == PART]
-    return rollout.reward - sum(added)
+    penalties = [part.weight * (part.value or 0.0) for part in rollout.parts if part.name == PART]
+    return rollout.reward - sum(penalties)

@@ -32,7 +32,7 @@ def make(name: str, knobs: Mapping[str, Any]) -> Algorithm:
     Raises ValueError for an unknown name, knob or value; the message lists the known ones.
     """
     if name not in ALGORITHMS:
-        raise ValueError(f"There is no algorithm {name!r}{_choose(name, ALGORITHMS)}")
+        raise ValueError(f"There is no algorithm {name!r}{_suggest_knob(name, ALGORITHMS)}")
     _check_names(ALGORITHMS[name], name, knobs)
     return ALGORITHMS[name](**knobs)
 
@@ -48,14 +48,16 @@ def from_spec(spec: LossSpec) -> Loss:
 
 
 def _check_names(kind: type[GroupRelative | Given], name: str, knobs: Mapping[str, Any]) -> None:
-    known = [knob.name for knob in fields(kind)]
-    unknown = [f"{knob!r}{_choose(knob, known)}" for knob in knobs if knob not in known]
+    knob_names = [knob.name for knob in fields(kind)]
+    unknown = [
+        f"{knob!r}{_suggest_knob(knob, knob_names)}" for knob in knobs if knob not in knob_names
+    ]
     if unknown:
         raise ValueError("\n".join(f"{name} has no knob {message}" for message in unknown))
 
 
-def _choose(given: str, known: Iterable[str]) -> str:
-    names = sorted(known)
-    nearest = get_close_matches(given, names, n=1)
-    suggestion = f"; did you mean {nearest[0]!r}?" if nearest else "."
+def _suggest_knob(name: str, known_names: Iterable[str]) -> str:
+    names = sorted(known_names)
+    matches = get_close_matches(name, names, n=1)
+    suggestion = f"; did you mean {matches[0]!r}?" if matches else "."
     return f"{suggestion} There are: {', '.join(names)}."

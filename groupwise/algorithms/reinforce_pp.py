@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from groupwise.algorithms.advantages import (
-    Credit,
+    Advantages,
     centred,
     deviation,
     scaled,
@@ -56,15 +56,15 @@ class ReinforcePp(Clipped):
         """False in the plain form without dynamic sampling, which compares the rollouts of the whole step."""
         return self.group_baseline or self.dynamic_sampling
 
-    def credit(self, groups: Sequence[Group]) -> Credit:
+    def advantages(self, groups: Sequence[Group]) -> Advantages:
         """Centred within the group or the step, scaled by the step's standard deviation."""
         rewards = [scored_rewards(group) for group in groups]
         if self.group_baseline:
             differences = [value for values in rewards for value in centred(values)]
         else:
             differences = centred([value for values in rewards for value in values])
-        left = iter(scaled(differences, deviation(differences)))
-        return to_members(groups, [[next(left) for _ in values] for values in rewards])
+        remaining = iter(scaled(differences, deviation(differences)))
+        return to_members(groups, [[next(remaining) for _ in values] for values in rewards])
 
     def scale(self, rollout: Rollout) -> float:
         """1: all tokens count the same."""

@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from groupwise.algorithms import ops
-from groupwise.algorithms.advantages import Credit, leave_one_out, scored_rewards, to_members
+from groupwise.algorithms.advantages import Advantages, leave_one_out, scored_rewards, to_members
 from groupwise.algorithms.base import Tensor, TokenBatch
 from groupwise.algorithms.clipped import Clipped
 from groupwise.algorithms.correction import Correction
@@ -50,7 +50,7 @@ class Rloo(Clipped):
         """True: all rows of a rollout share the sum of its log-ratios."""
         return True
 
-    def credit(self, groups: Sequence[Group]) -> Credit:
+    def advantages(self, groups: Sequence[Group]) -> Advantages:
         """Each reward less the mean of its siblings'."""
         return to_members(groups, [leave_one_out(scored_rewards(group)) for group in groups])
 

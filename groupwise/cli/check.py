@@ -34,7 +34,7 @@ def check(
         ),
     ] = None,
     rows: Annotated[
-        int, typer.Option(metavar="N", min=1, help="Examples to try the rewards on.")
+        int, typer.Option(metavar="NUM", min=1, help="Examples to try the rewards on.")
     ] = 16,
     as_json: AsJson = False,
 ) -> None:

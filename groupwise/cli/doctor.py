@@ -19,7 +19,7 @@ def doctor(
         typer.Option(
             "--task-module",
             "-t",
-            metavar="T",
+            metavar="TASK",
             help="Use the prompts of this task, not the built-in ones.",
         ),
     ] = None,

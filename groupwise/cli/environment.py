@@ -16,20 +16,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EnvironmentOptions:
-    """The packages of an environment that is made: groupwise as it is here, and the releases installed here."""
+    """The packages of an environment to create: this version of groupwise, and the releases installed here."""
 
     base_python: Annotated[
         str | None,
         typer.Option(
             "--base-python",
-            metavar="P",
-            help="Interpreter there that the environment is made with; default: the version used here.",
+            metavar="PYTHON",
+            help="Remote Python interpreter to create the environment with; default: the version used here.",
         ),
     ] = None
     extra: Annotated[
         list[str],
         typer.Option(
-            metavar="E", help="Extra of groupwise to install; default: train. May be repeated."
+            metavar="EXTRA", help="Extra of groupwise to install; default: train. May be repeated."
         ),
     ] = field(default_factory=list[str])
     also: Annotated[
@@ -44,12 +44,14 @@ class EnvironmentOptions:
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Releases to install, as pip freeze writes them; hashes may be in it.",
+            help="Pinned requirements to install, in the format of pip freeze; hashes are allowed.",
         ),
     ] = None
     wheelhouse: Annotated[
         Path | None,
-        typer.Option(metavar="DIR", help="Install only from the wheels in here; they are sent."),
+        typer.Option(
+            metavar="DIR", help="Install only from the wheels in this folder, which is uploaded."
+        ),
     ] = None
     index_url: Annotated[
         str | None,
@@ -75,21 +77,28 @@ class EnvironmentOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RemoteEnvironmentOptions(EnvironmentOptions):
-    """The environment of a job on another machine: one that is made, or one that is there."""
+    """The environment of a job on another machine: a new one, or an existing one."""
 
     python: Annotated[
         str | None,
         typer.Option(
-            metavar="P",
-            help="Interpreter there that has groupwise; default: one in an environment that is made.",
+            metavar="PYTHON",
+            help="Remote Python interpreter with groupwise installed; default: create an environment.",
         ),
     ] = None
 
     @property
     def is_given(self) -> bool:
         """True if an option describes an environment to build."""
-        made = (self.base_python, self.extra, self.also, self.lock, self.wheelhouse, self.index_url)
-        return any(made)
+        build_options = (
+            self.base_python,
+            self.extra,
+            self.also,
+            self.lock,
+            self.wheelhouse,
+            self.index_url,
+        )
+        return any(build_options)
 
     def plan_unless_there(self) -> Plan | None:
         """The environment to build at the place; None: `python` has groupwise already. Raises UsageError."""

@@ -15,12 +15,15 @@ from groupwise.cli.rl import Overrides, TaskOption
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SuiteOptions:
-    """How suites are run; the names of the fields are those of `SuitesAsked`."""
+    """How suites are run; the names of the fields are those of `SuiteRequest`."""
 
     endpoint: Annotated[
         str | None,
         typer.Option(
-            "--endpoint", "--base-url", metavar="URL", help="The service that answers a suite."
+            "--endpoint",
+            "--base-url",
+            metavar="URL",
+            help="URL of the service that answers the suites.",
         ),
     ] = None
     endpoint_model: Annotated[
@@ -45,21 +48,25 @@ class SuiteOptions:
         ),
     ] = None
     temperature: Annotated[
-        float | None, typer.Option(metavar="X", help="Temperature for a suite; default: 0.")
+        float | None, typer.Option(metavar="NUM", help="Temperature for a suite; default: 0.")
     ] = None
     top_p: Annotated[
         float | None,
         typer.Option(
-            metavar="P", min=0, max=1, help="top_p for a suite; default: that of the service."
+            metavar="NUM", min=0, max=1, help="top_p for a suite; default: that of the service."
         ),
     ] = None
     max_new_tokens: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Longest answer in a suite; default: 32768 tokens."),
+        typer.Option(
+            metavar="NUM", min=1, help="Maximum tokens per answer of a suite; default: 32768."
+        ),
     ] = None
     concurrency: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Requests of a suite at the same time; default: 16."),
+        typer.Option(
+            metavar="NUM", min=1, help="Requests of a suite at the same time; default: 16."
+        ),
     ] = None
     timeout: Annotated[
         float | None,
@@ -69,7 +76,7 @@ class SuiteOptions:
     ] = None
     max_prompts: Annotated[
         int | None,
-        typer.Option(metavar="N", min=1, help="Most questions of each suite, to try it out."),
+        typer.Option(metavar="NUM", min=1, help="Maximum questions per suite, for a trial."),
     ] = None
     time_limit: Annotated[
         float | None,
@@ -92,11 +99,11 @@ class SuiteOptions:
 
     def given(self) -> dict[str, Any]:
         """The options that were given."""
-        found = {name: value for name, value in asdict(self).items() if value is not None}
+        options = {name: value for name, value in asdict(self).items() if value is not None}
         for name in ("serve", "program"):
-            if name in found:
-                found[name] = tuple(shlex.split(found[name]))
-        return found
+            if name in options:
+                options[name] = tuple(shlex.split(options[name]))
+        return options
 
 
 def evaluate(
@@ -117,7 +124,7 @@ def evaluate(
     ] = None,
     samples_per_prompt: Annotated[
         int | None,
-        typer.Option(metavar="K", min=1, help="Completions of each prompt."),
+        typer.Option(metavar="NUM", min=1, help="Completions per prompt."),
     ] = None,
     output: Annotated[
         Path | None, typer.Option(metavar="FILE", help="File for the results of each row.")
@@ -139,14 +146,16 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Evaluate a model on held-out prompts of a task, or on suites."""
-    given = suites.given()
+    suite_options = suites.given()
     common = {"samples_per_prompt": samples_per_prompt, "output": output}
     if suite:
-        _refuse({"config": config, "task_module": task_module, "overrides": overrides}, "with")
-        given |= {name: value for name, value in common.items() if value is not None}
-        _evaluate_suites(tuple(suite), policy, given, dry_run=dry_run, as_json=as_json)
+        _refuse_options(
+            {"config": config, "task_module": task_module, "overrides": overrides}, "with"
+        )
+        suite_options |= {name: value for name, value in common.items() if value is not None}
+        _evaluate_suites(tuple(suite), policy, suite_options, dry_run=dry_run, as_json=as_json)
         return
-    _refuse(given, "without")
+    _refuse_options(suite_options, "without")
     if config is None and not overrides:
         raise typer.BadParameter(
             "say what is evaluated: --config C.yaml, its keys as key=value, or --suite NAME with an --endpoint."
@@ -170,13 +179,13 @@ def _evaluate_task(
 
     if dry_run:
         collect_seldom()
-        from groupwise.training.evaluation.evaluate import plan_each
+        from groupwise.training.evaluation.evaluate import plan_policies
 
-        write_json(plan_each(*task, **options))
+        write_json(plan_policies(*task, **options))
         return
-    from groupwise.training.evaluation.evaluate import evaluate_each
+    from groupwise.training.evaluation.evaluate import evaluate_policies
 
-    results = evaluate_each(*task, **options)
+    results = evaluate_policies(*task, **options)
     if len(results) == 1:
         write_result(results[0].summary, as_json=as_json)
         return
@@ -186,8 +195,13 @@ def _evaluate_task(
     sides = [side_of_file(result.path) for result in results if result.path]
     comparisons = [compare_sides(sides[0], other) for other in sides[1:]]
     if as_json:
-        found = [result.summary for result in results]
-        write_json({"evaluations": found, "comparisons": [each.summary() for each in comparisons]})
+        summaries = [result.summary for result in results]
+        write_json(
+            {
+                "evaluations": summaries,
+                "comparisons": [comparison.summary() for comparison in comparisons],
+            }
+        )
         return
     for number, comparison in enumerate(comparisons):
         typer.echo("\n" if number else "", nl=False)
@@ -197,7 +211,7 @@ def _evaluate_task(
 def _evaluate_suites(
     suites: tuple[str, ...],
     policies: list[str] | None,
-    given: dict[str, Any],
+    suite_options: dict[str, Any],
     *,
     dry_run: bool,
     as_json: bool,
@@ -206,7 +220,7 @@ def _evaluate_suites(
     from groupwise.cli.printing import print_table, print_text
     from groupwise.training.evaluation.suite_evaluation import (
         METRIC,
-        SuitesAsked,
+        SuiteRequest,
         evaluate_suites,
         interval_of,
         plan,
@@ -214,37 +228,37 @@ def _evaluate_suites(
 
     if policies and len(policies) > 1:
         raise typer.BadParameter("suites evaluate one policy at a time; give one --policy.")
-    request = SuitesAsked(suites, policy=policies[0] if policies else None, **given)
+    request = SuiteRequest(suites, policy=policies[0] if policies else None, **suite_options)
     if dry_run:
         write_json(plan(request))
         return
-    found = evaluate_suites(request, lambda text: typer.echo(text, err=True))
+    result = evaluate_suites(request, lambda text: typer.echo(text, err=True))
     if as_json:
-        write_json(found.summary)
-        raise typer.Exit(found.exit_code)
-    if found.results:
+        write_json(result.summary)
+        raise typer.Exit(result.exit_code)
+    if result.results:
         rows = [
             (
                 name,
-                str(interval_of(each)),
-                str(each["prompts"]),
-                str(each["samples"]),
-                f"{each['seconds']:.0f} s",
-                str(each.get("results", found.path)),
+                str(interval_of(suite_result)),
+                str(suite_result["prompts"]),
+                str(suite_result["samples"]),
+                f"{suite_result['seconds']:.0f} s",
+                str(suite_result.get("results", result.path)),
             )
-            for name, each in found.results.items()
+            for name, suite_result in result.results.items()
         ]
         print_table([("suite", f"{METRIC} [95 %]", "prompts", "samples", "time", "results"), *rows])
-    for name, reason in found.failed.items():
+    for name, reason in result.failed.items():
         print_text(f"{name} failed: {reason}")
-    raise typer.Exit(found.exit_code)
+    raise typer.Exit(result.exit_code)
 
 
-def _refuse(given: dict[str, Any], how: str) -> None:
+def _refuse_options(options: dict[str, Any], preposition: str) -> None:
     """Raise BadParameter for options that would have no effect."""
-    for name, value in given.items():
+    for name, value in options.items():
         if value:
             option = {"runs_dir": "--dir", "overrides": "key=value"}.get(
                 name, f"--{name.replace('_', '-')}"
             )
-            raise typer.BadParameter(f"{option} has no effect {how} --suite.")
+            raise typer.BadParameter(f"{option} has no effect {preposition} --suite.")

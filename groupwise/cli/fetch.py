@@ -38,16 +38,21 @@ def fetch_tunix(
     """Fetch Tunix and JAX, into an environment of their own. Prints its Python."""
     from groupwise.cli.output import write_json
     from groupwise.core.errors import UsageError
-    from groupwise.engine.backends.tunix.environment import EXTRAS, Accelerator, install, look
+    from groupwise.engine.backends.tunix.environment import (
+        EXTRAS,
+        Accelerator,
+        install,
+        query_worker,
+    )
 
-    kinds: dict[str | None, Accelerator | None] = {None: None, **{each: each for each in EXTRAS}}
+    kinds: dict[str | None, Accelerator | None] = {None: None, **{kind: kind for kind in EXTRAS}}
     if accelerator not in kinds:
         raise UsageError(f"--accelerator is {accelerator!r}; it is one of {', '.join(EXTRAS)}.")
     path = install(kinds[accelerator], anew=again, say=not as_json)
-    found = look()
+    tunix_info = query_worker()
     if as_json:
-        write_json({"python": str(path), **found.model_dump()})
+        write_json({"python": str(path), **tunix_info.model_dump()})
     else:
         typer.echo(
-            f"{path}: tunix {found.tunix}, jax {found.jax}, {found.devices} × {found.device}"
+            f"{path}: tunix {tunix_info.tunix}, jax {tunix_info.jax}, {tunix_info.devices} × {tunix_info.device}"
         )

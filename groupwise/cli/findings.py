@@ -31,10 +31,10 @@ def show_finding(finding: Finding) -> None:
     remedy = f"→ {finding.remedy}" if finding.remedy and finding.level != "ok" else ""
     texts = [finding.measured, *(text for text in (finding.meaning, remedy) if text)]
     lines = [line for text in texts for line in fold(text, len(_INDENT))]
-    begins = f"{level}{clean(finding.name):<{_NAME - 1}}"
+    first_line = f"{level}{clean(finding.name):<{_NAME - 1}}"
     if len(finding.name) < _NAME or not sys.stdout.isatty():
-        begins += f" {lines.pop(0)}"
-    _echo(begins)
+        first_line += f" {lines.pop(0)}"
+    _echo(first_line)
     for line in lines:
         _echo(_INDENT + line)
 
@@ -60,9 +60,9 @@ def show_table(rows: Sequence[Sequence[str]]) -> None:
     """Print rows in columns: the first column left-aligned, the others right-aligned."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     for row in rows:
-        first, *others = row
+        first, *other_cells = row
         cells = [f"{first:<{widths[0]}}"]
-        cells += [f"{text:>{width}}" for text, width in zip(others, widths[1:], strict=True)]
+        cells += [f"{text:>{width}}" for text, width in zip(other_cells, widths[1:], strict=True)]
         _echo(f"  {'  '.join(cells)}".rstrip())
 
 
@@ -77,15 +77,15 @@ def reward_rows(table: Sequence[Mapping[str, Any]]) -> list[list[str]]:
                 row["completion"],
                 str(row["count"]),
                 str(row["failed"]),
-                _number(row["reward"]),
-                *(_number(row["parts"].get(name)) for name in parts),
+                _format_number(row["reward"]),
+                *(_format_number(row["parts"].get(name)) for name in parts),
             ]
             for row in table
         ),
     ]
 
 
-def _number(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     return "-" if value is None else f"{value:.3f}"
 
 

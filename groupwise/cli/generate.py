@@ -73,7 +73,7 @@ class GenerateOptions:
         typer.Option(
             "--task-module",
             "-t",
-            metavar="T",
+            metavar="TASK",
             help="In place of a dataset: a task whose training prompts are answered, and whose rewards score.",
         ),
     ] = None
@@ -113,22 +113,22 @@ class GenerateOptions:
         ),
     ] = None
     temperature: Annotated[
-        float | None, typer.Option(metavar="X", help="Default: that of the service.")
+        float | None, typer.Option(metavar="NUM", help="Default: that of the service.")
     ] = None
     top_p: Annotated[
-        float | None, typer.Option(metavar="P", help="Default: that of the service.")
+        float | None, typer.Option(metavar="NUM", help="Default: that of the service.")
     ] = None
     max_new_tokens: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Longest generation in tokens; default: 8192."),
+        typer.Option(metavar="NUM", help="Maximum tokens per generation; default: 8192."),
     ] = None
     stop: Annotated[
         list[str] | None,
-        typer.Option(metavar="TEXT", help="Ends a generation. May be repeated."),
+        typer.Option(metavar="TEXT", help="Stop string. May be repeated."),
     ] = None
     seed: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Seed, for a service that supports it."),
+        typer.Option(metavar="NUM", help="Seed, for a service that supports it."),
     ] = None
     extra: Annotated[
         str | None,
@@ -138,14 +138,14 @@ class GenerateOptions:
         ),
     ] = None
     num_generations: Annotated[
-        int | None, typer.Option(metavar="N", help="Generations for each row; default: 1.")
+        int | None, typer.Option(metavar="NUM", help="Generations per row; default: 1.")
     ] = None
     concurrency: Annotated[
         int | None,
         typer.Option(
             "--concurrency",
             "--input-batch-size",
-            metavar="N",
+            metavar="NUM",
             help="Requests at the same time; default: 16.",
         ),
     ] = None
@@ -155,8 +155,8 @@ class GenerateOptions:
     retries: Annotated[
         int | None,
         typer.Option(
-            metavar="N",
-            help="Most repetitions of a request that may still succeed; default: 8.",
+            metavar="NUM",
+            help="Maximum number of retries of a request; default: 8.",
         ),
     ] = None
     output: Annotated[
@@ -196,7 +196,8 @@ class GenerateOptions:
     min_reward: Annotated[
         float | None,
         typer.Option(
-            metavar="X", help="Train only on rows whose best generation earns at least this reward."
+            metavar="NUM",
+            help="Train only on rows whose best generation earns at least this reward.",
         ),
     ] = None
     keep: Annotated[
@@ -207,7 +208,7 @@ class GenerateOptions:
     ] = None
     keep_truncated: Annotated[
         bool | None,
-        typer.Option("--keep-truncated", help="Train on what the limit cut off, too."),
+        typer.Option("--keep-truncated", help="Keep truncated generations for training, too."),
     ] = None
     shard: Annotated[
         str | None,
@@ -218,10 +219,10 @@ class GenerateOptions:
     ] = None
     shards: Annotated[int | None, typer.Option(hidden=True)] = None
     price_in: Annotated[
-        float | None, typer.Option(metavar="X", help="Price of a million prompt tokens.")
+        float | None, typer.Option(metavar="NUM", help="Price of a million prompt tokens.")
     ] = None
     price_out: Annotated[
-        float | None, typer.Option(metavar="X", help="Price of a million generated tokens.")
+        float | None, typer.Option(metavar="NUM", help="Price of a million generated tokens.")
     ] = None
 
 
@@ -231,7 +232,7 @@ def generate(
     client_replicas: Annotated[
         int | None,
         typer.Option(
-            metavar="N", min=1, help="Multiplies --concurrency, or its default, by this number."
+            metavar="NUM", min=1, help="Multiplies --concurrency, or its default, by this number."
         ),
     ] = None,
     dry_run: Annotated[
@@ -246,19 +247,21 @@ def generate(
     from groupwise.cli.output import write_json, write_result
     from groupwise.training.generation.generate import generate as run
 
-    given = {name: each for name, each in asdict(options).items() if each is not None}
+    options_given = {name: value for name, value in asdict(options).items() if value is not None}
     if options.extra is not None:
         try:
-            given["extra"] = json.loads(options.extra)
+            options_given["extra"] = json.loads(options.extra)
         except ValueError as error:
             raise typer.BadParameter(f"--extra is not JSON: {error}.") from error
-        if not isinstance(given["extra"], dict):
+        if not isinstance(options_given["extra"], dict):
             raise typer.BadParameter('--extra is not a JSON object, such as {"min_p": 0.1}.')
     if client_replicas is not None:  # the limit counts for each client
         from groupwise.training.generation.config import CONCURRENCY
 
-        given["concurrency"] = given.get("concurrency", CONCURRENCY) * client_replicas
-    result = run(dry_run=dry_run, **given)
+        options_given["concurrency"] = (
+            options_given.get("concurrency", CONCURRENCY) * client_replicas
+        )
+    result = run(dry_run=dry_run, **options_given)
     if dry_run:
         write_json(result.summary)
     else:

@@ -26,7 +26,7 @@ def init(
             "--task",
             "--task-module",
             "-t",
-            metavar="T",
+            metavar="TASK",
             help="The task: a Python file, package.module, module:attribute, or the name of a "
             "built-in or installed one.",
         ),
@@ -34,7 +34,7 @@ def init(
     model: Annotated[
         str | None,
         typer.Option(
-            "--model", "-m", metavar="M", help="A hub id, a folder, a .gguf file, or an alias."
+            "--model", "-m", metavar="MODEL", help="A hub id, a folder, a .gguf file, or an alias."
         ),
     ] = None,
     foreign: Annotated[
@@ -50,7 +50,7 @@ def init(
         int | None,
         typer.Option(
             "--processes",
-            metavar="N",
+            metavar="NUM",
             min=1,
             help="With --from: number of devices that the config was written for; default: 1.",
         ),
@@ -89,16 +89,16 @@ def init(
 
     on_finding = None if as_json else findings.show_finding
     if foreign is not None:
-        beside = {
+        other_options = {
             "--task": task,
             "--model": model,
             "--for": command,
             "key=value words": overrides,
             "--no-measure": no_measure or None,
         }
-        if idle := [name for name, value in beside.items() if value is not None]:
+        if ignored := [name for name, value in other_options.items() if value is not None]:
             raise UsageError(
-                f"{', '.join(idle)} has no effect with --from, whose file says everything. Leave it out, and change what it wrote."
+                f"{', '.join(ignored)} has no effect with --from, whose file says everything. Leave it out, and change what it wrote."
             )
         report = init_from(
             foreign, processes=processes, out=out, force=force, on_finding=on_finding

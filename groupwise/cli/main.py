@@ -27,7 +27,7 @@ from groupwise.cli.sft import sft
 from groupwise.cli.web import web
 
 
-class Verbs(TyperGroup):
+class TopLevelGroup(TyperGroup):
     """The top-level commands."""
 
     def invoke(self, ctx: Any) -> Any:
@@ -44,14 +44,14 @@ class LazyGroup(TyperGroup):
     """The module whose `app` has the commands."""
 
     def list_commands(self, ctx: Any) -> list[str]:
-        self._load()
+        self._load_commands()
         return super().list_commands(ctx)
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        self._load()
+        self._load_commands()
         return super().get_command(ctx, cmd_name)
 
-    def _load(self) -> None:
+    def _load_commands(self) -> None:
         if self.commands:
             return
         from importlib import import_module
@@ -63,7 +63,7 @@ class LazyGroup(TyperGroup):
 
 app = typer.Typer(
     name=PROGRAM,
-    cls=Verbs,
+    cls=TopLevelGroup,
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode=None,
@@ -110,7 +110,7 @@ command(app, "fetch-tunix")(fetch_tunix)
 for name, summary in (
     ("runs", "Runs: list, show, plot, compare, rescore, replay, export."),
     ("fleet", "Jobs on many machines: up, submit, list, logs, vm."),
-    ("launch", "A command on another machine: local, ssh, logs, fetch, stop, resume."),
+    ("launch", "Run a command on another machine: local, ssh, logs, fetch, stop, resume."),
 ):
     group = type(f"{name}_group", (LazyGroup,), {"module": f"groupwise.cli.{name}.app"})
     app.add_typer(

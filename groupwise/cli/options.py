@@ -2,10 +2,10 @@
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class JobFilter:
-        name: Annotated[str | None, typer.Option(metavar="N", help="Only jobs of this name.")] = None
+        name: Annotated[str | None, typer.Option(metavar="NAME", help="Only jobs of this name.")] = None
 
     @command(app, "stop", "cancel")
-    def stop(ids: JobIds, chosen: JobFilter) -> None: ...
+    def stop(ids: JobIds, job_filter: JobFilter) -> None: ...
 
 A parameter that is annotated with such a dataclass expands into one option per field. Help shows the first name of a command and the
 first long name of an option; the others are deprecated names, which still work.
@@ -42,28 +42,28 @@ class Command(TyperCommand):
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self.older: list[Any] = []
-        for each in self.params:
-            names = [name for name in each.opts if name.startswith("--")]
+        self._alias_params: list[Any] = []
+        for param in self.params:
+            names = [name for name in param.opts if name.startswith("--")]
             for name in names[1:]:
-                older = copy(each)
-                older.opts, older.secondary_opts = [name], []
-                each.opts = [other for other in each.opts if other != name]
-                self.older.append(older)
+                alias = copy(param)
+                alias.opts, alias.secondary_opts = [name], []
+                param.opts = [other for other in param.opts if other != name]
+                self._alias_params.append(alias)
 
     def make_parser(self, ctx: Any) -> Any:
         parser: Any = super().make_parser(ctx)
-        for each in self.older:
-            each.add_to_parser(parser, ctx)
+        for alias in self._alias_params:
+            alias.add_to_parser(parser, ctx)
         parse = parser.parse_args
 
         def parse_args(args: list[str]) -> Any:
             opts, rest, order = parse(args=args)
             spelled: dict[str, str] = {}
-            for each in order:
-                name = each.opts[0]
-                other = spelled.setdefault(each.name, name)
-                if other != name and not each.multiple:
+            for param in order:
+                name = param.opts[0]
+                other = spelled.setdefault(param.name, name)
+                if other != name and not param.multiple:
                     raise UsageError(f"{other} and {name} are the same option: give one of them.")
             return opts, rest, order
 
@@ -74,7 +74,7 @@ class Command(TyperCommand):
 def command(
     app: typer.Typer,
     name: str,
-    *older: str,
+    *aliases: str,
     cls: type[Command] = Command,
     hidden: bool = False,
     context_settings: dict[str, Any] | None = None,
@@ -86,9 +86,9 @@ def command(
 
     def register(function: AnyCommand) -> AnyCommand:
         expanded = _with_options(function)
-        for each in (name, *older):
+        for alias in (name, *aliases):
             app.command(
-                each, cls=cls, hidden=hidden or each != name, context_settings=context_settings
+                alias, cls=cls, hidden=hidden or alias != name, context_settings=context_settings
             )(expanded)
         return function
 
@@ -97,35 +97,40 @@ def command(
 
 def _with_options(function: Callable[..., None]) -> Callable[..., None]:
     """A wrapper of the function in which each dataclass parameter is replaced by one option per field."""
-    groups: dict[str, Any] = {}
+    option_classes: dict[str, Any] = {}
     options: list[inspect.Parameter] = []
-    for name, each in inspect.signature(function, eval_str=True).parameters.items():
-        if is_dataclass(each.annotation):
-            groups[name] = each.annotation
-            options += _options_of(each.annotation)
+    for name, parameter in inspect.signature(function, eval_str=True).parameters.items():
+        if is_dataclass(parameter.annotation):
+            option_classes[name] = parameter.annotation
+            options += _options_of(parameter.annotation)
         else:
-            options.append(each.replace(kind=inspect.Parameter.KEYWORD_ONLY))
+            options.append(parameter.replace(kind=inspect.Parameter.KEYWORD_ONLY))
 
-    def called(**values: Any) -> None:
-        made = {
-            name: group(**{each.name: values.pop(each.name) for each in fields(group)})
-            for name, group in groups.items()
+    def wrapper(**values: Any) -> None:
+        dataclass_args = {
+            name: option_class(
+                **{field.name: values.pop(field.name) for field in fields(option_class)}
+            )
+            for name, option_class in option_classes.items()
         }
-        function(**values, **made)
+        function(**values, **dataclass_args)
 
     # typer takes its parameters from the signature; the annotation of `values` is not one of them.
-    vars(called)["__signature__"] = inspect.Signature(options)
-    called.__annotations__ = {}
-    called.__doc__ = function.__doc__
-    return called
+    vars(wrapper)["__signature__"] = inspect.Signature(options)
+    wrapper.__annotations__ = {}
+    wrapper.__doc__ = function.__doc__
+    return wrapper
 
 
-def _options_of(group: Any) -> Iterator[inspect.Parameter]:
-    hints = get_type_hints(group, include_extras=True)
-    for each in fields(group):
-        default = inspect.Parameter.empty if each.default is MISSING else each.default
-        if each.default_factory is not MISSING:
-            default = each.default_factory()
+def _options_of(option_class: Any) -> Iterator[inspect.Parameter]:
+    hints = get_type_hints(option_class, include_extras=True)
+    for field in fields(option_class):
+        default = inspect.Parameter.empty if field.default is MISSING else field.default
+        if field.default_factory is not MISSING:
+            default = field.default_factory()
         yield inspect.Parameter(
-            each.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=hints[each.name]
+            field.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=default,
+            annotation=hints[field.name],
         )

@@ -21,7 +21,7 @@ import typer
 from groupwise.core.atomic_files import without_nan
 from groupwise.core.errors import GroupwiseError
 from groupwise.core.terminal.text import clean
-from groupwise.engine.models.memory import lacks_memory, out_of_memory
+from groupwise.engine.models.memory import is_out_of_memory, out_of_memory
 
 PROGRAM = "groupwise"
 
@@ -38,7 +38,7 @@ def write_json(data: Any) -> None:
     """Write one JSON document to stdout. NaN becomes null, and values of other types become their text."""
     ascii_only = (sys.stdout.encoding or "utf-8").lower() not in ("utf-8", "utf8")
     text = json.dumps(without_nan(data), indent=2, ensure_ascii=ascii_only, default=str)
-    typer.echo(_COMMANDS.sub(lambda found: f"\\u{ord(found[0]):04x}", text))
+    typer.echo(_COMMANDS.sub(lambda match: f"\\u{ord(match[0]):04x}", text))
 
 
 CANCELLED_CODE = 130
@@ -61,33 +61,33 @@ def write_result(summary: Mapping[str, Any], *, as_json: bool) -> None:
     if as_json:
         write_json(summary)
         return
-    lines = list(_lines(summary))
+    lines = list(_flatten_values(summary))
     width = max((len(name) for name, _ in lines), default=0)
     for name, text in lines:
         typer.echo(f"{name:<{width}}  {text}".rstrip())
 
 
-def _lines(values: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, str]]:
+def _flatten_values(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
     for key, value in values.items():
-        name = f"{above}{key}"
+        name = f"{prefix}{key}"
         inner = cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else None
         if inner is None:
-            yield name, _text(value)
+            yield name, _format_value(value)
         elif set(inner) == {"value", "low", "high"}:
             yield name, "{value:.3f} [{low:.3f}, {high:.3f}]".format_map(inner)
         elif set(inner) == {"value"}:
-            yield name, _text(inner["value"])
+            yield name, _format_value(inner["value"])
         else:
-            yield from _lines(inner, f"{name}.")
+            yield from _flatten_values(inner, f"{name}.")
 
 
-def _text(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if value is None:
         return "-"
     if isinstance(value, float):
         return f"{value:.6g}"
     if isinstance(value, list):
-        return "[" + ", ".join(_text(entry) for entry in cast("list[Any]", value)) + "]"
+        return "[" + ", ".join(_format_value(entry) for entry in cast("list[Any]", value)) + "]"
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
 
 
@@ -103,7 +103,7 @@ def run_command(app: typer.Typer, program: str, args: list[str]) -> int:
         return 0
     except Stopped as stopped:
         # The work was not done, and shells expect this exit code.
-        return _tell(str(stopped), "interrupted", stopped.exit_code, as_json)
+        return _report_message(str(stopped), "interrupted", stopped.exit_code, as_json)
     except Exception as error:  # noqa: BLE001 - the boundary: each failure gets a message and a code
         return report_error(error, as_json=as_json)
     return code if isinstance(code, int) else 0
@@ -111,15 +111,15 @@ def run_command(app: typer.Typer, program: str, args: list[str]) -> int:
 
 def report_error(error: Exception, *, as_json: bool) -> int:
     """Report a failure and return the exit code: a message for errors that users can fix, a traceback for bugs."""
-    if lacks_memory(error):
+    if is_out_of_memory(error):
         error = out_of_memory(error)
     if isinstance(error, GroupwiseError):
-        return _tell(error.message, error.code, error.exit_code, as_json)
+        return _report_message(error.message, error.code, error.exit_code, as_json)
     if isinstance(error, typer.TyperException):
         # An invalid command line; show typer's own text, which starts with the usage.
         show = getattr(error, "show", None)
         if show is not None:
-            error.message = clean(error.message) + _as_word(error)
+            error.message = clean(error.message) + _override_hint(error)
             show()
         else:
             say(f"{PROGRAM}: {error.format_message()}")
@@ -127,8 +127,10 @@ def report_error(error: Exception, *, as_json: bool) -> int:
             write_json({"error": {"code": "usage", "message": error.format_message()}})
         return error.exit_code
     say("".join(traceback.format_exception(error)).rstrip("\n"))
-    what = f"{type(error).__name__}: {error}"
-    return _tell(f"this is a bug in {PROGRAM}, or in the task: {what}", "bug", 1, as_json)
+    error_text = f"{type(error).__name__}: {error}"
+    return _report_message(
+        f"this is a bug in {PROGRAM}, or in the task: {error_text}", "bug", 1, as_json
+    )
 
 
 class Stopped(Exception):
@@ -141,7 +143,7 @@ class Stopped(Exception):
         super().__init__(f"stopped by {signal.Signals(number).name}")
 
 
-def _tell(message: str, code: str, exit_code: int, as_json: bool) -> int:
+def _report_message(message: str, code: str, exit_code: int, as_json: bool) -> int:
     gap = "\n" if "\n" in message else " "
     say(f"{PROGRAM}:{gap}{message}")
     if as_json:
@@ -149,11 +151,11 @@ def _tell(message: str, code: str, exit_code: int, as_json: bool) -> int:
     return exit_code
 
 
-def _as_word(error: Any) -> str:
+def _override_hint(error: Any) -> str:
     """How to give an unknown flag that is a key of the config (`--num_generations 8`) as a word; empty for other flags and commands."""
     option: str = getattr(error, "option_name", None) or ""
     context: Any = getattr(error, "ctx", None)
-    if not option or "overrides" not in {each.name for each in context.command.params}:
+    if not option or "overrides" not in {param.name for param in context.command.params}:
         return ""
     from groupwise.core.errors import ConfigError
     from groupwise.training.config import load_config
@@ -163,9 +165,9 @@ def _as_word(error: Any) -> str:
     try:
         load = load_sft_config if context.info_name == "sft" else load_config
         load({"model": {"name": "tiny"}, name: None})
-    except ConfigError as wrong:
-        problem = wrong.message.removeprefix("config: ")
+    except ConfigError as config_error:
+        problem = config_error.message.removeprefix("config: ")
         if "the nearest are" in problem:
             return ""  # not a key of any known framework
-        return f". Keys of the config are words without dashes, as training.seed=1: {problem}"
+        return f". Keys of the config are given without dashes, e.g. training.seed=1: {problem}"
     return ""

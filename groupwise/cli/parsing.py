@@ -20,17 +20,17 @@ _UNITS = {"d": 86400.0, "h": 3600.0, "min": 60.0, "m": 60.0, "s": 1.0, "": 1.0}
 _LONG = re.compile(r"(?:\d+(?:\.\d+)?(?:d|h|min|m|s))+")
 
 
-def pairs(option: str, words: Iterable[str]) -> dict[str, str]:
+def pairs(option: str, arguments: Iterable[str]) -> dict[str, str]:
     """Parse `KEY=VALUE` words. Raises UsageError for the first invalid word or repeated key."""
-    found: dict[str, str] = {}
-    for word in words:
-        name, equals, value = word.partition("=")
+    values: dict[str, str] = {}
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
         if not name or not equals:
-            raise UsageError(f"{option} {word}: write it as KEY=VALUE.")
-        if name in found:
+            raise UsageError(f"{option} {argument}: write it as KEY=VALUE.")
+        if name in values:
             raise UsageError(f"{option} {name} is given twice; once is enough.")
-        found[name] = value
-    return found
+        values[name] = value
+    return values
 
 
 def variables(words: Iterable[str], files: Sequence[Path]) -> dict[str, str]:
@@ -67,53 +67,57 @@ def seconds(option: str, *words: str) -> Callable[[str], float]:
 
     def parse(text: str) -> float:
         stripped = str(text).strip().lower()  # a default value is a number
-        plain = _PART.fullmatch(stripped)
-        if plain is not None:
-            return float(plain[1]) * _UNITS[plain[2] or ""]
+        match = _PART.fullmatch(stripped)
+        if match is not None:
+            return float(match[1]) * _UNITS[match[2] or ""]
         if _LONG.fullmatch(stripped):
             return sum(float(number) * _UNITS[unit] for number, unit in _PART.findall(stripped))
         if stripped in words:
             return 0.0
-        either = "".join(f", or {word}" for word in words)
+        zero_text = "".join(f", or {word}" for word in words)
         raise UsageError(
-            f"{option} {text}: a time is expected, as 90s, 30min, 2h, 1h30m or 7d{either}."
+            f"{option} {text}: a time is expected, e.g. 90s, 30min, 2h, 1h30m or 7d{zero_text}."
         )
 
     return parse
 
 
-def statuses(words: Sequence[str] | None) -> frozenset[JobStatus] | None:
+def statuses(arguments: Sequence[str] | None) -> frozenset[JobStatus] | None:
     """Parse statuses of jobs; one word may contain several, separated by commas."""
     from groupwise.jobs.fleet.states import JobStatus
 
-    if not words:
+    if not arguments:
         return None
-    given = [part.strip().lower() for word in words for part in word.split(",")]
-    known = [status.value for status in JobStatus]
-    for each in given:
-        if each not in known:
-            near = difflib.get_close_matches(each, known, n=1)
-            hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(known)}."
-            raise UsageError(f"--status {each}: there is no such status; {hint}")
-    return frozenset(JobStatus(each) for each in given)
+    names = [part.strip().lower() for argument in arguments for part in argument.split(",")]
+    valid_names = [status.value for status in JobStatus]
+    for name in names:
+        if name not in valid_names:
+            close_matches = difflib.get_close_matches(name, valid_names, n=1)
+            hint = (
+                f"did you mean {close_matches[0]}?"
+                if close_matches
+                else f"there are {', '.join(valid_names)}."
+            )
+            raise UsageError(f"--status {name}: there is no such status; {hint}")
+    return frozenset(JobStatus(name) for name in names)
 
 
-def hyperparams(words: Sequence[str]) -> dict[str, Any]:
+def hyperparams(arguments: Sequence[str]) -> dict[str, Any]:
     """Parse settings of a kind: a JSON object, or `key=value` with a YAML value; later words override earlier ones."""
     from groupwise.core.settings.overrides import parse_override
 
-    found: dict[str, Any] = {}
-    for word in words:
-        if word.lstrip().startswith("{"):
-            found |= json_object("--hyperparams", word)
+    settings: dict[str, Any] = {}
+    for argument in arguments:
+        if argument.lstrip().startswith("{"):
+            settings |= json_object("--hyperparams", argument)
             continue
-        if "=" not in word:
+        if "=" not in argument:
             raise UsageError(
-                f"--hyperparams {word}: write key=value, or a JSON object, as '{{\"beta\": 0.04}}'."
+                f"--hyperparams {argument}: write key=value, or a JSON object, e.g. '{{\"beta\": 0.04}}'."
             )
-        path, value = parse_override(word)
-        found[".".join(path)] = value
-    return found
+        path, value = parse_override(argument)
+        settings[".".join(path)] = value
+    return settings
 
 
 def json_object(what: str, text: str) -> dict[str, Any]:
@@ -123,13 +127,13 @@ def json_object(what: str, text: str) -> dict[str, Any]:
     except ValueError as error:
         raise UsageError(f"{what}: this is not JSON: {error}.") from None
     if not isinstance(value, dict):
-        raise UsageError(f'{what}: a JSON object is expected, as {{"learning_rate": 1e-5}}.')
+        raise UsageError(f'{what}: a JSON object is expected, e.g. {{"learning_rate": 1e-5}}.')
     return cast("dict[str, Any]", value)
 
 
-def secret(word: str) -> tuple[str, str]:
+def secret(argument: str) -> tuple[str, str]:
     """Parse `NAME`, `NAME=env:OTHER` or `NAME=file:/path`. Returns the job's variable, and where the control machine finds its value."""
-    name, equals, reference = word.partition("=")
+    name, equals, reference = argument.partition("=")
     if not equals:
         return name, f"env:{name}"
     if not reference.startswith(("env:", "file:")):

@@ -39,8 +39,8 @@ def print_advice(advice: Sequence[Mapping[str, Any]]) -> None:
     """Print the advice that is based on the metrics of the last steps."""
     if advice:
         print_text("\nadvice")
-    for each in advice:
-        for text, margin in ((each["says"], "  "), (each["do"], "    ")):
+    for item in advice:
+        for text, margin in ((item["says"], "  "), (item["do"], "    ")):
             print_text("\n".join(margin + line for line in fold(str(text), len(margin))))
 
 

@@ -20,7 +20,7 @@ ConfigOption = Annotated[
         "--config",
         "-c",
         metavar="C.yaml",
-        help="The config, a YAML file. Keys may also be set, or all be given, as key=value.",
+        help="Config file (YAML). Optional: keys can also be set as key=value.",
     ),
 ]
 TaskOption = Annotated[
@@ -28,7 +28,7 @@ TaskOption = Annotated[
     typer.Option(
         "--task-module",
         "-t",
-        metavar="T",
+        metavar="TASK",
         help="The task: a Python file, package.module, module:attribute, or the name of a "
         "built-in or installed one. Without it, the config names data and rewards.",
     ),
@@ -37,7 +37,7 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="key=value",
-        help="Config keys that override the file: training.learning_rate=1e-5",
+        help="Override config keys, e.g. training.learning_rate=1e-5",
         show_default=False,
     ),
 ]
@@ -56,7 +56,7 @@ def config_of(config: Path | None, overrides: list[str] | None) -> Path | dict[s
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ResumeOptions:
-    """Options of resuming."""
+    """Options for resuming a run."""
 
     resume: Annotated[
         bool, typer.Option("--resume", help="Continue the newest unfinished run of this name.")
@@ -75,20 +75,24 @@ class ResumeOptions:
 
         A fleet runs the same command for every attempt of a job; if an earlier attempt wrote a checkpoint, the next one resumes from it.
         """
-        given = asdict(self)
+        options = asdict(self)
         if checkpoint := os.environ.get(RESUME_VARIABLE):
             typer.echo(f"resuming from {checkpoint}, which {RESUME_VARIABLE} names", err=True)
-            return {**dict.fromkeys(given), "resume": False, "resume_from": checkpoint}
-        return given
+            return {**dict.fromkeys(options), "resume": False, "resume_from": checkpoint}
+        return options
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StartOptions(ResumeOptions):
-    """Options of where a training starts or resumes."""
+    """Options for the weights or checkpoint that a training starts from."""
 
     init_from: Annotated[
         str | None,
-        typer.Option("--init-from", metavar="RUN@STEP", help="Start a new run from these weights."),
+        typer.Option(
+            "--init-from",
+            metavar="RUN@STEP|PATH",
+            help="Start a new run from these weights, with a new optimiser.",
+        ),
     ] = None
 
 
@@ -100,7 +104,9 @@ def rl(
     start: StartOptions,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Show the resolved config and the plan; train nothing."),
+        typer.Option(
+            "--dry-run", help="Print the resolved config and the plan as JSON; train nothing."
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -124,7 +130,7 @@ def rl(
     elif as_json:
         write_result(result.summary, as_json=True)
     else:
-        summary = {name: each for name, each in result.summary.items() if name != "advice"}
+        summary = {name: value for name, value in result.summary.items() if name != "advice"}
         write_result(summary, as_json=False)
         print_advice(result.summary.get("advice", ()))
         if "run" in result.summary:

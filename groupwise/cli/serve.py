@@ -18,7 +18,7 @@ class SettingOptions:
 
     output_dir: Annotated[
         str | None,
-        typer.Option(metavar="D", help="Folder for everything that the server stores."),
+        typer.Option(metavar="DIR", help="Folder for everything that the server stores."),
     ] = None
     host: Annotated[
         str | None,
@@ -26,16 +26,16 @@ class SettingOptions:
     ] = None
     port: Annotated[
         int | None,
-        typer.Option(metavar="N", help="Port to listen at; 0: any free port. Default: 8000."),
+        typer.Option(metavar="PORT", help="Port to listen at; 0: any free port. Default: 8000."),
     ] = None
     model_dir: Annotated[
         str | None,
         typer.Option(
-            metavar="M", help="Folder whose sub-folders clients may name; default: models."
+            metavar="DIR", help="Folder whose sub-folders clients may name; default: models."
         ),
     ] = None
     key_file: Annotated[
-        str | None, typer.Option(metavar="F", help="File with the lines of the keys.")
+        str | None, typer.Option(metavar="FILE", help="File with one line per API key.")
     ] = None
 
 
@@ -45,7 +45,7 @@ def serve(
         list[str] | None,
         typer.Argument(
             metavar="key=value",
-            help="Settings, typed as in the file: max_event_streams=8",
+            help="Override settings, e.g. max_event_streams=8",
             show_default=False,
         ),
     ] = None,
@@ -71,15 +71,15 @@ def serve(
 ) -> None:
     """Train a model with prompts and rewards of clients.
 
-    Each setting may also stand in the environment, as GROUPWISE_SERVE_PORT; the key in GROUPWISE_API_KEY.
+    Settings can also be environment variables, e.g. GROUPWISE_SERVE_PORT; the API key is GROUPWISE_API_KEY.
     """
     if api_key is not None:
         from groupwise.core.errors import UsageError
-        from groupwise.server.settings import RIGHT_WAYS
+        from groupwise.server.settings import KEY_ADVICE
 
         raise UsageError(
             "A key on the command line can be read by every user of the machine, so that --api-key is not taken. Instead, "
-            + RIGHT_WAYS
+            + KEY_ADVICE
         )
     if new_key is not None:
         _print_new_key(new_key)
@@ -88,12 +88,12 @@ def serve(
 
     from groupwise.server.settings import read_settings
 
-    given = {name: value for name, value in asdict(options).items() if value is not None}
-    settings = read_settings(config, os.environ, given, tuple(words or ()))
-    _serve(settings, start_with)
+    options_given = {name: value for name, value in asdict(options).items() if value is not None}
+    settings = read_settings(config, os.environ, options_given, tuple(words or ()))
+    _run_server(settings, start_with)
 
 
-def _serve(settings: ServerConfig, start_with: Path | None) -> None:
+def _run_server(settings: ServerConfig, start_with: Path | None) -> None:
     import os
     from importlib.util import find_spec
 
@@ -111,23 +111,23 @@ def _serve(settings: ServerConfig, start_with: Path | None) -> None:
     request = None if start_with is None else read_start(start_with)
     pages = None
     if settings.dashboard:
-        from groupwise.dashboard.mounted import in_front
+        from groupwise.dashboard.mounted import mount_dashboard
 
-        pages = in_front(settings, keys)
+        pages = mount_dashboard(settings, keys)
     raise typer.Exit(serve(settings, keys, request, in_front=pages))
 
 
-def _print_new_key(word: str) -> None:
+def _print_new_key(role_name: str) -> None:
     from groupwise.api.schemas.keys import Role, new_key
     from groupwise.core.errors import UsageError
 
-    role = Role.by_name(word)
+    role = Role.by_name(role_name)
     if role is None:
         roles = ", ".join(role.word for role in Role)
-        raise UsageError(f"--new-key {word}: there is no such role; the roles are {roles}.")
-    made = new_key(role)
-    typer.echo(f"key   {made.key}")
-    typer.echo(f"line  {made.line}")
+        raise UsageError(f"--new-key {role_name}: there is no such role; the roles are {roles}.")
+    key = new_key(role)
+    typer.echo(f"key   {key.key}")
+    typer.echo(f"line  {key.line}")
     typer.echo(
         "The key is for the caller and is not shown again. The line is for the server's key file; it does not contain the key.",
         err=True,

@@ -20,7 +20,7 @@ def sft(
         bool,
         typer.Option(
             "--dry-run",
-            help="Show the resolved config, the plan, and the first rows with ⟦what is trained⟧.",
+            help="Print the resolved config, the plan, and the first rows with ⟦trained parts⟧ as JSON.",
         ),
     ] = False,
     as_json: AsJson = False,

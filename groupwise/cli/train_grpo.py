@@ -33,7 +33,7 @@ EXAMPLES = {
 """Examples of values for required flags."""
 
 
-class _Command(Command):
+class _FlagCommand(Command):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         try:
             return super().parse_args(ctx, args)
@@ -92,10 +92,10 @@ class FlagOptions:
         float, typer.Option("--learning_rate", metavar="X", help="Peak step size of AdamW.")
     ] = DEFAULTS["learning_rate"]
     batch_size: Annotated[
-        int, typer.Option("--batch_size", metavar="N", help="Prompts of a step.")
+        int, typer.Option("--batch_size", metavar="N", help="Prompts per step.")
     ] = DEFAULTS["batch_size"]
     num_generations: Annotated[
-        int, typer.Option("--num_generations", metavar="N", help="Completions of each prompt.")
+        int, typer.Option("--num_generations", metavar="N", help="Completions per prompt.")
     ] = DEFAULTS["num_generations"]
     max_prompt_length: Annotated[
         int,
@@ -116,7 +116,7 @@ class FlagOptions:
         typer.Option(
             "--output_dir",
             metavar="DIR",
-            help="The whole model stands at its top, the run below it.",
+            help="Output folder: the full model at its top, the run below it.",
         ),
     ] = DEFAULTS["output_dir"]
     use_unsloth: Annotated[
@@ -140,12 +140,14 @@ class ResumeFlags(ResumeOptions):
 
 def train_grpo(
     *,
-    given: FlagOptions,
+    flag_options: FlagOptions,
     overrides: Overrides = None,
     start: ResumeFlags,
     dry_run: Annotated[
         bool,
-        typer.Option("--dry_run", help="Show the resolved config and the plan; train nothing."),
+        typer.Option(
+            "--dry_run", help="Print the resolved config and the plan as JSON; train nothing."
+        ),
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -155,13 +157,13 @@ def train_grpo(
     from groupwise.jobs.launch.train_grpo import Flags
     from groupwise.jobs.launch.train_grpo import train_grpo as train
 
-    flags = asdict(given)
+    flags = asdict(flag_options)
     missing = [
         f"  --{name}: {text}" for name, text in EXAMPLES.items() if flags[name] in (None, [])
     ]
     if missing:
         raise UsageError("\n".join(["These are needed:", *missing]))
-    flags["reward_function"] = tuple(given.reward_function)
+    flags["reward_function"] = tuple(flag_options.reward_function)
     result = train(Flags(**flags), tuple(overrides or ()), dry_run=dry_run, **start.keywords())
     if dry_run:
         write_json(result.summary)
@@ -176,7 +178,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
-command(app, PROGRAM, cls=_Command)(train_grpo)
+command(app, PROGRAM, cls=_FlagCommand)(train_grpo)
 
 
 def main(args: Sequence[str] | None = None) -> int:

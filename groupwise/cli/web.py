@@ -23,23 +23,26 @@ def web(
     ] = "127.0.0.1",
     port: Annotated[
         int,
-        typer.Option(metavar="N", min=0, max=65535, help="Port to listen at; 0: any free port."),
+        typer.Option(metavar="PORT", min=0, max=65535, help="Port to listen at; 0: any free port."),
     ] = 8080,
     key_file: Annotated[
-        Path | None, typer.Option(metavar="F", help="File with the lines of the keys.")
+        Path | None, typer.Option(metavar="FILE", help="File with one line per API key.")
     ] = None,
     tls_certificate: Annotated[
         str | None, typer.Option(metavar="PEM", help="Certificate, for https.")
     ] = None,
-    tls_key: Annotated[str | None, typer.Option(metavar="PEM", help="Its private key.")] = None,
+    tls_key: Annotated[
+        str | None, typer.Option(metavar="PEM", help="Private key of the certificate.")
+    ] = None,
     proxy: Annotated[
         str | None,
-        typer.Option(metavar="ADDRESS", help="Address of a proxy in front that has TLS."),
+        typer.Option(metavar="ADDRESS", help="Address of a proxy in front that terminates TLS."),
     ] = None,
     fleet: Annotated[
         str | None,
         typer.Option(
-            metavar="F", help="Show this fleet, too: its folder, or the address of its API."
+            metavar="FOLDER|URL",
+            help="Show this fleet, too: its folder, or the address of its API.",
         ),
     ] = None,
     server: Annotated[
@@ -57,7 +60,7 @@ def web(
     """See what your models are doing, in a browser.
 
     Only this machine gets answers unless there is a key, in --key-file or in GROUPWISE_API_KEY; `groupwise serve --new-key read`
-    makes one. Pages bring themselves up to date.
+    makes one. Pages update themselves.
     """
     import os
     from importlib.util import find_spec
@@ -74,22 +77,22 @@ def web(
 
     settings = Settings(dir, host, port, key_file, tls_certificate, tls_key, proxy, allow_actions)
 
-    plain = os.environ.get(VARIABLE)
+    plain_key = os.environ.get(VARIABLE)
 
     def tell(address: str) -> None:
-        keys = [f"that of {VARIABLE}"] if plain else []
+        keys = [f"that of {VARIABLE}"] if plain_key else []
         keys += [f"one of {key_file}"] if key_file else []
-        opened = f"; it asks for a key: {' or '.join(keys)}" if keys else ""
-        say(f"the runs of {dir} are shown at {address}{opened} (Ctrl-C ends it)")
+        key_hint = f"; it asks for a key: {' or '.join(keys)}" if keys else ""
+        say(f"the runs of {dir} are shown at {address}{key_hint} (Ctrl-C ends it)")
 
-    with _watched_fleet(fleet) as of_fleet, _watched_server(server) as of_server:
-        raise typer.Exit(serve(settings, plain, tell, of_fleet, of_server))
+    with _watched_fleet(fleet) as watched_fleet, _watched_server(server) as watched_server:
+        raise typer.Exit(serve(settings, plain_key, tell, watched_fleet, watched_server))
 
 
 @contextmanager
-def _watched_fleet(place: str | None) -> Generator[WatchedFleet | None]:
+def _watched_fleet(address: str | None) -> Generator[WatchedFleet | None]:
     """The fleet to show; None if none was requested."""
-    if place is None:
+    if address is None:
         yield None
         return
     from groupwise.cli.fleet.access import fleet, require_installed
@@ -97,7 +100,7 @@ def _watched_fleet(place: str | None) -> Generator[WatchedFleet | None]:
     from groupwise.dashboard.sources.fleet import TIMEOUT, WatchedFleet
 
     require_installed()
-    with fleet(place, timeout=TIMEOUT) as found, ending(WatchedFleet(found)) as watched:
+    with fleet(address, timeout=TIMEOUT) as client, ending(WatchedFleet(client)) as watched:
         yield watched
 
 

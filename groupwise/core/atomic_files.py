@@ -46,11 +46,11 @@ BUILDING = ".building-"
 REMOVING = ".removing-"
 
 
-def _nothing(name: str) -> None:
+def _ignore_crash_point(name: str) -> None:
     """The default `on_write`."""
 
 
-on_write: Callable[[str], None] = _nothing
+on_write: Callable[[str], None] = _ignore_crash_point
 """Called with the name of every crash point, in this process."""
 
 
@@ -75,7 +75,7 @@ def write_file(path: Path, data: bytes, *, replace: bool = True) -> None:
         try:
             _write_flushed(building, data)
             crash_point(f"file:{path.name}:before")
-            _show_file(building, path, replace)
+            _rename_into_place(building, path, replace)
         finally:
             building.unlink(missing_ok=True)
         flush_folder(path.parent)
@@ -96,21 +96,21 @@ def publish_file(building: Path, path: Path, *, replace: bool = True) -> None:
     with explaining_disk_errors(path):
         _flush(building)
         crash_point(f"file:{path.name}:before")
-        _show_file(building, path, replace)
+        _rename_into_place(building, path, replace)
         flush_folder(path.parent)
     crash_point(f"file:{path.name}:after")
 
 
 def append(path: Path, data: bytes) -> None:
     """Append to a file; create it if it is missing. After a crash it may end with a part of `data`: see `cut`."""
-    made = not path.exists()
+    is_new = not path.exists()
     with explaining_disk_errors(path):
         crash_point(f"append:{path.name}:before")
         with path.open("ab") as file:
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-        if made:
+        if is_new:
             flush_folder(path.parent)
     crash_point(f"append:{path.name}:after")
 
@@ -168,18 +168,18 @@ def check_can_write(file: Path) -> None:
         try_to_write(file.parent)
     except OSError as error:
         raise UsageError(
-            f"{file} cannot be written: {_nearest_there(file.parent)}: {error.strerror or error}. Nothing has been done yet. "
+            f"{file} cannot be written: {_nearest_existing(file.parent)}: {error.strerror or error}. Nothing has been done yet. "
             "Mend that, or name another place."
         ) from error
 
 
 def try_to_write(folder: Path) -> None:
     """OSError if a folder is not writable (if it is missing: the nearest existing one above it). Leaves no file."""
-    with tempfile.TemporaryFile(dir=_nearest_there(folder)):
+    with tempfile.TemporaryFile(dir=_nearest_existing(folder)):
         pass
 
 
-def _nearest_there(folder: Path) -> Path:
+def _nearest_existing(folder: Path) -> Path:
     """The folder, or the nearest one above it that exists."""
     while not folder.exists():
         folder = folder.parent
@@ -284,7 +284,7 @@ def _write_flushed(path: Path, data: bytes) -> None:
         os.fsync(file.fileno())
 
 
-def _show_file(building: Path, path: Path, replace: bool) -> None:
+def _rename_into_place(building: Path, path: Path, replace: bool) -> None:
     if replace:
         building.replace(path)
     else:

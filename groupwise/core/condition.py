@@ -5,18 +5,18 @@ from __future__ import annotations
 import asyncio
 
 
-class Pulse:
-    """Beats after every change; a waiting task checks its condition again after each beat."""
+class ChangeNotifier:
+    """Wakes waiting tasks after every change; each then checks its condition again."""
 
     def __init__(self) -> None:
         self._next = asyncio.Event()
 
-    def beat(self) -> None:
+    def notify(self) -> None:
         """Wake the waiting tasks: something has changed."""
-        before, self._next = self._next, asyncio.Event()
-        before.set()
+        event, self._next = self._next, asyncio.Event()
+        event.set()
 
     @property
-    def next(self) -> asyncio.Event:
-        """Event that the next beat sets. Read it before checking the condition, or a change in between is missed."""
+    def next_event(self) -> asyncio.Event:
+        """The event that the next `notify` sets. Read it before checking the condition, or a change in between is missed."""
         return self._next

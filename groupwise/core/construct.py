@@ -21,17 +21,17 @@ from groupwise.core.settings.field_errors import field_errors
 
 def instance(kind: type, parameters: Mapping[str, Any], what: str) -> object:
     """An instance of `kind`, after its parameters were checked against the constructor's; messages start with `what`."""
-    known = taken_by(kind)
-    names = [p.name for p in known]
+    accepted = accepted_parameters(kind)
+    names = [p.name for p in accepted]
     signature = inspect.signature(kind)
     takes_any = any(p.kind is p.VAR_KEYWORD for p in signature.parameters.values())
     for name in parameters:
         if name not in names and not takes_any:
-            near = nearest(name, names)
-            hint = f"; did you mean {' or '.join(near)}?" if near else "."
-            there = f"It takes: {', '.join(names)}." if names else "It takes none."
-            raise TaskError(f"{what} has no parameter `{name}`{hint} {there}")
-    missing = [p.name for p in known if p.default is p.empty and p.name not in parameters]
+            close_matches = nearest(name, names)
+            hint = f"; did you mean {' or '.join(close_matches)}?" if close_matches else "."
+            accepted_text = f"It takes: {', '.join(names)}." if names else "It takes none."
+            raise TaskError(f"{what} has no parameter `{name}`{hint} {accepted_text}")
+    missing = [p.name for p in accepted if p.default is p.empty and p.name not in parameters]
     if missing:
         raise TaskError(f"{what} needs {' and '.join(f'`{name}`' for name in missing)}.")
     try:
@@ -42,16 +42,16 @@ def instance(kind: type, parameters: Mapping[str, Any], what: str) -> object:
         name: _convert(value, hints.get(name), f"{what}: {name}")
         for name, value in parameters.items()
     }
-    return refusing(lambda: kind(**values), what)
+    return run_constructor(lambda: kind(**values), what)
 
 
-def taken_by(kind: type) -> list[inspect.Parameter]:
+def accepted_parameters(kind: type) -> list[inspect.Parameter]:
     """The parameters of a class that a config can give by name."""
     parameters = inspect.signature(kind).parameters.values()
     return [p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)]
 
 
-def refusing(call: Callable[[], Any], what: str) -> Any:
+def run_constructor(call: Callable[[], Any], what: str) -> Any:
     """The result of `call`. The message of a ValueError is shown alone, since it explains itself; other errors with their traceback."""
 
     def explained() -> Any:
@@ -70,7 +70,7 @@ def _convert(value: Any, hint: Any, what: str) -> Any:
     try:
         return TypeAdapter(hint).validate_json(json.dumps(value), strict=True)
     except ValidationError as error:
-        reason = field_errors(error, hint, whole="it")[0]
+        reason = field_errors(error, hint, document_name="it")[0]
         raise TaskError(f"{what} is {json.dumps(value)}; {reason}.") from None
     except PydanticUserError:  # pydantic does not support the annotation
         return value

@@ -71,14 +71,14 @@ class Report:
             "warnings": len(self.of_level("warning")),
             "findings": [
                 {
-                    "name": each.name,
-                    "level": each.level,
-                    "measured": each.measured,
-                    "meaning": each.meaning,
-                    "remedy": each.remedy,
-                    "data": each.data,
+                    "name": finding.name,
+                    "level": finding.level,
+                    "measured": finding.measured,
+                    "meaning": finding.meaning,
+                    "remedy": finding.remedy,
+                    "data": finding.data,
                 }
-                for each in self.findings
+                for finding in self.findings
             ],
             **self.details,
             **(

@@ -1,7 +1,7 @@
 """Decides whether the Hugging Face Hub may be asked, and whether its errors are temporary.
 
-A job that failed because the hub did not answer should be retried; one that named something the hub does not have should not. `will_pass`
-tells them apart. A temporary error ends the process with `errors.EX_TEMPFAIL`.
+A job that failed because the hub did not answer should be retried; one that named something the hub does not have should not.
+`is_temporary` tells them apart. A temporary error ends the process with `errors.EX_TEMPFAIL`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 PROXIES = ("HTTPS_PROXY", "https_proxy", "ALL_PROXY", "all_proxy")
 TOKEN_ELSEWHERE = "GROUPWISE_HUB_TOKEN_ELSEWHERE"
 """Set while a command is only tried locally, before it is sent to the place that has the token (`groupwise launch modal --secret`)."""
-PASSING = frozenset({408, 425, 429, *range(500, 600)})
+TEMPORARY_STATUSES = frozenset({408, 425, 429, *range(500, 600)})
 """HTTP statuses of a service that is busy or broken, independent of the request."""
 TRANSPORT = frozenset({"httpx", "httpcore", "requests", "urllib3", "aiohttp"})
 """Packages whose errors without a status are connection errors."""
@@ -26,38 +26,38 @@ def is_offline() -> bool:
 
 
 @cache
-def answers() -> bool:
+def is_reachable() -> bool:
     """True if the hub can be reached at all; tried once, to avoid waiting for many retries. With a proxy it is assumed."""
     if is_offline():
         return False
     if any(os.environ.get(name) for name in PROXIES):
         return True
-    place = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
-    port = place.port or (80 if place.scheme == "http" else 443)
+    url = urlsplit(os.environ.get("HF_ENDPOINT", "https://huggingface.co"))
+    port = url.port or (80 if url.scheme == "http" else 443)
     try:
-        socket.create_connection((place.hostname or "", port), timeout=5).close()
+        socket.create_connection((url.hostname or "", port), timeout=5).close()
     except OSError:
         return False
     return True
 
 
-def will_pass(error: BaseException) -> bool:
+def is_temporary(error: BaseException) -> bool:
     """True if the same request may succeed later: the hub did not answer, was busy, or the connection broke."""
     if is_offline():
         return False
-    if not answers():
+    if not is_reachable():
         return True
     seen: set[int] = set()
-    each: BaseException | None = error
-    while each is not None and id(each) not in seen:  # the error and its chain of causes
-        seen.add(id(each))
-        status = getattr(getattr(each, "response", None), "status_code", None)
+    cause: BaseException | None = error
+    while cause is not None and id(cause) not in seen:  # the error and its chain of causes
+        seen.add(id(cause))
+        status = getattr(getattr(cause, "response", None), "status_code", None)
         if isinstance(status, int):
-            passes = status in PASSING
+            temporary = status in TEMPORARY_STATUSES
         else:
-            package = type(each).__module__.partition(".")[0]
-            passes = isinstance(each, ConnectionError | TimeoutError) or package in TRANSPORT
-        if passes:
+            package = type(cause).__module__.partition(".")[0]
+            temporary = isinstance(cause, ConnectionError | TimeoutError) or package in TRANSPORT
+        if temporary:
             return True
-        each = each.__cause__ or each.__context__
+        cause = cause.__cause__ or cause.__context__
     return False

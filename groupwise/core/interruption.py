@@ -23,7 +23,7 @@ from typing import Any, ClassVar, TypeVar
 
 T = TypeVar("T")
 
-TOGETHER = 1.0
+SAME_SIGNAL_SECONDS = 1.0
 """Signals within this many seconds count as one: a terminal's Ctrl-C reaches torchrun, and the process to which torchrun passes it on."""
 CLEANUP_TIMEOUT = 5.0
 """Seconds after the second signal in which tasks may clean up, before they are abandoned."""
@@ -38,30 +38,30 @@ class Interrupted(Exception):
 
 
 class Interruption:
-    """Handles both signals while it is open, if the loop runs in the main thread; in other threads the caller uses `ask`."""
+    """Handles both signals while it is open, if the loop runs in the main thread; in other threads the caller uses `request_stop`."""
 
-    open_ones: ClassVar[list[Interruption]] = []
+    active: ClassVar[list[Interruption]] = []
     """The open interruptions of this process, the newest last."""
 
     def __init__(self, on_first_signal: Callable[[], None] | None = None) -> None:
         """`on_first_signal`: called once in the loop after it was asked to end, e.g. to report that."""
-        self._told = on_first_signal
+        self._on_first_signal = on_first_signal
         self._received: int | None = None
         self._received_at = -math.inf
         self._event = asyncio.Event()
         self._loop = asyncio.get_running_loop()
-        self._before: dict[int, Any] = {}
+        self._previous_handlers: dict[int, Any] = {}
 
     def __enter__(self) -> Interruption:
         if threading.current_thread() is threading.main_thread():
             for number in (signal.SIGINT, signal.SIGTERM):
-                self._before[number] = signal.signal(number, self._receive)
-        self.open_ones.append(self)
+                self._previous_handlers[number] = signal.signal(number, self._handle_signal)
+        self.active.append(self)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.open_ones.remove(self)
-        for number, handler in self._before.items():
+        self.active.remove(self)
+        for number, handler in self._previous_handlers.items():
             signal.signal(number, handler)
 
     @property
@@ -69,14 +69,14 @@ class Interruption:
         """The signal that asked the loop to end; None until then."""
         return self._received
 
-    def ask(self, number: int = signal.SIGINT) -> None:
+    def request_stop(self, number: int = signal.SIGINT) -> None:
         """Ask the loop to end cleanly, from any thread."""
         if self._received is None:
             self._received, self._received_at = number, time.monotonic()
-        self._loop.call_soon_threadsafe(self._notice)
+        self._loop.call_soon_threadsafe(self._wake_waiter)
 
-    def _notice(self) -> None:
-        on_first_signal, self._told = self._told, None
+    def _wake_waiter(self) -> None:
+        on_first_signal, self._on_first_signal = self._on_first_signal, None
         self._event.set()
         if on_first_signal is not None:
             on_first_signal()
@@ -99,15 +99,17 @@ class Interruption:
                 task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    def _receive(self, number: int, _: FrameType | None) -> None:
-        together = self._received is None or time.monotonic() - self._received_at < TOGETHER
-        if not together and (self._received, number) != (signal.SIGTERM, signal.SIGTERM):
+    def _handle_signal(self, number: int, _: FrameType | None) -> None:
+        counts_as_first = (
+            self._received is None or time.monotonic() - self._received_at < SAME_SIGNAL_SECONDS
+        )
+        if not counts_as_first and (self._received, number) != (signal.SIGTERM, signal.SIGTERM):
             # Raised between two steps of the loop, it may cost a task its next step, and the loop would wait for ever: see `_interrupt`.
             self._loop.call_soon_threadsafe(
                 self._loop.call_later, CLEANUP_TIMEOUT, _interrupt, self._loop
             )
             raise KeyboardInterrupt(number)
-        self.ask(number)
+        self.request_stop(number)
 
 
 def _interrupt(loop: asyncio.AbstractEventLoop) -> None:
@@ -141,7 +143,7 @@ def interrupting(*signals: signal.Signals) -> Generator[None]:
         else:
             raise KeyboardInterrupt(number)
 
-    before = {each: signal.signal(each, interrupt) for each in signals}
+    previous = {signum: signal.signal(signum, interrupt) for signum in signals}
     try:
         yield
     except KeyboardInterrupt as stopped:
@@ -149,8 +151,8 @@ def interrupting(*signals: signal.Signals) -> Generator[None]:
             raise KeyboardInterrupt(received[-1]) from None
         raise
     finally:
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
 
 
 def run_to_end(work: Coroutine[Any, Any, T]) -> T:
@@ -161,7 +163,7 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
     try:
         asyncio.get_running_loop()
     except RuntimeError:
-        return asyncio.run(_woken_by_signals(work))
+        return asyncio.run(_with_signal_wakeup(work))
     inner: list[asyncio.AbstractEventLoop] = []
 
     async def noted() -> T:
@@ -173,13 +175,13 @@ def run_to_end(work: Coroutine[Any, Any, T]) -> T:
         try:
             return done.result()
         except KeyboardInterrupt:
-            _end(inner)
+            _cancel_tasks(inner)
             return done.result()
 
 
 async def gather_all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
     """Results in the order of `work`. If one fails or the wait is cancelled, the others are cancelled and awaited first."""
-    tasks = [asyncio.ensure_future(each) for each in work]
+    tasks = [asyncio.ensure_future(coroutine) for coroutine in work]
     try:
         return list(await asyncio.gather(*tasks))
     finally:
@@ -188,7 +190,7 @@ async def gather_all(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _woken_by_signals(work: Coroutine[Any, Any, T]) -> T:
+async def _with_signal_wakeup(work: Coroutine[Any, Any, T]) -> T:
     """`work`, in a loop that wakes up for every signal.
 
     If a signal reaches another thread, Python only notes it; the main thread would handle it only at the loop's next event, without
@@ -197,27 +199,27 @@ async def _woken_by_signals(work: Coroutine[Any, Any, T]) -> T:
     if threading.current_thread() is not threading.main_thread():
         return await work
     loop = asyncio.get_running_loop()
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        for end in (ours, theirs):
+    receiver, sender = socket.socketpair()
+    with receiver, sender:
+        for end in (receiver, sender):
             end.setblocking(False)
-        loop.add_reader(ours, _drain, ours)
-        before = signal.set_wakeup_fd(theirs.fileno(), warn_on_full_buffer=False)
+        loop.add_reader(receiver, _drain, receiver)
+        previous_fd = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
         try:
             return await work
         finally:
-            signal.set_wakeup_fd(before)
-            loop.remove_reader(ours)
+            signal.set_wakeup_fd(previous_fd)
+            loop.remove_reader(receiver)
 
 
-def _drain(woken: socket.socket) -> None:
+def _drain(receiver: socket.socket) -> None:
     with suppress(BlockingIOError):
-        woken.recv(4096)
+        receiver.recv(4096)
 
 
-def _end(loops: Iterable[asyncio.AbstractEventLoop]) -> None:
-    if Interruption.open_ones:
-        Interruption.open_ones[-1].ask()
+def _cancel_tasks(loops: Iterable[asyncio.AbstractEventLoop]) -> None:
+    if Interruption.active:
+        Interruption.active[-1].request_stop()
         return
     for loop in loops:
         for task in asyncio.all_tasks(loop):

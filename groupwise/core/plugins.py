@@ -79,21 +79,21 @@ def load(
     `kind` is the word for the loaded object in messages. `builtins` maps bare names to modules; `entry_points` is the group of entry
     points that installed packages register. A class is instantiated unless `instantiate` is false. Raises TaskError.
     """
-    target, attribute = _split(spec)
+    target, attribute = _split_spec(spec)
     file = Path(target).expanduser()
     if _is_path(target) or file.is_file():
-        return _loaded_plugin(
+        return _resolve_plugin(
             _load_file(file, spec, kind), str(file.resolve()), attribute, kind, instantiate
         )
     builtins = builtins or {}
     if attribute is None and target in builtins:
-        return _loaded_plugin(_import(builtins[target], kind), builtins[target], None, kind)
+        return _resolve_plugin(_import_module(builtins[target], kind), builtins[target], None, kind)
     announced = _entry_points(entry_points)
     if attribute is None and target in announced:
-        target, attribute = _split(announced[target])
-    if _exists(target):
-        return _loaded_plugin(_import(target, kind), target, attribute, kind, instantiate)
-    raise TaskError(_not_found(spec, target, kind, builtins, announced))
+        target, attribute = _split_spec(announced[target])
+    if _module_exists(target):
+        return _resolve_plugin(_import_module(target, kind), target, attribute, kind, instantiate)
+    raise TaskError(_unknown_plugin_message(spec, target, kind, builtins, announced))
 
 
 def missing(spec: str, *, kind: str, builtins: Mapping[str, str], entry_points: str) -> str | None:
@@ -101,14 +101,14 @@ def missing(spec: str, *, kind: str, builtins: Mapping[str, str], entry_points: 
 
     Whether a dotted module or an attribute exists is known only after the packages around it have run.
     """
-    target, _ = _split(spec)
+    target, _ = _split_spec(spec)
     file = Path(target).expanduser()
     if _is_path(target) or file.is_file():
-        return None if file.is_file() else _no_file(file, spec, kind)
+        return None if file.is_file() else _missing_file_message(file, spec, kind)
     announced = _entry_points(entry_points)
-    if "." in target or target in builtins or target in announced or _exists(target):
+    if "." in target or target in builtins or target in announced or _module_exists(target):
         return None
-    return _not_found(spec, target, kind, builtins, announced)
+    return _unknown_plugin_message(spec, target, kind, builtins, announced)
 
 
 def trains_when_imported(source: str | bytes) -> str | None:
@@ -151,8 +151,8 @@ def _warn_of_training(source: bytes, file: str | Path, kind: str) -> None:
 
 def explain(error: BaseException) -> str:
     """The error as the user wants to see it: the user's own frames only, with their lines, and which package to install."""
-    every = traceback.extract_tb(error.__traceback__)
-    frames = [frame for frame in every if _is_users_file(frame.filename)] or every[-1:]
+    all_frames = traceback.extract_tb(error.__traceback__)
+    frames = [frame for frame in all_frames if _is_users_file(frame.filename)] or all_frames[-1:]
     if isinstance(error, SyntaxError):
         frames = []  # the message names file and line, and no code of the file has run
     lines = [
@@ -171,12 +171,12 @@ def printable(text: str) -> str:
     return text.encode(errors="backslashreplace").decode()
 
 
-def nearest(name: str, known: Iterable[str]) -> list[str]:
-    """The most similar of the `known` names, at most three, best first."""
-    return difflib.get_close_matches(name, sorted(known), n=3, cutoff=0.6)
+def nearest(name: str, candidates: Iterable[str]) -> list[str]:
+    """The most similar of the candidates, at most three, best first."""
+    return difflib.get_close_matches(name, sorted(candidates), n=3, cutoff=0.6)
 
 
-def _split(spec: str) -> tuple[str, str | None]:
+def _split_spec(spec: str) -> tuple[str, str | None]:
     """Split `module:attribute`; a colon that is part of a path (`C:/task.py`) stays in the path."""
     target, colon, attribute = spec.rpartition(":")
     if colon and target and all(part.isidentifier() for part in attribute.split(".")):
@@ -188,32 +188,36 @@ def _is_path(target: str) -> bool:
     return target.endswith(".py") or "/" in target or "\\" in target
 
 
-def _loaded_plugin(
+def _resolve_plugin(
     module: ModuleType, source: str, attribute: str | None, kind: str, instantiate: bool = True
 ) -> LoadedPlugin:
-    found: Any = module
+    target: Any = module
     for name in attribute.split(".") if attribute else ():
-        if not hasattr(found, name):
-            public = [known for known in dir(found) if not known.startswith("_")]
+        if not hasattr(target, name):
+            public = [
+                attribute_name
+                for attribute_name in dir(target)
+                if not attribute_name.startswith("_")
+            ]
             close = nearest(name, public)
             hint = f" Did you mean {' or '.join(f'`{n}`' for n in close)}?" if close else ""
             raise TaskError(
                 f"{source} has no `{name}` to load as a {kind}.{hint} It has: {_list_names(public)}."
             )
-        found = getattr(found, name)
-    if inspect.isclass(found) and instantiate:
+        target = getattr(target, name)
+    if inspect.isclass(target) and instantiate:
         try:
-            inspect.signature(found).bind()
+            inspect.signature(target).bind()
         except TypeError as error:
             raise TaskError(
-                f"{source}: class `{found.__name__}` is instantiated without arguments, but its constructor "
+                f"{source}: class `{target.__name__}` is instantiated without arguments, but its constructor "
                 f"does not allow that ({error}). Give its parameters defaults, or name an instance of it instead."
             ) from error
-        found = run_user_code(
-            found, what=f"{source}: class `{found.__name__}` failed while it was instantiated"
+        target = run_user_code(
+            target, what=f"{source}: class `{target.__name__}` failed while it was instantiated"
         )
     spec = f"{source}:{attribute}" if attribute else source
-    return LoadedPlugin(found, module, spec, getattr(module, "__file__", None))
+    return LoadedPlugin(target, module, spec, getattr(module, "__file__", None))
 
 
 def run_user_code(call: Callable[[], Any], *, what: str) -> Any:
@@ -231,7 +235,7 @@ def run_user_code(call: Callable[[], Any], *, what: str) -> Any:
 
 def _load_file(file: Path, spec: str, kind: str) -> ModuleType:
     if not file.is_file():
-        raise TaskError(_no_file(file, spec, kind))
+        raise TaskError(_missing_file_message(file, spec, kind))
     path = file.resolve()
     name = f"groupwise_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:8]}"
     loader = importlib.machinery.SourceFileLoader(name, str(path))
@@ -275,15 +279,15 @@ def _forget_namesakes(folder: str) -> None:
 
     Otherwise `import helpers` would silently give the second task the helpers of the first.
     """
-    others = _user_folders - {folder}
-    for name, module in sys.modules.copy().items() if others else ():
+    other_folders = _user_folders - {folder}
+    for name, module in sys.modules.copy().items() if other_folders else ():
         origin = getattr(module, "__file__", None)
         owner = os.path.dirname(origin) if isinstance(origin, str) else None
-        if owner in others and Path(folder, f"{name}.py").is_file():
+        if owner in other_folders and Path(folder, f"{name}.py").is_file():
             del sys.modules[name]
 
 
-def _exists(target: str) -> bool:
+def _module_exists(target: str) -> bool:
     if not all(part.isidentifier() for part in target.split(".")):
         return False
     # The console script, unlike `python -m`, does not put the working directory on sys.path. Add it last: it then hides no package.
@@ -291,7 +295,7 @@ def _exists(target: str) -> bool:
     if folder not in sys.path and "" not in sys.path:
         sys.path.append(folder)
     parent = target.rpartition(".")[0]
-    if parent and not _exists(parent):
+    if parent and not _module_exists(parent):
         return False
     what = f"The module `{parent}` cannot be imported"
     return run_user_code(lambda: _find_spec(target), what=what) is not None
@@ -308,13 +312,13 @@ def _find_spec(target: str) -> importlib.machinery.ModuleSpec | None:
         return None
 
 
-def _import(name: str, kind: str) -> ModuleType:
+def _import_module(name: str, kind: str) -> ModuleType:
     what = f"The {kind} module `{name}` cannot be imported"
 
     def run() -> ModuleType:
-        found = _find_spec(name) if name not in sys.modules else None
-        if found is not None and found.origin and found.origin.endswith(".py"):
-            _warn_of_training(Path(found.origin).read_bytes(), found.origin, kind)
+        spec = _find_spec(name) if name not in sys.modules else None
+        if spec is not None and spec.origin and spec.origin.endswith(".py"):
+            _warn_of_training(Path(spec.origin).read_bytes(), spec.origin, kind)
         return importlib.import_module(name)
 
     return run_user_code(run, what=what)
@@ -326,26 +330,26 @@ def _entry_points(group: str | None) -> dict[str, str]:
     return {point.name: point.value for point in importlib.metadata.entry_points(group=group)}
 
 
-def _no_file(file: Path, spec: str, kind: str) -> str:
+def _missing_file_message(file: Path, spec: str, kind: str) -> str:
     folder = next(parent for parent in file.absolute().parents if parent.is_dir())
     files = sorted(path.name for path in folder.glob("*.py"))
     close = nearest(file.name, files)
     hint = f" Did you mean {' or '.join(str(folder / name) for name in close)}?" if close else ""
-    where = "is a folder: name the Python file in it" if file.is_dir() else "is not a file"
-    shown = file if file.is_dir() else folder
-    files = sorted(path.name for path in shown.glob("*.py"))
+    reason = "is a folder: name the Python file in it" if file.is_dir() else "is not a file"
+    listed_folder = file if file.is_dir() else folder
+    files = sorted(path.name for path in listed_folder.glob("*.py"))
     return (
-        f"The {kind} file `{spec}` was not found: {file.absolute()} {where}.{hint} "
-        f"Python files in {shown}: {_list_names(files)}."
+        f"The {kind} file `{spec}` was not found: {file.absolute()} {reason}.{hint} "
+        f"Python files in {listed_folder}: {_list_names(files)}."
     )
 
 
-def _not_found(
+def _unknown_plugin_message(
     spec: str, target: str, kind: str, builtins: Mapping[str, str], announced: Mapping[str, str]
 ) -> str:
     files = {path.stem: path.name for path in Path.cwd().glob("*.py")}
     close = [files.get(name, name) for name in nearest(target, [*builtins, *announced, *files])]
-    tried = [
+    attempts = [
         f"a file {Path(target).absolute()}",
         *([f"a built-in {kind}"] if builtins else []),
         *([f"an entry point of an installed package (there are: {_list_names(announced)})"]),
@@ -353,7 +357,7 @@ def _not_found(
     ]
     lines = [
         f"No {kind} `{spec}` was found. Tried in this order:",
-        *(f"  {number}. {what}" for number, what in enumerate(tried, 1)),
+        *(f"  {number}. {what}" for number, what in enumerate(attempts, 1)),
     ]
     if close:
         lines.append(f"Did you mean {' or '.join(f'`{name}`' for name in close)}?")
@@ -365,8 +369,8 @@ def _not_found(
 
 def _list_names(names: Iterable[str], limit: int = 20) -> str:
     ordered = sorted(names)
-    more = f" and {len(ordered) - limit} more" if len(ordered) > limit else ""
-    return ", ".join(ordered[:limit]) + more if ordered else "none"
+    suffix = f" and {len(ordered) - limit} more" if len(ordered) > limit else ""
+    return ", ".join(ordered[:limit]) + suffix if ordered else "none"
 
 
 def _is_users_file(name: str) -> bool:

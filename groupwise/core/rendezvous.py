@@ -13,7 +13,7 @@ FIRST_PORT, PORTS = 20_000, 12_000
 """A range below the ephemeral ports that systems assign to outgoing connections."""
 
 
-def meeting_of(rank: int, count: int, host: str, attempt: str) -> dict[str, str]:
+def rendezvous_variables(rank: int, count: int, host: str, attempt: str) -> dict[str, str]:
     """The variables for machine number `rank` of `count`. `host`: address of the first machine; `attempt`: as in `port_of`."""
     return {
         "NODE_RANK": str(rank),
@@ -32,5 +32,5 @@ def new_secret() -> str:
 def port_of(attempt: str) -> int:
     """A port for the attempt `JOB.EPOCH`: the same on all its machines; the next epoch has another one and so meets no leftovers."""
     job, _, epoch = attempt.rpartition(".")
-    begins = int(hashlib.sha256(job.encode()).hexdigest(), 16)
-    return FIRST_PORT + (begins + int(epoch)) % PORTS
+    offset = int(hashlib.sha256(job.encode()).hexdigest(), 16)
+    return FIRST_PORT + (offset + int(epoch)) % PORTS

@@ -61,10 +61,10 @@ def like(row: Mapping[str, Any], columns: Mapping[str, Any]) -> dict[str, Any]:
     return NumberedRow(columns, getattr(row, "number", None))
 
 
-def number_of(row: Mapping[str, Any], place: int) -> int:
-    """The number of a row in its user's data; `place` if the row has no number."""
+def number_of(row: Mapping[str, Any], index: int) -> int:
+    """The number of a row in its user's data; `index` if the row has no number."""
     number = getattr(row, "number", None)
-    return place if number is None else number
+    return index if number is None else number
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,7 +207,9 @@ class Rollout:
     @property
     def written(self) -> int:
         """Number of tokens that the policy wrote; `completion_ids` also has those of the environment and inserted ones."""
-        return sum(len(each.token_ids) for each in self.segments if each.source == "policy")
+        return sum(
+            len(segment.token_ids) for segment in self.segments if segment.source == "policy"
+        )
 
     @property
     def truncated(self) -> bool:
@@ -227,9 +229,9 @@ class Rollout:
         """The reward parts by name. Values of several turns are summed; None if the part applies to no turn."""
         values: dict[str, float | None] = {}
         for part in self.parts:
-            before = values.get(part.name)
-            added = before if part.value is None else (before or 0.0) + part.value
-            values[part.name] = added
+            earlier_sum = values.get(part.name)
+            total = earlier_sum if part.value is None else (earlier_sum or 0.0) + part.value
+            values[part.name] = total
         return values
 
 
@@ -454,15 +456,15 @@ T = TypeVar("T")
 
 
 @cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
+def _type_adapter(kind: Any) -> TypeAdapter[Any]:
     return TypeAdapter(kind)
 
 
 def to_json(value: Any) -> bytes:
     """Any record of this module as JSON. Floats keep every bit. Only `Row` may hold NaN or infinities; other code rejects them earlier."""
-    return _adapter(cast("type[Any]", type(value))).dump_json(value)
+    return _type_adapter(cast("type[Any]", type(value))).dump_json(value)
 
 
 def from_json(kind: type[T], data: bytes | str) -> T:
     """The inverse of `to_json` for a record of type `kind`; raises pydantic's ValidationError."""
-    return _adapter(kind).validate_json(data)
+    return _type_adapter(kind).validate_json(data)

@@ -19,15 +19,15 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from groupwise.api.http.origins import check_local, is_from_our_page
-from groupwise.api.http.shared_state import Buckets
+from groupwise.api.http.shared_state import TokenBuckets
 from groupwise.api.schemas.keys import LOCAL, Caller, Keyring, Role, caller_of, presented_key
 from groupwise.api.schemas.problems import Refusal
 
-LASTS = 7 * 86_400
+COOKIE_LIFETIME = 7 * 86_400
 """Seconds for which a cookie is valid."""
 TRIES_PER_SECOND, TRIES_AT_ONCE = 0.5, 10
 """Keys that one address may try: rate per second, and burst."""
-MOST_LEFT = 10_000
+MAX_SIGNED_OUT = 10_000
 """Most signed-out cookies that are remembered."""
 
 
@@ -42,7 +42,7 @@ class Visitor:
     """True if there is a session to sign out of."""
 
 
-class Door:
+class AccessControl:
     """Access control of one dashboard."""
 
     def __init__(
@@ -54,9 +54,9 @@ class Door:
     ) -> None:
         """`acts`: True if the dashboard may change anything."""
         self._keys, self._clock, self._acts = keys, clock, acts
-        self._own = secrets.token_hex(32)
-        self._tries = Buckets(TRIES_PER_SECOND, TRIES_AT_ONCE)
-        self._left: dict[str, None] = {}
+        self._form_token = secrets.token_hex(32)
+        self._attempts = TokenBuckets(TRIES_PER_SECOND, TRIES_AT_ONCE)
+        self._signed_out: dict[str, None] = {}
 
     @property
     def is_open(self) -> bool:
@@ -67,29 +67,29 @@ class Door:
         """The sender of a request; None if unknown. Raises `unauthorised` for a wrong key, `forbidden` for another site."""
         if self._keys is None:
             check_local(headers)
-            return Visitor(LOCAL, self._own)
+            return Visitor(LOCAL, self._form_token)
         if presented_key(headers) is not None:
             return Visitor(caller_of(self._keys, headers))
-        return self._of_cookie(self._keys, cookie) if cookie else None
+        return self._visitor_of_cookie(self._keys, cookie) if cookie else None
 
     def admit(self, key: str, address: str) -> str | None:
         """A cookie for this key; None if the key is unknown. Raises `rate_limited`."""
-        if seconds := self._tries.take(address):
+        if seconds := self._attempts.take(address):
             raise Refusal("rate_limited", retry_after=seconds)
         caller = self._keys.caller(key.strip()) if self._keys is not None else None
         if caller is None or self._keys is None:
             return None
-        content = f"{caller.key_id}.{int(self._clock()) + LASTS}.{secrets.token_hex(16)}"
+        content = f"{caller.key_id}.{int(self._clock()) + COOKIE_LIFETIME}.{secrets.token_hex(16)}"
         return f"{content}.{self._keys.seal(caller.key_id, f'cookie {content}')}"
 
     def leave(self, cookie: str | None) -> None:
         """Sign a cookie out: this dashboard process no longer accepts it."""
-        if self._keys is None or not cookie or self._of_cookie(self._keys, cookie) is None:
+        if self._keys is None or not cookie or self._visitor_of_cookie(self._keys, cookie) is None:
             return
-        self._left[cookie] = None
+        self._signed_out[cookie] = None
         # Remove the oldest, not the expired ones: if the clock is set back, an expired cookie would become valid again.
-        while len(self._left) > MOST_LEFT:
-            del self._left[next(iter(self._left))]
+        while len(self._signed_out) > MAX_SIGNED_OUT:
+            del self._signed_out[next(iter(self._left))]
 
     def may_act(self, visitor: Visitor, role: Role = Role.ACT) -> bool:
         """True if the visitor is shown controls that change something and need a key of this role."""
@@ -114,33 +114,37 @@ class Door:
                 "This dashboard only shows. Its operator may start it with --allow-actions.",
             )
         if visitor.caller.role < role:
-            enough = "or ".join(f"{each.word} " for each in Role if each >= role).strip()
+            required = "or ".join(f"{allowed.word} " for allowed in Role if allowed >= role).strip()
             raise Refusal(
                 "forbidden",
-                f"The key {visitor.caller.key_id} has the role {visitor.caller.role.word}; this needs {enough}.",
+                f"The key {visitor.caller.key_id} has the role {visitor.caller.role.word}; this needs {required}.",
             )
 
-    def _of_cookie(self, keys: Keyring, cookie: str) -> Visitor | None:
+    def _visitor_of_cookie(self, keys: Keyring, cookie: str) -> Visitor | None:
         """The visitor of a cookie `KEY.EXPIRY.NONCE.SEAL`; None if it is forged, signed out or expired, or its key no longer exists."""
         content, _, seal = cookie.rpartition(".")
-        name, _, rest = content.partition(".")
-        until, _, nonce = rest.partition(".")
-        own = keys.seal(name, f"cookie {content}")
+        name, _, expiry_and_nonce = content.partition(".")
+        until, _, nonce = expiry_and_nonce.partition(".")
+        expected = keys.seal(name, f"cookie {content}")
         caller = keys.caller_of(name)
-        if own is None or caller is None or not hmac.compare_digest(own.encode(), seal.encode()):
+        if (
+            expected is None
+            or caller is None
+            or not hmac.compare_digest(expected.encode(), seal.encode())
+        ):
             return None
-        if cookie in self._left or not until.isdecimal() or int(until) < self._clock():
+        if cookie in self._signed_out or not until.isdecimal() or int(until) < self._clock():
             return None
         return Visitor(caller, keys.seal(name, f"form {nonce}") or "", by_cookie=True)
 
 
-def cookie_name(headers: Mapping[str, str], above: str) -> str:
+def cookie_name(headers: Mapping[str, str], path_prefix: str) -> str:
     """Cookie name of a dashboard, made of its port and path prefix: browsers send a cookie to all ports of its host, and to all
     paths below its own, so dashboards would overwrite each other's cookies.
     """
     _, _, port = headers.get("host", "").rpartition(":")
-    words = ["groupwise", port if port.isdecimal() else "", *above.split("/")]
-    return "-".join(filter(None, words))
+    parts = ["groupwise", port if port.isdecimal() else "", *path_prefix.split("/")]
+    return "-".join(filter(None, parts))
 
 
 def refuse_other_sites(headers: Mapping[str, str]) -> None:

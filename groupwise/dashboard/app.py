@@ -24,7 +24,7 @@ from groupwise.dashboard.context import DashboardContext
 from groupwise.dashboard.fleet import jobs as fleet_jobs
 from groupwise.dashboard.fleet import machines as fleet_machines
 from groupwise.dashboard.live import Streams, live
-from groupwise.dashboard.pages import ABOVE, above, respond_error, respond_not_found
+from groupwise.dashboard.pages import ROOT_PATH, respond_error, respond_not_found, root_path
 from groupwise.dashboard.runs import (
     answers,
     comparing,
@@ -49,14 +49,14 @@ HEADERS = {
 """Headers of every response: scripts and styles are only our own files, and no other site may frame or read a page, or see its
 address as a referrer.
 """
-KEPT = "public, max-age=31536000, immutable"
+IMMUTABLE = "public, max-age=31536000, immutable"
 """Cache header of files whose address contains the hash of their content."""
 
 
-def make_app(place: DashboardContext) -> ASGIApp:
-    """The application. Its `state.place` holds everything that pages are made of."""
+def make_app(context: DashboardContext) -> ASGIApp:
+    """The application. Its `state.context` holds everything that pages are made of."""
     routes = [
-        Route("/", _first),
+        Route("/", _redirect_to_runs),
         *runs.ROUTES,
         *comparing.ROUTES,
         *answers.ROUTES,
@@ -70,8 +70,8 @@ def make_app(place: DashboardContext) -> ASGIApp:
         *server.ROUTES,
         *sign_in.ROUTES,
         Route("/live", live),
-        Route("/healthz", _lives),
-        Mount("/static", _Static(directory=STATIC)),
+        Route("/healthz", _healthz),
+        Mount("/static", _CachedStaticFiles(directory=STATIC)),
     ]
     app = Starlette(
         routes=routes,
@@ -81,36 +81,36 @@ def make_app(place: DashboardContext) -> ASGIApp:
             Exception: respond_error,
         },
     )
-    app.state.place = place
+    app.state.context = context
     app.state.streams = Streams()
     return _with_headers(app)
 
 
-def _first(request: Request) -> Response:
+def _redirect_to_runs(request: Request) -> Response:
     """The first page is the list of runs."""
-    return RedirectResponse(above(request) + "/runs", 303)
+    return RedirectResponse(root_path(request) + "/runs", 303)
 
 
-def _lives(_: Request) -> Response:
+def _healthz(_: Request) -> Response:
     return Response("ok", media_type="text/plain")
 
 
-class _Static(StaticFiles):
+class _CachedStaticFiles(StaticFiles):
     """Our static files, which browsers may cache."""
 
     def file_response(self, *args: object, **kwargs: object) -> Response:
         """See `StaticFiles.file_response`."""
-        found = super().file_response(*args, **kwargs)  # pyright: ignore[reportArgumentType]
+        response = super().file_response(*args, **kwargs)  # pyright: ignore[reportArgumentType]
         scope = cast("Scope", args[2] if len(args) > 2 else kwargs["scope"])
         if Request(scope).query_params.get("v"):
-            found.headers["Cache-Control"] = KEPT
-        return found
+            response.headers["Cache-Control"] = IMMUTABLE
+        return response
 
 
 def _with_headers(app: ASGIApp) -> ASGIApp:
     """The application, with the headers of every answer added."""
 
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+    async def app_with_headers(scope: Scope, receive: Receive, send: Send) -> None:
         async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
@@ -118,10 +118,10 @@ def _with_headers(app: ASGIApp) -> ASGIApp:
                 headers.setdefault("Cache-Control", "no-store")
             await send(message)
 
-        scope[ABOVE] = scope.get("root_path", "")  # before a route below it makes that longer
+        scope[ROOT_PATH] = scope.get("root_path", "")  # before a route below it makes that longer
         await app(scope, receive, send_with_headers)
 
-    return answer
+    return app_with_headers
 
 
 mimetypes.add_type("text/javascript", ".js")

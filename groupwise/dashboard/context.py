@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Protocol
 
 from groupwise.core.errors import RunNotFoundError
-from groupwise.dashboard.access import Door
+from groupwise.dashboard.access import AccessControl
 from groupwise.dashboard.sources.fleet import WatchedFleet
 from groupwise.dashboard.sources.runs import RunsIndex
 from groupwise.dashboard.sources.server import WatchedServer
@@ -28,7 +28,7 @@ class DashboardContext:
     """Everything that pages are made of."""
 
     runs: RunsIndex
-    door: Door
+    access: AccessControl
     fleet: WatchedFleet | None = None
     server: WatchedServer | None = None
     ending: Ending = field(default_factory=threading.Event)

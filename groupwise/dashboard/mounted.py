@@ -17,7 +17,7 @@ from groupwise.api.schemas.activity import ActivityAnswer
 from groupwise.api.schemas.keys import Keyring
 from groupwise.api.schemas.problems import Refusal
 from groupwise.api.schemas.training import StatusAnswer
-from groupwise.dashboard.access import Door
+from groupwise.dashboard.access import AccessControl
 from groupwise.dashboard.app import make_app
 from groupwise.dashboard.context import DashboardContext
 from groupwise.dashboard.sources.runs import RunsIndex
@@ -33,20 +33,23 @@ PREFIX = "/dashboard"
 T = TypeVar("T")
 
 
-def in_front(config: ServerConfig, keys: Keyring | None) -> InFrontOf:
+def mount_dashboard(config: ServerConfig, keys: Keyring | None) -> InFrontOf:
     """Mounts the dashboard of these settings in front of a server's routes."""
 
-    def put(behind: ASGIApp, serving: Serving) -> ASGIApp:
-        server = WatchedServer(Here(serving, asyncio.get_running_loop()))
-        place = DashboardContext(
-            RunsIndex(config.folder / RUNS), Door(keys), server=server, ending=serving.ending
+    def mount(server_app: ASGIApp, serving: Serving) -> ASGIApp:
+        server = WatchedServer(LocalServer(serving, asyncio.get_running_loop()))
+        context = DashboardContext(
+            RunsIndex(config.folder / RUNS),
+            AccessControl(keys),
+            server=server,
+            ending=serving.ending,
         )
-        return _below(make_app(place), behind)
+        return _dispatch(make_app(context), server_app)
 
-    return put
+    return mount
 
 
-class Here:
+class LocalServer:
     """The server of this process, with methods for use in threads."""
 
     def __init__(self, serving: Serving, loop: asyncio.AbstractEventLoop) -> None:
@@ -54,35 +57,35 @@ class Here:
 
     def status(self) -> StatusAnswer:
         """See `ServerLike`."""
-        return self._result(self._serving.service.status())
+        return self._run_on_loop(self._serving.service.status())
 
     def activity(self) -> ActivityAnswer:
         """See `ServerLike`."""
-        return self._result(self._serving.activity())
+        return self._run_on_loop(self._serving.activity())
 
-    def _result(self, work: Awaitable[T]) -> T:
-        async def within() -> T:
+    def _run_on_loop(self, work: Awaitable[T]) -> T:
+        async def with_timeout() -> T:
             async with asyncio.timeout(TIMEOUT):
                 return await work
 
         try:
-            return asyncio.run_coroutine_threadsafe(within(), self._loop).result()
+            return asyncio.run_coroutine_threadsafe(with_timeout(), self._loop).result()
         except TimeoutError:
             raise Refusal("too_busy", retry_after=TIMEOUT) from None
 
 
-def _below(dashboard: ASGIApp, behind: ASGIApp) -> ASGIApp:
+def _dispatch(dashboard: ASGIApp, server_app: ASGIApp) -> ASGIApp:
     """The dashboard for paths below PREFIX, and the server's own application for all others."""
 
-    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+    async def dispatch(scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path", "")
         if scope["type"] != "http" or not (path == PREFIX or path.startswith(f"{PREFIX}/")):
-            await behind(scope, receive, send)
+            await server_app(scope, receive, send)
         elif path == PREFIX:
-            there = scope.get("root_path", "") + PREFIX + "/server"
-            await RedirectResponse(there, 303)(scope, receive, send)
+            address = scope.get("root_path", "") + PREFIX + "/server"
+            await RedirectResponse(address, 303)(scope, receive, send)
         else:
-            below = {**scope, "root_path": scope.get("root_path", "") + PREFIX}
-            await dashboard(below, receive, send)
+            mounted_scope = {**scope, "root_path": scope.get("root_path", "") + PREFIX}
+            await dashboard(mounted_scope, receive, send)
 
-    return answer
+    return dispatch

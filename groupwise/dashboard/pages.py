@@ -35,9 +35,9 @@ T = TypeVar("T")
 TOKEN = "token"
 """Field with the token, in every form that changes something."""
 FORM = "application/x-www-form-urlencoded"
-ABOVE = "groupwise.above"
+ROOT_PATH = "groupwise.above"
 """Scope key of the path prefix before our paths."""
-MOST_FORM = 64 * 1024
+MAX_FORM_BYTES = 64 * 1024
 """Largest form in bytes."""
 LARGEST = 2**63 - 1
 """The largest integer that a record can be searched for."""
@@ -81,7 +81,7 @@ class Page:
 class Visit:
     """A request for a page."""
 
-    place: DashboardContext
+    context: DashboardContext
     request: Request
     visitor: Visitor
 
@@ -91,87 +91,91 @@ class Visit:
 
     def query(self, kind: type[Q]) -> Q:
         """The address's parameters. Raises UsageError."""
-        given: dict[str, Any] = {}
-        several = {
+        parameters: dict[str, Any] = {}
+        list_fields = {
             name
-            for name, each in kind.model_fields.items()
-            if getattr(each.annotation, "__origin__", None) in (tuple, list)
+            for name, field in kind.model_fields.items()
+            if getattr(field.annotation, "__origin__", None) in (tuple, list)
         }
         for name in self.request.query_params:
-            values = [each for each in self.request.query_params.getlist(name) if each != ""]
+            values = [value for value in self.request.query_params.getlist(name) if value != ""]
             if values:
-                given[name] = values if name in several else values[-1]
+                parameters[name] = values if name in list_fields else values[-1]
         try:
-            return kind.model_validate(given)
+            return kind.model_validate(parameters)
         except ValidationError as error:
-            first = field_errors(error, kind)[0]
-            raise UsageError(f"{first.field}={first.given!s:.100}: {first.message}.") from None
+            field_error = field_errors(error, kind)[0]
+            raise UsageError(
+                f"{field_error.field}={field_error.given!s:.100}: {field_error.message}."
+            ) from None
 
-    def said_with(self, **changed: Any) -> str:
+    def url_with(self, **changed: Any) -> str:
         """This page's address with changed parameters; None removes one."""
-        others = [(n, v) for n, v in self.request.query_params.multi_items() if n not in changed]
-        new = [(name, str(value)) for name, value in changed.items() if value not in (None, "")]
-        return str(self.request.url.replace(query="").path) + _as_query([*others, *new])
+        unchanged = [(n, v) for n, v in self.request.query_params.multi_items() if n not in changed]
+        replaced = [
+            (name, str(value)) for name, value in changed.items() if value not in (None, "")
+        ]
+        return str(self.request.url.replace(query="").path) + _as_query([*unchanged, *replaced])
 
 
-def live_of(*runs: str) -> str:
+def live_url(*runs: str) -> str:
     """The address of the event stream of these runs."""
     return "/live" + _as_query([("run", name) for name in runs])
 
 
-Show = Callable[[Visit], Page | Response]
+ShowPage = Callable[[Visit], Page | Response]
 
 
-def page_route(path: str, show: Show) -> Route:
+def page_route(path: str, show: ShowPage) -> Route:
     """The route of a page."""
     return Route(
-        path, partial(_answer, show), methods=["GET"], name=getattr(show, "__name__", path)
+        path, partial(_handle_page, show), methods=["GET"], name=getattr(show, "__name__", path)
     )
 
 
-Do = Callable[[Visit, Mapping[str, str]], str]
+HandleForm = Callable[[Visit, Mapping[str, str]], str]
 """Executes a form and returns the address to show next."""
 
 
-def form_route(path: str, do: Do, role: Role = Role.ACT) -> Route:
+def form_route(path: str, do: HandleForm, role: Role = Role.ACT) -> Route:
     """The route of a form that changes something and requires a key of this role."""
     name = getattr(do, "__name__", path)
-    return Route(path, partial(_do, do, role), methods=["POST"], name=name)
+    return Route(path, partial(_handle_form, do, role), methods=["POST"], name=name)
 
 
 def visitor_of(request: Request) -> Visitor | None:
-    """See `Door.visitor`."""
-    place: DashboardContext = request.app.state.place
-    cookie = request.cookies.get(cookie_name(request.headers, above(request)))
-    return place.door.visitor(request.headers, cookie)
+    """See `AccessControl.visitor`."""
+    context: DashboardContext = request.app.state.context
+    cookie = request.cookies.get(cookie_name(request.headers, root_path(request)))
+    return context.access.visitor(request.headers, cookie)
 
 
-async def _do(do: Do, role: Role, request: Request) -> Response:
-    place: DashboardContext = request.app.state.place
+async def _handle_form(do: HandleForm, role: Role, request: Request) -> Response:
+    context: DashboardContext = request.app.state.context
     visitor = visitor_of(request)
     if visitor is None:
         raise Refusal("unauthorised")
     form = await read_form(request)
-    place.door.expect_actor(visitor, request.headers, form.get(TOKEN, ""), role)
-    there = await run_in_threadpool(do, Visit(place, request, visitor), form)
+    context.access.expect_actor(visitor, request.headers, form.get(TOKEN, ""), role)
+    location = await run_in_threadpool(do, Visit(context, request, visitor), form)
     if wants_json(request):
-        return JSONResponse({"location": there})
-    return RedirectResponse(there, 303)
+        return JSONResponse({"location": location})
+    return RedirectResponse(location, 303)
 
 
-async def _answer(show: Show, request: Request) -> Response:
-    place: DashboardContext = request.app.state.place
+async def _handle_page(show: ShowPage, request: Request) -> Response:
+    context: DashboardContext = request.app.state.context
     visitor = visitor_of(request)
     if visitor is None:
         if wants_json(request):
             raise Refusal("unauthorised")
         path = request.url.path + (f"?{request.url.query}" if request.url.query else "")
-        return RedirectResponse(above(request) + "/sign-in" + _as_query([("next", path)]), 303)
-    visit = Visit(place, request, visitor)
+        return RedirectResponse(root_path(request) + "/sign-in" + _as_query([("next", path)]), 303)
+    visit = Visit(context, request, visitor)
 
     def answer() -> Response:
-        found = show(visit)
-        return found if isinstance(found, Response) else respond(visit, found)
+        page = show(visit)
+        return page if isinstance(page, Response) else respond(visit, page)
 
     return await run_in_threadpool(answer)
 
@@ -183,9 +187,9 @@ async def read_form(request: Request) -> dict[str, str]:
     body = b""
     try:
         async with asyncio.timeout(BODY_SECONDS):
-            async for piece in request.stream():
-                body += piece
-                if len(body) > MOST_FORM:
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > MAX_FORM_BYTES:
                     raise Refusal("too_large")
     except TimeoutError:
         raise Refusal("timed_out") from None
@@ -194,9 +198,9 @@ async def read_form(request: Request) -> dict[str, str]:
     return dict(parse_qsl(body.decode("utf-8", "replace"), keep_blank_values=True))
 
 
-def above(request: Request) -> str:
+def root_path(request: Request) -> str:
     """The path prefix of our addresses: empty, unless another server mounts us under a path."""
-    return str(request.scope.get(ABOVE, ""))
+    return str(request.scope.get(ROOT_PATH, ""))
 
 
 def respond(visit: Visit, page: Page) -> Response:
@@ -204,22 +208,22 @@ def respond(visit: Visit, page: Page) -> Response:
     if wants_json(visit.request):
         data = to_jsonable_python(page.data, inf_nan_mode="null", fallback=str)
         return Response(json.dumps(data, allow_nan=False), media_type="application/json")
-    text = render(
+    html = render(
         page.template,
         {
             **page.data,
             "visit": visit,
             "visitor": visit.visitor,
-            "acts": visit.place.door.may_act(visit.visitor),
-            "rules": visit.place.door.may_act(visit.visitor, Role.ADMIN),
-            "has_fleet": visit.place.fleet is not None,
-            "has_server": visit.place.server is not None,
+            "acts": visit.context.access.may_act(visit.visitor),
+            "rules": visit.context.access.may_act(visit.visitor, Role.ADMIN),
+            "has_fleet": visit.context.fleet is not None,
+            "has_server": visit.context.server is not None,
             "live": page.live,
         },
-        above(visit.request),
+        root_path(visit.request),
     )
     # A text with a lone surrogate is shown as well as possible.
-    return HTMLResponse(text.encode("utf-8", "replace"))
+    return HTMLResponse(html.encode("utf-8", "replace"))
 
 
 def wants_json(request: Request) -> bool:
@@ -254,14 +258,20 @@ async def respond_error(request: Request, error: Exception) -> Response:
         }
         content = json.dumps(body).encode()  # a lone surrogate is written as its code
         return Response(content, status, headers, media_type=MEDIA_TYPE)
-    place: DashboardContext | None = getattr(request.app.state, "place", None)
-    parts = {
-        "has_fleet": place is not None and place.fleet is not None,
-        "has_server": place is not None and place.server is not None,
+    context: DashboardContext | None = getattr(request.app.state, "context", None)
+    sources = {
+        "has_fleet": context is not None and context.fleet is not None,
+        "has_server": context is not None and context.server is not None,
     }
-    data = {"title": title, "message": message, "status": status, "here": request.url.path, **parts}
-    text = render("failed.html", data, above(request))
-    return HTMLResponse(text, status, headers)
+    data = {
+        "title": title,
+        "message": message,
+        "status": status,
+        "here": request.url.path,
+        **sources,
+    }
+    html = render("failed.html", data, root_path(request))
+    return HTMLResponse(html, status, headers)
 
 
 def _as_query(pairs: list[tuple[str, str]]) -> str:

@@ -15,16 +15,16 @@ from groupwise.api.http.logs import configure
 from groupwise.api.http.origins import is_loopback
 from groupwise.api.schemas.keys import VARIABLE, Keyring, read_keys_in
 from groupwise.core.errors import ConfigError, UsageError
-from groupwise.dashboard.access import Door
+from groupwise.dashboard.access import AccessControl
 from groupwise.dashboard.app import make_app
 from groupwise.dashboard.context import DashboardContext
 from groupwise.dashboard.sources.fleet import WatchedFleet
 from groupwise.dashboard.sources.runs import RunsIndex
 from groupwise.dashboard.sources.server import WatchedServer
 
-END_SECONDS = 5
+SHUTDOWN_SECONDS = 5
 """Seconds within which connections must be closed."""
-FIRST_LOOK = 6.0
+FIRST_READ_SECONDS = 6.0
 """Seconds for reading the runs before the server reports that it listens; later pages then find them in memory."""
 
 
@@ -41,7 +41,7 @@ class Settings:
     """PEM files, for TLS."""
     proxy: str | None = None
     """Address of a proxy in front, whose forwarded headers are trusted."""
-    acts: bool = False
+    allow_actions: bool = False
     """True if buttons may change something."""
 
 
@@ -50,12 +50,12 @@ def keys_of(settings: Settings, plain: str | None) -> Keyring | None:
 
     Raises UsageError if others could connect without a key, or a key would be sent unencrypted.
     """
-    stored = () if settings.key_file is None else read_keys_in(settings.key_file.expanduser())
-    if settings.key_file is not None and not stored:
+    stored_keys = () if settings.key_file is None else read_keys_in(settings.key_file.expanduser())
+    if settings.key_file is not None and not stored_keys:
         raise ConfigError(
             f"{settings.key_file} holds no key, so no one could look. `groupwise serve --new-key read` makes one."
         )
-    keys = Keyring(stored, plain) if stored or plain is not None else None
+    keys = Keyring(stored_keys, plain) if stored_keys or plain is not None else None
     if is_loopback(settings.host):
         return keys
     if keys is None:
@@ -83,40 +83,40 @@ def serve(
     if settings.runs.exists() and not settings.runs.is_dir():
         raise UsageError(f"{settings.runs} is a file; --dir names a folder of runs.")
     check_tls(settings.certificate, settings.key)
-    door = Door(keys_of(settings, plain), acts=settings.acts)
-    place = DashboardContext(RunsIndex(settings.runs), door, fleet, server)
+    access = AccessControl(keys_of(settings, plain), acts=settings.allow_actions)
+    context = DashboardContext(RunsIndex(settings.runs), access, fleet, server)
     with bind(settings.host, settings.port) as listening:
-        return asyncio.run(_serve_place(place, settings, listening, say))
+        return asyncio.run(_serve_context(context, settings, listening, say))
 
 
-async def _serve_place(
-    place: DashboardContext,
+async def _serve_context(
+    context: DashboardContext,
     settings: Settings,
     listening: socket.socket,
-    say: Callable[[str], None],
+    announce: Callable[[str], None],
 ) -> int:
-    await asyncio.to_thread(place.runs.all_runs, FIRST_LOOK)
+    await asyncio.to_thread(context.runs.all_runs, FIRST_READ_SECONDS)
     http = Uvicorn(
         uvicorn_config(
-            make_app(place),
+            make_app(context),
             certificate=settings.certificate,
             key=settings.key,
             proxy=settings.proxy,
         )
     )
-    http.config.timeout_graceful_shutdown = END_SECONDS
-    ended = asyncio.Event()
+    http.config.timeout_graceful_shutdown = SHUTDOWN_SECONDS
+    ending = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, ended.set)
+        loop.add_signal_handler(number, ending.set)
     answering = asyncio.create_task(http.serve(sockets=[listening]))
     await http.listening.wait()
     host, port = listening.getsockname()[:2]
-    say(url_at("http" if settings.certificate is None else "https", host, port))
+    announce(url_at("http" if settings.certificate is None else "https", host, port))
     log = configure("text")
     try:
-        await ended.wait()
-        place.ending.set()
+        await ending.wait()
+        context.ending.set()
         http.should_exit = True
         await answering
     finally:

@@ -27,23 +27,23 @@ STATES = {
 """States of groups, in the order of their life cycle, with their meanings."""
 
 
-def _of(visit: Visit) -> WatchedServer:
+def _server_of(visit: Visit) -> WatchedServer:
     """The server of this dashboard. Raises RunNotFoundError if there is none."""
-    if visit.place.server is None:
+    if visit.context.server is None:
         raise RunNotFoundError(
             "This dashboard shows no training server; `groupwise web --server URL` does, and `groupwise serve` has a dashboard of its own."
         )
-    return visit.place.server
+    return visit.context.server
 
 
 def server(visit: Visit) -> Page:
     """All of it at one instant."""
-    status, activity = _of(visit).ask()
+    status, activity = _server_of(visit).ask()
     data = {
         "status": status.model_dump(),
         "activity": activity.model_dump(),
         "states": STATES,
-        "run": status.run_id if status.run_id and visit.place.has(status.run_id) else None,
+        "run": status.run_id if status.run_id and visit.context.has(status.run_id) else None,
         "advice": advice(status, activity),
     }
     return Page("server.html", data, live=LIVE)
@@ -67,7 +67,7 @@ def advice(status: StatusAnswer, activity: ActivityAnswer) -> list[str]:
             f"{counts.stale} groups were too old when a step could have taken them. A higher `staleness` keeps more of them, and fewer "
             "groups asked for at once waste fewer."
         )
-    waiting = sum(each.seconds >= LONG for each in activity.waiting)
+    waiting = sum(request.seconds >= LONG for request in activity.waiting)
     if waiting and counts.open and not counts.rewarded and not counts.planned:
         lines.append(
             f"{waiting} of those who ask wait for room, for {LONG:.0f} seconds and more, and {counts.open} of the groups wait for their "

@@ -44,21 +44,21 @@ LONGEST = 200_000
 @cache
 def environment(at: str = "") -> Environment:
     """All templates. `at` is the prefix of all our paths: `/dashboard` if another server mounts us there."""
-    made = Environment(
+    environment = Environment(
         loader=PackageLoader("groupwise.dashboard"),
         autoescape=True,
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    filters = cast("dict[str, Any]", made.filters)  # pyright: ignore[reportUnknownMemberType]
+    filters = cast("dict[str, Any]", environment.filters)  # pyright: ignore[reportUnknownMemberType]
     filters.update(FILTERS)
-    shared = cast("dict[str, Any]", made.globals)  # pyright: ignore[reportUnknownMemberType]
+    shared = cast("dict[str, Any]", environment.globals)  # pyright: ignore[reportUnknownMemberType]
     shared["at"] = at
     shared["static"] = partial(static, at)
     shared["now"] = time.time
-    shared["parts"] = made.get_template("parts.html").module
-    return made
+    shared["parts"] = environment.get_template("parts.html").module
+    return environment
 
 
 def render(template: str, data: Mapping[str, Any], at: str = "") -> str:
@@ -75,9 +75,9 @@ def static(at: str, name: str) -> str:
 
 def text(value: Any, most: int = LONGEST) -> str:
     """Untrusted text with control characters made visible, otherwise unchanged; very long text is cut."""
-    found = _as_text(value)
-    more = f"\n… {len(found) - most:,} more characters" if len(found) > most else ""
-    return clean(found[:most]) + more
+    whole_text = _as_text(value)
+    more = f"\n… {len(whole_text) - most:,} more characters" if len(whole_text) > most else ""
+    return clean(whole_text[:most]) + more
 
 
 def line(value: Any) -> str:

@@ -69,7 +69,7 @@ __all__ = [
 # tqdm warns on import if ipywidgets is missing; its bars (of downloads) are text then.
 warnings.filterwarnings("ignore", message="IProgress not found")
 
-_ROOMS = {
+_MODULES = {
     "Between": "search_space",
     "ColabSession": "session",
     "ColabTrainingConfig": "config",
@@ -101,8 +101,8 @@ _ROOMS = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
-        return getattr(import_module(f"groupwise.notebook.{_ROOMS[name]}"), name)
+    if name in _MODULES:
+        return getattr(import_module(f"groupwise.notebook.{_MODULES[name]}"), name)
     raise AttributeError(f"module 'groupwise.notebook' has no attribute {name!r}")
 
 

@@ -44,23 +44,23 @@ _COMPILED = 1 << 8
 
 def globals_used(function: FunctionType) -> dict[str, Any]:
     """Globals that a user's function reads, and the names that it uses from the user's modules, each under its full name."""
-    own = function.__globals__
-    loaded: dict[str, Any] = {}
-    every = [*codes(function.__code__)]
-    names = sorted({name for code in every for name in code.co_names})
-    for code in every:
-        found = {
-            each.argval: own[each.argval]
-            for each in dis.get_instructions(code)
-            if each.opname in _LOADS and each.argval in own
+    module_globals = function.__globals__
+    globals_by_name: dict[str, Any] = {}
+    code_objects = [*codes(function.__code__)]
+    names = sorted({name for code in code_objects for name in code.co_names})
+    for code in code_objects:
+        used_globals = {
+            instruction.argval: module_globals[instruction.argval]
+            for instruction in dis.get_instructions(code)
+            if instruction.opname in _LOADS and instruction.argval in module_globals
         }
-        modules = _imported_modules(code, str(own.get("__package__") or ""))
-        for name, value in {**found, **modules}.items():
+        modules = _imported_modules(code, str(module_globals.get("__package__") or ""))
+        for name, value in {**used_globals, **modules}.items():
             if isinstance(value, ModuleType):
-                loaded |= dict(_module_parts(value, names))
+                globals_by_name |= dict(_module_parts(value, names))
             else:
-                loaded[whole_name(str(own.get("__name__")), name)] = value
-    return loaded
+                globals_by_name[whole_name(str(module_globals.get("__name__")), name)] = value
+    return globals_by_name
 
 
 def captured_values(function: FunctionType) -> dict[str, Any]:
@@ -84,41 +84,43 @@ def captured_values(function: FunctionType) -> dict[str, Any]:
 def _imported_modules(code: CodeType, package: str) -> dict[str, ModuleType]:
     """The user's modules that the code imports when it runs; those that are not imported yet are imported now."""
     instructions = [*dis.get_instructions(code)]
-    found: dict[str, ModuleType] = {}
-    for place, each in enumerate(instructions):
-        if each.opname == "IMPORT_NAME":
-            level = instructions[place - 2].argval
-            wanted = instructions[place - 1].argval or ()  # the names of `from … import names`
+    imported: dict[str, ModuleType] = {}
+    for index, instruction in enumerate(instructions):
+        if instruction.opname == "IMPORT_NAME":
+            level = instructions[index - 2].argval
+            imported_names = (
+                instructions[index - 1].argval or ()
+            )  # the names of `from … import names`
             with suppress(Exception, SystemExit):  # the function will raise it itself
-                name = importlib.util.resolve_name("." * level + each.argval, package)
-                if _is_of_the_user(name.partition(".")[0]):
-                    found[name] = importlib.import_module(name)
-                    for below in wanted:
-                        if not hasattr(sys.modules[name], below):
-                            importlib.import_module(f"{name}.{below}")
-    return found
+                name = importlib.util.resolve_name("." * level + instruction.argval, package)
+                if _is_user_module(name.partition(".")[0]):
+                    imported[name] = importlib.import_module(name)
+                    for submodule in imported_names:
+                        if not hasattr(sys.modules[name], submodule):
+                            importlib.import_module(f"{name}.{submodule}")
+    return imported
 
 
 def _module_parts(
-    module: ModuleType, names: Sequence[str], above: tuple[ModuleType, ...] = ()
+    module: ModuleType, names: Sequence[str], parents: tuple[ModuleType, ...] = ()
 ) -> Iterator[tuple[str, Any]]:
     """Names in a user's module, and in modules within it, that code may use, with their values."""
-    if not _is_of_the_user(module.__name__) or module in above:
+    if not _is_user_module(module.__name__) or module in parents:
         return
     for name in names:
-        inside = vars(module).get(name)
-        if isinstance(inside, ModuleType):
-            yield from _module_parts(inside, names, (*above, module))
+        value = vars(module).get(name)
+        if isinstance(value, ModuleType):
+            yield from _module_parts(value, names, (*parents, module))
         elif name in vars(module):
-            yield whole_name(module.__name__, name), inside
+            yield whole_name(module.__name__, name), value
 
 
 def codes(code: CodeType) -> Iterator[CodeType]:
     """The code of a function, and the code of functions and comprehensions within it."""
     yield code
-    for each in code.co_consts:
-        if isinstance(each, CodeType):
-            yield from codes(each)
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from codes(constant)
 
 
 def whole_name(module: str, name: str) -> str:
@@ -145,15 +147,15 @@ def of_this_package(value: FunctionType | type) -> bool:
 def is_users_function(value: FunctionType) -> bool:
     """True if the user wrote it or the function that it wraps; `functools.wraps` gives a wrapper the module of the wrapped function."""
     modules = (value.__module__, value.__globals__.get("__name__", "__main__"))
-    return any(_is_of_the_user(str(module)) for module in modules)
+    return any(_is_user_module(str(module)) for module in modules)
 
 
 def is_users_class(value: type) -> bool:
     """True if the user wrote the class, in Python."""
-    return not value.__flags__ & _COMPILED and _is_of_the_user(str(value.__module__))
+    return not value.__flags__ & _COMPILED and _is_user_module(str(value.__module__))
 
 
-def _is_of_the_user(module: str) -> bool:
+def _is_user_module(module: str) -> bool:
     """True for a module that is neither of this package, nor of Python, nor installed."""
     if module == "__main__":
         return True
@@ -173,14 +175,14 @@ CONSTANTS: tuple[type, ...] = (
     *(NoneType, bool, int, float, complex, str, bytes, range, slice, EllipsisType),
 )
 """Types whose values never change, for values of exactly this type (not of a subclass)."""
-SAID: tuple[type, ...] = (
+REPR_TYPES: tuple[type, ...] = (
     *(bytearray, array, Decimal, Fraction, PurePath, date, time, timedelta, UUID),
     *(itemgetter, attrgetter),
 )
 """Standard library values whose repr describes them completely."""
 CACHED: Any = type(functools.lru_cache(len))
 """Type of a function wrapped by `functools.cache`."""
-_MADE_OF: tuple[tuple[Any, dict[str, str]], ...] = (
+_WRAPPED_ATTRIBUTES: tuple[tuple[Any, dict[str, str]], ...] = (
     (MethodType, {"function": "__func__", "self": "__self__"}),
     ((staticmethod, classmethod), {"function": "__func__"}),
     (property, {"get": "fget", "set": "fset", "delete": "fdel"}),
@@ -210,21 +212,24 @@ def parts_of(value: Any) -> Mapping[str, Any] | None:
         if is_users_function(value) or of_this_package(value):
             return parts
         # Of a library function, only values that the user may have passed to it: code, numbers, texts, collections.
-        given = (*CONSTANTS, list, tuple, set, frozenset, dict)
+        plain_types = (*CONSTANTS, list, tuple, set, frozenset, dict)
         return {
             name: part
             for name, part in parts.items()
-            if isinstance(part, given) or is_users_code(part)
+            if isinstance(part, plain_types) or is_users_code(part)
         }
     if isinstance(value, type):
-        return _of_class(cast("type[object]", value))
+        return _class_entries(cast("type[object]", value))
     if isinstance(value, functools.partial | functools.partialmethod):
-        called = cast("functools.partial[Any]", value)
-        arguments = {f"argument {place}": each for place, each in enumerate(called.args, 1)}
-        return {"function": called.func, **arguments, **called.keywords}
-    for kinds, attributes in _MADE_OF:
+        partial_object = cast("functools.partial[Any]", value)
+        arguments = {
+            f"argument {position}": argument
+            for position, argument in enumerate(partial_object.args, 1)
+        }
+        return {"function": partial_object.func, **arguments, **partial_object.keywords}
+    for kinds, attributes in _WRAPPED_ATTRIBUTES:
         if isinstance(value, kinds):
-            return {name: getattr(value, each) for name, each in attributes.items()}
+            return {name: getattr(value, attribute) for name, attribute in attributes.items()}
     if isinstance(value, _BY_ATTRIBUTES):
         return vars(value)
     if is_collection(value) or isinstance(value, CONSTANTS):
@@ -238,24 +243,24 @@ def is_users_code(value: Any) -> bool:
     return isinstance(value, FunctionType) and is_users_function(value)
 
 
-def _of_class(value: type[object]) -> dict[str, Any]:
+def _class_entries(value: type[object]) -> dict[str, Any]:
     """The entries of a class that the user wrote, and the defaults of a model's fields; empty for other classes."""
     if not is_users_class(value):
         return {}
     fields = getattr(value, "model_fields", {}) if issubclass(value, BaseModel) else {}
-    found = {
-        name: each.default_factory or each.default
-        for name, each in fields.items()
-        if not each.is_required()
+    entries = {
+        name: field.default_factory or field.default
+        for name, field in fields.items()
+        if not field.is_required()
     }
-    for name, each in vars(value).items():
+    for name, entry in vars(value).items():
         if name.startswith("__"):
-            by_python = not isinstance(each, (FunctionType, *_METHODS))
+            by_python = not isinstance(entry, (FunctionType, *_METHODS))
         else:
             by_python = name.startswith("_") and name.endswith("_") and issubclass(value, Enum)
         if not by_python:
-            found[name] = each
-    return found
+            entries[name] = entry
+    return entries
 
 
 def _fields(value: Any) -> dict[str, Any] | None:
@@ -268,7 +273,7 @@ def _fields(value: Any) -> dict[str, Any] | None:
         hidden = (value.__pydantic_private__, value.__pydantic_extra__) if model else ()
         return {
             **state_of(value),
-            **dict(chain.from_iterable((each or {}).items() for each in hidden)),
+            **dict(chain.from_iterable((attributes or {}).items() for attributes in hidden)),
         }
     frozen = value.model_config.get("frozen") if model else value.__dataclass_params__.frozen
     if of_this_package(kind) and not frozen:
@@ -284,8 +289,10 @@ def state_of(value: Any) -> dict[str, Any]:
     """An object's slots and attributes."""
     state: Any = object.__getstate__(value)
     attributes, slots = cast("tuple[Any, Any]", state) if type(state) is tuple else (state, None)
-    named = cast("dict[str, Any]", slots or {}).items()
-    return {name: each for name, each in named if not name.startswith("__")} | (attributes or {})
+    slot_items = cast("dict[str, Any]", slots or {}).items()
+    return {name: slot_value for name, slot_value in slot_items if not name.startswith("__")} | (
+        attributes or {}
+    )
 
 
 def is_collection(value: Any) -> bool:

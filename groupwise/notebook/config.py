@@ -44,10 +44,10 @@ from groupwise.core.accelerators import accelerator
 from groupwise.core.errors import ConfigError
 from groupwise.core.reward_call.tags import Tag, Tags
 from groupwise.core.settings.credentials import holds_secret, is_secret, names_secret
-from groupwise.core.settings.schema import EACH_VALUE_ALONE, Conflict, setting
+from groupwise.core.settings.schema import SKIP_CONFLICT_CHECKS, Conflict, setting
 from groupwise.core.terminal.notebook import Table
 from groupwise.notebook.core import CHECKPOINTS, by_own_names, core_config
-from groupwise.notebook.friendly_errors import Worded, in_words, plain_number
+from groupwise.notebook.friendly_errors import UserModel, plain_number, to_config_error
 from groupwise.runs.config import RESERVED, RUN_NAME
 
 Backend = Literal["auto", "torch", "tunix"]
@@ -92,7 +92,7 @@ MASK = "*" * 10
 """Pydantic's placeholder for a credential."""
 
 
-class TrainingConfig(Worded):
+class TrainingConfig(UserModel):
     """A training in a notebook. Raises ConfigError for what cannot work, with all that is wrong at once."""
 
     model_config = ConfigDict(frozen=False, validate_assignment=True, protected_namespaces=())
@@ -212,14 +212,14 @@ class TrainingConfig(Worded):
         self._prepared = True
 
     @classmethod
-    def as_shown(cls, values: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Worded`; for credentials only whether they are text."""
+    def values_for_messages(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+        """See `UserModel`; for credentials only whether they are text."""
         hidden = {
             name: (MASK if _is_mask(value) else "…") if isinstance(value, str | SecretStr) else 0
             for name, value in values.items()
             if (name in SECRETS or is_secret(name)) and not isinstance(value, bool | None)
         }
-        return {**without_secrets(super().as_shown(values)), **hidden}
+        return {**without_secrets(super().values_for_messages(values)), **hidden}
 
     @property
     def tags(self) -> Tags:
@@ -266,8 +266,8 @@ class TrainingConfig(Worded):
     def __getstate__(self) -> dict[Any, Any]:
         """State for pickle, whose files are shared: without credentials, which a session finds in its other sources. Copies keep them."""
         state = super().__getstate__()
-        held = state["__dict__"].items()
-        hidden = {name for name, value in held if isinstance(value, SecretStr) or name in SECRETS}
+        items = state["__dict__"].items()
+        hidden = {name for name, value in items if isinstance(value, SecretStr) or name in SECRETS}
         return {
             **state,
             "__dict__": {**state["__dict__"], **dict.fromkeys(hidden)},
@@ -282,48 +282,48 @@ class TrainingConfig(Worded):
         def __setattr__(self, name: str, value: Any) -> None:
             if self._prepared and name in type(self).model_fields:
                 raise _closed_error(name)
-            before = dict(self.__dict__), set(self.__pydantic_fields_set__)
+            previous = dict(self.__dict__), set(self.__pydantic_fields_set__)
             try:
                 super().__setattr__(name, value)
             except ValidationError as error:
                 self.__dict__.clear()
-                self.__dict__.update(before[0])
-                object.__setattr__(self, "__pydantic_fields_set__", before[1])
-                given = {key: before[0][key] for key in before[1]}
-                raise in_words(type(self), {**given, name: value}, error) from None
+                self.__dict__.update(previous[0])
+                object.__setattr__(self, "__pydantic_fields_set__", previous[1])
+                values = {key: previous[0][key] for key in previous[1]}
+                raise to_config_error(type(self), {**values, name: value}, error) from None
 
     @field_validator("*", mode="before")
     @classmethod
-    def _number_as_the_field_has_it(cls, given: Any, info: ValidationInfo) -> Any:
+    def _convert_number(cls, original: Any, info: ValidationInfo) -> Any:
         """Converts numpy numbers to Python's, and 10.0 to 10 if the field takes integers."""
-        value = plain_number(given)
-        whole = isinstance(value, float) and value.is_integer()
+        value = plain_number(original)
+        is_whole = isinstance(value, float) and value.is_integer()
         field = cls.model_fields[str(info.field_name)]
-        return int(value) if whole and takes_whole_alone(field) else value
+        return int(value) if is_whole and takes_whole_alone(field) else value
 
     @field_validator(*SECRETS, mode="before")
     @classmethod
-    def _is_no_mask(cls, given: Any) -> Any:
-        if _is_mask(given):
+    def _refuse_mask(cls, value: Any) -> Any:
+        if _is_mask(value):
             raise ValueError(
                 "asterisks are no credential: they stand in its place where a config is shown or dumped. Give the credential itself, or "
                 "leave it out; config.changed(…) makes a config that keeps it"
             )
-        return given
+        return value
 
     @field_validator("model", "dataset", "checkpoint_dir", mode="before")
     @classmethod
-    def _path_as_text(cls, given: Any) -> Any:
-        text = str(given) if isinstance(given, Path) else given
+    def _path_as_text(cls, value: Any) -> Any:
+        text = str(value) if isinstance(value, Path) else value
         return str(Path(text).expanduser()) if str(text).startswith("~") else text
 
     @field_validator("experiment_name")
     @classmethod
-    def _is_a_folder_name(cls, name: str) -> str:
+    def _check_folder_name(cls, name: str) -> str:
         if not RUN_NAME.fullmatch(name) or name in RESERVED:
-            shown = json.dumps("…" if holds_secret(name) else name, ensure_ascii=False)
+            quoted = json.dumps("…" if holds_secret(name) else name, ensure_ascii=False)
             raise ValueError(
-                f"{shown} cannot name an experiment, which is a folder as well. Use letters (a to z), digits, `.`, `_` and `-`, "
+                f"{quoted} cannot name an experiment, which is a folder as well. Use letters (a to z), digits, `.`, `_` and `-`, "
                 "beginning with a letter or digit, but not `base`, which names the model itself. Where that folder is to be, "
                 "checkpoint_dir says."
             )
@@ -331,25 +331,25 @@ class TrainingConfig(Worded):
 
     @field_validator("report_to", "devices", mode="before")
     @classmethod
-    def _list_as_tuple(cls, given: Any, info: ValidationInfo) -> Any:
-        if info.field_name == "report_to" and isinstance(given, str):
-            return (given,)
-        return tuple(cast("list[Any]", given)) if isinstance(given, list) else given
+    def _list_as_tuple(cls, value: Any, info: ValidationInfo) -> Any:
+        if info.field_name == "report_to" and isinstance(value, str):
+            return (value,)
+        return tuple(cast("list[Any]", value)) if isinstance(value, list) else value
 
     @model_validator(mode="after")
-    def _compute(self) -> Self:
+    def _compute_fields(self) -> Self:
         """Computes the fields that are None, and those computed before, from the other fields."""
         values = vars(self)
         for name in ("system_prompt", "checkpoint_dir"):
             if values[name] is None or (name == "checkpoint_dir" and not values[name]):
                 self.__pydantic_fields_set__.discard(name)
-        above = DRIVE if self.save_to_drive else CHECKPOINTS
+        parent = DRIVE if self.save_to_drive else CHECKPOINTS
         computed = {
             "system_prompt": (
                 f"Solve the problem. First think it through between {self.reasoning_start} and {self.reasoning_end}, then give the answer "
                 f"alone between {self.solution_start} and {self.solution_end}."
             ),
-            "checkpoint_dir": str(above / self.experiment_name),
+            "checkpoint_dir": str(parent / self.experiment_name),
         }
         values.update(
             (name, value) for name, value in computed.items() if name not in self.model_fields_set
@@ -357,9 +357,9 @@ class TrainingConfig(Worded):
         return self
 
     @model_validator(mode="after")
-    def _suits_the_core(self, info: ValidationInfo) -> Self:
+    def _check_core_config(self, info: ValidationInfo) -> Self:
         """Checks the core's config; errors use the names of this class unless a key of the core was given."""
-        if info.context is EACH_VALUE_ALONE:
+        if info.context is SKIP_CONFLICT_CHECKS:
             return self
         try:
             with by_own_names(self):
@@ -410,9 +410,9 @@ def without_secrets(value: Any, key: str = "") -> Any:
     """The value with "…" in place of credentials, recognised by their key or form, also within lists and mappings."""
     if isinstance(value, Mapping):
         parts = cast("Mapping[str, Any]", value)
-        return {name: without_secrets(each, str(name)) for name, each in parts.items()}
+        return {name: without_secrets(part, str(name)) for name, part in parts.items()}
     if isinstance(value, list):
-        return [without_secrets(each, key) for each in cast("list[Any]", value)]
+        return [without_secrets(item, key) for item in cast("list[Any]", value)]
     if isinstance(value, bool | SecretStr | None) or not str(value):
         return value
     by_form = holds_secret(value) if isinstance(value, str) else names_secret(str(value))
@@ -433,7 +433,7 @@ def _closed_error(name: str) -> ConfigError:
 
 def takes_whole_alone(*fields: FieldInfo) -> bool:
     """True if the fields accept integers but no other numbers."""
-    kinds = {kind for each in fields for kind in _kinds(each.annotation)}
+    kinds = {kind for field in fields for kind in _kinds(field.annotation)}
     return int in kinds and float not in kinds
 
 
@@ -446,8 +446,10 @@ def _kinds(annotation: Any) -> set[Any]:
     return {annotation}
 
 
-def _tag(opens: str, closes: str) -> Tag:
+def _tag(opening: str, closing: str) -> Tag:
     """The tag's name if the marks are `<name>` and `</name>`, else the pair of marks."""
-    name = opens[1:-1]
-    plain = name and (opens, closes) == (f"<{name}>", f"</{name}>") and not set(name) & set("<>/")
-    return name if plain else (opens, closes)
+    name = opening[1:-1]
+    is_name = (
+        name and (opening, closing) == (f"<{name}>", f"</{name}>") and not set(name) & set("<>/")
+    )
+    return name if is_name else (opening, closing)

@@ -27,7 +27,7 @@ from groupwise.notebook.evaluation import evaluate
 from groupwise.notebook.export import export_checkpoint
 from groupwise.notebook.hyperparameter_search import search
 from groupwise.notebook.quick import quick_test, run_full_pipeline
-from groupwise.notebook.rewards import Given, create_reward_functions, register_reward
+from groupwise.notebook.rewards import RewardList, create_reward_functions, register_reward
 from groupwise.notebook.search_space import Space
 from groupwise.notebook.session import Session, prepare_session
 from groupwise.notebook.study import Search
@@ -66,14 +66,14 @@ class Connection:
         config: TrainingConfig,
         session: Session,
         *,
-        reward_functions: Given | None = None,
-        extra_reward_functions: Given = (),
+        reward_functions: RewardList | None = None,
+        extra_reward_functions: RewardList = (),
         resume: bool = True,
     ) -> TrainerState:
         """See `groupwise.notebook.train_grpo`."""
         return train_grpo(
             config,
-            self._own(session),
+            self._check_session(session),
             reward_functions=reward_functions,
             extra_reward_functions=extra_reward_functions,
             resume=resume,
@@ -83,7 +83,7 @@ class Connection:
         self, config: TrainingConfig, session: Session, test_question: str | None = None
     ) -> str:
         """See `groupwise.notebook.quick_test`."""
-        return quick_test(config, self._own(session), test_question)
+        return quick_test(config, self._check_session(session), test_question)
 
     def evaluate(
         self,
@@ -91,13 +91,13 @@ class Connection:
         session: Session,
         *,
         samples_per_prompt: int | None = None,
-        reward_functions: Given | None = None,
-        extra_reward_functions: Given = (),
+        reward_functions: RewardList | None = None,
+        extra_reward_functions: RewardList = (),
     ) -> dict[str, float]:
         """See `groupwise.notebook.evaluate`."""
         return evaluate(
             config,
-            self._own(session),
+            self._check_session(session),
             samples_per_prompt=samples_per_prompt,
             reward_functions=reward_functions,
             extra_reward_functions=extra_reward_functions,
@@ -107,8 +107,8 @@ class Connection:
         self,
         config: TrainingConfig,
         *,
-        reward_functions: Given | None = None,
-        extra_reward_functions: Given = (),
+        reward_functions: RewardList | None = None,
+        extra_reward_functions: RewardList = (),
         resume: bool = True,
     ) -> tuple[Session, TrainerState, str]:
         """See `groupwise.notebook.run_full_pipeline`."""
@@ -129,8 +129,8 @@ class Connection:
         *,
         metric: str = "reward",
         prune: bool = True,
-        reward_functions: Given | None = None,
-        extra_reward_functions: Given = (),
+        reward_functions: RewardList | None = None,
+        extra_reward_functions: RewardList = (),
     ) -> Search:
         """See `groupwise.notebook.search`."""
         _use(self.key)
@@ -145,13 +145,13 @@ class Connection:
             server=self.url,
         )
 
-    def _own(self, session: Session) -> Session:
+    def _check_session(self, session: Session) -> Session:
         """The session, if it belongs to this server. Raises UsageError otherwise, because it would silently be computed elsewhere."""
         # If it is not a session at all, the called function reports that.
         if getattr(session, "server", self.url) != self.url:
-            where = "this machine" if session.server is None else session.server
+            owner = "this machine" if session.server is None else session.server
             raise UsageError(
-                f"The session was prepared to compute on {where}, not on {self.url}. Prepare one with the connection that is to train: "
+                f"The session was prepared to compute on {owner}, not on {self.url}. Prepare one with the connection that is to train: "
                 "session = remote.prepare_session(config). To compute where it was prepared, call what it was prepared with."
             )
         _use(self.key)
@@ -164,14 +164,14 @@ def connect(url: str, api_key: str | None = None) -> Connection:
     Raises UsageError if `url` is not text, ClientError if the server does not answer or refuses the key; the environment is then
     restored.
     """
-    given: Any = url
-    if not isinstance(given, str):
+    value: Any = url
+    if not isinstance(value, str):
         raise UsageError(
-            f"url is {given!r}; give the address of a training server, as in connect('http://gpu-machine:8000')."
+            f"url is {value!r}; give the address of a training server, as in connect('http://gpu-machine:8000')."
         )
-    before = os.environ.get(VARIABLE)
-    if before not in _given:
-        _outside[0] = before
+    previous_key = os.environ.get(VARIABLE)
+    if previous_key not in _given:
+        _outside[0] = previous_key
     if api_key is not None:
         _given.add(api_key)
     key = _outside[0] if api_key is None else api_key
@@ -181,7 +181,7 @@ def connect(url: str, api_key: str | None = None) -> Connection:
             client.status()
             return Connection(client.connection.url, key)
     except BaseException:
-        _use(before)
+        _use(previous_key)
         raise
 
 

@@ -155,9 +155,9 @@ def by_own_names(config: Settings) -> Generator[None]:
     try:
         yield
     except GroupwiseError as error:
-        given = str(config.overrides)
+        overrides_text = str(config.overrides)
         for key, name in OWN_NAMES.items():
-            if key not in given:
+            if key not in overrides_text:
                 error.message = re.sub(rf"\b{re.escape(key)}\b", name, error.message)
         error.args = (error.message, *error.args[1:])
         raise
@@ -200,10 +200,14 @@ def _devices(config: Settings, server: str | None) -> tuple[dict[str, Any], dict
 
 def _overrides(config: Settings) -> list[str]:
     """The overrides as `key=JSON`. Raises ConfigError for keys that a notebook decides itself, all at once."""
-    found = flat(config.overrides)
+    pairs = flat(config.overrides)
     refused: list[str] = []
-    for key, value in found:
-        reasons = [why for place, why in _NOT_HERE.items() if f"{key}.".startswith(f"{place}.")]
+    for key, value in pairs:
+        reasons = [
+            reason
+            for key_prefix, reason in _NOT_HERE.items()
+            if f"{key}.".startswith(f"{key_prefix}.")
+        ]
         if key == "lora":
             reasons = [_NO_ADAPTER]
         elif (key, value) == ("rollout.type", "environment"):
@@ -212,10 +216,10 @@ def _overrides(config: Settings) -> list[str]:
     if refused:
         raise ConfigError("\n".join(refused))
     assignments: list[str] = []
-    for key, value in found:
+    for key, value in pairs:
         try:
             text = json.dumps(
-                value, default=lambda other: other.item()
+                value, default=lambda value: value.item()
             )  # a number of numpy or torch
         except (TypeError, ValueError, AttributeError):
             raise ConfigError(
@@ -225,15 +229,15 @@ def _overrides(config: Settings) -> list[str]:
     return assignments
 
 
-def flat(values: Mapping[Any, Any], above: KeyPath = ()) -> list[tuple[str, Any]]:
+def flat(values: Mapping[Any, Any], parent: KeyPath = ()) -> list[tuple[str, Any]]:
     """Key-value pairs with dotted keys; input keys may be dotted or nested."""
-    found: list[tuple[str, Any]] = []
+    pairs: list[tuple[str, Any]] = []
     for key, value in values.items():
         if not isinstance(key, str):
             raise ConfigError(f"overrides: {key!r} is no key; give a text such as 'training.seed'.")
-        path = (*above, key)
+        path = (*parent, key)
         if isinstance(value, Mapping) and value:
-            found += flat(cast("Mapping[str, Any]", value), path)
+            pairs += flat(cast("Mapping[str, Any]", value), path)
         else:
-            found.append((".".join(path), cast("Any", value)))
-    return found
+            pairs.append((".".join(path), cast("Any", value)))
+    return pairs

@@ -27,8 +27,8 @@ class _Put:
     """A value that this module put into an environment variable."""
 
     value: str
-    place: str
-    before: str | None
+    source: str
+    previous: str | None
     """The variable's previous value; None if it was not set."""
 
 
@@ -53,26 +53,28 @@ def provide(config: TrainingConfig) -> dict[str, str]:
     with suppress(Exception):  # the client connects to its service when it is created
         client: Any = importlib.import_module("kaggle_secrets").UserSecretsClient()
         sources["Kaggle's secrets"] = client.get_secret
-    found: dict[str, str] = {}
+    credential_sources: dict[str, str] = {}
     for field in SECRETS:
         name = field.upper()
-        for place, source in sources.items():
+        for source_name, source in sources.items():
             value = None
             # Each service raises a different error for a secret that does not exist or is not granted.
             with suppress(Exception):
                 value = source(name)
             if value:
-                _put[name] = _Put(value, place, _from_outside(name))
+                _put[name] = _Put(value, source_name, _from_outside(name))
                 os.environ[name] = value
-                found[field] = place
+                credential_sources[field] = source_name
                 break
         else:
             if os.environ.get(name):
-                found[field] = f"an earlier {'config' if _put[name].place == CONFIG else 'session'}"
-    return found
+                credential_sources[field] = (
+                    f"an earlier {'config' if _put[name].source == CONFIG else 'session'}"
+                )
+    return credential_sources
 
 
 def _from_outside(name: str) -> str | None:
     """The variable's value, or the one it had before a value was put there."""
-    value, put = os.environ.get(name), _put.get(name)
-    return put.before if put is not None and put.value == value else value
+    value, placed = os.environ.get(name), _put.get(name)
+    return placed.previous if placed is not None and placed.value == value else value

@@ -25,12 +25,12 @@ from groupwise.notebook.rows import (
     RUBRIC,
     accepted_forms,
     as_row_list,
-    holds,
     is_chat,
+    is_not_empty,
     key_of,
+    last_user_message,
     refuse_odd_answer,
     row_of,
-    said_last,
     usable_rows,
 )
 from groupwise.tasks.builtin import math, rubric_answers
@@ -49,8 +49,8 @@ GSM8K = "openai/gsm8k"
 KNOWN = {
     name
     for columns in (math.COLUMNS, rubric_answers.COLUMNS)
-    for each in columns.values()
-    for name in each
+    for aliases in columns.values()
+    for name in aliases
 }
 """Columns that are recognised in upper or lower case."""
 GENERATED = 2000
@@ -85,19 +85,19 @@ def register_dataset(name: str, loader: Loader) -> None:
 
 def dataset_of(config: TrainingConfig) -> str:
     """The dataset that the config means. Raises TaskError if it names none, or an unknown one."""
-    known, name = [*_BUILT_IN, *_REGISTERED], config.dataset
+    names, name = [*_BUILT_IN, *_REGISTERED], config.dataset
     if name is None and config.use_openrubrics:
         return "openrubrics"
     if name is None:
         raise TaskError(
-            f"No dataset: dataset is None and use_openrubrics is false. Name one: {', '.join(known)}, a hub id (owner/name), a file."
+            f"No dataset: dataset is None and use_openrubrics is false. Name one: {', '.join(names)}, a hub id (owner/name), a file."
         )
-    if name in known or is_local(name) or "/" in name:
+    if name in names or is_local(name) or "/" in name:
         return name
-    near = nearest(name, known)
-    hint = f" Did you mean {' or '.join(near)}?" if near else ""
+    close_matches = nearest(name, names)
+    hint = f" Did you mean {' or '.join(close_matches)}?" if close_matches else ""
     raise TaskError(
-        f"There is no dataset {name!r}.{hint} There are: {', '.join(known)}; a hub id (owner/name) or a file; and what "
+        f"There is no dataset {name!r}.{hint} There are: {', '.join(names)}; a hub id (owner/name) or a file; and what "
         "register_dataset(name, loader) makes known."
     )
 
@@ -111,17 +111,22 @@ def prepare_datasets(config: TrainingConfig) -> tuple[Rows, Rows]:
     if name in _BUILT_IN:
         rows = _BUILT_IN[name](config)
     elif name in _REGISTERED:
-        rows = _of_loader(name, _REGISTERED[name], config)
+        rows = _loader_rows(name, _REGISTERED[name], config)
     else:
-        found = read_source(name, limit=config.dataset_max, seed=config.seed)
-        there = list(dict.fromkeys(column for row in found for column in row))
+        source_rows = read_source(name, limit=config.dataset_max, seed=config.seed)
+        column_names = list(dict.fromkeys(column for row in source_rows for column in row))
         # Known columns are renamed to lower case, such as `Question` to `question`, unless a column has that name.
-        first = {column.lower(): column for column in reversed(there)}
-        ours = {first[name]: name for name in KNOWN & first.keys() - {*there}}
-        found = [{ours.get(column, column): cell for column, cell in row.items()} for row in found]
-        columns = {ours.get(column, column) for column in there}
+        column_by_lower = {column.lower(): column for column in reversed(column_names)}
+        renames = {
+            column_by_lower[name]: name for name in KNOWN & column_by_lower.keys() - {*column_names}
+        }
+        source_rows = [
+            {renames.get(column, column): cell for column, cell in row.items()}
+            for row in source_rows
+        ]
+        columns = {renames.get(column, column) for column in column_names}
         by_rubric = columns.intersection(rubric_answers.COLUMNS["rubric"])
-        rows = _of_rubrics(found, name) if by_rubric else _of_answers(found, name)
+        rows = _rubric_rows(source_rows, name) if by_rubric else _answer_rows(source_rows, name)
     train, test = split_rows(rows, name, config)
     return with_prompts(train, config), with_prompts(test, config)
 
@@ -133,19 +138,20 @@ def _openrubrics(config: TrainingConfig) -> Rows:
         winner = str(row.get("winner")).strip().lower()[-1:]  # A or B, or Response A
         better = {"a": "response_a", "b": "response_b"}.get(winner)
         rows.append({**row, "reference": row[better]} if better and better in row else row)
-    return _of_rubrics(rows, OPENRUBRICS)
+    return _rubric_rows(rows, OPENRUBRICS)
 
 
 def _gsm8k(config: TrainingConfig) -> Rows:
     rows = read_source(GSM8K, "main", "train", limit=config.dataset_max, seed=config.seed)
-    return _of_answers(rows, GSM8K)
+    return _answer_rows(rows, GSM8K)
 
 
 def _arithmetic(config: TrainingConfig) -> Rows:
     task_config = math.TaskConfig(min_level=LEVEL, max_level=LEVEL, seed=config.seed)
     problems = math.generate(task_config, config.dataset_max or GENERATED)
     return Rows(
-        [{"question": each.question, "answer": each.answer} for each in problems], Account()
+        [{"question": problem.question, "answer": problem.answer} for problem in problems],
+        Account(),
     )
 
 
@@ -156,52 +162,55 @@ _BUILT_IN: dict[str, Callable[[TrainingConfig], Rows]] = {
 }
 
 
-def _of_rubrics(rows: Sequence[Row], name: str) -> Rows:
-    own = rubric_answers.TaskConfig(source=name)
-    names = _names(rows, name, rubric_answers.COLUMNS, ("question", *RUBRIC))
+def _rubric_rows(rows: Sequence[Row], name: str) -> Rows:
+    task_config = rubric_answers.TaskConfig(source=name)
+    names = _source_columns(rows, name, rubric_answers.COLUMNS, ("question", *RUBRIC))
 
-    def made(row: Row) -> Row:
-        return rubric_answers.row_of(own, {ours: row.get(names[ours]) for ours in names})
+    def to_row(row: Row) -> Row:
+        return rubric_answers.row_of(task_config, {field: row.get(names[field]) for field in names})
 
-    return _rename_columns(rows, names, made, name)
+    return _rename_columns(rows, names, to_row, name)
 
 
-def _of_answers(rows: Sequence[Row], name: str) -> Rows:
-    own = math.TaskConfig(source=name)
-    names = _names(rows, name, math.COLUMNS, ("question", "answer"))
+def _answer_rows(rows: Sequence[Row], name: str) -> Rows:
+    task_config = math.TaskConfig(source=name)
+    names = _source_columns(rows, name, math.COLUMNS, ("question", "answer"))
 
-    def made(row: Row) -> Row:
-        given = row.get(names["answer"])
-        refuse_odd_answer(given)
-        read = [
-            math.problem_of(own, row.get(names["question"]), form, None)
-            for form in accepted_forms(given) or [None]
+    def to_row(row: Row) -> Row:
+        answer = row.get(names["answer"])
+        refuse_odd_answer(answer)
+        problems = [
+            math.problem_of(task_config, row.get(names["question"]), form, None)
+            for form in accepted_forms(answer) or [None]
         ]
-        answers = [each.answer for each in read]
+        answers = [problem.answer for problem in problems]
         return {
-            "question": read[0].question,
-            "answer": answers if isinstance(given, list | tuple) else answers[0],
+            "question": problems[0].question,
+            "answer": answers if isinstance(answer, list | tuple) else answers[0],
         }
 
-    return _rename_columns(rows, names, made, name)
+    return _rename_columns(rows, names, to_row, name)
 
 
-def _names(
-    rows: Sequence[Row], name: str, known: Mapping[str, Sequence[str]], columns: Sequence[str]
+def _source_columns(
+    rows: Sequence[Row], name: str, aliases: Mapping[str, Sequence[str]], columns: Sequence[str]
 ) -> dict[str, str]:
     """The source's names of the wanted columns. `prompt` is used as the question only if there is no other."""
-    there = dict.fromkeys(column for row in rows for column in row)
-    found: dict[str, str] = {}
-    for ours in columns:
-        names = sorted((each for each in known[ours] if each in there), key="prompt".__eq__)
+    available = dict.fromkeys(column for row in rows for column in row)
+    source_names: dict[str, str] = {}
+    for field in columns:
+        names = sorted(
+            (column_name for column_name in aliases[field] if column_name in available),
+            key="prompt".__eq__,
+        )
         if not names:
             raise TaskError(
-                f"The dataset {name!r} has no column for the {ours}: looked for {', '.join(known[ours])}. It has: {', '.join(there)}. "
-                "Rename its columns to question and answer, or to question, rubric and reference; or register_dataset(name, loader), "
-                "with a function that returns such rows."
+                f"The dataset {name!r} has no column for the {field}: looked for {', '.join(aliases[field])}. "
+                f"It has: {', '.join(available)}. Rename its columns to question and answer, or to question, rubric and reference; "
+                "or register_dataset(name, loader), with a function that returns such rows."
             )
-        found[ours] = names[0]
-    return found
+        source_names[field] = names[0]
+    return source_names
 
 
 def _rename_columns(
@@ -211,39 +220,39 @@ def _rename_columns(
     only if it is a chat.
     """
 
-    def whole(row: Mapping[str, Any]) -> Row:
+    def full_row(row: Mapping[str, Any]) -> Row:
         chat = row.get("prompt") if names["question"] == "prompt" else None
         prompt_column = {"prompt": chat} if is_chat(chat) else {}
-        made = make({**row, "prompt": said_last(chat)} if prompt_column else {**row})
-        others = {
+        mapped_row = make({**row, "prompt": last_user_message(chat)} if prompt_column else {**row})
+        other_columns = {
             name: cell for name, cell in row.items() if (name, names["question"]) != ("prompt",) * 2
         }
-        return {**others, **prompt_column, **{ours: made[ours] for ours in names}}
+        return {**other_columns, **prompt_column, **{field: mapped_row[field] for field in names}}
 
-    return usable_rows(rows, whole, f"The dataset {name!r}")
+    return usable_rows(rows, full_row, f"The dataset {name!r}")
 
 
-def _of_loader(name: str, loader: Loader, config: TrainingConfig) -> Rows | tuple[Rows, Rows]:
-    where = f"The dataset {name!r}"
-    given = run_user_code(lambda: loader(config), what=f"{where} failed")
-    if type(given) is tuple and len(cast("tuple[Any, ...]", given)) == 2:
-        train, test = cast("tuple[Any, Any]", given)
-        name = where.replace("The", "the", 1)
+def _loader_rows(name: str, loader: Loader, config: TrainingConfig) -> Rows | tuple[Rows, Rows]:
+    source = f"The dataset {name!r}"
+    loaded = run_user_code(lambda: loader(config), what=f"{source} failed")
+    if type(loaded) is tuple and len(cast("tuple[Any, ...]", loaded)) == 2:
+        train, test = cast("tuple[Any, Any]", loaded)
+        name = source.replace("The", "the", 1)
         return (
             _check_rows(train, f"The train part of {name}", config),
             _check_rows(test, f"The test part of {name}", config),
         )
-    return _check_rows(given, where, config)
+    return _check_rows(loaded, source, config)
 
 
-def _check_rows(given: Any, where: str, config: TrainingConfig) -> Rows:
+def _check_rows(loaded: Any, source: str, config: TrainingConfig) -> Rows:
     """The rows of a loader, limited to dataset_max."""
     rows = run_user_code(
-        lambda: as_row_list(given, f"{where} gave", ", or two of them, (train, test)"),
-        what=f"{where} failed",
+        lambda: as_row_list(loaded, f"{source} gave", ", or two of them, (train, test)"),
+        what=f"{source} failed",
     )
-    drawn = [rows[place] for place in sample(len(rows), config.dataset_max, config.seed)]
-    return usable_rows(drawn, lambda row: row_of(row, config), where)
+    sampled_rows = [rows[index] for index in sample(len(rows), config.dataset_max, config.seed)]
+    return usable_rows(sampled_rows, lambda row: row_of(row, config), source)
 
 
 def format_prompt(question: str, config: TrainingConfig, rubric: str | None = None) -> str:
@@ -253,52 +262,50 @@ def format_prompt(question: str, config: TrainingConfig, rubric: str | None = No
     model. Nothing passes it by default, because a reward for the rubric's words could then be earned by repeating them. Raises
     UsageError if `question` is not text or `config` is not a TrainingConfig.
     """
-    called = "format_prompt(question, config)"
+    usage = "format_prompt(question, config)"
     if not isinstance(cast("object", question), str):
         raise UsageError(
-            f"The question is of the type {type(question).__name__}; give a text: {called}."
+            f"The question is of the type {type(question).__name__}; give a text: {usage}."
         )
     if not isinstance(cast("object", config), TrainingConfig):
-        raise UsageError(
-            f"Expected a TrainingConfig second, got {type(config).__name__}: {called}."
-        )
+        raise UsageError(f"Expected a TrainingConfig second, got {type(config).__name__}: {usage}.")
     content = f"{question}\n\nA good answer mentions:\n{rubric}" if rubric else question
     return f"{config.system_prompt}\n\n{content}" if config.system_prompt else content
 
 
 def split_rows(
-    found: Rows | tuple[Rows, Rows], dataset: str, config: TrainingConfig
+    data: Rows | tuple[Rows, Rows], dataset: str, config: TrainingConfig
 ) -> tuple[Rows, Rows]:
     """Both parts of a dataset, shuffled by the seed; of two given lists, the first without the rows of the second. Raises TaskError."""
     stream = Stream("notebook", config.seed)
-    if isinstance(found, tuple):
-        train, test = found
-        tested = {key_of(row) for row in test}
-        alone = [row for row in train if key_of(row) not in tested]
-        if not alone:
+    if isinstance(data, tuple):
+        train, test = data
+        test_keys = {key_of(row) for row in test}
+        train_only = [row for row in train if key_of(row) not in test_keys]
+        if not train_only:
             raise TaskError(
                 f"The dataset {dataset!r}: all questions of the train part stand in the test part, too, so that none is left to "
                 "train on. Return two parts without a common question, or one list, which is divided here."
             )
-        shared = Counter({"the test part has the question": len(train) - len(alone)})
+        shared = Counter({"the test part has the question": len(train) - len(train_only)})
         left_out = Counter(train.account.left_out) + shared
         return (
-            Rows(stream.sample(alone, len(alone)), Account(dict(left_out))),
+            Rows(stream.sample(train_only, len(train_only)), Account(dict(left_out))),
             Rows(stream.sample(test, len(test)), test.account),
         )
-    if len(found) < 2:
+    if len(data) < 2:
         raise TaskError(
-            f"The dataset {dataset!r} has {len(found)} usable row{'s' * (len(found) != 1)}; at least two are needed, one to train "
+            f"The dataset {dataset!r} has {len(data)} usable row{'s' * (len(data) != 1)}; at least two are needed, one to train "
             "on and one to test."
         )
-    rows = stream.sample(found, len(found))
+    rows = stream.sample(data, len(data))
     count = min(max(int(len(rows) * config.train_fraction + 1e-9), 1), len(rows) - 1)
-    return Rows(rows[:count], found.account), Rows(rows[count:], Account())
+    return Rows(rows[:count], data.account), Rows(rows[count:], Account())
 
 
-def replacement_rows(part: str, given: object, config: TrainingConfig) -> Rows:
+def replacement_rows(part: str, value: object, config: TrainingConfig) -> Rows:
     """Rows that the user assigns to a part, with prompts as from `with_prompts`; `part` is its name in messages."""
-    rows = given if isinstance(given, Rows) else as_row_list(given, f"{part} was given")
+    rows = value if isinstance(value, Rows) else as_row_list(value, f"{part} was given")
     if not rows:
         raise TaskError(f"{part} was given no rows. Expected at least one.")
     return with_prompts(rows, config)
@@ -306,8 +313,8 @@ def replacement_rows(part: str, given: object, config: TrainingConfig) -> Rows:
 
 def refuse_shared(train: Sequence[Row], test: Sequence[Row]) -> None:
     """Raise UsageError if a question is in both parts."""
-    tested = {key_of(row) for row in test}
-    shared = [row.get("question") or row.get("prompt") for row in train if key_of(row) in tested]
+    test_keys = {key_of(row) for row in test}
+    shared = [row.get("question") or row.get("prompt") for row in train if key_of(row) in test_keys]
     if shared:
         raise UsageError(
             f"{len(shared)} of {len(train)} rows to train on ask what the test part asks, first {shared[0]!r:.200}. An evaluation would "
@@ -318,15 +325,15 @@ def refuse_shared(train: Sequence[Row], test: Sequence[Row]) -> None:
 def with_prompts(rows: Sequence[Row], config: TrainingConfig) -> Rows:
     """The rows with the prompt for the model: their own, else one made of the question."""
 
-    def with_prompt(given: object) -> Row:
-        if not isinstance(given, dict):
+    def with_prompt(value: object) -> Row:
+        if not isinstance(value, dict):
             raise TaskError(
-                f"A row is {type(given).__name__}. Expected rows such as {{'question': …, 'answer': …}}."
+                f"A row is {type(value).__name__}. Expected rows such as {{'question': …, 'answer': …}}."
             )
-        row = cast("Row", given)
-        if holds(row.get("prompt")):
+        row = cast("Row", value)
+        if is_not_empty(row.get("prompt")):
             return row
-        if not holds(row.get("question")):
+        if not is_not_empty(row.get("question")):
             raise TaskError(
                 f"A row has neither a question nor a prompt, but {', '.join(map(str, row)) or 'nothing'}. Rename the column that asks to "
                 "question."

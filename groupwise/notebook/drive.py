@@ -35,13 +35,16 @@ def mount(config: TrainingConfig) -> list[tuple[str, str]]:
     if not config.save_to_drive:
         return []
     ensure(config)
-    place = mirror(config)
-    if place is None:
+    mirror_folder = mirror(config)
+    if mirror_folder is None:
         return [("drive", f"there is none here; checkpoints stay in {run_folder(config)}")]
-    brought = bring_back(place, run_folder(config))
-    came = f"; {', '.join(brought)} came from there" if brought else ""
+    restored = bring_back(mirror_folder, run_folder(config))
+    restored_text = f"; {', '.join(restored)} came from there" if restored else ""
     return [
-        ("drive", f"checkpoints are copied to {place.parent}, to a folder of the run's name{came}")
+        (
+            "drive",
+            f"checkpoints are copied to {mirror_folder.parent}, to a folder of the run's name{restored_text}",
+        )
     ]
 
 
@@ -65,57 +68,64 @@ def mirror(config: TrainingConfig) -> Path | None:
     """Folder to which checkpoints are copied; None if they are not copied."""
     if not config.save_to_drive:
         return None
-    place = Path(config.checkpoint_dir)
-    return place if DRIVE.exists() or not place.is_relative_to(DRIVE) else None
+    folder = Path(config.checkpoint_dir)
+    return folder if DRIVE.exists() or not folder.is_relative_to(DRIVE) else None
 
 
 def mirror_of(config: TrainingConfig, run: str) -> Mirror | None:
     """The callback that copies a run's checkpoints; each run of an experiment has its own folder, as on this machine."""
-    place = mirror(config)
-    if place is None:
+    folder = mirror(config)
+    if folder is None:
         return None
     number = number_of(run, run_folder(config).name)
     assert number is not None, "it is a run of this experiment"
-    return Mirror(sibling(place, number))
+    return Mirror(sibling(folder, number))
 
 
 def run_names(config: TrainingConfig) -> set[str]:
     """Names of the experiment's runs that are on Drive."""
-    place = mirror(config)
+    folder = mirror(config)
     first = run_folder(config)
-    return set() if place is None else {sibling(first, each).name for each in _numbers(place)}
+    return (
+        set()
+        if folder is None
+        else {sibling(first, number).name for number in _run_numbers(folder)}
+    )
 
 
-def bring_back(place: Path, run: Path) -> list[str]:
+def bring_back(mirror_folder: Path, run: Path) -> list[str]:
     """Restore the runs of an experiment that are mirrored but missing here, each from its newest checkpoint. Returns `run@step` of each."""
-    brought: list[str] = []
-    for number in _numbers(place):
-        own = sibling(run, number)
-        if (own / RECORD).is_file():
+    restored: list[str] = []
+    for number in _run_numbers(mirror_folder):
+        own_folder = sibling(run, number)
+        if (own_folder / RECORD).is_file():
             continue
         # The newest complete checkpoint. Only the copied one is read, because Drive is slow.
-        for each in reversed(checkpoints.complete(sibling(place, number) / CHECKPOINTS)):
-            copy = own / CHECKPOINTS / each.path.name
-            _copy(each.path, copy)
+        for checkpoint in reversed(
+            checkpoints.complete(sibling(mirror_folder, number) / CHECKPOINTS)
+        ):
+            copy = own_folder / CHECKPOINTS / checkpoint.path.name
+            _copy_folder(checkpoint.path, copy)
             try:
                 checkpoints.read(copy).verify()
             except CheckpointError:
                 atomic_files.remove_folder(copy)
                 continue
-            recovery.unpack(own)
-            recovery.recover(own)
-            _copy_file(sibling(place, number) / COLLECTED_FILE, own / COLLECTED_FILE)
-            brought.append(f"{own.name}@{each.step}")
+            recovery.unpack(own_folder)
+            recovery.recover(own_folder)
+            _copy_file(sibling(mirror_folder, number) / COLLECTED_FILE, own_folder / COLLECTED_FILE)
+            restored.append(f"{own_folder.name}@{checkpoint.step}")
             break
-    return brought
+    return restored
 
 
-def _numbers(place: Path) -> list[int]:
+def _run_numbers(mirror_folder: Path) -> list[int]:
     """Numbers of the experiment's runs in the mirror."""
-    found = (
-        number_of(each.parent.name, place.name) for each in place.parent.glob(f"*/{CHECKPOINTS}")
+    numbers = (
+        number_of(path.parent.name, mirror_folder.name)
+        for path in mirror_folder.parent.glob(f"*/{CHECKPOINTS}")
     )
-    return sorted(each for each in found if each is not None)
+    return sorted(number for number in numbers if number is not None)
 
 
 class Mirror(Callback):
@@ -125,48 +135,48 @@ class Mirror(Callback):
     logged.
     """
 
-    def __init__(self, place: Path) -> None:
-        self._place = place
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
 
     def on_save(self, run: RunHandle, checkpoint: Path) -> None:
         """See `Callback`."""
-        self._keep(run.folder, checkpoint)
+        self._copy_checkpoint(run.folder, checkpoint)
 
     def on_run_end(self, run: RunHandle, end: RunEnd) -> None:
         """See `Callback`."""
-        if end.state == "finished" and self.place_of(run.folder):
-            _copy(run.folder / FINAL, self._place / FINAL)
-            _copy_file(run.folder / COLLECTED_FILE, self._place / COLLECTED_FILE)
+        if end.state == "finished" and self.folder_of(run.folder):
+            _copy_folder(run.folder / FINAL, self._folder / FINAL)
+            _copy_file(run.folder / COLLECTED_FILE, self._folder / COLLECTED_FILE)
 
     def keep_finished(self, run: Path) -> None:
         """Copy the missing files of a run that was already finished to Drive."""
         newest = checkpoints.newest(run / CHECKPOINTS)
         if newest is not None:
-            self._keep(run, newest.path)
-        if self.place_of(run) and not (self._place / FINAL).exists():
-            _copy(run / FINAL, self._place / FINAL)
+            self._copy_checkpoint(run, newest.path)
+        if self.folder_of(run) and not (self._folder / FINAL).exists():
+            _copy_folder(run / FINAL, self._folder / FINAL)
 
-    def _keep(self, run: Path, checkpoint: Path) -> None:
-        if self.place_of(run) is None:
+    def _copy_checkpoint(self, run: Path, checkpoint: Path) -> None:
+        if self.folder_of(run) is None:
             return
-        copy = self._place / CHECKPOINTS / checkpoint.name
+        copy = self._folder / CHECKPOINTS / checkpoint.name
         if not copy.exists():
-            _copy(checkpoint, copy)
-        _copy_file(run / COLLECTED_FILE, self._place / COLLECTED_FILE)
-        checkpoints.prune(self._place / CHECKPOINTS, KEPT)
+            _copy_folder(checkpoint, copy)
+        _copy_file(run / COLLECTED_FILE, self._folder / COLLECTED_FILE)
+        checkpoints.prune(self._folder / CHECKPOINTS, KEPT)
 
-    def place_of(self, run: Path) -> Path | None:
+    def folder_of(self, run: Path) -> Path | None:
         """The folder, if it belongs to this run; an empty one is claimed for it. None, with a warning, if it belongs to another run."""
-        created_at, mark = str(Store.facts(run / RECORD).get("created_at")), self._place / MARK
-        if not mark.is_file() and not (self._place / CHECKPOINTS).exists():
-            self._place.mkdir(parents=True, exist_ok=True)
+        created_at, mark = str(Store.facts(run / RECORD).get("created_at")), self._folder / MARK
+        if not mark.is_file() and not (self._folder / CHECKPOINTS).exists():
+            self._folder.mkdir(parents=True, exist_ok=True)
             atomic_files.write_file(mark, created_at.encode())
         if mark.is_file() and mark.read_text() == created_at:
-            return self._place
+            return self._folder
         logger.warning(
             "%s holds another run of this name, so that nothing of %s is copied there. Move that folder away, or choose "
             "another experiment_name.",
-            self._place,
+            self._folder,
             run,
         )
         return None
@@ -178,7 +188,7 @@ def _copy_file(file: Path, to: Path) -> None:
         atomic_files.write_file(to, file.read_bytes())
 
 
-def _copy(folder: Path, to: Path) -> None:
+def _copy_folder(folder: Path, to: Path) -> None:
     to.parent.mkdir(parents=True, exist_ok=True)
     atomic_files.sweep(to.parent)
 

@@ -16,7 +16,7 @@ from groupwise.notebook.identity import (
     reward_facts,
 )
 from groupwise.notebook.previous_runs import FACTS
-from groupwise.notebook.rewards import Given, rewards_of
+from groupwise.notebook.rewards import RewardList, rewards_of
 from groupwise.notebook.session import Session, refuse_other
 from groupwise.notebook.task import NotebookTask
 from groupwise.runs.folder import RECORD
@@ -29,10 +29,10 @@ def evaluate(
     session: Session,
     *,
     samples_per_prompt: int | None = None,
-    reward_functions: Given | None = None,
-    extra_reward_functions: Given = (),
+    reward_functions: RewardList | None = None,
+    extra_reward_functions: RewardList = (),
 ) -> dict[str, float]:
-    """Answer the test part (its first 128 prompts) with the newest weights, or the model as it is; show what is measured, and return it.
+    """Answer the test part (its first 128 prompts) with the newest weights, or the untrained model; show and return the metrics.
 
     accuracy, within_10_percent (where answers are numbers) and format_rate are shares of the answers; pass@k that one of k samples is
     right, for k up to `samples_per_prompt`, else the eval.samples_per_prompt of the overrides, else 1. One sample is drawn greedily,
@@ -48,17 +48,19 @@ def evaluate(
             raise UsageError(
                 f"samples_per_prompt is {samples!r}; it must be a whole number, at least 1, or None."
             )
-    warm = samples > 1 and "eval.temperature" not in dict(flat(config.overrides))
+    sets_temperature = samples > 1 and "eval.temperature" not in dict(flat(config.overrides))
     rewards = rewards_of(config, session.train_dataset, reward_functions, extra_reward_functions)
     facts = reward_facts(rewards)
     policy = "base"
     if session.folder is not None and session.weights is not None:
         policy = session.folder.name  # the run by its name, so the results are written there
-        noted = Store.facts(session.folder / RECORD)
-        had, now = comparable(noted.get(FACTS, {}), facts, collected_names(session.folder))
-        if REWARDS in had and differences(had, now):
+        stored_facts = Store.facts(session.folder / RECORD)
+        training_facts, evaluation_facts = comparable(
+            stored_facts.get(FACTS, {}), facts, collected_names(session.folder)
+        )
+        if REWARDS in training_facts and differences(training_facts, evaluation_facts):
             # A mean reward cannot be compared with that of other functions.
-            counted = [name for name, weight in noted["rewards"].items() if weight]
+            counted = [name for name, weight in stored_facts["rewards"].items() if weight]
             tell(
                 f"The training had other rewards ({', '.join(counted)}): give the same reward_functions or extra_reward_functions to "
                 "compare `reward`."
@@ -68,16 +70,16 @@ def evaluate(
         result = evaluated(
             core,
             task,
-            overrides=["eval.temperature=1.0"] if warm else [],
+            overrides=["eval.temperature=1.0"] if sets_temperature else [],
             policy=policy,
             samples_per_prompt=samples,
         )
-    judged = {name: result.interval(name) for name in result.metrics_with_interval}
+    intervals = {name: result.interval(name) for name in result.metrics_with_interval}
     rows = [
         (
             name,
             f"{value:.3f}",
-            f"{judged[name].low:.3f} to {judged[name].high:.3f}" if name in judged else "",
+            f"{intervals[name].low:.3f} to {intervals[name].high:.3f}" if name in intervals else "",
         )
         for name, value in result.metrics.items()
     ]

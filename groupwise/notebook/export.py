@@ -54,9 +54,9 @@ def export_checkpoint(config: TrainingConfig, trainer_state: TrainerState | Sess
         ("adapter", str(adapter)),
     ]
     mirror = drive.mirror_of(config, run.name)
-    place = None if mirror is None else mirror.place_of(run)
-    if place is not None:
-        target = place / f"{run.name}.zip"
+    mirror_folder = None if mirror is None else mirror.folder_of(run)
+    if mirror_folder is not None:
+        target = mirror_folder / f"{run.name}.zip"
         with atomic_files.explaining_disk_errors(target):
             building = str(atomic_files.building_path(target))
             atomic_files.publish_file(Path(shutil.make_archive(building, "zip", adapter)), target)
@@ -77,9 +77,9 @@ def _run_of(config: TrainingConfig, source: object) -> Path:
             f"Expected a trainer state or a session second, got {type(source).__name__}: export_checkpoint(config, trainer_state)."
         )
     run, first = Path(source.checkpoint_dir), run_folder(config).name
-    if source.config is not None and (changed := differing(config, source.config)):
+    if source.config is not None and (fields := differing(config, source.config)):
         raise UsageError(
-            f"The trainer state is of {run}, which was trained with another config: {changed} differ. Give the config that it was trained "
+            f"The trainer state is of {run}, which was trained with another config: {fields} differ. Give the config that it was trained "
             "with: export_checkpoint(trainer_state.config, trainer_state)."
         )
     # Without a config, the name of the folder is checked.

@@ -31,7 +31,7 @@ from typing import Any, cast
 
 from groupwise.notebook.code_dependencies import (
     CONSTANTS,
-    SAID,
+    REPR_TYPES,
     globals_used,
     has,
     is_collection,
@@ -60,10 +60,10 @@ _BUILT_IN = (
 
 def digest(value: Any) -> str:
     """A short fingerprint of plain values, and of numbers, dates and texts of other libraries."""
-    return _short(_plain_value(value))
+    return _short_hash(_plain_value(value))
 
 
-def _short(description: Any) -> str:
+def _short_hash(description: Any) -> str:
     return hashlib.sha256(json.dumps(description).encode()).hexdigest()[:16]
 
 
@@ -72,9 +72,9 @@ def _plain_value(value: Any) -> Any:
         return value
     if isinstance(value, Mapping):
         parts = cast("Mapping[Any, Any]", value)
-        return sorted(([repr(key), _plain_value(each)] for key, each in parts.items()), key=str)
+        return sorted(([repr(key), _plain_value(part)] for key, part in parts.items()), key=str)
     if isinstance(value, list | tuple):
-        return [_plain_value(each) for each in cast("Sequence[Any]", value)]
+        return [_plain_value(item) for item in cast("Sequence[Any]", value)]
     if isinstance(value, set | frozenset):
         return sorted(map(_plain_value, cast("set[Any]", value)), key=str)
     if hasattr(value, "tolist"):
@@ -83,7 +83,7 @@ def _plain_value(value: Any) -> Any:
     return type(value).__qualname__ if " at 0x" in text else text
 
 
-class Look:
+class FunctionDescription:
     """Everything that a function uses, followed through the user's own code; other code is identified by name.
 
     Functions and classes that their module has under their own names are described under these names, even if they have aliases: so
@@ -91,152 +91,165 @@ class Look:
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
-        self.found: dict[str, str] = {}
+        self.fingerprints: dict[str, str] = {}
         """Fingerprints by name; the function itself has the empty name."""
         self.unseen: dict[str, str] = {}
         """Type names of objects that are known only by type, under the objects' names."""
-        self._taken: set[str] = set()
-        self._around: set[str] = set()
+        self._names_taken: set[str] = set()
+        self._global_names: set[str] = set()
         self._classes: dict[str, type] = {}
         """Classes by the names under which they are described."""
-        self._met: dict[int, type] = {}
-        self._next: deque[tuple[str, Any, int]] = deque()
-        self._name("", function)
-        while self._next:
-            self._describe(*self._next.popleft())
+        self._classes_met: dict[int, type] = {}
+        self._queue: deque[tuple[str, Any, int]] = deque()
+        self._enqueue("", function)
+        while self._queue:
+            self._describe_entry(*self._queue.popleft())
 
-    def _name(self, name: str, value: Any, depth: int = 0) -> str:
+    def _enqueue(self, name: str, value: Any, depth: int = 0) -> str:
         """Queues a value for description under this name, with a number appended if the name is taken."""
-        free, number = name, 1
-        while free in self._taken:
+        unique_name, number = name, 1
+        while unique_name in self._names_taken:
             number += 1
-            free = f"{name} ({number})"
-        self._taken.add(free)
-        self._next.append((free, value, depth))
-        return free
+            unique_name = f"{name} ({number})"
+        self._names_taken.add(unique_name)
+        self._queue.append((unique_name, value, depth))
+        return unique_name
 
-    def _name_around(self, name: str, value: Any) -> None:
+    def _enqueue_global(self, name: str, value: Any) -> None:
         """Queues a module's name once, even if it is met several times."""
         if isinstance(value, type) and name == place_of(value):
-            self._class(value)
-        elif name not in self._around:
-            self._around.add(name)
-            self._name(name, value)
+            self._class_name(value)
+        elif name not in self._global_names:
+            self._global_names.add(name)
+            self._enqueue(name, value)
 
-    def _describe(self, name: str, value: Any, depth: int) -> None:
+    def _describe_entry(self, name: str, value: Any, depth: int) -> None:
         try:
-            self.found[name] = _short(self._description(name, value, depth))
+            self.fingerprints[name] = _short_hash(self._describe_value(name, value, depth))
         except Exception:  # noqa: BLE001  an unusual or deeply nested object must not prevent a training
-            self.found[name] = ""
+            self.fingerprints[name] = ""
             self.unseen[name] = place_of(cast("type[object]", type(value)))
 
-    def _description(self, name: str, value: Any, depth: int) -> Any:
+    def _describe_value(self, name: str, value: Any, depth: int) -> Any:
         if isinstance(value, type) and self._classes.get(name) is not value:
-            return ["as", self._class(value)]
+            return ["as", self._class_name(value)]
         if (
             isinstance(value, FunctionType)
             and name not in ("", place_of(value))
             and is_global(value)
         ):
-            return self._content(name, value, {})
+            return self._describe_content(name, value, {})
         parts = parts_of(value)
-        if parts is None or depth >= DEEPEST or len(self._taken) > MOST_NAMES:
-            return repr(value) if _is_plain(value) else self._content(name, value, {})
-        for part, each in sorted(parts.items()):
-            self._name(f"{name}.{part}" if name else part, each, depth + 1)
-        return self._itself(value)
+        if parts is None or depth >= DEEPEST or len(self._names_taken) > MOST_NAMES:
+            return repr(value) if _is_plain_data(value) else self._describe_content(name, value, {})
+        for part, part_value in sorted(parts.items()):
+            self._enqueue(f"{name}.{part}" if name else part, part_value, depth + 1)
+        return self._describe_itself(value)
 
-    def _itself(self, value: Any) -> Any:
+    def _describe_itself(self, value: Any) -> Any:
         """The value itself, without its parts."""
         if isinstance(value, type):
-            above = [self._class(each) for each in (*value.__bases__, type(value))]
-            return [place_of(value), above]
+            class_names = [self._class_name(base) for base in (*value.__bases__, type(value))]
+            return [place_of(value), class_names]
         if not isinstance(value, FunctionType):
-            return self._class(cast("type[object]", type(value)))
+            return self._class_name(cast("type[object]", type(value)))
         if not is_users_function(value):
             return place_of(value)
-        for name, each in sorted(globals_used(value).items()):
-            self._name_around(name, each)
-        return [place_of(value), _code(value.__code__, value.__doc__)]
+        for name, used_value in sorted(globals_used(value).items()):
+            self._enqueue_global(name, used_value)
+        return [place_of(value), _describe_code(value.__code__, value.__doc__)]
 
-    def _class(self, value: type) -> str:
+    def _class_name(self, value: type) -> str:
         """The class's name. A class of the user is also queued for description under it."""
-        place = place_of(value)
-        if is_users_class(value) and id(value) not in self._met:
-            self._met[id(value)] = value
-            alike = [each for each in self._classes.values() if place_of(each) == place]
+        qualified_name = place_of(value)
+        if is_users_class(value) and id(value) not in self._classes_met:
+            self._classes_met[id(value)] = value
+            namesakes = [
+                known_class
+                for known_class in self._classes.values()
+                if place_of(known_class) == qualified_name
+            ]
             # If a cell was run again, an object may still have the earlier class of the same name.
-            if not alike or self._of_class(value) not in map(self._of_class, alike):
-                self._classes[self._name(place, value)] = value
-        return place
+            if not namesakes or self._class_digest(value) not in map(self._class_digest, namesakes):
+                self._classes[self._enqueue(qualified_name, value)] = value
+        return qualified_name
 
-    def _of_class(self, value: type) -> str:
+    def _class_digest(self, value: type) -> str:
         """A fingerprint that distinguishes classes of one name."""
-        within = {id(value): (0, value)}
+        seen = {id(value): (0, value)}
         parts, unseen = parts_of(value) or {}, dict(self.unseen)
-        content = [[name, self._content("", parts[name], within)] for name in sorted(parts)]
+        content = [[name, self._describe_content("", parts[name], seen)] for name in sorted(parts)]
         self.unseen = unseen
-        return _short(content)
+        return _short_hash(content)
 
-    def _content(self, name: str, value: Any, within: Within) -> Any:
-        """Plain values for everything in it. `within`: values described already, which may recur if objects refer to each other."""
+    def _describe_content(self, name: str, value: Any, seen: Within) -> Any:
+        """Plain values for everything in it. `seen`: values described already, which may recur if objects refer to each other."""
         kind = cast("type[object]", type(value))
         if kind in CONSTANTS:
             return repr(value)
         if isinstance(value, type):
-            return ["class", self._class(value)]
+            return ["class", self._class_name(value)]
         if isinstance(value, FunctionType) and is_users_function(value) and is_global(value):
-            self._name_around(place_of(value), value)
+            self._enqueue_global(place_of(value), value)
             return ["as", place_of(value)]
-        if id(value) in within:
-            return ["again", within[id(value)][0]]
-        within[id(value)] = (len(within), value)
-        describe = functools.partial(self._content, name, within=within)
+        if id(value) in seen:
+            return ["again", seen[id(value)][0]]
+        seen[id(value)] = (len(seen), value)
+        describe = functools.partial(self._describe_content, name, seen=seen)
         if (parts := parts_of(value)) is not None:
-            return [self._itself(value), [[part, describe(parts[part])] for part in sorted(parts)]]
+            return [
+                self._describe_itself(value),
+                [[part, describe(parts[part])] for part in sorted(parts)],
+            ]
         if is_collection(value):
             state = describe(state_of(value)) if is_users_class(kind) else ""
-            return [self._class(kind), state, self._elements(name, value, within)]
-        content = self._single(value, describe)
+            return [self._class_name(kind), state, self._describe_elements(name, value, seen)]
+        content = self._describe_single(value, describe)
         if content is None:  # only its class is known, and any functions of the user in it
             if not is_silent(value):
                 self.unseen.setdefault(name, place_of(kind))
-            called = getattr(value, "__name__", "")
+            object_name = getattr(value, "__name__", "")
             # The functions in an object of `numpy.vectorize` are an example.
-            held = getattr(value, "__dict__", {}).items()
-            code = {name: each for name, each in held if is_users_code(each)}
-            content = [called if isinstance(called, str) else "", describe(code)]
-        return [self._class(kind), content]
+            attributes = getattr(value, "__dict__", {}).items()
+            code = {
+                name: attribute_value
+                for name, attribute_value in attributes
+                if is_users_code(attribute_value)
+            }
+            content = [object_name if isinstance(object_name, str) else "", describe(code)]
+        return [self._class_name(kind), content]
 
-    def _elements(self, name: str, value: Any, within: Within) -> Any:
+    def _describe_elements(self, name: str, value: Any, seen: Within) -> Any:
         if isinstance(value, set | frozenset):
-            plain, others = list[str](), list[str]()
-            for each in cast("set[Any]", value):
-                if _is_plain(each):
-                    plain.append(repr(each))
+            plain_texts, other_texts = list[str](), list[str]()
+            for element in cast("set[Any]", value):
+                if _is_plain_data(element):
+                    plain_texts.append(repr(element))
                 else:  # a set has no order, so each element is described as if it were the first
-                    others.append(json.dumps(self._content(name, each, {**within})))
-            return [*sorted(plain), *sorted(others)]
-        describe = functools.partial(self._content, name, within=within)
+                    other_texts.append(json.dumps(self._describe_content(name, element, {**seen})))
+            return [*sorted(plain_texts), *sorted(other_texts)]
+        describe = functools.partial(self._describe_content, name, seen=seen)
         if not isinstance(value, dict):
-            return [describe(each) for each in value]
+            return [describe(element) for element in value]
         missing = value.default_factory if isinstance(value, defaultdict) else None
         pairs = cast("dict[Any, Any]", value).items()
-        return [describe(missing), [[describe(key), describe(each)] for key, each in pairs]]
+        return [describe(missing), [[describe(key), describe(element)] for key, element in pairs]]
 
-    def _single(self, value: Any, describe: Callable[[Any], Any]) -> Any:
+    def _describe_single(self, value: Any, describe: Callable[[Any], Any]) -> Any:
         """Description of a value that is not a collection; None if it cannot be described."""
         if isinstance(value, CONSTANTS):  # a value of a subclass
-            plain: Any = next(each for each in type(value).__mro__ if each in CONSTANTS)
-            return [plain.__repr__(value), describe(state_of(value))]
+            base_type: Any = next(
+                base_type for base_type in type(value).__mro__ if base_type in CONSTANTS
+            )
+            return [base_type.__repr__(value), describe(state_of(value))]
         if isinstance(value, Enum):  # of a library
             return [value.name, describe(value.value)]
-        if isinstance(value, SAID):
+        if isinstance(value, REPR_TYPES):
             return repr(value)
         if isinstance(value, Random):
             return repr(value.getstate())
         if isinstance(value, deque):
-            return [value.maxlen, [describe(each) for each in cast("deque[Any]", value)]]
+            return [value.maxlen, [describe(element) for element in cast("deque[Any]", value)]]
         if isinstance(value, MappingProxyType):
             return describe({**cast("Mapping[Any, Any]", value)})
         if isinstance(value, _BUILT_IN):
@@ -245,49 +258,53 @@ class Look:
         if has(value, "pattern", "flags", "fullmatch"):  # of `re` or `regex`
             return [repr(value.pattern), value.flags]
         if has(value, "tobytes", "tolist", "shape", "dtype"):  # an array of numpy or the like
-            objects = getattr(value.dtype, "hasobject", False)  # their bytes would be addresses
-            held = (
-                describe(value.tolist()) if objects else hashlib.sha256(value.tobytes()).hexdigest()
+            has_objects = getattr(value.dtype, "hasobject", False)  # their bytes would be addresses
+            content = (
+                describe(value.tolist())
+                if has_objects
+                else hashlib.sha256(value.tobytes()).hexdigest()
             )
-            return [str(value.shape), str(value.dtype), held]
+            return [str(value.shape), str(value.dtype), content]
         return None
 
 
-def _code(code: CodeType, doc: str | None = None) -> Any:
+def _describe_code(code: CodeType, doc: str | None = None) -> Any:
     """Plain values that identify the code's behaviour. `doc`: the docstring, which is left out."""
     arguments = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
-    first, *others = code.co_consts or (None,)
-    constants = [None if doc is not None and first == doc else first, *others]
+    first, *remaining = code.co_consts or (None,)
+    constants = [None if doc is not None and first == doc else first, *remaining]
     jumps = code.co_exceptiontable.hex()
-    described = [_constant(each) for each in constants]
-    return [code.co_code.hex(), jumps, code.co_names, arguments, described]
+    described_constants = [_describe_constant(constant) for constant in constants]
+    return [code.co_code.hex(), jumps, code.co_names, arguments, described_constants]
 
 
-def _constant(value: Any) -> Any:
+def _describe_constant(value: Any) -> Any:
     if isinstance(value, CodeType):
-        return _code(value)
+        return _describe_code(value)
     if isinstance(value, tuple):
-        return [_constant(each) for each in cast("tuple[Any, ...]", value)]
+        return [_describe_constant(item) for item in cast("tuple[Any, ...]", value)]
     if isinstance(value, frozenset):
-        return sorted(json.dumps(_constant(each)) for each in cast("frozenset[Any]", value))
+        return sorted(
+            json.dumps(_describe_constant(item)) for item in cast("frozenset[Any]", value)
+        )
     return repr(value)
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain_data(value: Any) -> bool:
     """True if it consists only of constants, lists, tuples and dictionaries. These need no closer look, and word lists are large."""
-    met: set[int] = set()
-    left: list[Any] = [value]
-    while left:
-        each = left.pop()
-        kind = cast("type[object]", type(each))
+    seen_ids: set[int] = set()
+    pending: list[Any] = [value]
+    while pending:
+        item = pending.pop()
+        kind = cast("type[object]", type(item))
         if kind in CONSTANTS:
             continue
         if kind not in (list, tuple, dict):
             return False
-        if id(each) in met:
+        if id(item) in seen_ids:
             if kind is not tuple:  # other containers could contain themselves
                 return False
             continue
-        met.add(id(each))
-        left += [*each.keys(), *each.values()] if isinstance(each, dict) else each
+        seen_ids.add(id(item))
+        pending += [*item.keys(), *item.values()] if isinstance(item, dict) else item
     return True

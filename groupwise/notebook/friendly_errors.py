@@ -15,18 +15,18 @@ from groupwise.core.settings.tree import tree_of
 from groupwise.core.settings.validation import validate
 
 
-class Worded(Strict):
+class UserModel(Strict):
     """A `Strict` model whose constructor raises ConfigError."""
 
     @classmethod
-    def as_shown(cls, values: Mapping[str, Any]) -> dict[str, Any]:
+    def values_for_messages(cls, values: Mapping[str, Any]) -> dict[str, Any]:
         """The given values in the form for messages."""
         return {name: _json_value(value) for name, value in values.items()}
 
     def changed(self, **changes: Any) -> Self:
         """A copy with other values; values that were not given are computed again."""
-        given = {name: getattr(self, name) for name in self.model_fields_set}
-        return type(self)(**{**given, **changes})
+        values = {name: getattr(self, name) for name in self.model_fields_set}
+        return type(self)(**{**values, **changes})
 
     if not TYPE_CHECKING:  # type checkers read the fields instead
 
@@ -44,20 +44,24 @@ class Worded(Strict):
             try:
                 super().__init__(**values)
             except ValidationError as error:
-                raise in_words(type(self), values, error) from None
+                raise to_config_error(type(self), values, error) from None
 
         # Marks this as pydantic's own constructor: validation of JSON then bypasses it, so that `validate` gets pydantic's
         # errors.
         __init__.__pydantic_base_init__ = True
 
 
-def in_words(kind: type[Worded], values: Mapping[str, Any], error: ValidationError) -> ConfigError:
+def to_config_error(
+    kind: type[UserModel], values: Mapping[str, Any], error: ValidationError
+) -> ConfigError:
     """An error that explains everything that is wrong with these values."""
     try:
-        validate(kind, tree_of(kind.as_shown(values), kind.__name__))
-    except ConfigError as worded:
-        return worded
-    return ConfigError("\n".join(f"{kind.__name__}: {each}" for each in field_errors(error, kind)))
+        validate(kind, tree_of(kind.values_for_messages(values), kind.__name__))
+    except ConfigError as config_error:
+        return config_error
+    return ConfigError(
+        "\n".join(f"{kind.__name__}: {problem}" for problem in field_errors(error, kind))
+    )
 
 
 def plain_number(value: Any) -> Any:
@@ -75,10 +79,10 @@ def _json_value(value: Any) -> Any:
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json", exclude_unset=True)
     if isinstance(value, Mapping):
-        parts = cast("Mapping[Any, Any]", value)
-        return {str(name): _json_value(each) for name, each in parts.items()}
+        mapping = cast("Mapping[Any, Any]", value)
+        return {str(name): _json_value(item) for name, item in mapping.items()}
     if isinstance(value, list | tuple):
-        return [_json_value(each) for each in cast("Sequence[Any]", value)]
+        return [_json_value(item) for item in cast("Sequence[Any]", value)]
     try:
         return json.loads(json.dumps(plain_number(value)))
     except (TypeError, ValueError):

@@ -32,20 +32,20 @@ from groupwise.notebook.config import TrainingConfig, without_secrets
 from groupwise.notebook.core import flat, run_folder
 from groupwise.notebook.friendly_errors import is_count, plain_number
 from groupwise.notebook.identity import ROWS, collected_names, comparable, differences, facts_of
-from groupwise.notebook.rewards import Given, rewards_of
+from groupwise.notebook.rewards import RewardList, rewards_of
 from groupwise.notebook.search_space import FIXED, Space, distributions, is_credential, with_values
 from groupwise.notebook.session import Session, make_session, refuse_no_config
 from groupwise.notebook.study import (
     JOURNAL,
     Search,
+    early_end_reason,
     end_early,
     fail,
     next_trial,
     open_study,
     refuse_other_space,
     refuse_without_optuna,
-    repeats,
-    why_over,
+    reuse_earlier_result,
 )
 from groupwise.notebook.task import metric_names
 from groupwise.notebook.training import run_training
@@ -74,8 +74,8 @@ def search(
     *,
     metric: str = "reward",
     prune: bool = True,
-    reward_functions: Given | None = None,
-    extra_reward_functions: Given = (),
+    reward_functions: RewardList | None = None,
+    extra_reward_functions: RewardList = (),
     server: str | None = None,
 ) -> Search:
     """Train with values of the space until there are so many trials; returns them with the best config.
@@ -103,18 +103,18 @@ def search(
     if journal is not None and journal.is_file():
         _bring_back(journal, folder / JOURNAL)
     study = open_study(folder, prune)
-    found = Search(config, metric, study)
+    result = Search(config, metric, study)
     refuse_other_space(study, trial_space)
     _refuse_other_question(study, folder, base, rewards, space, metric)
     while (trial := next_trial(study, trial_space, trials, config.seed)) is not None:
         try:
-            if not repeats(study, trial):
-                own = with_values(config, trial.params).changed(
+            if not reuse_earlier_result(study, trial):
+                trial_config = with_values(config, trial.params).changed(
                     checkpoint_dir=str(folder / f"trial-{trial.number}"), save_to_drive=False
                 )
-                session = make_session(own, server)
+                session = make_session(trial_config, server)
                 rewards = rewards_of(
-                    own, session.train_dataset, reward_functions, extra_reward_functions
+                    trial_config, session.train_dataset, reward_functions, extra_reward_functions
                 )
                 _train_trial(study, trial, session, rewards, metric, prune=prune)
         except (RunInUseError, ResumeMismatchError):
@@ -124,10 +124,10 @@ def search(
         _collect_names(study, folder)
         if journal is not None:
             _copy_to_drive(folder / JOURNAL, journal)
-        show(found)
+        show(result)
     if len(study.trials) < trials:
-        tell(why_over(study, trials))
-    return found
+        tell(early_end_reason(study, trials))
+    return result
 
 
 def _train_trial(
@@ -158,35 +158,37 @@ def _refuse_other_question(
         facts = {name: value for name, value in facts.items() if name not in ROWS}
     question = {"metric": metric, **without_secrets(fields), **facts}
     question = json.loads(json.dumps(question, default=str))
-    before = study.user_attrs.get(QUESTION)
-    if before is None:
+    earlier_question = study.user_attrs.get(QUESTION)
+    if earlier_question is None:
         study.set_user_attr(QUESTION, question)
         return
-    before, question = comparable(before, question, _collect_names(study, folder))
+    earlier_question, question = comparable(
+        earlier_question, question, _collect_names(study, folder)
+    )
     # A fact that the new search no longer has is a difference, too.
-    if changed := differences(before, {**dict.fromkeys(before), **question}):
+    if changes := differences(earlier_question, {**dict.fromkeys(earlier_question), **question}):
         raise ConfigError(
-            f"There is a search of this experiment already, which differs in {', '.join(changed)}, so that its trials say nothing about "
+            f"There is a search of this experiment already, which differs in {', '.join(changes)}, so that its trials say nothing about "
             "this one. Choose another experiment_name, or ask as before to go on."
         )
 
 
 def _collect_names(study: Study, folder: Path) -> set[str]:
     """Names that the trials' rewards changed; the study keeps them, because the trials' folders are not copied to Drive."""
-    kept = {*study.user_attrs.get(COLLECTED, ())}
-    found = kept.union(*map(collected_names, folder.glob("trial-*")))
-    if found != kept:
-        study.set_user_attr(COLLECTED, sorted(found))
-    return found
+    stored_names = {*study.user_attrs.get(COLLECTED, ())}
+    names = stored_names.union(*map(collected_names, folder.glob("trial-*")))
+    if names != stored_names:
+        study.set_user_attr(COLLECTED, sorted(names))
+    return names
 
 
-def _bring_back(on_drive: Path, here: Path) -> None:
+def _bring_back(on_drive: Path, local_journal: Path) -> None:
     """Replace the journal by the one on Drive if that is longer; an incomplete last line is ignored."""
-    there = on_drive.read_bytes()
-    there = there[: there.rfind(b"\n") + 1]
-    if len(there) > (here.stat().st_size if here.is_file() else 0):
-        here.parent.mkdir(parents=True, exist_ok=True)
-        atomic_files.write_file(here, there)
+    journal_bytes = on_drive.read_bytes()
+    journal_bytes = journal_bytes[: journal_bytes.rfind(b"\n") + 1]
+    if len(journal_bytes) > (local_journal.stat().st_size if local_journal.is_file() else 0):
+        local_journal.parent.mkdir(parents=True, exist_ok=True)
+        atomic_files.write_file(local_journal, journal_bytes)
 
 
 def _copy_to_drive(journal: Path, to: Path) -> None:
@@ -204,11 +206,11 @@ def _check_metric(metric: str, session: Session, rewards: Rubric) -> None:
         raise UsageError(
             "The test part is not evaluated: overrides has eval.before_and_after false. A search compares trainings by it; leave it out."
         )
-    own = metric_names(session.config.tags, session.test_dataset)
-    known = ["reward", *own, *(f"rewards/{name}/mean" for name in rewards.names)]
-    if metric not in known:
+    task_metrics = metric_names(session.config.tags, session.test_dataset)
+    valid_names = ["reward", *task_metrics, *(f"rewards/{name}/mean" for name in rewards.names)]
+    if metric not in valid_names:
         raise UsageError(
-            f"There is no metric {metric!r} of the test part. There are: {', '.join(known)}."
+            f"There is no metric {metric!r} of the test part. There are: {', '.join(valid_names)}."
         )
 
 

@@ -16,9 +16,9 @@ from typing import Any, cast
 
 from groupwise.core import atomic_files
 from groupwise.notebook.config import TrainingConfig
-from groupwise.notebook.fingerprint import Look, digest
+from groupwise.notebook.fingerprint import FunctionDescription, digest
 from groupwise.tasks.data.chat import Row
-from groupwise.tasks.rewards.nesting import stood_for
+from groupwise.tasks.rewards.nesting import unwrap_reward
 from groupwise.tasks.rewards.rubric import Rubric
 from groupwise.training.callbacks.base import Callback, RunEnd, RunHandle
 
@@ -40,25 +40,28 @@ def facts_of(
 
     For rewards this follows everything that they use (helpers, values, objects).
     """
-    found: dict[str, Any] = {
+    facts: dict[str, Any] = {
         **{name: digest(list(rows)) for name, rows in zip(ROWS, (train, test), strict=True)},
         "marks": digest([config.tags.reasoning, config.tags.answer]),
     }
     if rewards is not None:
-        found |= reward_facts(rewards)
-    return found
+        facts |= reward_facts(rewards)
+    return facts
 
 
 def reward_facts(rewards: Rubric) -> dict[str, Any]:
     """The part of `facts_of` about rewards, including objects that are known by type only (`UNSEEN`)."""
     parts = zip(rewards.names, rewards.weights, rewards.functions, strict=True)
-    looks = [(name, weight, Look(stood_for(function))) for name, weight, function in parts]
+    looks = [
+        (name, weight, FunctionDescription(unwrap_reward(function)))
+        for name, weight, function in parts
+    ]
     return {
-        REWARDS: {name: digest([weight, look.found[""]]) for name, weight, look in looks},
+        REWARDS: {name: digest([weight, look.fingerprints[""]]) for name, weight, look in looks},
         USED: {
-            f"{path} of the reward {name}": each
+            f"{path} of the reward {name}": fingerprint
             for name, _, look in looks
-            for path, each in look.found.items()
+            for path, fingerprint in look.fingerprints.items()
             if path
         },
         UNSEEN: {
@@ -69,29 +72,37 @@ def reward_facts(rewards: Rubric) -> dict[str, Any]:
     }
 
 
-def differences(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Differences of the facts in `now`, in words; parts of the reward by their names."""
+def differences(previous: Mapping[str, Any], current: Mapping[str, Any]) -> list[str]:
+    """Differences of the facts in `current`, in words; parts of the reward by their names."""
     # Rewards that only one of the two trainings has: the reward itself is the difference, so its parts are not listed.
     with_reward = tuple(
-        f" of the reward {each}" for each in {*before.get(REWARDS, ())} ^ {*now.get(REWARDS, ())}
+        f" of the reward {reward_name}"
+        for reward_name in {*previous.get(REWARDS, ())} ^ {*current.get(REWARDS, ())}
     )
-    found: list[str] = []
-    for name, value in now.items():
-        was = before.get(name) if name != UNSEEN else value
-        if isinstance(value, Mapping) and isinstance(was, Mapping):
-            one, other = cast("Mapping[str, str]", was), cast("Mapping[str, str]", value)
-            parts = sorted(each for each in {*one, *other} if one.get(each) != other.get(each))
+    differing_names: list[str] = []
+    for name, value in current.items():
+        previous_value = previous.get(name) if name != UNSEEN else value
+        if isinstance(value, Mapping) and isinstance(previous_value, Mapping):
+            previous_parts, current_parts = (
+                cast("Mapping[str, str]", previous_value),
+                cast("Mapping[str, str]", value),
+            )
+            parts = sorted(
+                part
+                for part in {*previous_parts, *current_parts}
+                if previous_parts.get(part) != current_parts.get(part)
+            )
             if name == REWARDS:
-                found += [f"the reward {part}" for part in parts]
+                differing_names += [f"the reward {part}" for part in parts]
             else:
-                found += [part for part in parts if not part.endswith(with_reward)]
-        elif was != value:
-            found.append(name)
-    return found
+                differing_names += [part for part in parts if not part.endswith(with_reward)]
+        elif previous_value != value:
+            differing_names.append(name)
+    return differing_names
 
 
 COLLECTED_FILE = "collected.json"
-_HERE: dict[str, set[str]] = {}
+_CHANGED_NAMES: dict[str, set[str]] = {}
 """Names that this process's trainings changed, by the fingerprint of their rewards: a model that one training loaded is still
 loaded for the next.
 """
@@ -106,17 +117,17 @@ class Collected(Callback):
 
     def on_save(self, run: RunHandle, checkpoint: Path) -> None:
         """See `Callback`."""
-        self._note(run.folder)
+        self._record_changes(run.folder)
 
     def on_run_end(self, run: RunHandle, end: RunEnd) -> None:
         """See `Callback`."""
-        self._note(run.folder)
+        self._record_changes(run.folder)
 
-    def _note(self, run: Path) -> None:
-        known = collected_names(run)
-        found = known | _changed_here(self._rewards, self._facts)
-        if found != known:
-            atomic_files.write_json(run / COLLECTED_FILE, sorted(found))
+    def _record_changes(self, run: Path) -> None:
+        known_names = collected_names(run)
+        all_names = known_names | _changed_here(self._rewards, self._facts)
+        if all_names != known_names:
+            atomic_files.write_json(run / COLLECTED_FILE, sorted(all_names))
 
 
 def collected_names(run: Path) -> set[str]:
@@ -142,29 +153,31 @@ def note_changes(rewards: Rubric, facts: Mapping[str, Any]) -> Generator[None]:
 
 def _changed_here(rewards: Rubric, facts: Mapping[str, Any]) -> set[str]:
     """Names that this process's trainings by these rewards have changed until now. `facts`: those at the start."""
-    before, now = facts[USED], reward_facts(rewards)[USED]
-    names = _HERE.setdefault(digest(facts[REWARDS]), set())
-    names |= {name for name in {*before} & {*now} if before[name] != now[name]}
+    initial, current = facts[USED], reward_facts(rewards)[USED]
+    names = _CHANGED_NAMES.setdefault(digest(facts[REWARDS]), set())
+    names |= {name for name in {*initial} & {*current} if initial[name] != current[name]}
     # A name that appeared or disappeared is marked: if both trainings have it later, it must be the same.
-    names |= {_passing(name) for name in {*before} ^ {*now}}
+    names |= {_transient_mark(name) for name in {*initial} ^ {*current}}
     return names
 
 
-def _passing(name: str) -> str:
+def _transient_mark(name: str) -> str:
     """The mark of a name that appeared or disappeared during a training."""
     return f"({name})"
 
 
 def comparable(
-    before: Mapping[str, Any], now: Mapping[str, Any], names: Collection[str]
+    previous: Mapping[str, Any], current: Mapping[str, Any], names: Collection[str]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """The facts of both trainings, without the things that the first training's rewards changed (`names`, from `collected_names`)."""
-    used = [each.get(USED, {}) for each in (before, now)]
-    passing = {name for name in {*used[0]} ^ {*used[1]} if _passing(name) in names}
-    left_out = passing.union(names)
-    kept = ({name: each[name] for name in each if name not in left_out} for each in used)
-    one, other = (
-        {**facts, USED: each} if USED in facts else dict(facts)
-        for facts, each in zip((before, now), kept, strict=True)
+    used_facts = [facts.get(USED, {}) for facts in (previous, current)]
+    transient = {
+        name for name in {*used_facts[0]} ^ {*used_facts[1]} if _transient_mark(name) in names
+    }
+    left_out = transient.union(names)
+    remaining = ({name: used[name] for name in used if name not in left_out} for used in used_facts)
+    first, second = (
+        {**facts, USED: used} if USED in facts else dict(facts)
+        for facts, used in zip((previous, current), remaining, strict=True)
     )
-    return one, other
+    return first, second

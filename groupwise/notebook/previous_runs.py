@@ -23,8 +23,8 @@ from groupwise.training.config import RunConfig, resolved_values
 
 def number_of(run: str, name: str) -> int | None:
     """The number of an experiment's run, by its folder's name: 1, 2, 3 …; None if it is none of them."""
-    found = re.fullmatch(rf"{re.escape(name)}(?:-(\d+))?", run)
-    return int(found[1] or 1) if found else None
+    match = re.fullmatch(rf"{re.escape(name)}(?:-(\d+))?", run)
+    return int(match[1] or 1) if match else None
 
 
 def sibling(first: Path, number: int) -> Path:
@@ -48,13 +48,13 @@ PLACES = ("run.name", "run.dir")
 def runs_of(core: RunConfig) -> list[RunInfo]:
     """All readable runs, the newest first; a missing or damaged record is repaired from the checkpoints."""
     name = str(core.run.name)
-    found = [run for run in find.list_runs(Path(core.run.dir)) if number_of(run.name, name)]
-    for broken in [run for run in found if run.broken is not None]:
+    runs = [run for run in find.list_runs(Path(core.run.dir)) if number_of(run.name, name)]
+    for damaged in [run for run in runs if run.broken is not None]:
         with suppress(StoreError, UsageError):  # skip a run whose record cannot be repaired
-            recovery.unpack(broken.path)
-            recovery.recover(broken.path)
-            found.append(find.run_info(broken.path))
-    return [each for each in reversed(found) if each.broken is None]
+            recovery.unpack(damaged.path)
+            recovery.recover(damaged.path)
+            runs.append(find.run_info(damaged.path))
+    return [run for run in reversed(runs) if run.broken is None]
 
 
 def newest_alike(
@@ -62,14 +62,14 @@ def newest_alike(
 ) -> RunInfo | None:
     """The newest run that agrees with config and facts. `say` receives messages about unfinished or emptied runs that are skipped."""
     for run in runs_of(core):
-        found = changes(run, core, facts)
-        weights_gone = run.state == "finished" and find.newest_weights(run.path) is None
-        if not found and not weights_gone:
+        differing = changes(run, core, facts)
+        weights_missing = run.state == "finished" and find.newest_weights(run.path) is None
+        if not differing and not weights_missing:
             return run
-        if say is not None and not found:
+        if say is not None and not differing:
             say(f"{run.path} was finished, but its weights are gone: it is left as it is.")
         elif say is not None and run.state != "finished":
-            names = ", ".join(OWN_NAMES.get(each, each) for each in found)
+            names = ", ".join(OWN_NAMES.get(key, key) for key in differing)
             say(f"{run.path} was cut off, but differs in {names}: it is left as it is.")
     return None
 
@@ -80,15 +80,19 @@ def changes(run: RunInfo, core: RunConfig, facts: Mapping[str, Any]) -> Sequence
     A run that resumes may have other evaluations and callbacks, or another number of processes; a finished run would have to be
     trained again for them.
     """
-    found = compare(read_config(run.path), resolved_values(core), RunConfig)
+    config_changes = compare(read_config(run.path), resolved_values(core), RunConfig)
     if run.state == "finished":
-        loose = [key for key in {**found.free, **found.warned} if key not in PLACES]
+        changed_keys = [
+            key for key in {**config_changes.free, **config_changes.warned} if key not in PLACES
+        ]
     else:
-        loose = [key for key in found.free if key == LENGTH]
-    noted = Store.facts(run.path / RECORD)
-    before, now = comparable(noted.get(FACTS, {}), facts, collected_names(run.path))
-    differing = [*found.fixed, *loose, *differences(before, now)]
-    if not differing and noted.get("base") not in (None, identity(core.model)):
+        changed_keys = [key for key in config_changes.free if key == LENGTH]
+    run_facts = Store.facts(run.path / RECORD)
+    stored_facts, current_facts = comparable(
+        run_facts.get(FACTS, {}), facts, collected_names(run.path)
+    )
+    differing = [*config_changes.fixed, *changed_keys, *differences(stored_facts, current_facts)]
+    if not differing and run_facts.get("base") not in (None, identity(core.model)):
         return ["the weights of the model"]
     return differing
 
@@ -96,7 +100,7 @@ def changes(run: RunInfo, core: RunConfig, facts: Mapping[str, Any]) -> Sequence
 def free_name(core: RunConfig, taken: Collection[str] = ()) -> str:
     """The first name that no folder has and that is not in `taken`."""
     folders = siblings(Path(core.run.dir) / str(core.run.name))
-    return next(each.name for each in folders if not each.exists() and each.name not in taken)
+    return next(path.name for path in folders if not path.exists() and path.name not in taken)
 
 
 def describe_run(run: RunInfo) -> str:
@@ -108,7 +112,7 @@ def describe_run(run: RunInfo) -> str:
             f"{run.path}: another kernel trains it, {run.steps} of {run.max_steps} steps are done"
         )
     saved = checkpoints.complete(run.path / CHECKPOINTS)
-    goes_on = (
+    resume_text = (
         f"from step {saved[-1].step}" if saved else "from its start, as there is no checkpoint yet"
     )
-    return f"{run.path}: cut off after {run.steps} of {run.max_steps} steps; train_grpo goes on {goes_on}"
+    return f"{run.path}: cut off after {run.steps} of {run.max_steps} steps; train_grpo goes on {resume_text}"

@@ -9,7 +9,7 @@ from groupwise.core.terminal.notebook import Table, show
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.datasets import format_prompt
 from groupwise.notebook.export import export_checkpoint
-from groupwise.notebook.rewards import Given
+from groupwise.notebook.rewards import RewardList
 from groupwise.notebook.session import Session, prepare_session, refuse_other
 from groupwise.notebook.training import TrainerState, train_grpo
 
@@ -31,8 +31,8 @@ def quick_test(config: TrainingConfig, session: Session, test_question: str | No
 def run_full_pipeline(
     config: TrainingConfig,
     *,
-    reward_functions: Given | None = None,
-    extra_reward_functions: Given = (),
+    reward_functions: RewardList | None = None,
+    extra_reward_functions: RewardList = (),
     server: str | None = None,
     resume: bool = True,
 ) -> tuple[Session, TrainerState, str]:

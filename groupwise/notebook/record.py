@@ -42,13 +42,15 @@ class Record:
         """
         with self._store() as store:
             if names:
-                known = store.metric_names()
-                for name in names if known else ():
-                    if name not in known:
-                        near = nearest(str(name), known)
-                        hint = f" Did you mean {' or '.join(near)}?" if near else ""
+                available = store.metric_names()
+                for name in names if available else ():
+                    if name not in available:
+                        close_matches = nearest(str(name), available)
+                        hint = (
+                            f" Did you mean {' or '.join(close_matches)}?" if close_matches else ""
+                        )
                         raise UsageError(
-                            f"The run has no metric {name!r}.{hint} It has: {', '.join(known)}."
+                            f"The run has no metric {name!r}.{hint} It has: {', '.join(available)}."
                         )
             return store.metrics(names or None)
 
@@ -61,12 +63,14 @@ class Record:
         """Completions with their rewards: of one step (counted from 0), or the newest ones. Raises UsageError for a step not done yet."""
         step = plain_number(step)
         with self._store() as store:
-            last = store.last_step()
-            done = type(step) is int and 0 <= step <= (last or 0)
-            if step is not None and not done:
-                there = "no step is done yet" if last is None else f"there are 0 to {last}"
+            last_step = store.last_step()
+            is_done = type(step) is int and 0 <= step <= (last_step or 0)
+            if step is not None and not is_done:
+                available_steps = (
+                    "no step is done yet" if last_step is None else f"there are 0 to {last_step}"
+                )
                 raise UsageError(
-                    f"step is {step!r}, but {there}. Give one of the steps that are done, counted from 0, or None for the newest "
+                    f"step is {step!r}, but {available_steps}. Give one of the steps that are done, counted from 0, or None for the newest "
                     "completions."
                 )
             return store.rollouts(
@@ -78,7 +82,9 @@ class Record:
     def evaluations(self) -> dict[str, Mapping[str, float]]:
         """The metrics of each evaluation of the held-out part by its name: before, after."""
         with self._store() as store:
-            return {each.name: each.metrics for each in store.evaluations(rows=False)}
+            return {
+                evaluation.name: evaluation.metrics for evaluation in store.evaluations(rows=False)
+            }
 
     def plot(self, metric: str = "reward") -> Plot:
         """A curve with its moving mean. Raises UsageError for a metric that the run does not have."""
@@ -98,7 +104,7 @@ class Record:
         """
         rollouts = self.rollouts(step, limit)
         with self._store() as store:
-            prompts = store.prompts({each.draw for each in rollouts})
+            prompts = store.prompts({rollout.draw for rollout in rollouts})
         return completions_table(rollouts, prompts, longest)
 
     def _repr_html_(self) -> str:
@@ -129,14 +135,16 @@ def completions_table(
     longest: int = MAX_CHARACTERS_IN_TABLE,
 ) -> Table:
     """A table of rollouts: the prompt once for each group, reward, its parts, completion. `prompts`: by the draw."""
-    draws = [None, *(each.draw for each in rollouts)]
+    draws = [None, *(rollout.draw for rollout in rollouts)]
     rows = [
         (
-            prompt_end(prompts[each.draw], longest // 2) if each.draw != before else "",
-            number(each.reward),
-            "  ".join(f"{part.name} {number(part.value)}" for part in each.parts),
-            shorten(each.completion, longest),
+            prompt_end(prompts[rollout.draw], longest // 2)
+            if rollout.draw != previous_draw
+            else "",
+            number(rollout.reward),
+            "  ".join(f"{part.name} {number(part.value)}" for part in rollout.parts),
+            shorten(rollout.completion, longest),
         )
-        for before, each in zip(draws, rollouts, strict=False)
+        for previous_draw, rollout in zip(draws, rollouts, strict=False)
     ]
     return Table("Completions", rows, ("asked", "reward", "parts", "completion"))

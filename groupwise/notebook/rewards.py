@@ -6,7 +6,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
-from groupwise.core.construct import taken_by
+from groupwise.core.construct import accepted_parameters
 from groupwise.core.errors import TaskError
 from groupwise.core.reward_call.call import check_function, name_of
 from groupwise.core.reward_call.tags import Tag, Tags, after_reasoning, marks
@@ -22,7 +22,7 @@ from groupwise.tasks.data.chat import Row
 from groupwise.tasks.rewards.answers import last_number, literal_number
 from groupwise.tasks.rewards.gold import gold_answers, gold_of_row
 from groupwise.tasks.rewards.mathematics import MathAnswer, answer_of, in_words
-from groupwise.tasks.rewards.nesting import standing_for
+from groupwise.tasks.rewards.nesting import update_reward_wrapper
 from groupwise.tasks.rewards.overlap import words
 from groupwise.tasks.rewards.registry import get_reward_funcs, registered_rewards
 from groupwise.tasks.rewards.registry import reward as entered
@@ -30,9 +30,9 @@ from groupwise.tasks.rewards.rubric import Rubric
 
 Reward: TypeAlias = Callable[..., Any]
 """f(prompts, completions, **columns) -> list of numbers, None for rows to which it does not apply. Prompts and completions are text."""
-One: TypeAlias = Reward | str | Mapping[str, Any] | Criteria | RubricSet
+RewardSpec: TypeAlias = Reward | str | Mapping[str, Any] | Criteria | RubricSet
 """A function, the name of one (with its parameters, in a mapping), or rubrics."""
-Given: TypeAlias = Sequence[One | tuple[One, float]]
+RewardList: TypeAlias = Sequence[RewardSpec | tuple[RewardSpec, float]]
 """Rewards, some of them with a weight."""
 
 NO_CHAT = "string indices must be integers"
@@ -53,7 +53,7 @@ def register_reward(name: str, function: Reward) -> None:
         return function(**columns)
 
     try:
-        entered(name)(standing_for(function, reward, name))
+        entered(name)(update_reward_wrapper(function, reward, name))
     except ValueError as error:
         raise TaskError(f"{error}. Choose another name.") from error
 
@@ -86,22 +86,25 @@ def create_reward_functions(
 def rewards_of(
     config: TrainingConfig,
     rows: Sequence[Row],
-    reward_functions: Given | None = None,
-    extra_reward_functions: Given | None = (),
+    reward_functions: RewardList | None = None,
+    extra_reward_functions: RewardList | None = (),
 ) -> Rubric:
     """The rewards of a training: `reward_functions` replace those of the config; `extra_reward_functions` are added in either case."""
     if reward_functions is None:
-        chosen = create_reward_functions(config, rows)
+        base_rewards = create_reward_functions(config, rows)
     else:
-        chosen = _check_rewards("reward_functions", reward_functions, config)
-    counted = [*chosen, *_check_rewards("extra_reward_functions", extra_reward_functions, config)]
-    if not counted:
+        base_rewards = _check_rewards("reward_functions", reward_functions, config)
+    rewards = [
+        *base_rewards,
+        *_check_rewards("extra_reward_functions", extra_reward_functions, config),
+    ]
+    if not rewards:
         raise TaskError(
             "There is no reward function: reward_functions is empty. Give at least one, or leave it out."
         )
     if kind_of(rows) == "rubric":
-        return Rubric(counted, where="reward_functions")
-    if any(name_of(_function(each)) == ACCURACY for each in counted):
+        return Rubric(rewards, where="reward_functions")
+    if any(name_of(_function_of(reward)) == ACCURACY for reward in rewards):
         raise TaskError(
             f"A reward function is called {ACCURACY!r}, as is what is measured beside the rewards, the share of right answers. Give it "
             "another name: right, for example."
@@ -111,48 +114,57 @@ def rewards_of(
     def accuracy(completions: Sequence[CompletionText], **columns: Any) -> list[float]:
         return grades(tags, completions, tolerant=False, **columns)
 
-    return Rubric([*counted, (accuracy, 0.0)], where="reward_functions")
+    return Rubric([*rewards, (accuracy, 0.0)], where="reward_functions")
 
 
-def _check_rewards(where: str, given: object, config: TrainingConfig) -> list[Any]:
-    if given is None:
+def _check_rewards(parameter_name: str, rewards: object, config: TrainingConfig) -> list[Any]:
+    if rewards is None:
         return []
-    if callable(given) or isinstance(given, str):
-        shown = repr(given) if isinstance(given, str) else getattr(given, "__name__", "f")
-        raise TaskError(f"{where} is one reward; give a list, {where}=[{shown}].")
-    if not isinstance(given, list | tuple):
-        raise TaskError(
-            f"{where} is of the type {type(given).__name__}; give a list of functions, or of names of rewards."
+    if callable(rewards) or isinstance(rewards, str):
+        reward_text = (
+            repr(rewards) if isinstance(rewards, str) else getattr(rewards, "__name__", "f")
         )
-    return [_make_reward(where, each, config.tags) for each in cast("Sequence[Any]", given)]
+        raise TaskError(
+            f"{parameter_name} is one reward; give a list, {parameter_name}=[{reward_text}]."
+        )
+    if not isinstance(rewards, list | tuple):
+        raise TaskError(
+            f"{parameter_name} is of the type {type(rewards).__name__}; give a list of functions, or of names of rewards."
+        )
+    return [
+        _make_reward(parameter_name, reward, config.tags)
+        for reward in cast("Sequence[Any]", rewards)
+    ]
 
 
-def _make_reward(where: str, given: Any, tags: Tags) -> Any:
+def _make_reward(parameter_name: str, reward: Any, tags: Tags) -> Any:
     """A function on texts, or a pair with its weight."""
-    if isinstance(given, list | tuple):
-        pair = cast("Sequence[Any]", given)
+    if isinstance(reward, list | tuple):
+        pair = cast("Sequence[Any]", reward)
         if len(pair) != 2:
             raise TaskError(
                 f"A reward is {pair!r}; give a function or a name, or a pair with its weight."
             )
-        one = _make_reward(where, pair[0], tags)
-        return _function(one), pair[1]
-    if isinstance(given, str | Mapping):
-        section: dict[str, Any] = {"name": given} if isinstance(given, str) else {**given}
+        made_reward = _make_reward(parameter_name, pair[0], tags)
+        return _function_of(made_reward), pair[1]
+    if isinstance(reward, str | Mapping):
+        section: dict[str, Any] = {"name": reward} if isinstance(reward, str) else {**reward}
         kind = registered_rewards().get(str(section.get("name")))
         if inspect.isclass(kind):
             # A reward that looks for marks uses those of the config, unless other marks are passed to it.
-            taken = {parameter.name for parameter in taken_by(kind)}
-            marked = {"reasoning_tag": tags.reasoning, "answer_tag": tags.answer}
-            own = {name: _plain_tag(tag) for name, tag in marked.items() if name in taken}
-            section = {**own, **section}
-        [(function, weight)] = get_reward_funcs([section], where=where)
+            accepted = {parameter.name for parameter in accepted_parameters(kind)}
+            config_tags = {"reasoning_tag": tags.reasoning, "answer_tag": tags.answer}
+            default_tags = {
+                name: _plain_tag(tag) for name, tag in config_tags.items() if name in accepted
+            }
+            section = {**default_tags, **section}
+        [(function, weight)] = get_reward_funcs([section], where=parameter_name)
         return _on_texts(function), weight
-    return _on_texts(given.reward() if isinstance(given, Criteria | RubricSet) else given)
+    return _on_texts(reward.reward() if isinstance(reward, Criteria | RubricSet) else reward)
 
 
-def _function(given: Any) -> Any:
-    return cast("tuple[Any, float]", given)[0] if isinstance(given, tuple) else given
+def _function_of(reward: Any) -> Any:
+    return cast("tuple[Any, float]", reward)[0] if isinstance(reward, tuple) else reward
 
 
 def _on_texts(given: Any) -> Any:
@@ -162,7 +174,7 @@ def _on_texts(given: Any) -> Any:
 
     def reward(**columns: Any) -> Any:
         for name in {"prompts", "completions"} & columns.keys():
-            columns[name] = [_text(each) for each in columns[name]]
+            columns[name] = [_last_text(content) for content in columns[name]]
         try:
             return function(**columns)
         except TypeError as error:
@@ -170,10 +182,10 @@ def _on_texts(given: Any) -> Any:
                 error.add_note(TEXTS)
             raise
 
-    return standing_for(function, reward, name_of(function))
+    return update_reward_wrapper(function, reward, name_of(function))
 
 
-def _text(content: Prompt | CompletionText) -> str:
+def _last_text(content: Prompt | CompletionText) -> str:
     """Text unchanged; for a chat, its last message."""
     return (
         content
@@ -198,7 +210,7 @@ def grades(
     golds = gold_answers(columns, len(completions), tag=tags.answer, boxes=True)
     pairs = zip(completions, golds, strict=True)
     grade = MathAnswer(tolerant=tolerant, answer_tag=tags.answer)
-    return grade([with_marks(tags, each, forms) for each, forms in pairs], **columns)
+    return grade([with_marks(tags, completion, forms) for completion, forms in pairs], **columns)
 
 
 def is_numeric(tags: Tags, answer: Any) -> bool:
@@ -209,10 +221,10 @@ def is_numeric(tags: Tags, answer: Any) -> bool:
 def with_marks(tags: Tags, completion: CompletionText, forms: Sequence[str]) -> str:
     """The text with its answer between marks; `forms` are those in which the gold answer is accepted."""
     text = after_reasoning(completion_text(completion), tags.reasoning)
-    marked = answer_of(text, tags.answer)
+    marked_answer = answer_of(text, tags.answer)
     lines = text.strip().splitlines()
     last_line = lines[-1].strip() if lines else ""
-    last_words = words(marked or last_line)
+    last_words = words(marked_answer or last_line)
     for form in forms:  # a gold answer in words at the end of the text, as whole words
         end = words(form)
         if (
@@ -224,11 +236,11 @@ def with_marks(tags: Tags, completion: CompletionText, forms: Sequence[str]) -> 
             answer = form
             break
     else:
-        if marked is not None:
+        if marked_answer is not None:
             return text
         answer = last_number(text) if _has_number(forms) else last_line
-    opened, closed = marks(tags.answer)
-    return f"{opened}{answer}{closed}" if answer else text
+    opening, closing = marks(tags.answer)
+    return f"{opening}{answer}{closing}" if answer else text
 
 
 def _has_number(forms: Sequence[str]) -> bool:

@@ -12,7 +12,7 @@ from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.friendly_errors import plain_number
 from groupwise.tasks.data.chat import Account, Row, Rows
 from groupwise.tasks.data.messages import Unusable, messages_of
-from groupwise.tasks.data.source_rows import SAME, question_key, usable
+from groupwise.tasks.data.source_rows import SAME, keep_usable, question_key
 from groupwise.tasks.rewards.mathematics import MathAnswer
 from groupwise.tasks.rewards.overlap import RubricOverlap
 
@@ -40,21 +40,21 @@ def kind_of(rows: Sequence[Row]) -> Kind:
 
 
 def usable_rows(
-    rows: Sequence[Mapping[str, Any]], make: Callable[[Mapping[str, Any]], Row], where: str
+    rows: Sequence[Mapping[str, Any]], make: Callable[[Mapping[str, Any]], Row], source: str
 ) -> Rows:
     """The results of `make`, without rows for which it raises Unusable, and without repeated questions. Raises TaskError for none."""
 
-    def why_again(earlier: Row, later: Row) -> str:
+    def why_again(earlier_row: Row, later_row: Row) -> str:
         for name in ("answer", *RUBRIC):
-            if str(earlier.get(name)).strip() != str(later.get(name)).strip():
+            if str(earlier_row.get(name)).strip() != str(later_row.get(name)).strip():
                 return f"it asks an earlier row's question with another {name}"
         return SAME
 
-    found, left_out = usable(
+    unique_rows, left_out = keep_usable(
         rows,
         make,
         key_of,
-        source=where,
+        source=source,
         strict=False,
         remedy=(
             "Expected: question (text), and rubric with reference, or answer: text or a number. A long solution marks its answer: "
@@ -62,26 +62,30 @@ def usable_rows(
         ),
         again=why_again,
     )
-    return Rows(found, Account(dict(left_out)))
+    return Rows(unique_rows, Account(dict(left_out)))
 
 
-def as_row_list(given: Any, source: str, also: str = "") -> list[Any]:
+def as_row_list(value: Any, source: str, also: str = "") -> list[Any]:
     """The given rows as a list; cells of a pandas table become Python values. `source` and `also` are for the message."""
-    kind = type(given).__name__
+    kind = type(value).__name__
     if kind == "DataFrame":
-        rows = [{**row} for row in cast("list[Row]", given.to_dict("records"))]
+        rows = [{**row} for row in cast("list[Row]", value.to_dict("records"))]
         for row in rows:  # arrays become lists, and gaps None
             for name, cell in row.items():
-                plain = cell.tolist() if hasattr(cell, "tolist") else cell
-                gap = type(plain).__name__ in ("NAType", "NaTType")
-                row[name] = None if gap or (isinstance(plain, float) and plain != plain) else plain
+                cell_value = cell.tolist() if hasattr(cell, "tolist") else cell
+                gap = type(cell_value).__name__ in ("NAType", "NaTType")
+                row[name] = (
+                    None
+                    if gap or (isinstance(cell_value, float) and cell_value != cell_value)
+                    else cell_value
+                )
         return rows
-    if isinstance(given, str | bytes | Mapping) or not hasattr(given, "__iter__"):
-        kind = "a coroutine" if inspect.iscoroutine(cast("object", given)) else kind
+    if isinstance(value, str | bytes | Mapping) or not hasattr(value, "__iter__"):
+        kind = "a coroutine" if inspect.iscoroutine(cast("object", value)) else kind
         raise TaskError(
             f"{source} {kind}. Expected a list of rows such as {{'question': …, 'answer': …}}{also}."
         )
-    return list(cast("Iterable[Any]", given))
+    return list(cast("Iterable[Any]", value))
 
 
 def key_of(row: Row) -> str:
@@ -90,37 +94,37 @@ def key_of(row: Row) -> str:
     if is_chat(prompt) and not isinstance(prompt, Mapping):
         prompt = "\n".join(f"{turn['role']}: {turn['content']}" for turn in messages_of(prompt))
     parts: list[Any] = [row.get("question"), prompt]
-    return question_key("\n".join(str(each) for each in parts if holds(each)))
+    return question_key("\n".join(str(part) for part in parts if is_not_empty(part)))
 
 
-def row_of(given: object, config: TrainingConfig) -> Row:
+def row_of(value: object, config: TrainingConfig) -> Row:
     """A loader's row, checked. Raises Unusable."""
-    if not isinstance(given, Mapping):
-        raise Unusable(f"it is {type(given).__name__} and no row with columns")
-    row = cast("Mapping[str, Any]", given)
+    if not isinstance(value, Mapping):
+        raise Unusable(f"it is {type(value).__name__} and no row with columns")
+    row = cast("Mapping[str, Any]", value)
     question, chat = row.get("question"), row.get("prompt")
     if question is None and is_chat(chat):
-        question = said_last(chat)
+        question = last_user_message(chat)
     if not isinstance(question, str) or not question.strip():
         raise Unusable("it has no text in the column question")
     gaps = dict.fromkeys(name for name in ("answer", *RUBRIC) if name in row)
     answers = MathAnswer("answer", answer_tag=config.tags.answer)
     # The columns among answer, rubric and reference that the row can be scored by; None, NaN and empty text do not count.
-    scored: Row = {}
-    if _reads(refuse_odd_answer, row.get("answer")) and _reads(answers.check_row, row):
-        scored["answer"] = row["answer"]
-    if holds(row.get("rubric")) and _reads(RubricOverlap("reference").check_row, row):
-        scored |= {name: row[name] for name in RUBRIC}
-    if not scored:
+    score_columns: Row = {}
+    if _accepts(refuse_odd_answer, row.get("answer")) and _accepts(answers.check_row, row):
+        score_columns["answer"] = row["answer"]
+    if is_not_empty(row.get("rubric")) and _accepts(RubricOverlap("reference").check_row, row):
+        score_columns |= {name: row[name] for name in RUBRIC}
+    if not score_columns:
         refuse_odd_answer(row.get("answer"))
         raise Unusable("it has neither an answer nor a rubric with a reference")
-    return {**row, **gaps, **scored, "question": question.strip()}
+    return {**row, **gaps, **score_columns, "question": question.strip()}
 
 
-def _reads(check: Callable[[Any], None], given: object) -> bool:
+def _accepts(check: Callable[[Any], None], value: object) -> bool:
     """True if a check accepts this."""
     try:
-        check(given)
+        check(value)
     except (ValueError, Unusable):
         return False
     return True
@@ -128,10 +132,10 @@ def _reads(check: Callable[[Any], None], given: object) -> bool:
 
 def refuse_odd_answer(cell: object) -> None:
     """Raise Unusable unless the cell is text, a number, a list of these, or None (a gap)."""
-    for each in accepted_forms(cell):
-        if each is not None and not isinstance(plain_number(each), str | Number):
+    for form in accepted_forms(cell):
+        if form is not None and not isinstance(plain_number(form), str | Number):
             raise Unusable(
-                f"its answer is {type(each).__name__}; an answer is a text, a number, or a list of forms in which it is accepted"
+                f"its answer is {type(form).__name__}; an answer is a text, a number, or a list of forms in which it is accepted"
             )
 
 
@@ -142,10 +146,10 @@ def accepted_forms(cell: object) -> list[Any]:
 
 def is_chat(cell: object) -> bool:
     """True if a prompt is messages rather than a text."""
-    return not isinstance(cell, str) and holds(cell)
+    return not isinstance(cell, str) and is_not_empty(cell)
 
 
-def said_last(chat: object) -> str:
+def last_user_message(chat: object) -> str:
     """The user's last message. Raises Unusable if there is none."""
     contents = [message["content"] for message in messages_of(chat) if message["role"] == "user"]
     if not contents:
@@ -153,7 +157,7 @@ def said_last(chat: object) -> str:
     return contents[-1].strip()
 
 
-def holds(cell: object) -> bool:
+def is_not_empty(cell: object) -> bool:
     """True for a chat, a text or a list that is not empty."""
     if isinstance(cell, str):
         return bool(cell.strip())

@@ -29,7 +29,7 @@ from groupwise.core.reward_call.text import CompletionText, completion_text
 from groupwise.core.settings.schema import Conflict, setting
 from groupwise.core.settings.tree import Tree, read_yaml
 from groupwise.core.settings.validation import validate
-from groupwise.notebook.friendly_errors import Worded
+from groupwise.notebook.friendly_errors import UserModel
 from groupwise.tasks.rewards.judge import Judge
 from groupwise.tasks.rewards.matching import keyword_share
 from groupwise.tasks.rewards.overlap import overlap, words
@@ -52,7 +52,7 @@ LONG = 3
 """Minimum number of letters of a description's word that carries meaning."""
 
 
-class Criterion(Worded):
+class Criterion(UserModel):
     """One thing that a good answer has."""
 
     name: str = setting(..., "What it is called in metrics.", min_length=1)
@@ -100,11 +100,11 @@ class Criterion(Worded):
         return [word for word in words(self.description) if len(word) >= LONG]
 
     def __str__(self) -> str:
-        shown = "".join(f"\n  such as: {example}" for example in self.examples)
-        return f"{self.name}{f': {self.description}' if self.description else ''}{shown}"
+        example_lines = "".join(f"\n  such as: {example}" for example in self.examples)
+        return f"{self.name}{f': {self.description}' if self.description else ''}{example_lines}"
 
 
-class Rubric(Worded):
+class Rubric(UserModel):
     """Criteria that are scored together."""
 
     name: str = setting(..., "What it is called.", min_length=1)
@@ -181,17 +181,22 @@ class Rubric(Worded):
     def reweighted(self, weights: Mapping[str, float]) -> Self:
         """A copy with other weights for the named criteria. It has no target_score, because the old one belonged to the old weights."""
         self._refuse_unknown(weights)
-        return self._judging_by(
-            [each.changed(weight=weights.get(each.name, each.weight)) for each in self.criteria]
+        return self._with_criteria(
+            [
+                criterion.changed(weight=weights.get(criterion.name, criterion.weight))
+                for criterion in self.criteria
+            ]
         )
 
     def with_keywords(self, name: str, keywords: Sequence[str]) -> Self:
         """A copy with more keywords for one criterion, also without target_score."""
         self._refuse_unknown([name])
-        return self._judging_by(
+        return self._with_criteria(
             [
-                each.changed(keywords=[*each.keywords, *keywords]) if each.name == name else each
-                for each in self.criteria
+                criterion.changed(keywords=[*criterion.keywords, *keywords])
+                if criterion.name == name
+                else criterion
+                for criterion in self.criteria
             ]
         )
 
@@ -200,25 +205,25 @@ class Rubric(Worded):
         if self.highest <= 0:
             raise TaskError(f"The rubric {self.name!r} has no positive score that could be scaled.")
         factor = highest / self.highest
-        return self._judging_by(
-            [each.changed(weight=each.weight * factor) for each in self.criteria],
+        return self._with_criteria(
+            [criterion.changed(weight=criterion.weight * factor) for criterion in self.criteria],
             None if self.target_score is None else self.target_score * factor,
         )
 
     def to_yaml(self, path: Path | str) -> None:
         """Write the rubric to a file that `load_rubrics` can read. Raises UsageError if that is not possible."""
-        _write(path, self)
+        _write_yaml(path, self)
 
-    def _judging_by(self, criteria: Sequence[Criterion], target: float | None = None) -> Self:
-        aimed = {} if self.target_score is None else {"target_score": target}
-        return self.changed(criteria=criteria, **aimed)
+    def _with_criteria(self, criteria: Sequence[Criterion], target: float | None = None) -> Self:
+        target_fields = {} if self.target_score is None else {"target_score": target}
+        return self.changed(criteria=criteria, **target_fields)
 
     def _refuse_unknown(self, names: Any) -> None:
-        there = [criterion.name for criterion in self.criteria]
+        criterion_names = [criterion.name for criterion in self.criteria]
         for name in names:
-            if name not in there:
+            if name not in criterion_names:
                 raise TaskError(
-                    f"The rubric {self.name!r} has no criterion {name!r}. It has: {', '.join(there)}."
+                    f"The rubric {self.name!r} has no criterion {name!r}. It has: {', '.join(criterion_names)}."
                 )
 
     def __str__(self) -> str:
@@ -232,7 +237,7 @@ class Rubric(Worded):
         return "\n".join([*([self.description] if self.description else []), *heavy, *example])
 
 
-class RubricSet(Worded):
+class RubricSet(UserModel):
     """Rubrics for questions of several types."""
 
     name: str = setting("rubrics", "What it is called.", min_length=1)
@@ -244,9 +249,11 @@ class RubricSet(Worded):
         """Two rubrics of one name."""
         names = [rubric.name for rubric in self.rubrics]
         for name in dict.fromkeys(name for name in names if names.count(name) > 1):
-            places = [str(place) for place, each in enumerate(names, 1) if each == name]
+            positions = [
+                str(position) for position, other_name in enumerate(names, 1) if other_name == name
+            ]
             yield Conflict(
-                f"the rubrics {' and '.join(places)} of {len(names)} are all called {name!r}; rename all but one.",
+                f"the rubrics {' and '.join(positions)} of {len(names)} are all called {name!r}; rename all but one.",
                 ("rubrics",),
             )
 
@@ -258,13 +265,13 @@ class RubricSet(Worded):
             if rubric.name == which:
                 return rubric
         raise TaskError(
-            f"There is no rubric {which!r}. There are: {', '.join(each.name for each in self.rubrics)}."
+            f"There is no rubric {which!r}. There are: {', '.join(rubric.name for rubric in self.rubrics)}."
         )
 
     def of_type(self, question_type: str | None) -> list[Rubric]:
         """The rubrics for a type of question; if there are none, or it has no type, the rubrics for any question."""
-        own = [each for each in self.rubrics if question_type in each.question_types]
-        return own or [each for each in self.rubrics if not each.question_types]
+        matching = [rubric for rubric in self.rubrics if question_type in rubric.question_types]
+        return matching or [rubric for rubric in self.rubrics if not rubric.question_types]
 
     def reward(self) -> Callable[..., list[float | None]]:
         """A reward function: for each row, the mean over the rubrics for its question_type; None if there are none."""
@@ -272,25 +279,25 @@ class RubricSet(Worded):
 
     def to_yaml(self, path: Path | str) -> None:
         """Write the set to a file that `load_rubrics` can read. Raises UsageError if that is not possible."""
-        _write(path, self)
+        _write_yaml(path, self)
 
 
 def load_rubrics(path: Path | str) -> RubricSet:
     """The rubrics of a YAML file, which holds one or a set, or of all such files in a folder. Raises ConfigError."""
-    place = Path(path).expanduser()
-    if not place.is_dir():
-        return _load_file(place)
-    files = sorted(file for file in place.iterdir() if file.suffix in (".yaml", ".yml"))
+    source = Path(path).expanduser()
+    if not source.is_dir():
+        return _load_file(source)
+    files = sorted(file for file in source.iterdir() if file.suffix in (".yaml", ".yml"))
     if not files:
-        raise ConfigError(f"{place} has no files .yaml or .yml.")
+        raise ConfigError(f"{source} has no files .yaml or .yml.")
     rubrics = [(file, rubric) for file in files for rubric in _load_file(file).rubrics]
-    first: dict[str, Path] = {}
+    file_by_name: dict[str, Path] = {}
     for file, rubric in rubrics:
-        if (earlier := first.setdefault(rubric.name, file)) != file:
+        if (first_file := file_by_name.setdefault(rubric.name, file)) != file:
             raise ConfigError(
-                f"Two rubrics are called {rubric.name!r}, one in {earlier} and one in {file}. Rename one of them."
+                f"Two rubrics are called {rubric.name!r}, one in {first_file} and one in {file}. Rename one of them."
             )
-    return RubricSet(name=place.name, rubrics=tuple(rubric for _, rubric in rubrics))
+    return RubricSet(name=source.name, rubrics=tuple(rubric for _, rubric in rubrics))
 
 
 def _load_file(file: Path) -> RubricSet:
@@ -301,7 +308,7 @@ def _load_file(file: Path) -> RubricSet:
     return RubricSet(name=rubric.name, rubrics=(rubric,))
 
 
-def _write(path: Path | str, rubrics: Rubric | RubricSet) -> None:
+def _write_yaml(path: Path | str, rubrics: Rubric | RubricSet) -> None:
     yaml: Any = YAML()
     yaml.default_flow_style = False
     text = io.StringIO()
@@ -320,22 +327,22 @@ def _reward(name: str, rubrics: Sequence[Rubric] | RubricSet) -> Any:
     def reward(
         completions: Sequence[CompletionText], log_metric: LogMetric | None = None, **columns: Any
     ) -> list[float | None]:
-        texts = [completion_text(each) for each in completions]
+        texts = [completion_text(completion) for completion in completions]
         types = columns.get("question_type", [None] * len(texts))
-        chosen = [
+        rubrics_by_row = [
             rubrics.of_type(kind) if isinstance(rubrics, RubricSet) else rubrics for kind in types
         ]
         if log_metric is not None:  # the mean of each criterion
-            found: dict[str, list[float]] = {}
-            for text, own in zip(texts, chosen, strict=True):
-                for rubric in own:
+            scores_by_metric: dict[str, list[float]] = {}
+            for text, row_rubrics in zip(texts, rubrics_by_row, strict=True):
+                for rubric in row_rubrics:
                     for criterion, value in rubric.scores(text).items():
-                        found.setdefault(f"{rubric.name}/{criterion}", []).append(value)
-            for metric, values in found.items():
+                        scores_by_metric.setdefault(f"{rubric.name}/{criterion}", []).append(value)
+            for metric, values in scores_by_metric.items():
                 log_metric(metric, fmean(values))
         return [
-            fmean(rubric.score(text) for rubric in own) if own else None
-            for text, own in zip(texts, chosen, strict=True)
+            fmean(rubric.score(text) for rubric in row_rubrics) if row_rubrics else None
+            for text, row_rubrics in zip(texts, rubrics_by_row, strict=True)
         ]
 
     reward.__name__ = name

@@ -58,41 +58,51 @@ class Sampler:
             raise UsageError(
                 f"prompts is of the type {type(prompts).__name__}; give a list of texts."
             )
-        chats = [_chat(each) for each in cast("Sequence[Any]", prompts)]
+        chats = [_to_chat(prompt) for prompt in cast("Sequence[Any]", prompts)]
         session = self.session
-        given = session.config.seed if seed is None else seed
-        steps, warmth, most, share, drawn_by = map(
-            plain_number, (total_generation_steps, temperature, top_k, top_p, given)
+        seed_value = session.config.seed if seed is None else seed
+        max_tokens, temperature_value, top_k_value, top_p_value, seed_number = map(
+            plain_number, (total_generation_steps, temperature, top_k, top_p, seed_value)
         )
         checks = {
-            f"total_generation_steps is {steps!r}; it must be a whole number, at least 1": is_count(
-                steps
+            f"total_generation_steps is {max_tokens!r}; it must be a whole number, at least 1": is_count(
+                max_tokens
             ),
-            f"temperature is {warmth!r}; it must be a number, at least 0": _is_number(warmth)
-            and warmth >= 0,
-            f"top_k is {most!r}; it must be a whole number, at least 1, or None": most is None
-            or is_count(most),
-            f"top_p is {share!r}; it must be a number above 0 and at most 1, or None": share is None
-            or (_is_number(share) and 0 < share <= 1),
-            f"seed is {drawn_by!r}; it must be a whole number, or None": type(drawn_by) is int,
+            f"temperature is {temperature_value!r}; it must be a number, at least 0": _is_number(
+                temperature_value
+            )
+            and temperature_value >= 0,
+            f"top_k is {top_k_value!r}; it must be a whole number, at least 1, or None": top_k_value
+            is None
+            or is_count(top_k_value),
+            f"top_p is {top_p_value!r}; it must be a number above 0 and at most 1, or None": top_p_value
+            is None
+            or (_is_number(top_p_value) and 0 < top_p_value <= 1),
+            f"seed is {seed_number!r}; it must be a whole number, or None": type(seed_number)
+            is int,
         }
-        if wrong := [message for message, right in checks.items() if not right]:
-            raise UsageError("; ".join(wrong) + ".")
+        if problems := [message for message, is_valid in checks.items() if not is_valid]:
+            raise UsageError("; ".join(problems) + ".")
         weights = session.weights
         if not chats:
             return []
-        params = SamplingParams(max_tokens=steps, temperature=warmth, top_k=most, top_p=share)
+        params = SamplingParams(
+            max_tokens=max_tokens,
+            temperature=temperature_value,
+            top_k=top_k_value,
+            top_p=top_p_value,
+        )
         core = session.core.config
         with by_own_names(session.config), build.expected_ranks(core):
-            return run_to_end(complete(core, chats, weights, params, drawn_by))
+            return run_to_end(complete(core, chats, weights, params, seed_number))
 
 
-def _chat(prompt: Any) -> Prompt:
+def _to_chat(prompt: Any) -> Prompt:
     if isinstance(prompt, str) and prompt.strip():
         return [{"role": "user", "content": prompt}]
     if isinstance(prompt, list) and prompt:
         messages = cast("list[Any]", prompt)
-        if all(isinstance(each, dict) for each in messages):
+        if all(isinstance(message, dict) for message in messages):
             return messages
     raise UsageError(
         f"A prompt is {prompt!r}. Expected a text, or messages such as {{'role': 'user', 'content': …}}."
@@ -156,11 +166,11 @@ def _refuse_too_long(prompts: PromptSet, steps: int, room: int) -> None:
             f"total_generation_steps is {steps}, but the model reads and writes at most {longest} tokens, question and answer together. "
             "Lower it."
         )
-    for place, ids in enumerate(prompts.prompts, 1):
+    for position, ids in enumerate(prompts.prompts, 1):
         if len(ids) > room:
-            which = "The question" if len(prompts.prompts) == 1 else f"Prompt {place}"
+            label = "The question" if len(prompts.prompts) == 1 else f"Prompt {position}"
             lower = ", or lower total_generation_steps (of session.sampler)"
             raise UsageError(
-                f"{which} has {len(ids)} tokens, but the model has room for {room} beside total_generation_steps = {steps}. "
+                f"{label} has {len(ids)} tokens, but the model has room for {room} beside total_generation_steps = {steps}. "
                 f"Shorten the question{lower if len(ids) < longest else ''}."
             )

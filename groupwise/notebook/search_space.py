@@ -33,9 +33,11 @@ Space: TypeAlias = Mapping[str, Between | Sequence[Any]]
 
 def with_values(config: TrainingConfig, values: Mapping[str, Any]) -> TrainingConfig:
     """The config with values of a space: its fields, and keys of the core."""
-    own = {name: value for name, value in values.items() if name in type(config).model_fields}
-    core = {name: value for name, value in values.items() if name not in own}
-    return config.changed(**own, overrides={**config.overrides, **core})
+    field_values = {
+        name: value for name, value in values.items() if name in type(config).model_fields
+    }
+    core_values = {name: value for name, value in values.items() if name not in field_values}
+    return config.changed(**field_values, overrides={**config.overrides, **core_values})
 
 
 def distributions(config: TrainingConfig, space: Any) -> dict[str, Any]:
@@ -44,26 +46,30 @@ def distributions(config: TrainingConfig, space: Any) -> dict[str, Any]:
         raise ConfigError(
             'The space is no mapping, or empty. Say what to vary: {"learning_rate": Between(1e-6, 1e-4, log=True)}.'
         )
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     for name, values in cast("Space", space).items():
         if name in FIXED or is_credential(name):
             raise ConfigError(f"{name} is nothing that a search can vary.")
         fields = [leaf.key for leaf in leaves(RunConfig) if ".".join(leaf.path) == name]
-        if (own := type(config).model_fields.get(name)) is not None:
-            fields = [own]
-        found[name] = tried = _distribution(name, values, takes_whole_alone(*fields))
-        ends = [tried.low, tried.high] if isinstance(values, Between) else tried.choices
+        if (field := type(config).model_fields.get(name)) is not None:
+            fields = [field]
+        result[name] = distribution = _distribution(name, values, takes_whole_alone(*fields))
+        ends = (
+            [distribution.low, distribution.high]
+            if isinstance(values, Between)
+            else distribution.choices
+        )
         if without_secrets(list(ends)) != list(ends):
             raise ConfigError(
                 f"{name} holds what looks like a credential, and what is tried is written down. Take it from the environment instead."
             )
         for value in ends:
             core_config(with_values(config, {name: value}))
-    return found
+    return result
 
 
-def _distribution(name: str, values: Any, whole: bool) -> Any:
-    """Optuna's form of the values of one field or key; `whole`: only whole numbers are valid. Raises ConfigError."""
+def _distribution(name: str, values: Any, whole_numbers: bool) -> Any:
+    """Optuna's form of the values of one field or key; `whole_numbers`: only whole numbers are valid. Raises ConfigError."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     if not isinstance(values, Between):
@@ -72,7 +78,7 @@ def _distribution(name: str, values: Any, whole: bool) -> Any:
                 f"{name}: expected Between(low, high) or a list of values, got {values!r}."
             )
         return CategoricalDistribution(
-            [plain_number(each) for each in cast("Sequence[Any]", values)]
+            [plain_number(value) for value in cast("Sequence[Any]", values)]
         )
     ends: list[float] = []
     for end in (values.low, values.high):
@@ -85,7 +91,7 @@ def _distribution(name: str, values: Any, whole: bool) -> Any:
         raise ConfigError(f"{name}: {low} is not below {high}.")
     if values.log and low <= 0:
         raise ConfigError(f"{name}: {low} has no logarithm; begin above 0.")
-    if not whole:
+    if not whole_numbers:
         return FloatDistribution(low, high, log=values.log)
     for end in (low, high):
         if not end.is_integer():

@@ -16,7 +16,7 @@ from typing import Any
 
 from groupwise.core.errors import UsageError
 from groupwise.core.terminal.notebook import Table, show
-from groupwise.engine.backends.tunix.environment import look, mesh_of
+from groupwise.engine.backends.tunix.environment import mesh_of, query_worker
 from groupwise.notebook import credentials, drive
 from groupwise.notebook.config import SECRETS, TrainingConfig
 from groupwise.notebook.core import by_own_names, core_config, model_of, run_folder
@@ -64,7 +64,7 @@ class Session:
     @property
     def weights(self) -> Path | None:
         """The newest weights of the training; None before there are any. Raises UsageError if the run's folder no longer exists."""
-        return None if self.folder is None else find.newest_weights(_there(self.folder))
+        return None if self.folder is None else find.newest_weights(_existing_folder(self.folder))
 
     @property
     def next_folder(self) -> Path:
@@ -79,7 +79,7 @@ class Session:
         """
         if self.folder is None:
             raise UsageError("There is no run yet: call train_grpo(config, session).")
-        return Record(_there(self.folder))
+        return Record(_existing_folder(self.folder))
 
     @cached_property
     def tokenizer(self) -> Any:
@@ -146,13 +146,13 @@ class Session:
 
     def table(self) -> Table:
         """A table of the prepared session."""
-        return Table("Session", list(_lines(self)))
+        return Table("Session", list(_session_rows(self)))
 
 
 ColabSession = Session
 
 
-def _there(folder: Path) -> Path:
+def _existing_folder(folder: Path) -> Path:
     if not folder.is_dir():
         raise UsageError(
             f"The run's folder is gone: {folder.absolute()} is not there. Put it back (after os.chdir, go back to where the session was "
@@ -169,17 +169,17 @@ def prepare_session(config: TrainingConfig, *, server: str | None = None) -> Ses
     be changed afterwards.
     """
     refuse_no_config(config)
-    found = credentials.provide(config)
-    mounted = drive.mount(config)
+    credential_sources = credentials.provide(config)
+    drive_rows = drive.mount(config)
     session = make_session(config, server)
     with by_own_names(config):
         run = newest_alike(session.core.config, session.facts)
         session.folder = run.path if run is not None else None
-        rows = list(_lines(session))
+        rows = list(_session_rows(session))
     if run is not None:
         rows.append(("earlier run", describe_run(run)))
-    sources = "; ".join(f"{name} from {place}" for name, place in found.items())
-    show(Table("Session", [*rows, *mounted, ("credentials", sources or "none found")]))
+    sources = "; ".join(f"{name} from {source}" for name, source in credential_sources.items())
+    show(Table("Session", [*rows, *drive_rows, ("credentials", sources or "none found")]))
     config.prepared()
     return session
 
@@ -211,20 +211,26 @@ def refuse_other(config: TrainingConfig, session: object) -> None:
         raise UsageError(
             f"Expected a session second, got {type(session).__name__}: session = prepare_session(config)."
         )
-    if changed := differing(config, session.config):
+    if fields := differing(config, session.config):
         raise UsageError(
-            f"The session was prepared with another config: {changed} differ. Prepare one with this config: "
+            f"The session was prepared with another config: {fields} differ. Prepare one with this config: "
             "session = prepare_session(config)."
         )
 
 
 def differing(config: TrainingConfig, other: TrainingConfig) -> str:
     """The names of the fields that differ, except credentials; empty if the configs are equal."""
-    own, others = (each.model_dump(exclude={*SECRETS}) for each in (other, config))
-    return ", ".join(name for name in {**own, **others} if own.get(name) != others.get(name))
+    field_values, other_values = (
+        compared.model_dump(exclude={*SECRETS}) for compared in (other, config)
+    )
+    return ", ".join(
+        name
+        for name in {**field_values, **other_values}
+        if field_values.get(name) != other_values.get(name)
+    )
 
 
-def _lines(session: Session) -> Iterator[tuple[str, str]]:
+def _session_rows(session: Session) -> Iterator[tuple[str, str]]:
     """Lines of the table that `prepare_session` shows: name and value."""
     config, train, test = session.config, session.train_dataset, session.test_dataset
     if session.server is not None:
@@ -232,11 +238,11 @@ def _lines(session: Session) -> Iterator[tuple[str, str]]:
     elif session.mesh is None:
         yield "backend", "torch"
     else:
-        found = look()
+        tunix_info = query_worker()
         mesh = " × ".join(f"{axis} {count}" for axis, count in session.mesh.items())
         yield (
             "backend",
-            f"tunix {found.tunix} with jax {found.jax}, {found.devices} × {found.device} as {mesh}",
+            f"tunix {tunix_info.tunix} with jax {tunix_info.jax}, {tunix_info.devices} × {tunix_info.device} as {mesh}",
         )
     yield "model", model_of(config)
     policy = session.lora_policy

@@ -95,27 +95,34 @@ def _all_tried(study: Study, distributions: Mapping[str, Any]) -> bool:
     from optuna.distributions import CategoricalDistribution, IntDistribution
 
     combinations = 1
-    for each in distributions.values():
-        if isinstance(each, CategoricalDistribution):
-            choices = each.choices
+    for distribution in distributions.values():
+        if isinstance(distribution, CategoricalDistribution):
+            choices = distribution.choices
             combinations *= sum(
-                choice not in choices[:place] for place, choice in enumerate(choices)
+                choice not in choices[:index] for index, choice in enumerate(choices)
             )
-        elif isinstance(each, IntDistribution):
-            combinations *= each.high - each.low + 1
+        elif isinstance(distribution, IntDistribution):
+            combinations *= distribution.high - distribution.low + 1
         else:
             return False
-    tried: list[dict[str, Any]] = []
+    combinations_tried: list[dict[str, Any]] = []
     for trial in study.trials:
-        if trial.params.keys() == distributions.keys() and trial.params not in tried:
-            tried.append(trial.params)
-    return len(tried) == combinations
+        if trial.params.keys() == distributions.keys() and trial.params not in combinations_tried:
+            combinations_tried.append(trial.params)
+    return len(combinations_tried) == combinations
 
 
-def repeats(study: Study, trial: Trial) -> bool:
+def reuse_earlier_result(study: Study, trial: Trial) -> bool:
     """True if a trial with these values has already ended; its result is then reported for this trial too."""
-    ended = [each for each in study.trials if each.state.name in ("COMPLETE", "PRUNED")]
-    earlier = next((each for each in ended if each.params == trial.params), None)
+    ended_trials = [
+        earlier_trial
+        for earlier_trial in study.trials
+        if earlier_trial.state.name in ("COMPLETE", "PRUNED")
+    ]
+    earlier = next(
+        (earlier_trial for earlier_trial in ended_trials if earlier_trial.params == trial.params),
+        None,
+    )
     if earlier is None:
         return False
     trial.set_user_attr(REPEATED, earlier.number)
@@ -131,7 +138,7 @@ def repeats(study: Study, trial: Trial) -> bool:
 
 def end_early(study: Study, trial: Trial) -> None:
     """End a trial that did worse than the others; the study keeps the last value that it reported."""
-    study.tell(trial, state=_state("PRUNED"))
+    study.tell(trial, state=_trial_state("PRUNED"))
 
 
 def fail(study: Study, trial: Trial, error: Exception) -> None:
@@ -140,17 +147,19 @@ def fail(study: Study, trial: Trial, error: Exception) -> None:
     reason = "\n".join(lines)
     logger.warning("trial %d failed: %s", trial.number, reason)
     trial.set_user_attr(REASON, reason)
-    study.tell(trial, state=_state("FAIL"))
+    study.tell(trial, state=_trial_state("FAIL"))
 
 
-def why_over(study: Study, trials: int) -> str:
+def early_end_reason(study: Study, trials: int) -> str:
     """The explanation for fewer trials than the user asked for."""
-    failed = sum(trial.state.name == "FAIL" for trial in study.trials)
-    again = "; those that failed are tried again under another experiment_name" if failed else ""
-    return f"Each combination of the space was tried, so that the search is over after {len(study.trials)} of {trials} trials{again}."
+    failed_count = sum(trial.state.name == "FAIL" for trial in study.trials)
+    retry_hint = (
+        "; those that failed are tried again under another experiment_name" if failed_count else ""
+    )
+    return f"Each combination of the space was tried, so that the search is over after {len(study.trials)} of {trials} trials{retry_hint}."
 
 
-def _state(name: str) -> Any:
+def _trial_state(name: str) -> Any:
     from optuna.trial import TrialState
 
     return TrialState[name]
@@ -168,17 +177,17 @@ class Search:
     @property
     def best(self) -> TrainingConfig:
         """The config of the best trial, to be trained under a name of its own. Raises UsageError if no trial has succeeded."""
-        return with_values(self.config, self._best.params)
+        return with_values(self.config, self._best_trial.params)
 
     @property
     def best_value(self) -> float:
         """Its metric."""
-        value = self._best.value
+        value = self._best_trial.value
         assert value is not None, "it is complete"
         return value
 
     @property
-    def _best(self) -> FrozenTrial:
+    def _best_trial(self) -> FrozenTrial:
         if not any(trial.state.name == "COMPLETE" for trial in self.study.trials):
             raise UsageError("No trial has ended well yet; the table says what became of each.")
         return self.study.best_trial
@@ -196,16 +205,23 @@ class Search:
         for trial in trials:
             values = [trial.params.get(name, "") for name in names]
             outcome = _STATES[trial.state.name]
-            earlier, reason = (trial.user_attrs.get(key) for key in (REPEATED, REASON))
-            if earlier is not None:
-                outcome = f"{outcome}, as trial {earlier}" if outcome else f"as trial {earlier}"
+            repeated_number, reason = (trial.user_attrs.get(key) for key in (REPEATED, REASON))
+            if repeated_number is not None:
+                outcome = (
+                    f"{outcome}, as trial {repeated_number}"
+                    if outcome
+                    else f"as trial {repeated_number}"
+                )
             elif trial.state.name == "FAIL" and reason:
                 outcome = f"{outcome}: {reason.splitlines()[0]}"
             value = trial.value if trial.state.name != "PRUNED" else None
             rows.append(
                 (
                     str(trial.number),
-                    *(f"{each:.3g}" if isinstance(each, float) else str(each) for each in values),
+                    *(
+                        f"{number:.3g}" if isinstance(number, float) else str(number)
+                        for number in values
+                    ),
                     "" if value is None else f"{value:.4g}",
                     outcome,
                 )
@@ -214,13 +230,13 @@ class Search:
 
     def plot_svg(self) -> str:
         """The metric of each trial, and the best so far."""
-        done = [
+        completed = [
             (trial.number, trial.value)
             for trial in self.study.trials
             if trial.state.name == "COMPLETE"
         ]
-        points = [(float(number), value) for number, value in done if value is not None]
-        numbers, values = ([each[axis] for each in points] for axis in (0, 1))
+        points = [(float(number), value) for number, value in completed if value is not None]
+        numbers, values = ([point[axis] for point in points] for axis in (0, 1))
         best = zip(numbers, accumulate(values, max), strict=True)
         series = [Series("trial", tuple(points), "points"), Series("best so far", tuple(best))]
         return svg_curve(series, title=f"{self.metric} of each trial", x_label="trial")

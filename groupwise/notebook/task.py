@@ -83,7 +83,7 @@ class NotebookTask:
         """
         tags = self._config.tags
         layout = SoftFormat(tags.reasoning, tags.answer, right=1.0)
-        found = {"format_rate": fmean(layout(completions))}
+        metrics = {"format_rate": fmean(layout(completions))}
         if kind_of(dataset_rows) == "rubric":
             overlaps = RubricOverlap()(
                 prompts=prompts,
@@ -91,13 +91,18 @@ class NotebookTask:
                 rubric=[row["rubric"] for row in dataset_rows],
                 reference=[row["reference"] for row in dataset_rows],
             )
-            known = [value for value in overlaps if value is not None]
-            return {"metrics": {**found, "rubric_overlap": fmean(known) if known else 0.0}}
+            valid_overlaps = [value for value in overlaps if value is not None]
+            return {
+                "metrics": {
+                    **metrics,
+                    "rubric_overlap": fmean(valid_overlaps) if valid_overlaps else 0.0,
+                }
+            }
         answers = [row["answer"] for row in dataset_rows]
-        graded = grades(tags, completions, tolerant=True, answer=answers)
-        found["accuracy"] = fmean(grade >= RIGHT for grade in graded)
-        found["within_10_percent"] = fmean(grade >= NEAR for grade in graded)
-        return {"metrics": {name: found[name] for name in metric_names(tags, dataset_rows)}}
+        row_grades = grades(tags, completions, tolerant=True, answer=answers)
+        metrics["accuracy"] = fmean(grade >= RIGHT for grade in row_grades)
+        metrics["within_10_percent"] = fmean(grade >= NEAR for grade in row_grades)
+        return {"metrics": {name: metrics[name] for name in metric_names(tags, dataset_rows)}}
 
 
 def metric_names(tags: Tags, rows: Sequence[Row]) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from groupwise.notebook.core import by_own_names, run_folder
 from groupwise.notebook.identity import UNSEEN, USED, Collected, collected_names, facts_of
 from groupwise.notebook.previous_runs import newest_alike
 from groupwise.notebook.record import Record
-from groupwise.notebook.rewards import Given, rewards_of
+from groupwise.notebook.rewards import RewardList, rewards_of
 from groupwise.notebook.session import Session, refuse_other
 from groupwise.notebook.task import NotebookTask
 from groupwise.runs import find
@@ -66,8 +66,8 @@ def train_grpo(
     config: TrainingConfig,
     session: Session,
     *,
-    reward_functions: Given | None = None,
-    extra_reward_functions: Given = (),
+    reward_functions: RewardList | None = None,
+    extra_reward_functions: RewardList = (),
     resume: bool = True,
 ) -> TrainerState:
     """Train, with checkpoints on the way and at the end.
@@ -90,58 +90,61 @@ def run_training(
     facts = facts_of(session.config, session.train_dataset, session.test_dataset, rewards)
     core = session.core.config
     with by_own_names(session.config):
-        earlier = newest_alike(core, facts, say=tell) if resume else None
-    if earlier is not None and earlier.state == "finished":
+        previous = newest_alike(core, facts, say=tell) if resume else None
+    if previous is not None and previous.state == "finished":
         tell(
-            f"{earlier.path} was finished with this config, these rows and these rewards; another training would come to the same. "
-            f"Change a field (seed=…), or train anew with resume=False.{_not_compared(facts, earlier)}"
+            f"{previous.path} was finished with this config, these rows and these rewards; another training would come to the same. "
+            f"Change a field (seed=…), or train anew with resume=False.{_not_compared(facts, previous)}"
         )
-        session.folder = earlier.path
-        if (mirror := drive.mirror_of(session.config, earlier.name)) is not None:
-            mirror.keep_finished(earlier.path)
-        with Store.open(earlier.path / RECORD, readonly=True) as store:
-            held_out = {each.name: EvalResult.from_record(each) for each in store.evaluations()}
+        session.folder = previous.path
+        if (mirror := drive.mirror_of(session.config, previous.name)) is not None:
+            mirror.keep_finished(previous.path)
+        with Store.open(previous.path / RECORD, readonly=True) as store:
+            held_out = {
+                evaluation.name: EvalResult.from_record(evaluation)
+                for evaluation in store.evaluations()
+            }
         result = RlResult(
-            read_summary(earlier.path) or {},
-            earlier.path,
+            read_summary(previous.path) or {},
+            previous.path,
             before=held_out.get(BEFORE),
             after=held_out.get(AFTER),
         )
-        return _state(session, result)
-    if earlier is not None:
-        name = earlier.name
-        if earlier.state != "running":
-            tell(f"{earlier.path} was cut off: it goes on.{_not_compared(facts, earlier)}")
+        return _trainer_state(session, result)
+    if previous is not None:
+        name = previous.name
+        if previous.state != "running":
+            tell(f"{previous.path} was cut off: it goes on.{_not_compared(facts, previous)}")
     else:
-        first, place = run_folder(session.config), session.next_folder
-        name = place.name
-        if place != first:
-            tell(f"The name {first.name} is taken: this run is {place}.")
+        first, folder = run_folder(session.config), session.next_folder
+        name = folder.name
+        if folder != first:
+            tell(f"The name {first.name} is taken: this run is {folder}.")
     core = core.model_copy(update={"run": core.run.model_copy(update={"name": name})})
     mirror = drive.mirror_of(session.config, name)
-    watching = [
+    all_callbacks = [
         _SetFolder(session),
         Collected(rewards, facts),
         *([] if mirror is None else [mirror]),
         *callbacks,
     ]
     task = NotebookTask(
-        session.config, session.train_dataset, session.test_dataset, rewards, watching, facts
+        session.config, session.train_dataset, session.test_dataset, rewards, all_callbacks, facts
     )
     with by_own_names(session.config):
-        result = rl(core, task, resume=earlier is not None)
+        result = rl(core, task, resume=previous is not None)
     if result.exit_code >= 128:
         raise Stopped(result.summary["steps"])
-    return _state(session, result)
+    return _trainer_state(session, result)
 
 
-def _not_compared(facts: Mapping[str, Any], earlier: RunInfo) -> str:
+def _not_compared(facts: Mapping[str, Any], previous: RunInfo) -> str:
     """A note on objects that were not compared, and so may have changed unnoticed."""
     unseen = [f"{name} ({kind})" for name, kind in facts[UNSEEN].items()]
-    changed = sorted(collected_names(earlier.path).intersection(facts[USED]))
+    changed = sorted(collected_names(previous.path).intersection(facts[USED]))
     return "".join(
-        f" {why}, and not compared: {', '.join(names)}."
-        for why, names in (
+        f" {reason}, and not compared: {', '.join(names)}."
+        for reason, names in (
             ("Known by type alone", unseen),
             ("Changed by the training itself", changed),
         )
@@ -149,7 +152,7 @@ def _not_compared(facts: Mapping[str, Any], earlier: RunInfo) -> str:
     )
 
 
-def _state(session: Session, result: RlResult) -> TrainerState:
+def _trainer_state(session: Session, result: RlResult) -> TrainerState:
     weights = find.newest_weights(result.folder)
     assert weights is not None, "a finished run has weights"
     return TrainerState(result, weights, str(result.folder), config=session.config)
@@ -176,7 +179,7 @@ class Completions(Callback):
     def on_step_end(self, run: RunHandle, metrics: dict[str, float]) -> None:
         """See `Callback`."""
         stretch = math.ceil(run.max_steps / TABLES)
-        ends = run.step % stretch == 0 or run.step == run.max_steps
-        if ends or run.step == run.first_step + 1:
-            found = Record(run.folder).table(run.step - 1, MAX_ROWS, LONGEST)
-            run.say(str(replace(found, title=f"Completions of step {run.step}")))
+        is_section_end = run.step % stretch == 0 or run.step == run.max_steps
+        if is_section_end or run.step == run.first_step + 1:
+            table = Record(run.folder).table(run.step - 1, MAX_ROWS, LONGEST)
+            run.say(str(replace(table, title=f"Completions of step {run.step}")))

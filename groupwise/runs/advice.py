@@ -114,23 +114,24 @@ RULES = (
 
 def advice_on(store: Store) -> list[dict[str, Any]]:
     """The advice that applies now, with the numbers."""
-    last = store.last_step()
-    if last is None:
+    last_step = store.last_step()
+    if last_step is None:
         return []
     outcomes = ["rollouts/scored", "rollouts/failed", "rollouts/timed_out"]
     curves = store.metrics(
-        [*(each.metric for each in RULES), DISTINCT, *outcomes], since=max(0, last + 1 - RECENT)
+        [*(rule.metric for rule in RULES), DISTINCT, *outcomes],
+        since=max(0, last_step + 1 - RECENT),
     )
     recent = {name: mean_of([value for _, value in curve]) for name, curve in curves.items()}
     means = {name: value for name, value in recent.items() if value is not None}
-    scored, *others = (means.get(name, 0.0) for name in outcomes)
-    if total := scored + sum(others):
-        means["rollouts/unscored"] = sum(others) / total
-    found: list[dict[str, Any]] = []
-    for each in RULES:
-        value = means.get(each.metric)
-        fits = each.alike is None or each.alike == (means.get(DISTINCT, 1.0) < LEAST_DISTINCT)
-        if value is not None and each.holds(value) and fits:
-            says = each.says.format(value=each.form.format(value))
-            found.append({"metric": each.metric, "value": value, "says": says, "do": each.do})
-    return found
+    scored, *unscored_shares = (means.get(name, 0.0) for name in outcomes)
+    if total := scored + sum(unscored_shares):
+        means["rollouts/unscored"] = sum(unscored_shares) / total
+    advice: list[dict[str, Any]] = []
+    for rule in RULES:
+        value = means.get(rule.metric)
+        applies = rule.alike is None or rule.alike == (means.get(DISTINCT, 1.0) < LEAST_DISTINCT)
+        if value is not None and rule.holds(value) and applies:
+            text = rule.says.format(value=rule.form.format(value))
+            advice.append({"metric": rule.metric, "value": value, "says": text, "do": rule.do})
+    return advice

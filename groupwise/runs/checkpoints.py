@@ -75,7 +75,7 @@ class Checkpoint:
 
 
 @dataclass(frozen=True, slots=True)
-class Skipped:
+class SkippedCheckpoint:
     """A checkpoint that cannot be used."""
 
     path: Path
@@ -88,7 +88,9 @@ class Skipped:
 class CheckpointList(list[Checkpoint]):
     """The complete checkpoints of a run by their steps; `skipped` lists the unusable ones."""
 
-    def __init__(self, complete: Iterable[Checkpoint], skipped: Iterable[Skipped]) -> None:
+    def __init__(
+        self, complete: Iterable[Checkpoint], skipped: Iterable[SkippedCheckpoint]
+    ) -> None:
         super().__init__(complete)
         self.skipped = tuple(skipped)
 
@@ -138,12 +140,12 @@ def complete(folder: Path, verify: bool = False) -> CheckpointList:
     ResumeMismatchError if one of them was written by a newer version.
     """
     good: list[Checkpoint] = []
-    skipped: list[Skipped] = []
+    skipped: list[SkippedCheckpoint] = []
     for path in sorted(_folders(folder), key=_step_of):
         try:
             good.append(_read_checkpoint(path, verify))
         except _Damaged as damage:
-            skipped.append(Skipped(path, str(damage)))
+            skipped.append(SkippedCheckpoint(path, str(damage)))
     return CheckpointList(good, skipped)
 
 
@@ -170,13 +172,15 @@ def prune(folder: Path, keep: int, protect: Collection[int] = ()) -> list[int]:
     """
     if keep < 1:
         raise ValueError(f"at least one checkpoint must be kept, not {keep}")
-    old = [found for found in complete(folder)[:-keep] if found.step not in protect]
-    for checkpoint in old:
+    pruned = [
+        checkpoint for checkpoint in complete(folder)[:-keep] if checkpoint.step not in protect
+    ]
+    for checkpoint in pruned:
         record_segments.keep_piece(checkpoint.path)
         atomic_files.remove_folder(checkpoint.path)
-    if old:
+    if pruned:
         record_segments.merge_kept_pieces(folder.parent)
-    return [checkpoint.step for checkpoint in old]
+    return [checkpoint.step for checkpoint in pruned]
 
 
 def drop_after(folder: Path, step: int) -> list[int]:
@@ -185,17 +189,21 @@ def drop_after(folder: Path, step: int) -> list[int]:
     A resume from an earlier checkpoint does this *before* it rewinds the record: a crash between the two leaves a record
     that is ahead of its checkpoints, which the next resume rewinds.
     """
-    later = sorted((path for path in _folders(folder) if _step_of(path) > step), key=_step_of)
-    for path in reversed(later):
+    later_folders = sorted(
+        (path for path in _folders(folder) if _step_of(path) > step), key=_step_of
+    )
+    for path in reversed(later_folders):
         atomic_files.remove_folder(path)
     record_segments.drop_pieces_after(folder.parent, step)
-    return [_step_of(path) for path in later]
+    return [_step_of(path) for path in later_folders]
 
 
 def sweep(folder: Path) -> tuple[str, ...]:
     """Delete the unfinished files of dead writers. The caller holds the run's lock."""
-    places = [place for place in (folder, folder.parent / record_segments.KEPT) if place.is_dir()]
-    return tuple(name for place in places for name in atomic_files.sweep(place))
+    folders = [
+        existing for existing in (folder, folder.parent / record_segments.KEPT) if existing.is_dir()
+    ]
+    return tuple(name for existing in folders for name in atomic_files.sweep(existing))
 
 
 def _folders(folder: Path) -> list[Path]:
@@ -210,9 +218,13 @@ def _step_of(path: Path) -> int:
 
 def _identity(file: Path) -> _Identity | None:
     """Equal for all hard links of one file; None for a file with a single name."""
-    found = file.stat()
-    several = found.st_nlink > 1
-    return (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns) if several else None
+    status = file.stat()
+    has_other_links = status.st_nlink > 1
+    return (
+        (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns)
+        if has_other_links
+        else None
+    )
 
 
 def _manifest(
@@ -221,10 +233,10 @@ def _manifest(
     files: dict[str, dict[str, Any]] = {}
     for path in sorted(path for path in building.rglob("*") if path.is_file()):
         identity = _identity(path)
-        known = None if identity is None else hashes.get(identity)
+        known_hash = None if identity is None else hashes.get(identity)
         files[path.relative_to(building).as_posix()] = {
             "size": path.stat().st_size,
-            "sha256": known or _sha256(path),
+            "sha256": known_hash or _sha256(path),
         }
     try:
         own_version = metadata.version("groupwise")
@@ -250,12 +262,12 @@ def _read_checkpoint(path: Path, verify: bool) -> Checkpoint:
     if not isinstance(content, dict):
         raise _Damaged(f"{MANIFEST} is not a manifest")
     content = cast("dict[str, Any]", content)
-    found = content.get("format")
-    if not isinstance(found, int):
+    file_format = content.get("format")
+    if not isinstance(file_format, int):
         raise _Damaged(f"{MANIFEST} does not say which format it has")
-    if found > FORMAT:
+    if file_format > FORMAT:
         raise ResumeMismatchError(
-            f"the checkpoint {path} has format {found}; this version of Groupwise reads formats up to {FORMAT}. "
+            f"the checkpoint {path} has format {file_format}; this version of Groupwise reads formats up to {FORMAT}. "
             "It was written by a newer version: upgrade Groupwise to use it."
         )
     try:

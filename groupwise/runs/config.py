@@ -206,19 +206,19 @@ class RunSection(Strict):
     @property
     def sinks(self) -> tuple[SinkName, ...]:
         """The services that `report_to` names, each once."""
-        given = (self.report_to,) if isinstance(self.report_to, str) else self.report_to
-        return tuple(dict.fromkeys(name for name in given if name != "none"))
+        names = (self.report_to,) if isinstance(self.report_to, str) else self.report_to
+        return tuple(dict.fromkeys(name for name in names if name != "none"))
 
     @field_validator("report_to", mode="before")
     @classmethod
-    def _is_no_sink(cls, given: Any) -> Any:
+    def _is_no_sink(cls, value: Any) -> Any:
         """Runs before the type check, so it turns a list into the tuple that the field expects."""
-        several = isinstance(given, list | tuple)
-        names = tuple(cast("list[Any]", given)) if several else (given,)
+        is_list = isinstance(value, list | tuple)
+        names = tuple(cast("list[Any]", value)) if is_list else (value,)
         for name in names:
             if isinstance(name, str) and name in NO_SINKS:
                 raise ValueError(f"{NO_SINKS[name]}. There are: {', '.join(SINKS)}.")
-        return names if several else given
+        return names if is_list else value
 
     @property
     def profiled_steps(self) -> frozenset[int]:
@@ -227,11 +227,11 @@ class RunSection(Strict):
 
     @field_validator("profile")
     @classmethod
-    def _names_steps(cls, given: int | tuple[int, ...] | None) -> int | tuple[int, ...] | None:
-        steps = (given,) if isinstance(given, int) else given or ()
+    def _names_steps(cls, value: int | tuple[int, ...] | None) -> int | tuple[int, ...] | None:
+        steps = (value,) if isinstance(value, int) else value or ()
         if any(step < 0 for step in steps):
             raise ValueError(f"profile has {min(steps)}; steps are counted from 0.")
-        return given
+        return value
 
     @field_validator("name")
     @classmethod

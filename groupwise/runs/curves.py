@@ -46,15 +46,15 @@ def metrics_of(record: EvaluationRecord) -> Mapping[str, float]:
 def curves_of(records: Iterable[EvaluationRecord]) -> dict[str, Curve]:
     """The curve of each metric, by its full name; if several evaluations have the same number of steps, the last one counts."""
     curves: dict[str, Curve] = {}
-    for record in sorted(records, key=lambda each: each.step):
+    for record in sorted(records, key=lambda entry: entry.step):
         for name, value in metrics_of(record).items():
             if not isinstance(cast("object", value), int | float):
                 continue  # callbacks may record any value
             try:
-                known = float(value)
+                number = float(value)
             except OverflowError:
-                known = math.inf
-            curves.setdefault(f"{prefix_of(record)}/{name}", {})[record.step] = known
+                number = math.inf
+            curves.setdefault(f"{prefix_of(record)}/{name}", {})[record.step] = number
     return curves
 
 
@@ -70,13 +70,15 @@ def warm_up_curve(run: Path, metric: str) -> list[tuple[float, float]]:
         return []
     try:
         with Store.open(record, readonly=True) as store:
-            last = store.last_step()
-            done = 0 if last is None else last + 1
-            of_steps = store.metrics([metric]).get(metric, [])
-            of_evaluations = [
+            last_step = store.last_step()
+            done = 0 if last_step is None else last_step + 1
+            step_points = store.metrics([metric]).get(metric, [])
+            evaluation_points = [
                 (e.step, e.metrics.get(metric)) for e in store.evaluations(rows=False)
             ]
     except StoreError:
         return []
-    points = of_steps or [(step, value) for step, value in of_evaluations if value is not None]
+    points = step_points or [
+        (step, value) for step, value in evaluation_points if value is not None
+    ]
     return [(step - done, value) for step, value in points]

@@ -52,7 +52,7 @@ class Database:
         """True if `rollouts` and `groups` have an indexed column `task`; otherwise a group's task is read from its example's columns."""
         self.lengths_indexed = version(connection) >= LENGTHS_SINCE
         """True if indexes of lengths and of truncated rollouts exist."""
-        connection.create_function("lowered", 1, text_index.lowered, deterministic=True)
+        connection.create_function("lowered", 1, text_index.sql_lower, deterministic=True)
         self._connection = connection
         self._lock = threading.RLock()
 
@@ -82,7 +82,7 @@ class Database:
             if version(connection) == 0:
                 raise StoreError(f"{path} is empty: nothing was recorded in it.")
             if version(connection) < FORMAT.newest:
-                _show_as_newest(connection)
+                _create_compatibility_views(connection)
             return cls(path, connection)
 
     def close(self) -> None:
@@ -110,11 +110,11 @@ class Database:
     def insert(self, table: str, **columns: Any) -> int:
         """Add one row inside a transaction; returns its row id."""
         names, marks = ", ".join(columns), ", ".join("?" * len(columns))
-        added = self.execute(
+        row_id = self.execute(
             f"INSERT INTO {table} ({names}) VALUES ({marks})", tuple(columns.values())
         ).lastrowid
-        assert added is not None
-        return added
+        assert row_id is not None
+        return row_id
 
     def insert_many(self, table: str, columns: Iterable[str], rows: Iterable[Row]) -> None:
         """Add rows inside a transaction."""
@@ -129,7 +129,7 @@ class Database:
         with self._lock, explaining_sqlite(self.path):
             return self._connection.execute(query, values).fetchall()
 
-    def soon(self, query: str, values: Row, instructions: int) -> list[Row] | None:
+    def query_within(self, query: str, values: Row, instructions: int) -> list[Row] | None:
         """All rows of a query, or None if SQLite's virtual machine would need more than `instructions` instructions to find them."""
         with self._lock, explaining_sqlite(self.path):
             self._connection.set_progress_handler(lambda: 1, instructions)
@@ -186,26 +186,26 @@ class Database:
             self.indexed = text_index.is_usable(self._connection)
 
 
-def _show_as_newest(connection: sqlite3.Connection) -> None:
+def _create_compatibility_views(connection: sqlite3.Connection) -> None:
     """Hide the unchanged tables of an older format behind temporary views of this connection, which add the missing columns.
 
     A page of a large old record then costs only the rows that it reads, and rows that a writer of the older format adds are visible.
     """
-    there = version(connection)
+    file_version = version(connection)
     missing: dict[str, dict[str, str]] = {}
     for since, table, columns in SINCE:
-        if there < since:
+        if file_version < since:
             missing.setdefault(table, {}).update(columns)
     connection.execute("PRAGMA temp_store = MEMORY")
     for table, columns in missing.items():
-        added = ", ".join(f"{what} AS {name}" for name, what in columns.items())
+        added_columns = ", ".join(f"{sql} AS {name}" for name, sql in columns.items())
         connection.execute(
-            f"CREATE TEMP VIEW {table} AS SELECT {table}.*, {added} FROM main.{table}"
+            f"CREATE TEMP VIEW {table} AS SELECT {table}.*, {added_columns} FROM main.{table}"
         )
     for since, table, names in TABLES_SINCE:
-        if there < since:
-            nothing = ", ".join(f"NULL AS {name}" for name in names)
-            connection.execute(f"CREATE TEMP VIEW {table} AS SELECT {nothing} WHERE FALSE")
+        if file_version < since:
+            null_columns = ", ".join(f"NULL AS {name}" for name in names)
+            connection.execute(f"CREATE TEMP VIEW {table} AS SELECT {null_columns} WHERE FALSE")
 
 
 @contextmanager

@@ -103,13 +103,13 @@ def pack_json(value: Any) -> str:
         if not isinstance(value, dict):
             return json.dumps(_as_repr(value))
     # Some value in the mapping has keys that are not strings, or contains itself: keep the other values.
-    saved: dict[str, Any] = {}
+    packed: dict[str, Any] = {}
     for name, column in cast("dict[object, object]", value).items():
         try:
-            saved[str(name)] = json.loads(json.dumps(column, default=_as_repr))
+            packed[str(name)] = json.loads(json.dumps(column, default=_as_repr))
         except (TypeError, ValueError, RecursionError):
-            saved[str(name)] = _as_repr(column)
-    return json.dumps(saved)
+            packed[str(name)] = _as_repr(column)
+    return json.dumps(packed)
 
 
 def unpack_json(stored: str) -> Any:

@@ -77,34 +77,34 @@ def resolve(reference: str, runs_dir: Path = Path("runs")) -> Address:
 
     RunNotFoundError lists the existing runs or checkpoints. Damaged checkpoints count as missing.
     """
-    whole = _find_folder(reference, runs_dir)
-    if whole is not None:
-        return whole
-    name, step = _split(reference)
+    address = _find_folder(reference, runs_dir)
+    if address is not None:
+        return address
+    name, step = _split_reference(reference)
     if step is None:
         raise RunNotFoundError(no_such_run(name, runs_dir))
     run = _find_folder(name, runs_dir)
     if run is None:
         raise RunNotFoundError(no_such_run(name, runs_dir))
-    found = checkpoints.complete(run.path / CHECKPOINTS, verify=False)
-    for checkpoint in found:
+    complete = checkpoints.complete(run.path / CHECKPOINTS, verify=False)
+    for checkpoint in complete:
         if checkpoint.step == step:
             checkpoint.verify()
             return Address(run.path, checkpoint)
-    there = ", ".join(f"{run.name}@{checkpoint.step}" for checkpoint in found) or "none"
-    damaged = "".join(f" Skipped as damaged: {skipped}." for skipped in found.skipped)
+    names = ", ".join(f"{run.name}@{checkpoint.step}" for checkpoint in complete) or "none"
+    damaged = "".join(f" Skipped as damaged: {skipped}." for skipped in complete.skipped)
     raise RunNotFoundError(
-        f"the run '{run.name}' has no checkpoint after {step} steps. There are: {there}.{damaged} "
+        f"the run '{run.name}' has no checkpoint after {step} steps. There are: {names}.{damaged} "
         "How many are kept is run.save_total_limit, how often they are made run.save_steps."
     )
 
 
 def resolve_run(reference: str, runs_dir: Path = Path("runs")) -> tuple[Path, int | None]:
     """The run folder and the step that a reference names; a checkpoint of that step need not exist."""
-    whole = _find_folder(reference, runs_dir)
-    if whole is not None:
-        return whole.path, whole.checkpoint.step if whole.checkpoint else None
-    name, step = _split(reference)
+    address = _find_folder(reference, runs_dir)
+    if address is not None:
+        return address.path, address.checkpoint.step if address.checkpoint else None
+    name, step = _split_reference(reference)
     run = _find_folder(name, runs_dir)
     if run is None or step is None:
         raise RunNotFoundError(no_such_run(name, runs_dir))
@@ -116,15 +116,15 @@ def newest_unfinished(name: str, runs_dir: Path) -> Path:
 
     RunNotFoundError if all of them are finished, or there are none; StoreError if the record of the run called `name` cannot be read.
     """
-    found = runs_called(name, runs_dir)
-    if not found:
-        own = _find_folder(name, runs_dir)
-        if own is not None:
-            Store.facts(own.path / RECORD)
+    runs = runs_called(name, runs_dir)
+    if not runs:
+        same_name = _find_folder(name, runs_dir)
+        if same_name is not None:
+            Store.facts(same_name.path / RECORD)
         raise RunNotFoundError(no_such_run(name, runs_dir))
-    unfinished = [(path, facts) for path, facts in found if facts.get("state") != "finished"]
+    unfinished = [(path, facts) for path, facts in runs if facts.get("state") != "finished"]
     if not unfinished:
-        names = ", ".join(path.name for path, _ in found)
+        names = ", ".join(path.name for path, _ in runs)
         raise RunNotFoundError(
             f"nothing to resume: every run called '{name}' in {runs_dir} is finished ({names}). "
             "Start a new one without --resume."
@@ -152,14 +152,14 @@ def run_info_and(path: Path, look: Callable[[Store], T]) -> tuple[RunInfo, T | N
                 raise StoreError(
                     f"{path / RECORD} has the state {facts['state']!r:.40}, which there is not."
                 )
-            last = store.last_step()
+            last_step = store.last_step()
             reward_first, reward_last = map(mean_of, store.curve_ends("reward", ENDS))
             loss_first, loss_last = map(mean_of, store.curve_ends("loss", ENDS))
             info = RunInfo(
                 name=path.name,
                 path=path,
                 state=shown_state(path, facts["state"]),
-                steps=0 if last is None else last + 1,
+                steps=0 if last_step is None else last_step + 1,
                 max_steps=_of_kind(facts.get("max_steps"), int),
                 reward_first=reward_first,
                 reward_last=reward_last,
@@ -176,16 +176,16 @@ def run_info_and(path: Path, look: Callable[[Store], T]) -> tuple[RunInfo, T | N
 
 def final_step(path: Path) -> int:
     """The step of the weights in a run's `final/`: the best step if the run was configured to keep that, else the last one."""
-    found = Store.facts(path / RECORD).get(FINAL_STEP)
-    return run_info(path).steps if found is None else found
+    step = Store.facts(path / RECORD).get(FINAL_STEP)
+    return run_info(path).steps if step is None else step
 
 
 def run_around(weights: Path) -> Path | None:
     """The run that a folder with weights belongs to, if it is its `final/` or one of its checkpoints; else None."""
-    place = weights.resolve()
-    if place.name == FINAL and (place.parent / RECORD).is_file():
-        return place.parent
-    return place.parent.parent if _is_checkpoint_folder(place) else None
+    folder = weights.resolve()
+    if folder.name == FINAL and (folder.parent / RECORD).is_file():
+        return folder.parent
+    return folder.parent.parent if _is_checkpoint_folder(folder) else None
 
 
 def newest_weights(run: Path) -> Path | None:
@@ -198,8 +198,8 @@ def newest_weights(run: Path) -> Path | None:
 
 def label_of(run: Path, weights: Path) -> str:
     """`run@step` of a run's `final/` or of one of its checkpoints."""
-    place = weights.resolve()
-    step = final_step(run) if place.name == FINAL else int(place.name.removeprefix("step-"))
+    folder = weights.resolve()
+    step = final_step(run) if folder.name == FINAL else int(folder.name.removeprefix("step-"))
     return f"{run.name}@{step}"
 
 
@@ -210,20 +210,20 @@ def _of_kind(value: Any, kind: type[K]) -> K | None:
 
 def reward_ends(rewards: Sequence[float]) -> tuple[float | None, float | None]:
     """Mean reward (or loss) of the first and of the last few steps; None if there are none."""
-    ends = max(1, min(ENDS, len(rewards) // 2))
-    return mean_of(rewards[:ends]), mean_of(rewards[-ends:])
+    count = max(1, min(ENDS, len(rewards) // 2))
+    return mean_of(rewards[:count]), mean_of(rewards[-count:])
 
 
 def mean_of(values: Sequence[float]) -> float | None:
     """The mean of the values without NaN; None if there are none."""
-    known = [value for value in values if value == value]
-    return sum(known) / len(known) if known else None
+    numbers = [value for value in values if value == value]
+    return sum(numbers) / len(numbers) if numbers else None
 
 
 def _find_folder(reference: str, runs_dir: Path) -> Address | None:
     """The run or checkpoint folder with exactly this name or path."""
     for path in (Path(reference), runs_dir / reference):
-        if not reference or not _can_be_looked_at(path):
+        if not reference or not _is_accessible(path):
             continue
         if (path / RECORD).is_file():
             return Address(path.resolve(), None)
@@ -233,7 +233,7 @@ def _find_folder(reference: str, runs_dir: Path) -> Address | None:
     return None
 
 
-def _can_be_looked_at(path: Path) -> bool:
+def _is_accessible(path: Path) -> bool:
     try:
         return path.is_dir()
     except OSError:  # the name is too long, or a parent folder has no permission
@@ -249,7 +249,7 @@ def _is_checkpoint_folder(path: Path) -> bool:
     )
 
 
-def _split(reference: str) -> tuple[str, int | None]:
+def _split_reference(reference: str) -> tuple[str, int | None]:
     match = re.fullmatch(r"(.+)@(\d+)", reference, re.DOTALL)
     return (match[1], int(match[2])) if match else (reference, None)
 
@@ -267,8 +267,8 @@ def no_such_run(name: str, runs_dir: Path) -> str:
     names = [path.name for path in run_folders(runs_dir)]
     if not names:
         return f"there is no run '{name}': {runs_dir} holds no runs. Give a path, or --dir."
-    near = difflib.get_close_matches(name, names, n=1)
-    hint = f" Did you mean '{near[0]}'?" if near else ""
+    close_matches = difflib.get_close_matches(name, names, n=1)
+    hint = f" Did you mean '{close_matches[0]}'?" if close_matches else ""
     listed = ", ".join(names[:20]) + (f" and {len(names) - 20} more" if len(names) > 20 else "")
     return f"there is no run '{name}' in {runs_dir}.{hint} There are: {listed}."
 
@@ -280,16 +280,16 @@ def run_folders(runs_dir: Path) -> list[Path]:
     return sorted(
         path
         for path in runs_dir.iterdir()
-        if not path.name.startswith(".") and _can_be_looked_at(path)
+        if not path.name.startswith(".") and _is_accessible(path)
     )
 
 
 def runs_called(name: str, runs_dir: Path) -> list[tuple[Path, dict[str, Any]]]:
     """The runs that were requested under `name`, or have this name, with their facts; unreadable ones are left out."""
-    found: list[tuple[Path, dict[str, Any]]] = []
+    runs: list[tuple[Path, dict[str, Any]]] = []
     for path in run_folders(runs_dir):
         with suppress(StoreError):
             facts = Store.facts(path / RECORD)
             if name in (path.name, facts.get("requested_name")):
-                found.append((path, facts))
-    return found
+                runs.append((path, facts))
+    return runs

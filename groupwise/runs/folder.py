@@ -100,30 +100,32 @@ class RunFolder:
         `meta` are facts for lists of runs: kind, model, task, max_steps.
         """
         _refuse_reserved(name)
-        with _place_explained(runs_dir):
+        with _explaining_folder_errors(runs_dir):
             runs_dir.mkdir(parents=True, exist_ok=True)
-        for dead in runs_dir.glob(
+        for building_folder in runs_dir.glob(
             f"{atomic_files.BUILDING}*"
         ):  # runs that died before they were published
-            lock_file = dead / LOCK
-            old = lock_file.exists() and time.time() - lock_file.stat().st_mtime > BUILDING_SECONDS
-            if old and not is_held(dead):
-                shutil.rmtree(dead, ignore_errors=True)
+            lock_file = building_folder / LOCK
+            is_old = (
+                lock_file.exists() and time.time() - lock_file.stat().st_mtime > BUILDING_SECONDS
+            )
+            if is_old and not is_held(building_folder):
+                shutil.rmtree(building_folder, ignore_errors=True)
         while True:
-            with _place_explained(runs_dir):
+            with _explaining_folder_errors(runs_dir):
                 path = _free_path(runs_dir, name)
                 building = atomic_files.building_path(path)
                 shutil.rmtree(building, ignore_errors=True)
                 building.mkdir()
             with suppress(FileExistsError):  # another process was faster: look again
-                lock = _build(building, path, name, config, meta or {})
+                lock = _build_run_folder(building, path, name, config, meta or {})
                 return cls._open_held(path, lock, keep_tokens=keep_tokens)
 
     @staticmethod
     def would_create(runs_dir: Path, name: str) -> Path:
         """The folder that `create` would make now. Raises the same errors; creates and locks nothing."""
         _refuse_reserved(name)
-        with _place_explained(runs_dir):
+        with _explaining_folder_errors(runs_dir):
             path = _free_path(runs_dir, name)
             atomic_files.try_to_write(runs_dir)
         return path
@@ -180,9 +182,9 @@ class RunFolder:
 
     def keep_tokenizer(self, fill: Callable[[Path], None]) -> None:
         """Make `tokenizer/` from the files that `fill` writes, unless it exists. Tokens can then be decoded before the run has ended."""
-        place = self.path / TOKENIZER
-        if not place.is_dir():
-            atomic_files.make_folder(place, fill, replace=False)
+        folder = self.path / TOKENIZER
+        if not folder.is_dir():
+            atomic_files.make_folder(folder, fill, replace=False)
 
     def write_final(self, fill: Callable[[Path], None], step: int | None = None) -> Path:
         """Make `final/` from the files that `fill` writes into the folder that it receives; an earlier one is replaced.
@@ -191,8 +193,8 @@ class RunFolder:
         """
         atomic_files.make_folder(self.final, fill, replace=True)
         if step is None:
-            last = self.store.last_step()
-            step = 0 if last is None else last + 1
+            last_step = self.store.last_step()
+            step = 0 if last_step is None else last_step + 1
         self.store.set_meta({FINAL_STEP: step})
         return self.final
 
@@ -219,8 +221,8 @@ class RunFolder:
         trouble: dict[str, Any] | None = None,
     ) -> None:
         """Write how the run ends to summary.json. Until `finish` has also set the state in the record, a resume continues the run."""
-        ended = {"run": self.name, "state": state, "error": trouble, **(summary or {})}
-        atomic_files.write_json(self.path / SUMMARY, ended)
+        content = {"run": self.name, "state": state, "error": trouble, **(summary or {})}
+        atomic_files.write_json(self.path / SUMMARY, content)
 
     def close(self) -> None:
         """Release the folder. A run that is still `running` then counts as interrupted."""
@@ -258,15 +260,15 @@ def read_config(path: Path) -> dict[str, Any]:
     return _read_json(path / CONFIG)
 
 
-def flatten(config: Mapping[str, Any], before: str = "") -> dict[str, str]:
-    """The configuration as dotted keys and their values as JSON; `before` is a prefix for the keys."""
-    found: dict[str, str] = {}
+def flatten(config: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """The configuration as dotted keys and their values as JSON; `prefix` is put before the keys."""
+    flat: dict[str, str] = {}
     for key, value in config.items():
         if isinstance(value, dict) and value:
-            found |= flatten(cast("dict[str, Any]", value), f"{before}{key}.")
+            flat |= flatten(cast("dict[str, Any]", value), f"{prefix}{key}.")
         else:
-            found[f"{before}{key}"] = json.dumps(value, ensure_ascii=False)
-    return found
+            flat[f"{prefix}{key}"] = json.dumps(value, ensure_ascii=False)
+    return flat
 
 
 def read_summary(path: Path) -> dict[str, Any] | None:
@@ -302,12 +304,12 @@ def add_result(path: Path, name: str, content: Any, rows: Path | None = None) ->
                 atomic_files.write_json(file, content, replace=False)
             else:
                 # The rows first, so that a result never lacks them. Raises FileExistsError, leaving nothing, if either file exists.
-                beside = file.with_suffix(".jsonl")
-                atomic_files.publish_file(rows, beside, replace=False)
+                rows_file = file.with_suffix(".jsonl")
+                atomic_files.publish_file(rows, rows_file, replace=False)
                 try:
                     atomic_files.write_json(file, content, replace=False)
                 except BaseException:
-                    beside.unlink(missing_ok=True)
+                    rows_file.unlink(missing_ok=True)
                     raise
             return file
     raise AssertionError("unreachable")
@@ -327,7 +329,7 @@ def _refuse_reserved(name: str) -> None:
 
 
 @contextmanager
-def _place_explained(runs_dir: Path) -> Generator[None, None, None]:
+def _explaining_folder_errors(runs_dir: Path) -> Generator[None, None, None]:
     """While a run does not exist yet, report an OSError as a wrong `run.dir` (UsageError), not as a failed run."""
     try:
         yield
@@ -361,7 +363,7 @@ def _free_path(runs_dir: Path, name: str) -> Path:
     raise AssertionError("unreachable")
 
 
-def _build(
+def _build_run_folder(
     building: Path, path: Path, name: str, config: Mapping[str, Any], meta: Mapping[str, Any]
 ) -> RunLock:
     """Fill the folder under its building name and rename it to `path`; the returned lock moves with it."""
@@ -398,22 +400,24 @@ def _read_json(path: Path) -> dict[str, Any]:
             data = file.read(MOST_JSON + 1)
         if len(data) > MOST_JSON:
             raise ValueError(f"it is larger than {MOST_JSON} bytes")
-        found = json.loads(data)
-        if not isinstance(found, dict):
+        content = json.loads(data)
+        if not isinstance(content, dict):
             raise ValueError("it holds no JSON object")
         # Raise RecursionError for JSON nested deeper than DEEPEST_JSON: it can be read, but the code that writes or shows it recurses.
-        level: list[Any] = [found]
+        level: list[Any] = [content]
         for _ in range(DEEPEST_JSON):
-            inside: list[Any] = [each.values() if type(each) is dict else each for each in level]
-            level = [one for each in inside for one in each if type(one) in (dict, list)]
+            children: list[Any] = [
+                value.values() if type(value) is dict else value for value in level
+            ]
+            level = [child for value in children for child in value if type(child) in (dict, list)]
         if level:
             raise RecursionError
-        return cast("dict[str, Any]", found)
+        return cast("dict[str, Any]", content)
     except RecursionError:
-        why = "it is nested too deep"
+        reason = "it is nested too deep"
     except (OSError, ValueError) as error:
-        why = str(error)
-    raise StoreError(f"cannot read {path}: {why}. Restore it from a copy.")
+        reason = str(error)
+    raise StoreError(f"cannot read {path}: {reason}. Restore it from a copy.")
 
 
 class _LogFile:
@@ -422,14 +426,14 @@ class _LogFile:
     def __init__(self, path: Path) -> None:
         self._handler = _Handler(path, encoding="utf-8", errors="backslashreplace")
         self._handler.setFormatter(_Formatter())
-        self._level_before = _LOGGER.level
+        self._previous_level = _LOGGER.level
         _LOGGER.addHandler(self._handler)
         if _LOGGER.getEffectiveLevel() > logging.INFO:
             _LOGGER.setLevel(logging.INFO)
 
     def close(self) -> None:
         _LOGGER.removeHandler(self._handler)
-        _LOGGER.setLevel(self._level_before)
+        _LOGGER.setLevel(self._previous_level)
         with suppress(OSError):  # a log line lost to a full disk is acceptable
             self._handler.close()
 

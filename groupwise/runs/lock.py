@@ -52,7 +52,7 @@ class RunLock:
                 f"{folder} cannot be taken, because nothing can be written there: {error.strerror}. Mend its permissions, "
                 "or copy the run to another folder."
             ) from error
-        if not _take(descriptor, fcntl.LOCK_EX):
+        if not _try_flock(descriptor, fcntl.LOCK_EX):
             os.close(descriptor)
             raise RunInUseError(
                 f"{folder} is in use by {_read_holder(folder) or 'another process'}. "
@@ -77,7 +77,7 @@ def is_held(folder: Path) -> bool:
     except OSError:
         return False
     try:
-        return not _take(descriptor, fcntl.LOCK_SH)
+        return not _try_flock(descriptor, fcntl.LOCK_SH)
     finally:
         os.close(descriptor)
 
@@ -87,7 +87,7 @@ def holder(folder: Path) -> Holder | None:
     return _read_holder(folder) if is_held(folder) else None
 
 
-def _take(descriptor: int, kind: int) -> bool:
+def _try_flock(descriptor: int, kind: int) -> bool:
     for pause in RETRY_DELAYS:
         time.sleep(pause)
         try:

@@ -40,21 +40,21 @@ def claim(run_folder: Path, size: int) -> Path:
     """
     with atomic_files.explaining_disk_errors(Path(tempfile.gettempdir())):
         # Memory only if it has room: in containers /dev/shm is often very small.
-        place, needed = Path(tempfile.gettempdir()), COPIES * size
+        root, needed = Path(tempfile.gettempdir()), COPIES * size
         if os.access(MEMORY, os.W_OK) and shutil.disk_usage(MEMORY).free >= needed:
-            place = MEMORY if free_memory() >= SHARE * needed else place
-        mine = place / f"groupwise-{os.getuid()}"
-        mine.mkdir(mode=0o700, exist_ok=True)
-        found = mine.lstat()
-        if found.st_uid != os.getuid() or found.st_mode & 0o022 or mine.is_symlink():
+            root = MEMORY if free_memory() >= SHARE * needed else root
+        user_folder = root / f"groupwise-{os.getuid()}"
+        user_folder.mkdir(mode=0o700, exist_ok=True)
+        status = user_folder.lstat()
+        if status.st_uid != os.getuid() or status.st_mode & 0o022 or user_folder.is_symlink():
             # Other users may write there, so it is not used: the sampler must load exactly what the learner published.
-            mine = Path(tempfile.mkdtemp(prefix="groupwise-"))
-        with _alone(mine):
-            _sweep(mine)
+            user_folder = Path(tempfile.mkdtemp(prefix="groupwise-"))
+        with _exclusive_access(user_folder):
+            _sweep(user_folder)
             name = hashlib.sha256(str(run_folder.resolve()).encode()).hexdigest()[:16]
             for number in count(1):
-                folder = mine / (name if number == 1 else f"{name}-{number}")
-                if _take(folder):
+                folder = user_folder / (name if number == 1 else f"{name}-{number}")
+                if _try_claim(folder):
                     return folder
     raise AssertionError("unreachable")
 
@@ -65,7 +65,7 @@ def release(folder: Path) -> None:
     if descriptor is None:
         return
     shutil.rmtree(folder, ignore_errors=True)
-    with suppress(OSError), _alone(folder.parent):
+    with suppress(OSError), _exclusive_access(folder.parent):
         _lock_of(folder).unlink()
     os.close(descriptor)
 
@@ -81,29 +81,31 @@ def version_folder(publications: Path, version: int) -> Path:
 
 def remove_old(publications: Path, version: int, keep: int) -> list[Path]:
     """Delete all but the last `keep` versions up to `version`; returns the deleted folders."""
-    old = [each for each in publications.glob("v*") if int(each.name[1:]) <= version - keep]
-    for folder in old:
+    old_folders = [
+        folder for folder in publications.glob("v*") if int(folder.name[1:]) <= version - keep
+    ]
+    for folder in old_folders:
         shutil.rmtree(folder, ignore_errors=True)
-    return old
+    return old_folders
 
 
 def free_memory() -> int:
     """Bytes of memory that this process can still allocate, within the container's limit if there is one."""
     lines = (line.split() for line in Path("/proc/meminfo").read_text().splitlines())
-    free = next(int(words[1]) << 10 for words in lines if words[0] == "MemAvailable:")
+    available = next(int(words[1]) << 10 for words in lines if words[0] == "MemAvailable:")
     group = Path("/sys/fs/cgroup")
     with suppress(OSError, ValueError):  # no container limit
         limit = int((group / "memory.max").read_text())
-        free = min(free, limit - int((group / "memory.current").read_text()))
-    return free
+        available = min(available, limit - int((group / "memory.current").read_text()))
+    return available
 
 
-def _take(folder: Path) -> bool:
+def _try_claim(folder: Path) -> bool:
     if folder in _claims:
         return False
     descriptor = os.open(_lock_of(folder), os.O_RDWR | os.O_CREAT, 0o600)
     # Another live process holds the folder.
-    if not _lock(descriptor):
+    if not _try_lock(descriptor):
         os.close(descriptor)
         return False
     shutil.rmtree(folder, ignore_errors=True)
@@ -111,11 +113,11 @@ def _take(folder: Path) -> bool:
     return True
 
 
-def _sweep(mine: Path) -> None:
-    for path in mine.glob("*.lock"):
+def _sweep(user_folder: Path) -> None:
+    for path in user_folder.glob("*.lock"):
         folder = path.with_suffix("")
         descriptor = os.open(path, os.O_RDWR)
-        if _lock(descriptor):
+        if _try_lock(descriptor):
             shutil.rmtree(folder, ignore_errors=True)
             path.unlink()
         os.close(descriptor)
@@ -125,7 +127,7 @@ def _lock_of(folder: Path) -> Path:
     return folder.with_name(f"{folder.name}.lock")
 
 
-def _lock(descriptor: int) -> bool:
+def _try_lock(descriptor: int) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -134,9 +136,9 @@ def _lock(descriptor: int) -> bool:
 
 
 @contextmanager
-def _alone(mine: Path) -> Generator[None, None, None]:
+def _exclusive_access(user_folder: Path) -> Generator[None, None, None]:
     """Lets one process at a time claim, sweep or release: a lock file that was just made, and is not locked yet, would look dead."""
-    descriptor = os.open(mine / "lock", os.O_RDWR | os.O_CREAT, 0o600)
+    descriptor = os.open(user_folder / "lock", os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX)
         yield

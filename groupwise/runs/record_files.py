@@ -39,8 +39,8 @@ def check_can_write(to: RecordFormat) -> None:
 
 def steps_of(store: Store) -> int:
     """The number of recorded steps."""
-    last = store.last_step()
-    return 0 if last is None else last + 1
+    last_step = store.last_step()
+    return 0 if last_step is None else last_step + 1
 
 
 def write_record(store: Store, to: RecordFormat, folder: Path, steps: int) -> None:
@@ -50,12 +50,12 @@ def write_record(store: Store, to: RecordFormat, folder: Path, steps: int) -> No
     """
     # The column of each metric: its name. A metric called `step` gets another one, because the step's own column has that name.
     names = store.metric_names()
-    free = next(name for n in count() if (name := f"metric{'s' * n}/step") not in names)
-    names = {name: free if name == "step" else name for name in names}
+    free_name = next(name for n in count() if (name := f"metric{'s' * n}/step") not in names)
+    names = {name: free_name if name == "step" else name for name in names}
     columns = {**_COLUMNS, "metrics": {"step": "whole", **dict.fromkeys(names.values(), "number")}}
     for kind in KINDS:
-        rows = map(_encodable, _rows(store, kind, steps, names))
-        _write(folder / f"{kind}.{to}", to, columns[kind], rows)
+        rows = map(_encodable, _rows_of_kind(store, kind, steps, names))
+        _write_rows(folder / f"{kind}.{to}", to, columns[kind], rows)
 
 
 # --- rows ----------------------------------------------------------------------------------------
@@ -91,7 +91,7 @@ _COLUMNS: dict[str, dict[str, str]] = {
 """The types of each kind's columns, in their order; `metrics` has the run's own columns."""
 
 
-def _rows(store: Store, kind: str, steps: int, metrics: Mapping[str, str]) -> Iterator[Row]:
+def _rows_of_kind(store: Store, kind: str, steps: int, metrics: Mapping[str, str]) -> Iterator[Row]:
     """The rows of one kind, of the first `steps` steps. `metrics`: the columns of metrics by their names.
 
     rollouts         one row each
@@ -109,8 +109,8 @@ def _rows(store: Store, kind: str, steps: int, metrics: Mapping[str, str]) -> It
     else:
         for step in range(steps):
             if kind == "rollouts":
-                with closing(store.every_rollout(RolloutFilter(step=step))) as found:
-                    yield from starmap(_rollout, found)
+                with closing(store.every_rollout(RolloutFilter(step=step))) as rollouts:
+                    yield from starmap(_rollout_row, rollouts)
             else:
                 values = store.step_metrics(step)
                 yield {
@@ -136,12 +136,12 @@ def _evaluation_rows(store: Store, kind: str, steps: int) -> Iterator[Row]:
 
 def rollout_lines(store: Store, filters: RolloutFilter) -> Generator[str]:
     """These rollouts as lines of `rollouts.jsonl`."""
-    with closing(store.every_rollout(filters)) as found:
-        for row in starmap(_rollout, found):
-            yield _line(_COLUMNS["rollouts"], _encodable(row))
+    with closing(store.every_rollout(filters)) as rollouts:
+        for row in starmap(_rollout_row, rollouts):
+            yield _json_line(_COLUMNS["rollouts"], _encodable(row))
 
 
-def _rollout(view: RolloutView, detail: RolloutDetail) -> Row:
+def _rollout_row(view: RolloutView, detail: RolloutDetail) -> Row:
     """A row with the example's columns and the environment's notes as JSON text."""
     return {
         **asdict(view),
@@ -175,18 +175,20 @@ def _encodable(row: Mapping[str, Any]) -> Row:
 # --- files ---------------------------------------------------------------------------------------
 
 
-def _line(columns: Iterable[str], row: Row) -> str:
+def _json_line(columns: Iterable[str], row: Row) -> str:
     """The row as a line of JSON."""
-    plain = atomic_files.without_nan({name: row[name] for name in columns})
-    return json.dumps(plain, ensure_ascii=False, allow_nan=False) + "\n"
+    values = atomic_files.without_nan({name: row[name] for name in columns})
+    return json.dumps(values, ensure_ascii=False, allow_nan=False) + "\n"
 
 
-def _write(file: Path, to: RecordFormat, columns: Mapping[str, str], rows: Iterable[Row]) -> None:
+def _write_rows(
+    file: Path, to: RecordFormat, columns: Mapping[str, str], rows: Iterable[Row]
+) -> None:
     """Write a file. Parquet gets an explicit schema, so an empty file has its columns too."""
     if to == "jsonl":
-        with file.open("w", encoding="utf-8") as opened:
+        with file.open("w", encoding="utf-8") as output:
             for row in rows:
-                opened.write(_line(columns, row))
+                output.write(_json_line(columns, row))
         return
     import pyarrow  # pyright: ignore[reportMissingTypeStubs]
     from pyarrow import parquet  # pyright: ignore[reportMissingTypeStubs]
@@ -202,7 +204,7 @@ def _write(file: Path, to: RecordFormat, columns: Mapping[str, str], rows: Itera
         "parts": arrow.list_(arrow.struct(part)),
     }
     schema = arrow.schema([(name, types[kind]) for name, kind in columns.items()])
-    left = iter(rows)
+    remaining = iter(rows)
     with tables.ParquetWriter(file, schema) as writer:
-        while some := list(islice(left, ROWS_AT_ONCE)):
-            writer.write_table(arrow.Table.from_pylist(some, schema=schema))
+        while batch := list(islice(remaining, ROWS_AT_ONCE)):
+            writer.write_table(arrow.Table.from_pylist(batch, schema=schema))

@@ -6,7 +6,7 @@
 
 A piece has the tables of `run.db` and exactly the same rows: it is a small complete record that is written
 once. Each piece also has the facts about the run and its resumes as they were then. All pieces in order make up
-the record as of the last checkpoint; `make_anew` rebuilds it from them if `run.db` is missing or damaged.
+the record as of the last checkpoint; `rebuild_record` rebuilds it from them if `run.db` is missing or damaged.
 
 Kept pieces are merged whenever there are `MERGED_AT_ONCE` of them. The merged file appears in one step, then its parts are deleted: a
 process that dies in between leaves rows in two files, which does no harm, and parts that the next merge deletes. A merged piece never
@@ -54,7 +54,7 @@ _TABLES = {**_OF_STEPS, "segments": _OF_ROLLOUTS, "parts": _OF_ROLLOUTS}
 
 
 @dataclass(frozen=True, slots=True)
-class MadeAnew:
+class RebuiltRecord:
     """A record that was rebuilt from its pieces."""
 
     trouble: str
@@ -68,17 +68,17 @@ class MadeAnew:
 
     def __str__(self) -> str:
         kept_as = f" (kept as {self.damaged.name})" if self.damaged else ""
-        found = f"{self.steps} steps came back, with all that was recorded of them up to the last checkpoint"
+        recovered_text = f"{self.steps} steps came back, with all that was recorded of them up to the last checkpoint"
         ranges: list[list[int]] = []
         for step in self.lost:
             if ranges and step == ranges[-1][-1] + 1:
                 ranges[-1] = [ranges[-1][0], step]
             else:
                 ranges.append([step])
-        words = [f"{first} to {last[0]}" if last else str(first) for first, *last in ranges]
-        what = f"{'step' if len(self.lost) == 1 else 'the steps'} {', '.join(words)}"
-        lost = f"; lost are {what}, of which no piece is left" if self.lost else ""
-        return f"the record {self.trouble}{kept_as} and was put together again from the checkpoints: {found}{lost}"
+        ranges_text = [f"{first} to {last[0]}" if last else str(first) for first, *last in ranges]
+        lost_steps = f"{'step' if len(self.lost) == 1 else 'the steps'} {', '.join(ranges_text)}"
+        lost_text = f"; lost are {lost_steps}, of which no piece is left" if self.lost else ""
+        return f"the record {self.trouble}{kept_as} and was put together again from the checkpoints: {recovered_text}{lost_text}"
 
 
 # --- pieces --------------------------------------------------------------------------------------
@@ -86,7 +86,7 @@ class MadeAnew:
 
 def write_piece(run: Path, record: Path, folder: Path, step: int) -> None:
     """Write the piece of the checkpoint after `step` steps into the checkpoint's unfinished folder."""
-    first = max((last for last, _ in _pieces(run) if last < step), default=0)
+    first = max((end for end, _ in _all_pieces(run) if end < step), default=0)
     with _new_piece(folder / PIECE) as connection:
         _attach(connection, record, "ro")
         connection.execute("BEGIN")
@@ -108,8 +108,8 @@ def keep_piece(checkpoint: Path) -> None:
     """Keep the piece of a checkpoint that is about to be deleted."""
     piece = checkpoint / PIECE
     if piece.is_file():
-        kept = checkpoint.parent.parent / KEPT / f"{checkpoint.name}.db"
-        atomic_files.keep_file(piece, kept)
+        kept_file = checkpoint.parent.parent / KEPT / f"{checkpoint.name}.db"
+        atomic_files.keep_file(piece, kept_file)
 
 
 def drop_pieces_after(run: Path, step: int) -> None:
@@ -121,28 +121,28 @@ def drop_pieces_after(run: Path, step: int) -> None:
 
 def merge_kept_pieces(run: Path) -> None:
     """Merge kept pieces if there are enough. If the disk fails, they stay unmerged, which is no loss."""
-    kept = _kept_pieces(run)
-    merged = [each for each in kept if each.merged]
-    single = [each for each in kept if not each.merged]
+    kept_pieces = _kept_pieces(run)
+    merged = [piece for piece in kept_pieces if piece.merged]
+    single = [piece for piece in kept_pieces if not piece.merged]
     try:
         for part in single:
-            if any(each.first <= part.last <= each.last for each in merged):
+            if any(merged_piece.first <= part.last <= merged_piece.last for merged_piece in merged):
                 atomic_files.remove_file(part.path)  # left over by a crash
         if len(single) < MERGED_AT_ONCE:
             return
-        steps = [step for step, _ in _checkpoints(run)]
+        steps = [step for step, _ in _checkpoint_folders(run)]
         # Consecutive pieces with no checkpoint between them.
-        for _, pieces in groupby(single, lambda each: sum(step < each.last for step in steps)):
+        for _, pieces in groupby(single, lambda piece: sum(step < piece.last for step in steps)):
             parts = list(pieces)[:MERGED_AT_ONCE]
             if len(parts) < MERGED_AT_ONCE:
                 continue
-            whole = parts[0].path.with_name(f"steps-{parts[0].first}-to-{parts[-1].last}.db")
-            building = atomic_files.building_path(whole)
+            merged_file = parts[0].path.with_name(f"steps-{parts[0].first}-to-{parts[-1].last}.db")
+            building = atomic_files.building_path(merged_file)
             building.unlink(missing_ok=True)
             try:
                 with _new_piece(building) as connection:
-                    _put_in(connection, [part.path for part in parts])
-                atomic_files.publish_file(building, whole)
+                    _add_pieces(connection, [part.path for part in parts])
+                atomic_files.publish_file(building, merged_file)
             finally:
                 building.unlink(missing_ok=True)
             for part in parts:
@@ -168,44 +168,46 @@ def _kept_pieces(run: Path) -> list[_KeptPiece]:
     """Kept pieces in order; a merged one comes after its parts."""
     folder = run / KEPT
     names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
-    found = [(folder / name, _KEPT_NAME.fullmatch(name)) for name in names]
+    matches = [(folder / name, _KEPT_NAME.fullmatch(name)) for name in names]
     pieces = [
         _KeptPiece(path, int(name["first"] or name["only"]), int(name["last"] or name["only"]))
-        for path, name in found
+        for path, name in matches
         if name
     ]
-    return sorted(pieces, key=lambda each: (each.last, each.merged))
+    return sorted(pieces, key=lambda piece: (piece.last, piece.merged))
 
 
-def _pieces(run: Path) -> list[tuple[int, Path]]:
+def _all_pieces(run: Path) -> list[tuple[int, Path]]:
     """All pieces, with the number of steps after which they were written, in order."""
-    own = [(step, path / PIECE) for step, path in _checkpoints(run) if (path / PIECE).is_file()]
-    kept_pieces = [(each.last, each.path) for each in _kept_pieces(run)]
-    return sorted(kept_pieces + own, key=lambda piece: piece[0])
+    checkpoint_pieces = [
+        (step, path / PIECE) for step, path in _checkpoint_folders(run) if (path / PIECE).is_file()
+    ]
+    kept_pieces = [(piece.last, piece.path) for piece in _kept_pieces(run)]
+    return sorted(kept_pieces + checkpoint_pieces, key=lambda piece: piece[0])
 
 
-def earlier(run: Path, step: int) -> dict[str, Path]:
+def earlier_pieces(run: Path, step: int) -> dict[str, Path]:
     """The pieces before that of the checkpoint after `step` steps, by their names in `records/`.
 
     A piece that was kept for a checkpoint whose deletion then failed exists twice; either copy is used.
     """
     return {
         (f"{path.parent.name}.db" if path.name == PIECE else path.name): path
-        for last, path in _pieces(run)
-        if last < step
+        for end, path in _all_pieces(run)
+        if end < step
     }
 
 
-def _checkpoints(run: Path) -> list[tuple[int, Path]]:
+def _checkpoint_folders(run: Path) -> list[tuple[int, Path]]:
     """The folders of checkpoints with their steps, in any state."""
-    found = [(re.fullmatch(r"step-(\d+)", path.name), path) for path in run.glob("checkpoints/*")]
-    return [(int(name[1]), path) for name, path in found if name]
+    matches = [(re.fullmatch(r"step-(\d+)", path.name), path) for path in run.glob("checkpoints/*")]
+    return [(int(name[1]), path) for name, path in matches if name]
 
 
 # --- the record ----------------------------------------------------------------------------------
 
 
-def trouble_with(record: Path, *, thorough: bool = False) -> str | None:
+def find_damage(record: Path, *, thorough: bool = False) -> str | None:
     """Why a record has to be rebuilt from pieces; None if it is usable, or if rebuilding would not help.
 
     `thorough` reads the whole file.
@@ -217,45 +219,47 @@ def trouble_with(record: Path, *, thorough: bool = False) -> str | None:
             if not connection.execute("SELECT 1 FROM sqlite_master").fetchone():
                 return "was empty"
             connection.execute("SELECT max(step) FROM steps").fetchone()
-            found = connection.execute("PRAGMA quick_check(1)").fetchone() if thorough else ("ok",)
+            check_result = (
+                connection.execute("PRAGMA quick_check(1)").fetchone() if thorough else ("ok",)
+            )
     except sqlite3.OperationalError:  # locked, not readable, not ours: opening it reports that
         return None
     except sqlite3.DatabaseError as error:
         return f"was damaged ({error})"
-    return None if found == ("ok",) else f"was damaged ({found[0]})"
+    return None if check_result == ("ok",) else f"was damaged ({check_result[0]})"
 
 
-def make_anew(run: Path, record: Path, step: int, trouble: str) -> MadeAnew:
+def rebuild_record(run: Path, record: Path, step: int, trouble: str) -> RebuiltRecord:
     """Rebuild the record after `step` steps from its pieces. The caller holds the run's lock.
 
     A damaged record is renamed and kept. StoreError if there is no piece of that step: it was lost, or never written.
     """
-    pieces = [(last, piece) for last, piece in _pieces(run) if last <= step]
+    pieces = [(end, piece) for end, piece in _all_pieces(run) if end <= step]
     if step not in dict(pieces):
         raise StoreError(
             f"{record} {trouble}, and the checkpoint after {step} steps holds no {PIECE} from which it could be "
             "put together again. Restore the file from a copy, or start another run from these weights with --init-from."
         )
     building = atomic_files.building_path(record)
-    _put_together(building, [piece for _, piece in pieces])
+    _build_record(building, [piece for _, piece in pieces])
     damaged = _set_aside(record)
     atomic_files.publish_file(building, record)
     with Store.open(record) as store:
-        there = {found.step for found in store.steps()}
-    lost = tuple(sorted(set(range(step)) - there))
-    return MadeAnew(trouble, len(there), lost, damaged)
+        recovered_steps = {step_record.step for step_record in store.steps()}
+    lost = tuple(sorted(set(range(step)) - recovered_steps))
+    return RebuiltRecord(trouble, len(recovered_steps), lost, damaged)
 
 
-def _put_together(building: Path, pieces: Sequence[Path]) -> None:
+def _build_record(building: Path, pieces: Sequence[Path]) -> None:
     # Create the tables.
     Store.create(building).close()
     with explaining_sqlite(building), closing(connect(building, "rw")) as connection:
-        _put_in(connection, pieces)
+        _add_pieces(connection, pieces)
     with Store.open(building) as store:
         store.rebuild_text_index()
 
 
-def _put_in(connection: sqlite3.Connection, pieces: Sequence[Path]) -> None:
+def _add_pieces(connection: sqlite3.Connection, pieces: Sequence[Path]) -> None:
     """Add the rows of pieces that a record lacks; evaluations, warnings and facts of later pieces replace earlier ones."""
     for piece in pieces:
         _attach(connection, piece, "ro&immutable=1")
@@ -274,13 +278,13 @@ def _set_aside(record: Path) -> Path | None:
     names = (
         record.with_name(f"{record.name}.damaged{'' if n == 1 else f'-{n}'}") for n in count(1)
     )
-    aside = next(name for name in names if not name.exists())
+    renamed_path = next(name for name in names if not name.exists())
     with atomic_files.explaining_disk_errors(record):
         for ending in ("-wal", "-shm", ""):
-            found = record.with_name(record.name + ending)
-            if found.exists():
-                found.rename(aside.with_name(aside.name + ending))
-    return aside if aside.exists() else None
+            source = record.with_name(record.name + ending)
+            if source.exists():
+                source.rename(renamed_path.with_name(renamed_path.name + ending))
+    return renamed_path if renamed_path.exists() else None
 
 
 # --- rows ----------------------------------------------------------------------------------------
@@ -299,30 +303,30 @@ def _copy_rows(
     Evaluations of the same policy and name, and warnings of the same step and name, are replaced. A record of an older format has no
     warnings.
     """
-    chosen = {"steps": json.dumps(list(steps))}
+    step_values = {"steps": json.dumps(list(steps))}
     for table, condition in _TABLES.items():
-        _copy(connection, table, condition, chosen)
-    within = "step >= :first AND (:last IS NULL OR step <= :last)"
+        _copy_table(connection, table, condition, step_values)
+    step_range = "step >= :first AND (:last IS NULL OR step <= :last)"
     bounds = {"first": first, "last": last}
     connection.execute(
         "DELETE FROM main.evaluations WHERE EXISTS (SELECT 1 FROM other.evaluations o WHERE o.id = evaluations.id"
         " OR (o.step, o.name, o.policy) = (evaluations.step, evaluations.name, evaluations.policy))"
     )
-    _copy(connection, "evaluations", within, bounds)
-    rows = f"evaluation IN (SELECT id FROM other.evaluations WHERE {within})"
-    _copy(connection, "evaluation_rows", rows, bounds)
+    _copy_table(connection, "evaluations", step_range, bounds)
+    rows = f"evaluation IN (SELECT id FROM other.evaluations WHERE {step_range})"
+    _copy_table(connection, "evaluation_rows", rows, bounds)
     tables = "SELECT 1 FROM other.sqlite_master WHERE name = 'warnings'"
     if connection.execute(tables).fetchone():
         connection.execute(
             "DELETE FROM main.warnings WHERE (step, name) IN (SELECT step, name FROM other.warnings)"
         )
-        _copy(connection, "warnings", within, bounds)
+        _copy_table(connection, "warnings", step_range, bounds)
     for table, condition in {"meta": "key != 'text_index'", "resumes": "TRUE"}.items():
         connection.execute(f"DELETE FROM main.{table} WHERE {condition}")
-        _copy(connection, table, condition, {})
+        _copy_table(connection, table, condition, {})
 
 
-def _copy(
+def _copy_table(
     connection: sqlite3.Connection, table: str, condition: str, values: Mapping[str, object]
 ) -> None:
     """Copy rows of the other record, with the columns that it has: an older record lacks later columns."""

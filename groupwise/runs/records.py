@@ -201,7 +201,7 @@ class GroupReward:
     """Mean reward of its scored rollouts."""
 
 
-class GroupAsked(NamedTuple):
+class CompletedPrompt(NamedTuple):
     """A prompt that was completed in a committed step. A tuple for speed, because a page creates ten thousand of them."""
 
     draw: int

@@ -26,7 +26,7 @@ from groupwise.core.errors import RunNotFoundError, StoreError
 from groupwise.runs import checkpoints, record_segments
 from groupwise.runs.folder import CHECKPOINTS, CONFIG, RECORD, START
 from groupwise.runs.lock import RunLock
-from groupwise.runs.record_segments import MadeAnew, make_anew, trouble_with
+from groupwise.runs.record_segments import RebuiltRecord, find_damage, rebuild_record
 
 CARRIED = "run"
 """Name of the folder, within a checkpoint, that holds these parts."""
@@ -35,7 +35,7 @@ CARRIED = "run"
 def carry(run: Path, checkpoint: Path, step: int) -> None:
     """Link the run's files into the unfinished checkpoint after `step` steps."""
     carried = {CONFIG: run / CONFIG}
-    for name, file in record_segments.earlier(run, step).items():
+    for name, file in record_segments.earlier_pieces(run, step).items():
         carried[f"{record_segments.KEPT}/{name}"] = file
     for file in sorted(path for path in (run / START).rglob("*") if path.is_file()):
         carried[file.relative_to(run).as_posix()] = file
@@ -55,29 +55,29 @@ def unpack(run: Path) -> bool:
     newest = checkpoints.newest(run / CHECKPOINTS)
     if newest is None:
         return False
-    carried = newest.path / CARRIED
-    if not (carried / CONFIG).is_file():
+    source = newest.path / CARRIED
+    if not (source / CONFIG).is_file():
         raise RunNotFoundError(
             f"{newest.path} is a checkpoint, but {run} is no run: it has no {CONFIG}, and the checkpoint carries none, because an "
             "earlier version wrote it. Copy the whole folder of the run here."
         )
     lock = RunLock.acquire(run)
     try:
-        for folder, _, names in os.walk(carried):
+        for folder, _, names in os.walk(source):
             for name in names:
                 file = Path(folder, name)
-                place = run / file.relative_to(carried)
+                target = run / file.relative_to(source)
                 # Skip config.json here: it comes last.
-                if place.name != CONFIG or place.parent != run:
-                    place.parent.mkdir(parents=True, exist_ok=True)
-                    atomic_files.keep_file(file, place)
-        atomic_files.keep_file(carried / CONFIG, run / CONFIG)  # last: it makes the folder a run
+                if target.name != CONFIG or target.parent != run:
+                    target.parent.mkdir(parents=True, exist_ok=True)
+                    atomic_files.keep_file(file, target)
+        atomic_files.keep_file(source / CONFIG, run / CONFIG)  # last: it makes the folder a run
     finally:
         lock.release()
     return True
 
 
-def recover_by_name(reference: str, runs_dir: Path) -> dict[Path, MadeAnew]:
+def recover_by_name(reference: str, runs_dir: Path) -> dict[Path, RebuiltRecord]:
     """Rebuild the records of all runs that a reference may mean, if they cannot be opened.
 
     RunNotFoundError if one of them has only checkpoints from which no run can be restored.
@@ -85,25 +85,25 @@ def recover_by_name(reference: str, runs_dir: Path) -> dict[Path, MadeAnew]:
     # Candidates: run folders of that name, or with a number appended; a folder at that path; the run of a checkpoint's path.
     name = reference.partition("@")[0]
     numbered = re.compile(re.escape(name) + r"(-\d+)?")
-    places = [Path(name), Path(name).resolve().parent.parent]
+    candidates = [Path(name), Path(name).resolve().parent.parent]
     if runs_dir.is_dir():
-        places += [path for path in runs_dir.iterdir() if numbered.fullmatch(path.name)]
-    recovered: dict[Path, MadeAnew] = {}
-    for path in dict.fromkeys(place.resolve() for place in places):
+        candidates += [path for path in runs_dir.iterdir() if numbered.fullmatch(path.name)]
+    recovered: dict[Path, RebuiltRecord] = {}
+    for path in dict.fromkeys(candidate.resolve() for candidate in candidates):
         unpack(path)
         if (path / CONFIG).is_file() and (path / CHECKPOINTS).is_dir():
-            made = recover(path, thorough=False)
-            recovered |= {} if made is None else {path: made}
+            rebuilt = recover(path, thorough=False)
+            recovered |= {} if rebuilt is None else {path: rebuilt}
     return recovered
 
 
-def recover(path: Path, *, thorough: bool = True) -> MadeAnew | None:
+def recover(path: Path, *, thorough: bool = True) -> RebuiltRecord | None:
     """Rebuild the record of a run if it is missing or damaged; None if it is intact.
 
     RunInUseError if a live process holds the run, StoreError if there is nothing to rebuild it from.
     """
     record = path / RECORD
-    trouble = trouble_with(record, thorough=thorough)
+    trouble = find_damage(record, thorough=thorough)
     if trouble is None:
         return None
     newest = checkpoints.newest(path / CHECKPOINTS)
@@ -114,6 +114,6 @@ def recover(path: Path, *, thorough: bool = True) -> MadeAnew | None:
         )
     lock = RunLock.acquire(path)
     try:
-        return make_anew(path, record, newest.step, trouble)
+        return rebuild_record(path, record, newest.step, trouble)
     finally:
         lock.release()

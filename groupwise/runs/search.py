@@ -15,8 +15,8 @@ from groupwise.runs.database import Database, Row
 from groupwise.runs.encoding import plain_number, plain_text
 from groupwise.runs.query import PROMPT, Plan, plan_of, rollout_query, text_query
 from groupwise.runs.records import (
+    CompletedPrompt,
     FailureKind,
-    GroupAsked,
     GroupScore,
     RolloutDetail,
     RolloutFilter,
@@ -27,7 +27,7 @@ from groupwise.runs.tables import read_parts, task_label
 INSTRUCTIONS = 400_000
 """Limit for a quick attempt, in instructions of SQLite's virtual machine: some hundredths of a second, or about ten thousand rollouts."""
 DEEP = 20_000
-"""From this offset on, the quick attempts (`Database.soon`) are skipped: they would take too long."""
+"""From this offset on, the quick attempts (`Database.query_within`) are skipped: they would take too long."""
 COMMON = 20_000
 """A condition that this many rollouts meet is common: scanning in order finds enough matches quickly, so its matches are not collected."""
 FEW = 250_000
@@ -49,7 +49,7 @@ _UNSCORED = ("failed", "timed_out")
 
 
 @dataclass(frozen=True, slots=True)
-class AskedFilter:
+class PromptFilter:
     """Selects groups of committed steps. Groups that replay the completions of an earlier draw are never among them."""
 
     until: int | None = None
@@ -62,52 +62,58 @@ class AskedFilter:
 
 
 def find_rollouts(
-    db: Database, filters: RolloutFilter, most: int | None = None
+    db: Database, filters: RolloutFilter, max_chars: int | None = None
 ) -> list[RolloutView]:
-    """One page of the rollouts that match the filter, with at most `most` characters of each text; see `_cut`."""
+    """One page of the rollouts that match the filter, with at most `max_chars` characters of each text; see `_truncated_sql`."""
     outcomes = (filters.outcome,) if isinstance(filters.outcome, str) else filters.outcome
-    ranged = (filters.min_reward, filters.max_reward) != (None, None)
-    asked = filters.part is None and (ranged or filters.order in ("best", "worst"))
-    if asked and outcomes is not None and "scored" not in outcomes:
+    has_range = (filters.min_reward, filters.max_reward) != (None, None)
+    needs_reward = filters.part is None and (has_range or filters.order in ("best", "worst"))
+    if needs_reward and outcomes is not None and "scored" not in outcomes:
         return []  # rollouts without a score have no reward
-    deep = filters.offset >= DEEP  # skipping that many rollouts takes too long for a quick attempt
-    plan = plan_of(db, filters, FEW if deep else COMMON)
+    is_deep = (
+        filters.offset >= DEEP
+    )  # skipping that many rollouts takes too long for a quick attempt
+    plan = plan_of(db, filters, FEW if is_deep else COMMON)
     by_groups = filters.task is not None and not plan.by_column  # groups are looked up first
-    known = filters.text is None and (plan.lead is not None or by_groups)
+    skip_quick_scan = filters.text is None and (plan.lead is not None or by_groups)
     page: list[int] | None = None
-    if not (deep or known or plan.lead == "text"):
-        many = False
+    if not (is_deep or skip_quick_scan or plan.lead == "text"):
+        is_frequent = False
         if filters.text is not None:
-            page, many = _near(db, filters, plan)
+            page, is_frequent = _search_first_matches(db, filters, plan)
         else:
             # Scan rollouts in order for a moment. This fills the page if each condition is common, unless few rollouts meet all of them.
-            rows = db.soon(*rollout_query(filters, plan), INSTRUCTIONS)
+            rows = db.query_within(*rollout_query(filters, plan), INSTRUCTIONS)
             page = None if rows is None else [id for (id,) in rows]
-        if page is None and plan.lead is None and not many:
+        if page is None and plan.lead is None and not is_frequent:
             plan = plan_of(db, filters, FEW)
-    return _views(db, _ids(db, rollout_query(filters, plan)) if page is None else page, most)
+    return _read_views(
+        db, _query_ids(db, rollout_query(filters, plan)) if page is None else page, max_chars
+    )
 
 
-def _near(db: Database, filters: RolloutFilter, plan: Plan) -> tuple[list[int] | None, bool]:
+def _search_first_matches(
+    db: Database, filters: RolloutFilter, plan: Plan
+) -> tuple[list[int] | None, bool]:
     """Search the first rollouts that meet all other conditions for the text.
 
     Returns the page (None if it is not complete yet), and whether any of the searched rollouts has the text.
 
     This spares the index from collecting a million texts for a page of thirty, which takes a tenth of a second and more.
     """
-    near = replace(filters, text=None, offset=0, limit=NEAR * filters.limit)
-    rows = db.soon(*rollout_query(near, plan), INSTRUCTIONS)
+    first_filters = replace(filters, text=None, offset=0, limit=NEAR * filters.limit)
+    rows = db.query_within(*rollout_query(first_filters, plan), INSTRUCTIONS)
     if rows is None:
         return None, False
     ids = [id for (id,) in rows]
-    having = set(_ids(db, text_query(filters, plan, ids)))
-    found = [id for id in ids if id in having]
+    matching_ids = set(_query_ids(db, text_query(filters, plan, ids)))
+    matches = [id for id in ids if id in matching_ids]
     end = filters.offset + filters.limit
-    whole = len(found) >= end or len(ids) < near.limit
-    return (found[filters.offset : end] if whole else None), bool(found)
+    is_complete = len(matches) >= end or len(ids) < first_filters.limit
+    return (matches[filters.offset : end] if is_complete else None), bool(matches)
 
 
-def _ids(db: Database, query: tuple[str, Row]) -> list[int]:
+def _query_ids(db: Database, query: tuple[str, Row]) -> list[int]:
     return [id for (id,) in db.all(*query)]
 
 
@@ -119,18 +125,20 @@ def every_rollout(
     query, values = rollout_query(filters, plan_of(db, filters, COMMON))
     for rows in db.stream(query, values, AT_ONCE):
         ids = [id for (id,) in rows]
-        found = db.all(
+        detail_rows = db.all(
             "SELECT rollouts.id, origin, again, columns, messages, notes FROM json_each(?) AS chosen"
             " CROSS JOIN rollouts ON rollouts.id = chosen.value CROSS JOIN groups ON groups.draw = rollouts.draw",
             (json.dumps(ids),),
         )
-        details = {id: RolloutDetail(*detail) for id, *detail in found}
-        yield from ((view, details[view.id]) for view in _views(db, ids))
+        details = {id: RolloutDetail(*detail) for id, *detail in detail_rows}
+        yield from ((view, details[view.id]) for view in _read_views(db, ids))
 
 
-def _views(db: Database, ids: Sequence[int], most: int | None = None) -> list[RolloutView]:
+def _read_views(
+    db: Database, ids: Sequence[int], max_chars: int | None = None
+) -> list[RolloutView]:
     """These rollouts, in the order of `ids`."""
-    texts = ", ".join(_cut(each, most) for each in (PROMPT, "completion"))
+    texts = ", ".join(_truncated_sql(column, max_chars) for column in (PROMPT, "completion"))
     rows = db.all(
         f"SELECT {_VIEW}, {texts} FROM json_each(?) AS chosen CROSS JOIN rollouts ON rollouts.id = chosen.value"
         " CROSS JOIN groups ON groups.draw = rollouts.draw",
@@ -138,8 +146,20 @@ def _views(db: Database, ids: Sequence[int], most: int | None = None) -> list[Ro
     )
     parts = read_parts(db, ids)
     views: dict[int, RolloutView] = {}
-    for id, step, draw, member, attempt, example, outcome, reason, reward, advantage, *rest in rows:
-        truncated, completion_tokens, ended_by, task, *texts = rest
+    for (
+        id,
+        step,
+        draw,
+        member,
+        attempt,
+        example,
+        outcome,
+        reason,
+        reward,
+        advantage,
+        *other_columns,
+    ) in rows:
+        truncated, completion_tokens, ended_by, task, *texts = other_columns
         views[id] = RolloutView(
             id,
             step,
@@ -154,38 +174,38 @@ def _views(db: Database, ids: Sequence[int], most: int | None = None) -> list[Ro
             parts.get(id, ()),
             bool(truncated),
             completion_tokens,
-            _shorten(texts[0], texts[1], texts[2], most),
-            _shorten(texts[3], texts[4], texts[5], most),
+            _shorten(texts[0], texts[1], texts[2], max_chars),
+            _shorten(texts[3], texts[4], texts[5], max_chars),
             ended_by,
             task,
         )
     return [views[id] for id in ids]
 
 
-def _cut(text: str, most: int | None) -> str:
-    """SQL for the beginning of a text, its end, and its length; of a text of at most `most` characters all of it and an empty end."""
-    if most is None:
+def _truncated_sql(text: str, max_chars: int | None) -> str:
+    """SQL for the beginning of a text, its end, and its length; of a text of at most `max_chars` characters all of it and an empty end."""
+    if max_chars is None:
         return f"{text}, '', 0"
-    head = most // 2
+    head = max_chars // 2
     return (
-        f"CASE WHEN length({text}) > {most} THEN substr({text}, 1, {head}) ELSE {text} END,"
-        f" CASE WHEN length({text}) > {most} THEN substr({text}, -{most - head}) ELSE '' END, length({text})"
+        f"CASE WHEN length({text}) > {max_chars} THEN substr({text}, 1, {head}) ELSE {text} END,"
+        f" CASE WHEN length({text}) > {max_chars} THEN substr({text}, -{max_chars - head}) ELSE '' END, length({text})"
     )
 
 
-def _shorten(head: str | bytes, tail: str | bytes, length: int, most: int | None) -> str:
+def _shorten(head: str | bytes, tail: str | bytes, length: int, max_chars: int | None) -> str:
     """Join a text whose middle was not read. A text with lone surrogates is stored as bytes, which may be cut within a character."""
-    if most is None or length <= most:
+    if max_chars is None or length <= max_chars:
         return plain_text(head) or ""
     start, end = (
         part.decode("utf-8", "replace") if isinstance(part, bytes) else part
         for part in (head, tail)
     )
-    return f"{start}\n… {length - most:,} more characters …\n{end}"
+    return f"{start}\n… {length - max_chars:,} more characters …\n{end}"
 
 
-def failure_kinds(db: Database, most: int, newest: int) -> list[FailureKind]:
-    """The most frequent reasons among the newest rollouts without a score, at most `most`.
+def failure_kinds(db: Database, limit: int, newest: int) -> list[FailureKind]:
+    """The most frequent reasons among the newest rollouts without a score, at most `limit`.
 
     Reasons are of one kind if they differ only in numbers and quoted parts.
     """
@@ -197,15 +217,18 @@ def failure_kinds(db: Database, most: int, newest: int) -> list[FailureKind]:
             (outcome, newest),
         )
         rows += [(id, reason.decode("utf-8", "replace")) for id, reason in reasons]
-    found: dict[str, list[tuple[int, str]]] = {}
+    reasons_by_kind: dict[str, list[tuple[int, str]]] = {}
     for id, reason in sorted(rows, reverse=True)[:newest]:
         # Replace the parts that are specific to one rollout.
-        found.setdefault(_PARTICULAR.sub("…", reason), []).append((id, reason))
-    kinds = [FailureKind(kind, len(each), each[0][1], each[0][0]) for kind, each in found.items()]
-    return sorted(kinds, key=lambda kind: (-kind.count, kind.reason))[:most]
+        reasons_by_kind.setdefault(_PARTICULAR.sub("…", reason), []).append((id, reason))
+    kinds = [
+        FailureKind(kind, len(examples), examples[0][1], examples[0][0])
+        for kind, examples in reasons_by_kind.items()
+    ]
+    return sorted(kinds, key=lambda kind: (-kind.count, kind.reason))[:limit]
 
 
-def find_asked(db: Database, filters: AskedFilter) -> list[GroupAsked]:
+def find_completed_prompts(db: Database, filters: PromptFilter) -> list[CompletedPrompt]:
     """The groups that match the filter. Those of a task are sorted by draw, which is nearly the order of steps and has an index."""
     conditions: list[tuple[str, Any]] = [
         ("step <= ?", filters.until),
@@ -223,7 +246,7 @@ def find_asked(db: Database, filters: AskedFilter) -> list[GroupAsked]:
         (*values, filters.limit),
     )
     return [
-        GroupAsked(draw, step, example, plain_text(prompt) or "")
+        CompletedPrompt(draw, step, example, plain_text(prompt) or "")
         for draw, step, example, prompt in rows
     ]
 

@@ -89,8 +89,8 @@ def check_format(path: Path, connection: sqlite3.Connection, kind: Format) -> No
     # The file may be from another user: its schema must not run unsafe functions.
     connection.execute("PRAGMA trusted_schema = OFF")
     mark = connection.execute("PRAGMA application_id").fetchone()[0]
-    empty = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
-    if mark != kind.application_id and not empty:
+    is_empty = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()[0] == 0
+    if mark != kind.application_id and not is_empty:
         refusal = f"{path} is an SQLite database, but not {kind.name}."
         raise StoreError(" ".join(part for part in (refusal, kind.if_another) if part))
     if version(connection) > kind.newest:
@@ -126,7 +126,7 @@ def _views_of(kind: Format, number: int) -> frozenset[str]:
 def begin_migration(connection: sqlite3.Connection, kind: Format) -> None:
     """Apply all missing migrations, in one transaction that is left open."""
     missing = range(version(connection), kind.newest)
-    scripts = (f"{kind.migrations[each]} PRAGMA user_version = {each + 1};" for each in missing)
+    scripts = (f"{kind.migrations[index]} PRAGMA user_version = {index + 1};" for index in missing)
     connection.executescript(
         f"BEGIN IMMEDIATE; PRAGMA application_id = {kind.application_id}; {' '.join(scripts)}"
     )

@@ -22,10 +22,10 @@ from groupwise.runs.database import Database
 from groupwise.runs.encoding import label, moment, pack_json, plain_text, text, unpack_json
 from groupwise.runs.records import (
     TIMING_PREFIXES,
+    CompletedPrompt,
     CurvePoint,
     EvaluationRecord,
     FailureKind,
-    GroupAsked,
     GroupReward,
     GroupScore,
     ResumeRecord,
@@ -37,10 +37,10 @@ from groupwise.runs.records import (
     WarningRecord,
 )
 from groupwise.runs.search import (
-    AskedFilter,
+    PromptFilter,
     every_rollout,
     failure_kinds,
-    find_asked,
+    find_completed_prompts,
     find_rollouts,
     read_scores,
 )
@@ -73,10 +73,10 @@ class Store:
         StoreError if it is missing, is something else, or was written by a newer version of Groupwise.
         """
         try:
-            there = path.is_file()
+            exists = path.is_file()
         except OSError as error:
             raise StoreError(f"{path} cannot be looked at: {error.strerror}.") from None
-        if not there:
+        if not exists:
             raise StoreError(f"{path} does not exist: a run folder holds its record there.")
         db = Database.open_for_reading(path) if readonly else Database.open_for_writing(path)
         return cls(db, keep_tokens=keep_tokens)
@@ -119,8 +119,8 @@ class Store:
                 f"{[group.draw for group in groups]}; each draw must come once."
             )
         with self._db.transaction("step"):
-            last = self.last_step()
-            expected = 0 if last is None else last + 1
+            last_step = self.last_step()
+            expected = 0 if last_step is None else last_step + 1
             if record.step != expected:
                 raise StoreError(
                     f"{self.path}: step {record.step} cannot be committed, the next one is {expected}. "
@@ -178,13 +178,13 @@ class Store:
 
     def steps(self) -> list[StepRecord]:
         """The manifests of all committed steps, in order."""
-        return self._steps("TRUE ORDER BY step")
+        return self._read_steps("TRUE ORDER BY step")
 
     def step(self, step: int) -> StepRecord:
         """The manifest of one committed step."""
-        return self._steps("step = ?", (step,))[0]
+        return self._read_steps("step = ?", (step,))[0]
 
-    def _steps(self, condition: str, values: tuple[int, ...] = ()) -> list[StepRecord]:
+    def _read_steps(self, condition: str, values: tuple[int, ...] = ()) -> list[StepRecord]:
         rows = self._db.all(
             "SELECT step, version_in, version_out, fingerprint_out, draws, learning_rate, finished_at, rejected"
             f" FROM steps WHERE {condition}",
@@ -192,16 +192,23 @@ class Store:
         )
         return [
             StepRecord(
-                step, before, after, fingerprint, _draws(draws), rate, finished, _draws(rejected)
+                step,
+                version_in,
+                version_out,
+                fingerprint,
+                _unpack_draws(draws),
+                rate,
+                finished,
+                _unpack_draws(rejected),
             )
-            for step, before, after, fingerprint, draws, rate, finished, rejected in rows
+            for step, version_in, version_out, fingerprint, draws, rate, finished, rejected in rows
         ]
 
     # Metrics
 
     def metric_names(self) -> list[str]:
         """The names of all metrics of the run, sorted."""
-        return self._names("metrics", "name")
+        return self._distinct_values("metrics", "name")
 
     def metrics(
         self, names: Sequence[str] | None = None, since: int | None = None
@@ -212,33 +219,34 @@ class Store:
         curves: dict[str, list[tuple[int, float]]] = {}
         for name in wanted_names:
             if rows := self._db.all(query, (label(name), since or 0)):
-                curves[name] = [(step, _metric(value)) for step, value in rows]
+                curves[name] = [(step, _unpack_metric(value)) for step, value in rows]
         return curves
 
-    def curve_ends(self, name: str, most: int) -> tuple[list[float], list[float]]:
-        """The first and the last `most` values of a curve; with fewer than `2 * most` values, half of them each; a single value, twice."""
+    def curve_ends(self, name: str, max_values: int) -> tuple[list[float], list[float]]:
+        """The first and the last `max_values` values of a curve. With fewer than `2 * max_values` values, half of them each; a single
+        value, twice."""
         query = "SELECT value FROM metrics WHERE name = ? ORDER BY step {} LIMIT ?"
         first, last = (
             [
-                _metric(value)
-                for (value,) in self._db.all(query.format(order), (label(name), 2 * most))
+                _unpack_metric(value)
+                for (value,) in self._db.all(query.format(order), (label(name), 2 * max_values))
             ]
             for order in ("", "DESC")
         )
-        ends = max(1, min(most, len(first) // 2))
-        return first[:ends], last[:ends][::-1]
+        count = max(1, min(max_values, len(first) // 2))
+        return first[:count], last[:count][::-1]
 
     def range_of(self, names: Iterable[str]) -> tuple[int, int] | None:
         """The first and the last step at which any of these metrics has a value; None if none has."""
-        ends = [
+        step_ranges = [
             self._db.one(
                 "SELECT (SELECT min(step) FROM metrics WHERE name = ?1), (SELECT max(step) FROM metrics WHERE name = ?1)",
                 (label(name),),
             )
             for name in names
         ]
-        there = [(first, last) for first, last in ends if first is not None]
-        return (min(f for f, _ in there), max(t for _, t in there)) if there else None
+        bounds = [(first, last) for first, last in step_ranges if first is not None]
+        return (min(f for f, _ in bounds), max(t for _, t in bounds)) if bounds else None
 
     def thinned_curve(
         self, name: str, columns: int, within: tuple[int, int] | None = None
@@ -257,36 +265,38 @@ class Store:
         self, names: Sequence[str], columns: int, within: tuple[int, int] | None = None
     ) -> list[CurvePoint]:
         """`thinned_curve` of the sum of several metrics in each step: the height of a stacked plot."""
-        each = (
+        step_sums = (
             f"SELECT step, sum({FINITE}) AS value FROM metrics WHERE name IN (SELECT value FROM json_each(?1))"
             " GROUP BY step"
         )
-        chosen = json.dumps([label(name) for name in names])
-        return self._thin_curve(each, chosen, columns, within or self.range_of(names))
+        names_json = json.dumps([label(name) for name in names])
+        return self._thin_curve(step_sums, names_json, columns, within or self.range_of(names))
 
     def thinned_times(
         self, columns: int, within: tuple[int, int] | None, name: str | None = None
     ) -> list[CurvePoint]:
         """When the steps of each column were finished: seconds since the run was created, or since its first step if that is earlier.
         With `name`, only steps that have this metric."""
-        of_metric = " WHERE step IN (SELECT step FROM metrics WHERE name = ?5)"
-        times = f"SELECT step, finished_at - ?1 AS value FROM steps{of_metric if name else ''}"
-        more = (label(name),) if name else ()
-        return self._thin_curve(times, self._beginning(), columns, within, *more)
+        metric_condition = " WHERE step IN (SELECT step FROM metrics WHERE name = ?5)"
+        times = (
+            f"SELECT step, finished_at - ?1 AS value FROM steps{metric_condition if name else ''}"
+        )
+        extra_values = (label(name),) if name else ()
+        return self._thin_curve(times, self._start_time(), columns, within, *extra_values)
 
     def seconds_after(self, steps_done: Iterable[int]) -> dict[int, float]:
         """When this many steps were finished, in seconds as in `thinned_times`; step counts that the record does not have are left out."""
         steps_asked = set(steps_done)
         rows = self._db.all(
             "SELECT step + 1, finished_at - ?1 FROM steps WHERE step IN (SELECT value - 1 FROM json_each(?2))",
-            (self._beginning(), json.dumps(sorted(steps_asked))),
+            (self._start_time(), json.dumps(sorted(steps_asked))),
         )
         return ({0: 0.0} if 0 in steps_asked else {}) | dict(rows)
 
-    def _beginning(self) -> float:
-        first = self._db.all("SELECT finished_at FROM steps ORDER BY step LIMIT 1")
-        known = (moment(self.get_meta().get("created_at")), *(at for (at,) in first))
-        return min((each for each in known if each is not None), default=0.0)
+    def _start_time(self) -> float:
+        first_step = self._db.all("SELECT finished_at FROM steps ORDER BY step LIMIT 1")
+        times = (moment(self.get_meta().get("created_at")), *(at for (at,) in first_step))
+        return min((seconds for seconds in times if seconds is not None), default=0.0)
 
     def thinned_points(
         self, points: Mapping[int, float], columns: int, within: tuple[int, int] | None
@@ -300,10 +310,10 @@ class Store:
     def _thin_curve(
         self,
         values: str,
-        chosen: str | float,
+        key: str | float,
         columns: int,
         within: tuple[int, int] | None,
-        *more: str,
+        *extra_values: str,
     ) -> list[CurvePoint]:
         if within is None:
             return []
@@ -312,7 +322,7 @@ class Store:
         rows = self._db.all(
             "SELECT CAST((step - ?2) / ?3 AS INTEGER), min(step), max(step), avg(value), min(value), max(value), count(*) - count(value)"
             f" FROM ({values}) WHERE step BETWEEN ?2 AND ?4 GROUP BY 1 ORDER BY 1",
-            (chosen, first, width, last, *more),
+            (key, first, width, last, *extra_values),
         )
         return [
             CurvePoint(first + (column + 0.5) * width - 0.5, *values) for column, *values in rows
@@ -321,7 +331,7 @@ class Store:
     def step_metrics(self, step: int) -> dict[str, float]:
         """All metrics of one step."""
         rows = self._db.all("SELECT name, value FROM metrics WHERE step = ? ORDER BY name", (step,))
-        return {name: _metric(value) for name, value in rows}
+        return {name: _unpack_metric(value) for name, value in rows}
 
     def snapshot(self) -> AbstractContextManager[None]:
         """All reads inside the `with` block see the same state, even if the writer commits or rewinds meanwhile."""
@@ -347,11 +357,11 @@ class Store:
         with self._db.snapshot():
             return next(iter(read_groups(self._db, "draw = ?", (draw,))), None)
 
-    def rollouts(self, filters: RolloutFilter, most: int | None = None) -> list[RolloutView]:
-        """One page of the rollouts that match the filter. Prompts and completions longer than `most` characters are shortened to their
-        beginning and end, half of `most` each."""
+    def rollouts(self, filters: RolloutFilter, max_chars: int | None = None) -> list[RolloutView]:
+        """One page of the rollouts that match the filter. Prompts and completions longer than `max_chars` characters are shortened to their
+        beginning and end, half of `max_chars` each."""
         with self._db.snapshot():
-            return find_rollouts(self._db, filters, most)
+            return find_rollouts(self._db, filters, max_chars)
 
     def draws_of(self, example: int, limit: int, offset: int = 0) -> list[int]:
         """The draws of an example, newest first."""
@@ -371,9 +381,9 @@ class Store:
 
     def origin_of(self, draw: int) -> tuple[str, int | None, dict[str, Any]] | None:
         """A group's source, the draw whose completions it has, and the columns of its example; None if there is no such group."""
-        found = self._db.all("SELECT origin, again, columns FROM groups WHERE draw = ?", (draw,))
+        rows = self._db.all("SELECT origin, again, columns FROM groups WHERE draw = ?", (draw,))
         return next(
-            ((origin, again, unpack_json(columns)) for origin, again, columns in found), None
+            ((origin, again, unpack_json(columns)) for origin, again, columns in rows), None
         )
 
     def every_rollout(self, filters: RolloutFilter) -> Generator[tuple[RolloutView, RolloutDetail]]:
@@ -384,9 +394,9 @@ class Store:
         """
         return every_rollout(self._db, filters)
 
-    def groups_asked(self, filters: AskedFilter) -> list[GroupAsked]:
+    def completed_prompts(self, filters: PromptFilter) -> list[CompletedPrompt]:
         """The prompts that were completed in the steps that match the filter."""
-        return find_asked(self._db, filters)
+        return find_completed_prompts(self._db, filters)
 
     def scores(self, draws: Iterable[int]) -> dict[int, GroupScore]:
         """Rewards of these groups' members, by draw; groups without a scored member are left out."""
@@ -394,12 +404,12 @@ class Store:
 
     def draw_of(self, rollout: int) -> int | None:
         """The draw of the rollout with this id (as in lists of rollouts); None if there is no such rollout."""
-        found = self._db.all("SELECT draw FROM rollouts WHERE id = ?", (rollout,))
-        return found[0][0] if found else None
+        rows = self._db.all("SELECT draw FROM rollouts WHERE id = ?", (rollout,))
+        return rows[0][0] if rows else None
 
-    def failures(self, most: int = 20, newest: int = 5_000) -> list[FailureKind]:
+    def failures(self, limit: int = 20, newest: int = 5_000) -> list[FailureKind]:
         """The reasons why rollouts without a score have none, by kind, the most frequent first; looks at the `newest` of them."""
-        return failure_kinds(self._db, most, newest)
+        return failure_kinds(self._db, limit, newest)
 
     def group_rewards(self, first: int, last: int) -> list[GroupReward]:
         """The rewards of all groups of the steps `first` to `last`, in order of training; those without a score are left out."""
@@ -424,14 +434,14 @@ class Store:
 
     def part_names(self) -> list[str]:
         """The names of all reward parts in the record, sorted."""
-        return self._names("parts", "name")
+        return self._distinct_values("parts", "name")
 
-    def tasks(self, most: int) -> list[str]:
-        """The task labels of a mixture, sorted; at most `most`."""
+    def tasks(self, limit: int) -> list[str]:
+        """The task labels of a mixture, sorted; at most `limit`."""
         if self._db.tasks_indexed:
-            return self._names("groups", "task", most)
+            return self._distinct_values("groups", "task", limit)
         query = "SELECT DISTINCT task FROM groups WHERE task IS NOT NULL ORDER BY 1 LIMIT ?"
-        return [task for (task,) in self._db.all(query, (most,))]
+        return [task for (task,) in self._db.all(query, (limit,))]
 
     def rebuild_text_index(self) -> None:
         """Rebuild the full-text index from the tables. Does nothing if SQLite lacks FTS5: search then reads every text."""
@@ -446,7 +456,7 @@ class Store:
             self._db.execute(
                 "DELETE FROM evaluations WHERE step = ? AND name = ? AND policy = ?", key
             )
-            added = self._db.insert(
+            evaluation_id = self._db.insert(
                 "evaluations",
                 step=record.step,
                 name=label(record.name),
@@ -457,22 +467,22 @@ class Store:
             self._db.insert_many(
                 "evaluation_rows",
                 ("evaluation", "position", "data"),
-                [(added, i, pack_json(dict(row))) for i, row in enumerate(record.rows)],
+                [(evaluation_id, i, pack_json(dict(row))) for i, row in enumerate(record.rows)],
             )
 
     def evaluations(self, *, rows: bool = True) -> list[EvaluationRecord]:
         """All evaluations, by step, then in the order of insertion. Without `rows`, only their metrics."""
-        return self._evaluations("TRUE ORDER BY step, id", (), rows)
+        return self._read_evaluations("TRUE ORDER BY step, id", (), rows)
 
     def evaluation(self, step: int, name: str) -> EvaluationRecord | None:
         """The last added evaluation of that name after `step` steps; None if there is none."""
         condition = "step = ? AND name = ? ORDER BY id DESC LIMIT 1"
-        return next(iter(self._evaluations(condition, (step, label(name)), rows=True)), None)
+        return next(iter(self._read_evaluations(condition, (step, label(name)), rows=True)), None)
 
-    def _evaluations(
+    def _read_evaluations(
         self, condition: str, values: tuple[int | str, ...], rows: bool
     ) -> list[EvaluationRecord]:
-        found = self._db.all(
+        evaluations = self._db.all(
             f"SELECT id, step, name, policy, metrics, asked FROM evaluations WHERE {condition}",
             values,
         )
@@ -482,10 +492,10 @@ class Store:
                 name,
                 policy,
                 unpack_json(metrics),
-                self._evaluation_rows(evaluation) if rows else (),
+                self._read_evaluation_rows(evaluation) if rows else (),
                 questions,
             )
-            for evaluation, step, name, policy, metrics, questions in found
+            for evaluation, step, name, policy, metrics, questions in evaluations
         ]
 
     def evaluations_with_rows(self) -> set[tuple[int, str, str]]:
@@ -498,13 +508,13 @@ class Store:
 
     def evaluation_rows(self, step: int, name: str, policy: str) -> tuple[dict[str, Any], ...]:
         """The rows of one evaluation; empty if there is no such evaluation."""
-        found = self._db.all(
+        matches = self._db.all(
             "SELECT id FROM evaluations WHERE step = ? AND name = ? AND policy = ?",
             (step, label(name), label(policy)),
         )
-        return self._evaluation_rows(found[0][0]) if found else ()
+        return self._read_evaluation_rows(matches[0][0]) if matches else ()
 
-    def _evaluation_rows(self, evaluation: int) -> tuple[dict[str, Any], ...]:
+    def _read_evaluation_rows(self, evaluation: int) -> tuple[dict[str, Any], ...]:
         query = "SELECT data FROM evaluation_rows WHERE evaluation = ? ORDER BY position"
         return tuple(unpack_json(data) for (data,) in self._db.all(query, (evaluation,)))
 
@@ -524,8 +534,8 @@ class Store:
             (label(name or ""),),
         )
         return [
-            WarningRecord(step, found, kind, plain_text(message) or "", unpack_json(numbers))
-            for step, found, kind, message, numbers in rows
+            WarningRecord(step, signal, kind, plain_text(message) or "", unpack_json(numbers))
+            for step, signal, kind, message, numbers in rows
         ]
 
     def set_meta(self, values: Mapping[str, Any]) -> None:
@@ -587,13 +597,13 @@ class Store:
             }
         return json.dumps(content, sort_keys=True, indent=1).encode()
 
-    def _names(self, table: str, column: str, most: int = -1) -> list[str]:
+    def _distinct_values(self, table: str, column: str, limit: int = -1) -> list[str]:
         """All values of a column that is the first of an index. Jumps from one value to the next; DISTINCT would read every row."""
         rows = self._db.all(
             f"WITH RECURSIVE names (name) AS (SELECT min({column}) FROM {table} WHERE {column} IS NOT NULL UNION ALL"
             f" SELECT (SELECT min({column}) FROM {table} WHERE {column} > names.name) FROM names"
             " WHERE names.name IS NOT NULL) SELECT CAST(name AS BLOB) FROM names WHERE name IS NOT NULL LIMIT ?",
-            (most,),
+            (limit,),
         )
         return [name.decode("utf-8", "replace") for (name,) in rows]
 
@@ -608,9 +618,9 @@ class Store:
         )
 
 
-def _draws(stored: str) -> tuple[int, ...]:
+def _unpack_draws(stored: str) -> tuple[int, ...]:
     return tuple(unpack_json(stored))
 
 
-def _metric(stored: float | None) -> float:
+def _unpack_metric(stored: float | None) -> float:
     return float("nan") if stored is None else stored

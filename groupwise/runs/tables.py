@@ -57,9 +57,11 @@ def insert_group(
         raise StoreError(
             f"{db.path}: draw {group.draw} belongs to step {newest_step} already; each draw is trained once."
         )
-    strangers = [rollout.draw for rollout in group.rollouts if rollout.draw != group.draw]
-    if strangers:
-        raise StoreError(f"the group of draw {group.draw} has rollouts of the draws {strangers}.")
+    foreign_draws = [rollout.draw for rollout in group.rollouts if rollout.draw != group.draw]
+    if foreign_draws:
+        raise StoreError(
+            f"the group of draw {group.draw} has rollouts of the draws {foreign_draws}."
+        )
     prompt_ids = group.rollouts[0].prompt_ids if group.rollouts else ()
     task = task_of(group.example.columns)
     db.insert(
@@ -79,10 +81,10 @@ def insert_group(
         again=group.again,
     )
     for rollout in group.rollouts:
-        added = _insert_rollout(db, rollout, step, group.example.index, task, keep_tokens)
+        inserted_id = _insert_rollout(db, rollout, step, group.example.index, task, keep_tokens)
         if keep_tokens and rollout.prompt_ids != prompt_ids:
-            own = pack_tokens(rollout.prompt_ids)
-            db.execute("UPDATE rollouts SET prompt_ids = ? WHERE id = ?", (own, added))
+            packed_ids = pack_tokens(rollout.prompt_ids)
+            db.execute("UPDATE rollouts SET prompt_ids = ? WHERE id = ?", (packed_ids, inserted_id))
     if db.indexed:
         text_index.add(db.execute, "draw = ?", (group.draw,))
 
@@ -97,8 +99,8 @@ def _insert_rollout(
 ) -> int:
     """Add a rollout with its segments and reward parts; returns its row id."""
     # Tokens that the policy wrote. If it wrote none, because the completions were given (SFT), all tokens.
-    by_policy = any(each.source == "policy" for each in rollout.segments)
-    added = db.insert(
+    by_policy = any(segment.source == "policy" for segment in rollout.segments)
+    inserted_id = db.insert(
         "rollouts",
         draw=rollout.draw,
         member=rollout.member,
@@ -119,14 +121,14 @@ def _insert_rollout(
     )
     segments = [
         (
-            added,
+            inserted_id,
             position,
             segment.source,
             pack_tokens(segment.token_ids) if keep_tokens else None,
             pack_floats(segment.sampling_logprobs) if keep_tokens else None,
             segment.policy_version,
             text(segment.fingerprint),
-            _packed_params(segment.params) if segment.params else None,
+            _pack_params(segment.params) if segment.params else None,
             to_signed(segment.seed),
             segment.finish_reason,
             pack_tokens(segment.prompt_ids)
@@ -138,19 +140,26 @@ def _insert_rollout(
     ]
     db.insert_many("segments", ("rollout", "position", *_SEGMENT), segments)
     parts = [
-        (added, position, label(part.name), part.turn, number(part.value), number(part.weight))
+        (
+            inserted_id,
+            position,
+            label(part.name),
+            part.turn,
+            number(part.value),
+            number(part.weight),
+        )
         for position, part in enumerate(rollout.parts)
     ]
     db.insert_many("parts", ("rollout", "position", "name", "turn", "value", "weight"), parts)
-    return added
+    return inserted_id
 
 
 def delete_groups(db: Database, condition: str, values: Row) -> int:
     """Delete groups with their rollouts, segments and parts; call inside a transaction. Returns the number of rollouts."""
-    chosen = f"draw IN (SELECT draw FROM groups WHERE {condition})"
+    draw_condition = f"draw IN (SELECT draw FROM groups WHERE {condition})"
     if db.indexed:
-        text_index.remove(db.execute, chosen, values)
-    deleted = db.execute(f"DELETE FROM rollouts WHERE {chosen}", values)
+        text_index.remove(db.execute, draw_condition, values)
+    deleted = db.execute(f"DELETE FROM rollouts WHERE {draw_condition}", values)
     db.execute(f"DELETE FROM groups WHERE {condition}", values)
     return deleted.rowcount
 
@@ -168,11 +177,11 @@ def read_groups(db: Database, condition: str, values: Row = ()) -> list[Group]:
             example=Example(example, unpack_json(prompt), unpack_json(columns)),
             rollouts=_read_rollouts(db, draw, unpack_tokens(prompt_ids)),
             metrics=unpack_json(metrics),
-            prompt_seen=plain_text(seen),
+            prompt_seen=plain_text(prompt_seen),
             origin=origin,
             again=again,
         )
-        for draw, example, prompt, columns, metrics, prompt_ids, seen, origin, again in rows
+        for draw, example, prompt, columns, metrics, prompt_ids, prompt_seen, origin, again in rows
     ]
 
 
@@ -197,15 +206,17 @@ def prompt_text(prompt: Prompt) -> str:
     if isinstance(prompt, str):
         return prompt
     return "\n\n".join(
-        f"{message.get('role', '')}: {_content(message.get('content'))}" for message in prompt
+        f"{message.get('role', '')}: {_content_text(message.get('content'))}" for message in prompt
     )
 
 
 def task_of(columns: Mapping[str, Any]) -> str | None:
     """The task of a mixture that an example belongs to: its label, or else its dataset's name; None if it has neither."""
     names = (columns.get(column) for column in (TASK_COLUMN, DATASET_COLUMN))
-    found = next((each for each in names if isinstance(each, str) and each), None)
-    return None if found is None else task_label(found)
+    name = next(
+        (candidate for candidate in names if isinstance(candidate, str) and candidate), None
+    )
+    return None if name is None else task_label(name)
 
 
 def task_label(task: str) -> str:
@@ -270,7 +281,7 @@ def _read_segments(db: Database, rollout: int) -> tuple[Segment, ...]:
             sampling_logprobs=unpack_floats(logprobs),
             policy_version=version,
             fingerprint=plain_text(fingerprint),
-            params=_params(params),
+            params=_unpack_params(params),
             seed=to_unsigned(seed),
             finish_reason=reason,
             prompt_ids=None if prompt_ids is None else unpack_tokens(prompt_ids),
@@ -280,14 +291,14 @@ def _read_segments(db: Database, rollout: int) -> tuple[Segment, ...]:
     )
 
 
-def _packed_params(params: SamplingParams) -> str:
+def _pack_params(params: SamplingParams) -> str:
     """The parameters as JSON, without the restrictions that are off, which most are."""
-    given = asdict(params)
-    idle = {name for name in RESTRICTIONS if not given[name]}
-    return pack_json({name: value for name, value in given.items() if name not in idle})
+    values = asdict(params)
+    disabled = {name for name in RESTRICTIONS if not values[name]}
+    return pack_json({name: value for name, value in values.items() if name not in disabled})
 
 
-def _params(stored: str | None) -> SamplingParams | None:
+def _unpack_params(stored: str | None) -> SamplingParams | None:
     if stored is None:
         return None
     values: dict[str, Any] = unpack_json(stored)
@@ -296,5 +307,5 @@ def _params(stored: str | None) -> SamplingParams | None:
     return SamplingParams(**values)
 
 
-def _content(content: Any) -> str:
+def _content_text(content: Any) -> str:
     return content if isinstance(content, str) else "" if content is None else pack_json(content)

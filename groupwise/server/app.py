@@ -7,7 +7,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
-from groupwise.api.http.app import About, assemble
+from groupwise.api.http.app import ApiInfo, assemble
 from groupwise.api.http.route import Route
 from groupwise.api.schemas.keys import Caller, Keyring, caller_of
 from groupwise.server.routes import events, health, models, training
@@ -38,10 +38,10 @@ def make_app(
         return caller_of(keys, headers)
 
     return assemble(
-        About("Groupwise training server", DESCRIPTION),
+        ApiInfo("Groupwise training server", DESCRIPTION),
         (*ROUTES, *also),
         Serving(service, config),
         who,
         local_only=keys is None,
-        before=before,
+        outer_document=before,
     )

@@ -43,13 +43,13 @@ from groupwise.server.openai.service import OpenAIService
 from groupwise.server.parts.service import NAME as PARTS
 from groupwise.server.parts.service import PartsService
 from groupwise.server.routes.context import ServiceLike, Serving
-from groupwise.server.routes.openai import attach, openai_routes
+from groupwise.server.routes.openai import attach_openai_errors, openai_routes
 from groupwise.server.routes.parts import parts_routes
-from groupwise.server.run.run_config import Allowed
+from groupwise.server.run.run_config import AllowedModels
 from groupwise.server.run.service import Service
 from groupwise.server.settings import ServerConfig
 from groupwise.server.tinker.document import document
-from groupwise.server.tinker.mount import InFront, Verbs
+from groupwise.server.tinker.mount import Verbs, VerbsMiddleware
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +72,7 @@ WARNINGS = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Built:
+class Services:
     """The services that answer requests: ask/post, and the further protocols."""
 
     service: ServiceLike
@@ -103,19 +103,19 @@ class Built:
         of_verbs = document() if self.verbs is not None else None
         app = make_app(self.service, config, keys, (*of_openai, *of_parts), of_verbs)
         if of_openai:
-            attach(app)
+            attach_openai_errors(app)
         serving: Serving = app.state.shared
         if self.verbs is None:
             return serving, app
-        return serving, InFront(app, self.verbs.service, serving, keys)
+        return serving, VerbsMiddleware(app, self.verbs.service, serving, keys)
 
 
-Build = Callable[[ServerConfig], Awaitable[Built]]
+Build = Callable[[ServerConfig], Awaitable[Services]]
 InFrontOf = Callable[[ASGIApp, Serving], ASGIApp]
 """Wraps all routes in another application that handles its own requests and passes on the others."""
 
 
-async def build_service(config: ServerConfig, factory: str = ENGINE) -> Built:
+async def build_service(config: ServerConfig, factory: str = ENGINE) -> Services:
     """Create the services for the folder of these settings, without starting them. Engines are separate processes, created by `factory`."""
 
     def log_warnings(record: logging.LogRecord) -> None:
@@ -142,27 +142,27 @@ async def build_service(config: ServerConfig, factory: str = ENGINE) -> Built:
 
     ledger = Ledger.open(config.folder / LEDGER)
     service = Service(config, ledger, make_engine)
-    return Built(
+    return Services(
         service,
         OpenAIService(service, ledger, config),
         Verbs(config, ledger, service, make_engine),
-        _parts(config, service, make_engine),
+        _parts_service(config, service, make_engine),
     )
 
 
-def _parts(
+def _parts_service(
     config: ServerConfig, service: Service, make_engine: Callable[[], Awaitable[Engine]]
 ) -> PartsService:
     parts = PartsService(
         runs=service,
         make_engine=make_engine,
-        allowed=Allowed(Path(config.model_dir).expanduser(), tuple(config.allowed_models)),
+        allowed=AllowedModels(Path(config.model_dir).expanduser(), tuple(config.allowed_models)),
         folder=config.folder / PARTS,
         silence=config.parts_silence,
         longest_wait=config.step_time_limit,
         most_bytes=config.max_body_bytes,
     )
-    service.beside[PARTS] = parts
+    service.machine_users[PARTS] = parts
     service.loop_elsewhere = parts.in_use
     return parts
 
@@ -176,7 +176,7 @@ def serve(
 ) -> int:
     """Serve until a signal arrives; returns the exit code. Raises UsageError if it cannot start, or `start_with` is refused."""
     check_tls(config.tls_certificate, config.tls_key)
-    lock = _take(config.folder)
+    lock = _lock_folder(config.folder)
     handler = configure(config.log_format)
     try:
         with bind(config.host, config.port) as listening:
@@ -194,8 +194,8 @@ def read_start(path: Path) -> StartRequest:
         request = StartRequest.model_validate_json(json.dumps(tree.values))
     except ValidationError as error:
         problems += [
-            f"{tree.origin(tuple(wrong.field.split('.')))}: {wrong}"
-            for wrong in field_errors(error, StartRequest)
+            f"{tree.origin(tuple(field_error.field.split('.')))}: {field_error}"
+            for field_error in field_errors(error, StartRequest)
         ]
         raise ConfigError("\n".join(problems)) from None
     if problems:
@@ -203,7 +203,7 @@ def read_start(path: Path) -> StartRequest:
     return request
 
 
-def _take(folder: Path) -> RunLock:
+def _lock_folder(folder: Path) -> RunLock:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -259,34 +259,34 @@ class _Server:
             await asyncio.wait((listening, answering), return_when=asyncio.FIRST_COMPLETED)
             listening.cancel()
             if not answering.done():
-                self._greet()
+                self._print_address()
                 await self._until_ending(serving, answering)
-            await self._end(built, serving, http)
+            await self._shut_down(built, serving, http)
             await answering
         finally:
-            await _cancel(answering)
+            await _cancel_tasks(answering)
         if self._refused is not None:
             raise self._refused
         return 0
 
     async def _until_ending(self, serving: Serving, answering: asyncio.Task[None]) -> None:
-        beside = [asyncio.create_task(_log_events(serving.service))]
+        background_tasks = [asyncio.create_task(_log_events(serving.service))]
         if self._start_with is not None:
-            beside.append(asyncio.create_task(self._start(serving, self._start_with)))
+            background_tasks.append(asyncio.create_task(self._start_run(serving, self._start_with)))
 
         def log_failure(task: asyncio.Task[None]) -> None:
             if not task.cancelled() and (error := task.exception()) is not None:
                 logger.error("a task beside the requests failed", exc_info=error)
 
-        for task in beside:
+        for task in background_tasks:
             task.add_done_callback(log_failure)
         ending = asyncio.create_task(serving.ending.wait())
         try:
             await asyncio.wait((ending, answering), return_when=asyncio.FIRST_COMPLETED)
         finally:
-            await _cancel(ending, *beside)
+            await _cancel_tasks(ending, *background_tasks)
 
-    async def _end(self, built: Built, serving: Serving, http: Uvicorn) -> None:
+    async def _shut_down(self, built: Services, serving: Serving, http: Uvicorn) -> None:
         began = time.monotonic()
         seconds = self._config.shutdown_seconds
         logger.info("ending; a second signal ends at once")
@@ -296,8 +296,8 @@ class _Server:
                 await built.shut_down(seconds)
         except TimeoutError:
             logger.warning("the service was not done within shutdown_seconds, %g", seconds)
-        left = max(seconds - (time.monotonic() - began), LEAST_FOR_CONNECTIONS)
-        http.config.timeout_graceful_shutdown = max(round(left), 1)
+        seconds_left = max(seconds - (time.monotonic() - began), LEAST_FOR_CONNECTIONS)
+        http.config.timeout_graceful_shutdown = max(round(seconds_left), 1)
         http.should_exit = True
 
     def _listen_for_signals(self, ending: asyncio.Event) -> None:
@@ -313,7 +313,7 @@ class _Server:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, end, number)
 
-    async def _start(self, serving: Serving, request: StartRequest) -> None:
+    async def _start_run(self, serving: Serving, request: StartRequest) -> None:
         """Start the run as if an admin had posted the request."""
         try:
             answer = await serving.service.start(request, LOCAL)
@@ -326,7 +326,7 @@ class _Server:
             return
         logger.info("run %s is ready, as --start-with has it", answer.run_id)
 
-    def _greet(self) -> None:
+    def _print_address(self) -> None:
         config = self._config
         host, port = self._listening.getsockname()[:2]
         visible_host = "127.0.0.1" if host in ("0.0.0.0", "::") else host
@@ -352,7 +352,7 @@ class _Server:
         sys.stderr.flush()
 
 
-async def _cancel(*tasks: asyncio.Task[Any]) -> None:
+async def _cancel_tasks(*tasks: asyncio.Task[Any]) -> None:
     """Cancel tasks that are no longer needed, and wait for them."""
     for task in tasks:
         task.cancel()
@@ -361,13 +361,13 @@ async def _cancel(*tasks: asyncio.Task[Any]) -> None:
 
 async def _log_events(service: ServiceLike) -> None:
     """Log one line for each event except steps, which the conductor logs."""
-    after = await service.last_event()
+    last_id = await service.last_event()
     while True:
-        for event in await service.events(after, EVENTS_AT_ONCE):
-            after = event.id
+        for event in await service.events(last_id, EVENTS_AT_ONCE):
+            last_id = event.id
             if event.kind != EventKind.STEP:
                 level = logging.WARNING if event.kind in WARNINGS else logging.INFO
                 step = "" if event.step is None else f" {event.step}"
                 line = f"{event.run_id or 'server'}: {event.kind}{step} {event.message or ''}"
                 logger.log(level, "%s", line.rstrip(), extra={"facts": {"event": event.kind}})
-        await service.next_event(after, LONGEST_WAIT)
+        await service.next_event(last_id, LONGEST_WAIT)

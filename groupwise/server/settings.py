@@ -24,7 +24,7 @@ ENVIRONMENT = "GROUPWISE_SERVE_"
 """Prefix of the environment variables that are settings."""
 MIB = 1 << 20
 
-RIGHT_WAYS = (
+KEY_ADVICE = (
     f"put a key into the variable {VARIABLE}, which the clients read too; or make one with `groupwise serve --new-key ROLE`, "
     "write the line that it prints into a file, and name the file with key_file."
 )
@@ -35,8 +35,8 @@ class ServerConfig(Strict):
     """Each key is also the variable GROUPWISE_SERVE_<KEY>, and the word key=value of the command line."""
 
     refused: ClassVar[Mapping[str, str]] = {
-        "api_key": f"keys stand in no settings: {RIGHT_WAYS[:-1]}",
-        "api_keys": f"keys stand in no settings: {RIGHT_WAYS[:-1]}",
+        "api_key": f"keys stand in no settings: {KEY_ADVICE[:-1]}",
+        "api_keys": f"keys stand in no settings: {KEY_ADVICE[:-1]}",
     }
 
     output_dir: str = setting(
@@ -126,10 +126,12 @@ class ServerConfig(Strict):
     def conflicts(self) -> Iterator[Conflict]:
         """Combinations of settings that contradict each other."""
         if (self.tls_certificate is None) != (self.tls_key is None):
-            there, missing = "tls_certificate", "tls_key"
+            present, missing = "tls_certificate", "tls_key"
             if self.tls_certificate is None:
-                there, missing = missing, there
-            yield Conflict(f"{there} has no effect without {missing}; give both.", (there, missing))
+                present, missing = missing, present
+            yield Conflict(
+                f"{present} has no effect without {missing}; give both.", (present, missing)
+            )
         if self.burst != 50 and self.requests_per_second is None:
             yield Conflict(
                 "burst has no effect without requests_per_second.", ("burst", "requests_per_second")
@@ -176,8 +178,10 @@ def read_keys(config: ServerConfig, environment: Mapping[str, str]) -> Keyring |
     read.
     """
     plain = environment.get(VARIABLE)
-    stored = () if config.key_file is None else read_keys_in(Path(config.key_file).expanduser())
-    if plain is None and not stored:
+    stored_keys = (
+        () if config.key_file is None else read_keys_in(Path(config.key_file).expanduser())
+    )
+    if plain is None and not stored_keys:
         if config.key_file is not None:
             raise ConfigError(
                 f"key_file {config.key_file} holds no key, so no request could be answered. "
@@ -185,8 +189,8 @@ def read_keys(config: ServerConfig, environment: Mapping[str, str]) -> Keyring |
             )
         if not config.is_local:
             raise UsageError(
-                f"host is {config.host}, where others can reach the server, but it has no key. Either {RIGHT_WAYS} "
+                f"host is {config.host}, where others can reach the server, but it has no key. Either {KEY_ADVICE} "
                 "Or leave host out: then only this machine can ask."
             )
         return None
-    return Keyring(stored, plain)
+    return Keyring(stored_keys, plain)

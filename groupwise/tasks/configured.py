@@ -32,14 +32,14 @@ from groupwise.tasks.data.chat import Account, Row, Rows
 from groupwise.tasks.data.config import DatasetConfig, MixtureEntry
 from groupwise.tasks.data.loading import (
     Unscorable,
-    for_training,
-    held_out,
+    always_scorable,
+    held_out_parts,
     holds_out,
-    place_of,
-    scorable,
+    set_location,
+    training_parts,
     with_label,
 )
-from groupwise.tasks.data.mixture import Part, in_turn, mix_parts, with_same_columns
+from groupwise.tasks.data.mixture import Part, interleave, mix_parts, with_same_columns
 from groupwise.tasks.data.pipelines import find_pipeline
 from groupwise.tasks.data.sft_functions import format_rows
 from groupwise.tasks.rewards.registry import configured_rubric, registered_rewards
@@ -58,11 +58,11 @@ def find_task(source: object | None, config: View) -> Task:
     if source is None or source == SPEC:
         return ConfiguredTask(config)
     task = source if isinstance(source, Task) else load_task(source)
-    if idle := _dataset(config).in_vain_beside_a_task():
+    if idle := _dataset_config(config).unused_with_task():
         keys = ", ".join(f"data.{key}" for key in idle)
-        them = "it" if len(idle) == 1 else "them"
+        pronoun = "it" if len(idle) == 1 else "them"
         raise TaskError(
-            f"{task.described} brings its own data, so that {keys} would have no effect. Leave {them} out, or leave --task-module out "
+            f"{task.described} brings its own data, so that {keys} would have no effect. Leave {pronoun} out, or leave --task-module out "
             "and name the rewards in rewards.reward_funcs."
         )
     return task
@@ -73,7 +73,7 @@ class ConfiguredTask(Task):
 
     def __init__(self, config: View) -> None:
         """Raises TaskError if the config names no data, or mixes what cannot be mixed."""
-        data = _dataset(config)
+        data = _dataset_config(config)
         if not data.names_data:
             raise TaskError(
                 "No task was given, and the config names no data. Give a task with --task-module: a Python file, package.module, "
@@ -85,7 +85,7 @@ class ConfiguredTask(Task):
                 "The config has a section `task`, but no task to read it: --task-module was not given. Leave the section out, or move it "
                 "into `config` of a set of data.dataset_mixture."
             )
-        self._tasks = _sets(config, data)
+        self._tasks = _task_sets(config, data)
         if not _is_supervised(config):
             # Rewards of the config apply to sources; a mixture that has only tasks does not use them.
             idle = [
@@ -100,7 +100,7 @@ class ConfiguredTask(Task):
                     "replaced."
                 )
         hooks = _Hooks(data, self._tasks)
-        super().__init__(hooks, _name(data), SPEC, None)
+        super().__init__(hooks, _dataset_name(data), SPEC, None)
         self._pipeline = data.preprocessing_pipeline
         self._possible = hooks.possible(config)
 
@@ -113,15 +113,18 @@ class ConfiguredTask(Task):
         """See `Task.described`."""
         return f"The config's task ({self.name})"
 
-    def _rows_of(self, hook: str, limit: int | None, **arguments: Any) -> Any:
-        """See `Task._rows_of`; the sets of a mixture respect `limit` for their streams too."""
-        return self._call(hook, **arguments, limit=limit)
+    def _hook_rows(self, hook: str, limit: int | None, **arguments: Any) -> Any:
+        """See `Task._hook_rows`; the sets of a mixture respect `limit` for their streams too."""
+        return self._call_hook(hook, **arguments, limit=limit)
 
     @property
     def files(self) -> tuple[str, ...]:
         """See `Task.files`: those of the tasks that are mixed, and of the pipeline that rows go through."""
-        own = find_pipeline(self._pipeline).file if self._pipeline else None
-        return (*(file for one in self._tasks for file in one.task.files), *((own,) if own else ()))
+        pipeline_file = find_pipeline(self._pipeline).file if self._pipeline else None
+        return (
+            *(file for task_set in self._tasks for file in task_set.task.files),
+            *((pipeline_file,) if pipeline_file else ()),
+        )
 
     def rubric(self, config: Any, tokenizer: Any, weights: Sequence[float] | None = None) -> Rubric:
         """See `Task.rubric`; in a mixture with tasks, weights are those of the config's own rewards."""
@@ -131,10 +134,10 @@ class ConfiguredTask(Task):
         """See `Task.missing`: names the config keys that would provide the hook."""
         match hook:
             case "get_reward_funcs":
-                some = ", ".join(sorted(registered_rewards())[:8])
+                examples = ", ".join(sorted(registered_rewards())[:8])
                 return (
                     f"The config names data, but no rewards, which `{verb}` needs. Set rewards.reward_funcs, or rewards.router, to names "
-                    f"such as {some}, or give a task with --task-module."
+                    f"such as {examples}, or give a task with --task-module."
                 )
             case "get_eval_dataset":
                 return (
@@ -145,18 +148,18 @@ class ConfiguredTask(Task):
                 return f"The config gives no {hook}, which `{verb}` needs. Give a task with --task-module."
 
 
-def _dataset(config: View) -> DatasetConfig:
+def _dataset_config(config: View) -> DatasetConfig:
     section = config["data"].to_dict()
     keys = {key: section[key] for key in DatasetConfig.model_fields}
     return DatasetConfig.model_validate_json(json.dumps(keys))
 
 
-def _name(data: DatasetConfig) -> str:
+def _dataset_name(data: DatasetConfig) -> str:
     """`gsm8k` for `openai/gsm8k`, `sums` for `data/sums.jsonl`."""
     if data.dataset_name is None:
         return "mixture"
-    last = data.dataset_name.rstrip("/").rpartition("/")[2].partition(".")[0]
-    return re.sub(r"[^A-Za-z0-9_-]+", "-", last).strip("-") or "data"
+    basename = data.dataset_name.rstrip("/").rpartition("/")[2].partition(".")[0]
+    return re.sub(r"[^A-Za-z0-9_-]+", "-", basename).strip("-") or "data"
 
 
 # --- tasks in a mixture --------------------------------------------------------------------------
@@ -183,7 +186,7 @@ class _TaskSet:
 
     def account(self, hook: str) -> Account:
         """The account of rows that the task's own hook left out."""
-        return self.task.accounts.get(hook, Account()).under(self.where)
+        return self.task.accounts.get(hook, Account()).with_prefix(self.where)
 
     def lessons(self, hook: str, tokenizer: Any, limit: int | None) -> list[Row]:
         """The task's teacher rows, formatted by its own function."""
@@ -195,17 +198,19 @@ class _TaskSet:
         return format_rows(rows, function, text_field=TEXT, where=where)
 
 
-def _sets(config: View, data: DatasetConfig) -> list[_TaskSet]:
+def _task_sets(config: View, data: DatasetConfig) -> list[_TaskSet]:
     sets = [
-        _task_set(config, entry, entry.task, place_of(data, number))
+        _task_set(config, entry, entry.task, set_location(data, number))
         for number, entry in enumerate(data.mixture)
         if entry.task is not None
     ]
-    labels = [one.label for one in sets] + [e.label or e.name for e in data.mixture if e.source]
-    for one in sets:
-        if labels.count(one.label) > 1:
+    labels = [task_set.label for task_set in sets] + [
+        e.label or e.name for e in data.mixture if e.source
+    ]
+    for task_set in sets:
+        if labels.count(task_set.label) > 1:
             raise TaskError(
-                f"{one.where}: another set has the label {one.label!r} as well, so the rewards of a row would be ambiguous. Give "
+                f"{task_set.where}: another set has the label {task_set.label!r} as well, so the rewards of a row would be ambiguous. Give "
                 "each its own `label`."
             )
     return sets
@@ -220,18 +225,18 @@ def _task_set(config: View, entry: MixtureEntry, source: str, where: str) -> _Ta
         if not task.has(hook):
             raise TaskError(f"{where}: {task.missing(hook, verb)}")
         task.check_signature(hook)
-    alone = "get_sft_data_collator" if supervised else "get_environment"
-    if task.has(alone):
+    unmixable_hook = "get_sft_data_collator" if supervised else "get_environment"
+    if task.has(unmixable_hook):
         raise TaskError(
-            f"{where}: {task.described} has {alone}, which a mixture has no place for. Use the task alone."
+            f"{where}: {task.described} has {unmixable_hook}, which a mixture has no place for. Use the task alone."
         )
     section: Any = entry.config or {}
     schema = task.config_schema()
     if schema is not None:
         tree = tree_of({"config": section}, where)
         section = validate(schema, tree, at=("config",)).model_dump(mode="json", by_alias=True)
-    own = View({**config.to_dict(), "task": section})
-    return _TaskSet(entry, where, entry.label or task.name, task, own)
+    task_config = View({**config.to_dict(), "task": section})
+    return _TaskSet(entry, where, entry.label or task.name, task, task_config)
 
 
 # --- hooks ---------------------------------------------------------------------------------------
@@ -251,62 +256,62 @@ class _Hooks:
     def possible(self, config: View) -> set[str]:
         """The hooks that this config can provide."""
         if _is_supervised(config):
-            return {"get_sft_dataset", *self._if_held_out("get_sft_eval_dataset")}
-        hooks = {"get_rl_dataset", "compute_metrics", *self._if_held_out("get_eval_dataset")}
+            return {"get_sft_dataset", *self._hook_if_held_out("get_sft_eval_dataset")}
+        hooks = {"get_rl_dataset", "compute_metrics", *self._hook_if_held_out("get_eval_dataset")}
         names_rewards = any(
             config["rewards"].get(key) is not None for key in ("reward_funcs", "router")
         )
         if names_rewards or self._tasks:
             hooks.add("get_reward_funcs")
-        if any(one.task.has("get_rl_callbacks") for one in self._tasks):
+        if any(task_set.task.has("get_rl_callbacks") for task_set in self._tasks):
             hooks.add("get_rl_callbacks")
         return hooks
 
-    def _if_held_out(self, hook: str) -> Iterator[str]:
+    def _hook_if_held_out(self, hook: str) -> Iterator[str]:
         sources = [entry for entry in self._data.mixture if entry.source]
-        if any(holds_out(self._data, entry) for entry in sources) or self._with(hook):
+        if any(holds_out(self._data, entry) for entry in sources) or self._sets_with_hook(hook):
             yield hook
 
-    def _with(self, hook: str) -> list[_TaskSet]:
-        return [one for one in self._tasks if one.task.has(hook)]
+    def _sets_with_hook(self, hook: str) -> list[_TaskSet]:
+        return [task_set for task_set in self._tasks if task_set.task.has(hook)]
 
     def get_rl_dataset(self, config: View, limit: int | None = None) -> Rows:
         """The rows of all sets, with their shares of an epoch, from the weights."""
-        scored = self._unscorable(config)
-        parts, account = for_training(self._data, teacher=False, unscorable=scored)
-        for one in self._tasks:
-            examples = one.task.rl_examples(one.config, limit)
-            parts.append(one.part(_rows(examples)))
-            account += one.account("get_rl_dataset")
+        unscorable = self._unscorable_check(config)
+        parts, account = training_parts(self._data, teacher=False, unscorable=unscorable)
+        for task_set in self._tasks:
+            examples = task_set.task.rl_examples(task_set.config, limit)
+            parts.append(task_set.part(_example_rows(examples)))
+            account += task_set.account("get_rl_dataset")
         rows, shares = mix_parts(with_same_columns(parts, "all"), self._data.seed)
         return Rows(rows, account, shares)
 
     def get_eval_dataset(self, config: View, limit: int | None = None) -> Rows:
         """The held-out rows of all sets, in turn."""
-        scored = self._unscorable(config)
-        parts, account = held_out(self._data, teacher=False, unscorable=scored)
-        for one in self._with("get_eval_dataset"):
-            examples = one.task.eval_examples(one.config, limit)
-            parts.append(one.part(_rows(examples)))
-            account += one.account("get_eval_dataset")
-        return Rows(in_turn(with_same_columns(parts, "all")), account)
+        unscorable = self._unscorable_check(config)
+        parts, account = held_out_parts(self._data, teacher=False, unscorable=unscorable)
+        for task_set in self._sets_with_hook("get_eval_dataset"):
+            examples = task_set.task.eval_examples(task_set.config, limit)
+            parts.append(task_set.part(_example_rows(examples)))
+            account += task_set.account("get_eval_dataset")
+        return Rows(interleave(with_same_columns(parts, "all")), account)
 
     def get_sft_dataset(self, config: View, tokenizer: Any, limit: int | None = None) -> Rows:
         """The teacher's rows of all sets, with their shares of an epoch, from the weights."""
-        parts, account = for_training(self._data, teacher=True)
-        for one in self._tasks:
-            parts.append(one.part(one.lessons("get_sft_dataset", tokenizer, limit)))
-            account += one.account("get_sft_dataset")
+        parts, account = training_parts(self._data, teacher=True)
+        for task_set in self._tasks:
+            parts.append(task_set.part(task_set.lessons("get_sft_dataset", tokenizer, limit)))
+            account += task_set.account("get_sft_dataset")
         rows, shares = mix_parts(with_same_columns(parts, "all"), self._data.seed)
         return Rows(rows, account, shares)
 
     def get_sft_eval_dataset(self, config: View, tokenizer: Any, limit: int | None = None) -> Rows:
         """The teacher's held-out rows of all sets, in turn."""
-        parts, account = held_out(self._data, teacher=True)
-        for one in self._with("get_sft_eval_dataset"):
-            parts.append(one.part(one.lessons("get_sft_eval_dataset", tokenizer, limit)))
-            account += one.account("get_sft_eval_dataset")
-        return Rows(in_turn(with_same_columns(parts, "all")), account)
+        parts, account = held_out_parts(self._data, teacher=True)
+        for task_set in self._sets_with_hook("get_sft_eval_dataset"):
+            parts.append(task_set.part(task_set.lessons("get_sft_eval_dataset", tokenizer, limit)))
+            account += task_set.account("get_sft_eval_dataset")
+        return Rows(interleave(with_same_columns(parts, "all")), account)
 
     def get_reward_funcs(self, config: View, tokenizer: Any) -> Rubric:
         """The rewards of the config; in a mixture with tasks, also the rewards of the tasks, each under its label.
@@ -314,50 +319,53 @@ class _Hooks:
         A router of the config that has a task's label replaces the task's own.
         """
         if not self._tasks:
-            own = self._own_rewards(config)
-            assert own is not None, "the hook is there only with rewards"
-            return own
+            rubric = self._config_rewards(config)
+            assert rubric is not None, "the hook is there only with rewards"
+            return rubric
         rubrics = {
             label: Rubric.of(functions, where=f"rewards of {label}")
-            for label, functions in self._of_sources(config).items()
+            for label, functions in self._rewards_of_sources(config).items()
         }
-        for one in self._tasks:
-            if one.label not in rubrics:
-                rubrics[one.label] = one.task.rubric(one.config, tokenizer)
+        for task_set in self._tasks:
+            if task_set.label not in rubrics:
+                rubrics[task_set.label] = task_set.task.rubric(task_set.config, tokenizer)
         return Router.of(rubrics, where="rewards of data.dataset_mixture")
 
-    def _own_rewards(self, config: View) -> Rubric | None:
+    def _config_rewards(self, config: View) -> Rubric | None:
         """The rewards that the config itself names; built once, because that may take long."""
         if self._rewards is None:
             section = config["rewards"].to_dict()
             if not self._tasks:
                 self._rewards = configured_rubric(section)
-            elif own := configured_rubric({**section, "default_task": None}):
+            elif rubric := configured_rubric({**section, "default_task": None}):
                 weights = section["reward_weights"]
-                self._rewards = own if weights is None else own.reweighted(weights)
+                self._rewards = rubric if weights is None else rubric.reweighted(weights)
         return self._rewards
 
-    def _unscorable(self, config: View) -> Unscorable:
+    def _unscorable_check(self, config: View) -> Unscorable:
         """The function that explains why a source's row cannot be scored."""
-        rewards = self._own_rewards(config)
-        return scorable if rewards is None else rewards.unscorable
+        rewards = self._config_rewards(config)
+        return always_scorable if rewards is None else rewards.unscorable
 
-    def _of_sources(self, config: View) -> dict[str, list[Any]]:
+    def _rewards_of_sources(self, config: View) -> dict[str, list[Any]]:
         """The rewards of the config by label: those of its router, or the same for all sources."""
-        own = self._own_rewards(config)
-        if own is None:
+        config_rubric = self._config_rewards(config)
+        if config_rubric is None:
             return {}
-        if isinstance(own, Router):
-            return {label: _weighted_functions(rubric) for label, rubric in own.rubrics.items()}
+        if isinstance(config_rubric, Router):
+            return {
+                label: _weighted_functions(rubric)
+                for label, rubric in config_rubric.rubrics.items()
+            }
         sources = [entry for entry in self._data.mixture if entry.source]
-        return {entry.label or entry.name: _weighted_functions(own) for entry in sources}
+        return {entry.label or entry.name: _weighted_functions(config_rubric) for entry in sources}
 
     def get_rl_callbacks(self, config: View, tokenizer: Any, output_dir: str) -> list[object]:
         """The callbacks of all tasks."""
         return [
             callback
-            for one in self._tasks
-            for callback in one.task.rl_callbacks(one.config, tokenizer, output_dir)
+            for task_set in self._tasks
+            for callback in task_set.task.rl_callbacks(task_set.config, tokenizer, output_dir)
         ]
 
     def compute_metrics(
@@ -371,20 +379,22 @@ class _Hooks:
         """The number of samples, and each task's own metrics under its label."""
         metrics: dict[str, Any] = {"total_samples": len(dataset_rows)}
         details: dict[str, Any] = {}
-        for one in self._with("compute_metrics"):
-            places = [n for n, row in enumerate(dataset_rows) if row.get(TASK_COLUMN) == one.label]
-            if not places:
+        for task_set in self._sets_with_hook("compute_metrics"):
+            indices = [
+                n for n, row in enumerate(dataset_rows) if row.get(TASK_COLUMN) == task_set.label
+            ]
+            if not indices:
                 continue
-            found = one.task.compute_metrics(
-                [prompts[n] for n in places],
-                [completions[n] for n in places],
-                [dataset_rows[n] for n in places],
-                one.config,
+            result = task_set.task.compute_metrics(
+                [prompts[n] for n in indices],
+                [completions[n] for n in indices],
+                [dataset_rows[n] for n in indices],
+                task_set.config,
                 tokenizer,
             )
-            details[one.label] = found
-            own = found.get("metrics", found)
-            metrics |= {f"{one.label}/{name}": value for name, value in own.items()}
+            details[task_set.label] = result
+            task_metrics = result.get("metrics", result)
+            metrics |= {f"{task_set.label}/{name}": value for name, value in task_metrics.items()}
         return {"metrics": metrics, **details}
 
 
@@ -397,5 +407,5 @@ def _is_supervised(config: View) -> bool:
     return "rewards" not in config
 
 
-def _rows(examples: Sequence[Example]) -> list[Row]:
+def _example_rows(examples: Sequence[Example]) -> list[Row]:
     return [{"prompt": example.prompt, **example.columns} for example in examples]

@@ -144,11 +144,11 @@ class Task:
 
     def rl_examples(self, config: Any, limit: int | None = None) -> list[Example]:
         """The training examples. Of a stream without a length, the first `limit` are read; without a limit it is refused."""
-        return self._examples("get_rl_dataset", config, limit)
+        return self._read_examples("get_rl_dataset", config, limit)
 
     def eval_examples(self, config: Any, limit: int | None = None) -> list[Example]:
         """The first `limit` held-out examples. A stream without a length is refused if there is no limit."""
-        return self._examples("get_eval_dataset", config, limit)[:limit]
+        return self._read_examples("get_eval_dataset", config, limit)[:limit]
 
     def sft_rows(
         self, hook: str, config: Any, tokenizer: Any, limit: int | None = None
@@ -158,8 +158,8 @@ class Task:
         An optional hook may return None for no rows.
         """
         where = f"{self.described}: {hook}"
-        rows = self._rows_of(hook, limit, config=config, tokenizer=tokenizer)
-        self._note(hook, rows)
+        rows = self._hook_rows(hook, limit, config=config, tokenizer=tokenizer)
+        self._note_account(hook, rows)
         if rows is None and hook not in NEEDED["sft"]:
             return []
         return run_user_code(  # a stream runs the task's code while it is read
@@ -173,17 +173,17 @@ class Task:
         """The function that `get_sft_formatting_func` or `get_sft_data_collator` returns; None if the hook is missing or returns None."""
         if not self.has(hook):
             return None
-        given = self._call(hook, config=config, tokenizer=tokenizer)
-        if given is not None and not callable(given):
+        function = self._call_hook(hook, config=config, tokenizer=tokenizer)
+        if function is not None and not callable(function):
             raise TaskError(
-                f"{self.described}: {hook} returned {type(given).__name__}. Expected a function."
+                f"{self.described}: {hook} returned {type(function).__name__}. Expected a function."
             )
-        return given
+        return function
 
     def rubric(self, config: Any, tokenizer: Any, weights: Sequence[float] | None = None) -> Rubric:
         """The rewards; `weights` replaces the task's own weights."""
-        given = self._call("get_reward_funcs", config=config, tokenizer=tokenizer)
-        return Rubric.of(given, weights, where=f"{self.described}: get_reward_funcs")
+        functions = self._call_hook("get_reward_funcs", config=config, tokenizer=tokenizer)
+        return Rubric.of(functions, weights, where=f"{self.described}: get_reward_funcs")
 
     @property
     def gives_rewards(self) -> bool:
@@ -193,7 +193,7 @@ class Task:
     def environment(self, config: Any) -> EnvironmentFactory:
         """The factory of environments, one for each rollout; the hook is called once per process."""
         where = f"{self.described}: get_environment"
-        factory = check_factory(self._call("get_environment", config=config), where)
+        factory = check_factory(self._call_hook("get_environment", config=config), where)
         silent = isinstance(factory, Tools) and not factory.gives_rewards
         if silent and not self.has("get_reward_funcs"):
             raise TaskError(
@@ -209,7 +209,7 @@ class Task:
             check_methods(factory, f"{self.described}: get_environment")
         if not examples:
             return factory
-        columns = set(examples[0].columns).intersection(*(each.columns for each in examples))
+        columns = set(examples[0].columns).intersection(*(example.columns for example in examples))
         _refuse_columns(GIVEN, examples, f"{self.described}", "`reset` gets")
         check_reset(factory, columns, f"{self.described}: get_environment")
         return factory
@@ -228,25 +228,29 @@ class Task:
         True`.
         """
         hook = getattr(self._hooks, "compute_metrics", None)
-        whole = getattr(hook, "reads_messages", False) is True
-        metrics = self._call(
+        reads_messages = getattr(hook, "reads_messages", False) is True
+        metrics = self._call_hook(
             "compute_metrics",
             prompts=list(prompts),
-            completions=list(completions) if whole else [completion_text(c) for c in completions],
+            completions=list(completions)
+            if reads_messages
+            else [completion_text(c) for c in completions],
             dataset_rows=list(dataset_rows),
             config=config,
             tokenizer=tokenizer,
         )
         if not isinstance(metrics, dict):
-            got = type(metrics).__name__
-            raise TaskError(f"{self.described}: compute_metrics returned {got}. Expected a dict.")
+            type_name = type(metrics).__name__
+            raise TaskError(
+                f"{self.described}: compute_metrics returned {type_name}. Expected a dict."
+            )
         return cast("dict[str, Any]", metrics)
 
     def config_schema(self) -> type[BaseModel] | None:
         """The model of the config's `task:` section, or None if the section is free-form."""
         if not self.has("get_config_schema"):
             return None
-        schema = self._call("get_config_schema")
+        schema = self._call_hook("get_config_schema")
         if not (inspect.isclass(schema) and issubclass(schema, BaseModel)):
             raise TaskError(
                 f"{self.described}: get_config_schema returned {schema!r:.60}. "
@@ -258,15 +262,15 @@ class Task:
         """The task's callbacks for its runs; see `groupwise.training.callbacks.registry`. Empty without the hook."""
         if not self.has("get_rl_callbacks"):
             return ()
-        given = self._call(
+        callbacks = self._call_hook(
             "get_rl_callbacks", config=config, tokenizer=tokenizer, output_dir=output_dir
         )
-        if given is not None and not isinstance(given, list | tuple):
-            got = type(given).__name__
+        if callbacks is not None and not isinstance(callbacks, list | tuple):
+            type_name = type(callbacks).__name__
             raise TaskError(
-                f"{self.described}: get_rl_callbacks returned {got}. Expected a list of callbacks."
+                f"{self.described}: get_rl_callbacks returned {type_name}. Expected a list of callbacks."
             )
-        return cast("Sequence[object]", given or ())
+        return cast("Sequence[object]", callbacks or ())
 
     def check_signature(self, hook: str) -> None:
         """Raise TaskError unless the hook can be called with its arguments."""
@@ -278,35 +282,35 @@ class Task:
         if _call_style(function, HOOKS[hook]) is None:
             raise TaskError(
                 f"{self.described}: {hook} has the wrong parameters.\n"
-                f"  expected: {_signature(hook)}\n"
+                f"  expected: {_hook_signature(hook)}\n"
                 f"  found:    {hook}{inspect.signature(function)}"
             )
 
     def missing(self, hook: str, verb: Verb) -> str:
         """The error message for a missing hook."""
-        there = [name for name in dir(self._hooks) if self._is_hook_like(name)]
-        close = [name for name in there if name not in HOOKS and _alike(name, hook)]
-        names = ", ".join(there) or "none"
-        renamed = f"\n  Is it {' or '.join(f'`{n}`' for n in close)}? Rename it." if close else ""
+        functions = [name for name in dir(self._hooks) if self._is_hook_like(name)]
+        close = [name for name in functions if name not in HOOKS and _similar_names(name, hook)]
+        names = ", ".join(functions) or "none"
+        hint = f"\n  Is it {' or '.join(f'`{n}`' for n in close)}? Rename it." if close else ""
         return (
             f"{self.described} has no {hook}, which `{verb}` needs.\n"
-            f"  expected: def {_signature(hook)}\n"
-            f"  functions there are: {names}{renamed}"
+            f"  expected: def {_hook_signature(hook)}\n"
+            f"  functions there are: {names}{hint}"
         )
 
     def _is_hook_like(self, name: str) -> bool:
         value = getattr(self._hooks, name, None)
-        own = getattr(value, "__module__", None) == getattr(self._hooks, "__name__", None)
+        is_local = getattr(value, "__module__", None) == getattr(self._hooks, "__name__", None)
         return name in HOOKS or (
             inspect.isroutine(value)
             and not name.startswith("_")
-            and (own or not isinstance(self._hooks, ModuleType))
+            and (is_local or not isinstance(self._hooks, ModuleType))
         )
 
-    def _examples(self, hook: str, config: Any, limit: int | None) -> list[Example]:
+    def _read_examples(self, hook: str, config: Any, limit: int | None) -> list[Example]:
         where = f"{self.described}: {hook}"
-        rows = self._rows_of(hook, limit, config=config)
-        self._note(hook, rows)
+        rows = self._hook_rows(hook, limit, config=config)
+        self._note_account(hook, rows)
         examples = run_user_code(  # a stream runs the task's code while it is read
             lambda: examples_from_rows(rows, where=where, limit=limit, limited_by=LIMITED_BY[hook]),
             what=f"{where} failed",
@@ -315,15 +319,15 @@ class Task:
             _refuse_columns(RESERVED, examples, where, "reward functions get")
         return examples
 
-    def _rows_of(self, hook: str, limit: int | None, **arguments: Any) -> Any:
+    def _hook_rows(self, hook: str, limit: int | None, **arguments: Any) -> Any:
         """A hook's rows; of a stream, the caller reads at most `limit` rows."""
-        return self._call(hook, **arguments)
+        return self._call_hook(hook, **arguments)
 
-    def _note(self, hook: str, rows: object) -> None:
+    def _note_account(self, hook: str, rows: object) -> None:
         if isinstance(rows, Rows):
             self.accounts[hook], self.shares[hook] = rows.account, rows.shares
 
-    def _call(self, hook: str, **arguments: Any) -> Any:
+    def _call_hook(self, hook: str, **arguments: Any) -> Any:
         function = getattr(self._hooks, hook)
         by_name = _call_style(function, HOOKS[hook]) == "names"
         what = f"{self.described}: {hook} failed"
@@ -335,15 +339,15 @@ class Task:
 class _Hooks:
     """The hooks of a task, some of them replaced by other functions."""
 
-    def __init__(self, own: object, given: Mapping[str, Callable[..., Any]]) -> None:
-        self._own = own
-        vars(self).update(given)
+    def __init__(self, hooks: object, replacements: Mapping[str, Callable[..., Any]]) -> None:
+        self._hooks = hooks
+        vars(self).update(replacements)
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._own, name)
+        return getattr(self._hooks, name)
 
     def __dir__(self) -> list[str]:
-        return sorted({*dir(self._own), *vars(self)})
+        return sorted({*dir(self._hooks), *vars(self)})
 
 
 def load_task(source: object) -> Task:
@@ -356,7 +360,7 @@ def load_task(source: object) -> Task:
         return Task(plugin.object, plugin.spec.rpartition(":")[2], plugin.spec, plugin.file)
     if isinstance(source, ModuleType):
         name = source.__name__.rpartition(".")[2]
-        spec = source.__name__ if _importable(source.__name__) else None
+        spec = source.__name__ if _is_importable(source.__name__) else None
         return Task(source, name, spec, getattr(source, "__file__", None))
     if inspect.isclass(source):
         hooks = run_user_code(
@@ -408,14 +412,14 @@ def builtin_tasks() -> dict[str, str]:
     return {name: module for name, module in modules_by_name.items() if name not in NO_TASKS}
 
 
-def _importable(module: str) -> bool:
+def _is_importable(module: str) -> bool:
     """True if another process can import it: false for a script, a notebook or a file loaded by path."""
     return module != "__main__" and not module.startswith("groupwise_user_")
 
 
 def _spec_of_class(kind: type) -> str | None:
     module = sys.modules.get(kind.__module__)
-    if "<locals>" in kind.__qualname__ or module is None or not _importable(kind.__module__):
+    if "<locals>" in kind.__qualname__ or module is None or not _is_importable(kind.__module__):
         return None
     return f"{kind.__module__}:{kind.__qualname__}"
 
@@ -429,14 +433,16 @@ def _call_style(
 ) -> Literal["names", "order"] | None:
     """`names` if a hook is called with keywords (it uses our names, in any order), `order` if by position, None if it cannot be called."""
     signature = inspect.signature(function)
-    if _binds(signature, (), names):
+    if _accepts_arguments(signature, (), names):
         return "names"
-    found = list(signature.parameters)
-    displaced = [name for name in names if name in found and found.index(name) != names.index(name)]
-    return "order" if _binds(signature, names, ()) and not displaced else None
+    parameters = list(signature.parameters)
+    displaced = [
+        name for name in names if name in parameters and parameters.index(name) != names.index(name)
+    ]
+    return "order" if _accepts_arguments(signature, names, ()) and not displaced else None
 
 
-def _binds(
+def _accepts_arguments(
     signature: inspect.Signature, by_position: Iterable[str], by_name: Iterable[str]
 ) -> bool:
     try:
@@ -446,11 +452,11 @@ def _binds(
     return True
 
 
-def _signature(hook: str) -> str:
+def _hook_signature(hook: str) -> str:
     return f"{hook}({', '.join(HOOKS[hook])})"
 
 
-def _alike(name: str, hook: str) -> bool:
+def _similar_names(name: str, hook: str) -> bool:
     """`get_dataset` for `get_rl_dataset`, `rewards` for `get_reward_funcs`, `compute_metric` for `compute_metrics`."""
     core = hook.removeprefix("get_").removeprefix("rl_").removeprefix("eval_").partition("_")[0]
     return difflib.SequenceMatcher(None, name, hook).ratio() >= 0.7 or core in name

@@ -76,15 +76,17 @@ class Environment(Protocol):
 EnvironmentFactory = Callable[[], Environment]
 
 
-def check_factory(given: object, where: str) -> EnvironmentFactory:
-    """Raise TaskError unless `given` can be called without arguments to make an environment."""
+def check_factory(factory: object, where: str) -> EnvironmentFactory:
+    """Raise TaskError unless `factory` can be called without arguments to make an environment."""
     expected = "Expected a class with a method `step(self, completion)`, or a function that makes such an object"
-    if not callable(given):
-        hint = ", not an object of it" if hasattr(given, "step") else ""
-        raise TaskError(f"{where} returned {type(given).__name__}. {expected}{hint}.")
-    if inspect.isclass(given) and not callable(getattr(given, "step", None)):
-        raise TaskError(f"{where} returned the class {given.__name__} without `step`. {expected}.")
-    return cast("EnvironmentFactory", given)
+    if not callable(factory):
+        hint = ", not an object of it" if hasattr(factory, "step") else ""
+        raise TaskError(f"{where} returned {type(factory).__name__}. {expected}{hint}.")
+    if inspect.isclass(factory) and not callable(getattr(factory, "step", None)):
+        raise TaskError(
+            f"{where} returned the class {factory.__name__} without `step`. {expected}."
+        )
+    return cast("EnvironmentFactory", factory)
 
 
 def check_reset(factory: EnvironmentFactory, columns: Collection[str], where: str) -> None:
@@ -94,7 +96,7 @@ def check_reset(factory: EnvironmentFactory, columns: Collection[str], where: st
         return
     needed = [
         p.name
-        for p in _arguments(reset)[1:]
+        for p in _parameters_of(reset)[1:]
         if p.default is p.empty and p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)
     ]
     missing = [name for name in needed if name not in columns and name not in GIVEN]
@@ -106,20 +108,20 @@ def check_reset(factory: EnvironmentFactory, columns: Collection[str], where: st
         )
 
 
-def check_methods(made: object, where: str) -> None:
-    """Raise TaskError if a method cannot be called with its arguments. `made`: an environment, or its class."""
-    owner = made if inspect.isclass(made) else type(made)
-    for name, given in CALLED_WITH.items():
-        method = getattr(made, name, None)
+def check_methods(environment: object, where: str) -> None:
+    """Raise TaskError if a method cannot be called with its arguments. `environment`: an environment, or its class."""
+    owner = environment if inspect.isclass(environment) else type(environment)
+    for name, arguments in CALLED_WITH.items():
+        method = getattr(environment, name, None)
         if method is None and name != "step":
             continue
         if not callable(method):
             raise TaskError(
                 f"{where}: `{owner.__name__}.{name}` is {_short_repr(method)}, no method."
             )
-        static = isinstance(inspect.getattr_static(made, name, None), staticmethod)
-        unbound = inspect.isclass(made) and inspect.isfunction(method) and not static
-        expected = ("self", *given) if unbound else given
+        static = isinstance(inspect.getattr_static(environment, name, None), staticmethod)
+        unbound = inspect.isclass(environment) and inspect.isfunction(method) and not static
+        expected = ("self", *arguments) if unbound else arguments
         signature = inspect.signature(method)
         try:
             signature.bind(*expected)
@@ -131,55 +133,55 @@ def check_methods(made: object, where: str) -> None:
             ) from None
 
 
-def reset_arguments(reset: Callable[..., Any], given: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of `given` that the method names; all of them if it takes any keyword."""
-    parameters = _arguments(reset)
+def reset_arguments(reset: Callable[..., Any], available: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of `available` that the method names; all of them if it takes any keyword."""
+    parameters = _parameters_of(reset)
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        return dict(given)
-    return {p.name: given[p.name] for p in parameters if p.name in given}
+        return dict(available)
+    return {p.name: available[p.name] for p in parameters if p.name in available}
 
 
-def as_step(returned: object) -> Step:
+def as_step(result: object) -> Step:
     """The result of `step`, checked; raises ValueError that explains the expected type."""
-    if not isinstance(returned, Step):
-        raise ValueError(f"`step` returned {_short_repr(returned)}; expected a groupwise Step")
-    if not isinstance(cast("object", returned.metrics), Mapping):
+    if not isinstance(result, Step):
+        raise ValueError(f"`step` returned {_short_repr(result)}; expected a groupwise Step")
+    if not isinstance(cast("object", result.metrics), Mapping):
         raise ValueError(
-            f"the metrics are {_short_repr(returned.metrics)}; expected a dict of named numbers"
+            f"the metrics are {_short_repr(result.metrics)}; expected a dict of named numbers"
         )
     return Step(
-        observation=_observation(returned.observation),
-        done=bool(returned.done),
-        reward=returned.reward,
-        metrics=returned.metrics,
+        observation=_checked_observation(result.observation),
+        done=bool(result.done),
+        reward=result.reward,
+        metrics=result.metrics,
     )
 
 
-def as_prompt(returned: object) -> Prompt | None:
+def as_prompt(result: object) -> Prompt | None:
     """The first prompt that `reset` returned, checked; None keeps the row's."""
     try:
-        return _observation(returned)
+        return _checked_observation(result)
     except ValueError:
         raise ValueError(
-            f"`reset` returned {_short_repr(returned)}; expected None, text, or a list of chat messages"
+            f"`reset` returned {_short_repr(result)}; expected None, text, or a list of chat messages"
         ) from None
 
 
-def as_parts(given: object, turn: int | None, weight: float = 1.0) -> tuple[RewardPart, ...]:
+def as_parts(reward: object, turn: int | None, weight: float = 1.0) -> tuple[RewardPart, ...]:
     """A reward as parts by name; raises ValueError for anything but finite numbers."""
-    if given is None:
+    if reward is None:
         return ()
     parts = cast(
-        "Mapping[Any, Any]", given if isinstance(given, Mapping) else {DEFAULT_PART: given}
+        "Mapping[Any, Any]", reward if isinstance(reward, Mapping) else {DEFAULT_PART: reward}
     )
     return tuple(
-        RewardPart(printable(str(name)), _number(str(name), value), weight, turn)
+        RewardPart(printable(str(name)), _finite_number(str(name), value), weight, turn)
         for name, value in parts.items()
         if value is not None
     )
 
 
-def _number(name: str, value: Any) -> float:
+def _finite_number(name: str, value: Any) -> float:
     try:
         number = math.nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError):
@@ -189,7 +191,7 @@ def _number(name: str, value: Any) -> float:
     return number
 
 
-def _observation(value: object) -> Observation:
+def _checked_observation(value: object) -> Observation:
     if value is None:
         return None
     if isinstance(value, str):
@@ -212,7 +214,7 @@ def _is_message(value: object) -> bool:
     return isinstance(message.get("role"), str) and isinstance(message.get("content"), str)
 
 
-def _arguments(function: Callable[..., Any]) -> list[inspect.Parameter]:
+def _parameters_of(function: Callable[..., Any]) -> list[inspect.Parameter]:
     return list(inspect.signature(function).parameters.values())
 
 

@@ -74,16 +74,16 @@ class HermesCalls:
 
     def find(self, text: str) -> list[ToolCall]:
         """See `CallForm.find`."""
-        return [_hermes_call(found.strip()) for found in self._PATTERN.findall(text)]
+        return [_hermes_call(content.strip()) for content in self._PATTERN.findall(text)]
 
     def split(self, text: str) -> tuple[str, list[ToolCall]]:
         """The text without its valid calls, and these calls; malformed ones stay in the text."""
         calls: list[ToolCall] = []
 
-        def without(found: re.Match[str]) -> str:
-            call = _hermes_call(found[1].strip())
+        def without(match: re.Match[str]) -> str:
+            call = _hermes_call(match[1].strip())
             if call.problem is not None:
-                return found[0]
+                return match[0]
             calls.append(call)
             return ""
 
@@ -113,7 +113,7 @@ class TextCalls:
 
     def find(self, text: str) -> list[ToolCall]:
         """See `CallForm.find`."""
-        return [ToolCall(self.tool, found.groupdict()) for found in re.finditer(self.pattern, text)]
+        return [ToolCall(self.tool, match.groupdict()) for match in re.finditer(self.pattern, text)]
 
     def results(self, results: Sequence[tuple[str, str]], *, chat: bool) -> str | list[Message]:
         """See `CallForm.results`."""
@@ -125,43 +125,47 @@ class Tools:
 
     def __init__(self, tools: Sequence[Tool] | type, calls: CallForm | None = None) -> None:
         """Raises TaskError if the schema of a tool cannot be made."""
-        self._given: Any = tools
+        self._source: Any = tools
         self.calls = calls or HermesCalls()
         functions = (
-            _methods(tools) if inspect.isclass(tools) else list(cast("Sequence[Tool]", tools))
+            _public_methods(tools)
+            if inspect.isclass(tools)
+            else list(cast("Sequence[Tool]", tools))
         )
         if not functions:
             raise TaskError(
                 "Tools: no tool is there; give functions, or a class with public methods."
             )
-        made = [schema_of(function) for function in functions]
-        self.names = tuple(schema["function"]["name"] for schema in made)
-        twice = [name for name in self.names if self.names.count(name) > 1]
-        if twice:
-            raise TaskError(f"Tools: two tools are called `{twice[0]}`; give them different names.")
+        schemas = [schema_of(function) for function in functions]
+        self.names = tuple(schema["function"]["name"] for schema in schemas)
+        duplicates = [name for name in self.names if self.names.count(name) > 1]
+        if duplicates:
+            raise TaskError(
+                f"Tools: two tools are called `{duplicates[0]}`; give them different names."
+            )
         if isinstance(self.calls, TextCalls) and self.calls.tool not in self.names:
             raise TaskError(
                 f"TextCalls is about the tool `{self.calls.tool}`, but there are: {', '.join(self.names)}."
             )
-        self.schemas: list[Schema] = made if self.calls.renders_schemas else []
+        self.schemas: list[Schema] = schemas if self.calls.renders_schemas else []
         """Schemas for the chat template."""
 
     @property
     def gives_rewards(self) -> bool:
         """True if the environment itself may give rewards."""
-        return inspect.isclass(self._given) and hasattr(self._given, "reward")
+        return inspect.isclass(self._source) and hasattr(self._source, "reward")
 
     @property
     def reset(self) -> Callable[..., Any] | None:
         """The `reset` of the class, if there is one."""
-        return getattr(self._given, "reset", None) if inspect.isclass(self._given) else None
+        return getattr(self._source, "reset", None) if inspect.isclass(self._source) else None
 
     def __call__(self) -> ToolEnvironment:
         """An environment for one rollout."""
-        if not inspect.isclass(self._given):
-            return ToolEnvironment(list(self._given), self.calls, None)
-        state = self._given()
-        bound = [getattr(state, method.__name__) for method in _methods(self._given)]
+        if not inspect.isclass(self._source):
+            return ToolEnvironment(list(self._source), self.calls, None)
+        state = self._source()
+        bound = [getattr(state, method.__name__) for method in _public_methods(self._source)]
         return ToolEnvironment(bound, self.calls, state)
 
 
@@ -174,39 +178,39 @@ class ToolEnvironment:
         self._state = state
         self._chat = True
 
-    async def reset(self, **given: Any) -> Any:
+    async def reset(self, **arguments: Any) -> Any:
         """Start the rollout; a class of tools gets the same call."""
-        self._chat = not isinstance(given["prompt"], str)
-        return await self._ask("reset", given)
+        self._chat = not isinstance(arguments["prompt"], str)
+        return await self._call_method("reset", arguments)
 
     async def step(self, completion: str) -> Step:
         """The results of the calls in a completion; a completion without calls is the final answer."""
         calls = self._calls.find(completion)
         if not calls:
             return Step(done=True)
-        results = [(call.name, await self._result(call)) for call in calls]
+        results = [(call.name, await self._run_call(call)) for call in calls]
         return Step(self._calls.results(results, chat=self._chat))
 
     async def reward(self) -> Any:
         """The reward of the class, if it defines one."""
-        return await self._ask("reward")
+        return await self._call_method("reward")
 
     async def metrics(self) -> Any:
         """The metrics of the class, if it defines any."""
-        return await self._ask("metrics")
+        return await self._call_method("metrics")
 
     async def close(self) -> None:
         """Free the resources of the class."""
-        await self._ask("close")
+        await self._call_method("close")
 
-    async def _ask(self, method: str, given: Mapping[str, Any] | None = None) -> Any:
+    async def _call_method(self, method: str, arguments: Mapping[str, Any] | None = None) -> Any:
         function = getattr(self._state, method, None)
         if function is None:
             return None
-        answer = function(**reset_arguments(function, given or {}))
+        answer = function(**reset_arguments(function, arguments or {}))
         return await answer if inspect.isawaitable(answer) else answer
 
-    async def _result(self, call: ToolCall) -> str:
+    async def _run_call(self, call: ToolCall) -> str:
         if call.problem is not None:
             return f"error: {call.problem}"
         tool = self._tools.get(call.name)
@@ -242,14 +246,14 @@ def schema_of(tool: Tool) -> Schema:
         hint = hints[parameter.name]
         where = f"Tool `{name}`: the parameter `{parameter.name}`"
         try:
-            found = TypeAdapter(hint).json_schema()
+            json_schema = TypeAdapter(hint).json_schema()
         except (
             Exception
         ) as error:  # pydantic raises several kinds of errors for types that JSON cannot represent
             raise TaskError(
                 f"{where} has the type {hint}, which has no JSON schema: {error}"
             ) from error
-        schema = {key: value for key, value in found.items() if key != "title"}
+        schema = {key: value for key, value in json_schema.items() if key != "title"}
         about = described.get(parameter.name)
         properties[parameter.name] = {**schema, "description": about} if about else schema
     required = [p.name for p in parameters if p.default is p.empty]
@@ -271,19 +275,19 @@ def instructions(schemas: Sequence[Schema]) -> str:
 def _hermes_call(text: str) -> ToolCall:
     expected = 'expected {"name": ..., "arguments": {...}} between the tags'
     try:
-        found = parse_inner(text)
+        content = parse_inner(text)
     except NotStrict as error:
         return ToolCall("", {}, f"the call is no JSON ({error.msg}); {expected}")
-    if not isinstance(found, dict):
+    if not isinstance(content, dict):
         return ToolCall("", {}, f"the call is no JSON object; {expected}")
-    call = cast("dict[str, Any]", found)
+    call = cast("dict[str, Any]", content)
     name, arguments = call.get("name"), call.get("arguments", {})
     if not isinstance(name, str) or not isinstance(arguments, dict):
         return ToolCall(str(name or ""), {}, f"the call lacks its name or arguments; {expected}")
     return ToolCall(name, cast("dict[str, Any]", arguments))
 
 
-def _methods(kind: type) -> list[Tool]:
+def _public_methods(kind: type) -> list[Tool]:
     """Public methods in the order of their definition, inherited ones first."""
     names = [name for base in reversed(kind.__mro__[:-1]) for name in vars(base)]
     public = [name for name in dict.fromkeys(names) if not name.startswith("_")]
@@ -298,9 +302,9 @@ def _docstring(tool: Tool) -> tuple[str, dict[str, str]]:
     """The text of a docstring before its sections, and the description of each parameter in its `Args:`."""
     text = inspect.getdoc(tool) or ""
     summary = re.split(r"\n\s*(?:Args|Arguments|Parameters|Returns|Raises):", text)[0]
-    found = re.search(r"(?:Args|Arguments|Parameters):\n(.*?)(?:\n\S|\Z)", text, re.DOTALL)
+    match = re.search(r"(?:Args|Arguments|Parameters):\n(.*?)(?:\n\S|\Z)", text, re.DOTALL)
     entries = re.findall(
-        r"^ +(\w+)(?: *\([^)]*\))?: (.*(?:\n {8,}.*)*)", found[1] if found else "", re.MULTILINE
+        r"^ +(\w+)(?: *\([^)]*\))?: (.*(?:\n {8,}.*)*)", match[1] if match else "", re.MULTILINE
     )
     return " ".join(summary.split()), {name: " ".join(about.split()) for name, about in entries}
 

@@ -4,9 +4,9 @@
 learner of a supervised run, `start_serving` the sampler of an evaluation. If an adapter is trained, sampler and learner share one base
 model in memory. Each has its own copy of the adapter, and the sampler's copy changes only by loading published files. Depending on the
 layout, the parts are in this process or in ranks (`groupwise.engine.distributed`); the zygote of the ranks then builds them once, with
-`make_described`. With `run.server`, a training server builds them (`groupwise.engine.backends.remote`); with `model.backend: tunix`, a
-worker in another environment (`groupwise.engine.backends.tunix`); with `model.backend: unsloth`, a single process
-(`groupwise.engine.backends.unsloth`).
+`make_worker_from_json`. With `run.server`, a training server builds them (`groupwise.engine.backends.remote`); with
+`model.backend: tunix`, a worker in another environment (`groupwise.engine.backends.tunix`); with `model.backend: unsloth`, a single
+process (`groupwise.engine.backends.unsloth`).
 
 `models_over` adds further trained adapters later, to the base of a training or to one that `start_base` loaded alone.
 """
@@ -29,26 +29,26 @@ from groupwise.core.types import Learner, Policy, Sampler
 from groupwise.engine.backends.unsloth import library
 from groupwise.engine.distributed import prefork
 from groupwise.engine.distributed.learner import RankLearner
-from groupwise.engine.distributed.learner_workers import Peers
+from groupwise.engine.distributed.learner_workers import LearnerWorkers
 from groupwise.engine.distributed.multi_adapter import (
-    Host,
     LocalWorker,
+    ModelHost,
     Models,
     NewModel,
     RemoteWorker,
 )
-from groupwise.engine.distributed.rpc import Calls
+from groupwise.engine.distributed.rpc import WorkerCalls
 from groupwise.engine.distributed.sampler import RankSampler, RankWitness
-from groupwise.engine.distributed.sampler_workers import Samplers
-from groupwise.engine.distributed.spawned_workers import Started
-from groupwise.engine.distributed.torchrun import read_launch, refuse_other_number
-from groupwise.engine.models.memory import memory_explained
+from groupwise.engine.distributed.sampler_workers import SamplerWorkers
+from groupwise.engine.distributed.spawned_workers import SpawnedWorkers
+from groupwise.engine.distributed.torchrun import check_world_size, read_torchrun_rank
+from groupwise.engine.models.memory import explaining_out_of_memory
 from groupwise.runs import publications
 from groupwise.training.config import RunConfig, load_config
 from groupwise.training.placement import (
     AnyConfig,
     Layout,
-    layout_told,
+    layout_from_response,
     most_processes,
     samplers_of,
 )
@@ -61,19 +61,19 @@ if TYPE_CHECKING:
     from groupwise.engine.backends.remote.session import Session
     from groupwise.engine.backends.tunix.messages import Open
     from groupwise.engine.backends.tunix.process import WorkerProcess
-    from groupwise.engine.distributed.worker_state import AdapterHost, Hosted
-    from groupwise.engine.learner.engine import Engine
+    from groupwise.engine.distributed.worker_state import AdapterHost, WorkerState
+    from groupwise.engine.learner.engine import LearnerEngine
     from groupwise.engine.learner.gradient_flow import Slope
     from groupwise.engine.learner.torch_learner import TorchLearner
     from groupwise.engine.learner.weights import TrainedModel
     from groupwise.engine.models.lora import AdaptedModel
-    from groupwise.engine.sampler.vllm.own import OwnServer
-    from groupwise.engine.sampler.vllm.sampler import Knows, VllmSampler
+    from groupwise.engine.sampler.vllm.own import SpawnedServer
+    from groupwise.engine.sampler.vllm.sampler import PolicyWitness, VllmSampler
 
 Kind = Literal["training", "learning", "sampling", "supervised", "serving", "base"]
 """The sets of parts that are built together. `learning` and `sampling` are the halves of a training with separate processes."""
 LEARNING = frozenset[Kind]({"training", "learning", "supervised"})
-MAKE = "groupwise.training.build:make_described"
+WORKER_FACTORY = "groupwise.training.build:make_worker_from_json"
 
 LARGE_ADAPTER = 512 << 20
 """Default size in bytes of one publication: that of a rank-64 adapter on a model of 7 billion parameters."""
@@ -83,12 +83,12 @@ LARGE_ADAPTER = 512 << 20
 class Closable:
     """Parts that may be in other processes, which `close` ends."""
 
-    ranks: Calls | None = None
-    samplers: Started | None = None
+    ranks: WorkerCalls | None = None
+    samplers: SpawnedWorkers | None = None
     """Processes that only sample, so that the ranks only learn; None if all do both."""
     divided: bool = False
     """True if each rank has only a part of the weights."""
-    hosted: Hosted | None = None
+    hosted: WorkerState | None = None
     """The parts in this process, if there are no ranks and further models could be added."""
     session: Session | None = None
     """The session with the server that has the parts; None without `run.server`."""
@@ -119,13 +119,17 @@ class Closable:
 
         if self.ranks is None:
             return peak_memory(device)
-        own = peak_memory(device) if device == "cpu" else 0
-        held = self.ranks.call_all_now("held_memory", device)
+        own_peak = peak_memory(device) if device == "cpu" else 0
+        rank_memory = self.ranks.call_all_now("held_memory", device)
         if self.samplers is not None:
-            held += self.samplers.call_all_now("held_memory", device)
-        if any(shared is None for _, shared in held):
+            rank_memory += self.samplers.call_all_now("held_memory", device)
+        if any(shared_bytes is None for _, shared_bytes in rank_memory):
             return None
-        return own + sum(peak - shared for peak, shared in held) + max(s for _, s in held)
+        return (
+            own_peak
+            + sum(peak - shared_bytes for peak, shared_bytes in rank_memory)
+            + max(shared_bytes for _, shared_bytes in rank_memory)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +183,7 @@ def expected_ranks(config: AnyConfig) -> Generator[None]:
     try:
         yield
     finally:
-        prefork.give_up()
+        prefork.end_zygote()
 
 
 def expect_ranks(config: AnyConfig) -> None:
@@ -193,7 +197,7 @@ def expect_ranks(config: AnyConfig) -> None:
     if not torch_alone or config.model.name == "tiny" or NVIDIA.exists():
         return
     if most_processes(config) > 1 or config.distributed.learners > 1 or samplers_of(config) > 0:
-        prefork.begin()
+        prefork.start_zygote()
 
 
 def be_launched(config: AnyConfig) -> None:
@@ -201,28 +205,28 @@ def be_launched(config: AnyConfig) -> None:
 
     The process of the first rank runs the whole program and calls the others. Raises UsageError if their number differs from the config's.
     """
-    place = read_launch()
-    refuse_other_number(place, config.distributed.learners)
-    if place is not None and place.rank > 0:
+    launch = read_torchrun_rank()
+    check_world_size(launch, config.distributed.learners)
+    if launch is not None and launch.rank > 0:
         from groupwise.engine.distributed import peer
 
-        peer.be_launched(place)
+        peer.run_torchrun_rank(launch)
 
 
 def training_parts(config: RunConfig, layout: Layout, run: str, publish_folder: Path) -> Parts:
     """Load the model once and build sampler and learner with it."""
     if layout.samplers:
         # Build the halves one after the other.
-        learners, samplers, orders = _halves(config, layout, run, publish_folder)
+        learners, samplers, orders = _start_halves(config, layout, run, publish_folder)
         try:
             for half, order in zip((learners, samplers), orders, strict=True):
-                half.make_now(MAKE, order)
-            return _parts_of_halves(learners, samplers, divided=layout.parts > 1)
+                half.make_now(WORKER_FACTORY, order)
+            return _parts_of_halves(learners, samplers, sharded=layout.parts > 1)
         except BaseException:
-            _close(learners, samplers)
+            _close_halves(learners, samplers)
             raise
     return _training_parts(
-        _build_now("training", config, layout, run=run, folder=str(publish_folder))
+        _build_workers_now("training", config, layout, run=run, folder=str(publish_folder))
     )
 
 
@@ -233,42 +237,46 @@ async def start_training(
     builds the parts.
     """
     if config.run.server is not None:
-        found = await _by_server("training", config, layout, run, publish_folder)
-        return Parts(found.sampler, found.learner, found.stop_token_ids, session=found.session)
+        remote = await _build_on_server("training", config, layout, run, publish_folder)
+        return Parts(remote.sampler, remote.learner, remote.stop_token_ids, session=remote.session)
     if config.model.backend == "tunix":
-        return await _by_tunix(config, layout, run, publish_folder)
+        return await _build_on_tunix(config, layout, run, publish_folder)
     if layout.samplers:
         # Learners and samplers start concurrently.
-        learners, samplers, orders = _halves(config, layout, run, publish_folder)
+        learners, samplers, orders = _start_halves(config, layout, run, publish_folder)
         try:
             await gather_all(
-                half.make(MAKE, order)
+                half.make(WORKER_FACTORY, order)
                 for half, order in zip((learners, samplers), orders, strict=True)
             )
-            return _parts_of_halves(learners, samplers, divided=layout.parts > 1)
+            return _parts_of_halves(learners, samplers, sharded=layout.parts > 1)
         except BaseException:
-            _close(learners, samplers)
+            _close_halves(learners, samplers)
             raise
-    made = await _build("training", config, layout, run=run, folder=str(publish_folder))
-    if isinstance(made, Calls) and config.sampler.engine == "vllm":
+    workers = await _build_workers("training", config, layout, run=run, folder=str(publish_folder))
+    if isinstance(workers, WorkerCalls) and config.sampler.engine == "vllm":
         # The ranks only learn; the first one checks the log-probabilities of the servers.
         try:
             sampler = _vllm_sampler(
-                config, layout, RankWitness(made), prefork.load_tokenizer(config.model)
+                config, layout, RankWitness(workers), prefork.load_tokenizer(config.model)
             )
             return Parts(
-                sampler, RankLearner(made), _stop_token_ids(made), ranks=made, by_http=sampler
+                sampler,
+                RankLearner(workers),
+                _stop_token_ids(workers),
+                ranks=workers,
+                by_http=sampler,
             )
         except BaseException:
-            made.close()
+            workers.close()
             raise
-    return _training_parts(made)
+    return _training_parts(workers)
 
 
 def supervised_parts(config: SftConfig, layout: Layout, run: str, folder: Path) -> LearningParts:
     """Load the model and build the learner of a run that samples nothing. `folder` is for publications, which such a run does not make."""
-    made = _build_now("supervised", config, layout, run=run, folder=str(folder))
-    return _supervised_parts(made, layout)
+    workers = _build_workers_now("supervised", config, layout, run=run, folder=str(folder))
+    return _supervised_parts(workers, layout)
 
 
 async def start_supervised(
@@ -276,32 +284,32 @@ async def start_supervised(
 ) -> LearningParts:
     """Like `supervised_parts`, but async; see `start_training`."""
     if config.run.server is not None:
-        found = await _by_server("supervised", config, layout, run, folder)
-        return LearningParts(found.learner, session=found.session)
-    made = await _build("supervised", config, layout, run=run, folder=str(folder))
-    return _supervised_parts(made, layout)
+        remote = await _build_on_server("supervised", config, layout, run, folder)
+        return LearningParts(remote.learner, session=remote.session)
+    workers = await _build_workers("supervised", config, layout, run=run, folder=str(folder))
+    return _supervised_parts(workers, layout)
 
 
 async def start_serving(config: RunConfig, layout: Layout, weights: Path | None) -> ServingParts:
     """Build a sampler of the adapter or full weights in `weights`; if None, of the config's own policy. See `start_training`."""
     if config.run.server is not None:
-        found = await _by_server("serving", config, layout, "served", Path(), weights)
-        return ServingParts(found.sampler, found.stop_token_ids, session=found.session)
+        parts = await _build_on_server("serving", config, layout, "served", Path(), weights)
+        return ServingParts(parts.sampler, parts.stop_token_ids, session=parts.session)
     if config.model.backend == "tunix":
-        found = await _by_tunix(config, layout, "served", Path(), weights)
-        return ServingParts(found.sampler, found.stop_token_ids, worker=found.worker)
+        parts = await _build_on_tunix(config, layout, "served", Path(), weights)
+        return ServingParts(parts.sampler, parts.stop_token_ids, worker=parts.worker)
     folder = None if weights is None else str(weights)
     # One model is enough to check the servers' log-probabilities.
     if config.sampler.engine == "vllm":
         layout = replace(layout, processes=1, learners=1)
-    made = await _build("serving", config, layout, weights=folder)
-    if isinstance(made, Calls):
-        return ServingParts(RankSampler(made), _stop_token_ids(made), ranks=made)
-    assert made.sampler is not None
-    by_http = _http_sampler(made.sampler)
+    workers = await _build_workers("serving", config, layout, weights=folder)
+    if isinstance(workers, WorkerCalls):
+        return ServingParts(RankSampler(workers), _stop_token_ids(workers), ranks=workers)
+    assert workers.sampler is not None
+    by_http = _http_sampler(workers.sampler)
     if by_http is not None:
         await _serve_by_http(by_http, config, weights)
-    return ServingParts(made.sampler, made.stop_token_ids, by_http=by_http)
+    return ServingParts(workers.sampler, workers.stop_token_ids, by_http=by_http)
 
 
 async def start_base(config: RunConfig, layout: Layout) -> BaseParts:
@@ -312,50 +320,52 @@ async def start_base(config: RunConfig, layout: Layout) -> BaseParts:
             "says which adapter it starts from. Leave the key out."
         )
     refuse_servers(config, "a base for several models is sampled where it is")
-    made = await _build("base", config, layout)
-    if isinstance(made, Calls):
-        return BaseParts(RankSampler(made), _stop_token_ids(made), ranks=made)
-    assert made.sampler is not None
-    return BaseParts(made.sampler, made.stop_token_ids, hosted=made)
+    workers = await _build_workers("base", config, layout)
+    if isinstance(workers, WorkerCalls):
+        return BaseParts(RankSampler(workers), _stop_token_ids(workers), ranks=workers)
+    assert workers.sampler is not None
+    return BaseParts(workers.sampler, workers.stop_token_ids, hosted=workers)
 
 
-def models_over(parts: Parts | BaseParts, most: int, run: str = "run") -> Models:
-    """Build the host that can add up to `most` models over the base of these parts; it ends with them.
+def models_over(parts: Parts | BaseParts, max_models: int, run: str = "run") -> Models:
+    """Build the host that can add up to `max_models` models over the base of these parts; it ends with them.
 
     In a training, its own model counts as one and is called `run`. Call this only once for the same parts.
     """
-    hosts: list[Host]
+    hosts: list[ModelHost]
     if parts.ranks is not None:
         hosts = [RemoteWorker(parts.ranks, rank) for rank in range(parts.ranks.count)]
     else:
         hosts = [LocalWorker(parts.hosted)]
-    first = run if isinstance(parts, Parts) else None
-    return Models(hosts, most, parts.stop_token_ids, first)
+    first_model = run if isinstance(parts, Parts) else None
+    return Models(hosts, max_models, parts.stop_token_ids, first_model)
 
 
-def _training_parts(made: Calls | Hosted) -> Parts:
-    if isinstance(made, Calls):
-        return Parts(RankSampler(made), RankLearner(made), _stop_token_ids(made), ranks=made)
-    assert made.sampler is not None
-    assert made.learner is not None
+def _training_parts(workers: WorkerCalls | WorkerState) -> Parts:
+    if isinstance(workers, WorkerCalls):
+        return Parts(
+            RankSampler(workers), RankLearner(workers), _stop_token_ids(workers), ranks=workers
+        )
+    assert workers.sampler is not None
+    assert workers.learner is not None
     return Parts(
-        made.sampler,
-        made.learner,
-        made.stop_token_ids,
-        made.trained,
-        hosted=made,
-        by_http=_http_sampler(made.sampler),
+        workers.sampler,
+        workers.learner,
+        workers.stop_token_ids,
+        workers.trained,
+        hosted=workers,
+        by_http=_http_sampler(workers.sampler),
     )
 
 
-def _supervised_parts(made: Calls | Hosted, layout: Layout) -> LearningParts:
-    if isinstance(made, Calls):
-        return LearningParts(RankLearner(made, divided=layout.parts > 1), ranks=made)
-    assert made.learner is not None
-    return LearningParts(made.learner)
+def _supervised_parts(workers: WorkerCalls | WorkerState, layout: Layout) -> LearningParts:
+    if isinstance(workers, WorkerCalls):
+        return LearningParts(RankLearner(workers, divided=layout.parts > 1), ranks=workers)
+    assert workers.learner is not None
+    return LearningParts(workers.learner)
 
 
-def _stop_token_ids(ranks: Calls) -> tuple[int, ...]:
+def _stop_token_ids(ranks: WorkerCalls) -> tuple[int, ...]:
     return ranks.call_all_now("stop_token_ids")[0]
 
 
@@ -390,34 +400,36 @@ async def _serve_by_http(sampler: VllmSampler, config: RunConfig, weights: Path 
             raise UsageError(
                 f"{folder} holds no adapter, but servers of sampler.url take adapters alone. Leave sampler.engine out to evaluate it."
             )
-        found = sampler.fingerprint()  # that of the adapter which was read from the folder
-        await sampler.load(Policy("served", 0, found, "adapter", str(folder.resolve())))
+        fingerprint = sampler.fingerprint()  # that of the adapter which was read from the folder
+        await sampler.load(Policy("served", 0, fingerprint, "adapter", str(folder.resolve())))
     except BaseException:
         sampler.close()
         raise
 
 
-def _vllm_sampler(config: RunConfig, layout: Layout, witness: Knows, tokenizer: Any) -> VllmSampler:
+def _vllm_sampler(
+    config: RunConfig, layout: Layout, witness: PolicyWitness, tokenizer: Any
+) -> VllmSampler:
     from groupwise.api.openai_client.client import Endpoint
     from groupwise.core.retry import Timing
-    from groupwise.engine.sampler.vllm.adapters import Shared
+    from groupwise.engine.sampler.vllm.adapters import SharedFolder
     from groupwise.engine.sampler.vllm.sampler import VllmSampler
     from groupwise.engine.sampler.vllm.servers import Server, Servers
 
     sampler_config, timing = config.sampler, Timing()
     base = sampler_config.served_model or config.model.name
     if sampler_config.vllm_python is not None:
-        own = _own_server(config, layout, witness.rank)
-        server = Server(own.endpoint, sampler_config.concurrency, timing)
+        own_server = _own_server(config, layout, witness.rank)
+        server = Server(own_server.endpoint, sampler_config.concurrency, timing)
         return VllmSampler(
-            Servers([server], sampler_config.patience, timing, f"Read why in {own.log}"),
+            Servers([server], sampler_config.patience, timing, f"Read why in {own_server.log}"),
             witness,
             tokenizer,
             base=base,
             key_length=layout.key_length,
             tolerance=sampler_config.logprob_tolerance,
-            begin=lambda: own.up(server, sampler_config.patience, timing),
-            end=own.close,
+            begin=lambda: own_server.up(server, sampler_config.patience, timing),
+            end=own_server.close,
         )
     servers = [
         Server(
@@ -427,10 +439,12 @@ def _vllm_sampler(config: RunConfig, layout: Layout, witness: Knows, tokenizer: 
         )
         for url in sampler_config.urls
     ]
-    shared = None
+    shared_folder = None
     if sampler_config.adapter_folder is not None:
-        here = Path(sampler_config.adapter_folder).expanduser().resolve()
-        shared = Shared(here, (sampler_config.adapter_folder_there or str(here)).rstrip("/"))
+        adapter_folder = Path(sampler_config.adapter_folder).expanduser().resolve()
+        shared_folder = SharedFolder(
+            adapter_folder, (sampler_config.adapter_folder_there or str(adapter_folder)).rstrip("/")
+        )
     return VllmSampler(
         Servers(servers, sampler_config.patience, timing),
         witness,
@@ -438,17 +452,17 @@ def _vllm_sampler(config: RunConfig, layout: Layout, witness: Knows, tokenizer: 
         base=base,
         key_length=layout.key_length,
         tolerance=sampler_config.logprob_tolerance,
-        shared=shared,
+        shared=shared_folder,
     )
 
 
-def _own_server(config: RunConfig, layout: Layout, rank: int) -> OwnServer:
+def _own_server(config: RunConfig, layout: Layout, rank: int) -> SpawnedServer:
     """The vLLM server, not started yet; `rank` is the adapters' LoRA rank. Raises UsageError if there are too few GPUs."""
     from groupwise.core.cache import cache_folder
     from groupwise.engine.models.tokenizer import resolve
     from groupwise.engine.sampler.vllm import own
 
-    sampler_config, resolved = config.sampler, resolve(config.model)
+    sampler_config, source = config.sampler, resolve(config.model)
     assert sampler_config.vllm_python is not None
     count = 0 if layout.device == "cpu" else prefork.gpu_count()
     if (
@@ -459,17 +473,17 @@ def _own_server(config: RunConfig, layout: Layout, rank: int) -> OwnServer:
             f"sampler.max_model_len is {sampler_config.max_model_len}, but prompt and completion of this run have up to "
             f"{layout.key_length} tokens together. Leave it out, or lower data.max_prompt_length or sampler.max_completion_length."
         )
-    return own.OwnServer(
+    return own.SpawnedServer(
         own.ServerSpec(
             python=sampler_config.vllm_python,
-            location=resolved.location,
-            revision=resolved.revision,
+            location=source.location,
+            revision=source.revision,
             name=config.model.name,
             dtype=layout.dtype,
             rank=rank,
             longest=sampler_config.max_model_len or layout.key_length,
             memory=sampler_config.gpu_memory_utilization,
-            gpus=own.gpus_beside(
+            gpus=own.free_gpus(
                 count,
                 sampler_config.tensor_parallel_size,
                 sampler_config.gpu_memory_utilization,
@@ -487,7 +501,7 @@ def _own_server(config: RunConfig, layout: Layout, rank: int) -> OwnServer:
 # --- built by a training server --------------------------------------------------------------------
 
 
-async def _by_server(
+async def _build_on_server(
     kind: PartsKind,
     config: AnyConfig,
     layout: Layout,
@@ -500,13 +514,13 @@ async def _by_server(
 
     assert config.run.server is not None
     spec = await asyncio.to_thread(_remote_spec, kind, config, layout, run, folder, weights)
-    found = await start(config.run.server, spec)
-    if layout_told(found.layout) != layout:
-        found.session.close()
+    parts = await start(config.run.server, spec)
+    if layout_from_response(parts.layout) != layout:
+        parts.session.close()
         raise UsageError(
             f"{config.run.server} lays the work out otherwise than a moment ago: its machine or its settings have changed. Start again."
         )
-    return found
+    return parts
 
 
 def _remote_spec(
@@ -521,10 +535,10 @@ def _remote_spec(
     from groupwise.engine.models.adapters import adapter_folder, base_name
     from groupwise.engine.models.identity import identity
 
-    own = Path(config.model.name).expanduser()
-    longest, lag = None, 0
+    model_folder = Path(config.model.name).expanduser()
+    longest_prompt, lag = None, 0
     if isinstance(config, RunConfig):
-        longest, lag = (
+        longest_prompt, lag = (
             layout.key_length - longest_completion(config),
             config.training.max_off_policy_steps,
         )
@@ -533,11 +547,11 @@ def _remote_spec(
         config=config.model_dump(mode="json"),
         run=run,
         publish_folder=folder,
-        longest_prompt=longest,
+        longest_prompt=longest_prompt,
         base=identity(config.model.model_copy(update={"adapter": None})),
         called=base_name(config.model),
         keep_publications=lag + 2,
-        model=own if own.is_dir() else None,
+        model=model_folder if model_folder.is_dir() else None,
         adapter=adapter_folder(config.model) if weights is None else None,
         weights=weights,
     )
@@ -546,21 +560,21 @@ def _remote_spec(
 # --- built by a worker in Tunix's environment -----------------------------------------------------
 
 
-async def _by_tunix(
+async def _build_on_tunix(
     config: RunConfig, layout: Layout, run: str, folder: Path, weights: Path | None = None
 ) -> Parts:
     """Start a worker with the model and an adapter: the one in `weights`, that of the config, or a new one."""
     from groupwise.engine.backends.tunix.parts import start
-    from groupwise.engine.models.load import described_stop_token_ids
+    from groupwise.engine.models.load import configured_stop_token_ids
 
-    prefork.give_up()
+    prefork.end_zygote()
     order = await asyncio.to_thread(_tunix_order, config, layout, run, folder, weights)
     tokenizer = prefork.load_tokenizer(config.model)
-    stops = described_stop_token_ids(config.model, tokenizer)
+    stops = configured_stop_token_ids(config.model, tokenizer)
     worker, sampler, learner = await start(
         order, tokenizer, config.run.threads, config.training.max_off_policy_steps + 2
     )
-    return Parts(sampler, learner, _with_configured(stops, config), worker=worker)
+    return Parts(sampler, learner, _with_configured_stops(stops, config), worker=worker)
 
 
 def _tunix_order(
@@ -569,8 +583,8 @@ def _tunix_order(
     from groupwise.engine.backends.tunix.environment import mesh_of
     from groupwise.engine.backends.tunix.messages import Open
     from groupwise.engine.models.adapters import adapter_folder
-    from groupwise.engine.models.load import described_text, model_folder
-    from groupwise.engine.models.lora import described_adapter, scaling_of
+    from groupwise.engine.models.load import model_folder, text_config_of
+    from groupwise.engine.models.lora import peft_config_dict, scaling_of
 
     if weights is not None:
         model = config.model.model_copy(update={"adapter": str(weights), "adapter_revision": None})
@@ -579,7 +593,7 @@ def _tunix_order(
     start = adapter_folder(config.model)
     return Open(
         model=str(model_folder(config.model)),
-        text=described_text(config.model),
+        text=text_config_of(config.model),
         dtype=layout.dtype,
         mesh=mesh_of(config.model.mesh),
         remat=config.training.gradient_checkpointing,
@@ -588,7 +602,7 @@ def _tunix_order(
         alpha=scaling_of(shape) * shape.r,
         seed=config.training.seed,
         start=None if start is None else str(start),
-        described=described_adapter(shape),
+        described=peft_config_dict(shape),
         run=run,
         publish_folder=str(folder),
         slots=layout.slots,
@@ -603,18 +617,18 @@ def check_model(config: RunConfig) -> None:
         return
     from groupwise.engine.backends.tunix.environment import mesh_of
     from groupwise.engine.backends.tunix.fits import check_unread
-    from groupwise.engine.models.load import described_text
+    from groupwise.engine.models.load import text_config_of
 
     _, layers = _starting_adapter(config)
-    check_unread(described_text(config.model), mesh_of(config.model.mesh), layers)
+    check_unread(text_config_of(config.model), mesh_of(config.model.mesh), layers)
 
 
 def _starting_adapter(config: RunConfig) -> tuple[Any, tuple[str, ...]]:
     """Peft's config of the initial adapter, and the model's layers that have one."""
     from groupwise.engine.models.adapters import (
         check_adapter,
-        hollow_adapter,
         leave_out_pictures,
+        meta_adapter,
         starting_config,
     )
 
@@ -622,7 +636,7 @@ def _starting_adapter(config: RunConfig) -> tuple[Any, tuple[str, ...]]:
     check_adapter(config.model, config.lora)
     shape = starting_config(config.model, config.lora)
     leave_out_pictures(config.model, shape)
-    return shape, tuple(hollow_adapter(config.model, shape).layers)
+    return shape, tuple(meta_adapter(config.model, shape).layers)
 
 
 def _refuse_tunix(config: AnyConfig) -> None:
@@ -637,111 +651,121 @@ def _refuse_tunix(config: AnyConfig) -> None:
 # --- built here, or once in the zygote of ranks ---------------------------------------------------
 
 
-def _build_now(kind: Kind, config: AnyConfig, layout: Layout, **more: Any) -> Calls | Hosted:
+def _build_workers_now(
+    kind: Kind, config: AnyConfig, layout: Layout, **arguments: Any
+) -> WorkerCalls | WorkerState:
     _refuse_tunix(config)
     refuse_servers(config, "this command samples on this machine")
     if layout.processes == 1:
-        return _build_here(kind, config, layout, **more)
+        return _build_in_process(kind, config, layout, **arguments)
     if layout.apart:
-        started = _start_processes(kind, config, layout)
-        started.make_now(MAKE, _description(kind, config, layout, **more))
-        return started
-    ranks = prefork.take()
-    ranks.make_now(MAKE, _description(kind, config, layout, **more), layout.processes)
+        workers = _start_processes(kind, config, layout)
+        workers.make_now(WORKER_FACTORY, _make_arguments(kind, config, layout, **arguments))
+        return workers
+    ranks = prefork.take_zygote()
+    ranks.make_now(
+        WORKER_FACTORY, _make_arguments(kind, config, layout, **arguments), layout.processes
+    )
     return ranks
 
 
-async def _build(kind: Kind, config: AnyConfig, layout: Layout, **more: Any) -> Calls | Hosted:
+async def _build_workers(
+    kind: Kind, config: AnyConfig, layout: Layout, **arguments: Any
+) -> WorkerCalls | WorkerState:
     _refuse_tunix(config)
     if layout.processes == 1:
-        return _build_here(kind, config, layout, **more)
+        return _build_in_process(kind, config, layout, **arguments)
     if layout.apart:
-        started = _start_processes(kind, config, layout)
-        await started.make(MAKE, _description(kind, config, layout, **more))
-        return started
-    ranks = prefork.take()
-    await ranks.make(MAKE, _description(kind, config, layout, **more), layout.processes)
+        workers = _start_processes(kind, config, layout)
+        await workers.make(WORKER_FACTORY, _make_arguments(kind, config, layout, **arguments))
+        return workers
+    ranks = prefork.take_zygote()
+    await ranks.make(
+        WORKER_FACTORY, _make_arguments(kind, config, layout, **arguments), layout.processes
+    )
     return ranks
 
 
-def _start_processes(kind: Kind, config: AnyConfig, layout: Layout) -> Started:
+def _start_processes(kind: Kind, config: AnyConfig, layout: Layout) -> SpawnedWorkers:
     """Start processes with a model each: samplers if the parts only sample, otherwise learners. Ends the zygote, which is not needed."""
-    prefork.give_up()
+    prefork.end_zygote()
     if layout.samplers and kind not in LEARNING:
         assert isinstance(config, RunConfig), "a supervised run samples nothing"
-        return Samplers(
+        return SamplerWorkers(
             layout.samplers,
             _first_gpu(layout),
             tells=kind != "sampling",
             patience=config.distributed.sampler_timeout,
         )
-    return Peers(layout.learners, read_launch(), learning=kind in LEARNING)
+    return LearnerWorkers(layout.learners, read_torchrun_rank(), learning=kind in LEARNING)
 
 
 def _first_gpu(layout: Layout) -> int:
     """Index of the first sampler's GPU. The GPUs before it belong to this machine's learners."""
-    place = read_launch()
-    return layout.learners if place is None else place.local_count
+    launch = read_torchrun_rank()
+    return layout.learners if launch is None else launch.local_count
 
 
-def _halves(
+def _start_halves(
     config: RunConfig, layout: Layout, run: str, folder: Path
-) -> tuple[Started, Started, tuple[dict[str, Any], dict[str, Any]]]:
+) -> tuple[SpawnedWorkers, SpawnedWorkers, tuple[dict[str, Any], dict[str, Any]]]:
     """Learners, samplers, and the description of the parts of each. Closing the learners also closes the samplers."""
     learners = _start_processes("learning", config, layout)
     samplers = _start_processes("sampling", config, layout)
-    learners.take_along(samplers)
-    learning = _description("learning", config, layout, run=run, folder=str(folder))
-    return learners, samplers, (learning, _description("sampling", config, layout))
+    learners.also_end(samplers)
+    learning = _make_arguments("learning", config, layout, run=run, folder=str(folder))
+    return learners, samplers, (learning, _make_arguments("sampling", config, layout))
 
 
-def _parts_of_halves(learners: Started, samplers: Started, *, divided: bool) -> Parts:
+def _parts_of_halves(learners: SpawnedWorkers, samplers: SpawnedWorkers, *, sharded: bool) -> Parts:
     return Parts(
         RankSampler(samplers),
-        RankLearner(learners, divided=divided),
+        RankLearner(learners, divided=sharded),
         _stop_token_ids(samplers),
         ranks=learners,
         samplers=samplers,
-        divided=divided,
+        divided=sharded,
     )
 
 
-def _close(*both: Started) -> None:
-    for half in both:
+def _close_halves(*halves: SpawnedWorkers) -> None:
+    for half in halves:
         half.close()
 
 
-def _build_here(kind: Kind, config: Any, layout: Layout, **more: Any) -> Hosted:
-    prefork.give_up()
-    return _make(kind, config, layout, **more)
+def _build_in_process(kind: Kind, config: Any, layout: Layout, **arguments: Any) -> WorkerState:
+    prefork.end_zygote()
+    return _make_worker(kind, config, layout, **arguments)
 
 
-def _description(kind: Kind, config: AnyConfig, layout: Layout, **more: Any) -> dict[str, Any]:
-    """Arguments of `make_described` as plain JSON."""
-    plain = config.model_dump(mode="json")
-    return {"kind": kind, "config": plain, "layout": asdict(layout), **more}
+def _make_arguments(
+    kind: Kind, config: AnyConfig, layout: Layout, **arguments: Any
+) -> dict[str, Any]:
+    """Arguments of `make_worker_from_json` as plain JSON."""
+    config_json = config.model_dump(mode="json")
+    return {"kind": kind, "config": config_json, "layout": asdict(layout), **arguments}
 
 
-def make_described(
-    kind: Kind, config: Mapping[str, Any], layout: Mapping[str, Any], **more: Any
-) -> Hosted:
+def make_worker_from_json(
+    kind: Kind, config: Mapping[str, Any], layout: Mapping[str, Any], **arguments: Any
+) -> WorkerState:
     """The factory that the zygote calls."""
     from groupwise.engine.models.machine import give_back_memory
 
     read = load_sft_config if kind == "supervised" else load_config
-    made = _make(kind, read(config).config, Layout(**layout), **more)
+    worker = _make_worker(kind, read(config).config, Layout(**layout), **arguments)
     give_back_memory()
-    return made
+    return worker
 
 
-def _make(kind: Kind, config: Any, layout: Layout, **more: Any) -> Hosted:
-    with memory_explained("making the model ready"):
-        return _MAKERS[kind](config, layout, **more)
+def _make_worker(kind: Kind, config: Any, layout: Layout, **arguments: Any) -> WorkerState:
+    with explaining_out_of_memory("making the model ready"):
+        return _MAKERS[kind](config, layout, **arguments)
 
 
-def _make_training(config: RunConfig, layout: Layout, run: str, folder: str) -> Hosted:
+def _make_training(config: RunConfig, layout: Layout, run: str, folder: str) -> WorkerState:
     """Build sampler and learner in this process. It may be the zygote, which must have only one thread until it has forked the ranks."""
-    from groupwise.engine.distributed.worker_state import Hosted
+    from groupwise.engine.distributed.worker_state import WorkerState
     from groupwise.engine.models.adapters import check_adapter
     from groupwise.engine.models.load import load_model, stop_token_ids
     from groupwise.engine.models.tokenizer import load_tokenizer
@@ -752,56 +776,62 @@ def _make_training(config: RunConfig, layout: Layout, run: str, folder: str) -> 
     tokenizer = load_tokenizer(config.model)
     model = _load_model(config, layout, layout.device)
     stops = stop_token_ids(model, tokenizer)
-    trained: Any
+    learner_weights: Any
     if config.lora:
-        trained = _trained_adapter(config, model)
-        served = ServedAdapter(trained.adapted)
+        learner_weights = _trained_adapter(config, model)
+        sampler_weights = ServedAdapter(learner_weights.adapted)
     else:  # the sampler needs its own copy of all weights
-        served = ServedModel(load_model(config.model, layout.dtype, layout.device))
-        trained = _trained_model(config, layout, model)
-    replicas = _replicas(layout, trained)
-    learner = _learner(config, layout, trained, run, folder, config.training.seed, replicas)
-    by_servers = config.sampler.engine == "vllm" and layout.learners > 1
-    return Hosted(
+        sampler_weights = ServedModel(load_model(config.model, layout.dtype, layout.device))
+        learner_weights = _trained_model(config, layout, model)
+    replicas = _replicas(layout, learner_weights)
+    learner = _build_learner(
+        config, layout, learner_weights, run, folder, config.training.seed, replicas
+    )
+    samples_on_servers = config.sampler.engine == "vllm" and layout.learners > 1
+    return WorkerState(
         layout.threads_each,
-        None if by_servers else _sampler(config, layout, served, tokenizer),
+        None if samples_on_servers else _build_sampler(config, layout, sampler_weights, tokenizer),
         learner,
-        _with_configured(stops, config),
-        trained,
+        _with_configured_stops(stops, config),
+        learner_weights,
         replicas,
-        witness=_witness(served) if by_servers else None,
-        bench=_adapter_host(config, layout, trained.adapted, tokenizer)
+        witness=_build_witness(sampler_weights) if samples_on_servers else None,
+        adapter_host=_adapter_host(config, layout, learner_weights.adapted, tokenizer)
         if config.lora is not None and config.model.backend != "unsloth"
         else None,  # further models can be added to the base of an adapter's training
     )
 
 
-def _witness(served: Any) -> Any:
+def _build_witness(sampler_weights: Any) -> Any:
     from groupwise.engine.sampler.vllm.witness import Witness
 
-    return Witness(served)
+    return Witness(sampler_weights)
 
 
-def _make_learning(config: RunConfig, layout: Layout, run: str, folder: str) -> Hosted:
+def _make_learning(config: RunConfig, layout: Layout, run: str, folder: str) -> WorkerState:
     """Build a learner without a sampler."""
-    from groupwise.engine.distributed.worker_state import Hosted
+    from groupwise.engine.distributed.worker_state import WorkerState
     from groupwise.engine.models.adapters import check_adapter
     from groupwise.engine.models.load import load_model
 
     check_adapter(config.model, config.lora)
     _prepare_process(layout)
-    model = load_model(config.model, layout.dtype, _whole_on(layout))
-    trained = (
+    model = load_model(config.model, layout.dtype, _full_model_device(layout))
+    learner_weights = (
         _trained_adapter(config, model) if config.lora else _trained_model(config, layout, model)
     )
-    replicas = _replicas(layout, trained)
-    learner = _learner(config, layout, trained, run, folder, config.training.seed, replicas)
-    return Hosted(layout.threads_each, learner=learner, trained=trained, replicas=replicas)
+    replicas = _replicas(layout, learner_weights)
+    learner = _build_learner(
+        config, layout, learner_weights, run, folder, config.training.seed, replicas
+    )
+    return WorkerState(
+        layout.threads_each, learner=learner, trained=learner_weights, replicas=replicas
+    )
 
 
-def _make_sampling(config: RunConfig, layout: Layout) -> Hosted:
+def _make_sampling(config: RunConfig, layout: Layout) -> WorkerState:
     """Build a sampler without a learner, for weights that another process will publish."""
-    from groupwise.engine.distributed.worker_state import Hosted
+    from groupwise.engine.distributed.worker_state import WorkerState
     from groupwise.engine.models.adapters import check_adapter, starting_config
     from groupwise.engine.models.load import load_model, stop_token_ids
     from groupwise.engine.models.lora import AdaptedModel
@@ -812,20 +842,22 @@ def _make_sampling(config: RunConfig, layout: Layout) -> Hosted:
     _prepare_process(layout)
     tokenizer = load_tokenizer(config.model)
     model = load_model(config.model, layout.dtype, layout.device)
-    served = ServedModel(model)
+    sampler_weights = ServedModel(model)
     if config.lora:
         shape = starting_config(config.model, config.lora)
-        served = ServedAdapter(AdaptedModel(model, shape))
-    stops = _with_configured(stop_token_ids(model, tokenizer), config)
-    return Hosted(
-        layout.threads_each, _sampler(config, layout, served, tokenizer), stop_token_ids=stops
+        sampler_weights = ServedAdapter(AdaptedModel(model, shape))
+    stops = _with_configured_stops(stop_token_ids(model, tokenizer), config)
+    return WorkerState(
+        layout.threads_each,
+        _build_sampler(config, layout, sampler_weights, tokenizer),
+        stop_token_ids=stops,
     )
 
 
-def _learner(
+def _build_learner(
     config: RunConfig,
     layout: Layout,
-    trained: Any,
+    learner_weights: Any,
     run: str,
     folder: str,
     seed: int,
@@ -834,8 +866,8 @@ def _learner(
     from groupwise.engine.learner.torch_learner import TorchLearner
 
     return TorchLearner(
-        trained,
-        engine=_own_engine(config, trained),
+        learner_weights,
+        engine=_own_engine(config, learner_weights),
         run=run,
         publish_folder=Path(folder),
         max_tokens_per_microbatch=layout.max_tokens_per_microbatch,
@@ -844,17 +876,17 @@ def _learner(
         packing=config.training.packing,
         keep_publications=config.training.max_off_policy_steps + 2,
         replicas=replicas,
-        divide_on=_divide_on(layout),
+        divide_on=_shard_device(layout),
     )
 
 
-def _own_engine(config: AnyConfig, trained: Any) -> Engine | None:
+def _own_engine(config: AnyConfig, learner_weights: Any) -> LearnerEngine | None:
     """The engine that computes a learner's rows; None: the learner chooses."""
     if config.model.backend != "unsloth":
         return None
     from groupwise.engine.backends.unsloth.model import UnslothEngine
 
-    return UnslothEngine(trained)
+    return UnslothEngine(learner_weights)
 
 
 def _load_model(config: AnyConfig, layout: Layout, device: str) -> Any:
@@ -868,28 +900,32 @@ def _load_model(config: AnyConfig, layout: Layout, device: str) -> Any:
     return load_model(config.model, layout.dtype, device)
 
 
-def _divide_on(layout: Layout) -> str | None:
+def _shard_device(layout: Layout) -> str | None:
     """Device of a learner's part of the weights; None if it has all weights."""
     return layout.device if layout.parts > 1 else None
 
 
-def _whole_on(layout: Layout) -> str:
+def _full_model_device(layout: Layout) -> str:
     """Device on which a learner reads the whole model; the CPU if the weights are divided, because one GPU may be too small."""
     return layout.device if layout.parts == 1 else "cpu"
 
 
-def _sampler(config: RunConfig, layout: Layout, served: Any, tokenizer: Any) -> Sampler:
+def _build_sampler(
+    config: RunConfig, layout: Layout, sampler_weights: Any, tokenizer: Any
+) -> Sampler:
     from groupwise.engine.sampler.queued import DecodeLayout
     from groupwise.engine.sampler.torch_sampler import TorchSampler
 
     if config.sampler.engine == "vllm":
-        return _vllm_sampler(config, layout, _witness(served), tokenizer)
+        return _vllm_sampler(config, layout, _build_witness(sampler_weights), tokenizer)
     if config.model.backend == "unsloth":
         from groupwise.engine.backends.unsloth.sampler import UnslothSampler
 
-        return UnslothSampler(served, tokenizer, DecodeLayout(layout.slots, layout.key_length))
+        return UnslothSampler(
+            sampler_weights, tokenizer, DecodeLayout(layout.slots, layout.key_length)
+        )
     return TorchSampler(
-        served,
+        sampler_weights,
         tokenizer,
         DecodeLayout(layout.slots, layout.key_length),
         enforce_eager=config.sampler.enforce_eager,
@@ -906,33 +942,33 @@ def _prepare_process(layout: Layout) -> None:
         set_threads(1)
 
 
-def _replicas(layout: Layout, trained: Any) -> Any:
+def _replicas(layout: Layout, learner_weights: Any) -> Any:
     """The link that combines the gradients of all learners; None if only one process learns."""
     from groupwise.engine.learner.collective import Collective
-    from groupwise.engine.learner.fsdp import Divided
+    from groupwise.engine.learner.fsdp import FsdpCollective
     from groupwise.engine.learner.replicas import Replicas
 
     if layout.learning == 1:
         return None
     if layout.apart:
-        return Divided() if layout.parts > 1 else Collective()
-    return Replicas(layout.processes, [*trained.parameters().values()])
+        return FsdpCollective() if layout.parts > 1 else Collective()
+    return Replicas(layout.processes, [*learner_weights.parameters().values()])
 
 
-def _make_supervised(config: SftConfig, layout: Layout, run: str, folder: str) -> Hosted:
-    from groupwise.engine.distributed.worker_state import Hosted
+def _make_supervised(config: SftConfig, layout: Layout, run: str, folder: str) -> WorkerState:
+    from groupwise.engine.distributed.worker_state import WorkerState
     from groupwise.engine.learner.torch_learner import TorchLearner
     from groupwise.engine.learner.weights import TrainedModel
     from groupwise.engine.models.adapters import check_adapter
 
     check_adapter(config.model, config.lora)
     _prepare_process(layout)
-    model = _load_model(config, layout, _whole_on(layout))
-    trained = _trained_adapter(config, model) if config.lora else TrainedModel(model)
-    replicas = _replicas(layout, trained)
+    model = _load_model(config, layout, _full_model_device(layout))
+    learner_weights = _trained_adapter(config, model) if config.lora else TrainedModel(model)
+    replicas = _replicas(layout, learner_weights)
     learner = TorchLearner(
-        trained,
-        engine=_own_engine(config, trained),
+        learner_weights,
+        engine=_own_engine(config, learner_weights),
         run=run,
         publish_folder=Path(folder),
         max_tokens_per_microbatch=layout.max_tokens_per_microbatch,
@@ -940,13 +976,13 @@ def _make_supervised(config: SftConfig, layout: Layout, run: str, folder: str) -
         gradient_checkpointing=config.training.gradient_checkpointing,
         packing=config.training.packing,
         replicas=replicas,
-        divide_on=_divide_on(layout),
+        divide_on=_shard_device(layout),
     )
-    return Hosted(layout.threads_each, learner=learner, replicas=replicas)
+    return WorkerState(layout.threads_each, learner=learner, replicas=replicas)
 
 
-def _make_serving(config: RunConfig, layout: Layout, weights: str | None) -> Hosted:
-    from groupwise.engine.distributed.worker_state import Hosted
+def _make_serving(config: RunConfig, layout: Layout, weights: str | None) -> WorkerState:
+    from groupwise.engine.distributed.worker_state import WorkerState
     from groupwise.engine.models.adapters import adapter_folder, warn_of_other_base
     from groupwise.engine.models.load import stop_token_ids
     from groupwise.engine.models.lora import CONFIG, read_lora_config
@@ -957,21 +993,21 @@ def _make_serving(config: RunConfig, layout: Layout, weights: str | None) -> Hos
     _prepare_process(layout)
     tokenizer = load_tokenizer(config.model)
     model = _load_model(config, layout, layout.device)
-    stops = _with_configured(stop_token_ids(model, tokenizer), config)
-    served: Any = ServedModel(model)
+    stops = _with_configured_stops(stop_token_ids(model, tokenizer), config)
+    sampler_weights: Any = ServedModel(model)
     if folder is not None:
         if (folder / CONFIG).is_file():
             stored = read_lora_config(folder)
             warn_of_other_base(stored, config.model, folder)
-            served = ServedAdapter(_with_adapters(config, model, stored))
-        served.read(folder)
-    sampler = _sampler(config, layout, served, tokenizer)
-    return Hosted(layout.threads_each, sampler, stop_token_ids=stops)
+            sampler_weights = ServedAdapter(_build_adapted_model(config, model, stored))
+        sampler_weights.read(folder)
+    sampler = _build_sampler(config, layout, sampler_weights, tokenizer)
+    return WorkerState(layout.threads_each, sampler, stop_token_ids=stops)
 
 
-def _make_base(config: RunConfig, layout: Layout) -> Hosted:
+def _make_base(config: RunConfig, layout: Layout) -> WorkerState:
     """Build the base with a sampler. It arranges the weights for decoding before ranks are forked, for all later models."""
-    from groupwise.engine.distributed.worker_state import Hosted
+    from groupwise.engine.distributed.worker_state import WorkerState
     from groupwise.engine.models.config import LoraConfig
     from groupwise.engine.models.load import load_model, stop_token_ids
     from groupwise.engine.models.lora import AdaptedModel, new_lora_config
@@ -984,24 +1020,26 @@ def _make_base(config: RunConfig, layout: Layout) -> Hosted:
     tokenizer = load_tokenizer(config.model)
     model = load_model(config.model, layout.dtype, layout.device)
     model.requires_grad_(False)
-    sampler = _sampler(config, layout, ServedModel(model), tokenizer)
+    sampler = _build_sampler(config, layout, ServedModel(model), tokenizer)
     native = native_model(model)
     if native is not None:
         ready_to_learn(native)
-    adapted = AdaptedModel(model, new_lora_config(config.lora or LoraConfig()))
-    return Hosted(
+    adapted_model = AdaptedModel(model, new_lora_config(config.lora or LoraConfig()))
+    return WorkerState(
         layout.threads_each,
         sampler,
-        stop_token_ids=_with_configured(stop_token_ids(model, tokenizer), config),
-        bench=_adapter_host(config, layout, adapted, tokenizer),
+        stop_token_ids=_with_configured_stops(stop_token_ids(model, tokenizer), config),
+        adapter_host=_adapter_host(config, layout, adapted_model, tokenizer),
     )
 
 
-def _adapter_host(config: RunConfig, layout: Layout, adapted: Any, tokenizer: Any) -> AdapterHost:
+def _adapter_host(
+    config: RunConfig, layout: Layout, adapted_model: Any, tokenizer: Any
+) -> AdapterHost:
     """Build the host that later creates models over this base."""
     from groupwise.engine.distributed.worker_state import AdapterHost
 
-    def make_weights(adapted: Any, name: str, new: NewModel) -> tuple[Any, Any]:
+    def make_weights(adapted_model: Any, name: str, spec: NewModel) -> tuple[Any, Any]:
         from groupwise.engine.learner.weights import TrainedAdapter
         from groupwise.engine.models.adapters import (
             check_adapter,
@@ -1011,26 +1049,26 @@ def _adapter_host(config: RunConfig, layout: Layout, adapted: Any, tokenizer: An
         from groupwise.engine.models.lora import read_adapter, read_lora_config
         from groupwise.engine.sampler.weights import ServedAdapter
 
-        model = config.model.model_copy(update={"adapter": new.start, "adapter_revision": None})
-        check_adapter(model, new.lora, "the adapter to start from,")
-        shape = starting_config(model, new.lora, "the adapter to start from,")
+        model = config.model.model_copy(update={"adapter": spec.start, "adapter_revision": None})
+        check_adapter(model, spec.lora, "the adapter to start from,")
+        shape = starting_config(model, spec.lora, "the adapter to start from,")
         start = None
-        if new.start is not None:
-            start = read_adapter(Path(new.start))
-            warn_of_other_base(read_lora_config(Path(new.start)), model, Path(new.start))
-        trained = TrainedAdapter(adapted, new.seed, start, name, shape)
-        return trained, ServedAdapter(adapted, f"{name}-served", shape)
+        if spec.start is not None:
+            start = read_adapter(Path(spec.start))
+            warn_of_other_base(read_lora_config(Path(spec.start)), model, Path(spec.start))
+        learner_weights = TrainedAdapter(adapted_model, spec.seed, start, name, shape)
+        return learner_weights, ServedAdapter(adapted_model, f"{name}-served", shape)
 
-    def make_learner(trained: Any, new: NewModel) -> TorchLearner:
-        return _learner(config, layout, trained, new.run, new.folder, new.seed)
+    def make_learner(learner_weights: Any, spec: NewModel) -> TorchLearner:
+        return _build_learner(config, layout, learner_weights, spec.run, spec.folder, spec.seed)
 
-    def make_sampler(served: Any) -> Sampler:
-        return _sampler(config, layout, served, tokenizer)
+    def make_sampler(sampler_weights: Any) -> Sampler:
+        return _build_sampler(config, layout, sampler_weights, tokenizer)
 
-    return AdapterHost(adapted, make_weights, make_learner, make_sampler)
+    return AdapterHost(adapted_model, make_weights, make_learner, make_sampler)
 
 
-_MAKERS: dict[Kind, Callable[..., Hosted]] = {
+_MAKERS: dict[Kind, Callable[..., WorkerState]] = {
     "training": _make_training,
     "learning": _make_learning,
     "sampling": _make_sampling,
@@ -1052,8 +1090,8 @@ def publication_folder(run_folder: Path, size: int = LARGE_ADAPTER) -> Path:
 
 def publication_bytes(config: RunConfig) -> int:
     """Bytes of the trained weights in float32, times the number of publications that the lag requires to be kept."""
-    trained = prefork.trained_parameters(config.model, config.lora)
-    return 4 * trained * (1 + config.training.max_off_policy_steps)
+    parameter_count = prefork.trained_parameters(config.model, config.lora)
+    return 4 * parameter_count * (1 + config.training.max_off_policy_steps)
 
 
 def remove_publications(folder: Path) -> None:
@@ -1074,14 +1112,14 @@ def _trained_adapter(config: AnyConfig, model: Any) -> Any:
 
     assert config.lora is not None
     folder = adapter_folder(config.model)
-    adapted = _with_adapters(config, model, starting_config(config.model, config.lora))
+    adapted_model = _build_adapted_model(config, model, starting_config(config.model, config.lora))
     if folder is None:
-        return TrainedAdapter(adapted, config.training.seed)
+        return TrainedAdapter(adapted_model, config.training.seed)
     warn_of_other_base(read_lora_config(folder), config.model, folder)
-    return TrainedAdapter(adapted, config.training.seed, read_adapter(folder))
+    return TrainedAdapter(adapted_model, config.training.seed, read_adapter(folder))
 
 
-def _with_adapters(config: AnyConfig, model: Any, shape: Any) -> AdaptedModel:
+def _build_adapted_model(config: AnyConfig, model: Any, shape: Any) -> AdaptedModel:
     """The model, prepared for adapters; `shape` is peft's config of adapters without their own."""
     if config.model.backend == "unsloth":
         from groupwise.engine.backends.unsloth.model import UnslothModel
@@ -1099,7 +1137,9 @@ def _trained_model(config: RunConfig, layout: Layout, model: Any) -> TrainedMode
     from groupwise.engine.models.load import load_model
 
     beta = getattr(config.algorithm, "beta", 0.0)
-    reference = load_model(config.model, layout.dtype, _whole_on(layout)) if beta > 0 else None
+    reference = (
+        load_model(config.model, layout.dtype, _full_model_device(layout)) if beta > 0 else None
+    )
     return TrainedModel(model, reference)
 
 
@@ -1113,5 +1153,5 @@ def check_stop_tokens(config: RunConfig, tokenizer: Any) -> None:
         )
 
 
-def _with_configured(stops: tuple[int, ...], config: RunConfig) -> tuple[int, ...]:
+def _with_configured_stops(stops: tuple[int, ...], config: RunConfig) -> tuple[int, ...]:
     return tuple(sorted({*stops, *config.sampler.stop_token_ids}))

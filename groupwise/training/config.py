@@ -101,15 +101,15 @@ class AlgorithmConfig(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _fill_preset(cls, given: Any) -> Any:
-        if not isinstance(given, Mapping):
-            return given
-        values, preset = dict(cast("Mapping[str, Any]", given)), _preset_of(given)
-        fits = preset and values.get("type", preset.algorithm) == preset.algorithm
-        filled = dict(preset.knobs) if preset and fits else {}
+    def _fill_preset(cls, data: Any) -> Any:
+        if not isinstance(data, Mapping):
+            return data
+        values, preset = dict(cast("Mapping[str, Any]", data)), _preset_of(data)
+        applies = preset and values.get("type", preset.algorithm) == preset.algorithm
+        defaults = dict(preset.knobs) if preset and applies else {}
         if values.get("adaptive_kl") is True:
-            filled |= {"kl_target": TARGET, "beta": filled.get("beta") or FIRST_BETA}
-        return filled | values
+            defaults |= {"kl_target": TARGET, "beta": defaults.get("beta") or FIRST_BETA}
+        return defaults | values
 
     def conflicts(self) -> Iterator[Conflict]:
         """Report a preset of another algorithm, knobs that conflict, and knobs without effect."""
@@ -124,29 +124,29 @@ class AlgorithmConfig(Strict):
         clashes: tuple[KnobConflict, ...] = ()
         try:
             ALGORITHMS[self.type](**self.knobs)
-        except Clashes as found:
-            clashes = found.clashes
+        except Clashes as error:
+            clashes = error.clashes
         for clash in clashes:
             yield Conflict(clash.message, (*clash.knobs, *_DEFAULTS_FROM))
         clashing = {knob for clash in clashes for knob in clash.knobs}
-        of_preset: Mapping[str, Any] = preset.knobs if preset else {}
+        preset_knobs: Mapping[str, Any] = preset.knobs if preset else {}
         values = self.knobs
         for knob in fields(ALGORITHMS[self.type]):
-            needed, value = disabled_by(knob, values), values[knob.name]
-            unchanged = value in (knob.default, of_preset.get(knob.name, knob.default))
-            if needed and not unchanged and knob.name not in clashing:
+            needed_knob, value = disabled_by(knob, values), values[knob.name]
+            is_default = value in (knob.default, preset_knobs.get(knob.name, knob.default))
+            if needed_knob and not is_default and knob.name not in clashing:
                 yield Conflict(
-                    f"{knob.name} is {value}, which has no effect while {needed} is "
-                    f"{json.dumps(values[needed])}. Set {needed}, or leave {knob.name} out.",
-                    (knob.name, needed, *_DEFAULTS_FROM),
+                    f"{knob.name} is {value}, which has no effect while {needed_knob} is "
+                    f"{json.dumps(values[needed_knob])}. Set {needed_knob}, or leave {knob.name} out.",
+                    (knob.name, needed_knob, *_DEFAULTS_FROM),
                 )
 
 
-def _preset_of(given: Any) -> Preset | None:
+def _preset_of(section: Any) -> Preset | None:
     """The preset that a section names; None if it names none, or an unknown one."""
-    if not isinstance(given, Mapping):
+    if not isinstance(section, Mapping):
         return None
-    name = cast("Mapping[str, Any]", given).get("preset")
+    name = cast("Mapping[str, Any]", section).get("preset")
     return PRESETS.get(name) if isinstance(name, str) else None
 
 
@@ -168,13 +168,13 @@ def _algorithm_section(name: str, kind: type[Any]) -> type[AlgorithmConfig]:
     return create_model(f"{kind.__name__}Config", __base__=AlgorithmConfig, **keys)
 
 
-def _algorithm_type(given: Any) -> str | None:
+def _algorithm_type(section: Any) -> str | None:
     """The algorithm of a section; if it names none, that of its preset, or the default."""
-    if isinstance(given, Mapping):
-        preset = _preset_of(cast("Any", given))
+    if isinstance(section, Mapping):
+        preset = _preset_of(cast("Any", section))
         default = preset.algorithm if preset else DEFAULT_ALGORITHM
-        return str(cast("Mapping[str, Any]", given).get("type", default))
-    return getattr(given, "type", None)
+        return str(cast("Mapping[str, Any]", section).get("type", default))
+    return getattr(section, "type", None)
 
 
 _SECTIONS = algorithm_sections()
@@ -262,11 +262,11 @@ class EvalConfig(Strict):
         """Report keys without effect on greedy answers, and a k of pass@k above the number of samples."""
         if self.temperature == 0:
             yield from self._conflicts_with_greedy_answers()
-        most = max(self.pass_at_k or (1,))
-        if most > self.samples_per_prompt:
+        max_k = max(self.pass_at_k or (1,))
+        if max_k > self.samples_per_prompt:
             yield Conflict(
-                f"pass_at_k has {most}, but samples_per_prompt is {self.samples_per_prompt}: pass@k is estimated "
-                f"from at least k samples of each prompt. Set samples_per_prompt to {most} or more.",
+                f"pass_at_k has {max_k}, but samples_per_prompt is {self.samples_per_prompt}: pass@k is estimated "
+                f"from at least k samples of each prompt. Set samples_per_prompt to {max_k} or more.",
                 ("pass_at_k", "samples_per_prompt"),
             )
 
@@ -392,7 +392,7 @@ class RunConfig(Strict):
             yield from self._vllm_conflicts()
 
     def _vllm_conflicts(self) -> Iterator[Conflict]:
-        given: dict[str, tuple[bool, str, str]] = {
+        settings: dict[str, tuple[bool, str, str]] = {
             "lora": (self.lora is None, "null", "servers take adapters, not whole models"),
             "model.backend": (self.model.backend == "tunix", "tunix", "it samples itself"),
             "run.server": (self.run.server is not None, str(self.run.server), "that server samples itself"),
@@ -400,7 +400,7 @@ class RunConfig(Strict):
             "distributed.strategy": (self.distributed.strategy == "fsdp2", "fsdp2", "answers are checked with a learner's whole model"),
             "distributed.samplers": (self.distributed.samplers > 0, str(self.distributed.samplers), "the servers sample"),
         }  # fmt: skip
-        for key, (clashes, value, why) in given.items():
+        for key, (clashes, value, why) in settings.items():
             if clashes:
                 yield Conflict(
                     f"sampler.engine is vllm, but {key} is {value}: {why}. Leave one of the two out.",
@@ -449,8 +449,8 @@ class RunConfig(Strict):
     def _comparison_conflicts(self) -> Iterator[Conflict]:
         knobs = self.algorithm.knobs
         # Use only the keys that decide this; conflicts of other keys are reported separately.
-        deciding = {knob: knobs[knob] for knob in _COMPARING if knob in knobs}
-        algorithm = ALGORITHMS[self.algorithm.type](**deciding)
+        relevant_knobs = {knob: knobs[knob] for knob in _COMPARING if knob in knobs}
+        algorithm = ALGORITHMS[self.algorithm.type](**relevant_knobs)
         if self.training.num_generations == 1 and algorithm.compares_members:
             yield Conflict(
                 f"training.num_generations is 1, but {self.algorithm.type} as it is set compares the completions of a prompt "
@@ -462,11 +462,11 @@ class RunConfig(Strict):
             )
 
     def _two_stage_conflicts(self) -> Iterator[Conflict]:
-        given = {
+        sections = {
             "sampler": self.sampler.max_completion_length != SamplerConfig().max_completion_length,
             "eval": self.eval.max_completion_length is not None,
         }
-        for section, is_set in given.items():
+        for section, is_set in sections.items():
             if is_set:
                 yield Conflict(
                     f"{section}.max_completion_length has no effect where rollout.type is two_stage; set "
@@ -475,9 +475,9 @@ class RunConfig(Strict):
                 )
 
     def _length_conflicts(self) -> Iterator[Conflict]:
-        least = self.sampler.min_completion_length
+        min_length = self.sampler.min_completion_length
         if self.rollout.type == "two_stage":
-            longest = {
+            limits = {
                 "rollout.max_reasoning_length": self.rollout.max_reasoning_length,
                 "rollout.max_answer_length": self.rollout.max_answer_length,
             }
@@ -488,11 +488,11 @@ class RunConfig(Strict):
             }
             if self.rollout.type == "environment":
                 lengths["rollout.max_rollout_length"] = self.rollout.max_rollout_length
-            longest = lengths
-        for key, limit in longest.items():
-            if limit is not None and limit < least:
+            limits = lengths
+        for key, limit in limits.items():
+            if limit is not None and limit < min_length:
                 yield Conflict(
-                    f"sampler.min_completion_length is {least}, but {key} is {limit}, and no completion can be longer. Lower "
+                    f"sampler.min_completion_length is {min_length}, but {key} is {limit}, and no completion can be longer. Lower "
                     "the one or raise the other.",
                     ("sampler.min_completion_length", key, "rollout.type"),
                 )
@@ -535,32 +535,32 @@ def load_config(
     `to_train`: also check the names of `callbacks`, which only training loads.
     """
     path = Path(source) if isinstance(source, str | Path) else None
-    tree = override(given_tree(source), overrides)
+    tree = override(read_source_tree(source), overrides)
     # By default, correct by importance sampling if completions come from earlier policies or from
     # engines that round differently from the learner.
     training = tree.value(("training",))
-    late = (
+    off_policy = (
         isinstance(training, dict)
         and cast("dict[str, Any]", training).get("max_off_policy_steps", 0) != 0
     )
-    elsewhere = tree.value(("sampler", "engine")) == "vllm"
-    again = tree.value(("data", "replay", "mode")) == "completions"
+    uses_vllm = tree.value(("sampler", "engine")) == "vllm"
+    replays_completions = tree.value(("data", "replay", "mode")) == "completions"
     algorithm = tree.values.get("algorithm", {})
-    if (late or again or elsewhere) and isinstance(algorithm, dict):
+    if (off_policy or replays_completions or uses_vllm) and isinstance(algorithm, dict):
         knobs = cast("dict[str, Any]", algorithm)
         tree.values["algorithm"] = {"importance_sampling_correction": "token_truncate"} | knobs
     _take_label_from_environment(tree)
 
-    def check(given: Tree) -> list[str]:
-        problems = secrets_in(given, "task", "callbacks", "rewards")
-        if given.value(("algorithm", "type")) == Sft.name:
-            where = given.origin(("algorithm", "type"))
+    def check(tree: Tree) -> list[str]:
+        problems = secrets_in(tree, "task", "callbacks", "rewards")
+        if tree.value(("algorithm", "type")) == Sft.name:
+            origin = tree.origin(("algorithm", "type"))
             problems.append(
-                f"{where}: sft learns from given answers; it has its own command, groupwise sft."
+                f"{origin}: sft learns from given answers; it has its own command, groupwise sft."
             )
         return [
             *problems,
-            *(unknown_callbacks(given) if to_train else ()),
+            *(unknown_callbacks(tree) if to_train else ()),
         ]
 
     config = validate(RunConfig, tree, check=check)
@@ -570,17 +570,17 @@ def load_config(
 def unknown_callbacks(tree: Tree) -> list[str]:
     """A problem for each entry of `callbacks` with an unknown name. Runs no code, so it may miss some."""
     entries: Any = tree.value(("callbacks",))
-    given = cast("list[object]", entries) if isinstance(entries, list) else []
-    if not given:
+    entry_list = cast("list[object]", entries) if isinstance(entries, list) else []
+    if not entry_list:
         return []
     from groupwise.training.callbacks.registry import (
         unknown_callback,  # which most configs do without
     )
 
-    names = [_name_of(entry) for entry in given]
-    where = tree.origin(("callbacks",))
+    names = [_name_of(entry) for entry in entry_list]
+    origin = tree.origin(("callbacks",))
     return [
-        f"{where}: callbacks: {problem}"
+        f"{origin}: callbacks: {problem}"
         for name in names
         if name and (problem := unknown_callback(name))
     ]
@@ -592,12 +592,12 @@ def _take_label_from_environment(tree: Tree) -> None:
     label = os.environ.get(DEFAULT_TASK_VARIABLE)
     if not label or not isinstance(rewards, dict):
         return
-    given = cast("dict[str, Any]", rewards)
-    if given.get("router") is not None and given.get("default_task") is None:
-        tree.values["rewards"] = {**given, "default_task": label}
+    section = cast("dict[str, Any]", rewards)
+    if section.get("router") is not None and section.get("default_task") is None:
+        tree.values["rewards"] = {**section, "default_task": label}
 
 
-def given_tree(source: Path | str | Mapping[str, Any] | BaseModel | Tree) -> Tree:
+def read_source_tree(source: Path | str | Mapping[str, Any] | BaseModel | Tree) -> Tree:
     """The given config of any command as a tree, not yet validated."""
     if isinstance(source, Tree):
         return source

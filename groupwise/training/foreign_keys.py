@@ -53,9 +53,9 @@ def foreign_to_rl() -> Mapping[str, str]:
 def foreign_to_sft() -> Mapping[str, str]:
     """Advice on foreign keys in a config of `groupwise sft`: that for RL as far as it applies, and its own."""
     rl, sft = _tables()
-    shared = {
+    common = {
         name: _USE_RL if any(part in advice for part in _ONLY_IN_RL) else advice
         for name, advice in rl.items()
         if "`groupwise sft`" not in advice and name not in _KEYS_OF_SFT
     }
-    return {**shared, **sft}
+    return {**common, **sft}

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from groupwise.core.errors import ConfigError, UsageError
 from groupwise.engine.backends.unsloth import library
 from groupwise.engine.distributed import prefork
-from groupwise.engine.distributed.torchrun import read_launch, refuse_other_number
+from groupwise.engine.distributed.torchrun import check_world_size, read_torchrun_rank
 from groupwise.engine.models.config import Dtype
 from groupwise.engine.models.machine import available_cores
 from groupwise.training.config import RunConfig
@@ -107,9 +107,9 @@ class Layout:
         return self.slots * self.sampling
 
 
-def with_processes(recorded: Mapping[str, Any]) -> dict[str, Any]:
+def with_layout_defaults(layout: Mapping[str, Any]) -> dict[str, Any]:
     """A recorded layout, with defaults for the fields that earlier versions did not record."""
-    return {"processes": 1, "learners": 1, "samplers": 0, "strategy": "ddp", **recorded}
+    return {"processes": 1, "learners": 1, "samplers": 0, "strategy": "ddp", **layout}
 
 
 def choose_layout(config: RunConfig, longest_prompt: int) -> Layout:
@@ -118,39 +118,41 @@ def choose_layout(config: RunConfig, longest_prompt: int) -> Layout:
     Raises ConfigError if the machine cannot have the configured processes, UsageError if the server does not respond or refuses.
     """
     if config.run.server is not None:
-        return _of_server(config.run.server, "training", config, longest_prompt)
-    layout = _of_tunix(config) if config.model.backend == "tunix" else _layout(config)
+        return _server_layout(config.run.server, "training", config, longest_prompt)
+    layout = _tunix_layout(config) if config.model.backend == "tunix" else _local_layout(config)
     layout = replace(layout, key_length=key_length(config, longest_prompt))
-    return replace(layout, slots=config.sampler.max_num_seqs or _slots(config, layout))
+    return replace(layout, slots=config.sampler.max_num_seqs or _slot_count(config, layout))
 
 
-def _slots(config: RunConfig, layout: Layout) -> int:
+def _slot_count(config: RunConfig, layout: Layout) -> int:
     """Enough slots for the rollouts of a step, limited by memory and by the number beyond which more slots do not pay."""
     rows = -(-config.training.prompts_per_step * config.training.num_generations // layout.sampling)
     if layout.device == "cpu" or config.model.backend == "tunix":
         return max(MIN_SLOTS, min(MAX_SLOTS, rows))
-    each = prefork.cache_bytes(config.model, layout.dtype, layout.key_length)
-    fitting = int(SHARE_OF_CACHE * prefork.gpu_memory(layout.device)) // each
-    most = max(MIN_SLOTS, min(MAX_GPU_SLOTS, fitting) // SLOT_BLOCK * SLOT_BLOCK)
-    return min(most, -(-rows // SLOT_BLOCK) * SLOT_BLOCK)
+    slot_bytes = prefork.cache_bytes(config.model, layout.dtype, layout.key_length)
+    fitting = int(SHARE_OF_CACHE * prefork.gpu_memory(layout.device)) // slot_bytes
+    max_slots = max(MIN_SLOTS, min(MAX_GPU_SLOTS, fitting) // SLOT_BLOCK * SLOT_BLOCK)
+    return min(max_slots, -(-rows // SLOT_BLOCK) * SLOT_BLOCK)
 
 
 def supervised_layout(config: SftConfig) -> Layout:
     """Like `choose_layout`, for runs that sample nothing."""
     if config.run.server is not None:
-        return _of_server(config.run.server, "supervised", config, None)
-    return _layout(config)
+        return _server_layout(config.run.server, "supervised", config, None)
+    return _local_layout(config)
 
 
-def _of_server(
+def _server_layout(
     url: str, kind: Literal["training", "supervised"], config: AnyConfig, longest_prompt: int | None
 ) -> Layout:
     from groupwise.engine.backends.remote.parts import planned_layout
 
-    return layout_told(planned_layout(url, kind, config.model_dump(mode="json"), longest_prompt))
+    return layout_from_response(
+        planned_layout(url, kind, config.model_dump(mode="json"), longest_prompt)
+    )
 
 
-def layout_told(facts: Mapping[str, Any]) -> Layout:
+def layout_from_response(facts: Mapping[str, Any]) -> Layout:
     """The layout in a server's response. Raises UsageError if the server's version has other fields."""
     try:
         return Layout(**facts)
@@ -161,9 +163,9 @@ def layout_told(facts: Mapping[str, Any]) -> Layout:
         ) from None
 
 
-def crowding(layout: Layout, *, elsewhere: bool = False) -> str | None:
+def oversubscription_warning(layout: Layout, *, elsewhere: bool = False) -> str | None:
     """A warning if more threads compute on this machine than it has cores; None otherwise."""
-    cores = _cores()
+    cores = _total_cores()
     if elsewhere or layout.all_threads <= cores:
         return None
     return (
@@ -173,18 +175,20 @@ def crowding(layout: Layout, *, elsewhere: bool = False) -> str | None:
     )
 
 
-def _cores() -> int:
+def _total_cores() -> int:
     """Number of cores of all machines, which are assumed to be alike."""
-    place = read_launch()
-    return available_cores() * (place.machines if place is not None else 1)
+    launch = read_torchrun_rank()
+    return available_cores() * (launch.machines if launch is not None else 1)
 
 
-def _of_tunix(config: RunConfig) -> Layout:
+def _tunix_layout(config: RunConfig) -> Layout:
     """The layout of a worker in Tunix's environment, on all devices that JAX sees or as many as the mesh has."""
-    from groupwise.engine.backends.tunix.environment import look  # with the messages of its worker
+    from groupwise.engine.backends.tunix.environment import (
+        query_worker,  # with the messages of its worker
+    )
 
-    found = look()
-    platform = "cuda" if found.platform == "gpu" else found.platform
+    devices = query_worker()
+    platform = "cuda" if devices.platform == "gpu" else devices.platform
     bfloat16 = config.model.dtype == "bfloat16" or (
         config.model.dtype == "auto" and platform != "cpu"
     )
@@ -195,25 +199,33 @@ def _of_tunix(config: RunConfig) -> Layout:
         slots=0,
         key_length=0,
         max_tokens_per_microbatch=config.training.max_tokens_per_microbatch,
-        processor=found.device,
-        torch=f"jax {found.jax}, tunix {found.tunix}",
+        processor=devices.device,
+        torch=f"jax {devices.jax}, tunix {devices.tunix}",
     )
 
 
-def _layout(config: AnyConfig) -> Layout:
+def _local_layout(config: AnyConfig) -> Layout:
     device = prefork.choose_device()
-    learners, samplers, place = config.distributed.learners, samplers_of(config), read_launch()
-    refuse_other_number(place, learners)
-    needed = (place.local_count if place is not None else learners) + samplers
-    if needed > 1 and device != "cpu" and needed > (there := prefork.gpu_count()):
-        more = f" and distributed.samplers is {samplers}" if samplers else ""
+    learners, samplers, launch = (
+        config.distributed.learners,
+        samplers_of(config),
+        read_torchrun_rank(),
+    )
+    check_world_size(launch, learners)
+    gpus_needed = (launch.local_count if launch is not None else learners) + samplers
+    if (
+        gpus_needed > 1
+        and device != "cpu"
+        and gpus_needed > (gpus_available := prefork.gpu_count())
+    ):
+        samplers_note = f" and distributed.samplers is {samplers}" if samplers else ""
         raise ConfigError(
-            f"distributed.learners is {learners}{more}, which needs {needed} GPUs on this machine, one for each; "
-            f"there {'are' if there != 1 else 'is'} {there}. Ask for fewer, start the run by torchrun on several machines, or set "
-            "CUDA_VISIBLE_DEVICES= to compute on the CPU."
+            f"distributed.learners is {learners}{samplers_note}, which needs {gpus_needed} GPUs on this machine, one for each; "
+            f"there {'are' if gpus_available != 1 else 'is'} {gpus_available}. Ask for fewer, start the run by torchrun on several "
+            "machines, or set CUDA_VISIBLE_DEVICES= to compute on the CPU."
         )
-    own = learners > 1 or samplers > 0
-    processes = learners + samplers if own else _processes(config, device)
+    separate = learners > 1 or samplers > 0
+    processes = learners + samplers if separate else _process_count(config, device)
     if config.model.backend == "unsloth":
         version = f"{prefork.torch_version()}, unsloth {library.installed_version()}"
     else:
@@ -221,7 +233,7 @@ def _layout(config: AnyConfig) -> Layout:
     return Layout(
         device=device,
         dtype=prefork.choose_dtype(config.model, config.lora is None, device),
-        threads=config.run.threads or max(_cores(), processes),
+        threads=config.run.threads or max(_total_cores(), processes),
         slots=0,
         key_length=0,
         max_tokens_per_microbatch=config.training.max_tokens_per_microbatch,
@@ -241,11 +253,11 @@ def refuse_on_server(config: AnyConfig) -> None:
             "model.backend is unsloth, but a training server computes with transformers and torch. Leave it out, or run "
             "groupwise rl itself."
         )
-    for key, value, usual in (
+    for key, value, default in (
         ("distributed.learners", config.distributed.learners, 1),
         ("distributed.samplers", samplers_of(config), 0),
     ):
-        if value > usual:
+        if value > default:
             raise UsageError(
                 f"{key} is {value}, but a training server has one process learn and sample, or run.processes that share a model. "
                 f"Leave {key} out, or run groupwise rl itself."
@@ -257,21 +269,21 @@ def samplers_of(config: AnyConfig) -> int:
     return config.distributed.samplers if isinstance(config, RunConfig) else 0
 
 
-def _processes(config: AnyConfig, device: str) -> int:
+def _process_count(config: AnyConfig, device: str) -> int:
     """The configured number of processes, or a suitable one."""
-    requested = config.run.processes
-    possible = device == "cpu" and sys.platform.startswith("linux")
-    if requested is not None and requested > 1 and not possible:
+    configured = config.run.processes
+    can_share = device == "cpu" and sys.platform.startswith("linux")
+    if configured is not None and configured > 1 and not can_share:
         raise ConfigError(
-            f"run.processes is {requested}, but several processes can share a model only on the CPUs of a Linux machine; this run "
+            f"run.processes is {configured}, but several processes can share a model only on the CPUs of a Linux machine; this run "
             f"computes on {device} ({sys.platform}). Leave the key out."
         )
-    most = most_processes(config)
-    if requested is None and (not possible or most == 1):
+    max_processes = most_processes(config)
+    if configured is None and (not can_share or max_processes == 1):
         return 1
-    if requested is None and prefork.all_parameters(config.model) < SMALL_MODEL:
+    if configured is None and prefork.all_parameters(config.model) < SMALL_MODEL:
         return 1
-    return most
+    return max_processes
 
 
 def most_processes(config: AnyConfig) -> int:
@@ -288,13 +300,15 @@ def most_processes(config: AnyConfig) -> int:
     if config.lora is None or not sys.platform.startswith("linux"):
         return 1
     if isinstance(config, SftConfig):
-        useful = config.training.examples_per_step // MIN_EXAMPLES
+        useful_processes = config.training.examples_per_step // MIN_EXAMPLES
     else:
-        useful = config.training.prompts_per_step * config.training.num_generations // MIN_SLOTS
-    return max(1, min(config.run.threads or available_cores(), useful, MAX_PROCESSES))
+        useful_processes = (
+            config.training.prompts_per_step * config.training.num_generations // MIN_SLOTS
+        )
+    return max(1, min(config.run.threads or available_cores(), useful_processes, MAX_PROCESSES))
 
 
 def key_length(config: RunConfig, longest_prompt: int) -> int:
     """Largest number of tokens that the sampler can see, including the prompt, rounded up to `KEY_BLOCK`."""
-    needed = longest_prompt + longest_completion(config)
-    return -(-needed // KEY_BLOCK) * KEY_BLOCK
+    tokens = longest_prompt + longest_completion(config)
+    return -(-tokens // KEY_BLOCK) * KEY_BLOCK

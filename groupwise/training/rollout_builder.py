@@ -51,10 +51,10 @@ def with_configured_rewards(config: RunConfig, task: Task) -> Task:
 
     def get_reward_funcs(config: Any, tokenizer: Any) -> Rubric | None:
         section = config["rewards"]
-        routed = section.get("router") is not None and section.get("default_task") is None
-        keeps_own = routed and task.has("get_reward_funcs")
-        own = (task.name, task.rubric(config, tokenizer)) if keeps_own else None
-        return configured_rubric(section, own)
+        is_routed = section.get("router") is not None and section.get("default_task") is None
+        keeps_own = is_routed and task.has("get_reward_funcs")
+        own_rubric = (task.name, task.rubric(config, tokenizer)) if keeps_own else None
+        return configured_rubric(section, own_rubric)
 
     return task.with_hook("get_reward_funcs", get_reward_funcs)
 
@@ -118,10 +118,10 @@ def build_scorer(
 def scorer_for_worker(config: Mapping[str, Any], task: str) -> RubricScorer:
     """The factory that reward workers call: builds the task's rewards and metrics in the worker."""
     loaded = load_config(config).config
-    found = task_of(loaded, task)
+    resolved_task = task_of(loaded, task)
     tokenizer = LazyTokenizer(loaded)
     return RubricScorer(
-        task_rubric(loaded, found, tokenizer), _metrics_of(loaded, found, tokenizer)
+        task_rubric(loaded, resolved_task, tokenizer), _metrics_of(loaded, resolved_task, tokenizer)
     )
 
 
@@ -153,10 +153,12 @@ def check_rollouts(
             "Add the hook, or leave rollout.type out."
         )
     factory = task.check_environment(view(config), examples)
-    stuck = unpicklable(examples[0].columns) if examples and _hosts_in_workers(config, task) else []
-    if stuck:
+    unpicklable_columns = (
+        unpicklable(examples[0].columns) if examples and _hosts_in_workers(config, task) else []
+    )
+    if unpicklable_columns:
         raise TaskError(
-            f"{task.described}: the dataset's column {' and '.join(f'`{name}`' for name in stuck)} holds values that "
+            f"{task.described}: the dataset's column {' and '.join(f'`{name}`' for name in unpicklable_columns)} holds values that "
             "cannot be sent to the environment workers (pickle refuses them). Keep plain values in the dataset and make "
             "the objects in the environment, or set rollout.in_process."
         )
@@ -193,8 +195,10 @@ def build_rollouts(
 
 def longest_completion(config: RunConfig) -> int:
     """Largest number of tokens that may follow a prompt in training or evaluation, for the configured type of rollout."""
-    one = max(config.sampler.max_completion_length, config.eval.max_completion_length or 0)
-    return config.rollout.longest(one)
+    completion_tokens = max(
+        config.sampler.max_completion_length, config.eval.max_completion_length or 0
+    )
+    return config.rollout.longest(completion_tokens)
 
 
 def longest_written(config: RunConfig) -> int:
@@ -222,13 +226,13 @@ async def first_prompts(
     rollouts = build_rollouts(config, task, tokenizer, room)
     assert isinstance(rollouts, EnvironmentRollouts)
     params = SamplingParams(max_tokens=1)
-    asks = [
+    requests = [
         Ask(draw, example, ids, 1, partial(member_seed, config.training.seed, draw), params)
         for draw, (example, ids) in enumerate(zip(examples, prompt_ids, strict=True))
     ]
     try:
         await rollouts.start()
-        return [await rollouts.opening(ask) for ask in asks]
+        return [await rollouts.opening(ask) for ask in requests]
     finally:
         await rollouts.close()
 
@@ -257,26 +261,26 @@ class LazyTokenizer:
     @property
     def __class__(self) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The tokenizer's class, for `isinstance`."""
-        return self._load().__class__
+        return self._load_tokenizer().__class__
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self._load(), name)
+        return getattr(self._load_tokenizer(), name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        setattr(self._load(), name, value)
+        setattr(self._load_tokenizer(), name, value)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        return self._load()(*arguments, **keywords)
+        return self._load_tokenizer()(*arguments, **keywords)
 
     def __len__(self) -> int:
-        return len(self._load())
+        return len(self._load_tokenizer())
 
-    def _load(self) -> Any:
-        own = vars(self)
-        if own["_tokenizer"] is None:
+    def _load_tokenizer(self) -> Any:
+        attributes = vars(self)
+        if attributes["_tokenizer"] is None:
             from groupwise.engine.models.tokenizer import load_tokenizer
 
-            own["_tokenizer"] = load_tokenizer(own["_config"].model)
-        return own["_tokenizer"]
+            attributes["_tokenizer"] = load_tokenizer(attributes["_config"].model)
+        return attributes["_tokenizer"]

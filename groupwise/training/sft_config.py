@@ -31,9 +31,9 @@ from groupwise.training.config import (
     CALLBACKS,
     CallbackEntries,
     LoadedConfig,
-    given_tree,
     json_schema,
     load_config,
+    read_source_tree,
     stem_of,
     unknown_callbacks,
 )
@@ -42,29 +42,29 @@ from groupwise.training.foreign_keys import FOREIGN_VALUES, foreign_to_sft
 _BOUND = re.compile(r"\s*(\S+)\s*(>=|<=|>|<)\s*([-+]?(?:\d+(?:\.\d*)?|\.\d+)(?:[eE][-+]?\d+)?)\s*")
 _SIGNS: Mapping[str, Callable[[float, float], bool]] = {">=": ge, "<=": le, ">": gt, "<": lt}
 
-DRAWN_BY = ("sampler", "rollout", "rewards", "data", "task")
+DRAWING_SECTIONS = ("sampler", "rollout", "rewards", "data", "task")
 """Sections of an RL config that decide how completions are drawn and scored; in `eval`, the `success…` keys do, too."""
 
 
-def bounds_of(condition: str) -> list[tuple[str, str, float]]:
+def parse_condition(condition: str) -> list[tuple[str, str, float]]:
     """Parse a condition such as `eval_loss < 0.5 and reward >= 0.6` into (metric, comparison, value) triples.
 
     Raises ValueError for any other text.
     """
-    found = [_BOUND.fullmatch(part) for part in condition.split(" and ")]
-    if not all(found):
+    matches = [_BOUND.fullmatch(part) for part in condition.split(" and ")]
+    if not all(matches):
         raise ValueError(
             f"{condition!r} is no condition. Expected a metric, one of >=, <=, > and <, and a number, as in "
             "'groups/with_signal >= 0.6'; several are joined by ' and '."
         )
-    return [(each[1], each[2], float(each[3])) for each in found if each]
+    return [(match[1], match[2], float(match[3])) for match in matches if match]
 
 
 def holds(condition: str, metrics: Mapping[str, float]) -> bool:
     """True if the condition holds for these metrics; False also if a metric is missing."""
     return all(
         name in metrics and _SIGNS[sign](metrics[name], value)
-        for name, sign, value in bounds_of(condition)
+        for name, sign, value in parse_condition(condition)
     )
 
 
@@ -100,18 +100,18 @@ class SftTrainingConfig(OptimisationConfig):
 
     @field_validator("stop_when")
     @classmethod
-    def _are_conditions(cls, given: list[str]) -> list[str]:
-        for condition in given:
-            bounds_of(condition)
-        return given
+    def _are_conditions(cls, conditions: list[str]) -> list[str]:
+        for condition in conditions:
+            parse_condition(condition)
+        return conditions
 
     @model_validator(mode="before")
     @classmethod
-    def _steps_replace_the_default_epochs(cls, given: Any) -> Any:
+    def _steps_replace_the_default_epochs(cls, data: Any) -> Any:
         """If steps are given, imply `num_train_epochs: null`."""
-        if not isinstance(given, dict):
-            return given
-        keys = cast("dict[str, Any]", given)
+        if not isinstance(data, dict):
+            return data
+        keys = cast("dict[str, Any]", data)
         if keys.get("max_steps") is None or "num_train_epochs" in keys:
             return keys
         return {**keys, "num_train_epochs": None}
@@ -263,15 +263,15 @@ def load_sft_config(
 ) -> LoadedSftConfig:
     """Read, override and validate; see `groupwise.training.config.load_config`. In a config of `groupwise rl`, its warm-up is used."""
     path = Path(source) if isinstance(source, str | Path) else None
-    tree = override(given_tree(source), overrides)
-    of_rl = tree.values.get("warm_up") is not None
-    if of_rl and not isinstance(source, SftConfig | Tree):
+    tree = override(read_source_tree(source), overrides)
+    is_rl_config = tree.values.get("warm_up") is not None
+    if is_rl_config and not isinstance(source, SftConfig | Tree):
         return config_of_warm_up(load_config(source, overrides))
 
-    def check(given: Tree) -> list[str]:
+    def check(tree: Tree) -> list[str]:
         return [
-            *secrets_in(given, "task", "callbacks"),
-            *(unknown_callbacks(given) if to_train else ()),
+            *secrets_in(tree, "task", "callbacks"),
+            *(unknown_callbacks(tree) if to_train else ()),
         ]
 
     config = validate(SftConfig, tree, check=check)
@@ -284,17 +284,22 @@ def config_of_warm_up(loaded: LoadedConfig) -> LoadedSftConfig:
     warm_up = config.warm_up
     assert warm_up is not None
     if isinstance(warm_up, str):
-        beside = loaded.path.parent if loaded.path else Path()
-        tree = given_tree(beside / warm_up)
+        base_folder = loaded.path.parent if loaded.path else Path()
+        tree = read_source_tree(base_folder / warm_up)
     else:
-        tree = given_tree(warm_up)
-    above = config.model_dump(mode="json", exclude_unset=True)
-    shared = {"model": above["model"], **({"lora": above["lora"]} if "lora" in above else {})}
-    inherited = {"task": above["task"]} if "task" in above else {}
+        tree = read_source_tree(warm_up)
+    rl_values = config.model_dump(mode="json", exclude_unset=True)
+    shared_sections = {
+        "model": rl_values["model"],
+        **({"lora": rl_values["lora"]} if "lora" in rl_values else {}),
+    }
+    inherited_sections = {"task": rl_values["task"]} if "task" in rl_values else {}
     if distributed := {
-        k: v for k, v in above.get("distributed", {}).items() if k in DistributedConfig.model_fields
+        k: v
+        for k, v in rl_values.get("distributed", {}).items()
+        if k in DistributedConfig.model_fields
     }:
-        inherited["distributed"] = distributed
+        inherited_sections["distributed"] = distributed
     values = {key: value for key, value in tree.values.items() if key not in ("model", "lora")}
     run = {"name": f"{loaded.run_name}-warm-up", **_section(values, "run")}
     run |= {"dir": config.run.dir, "server": config.run.server}
@@ -302,21 +307,23 @@ def config_of_warm_up(loaded: LoadedConfig) -> LoadedSftConfig:
     if isinstance(completions, dict):
         # Take only keys that decide how completions are drawn and scored: otherwise another learning rate
         # of the RL run would require another warm-up.
-        success = {k: v for k, v in above.get("eval", {}).items() if k.startswith("success")}
-        found = {name: above[name] for name in ("model", *DRAWN_BY) if name in above}
+        success = {k: v for k, v in rl_values.get("eval", {}).items() if k.startswith("success")}
+        sampling_sections = {
+            name: rl_values[name] for name in ("model", *DRAWING_SECTIONS) if name in rl_values
+        }
         cast("dict[str, Any]", completions)["rl"] = {
-            **found,
+            **sampling_sections,
             **({"eval": success} if success else {}),
         }
     tree.values.clear()
-    tree.values.update({**inherited, **values, **shared, "run": run})
+    tree.values.update({**inherited_sections, **values, **shared_sections, "run": run})
     return load_sft_config(tree)
 
 
 def _section(values: Mapping[str, Any], name: str) -> dict[str, Any]:
     """The content of a section; empty if it is not a mapping, which validation reports."""
-    found = values.get(name)
-    return dict(cast("Mapping[str, Any]", found)) if isinstance(found, Mapping) else {}
+    section = values.get(name)
+    return dict(cast("Mapping[str, Any]", section)) if isinstance(section, Mapping) else {}
 
 
 def sft_schema() -> str:

@@ -58,7 +58,7 @@ from groupwise.jobs.fleet.settings import FleetSettings
 from groupwise.jobs.fleet.states import JobStatus
 from groupwise.jobs.fleet.store import events as fleet_events
 from groupwise.jobs.fleet.verbs import status as fleet_status
-from groupwise.jobs.hosts.keys import parse
+from groupwise.jobs.hosts.keys import parse_host_key
 from groupwise.jobs.launch import preflight
 from groupwise.jobs.launch.preflight import DryRunReport
 from groupwise.notebook import TrainingConfig
@@ -358,7 +358,7 @@ def launched(words: list[str]) -> int:
             known_there(rows)
             trust = ["--dry-run"]  # tests/integration/launch/test_gang.py has them run
         else:
-            trust = ["--trust", parse(rows[0]["host_key"]).fingerprint]
+            trust = ["--trust", parse_host_key(rows[0]["host_key"]).fingerprint]
         way = ["--key", rows[0]["ssh_key_path"], "--python", sys.executable]
         return main([*own[:2], *way, *trust, *own[2:], *adapted])
 

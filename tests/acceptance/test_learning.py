@@ -185,15 +185,15 @@ def test_a_lora_adapter_learns_too(model):
 @pytest.mark.parametrize("algorithm", EACH)
 def test_with_the_sign_of_the_advantage_turned_it_unlearns(model, monkeypatch, algorithm):
     kind = ALGORITHMS[algorithm]
-    weights = kind.weights
+    credits = kind.credits
 
     def turned(self: Any, groups: Any) -> Any:
         return [
             [weight and RolloutCredit(-weight.advantage, weight.scale) for weight in credit]
-            for credit in weights(self, groups)
+            for credit in credits(self, groups)
         ]
 
-    monkeypatch.setattr(kind, "weights", turned)
+    monkeypatch.setattr(kind, "credits", turned)
     found = trained(model, algorithm=algorithm, steps=16)
     assert found.last < 0.03
     assert found.after < 0.1

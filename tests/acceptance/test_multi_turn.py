@@ -82,14 +82,14 @@ def test_it_learns_to_use_a_tool(tmp_path):
 def test_with_the_sign_of_the_advantage_turned_it_does_not(example, tmp_path, monkeypatch):
     """With the right one this rate gets the game to 0.55 and the calculator to 0.26 in these steps."""
 
-    weights = DrGrpo.weights
+    credits = DrGrpo.credits
 
     def turned(self, groups):
         return tuple(
             tuple(weight and RolloutCredit(-weight.advantage, weight.scale) for weight in credit)
-            for credit in weights(self, groups)
+            for credit in credits(self, groups)
         )
 
-    monkeypatch.setattr(DrGrpo, "weights", turned)
+    monkeypatch.setattr(DrGrpo, "credits", turned)
     found = trained(example, tmp_path, "training.max_steps=20", "training.learning_rate=3e-2")
     assert found.last < max(found.first, 0.05)

@@ -140,12 +140,12 @@ def _unsloth(folder: Path) -> Pair:
 
 def _ranks(folder: Path) -> Pair:
     """Two ranks over one adapter; they must be forked, so that the tests do not wait for imports."""
-    from groupwise.engine.distributed.forked_workers import Ranks
+    from groupwise.engine.distributed.forked_workers import ForkedWorkers
     from groupwise.engine.distributed.learner import RankLearner
     from groupwise.engine.distributed.sampler import RankSampler
 
-    ranks = Ranks()
-    ranks.begin()
+    ranks = ForkedWorkers()
+    ranks.start()
     ranks.make_now("tests.contract.hosted:adapter", {"folder": str(folder), "count": 2}, 2)
     return _pair(
         RankSampler(ranks),

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from groupwise.engine.distributed.worker_state import Hosted
+from groupwise.engine.distributed.worker_state import WorkerState
 from groupwise.engine.learner.replicas import Replicas
 from groupwise.engine.learner.torch_learner import TorchLearner
 from groupwise.engine.learner.weights import TrainedAdapter
@@ -19,7 +19,7 @@ from groupwise.engine.sampler.weights import ServedAdapter
 
 
 @dataclass
-class Disturbed(Hosted):
+class Disturbed(WorkerState):
     shift: Any = None
 
     def disturb(self) -> None:

@@ -152,9 +152,9 @@ pytestmark = pytest.mark.filterwarnings("ignore:task.rubric_in_prompt:UserWarnin
 
 SERVING = """
 import json, sys
-from groupwise.tasks.builtin.reasoning_gym_problems import _rows
+from groupwise.tasks.builtin.reasoning_gym_problems import _rows_by_split
 for line in sys.stdin:
-    print(json.dumps(_rows(json.loads(line))), flush=True)
+    print(json.dumps(_rows_by_split(json.loads(line))), flush=True)
 """
 
 
@@ -177,7 +177,7 @@ def _one_process_of_reasoning_gym() -> Iterator[None]:
             print(request, file=asked, flush=True)
             return json.loads(told.readline())
 
-        patch.setattr(reasoning_gym, "_make", make)
+        patch.setattr(reasoning_gym, "_run_generator", make)
         yield
 
 

@@ -30,8 +30,8 @@ from groupwise.jobs.clouds.backend import (
     Backend,
     CloudError,
     Handle,
+    JobNotFound,
     NameTaken,
-    NotHere,
     Outcome,
     Phase,
 )
@@ -118,9 +118,9 @@ async def test_what_is_wrong_with_a_job_is_told_before_anything_happens(
         with pytest.raises(UsageError, match=why):
             await backend.plan(asked)
     assert await backend.find(client.name) is None
-    with pytest.raises(NotHere, match=client.name):
+    with pytest.raises(JobNotFound, match=client.name):
         await client.resume()
-    with pytest.raises(NotHere, match=client.name):
+    with pytest.raises(JobNotFound, match=client.name):
         await backend.status(Handle(backend.name, client.name, 1))
 
 

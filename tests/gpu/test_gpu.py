@@ -140,8 +140,8 @@ def test_the_sampler_takes_the_engine_for_gpus(enforce_eager):
 
 
 def test_a_zygote_that_is_asked_knows_of_it():
-    prefork.begin()
+    prefork.start_zygote()
     try:
         assert prefork.choose_device() == "cuda"
     finally:
-        prefork.give_up()
+        prefork.end_zygote()

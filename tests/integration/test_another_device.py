@@ -22,7 +22,7 @@ from groupwise.engine.models.decoder import Decoder
 from groupwise.engine.models.native.linear import Factors
 from groupwise.engine.models.native.weights import NativeModel
 from groupwise.engine.sampler import torch_sampler
-from groupwise.engine.sampler.draw import draw_tokens, truncate, without_early_stops
+from groupwise.engine.sampler.draw import draw_tokens, mask_early_stops, truncate
 from groupwise.engine.sampler.engine import SlotEngine
 from groupwise.engine.sampler.native.graph_engine import GraphEngine
 from groupwise.engine.sampler.native.recording import plainly
@@ -112,10 +112,10 @@ def test_prompts_and_tokens_are_computed(device, name, dtype):
         engine = GraphEngine(weights.native(), weights, 8, 320, plainly)
         prompt = engine.prefill([3, 4, 5])
         assert prompt.logits_V.shape == (96,)
-        rows = [engine.begin(prompt) for _ in range(3)]
+        rows = [engine.add_row(prompt) for _ in range(3)]
         found = engine.decode([3, 4, 5])
         assert (found.device.type, found.shape) == (DEVICE.type, (3, 96))
-        engine.finish(rows[:1])
+        engine.remove_rows(rows[:1])
         engine.refresh()
         engine.reset()
 
@@ -126,7 +126,9 @@ def test_the_sampler_takes_the_engine_for_gpus(monkeypatch, device, name, dtype,
     weights: Any = Adapted(device, name, dtype)
     with device.here():
         layout = torch_sampler.DecodeLayout(slots=8, key_length=320)
-        engine = torch_sampler._engine(weights, layout, native=True, enforce_eager=enforce_eager)
+        engine = torch_sampler._make_engine(
+            weights, layout, native=True, enforce_eager=enforce_eager
+        )
     assert isinstance(engine, GraphEngine)
     assert engine._record == (plainly if enforce_eager else "graphs")
 
@@ -140,7 +142,7 @@ def test_tokens_are_drawn(device, name, dtype):
             logits = torch.zeros(4, 96, device=DEVICE, dtype=dtype)
             temperatures = torch.ones(4, device=DEVICE)
             params = [plain, early, narrow, None]
-            logits = without_early_stops(logits, params, [0, 1, 2, 0])
+            logits = mask_early_stops(logits, params, [0, 1, 2, 0])
             if not answer:
                 logits = truncate(logits, temperatures, params)
             uniforms = torch.zeros(4, device=DEVICE, dtype=torch.float64)
@@ -153,7 +155,7 @@ def test_a_model_of_transformers_decodes(monkeypatch, device, name, dtype):
     weights = ServedModel(device.model(FAMILIES[name](), dtype))
     with device.here(answer=False), torch.inference_mode():
         engine = SlotEngine(weights, 8, 64)
-        engine.begin(engine.prefill([3, 4, 5]))
+        engine.add_row(engine.prefill([3, 4, 5]))
         assert engine.decode([3]).shape == (1, 96)
         engine.reset()
 
@@ -181,7 +183,7 @@ def test_a_gradient_is_made(device, name, dtype, recompute, wanted):
     model, parameters = weights.native(), weights.parameters()
     with device.here():
         stream_NH = residual_stream(model, batch, weights.factors(), recompute=recompute)
-        before_N = torch.tensor(batch.before, device=DEVICE)
+        before_N = torch.tensor(batch.predictors, device=DEVICE)
         ids_N = torch.zeros_like(before_N)
         targets = Targets(ids_N, torch.ones(len(ids_N), device=DEVICE), None, wanted)
         found = token_numbers(model, stream_NH[before_N], targets)

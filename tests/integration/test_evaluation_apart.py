@@ -82,7 +82,7 @@ def test_generators_and_modes_stay_as_they_were(runs, monkeypatch):
     before: list[Any] = []
     after: list[Any] = []
     served: list[Any] = []
-    ask, rows_of = evaluation._sample, evaluation.rows_of
+    ask, rows_of = evaluation._sample_group, evaluation.rows_of
 
     def state() -> Any:
         modes = [module.training for module in served[0].modules()]
@@ -98,7 +98,7 @@ def test_generators_and_modes_stay_as_they_were(runs, monkeypatch):
         after.append(state())
         return rows_of(*arguments)
 
-    monkeypatch.setattr(evaluation, "_sample", first)
+    monkeypatch.setattr(evaluation, "_sample_group", first)
     monkeypatch.setattr(evaluation, "rows_of", last)
     groupwise.rl(settings(runs, "watched", eval_steps=2), TOY)
     assert len(before) == 2

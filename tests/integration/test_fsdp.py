@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 import groupwise
 from groupwise.engine.distributed.learner import RankLearner
 from groupwise.engine.distributed.messages import MessageChannel
-from groupwise.engine.distributed.worker_state import Hosted
+from groupwise.engine.distributed.worker_state import WorkerState
 from groupwise.engine.learner.torch_learner import TorchLearner
 from tests.forked_zygote import fork_peers
 from tests.integration.test_learners import (
@@ -142,7 +142,7 @@ def noted_numbers(patch: pytest.MonkeyPatch) -> list[list[dict[str, int]]]:
         return await update(self, params)
 
     patch.setattr(RankLearner, "update", looked)
-    patch.setattr(Hosted, "numbers_held", numbers_held, raising=False)
+    patch.setattr(WorkerState, "numbers_held", numbers_held, raising=False)
     return found
 
 
@@ -154,7 +154,7 @@ def assert_halves(held: list[list[dict[str, int]]]) -> None:
         assert (each["here"], each["undivided"]) == (each["whole"] // 2, 0)
 
 
-def numbers_held(hosted: Hosted) -> dict[str, int]:
+def numbers_held(hosted: WorkerState) -> dict[str, int]:
     """Of the base, and of the reference if that is another model."""
     models = hosted.trained.models()
     kept = {id(each) for each in hosted.trained.undivided()}
@@ -208,7 +208,7 @@ def test_ctrl_c_in_the_middle_of_a_gradient(whole, tmp_path, monkeypatch):
         assert not under_way
         discard(learner)
 
-    together, steps = RankLearner._together, []
+    together, steps = RankLearner._call_together, []
 
     async def interrupted(self, calls):
         if calls[0][1] == "learner.forward_backward":
@@ -222,7 +222,7 @@ def test_ctrl_c_in_the_middle_of_a_gradient(whole, tmp_path, monkeypatch):
         patch.setattr(TorchLearner, "_backward", slow)
         patch.setattr(TorchLearner, "forward_backward", learned)
         patch.setattr(TorchLearner, "discard", discarded)
-        patch.setattr(RankLearner, "_together", interrupted)
+        patch.setattr(RankLearner, "_call_together", interrupted)
         assert groupwise.rl(settings, TOY).exit_code == 130
     assert (tmp_path / "toy/checkpoints/step-3").is_dir()
     go_on(settings)

@@ -22,7 +22,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
-from groupwise.training.evaluation.suite_evaluation import SuitesAsked, evaluate_suites
+from groupwise.training.evaluation.suite_evaluation import SuiteRequest, evaluate_suites
 from groupwise.training.suites.lighteval import PROGRAM
 from tests.fake_openai_server import Service, listening, scripted, serve
 
@@ -131,7 +131,7 @@ real = pytest.mark.skipif(
 def test_every_suite_runs(hub: None, monkeypatch: pytest.MonkeyPatch) -> None:
     with serve(Service(scripted(solved), models=("org/tiny",), key="k")) as service:
         monkeypatch.setenv("OPENAI_API_KEY", "k")
-        wanted = SuitesAsked(
+        wanted = SuiteRequest(
             ("all",), endpoint=service.url, endpoint_model="org/tiny", max_new_tokens=50
         )
         found = evaluate_suites(wanted)

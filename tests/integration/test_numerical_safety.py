@@ -88,7 +88,7 @@ def test_how_many_is_configured_and_one_good_step_starts_over(tmp_path, spoil):
 def test_updates_that_are_left_out_among_several_leave_the_others_and_keep_some_rows(
     tmp_path, spoil, monkeypatch
 ):
-    monkeypatch.setattr(training, "MOST_KEPT", 2)
+    monkeypatch.setattr(training, "MAX_NON_FINITE_FILES", 2)
     torch.set_num_threads(1)
     spoil("gradient", {0, 1, 2})
     groupwise.rl(config(tmp_path, num_iterations=2, max_steps=3), TOY)

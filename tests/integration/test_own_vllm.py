@@ -15,7 +15,7 @@ import pytest
 
 import groupwise
 from groupwise.core.errors import UsageError
-from groupwise.engine.sampler.vllm.own import gpus_beside
+from groupwise.engine.sampler.vllm.own import free_gpus
 from groupwise.training.callbacks.base import Callback
 from tests.fake_vllm_server import VllmServer
 from tests.integration.toy_run import TOY, begun_in_child, config
@@ -104,15 +104,15 @@ def test_a_run_that_is_killed_leaves_none(tmp_path: Path, python: Path) -> None:
 
 def test_it_has_the_gpus_that_the_learner_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert gpus_beside(0, 1, 0.9) is None
-    assert gpus_beside(4, 2, 0.9) == ("1", "2")
-    assert gpus_beside(4, 1, 0.9, learners=3) == ("3",)
-    assert gpus_beside(1, 1, 0.5) == ("0",)
+    assert free_gpus(0, 1, 0.9) is None
+    assert free_gpus(4, 2, 0.9) == ("1", "2")
+    assert free_gpus(4, 1, 0.9, learners=3) == ("3",)
+    assert free_gpus(1, 1, 0.5) == ("0",)
     with pytest.raises(UsageError, match="need 4 GPUs, and there are 3"):
-        gpus_beside(3, 2, 0.9, learners=2)
+        free_gpus(3, 2, 0.9, learners=2)
     with pytest.raises(UsageError, match="gpu_memory_utilization"):
-        gpus_beside(1, 1, 0.9)
+        free_gpus(1, 1, 0.9)
     with pytest.raises(UsageError, match="tensor_parallel_size is 2"):
-        gpus_beside(2, 2, 0.9)
+        free_gpus(2, 2, 0.9)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, GPU-7")
-    assert gpus_beside(2, 1, 0.9) == ("GPU-7",)
+    assert free_gpus(2, 1, 0.9) == ("GPU-7",)

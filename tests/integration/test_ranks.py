@@ -24,7 +24,7 @@ import pytest
 import groupwise
 from groupwise.cli.main import main
 from groupwise.core.errors import RunError
-from groupwise.engine.distributed.forked_workers import Ranks
+from groupwise.engine.distributed.forked_workers import ForkedWorkers
 from groupwise.runs.store import Store
 from groupwise.training import build
 from groupwise.training.loops import rl as loop
@@ -154,7 +154,7 @@ def test_a_rank_that_dies_ends_the_run(uninterrupted, tmp_path, monkeypatch):
 
     async def noted(*arguments):
         parts = await made(*arguments)
-        assert isinstance(parts.ranks, Ranks)
+        assert isinstance(parts.ranks, ForkedWorkers)
         processes.extend((parts.ranks.zygote, *parts.ranks.processes))
         return parts
 

@@ -25,8 +25,8 @@ from groupwise.core.errors import PolicyMismatchError, RunError
 from groupwise.engine.distributed.learner import RankLearner
 from groupwise.engine.distributed.messages import Cancel
 from groupwise.engine.distributed.sampler import RankSampler
-from groupwise.engine.distributed.sampler_workers import MOST_ENDS, Samplers
-from groupwise.engine.distributed.worker_state import Hosted
+from groupwise.engine.distributed.sampler_workers import MAX_CONSECUTIVE_ENDS, SamplerWorkers
+from groupwise.engine.distributed.worker_state import WorkerState
 from groupwise.engine.sampler.torch_sampler import TorchSampler
 from groupwise.training import build
 from groupwise.training.review.replay import replay
@@ -83,13 +83,13 @@ def test_the_run_of_one_process_to_the_bit(alone, tmp_path, monkeypatch, lag):
         return made(learners, samplers, **more)
 
     monkeypatch.setattr(build, "_parts_of_halves", noted)
-    monkeypatch.setattr(Hosted, "parts_there", parts_there, raising=False)
+    monkeypatch.setattr(WorkerState, "parts_there", parts_there, raising=False)
     assert groupwise.rl(apart(tmp_path, max_off_policy_steps=lag), TOY).exit_code == 0
     assert what_must_be_equal(tmp_path / "toy") == what_must_be_equal(alone[lag])
     assert found == {"learners": [(False, True)], "samplers": [(True, False)] * 2}
 
 
-def parts_there(hosted: Hosted) -> tuple[bool, bool]:
+def parts_there(hosted: WorkerState) -> tuple[bool, bool]:
     return hosted.sampler is not None, hosted.learner is not None
 
 
@@ -142,7 +142,7 @@ class Lost:
         self.seen: list[int] = []
         """All processes that there were."""
         self.killed = 0
-        asked, took, count = Samplers._ask, Samplers._take, 0
+        asked, took, count = SamplerWorkers._start_call, SamplerWorkers._handle_message, 0
 
         def ask(samplers, to, what, arguments):
             nonlocal count
@@ -161,8 +161,8 @@ class Lost:
             took(samplers, *message)
             self.seen += [each for each in samplers.processes if each not in self.seen]
 
-        monkeypatch.setattr(Samplers, "_ask", ask)
-        monkeypatch.setattr(Samplers, "_take", take)
+        monkeypatch.setattr(SamplerWorkers, "_start_call", ask)
+        monkeypatch.setattr(SamplerWorkers, "_handle_message", take)
 
 
 @pytest.mark.parametrize(("lag", "rank", "name", "numbers"), [
@@ -186,7 +186,7 @@ def test_a_killed_sampler_is_replaced(alone, tmp_path, monkeypatch, lag, rank, n
 @pytest.mark.parametrize("much", [False, pytest.param(True, marks=SOAK)])
 def test_samplers_that_hang_are_replaced(alone, tmp_path, monkeypatch, much):
     """One of them in what it computes, once; the other one is stopped from outside, also while it is sent more than it can hold."""
-    stopped, asked, decode = [], Samplers._ask, TorchSampler._decode_one_token
+    stopped, asked, decode = [], SamplerWorkers._start_call, TorchSampler._decode_one_token
     hangs = tmp_path / "hangs"
 
     def ask(samplers, to, what, arguments):
@@ -194,7 +194,7 @@ def test_samplers_that_hang_are_replaced(alone, tmp_path, monkeypatch, much):
             stopped.append(samplers._pids[1])
             os.kill(stopped[0], signal.SIGSTOP)
             for _ in range(10_000 * much):
-                samplers._send(samplers._by_rank[1], Cancel(10**9))
+                samplers._send_message(samplers._by_rank[1], Cancel(10**9))
         return asked(samplers, to, what, arguments)
 
     def hanging(sampler):
@@ -203,7 +203,7 @@ def test_samplers_that_hang_are_replaced(alone, tmp_path, monkeypatch, much):
             time.sleep(1000)
         decode(sampler)
 
-    monkeypatch.setattr(Samplers, "_ask", ask)
+    monkeypatch.setattr(SamplerWorkers, "_start_call", ask)
     monkeypatch.setattr(TorchSampler, "_decode_one_token", hanging)
     settings = apart(tmp_path)
     settings["distributed"]["sampler_timeout"] = 2.0
@@ -223,7 +223,7 @@ def test_samplers_that_hang_are_replaced(alone, tmp_path, monkeypatch, much):
 
 def test_one_that_ends_again_and_again_ends_the_run(tmp_path, monkeypatch):
     lost = Lost(monkeypatch, 1, "sampler.generate", 2)
-    resume = Samplers._resume
+    resume = SamplerWorkers._resume
 
     def and_again(samplers, rank):
         again = rank == 1 and lost.killed > 0
@@ -233,12 +233,14 @@ def test_one_that_ends_again_and_again_ends_the_run(tmp_path, monkeypatch):
         if again:
             os.kill(samplers._pids[rank], signal.SIGKILL)
 
-    monkeypatch.setattr(Samplers, "_resume", and_again)
-    words = rf"Sampler 2 of 2 (.|\n)*ended {MOST_ENDS} times (.|\n)*SIGKILL(.|\n)*--resume"
+    monkeypatch.setattr(SamplerWorkers, "_resume", and_again)
+    words = (
+        rf"Sampler 2 of 2 (.|\n)*ended {MAX_CONSECUTIVE_ENDS} times (.|\n)*SIGKILL(.|\n)*--resume"
+    )
     with pytest.raises(RunError, match=words) as ended:
         groupwise.rl(apart(tmp_path), TOY)
     assert ended.value.exit_code == 1
-    assert len(lost.seen) == 2 + MOST_ENDS - 1
+    assert len(lost.seen) == 2 + MAX_CONSECUTIVE_ENDS - 1
     assert all_gone(lost.seen)
 
 
@@ -275,7 +277,7 @@ def test_kill_9_of_the_main_process_leaves_nothing(alone, tmp_path):
 
 
 def test_a_sampler_that_serves_other_weights_stops_the_run(tmp_path, monkeypatch):
-    asked, first = Samplers._ask, []
+    asked, first = SamplerWorkers._start_call, []
 
     def ask(samplers, rank, name, arguments):
         if name == "sampler.load" and rank == 1:
@@ -283,7 +285,7 @@ def test_a_sampler_that_serves_other_weights_stops_the_run(tmp_path, monkeypatch
             arguments = first[0]
         return asked(samplers, rank, name, arguments)
 
-    monkeypatch.setattr(Samplers, "_ask", ask)
+    monkeypatch.setattr(SamplerWorkers, "_start_call", ask)
     with pytest.raises(RunError, match="the samplers' weights"):
         groupwise.rl(apart(tmp_path), TOY)
 
@@ -308,11 +310,11 @@ def test_full_fine_tuning_evaluations_and_replays(tmp_path):
 
 def test_one_that_was_replaced_and_serves_other_weights_stops_the_run(tmp_path, monkeypatch):
     Lost(monkeypatch, 1, "sampler.generate", 5)
-    served = Hosted.load_policy
+    served = WorkerState.load_policy
 
     async def other(hosted, policy):
         return (await served(hosted, policy))[::-1]
 
-    monkeypatch.setattr(Hosted, "served", other)
+    monkeypatch.setattr(WorkerState, "load_policy", other)
     with pytest.raises(PolicyMismatchError, match="Sampler 2"):
         groupwise.rl(apart(tmp_path), TOY)

@@ -226,9 +226,14 @@ def test_a_clean_stop(uninterrupted, tmp_path, monkeypatch, place, step):
     owner, name = {
         "gradient": (TorchLearner, "_backward"),
         "evaluation": (TorchLearner, "predictions"),
-        "between": (loop, "_commit"),
+        "between": (loop, "_commit_step"),
     }[place]
-    original, evaluate, learn, at = getattr(owner, name), loop._evaluate, loop._learn, []
+    original, evaluate, learn, at = (
+        getattr(owner, name),
+        loop._measure_held_out,
+        loop._update_weights,
+        [],
+    )
 
     def noting(function):
         def noted(run, *arguments):
@@ -243,7 +248,7 @@ def test_a_clean_stop(uninterrupted, tmp_path, monkeypatch, place, step):
             os.kill(os.getpid(), signal.SIGINT)
         return original(*arguments, **keywords)
 
-    noted = ("_evaluate", evaluate) if place == "evaluation" else ("_learn", learn)
+    noted = ("_measure_held_out", evaluate) if place == "evaluation" else ("_update_weights", learn)
     monkeypatch.setattr(loop, noted[0], noting(noted[1]))
     monkeypatch.setattr(owner, name, stop_in)
     result = groupwise.sft(config(tmp_path), TASK)
@@ -301,7 +306,7 @@ def evaluated_as(monkeypatch, *losses: float) -> None:
     async def evaluate(run):
         return {"eval_loss": losses[run.step]}
 
-    monkeypatch.setattr(loop, "_evaluate", evaluate)
+    monkeypatch.setattr(loop, "_measure_held_out", evaluate)
 
 
 def test_the_best_checkpoint_is_kept_and_may_become_the_final_one(tmp_path, monkeypatch):
@@ -350,16 +355,16 @@ def test_early_stopping_counts_on_after_an_interruption(tmp_path, monkeypatch):
     stopping = {"eval_steps": 1, "early_stopping_patience": 2, "early_stopping_threshold": 0.1}
     settings = config(tmp_path, training={"max_steps": 9}, eval=stopping)
     evaluated_as(monkeypatch, 0.5, 3.0, 2.95, 2.8, 2.75, 2.71, 1.0)
-    commit = loop._commit
+    commit = loop._commit_step
 
     def stop_in(run, *arguments):
         commit(run, *arguments)
         if run.step == 4:
             os.kill(os.getpid(), signal.SIGINT)
 
-    monkeypatch.setattr(loop, "_commit", stop_in)
+    monkeypatch.setattr(loop, "_commit_step", stop_in)
     assert groupwise.sft(settings, TASK).exit_code == 130
-    monkeypatch.setattr(loop, "_commit", commit)
+    monkeypatch.setattr(loop, "_commit_step", commit)
     summary = groupwise.sft(settings, TASK, resume=True).summary
     assert (summary["steps"], summary["best_step"], summary["stopped_early"]) == (5, 5, True)
     assert summary["eval_loss_best"] == 2.71

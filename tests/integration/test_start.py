@@ -56,7 +56,7 @@ def interrupt(monkeypatch, runs, settings=None, task=TOY, **ways) -> None:
     async def stop(run, drawn, begun):
         await original(run, drawn, begun)
         if run.step == 3:
-            run.interruption._receive(2, None)
+            run.interruption._handle_signal(2, None)
 
     with monkeypatch.context() as patch:
         patch.setattr(loop, "take_step", stop)

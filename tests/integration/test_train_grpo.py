@@ -22,7 +22,7 @@ import groupwise
 from groupwise.cli.main import main as groupwise_main
 from groupwise.cli.train_grpo import main
 from groupwise.core import atomic_files
-from groupwise.jobs.launch.train_grpo import Flags, config_of, put_whole_model
+from groupwise.jobs.launch.train_grpo import Flags, config_of, write_merged_model
 from groupwise.runs import checkpoints
 from tests.integration.fleet import tiny_grpo
 from tests.integration.toy_run import die, in_child, what_must_be_equal
@@ -116,11 +116,11 @@ def test_half_a_model_is_never_taken_for_a_whole_one(whole: Path, work: Path) ->
         atomic_files.on_write = lambda name: (
             die() if name == "file:model.safetensors:after" else None
         )
-        put_whole_model(work / "outputs/grpo", work / "outputs")
+        write_merged_model(work / "outputs/grpo", work / "outputs")
 
     assert in_child(put) == 17
     assert not (work / "outputs/config.json").exists()
-    put_whole_model(work / "outputs/grpo", work / "outputs")
+    write_merged_model(work / "outputs/grpo", work / "outputs")
     AutoModelForCausalLM.from_pretrained(work / "outputs")
 
 

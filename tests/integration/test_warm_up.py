@@ -69,7 +69,7 @@ def cut_off(tmp_path, task, monkeypatch) -> Path:
     async def stop(run):
         await original(run)
         if run.step == 3:
-            run.interruption._receive(2, None)
+            run.interruption._handle_signal(2, None)
 
     with monkeypatch.context() as patch:
         patch.setattr(loop, "take_step", stop)

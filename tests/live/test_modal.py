@@ -47,7 +47,7 @@ async def test_a_job_has_a_gpu_its_secret_and_comes_back(
 ) -> None:
     spec = JobSpec(("python3", "-c", SCRIPT), secrets=("TOKEN",), limits=Limits(time_seconds=300))
     name = f"live-{int(time.time())}"
-    order = Order(name, spec, 1, secrets={"TOKEN": "value"}, asks={"gpu": "A10G"})
+    order = Order(name, spec, 1, secrets={"TOKEN": "value"}, place_options={"gpu": "A10G"})
     handle = await backend.submit(order, BlobStore(tmp_path / "blobs"))
     status = await backend.status(handle)
     while status.ending is None:

@@ -122,11 +122,11 @@ class AsyncTrainingClient:
         if isinstance(settings, StartRequest):
             settings = settings.model_dump(exclude_unset=True)
         body = checked_body(StartRequest, {**(settings or {}), **more})
-        return await self._call(StartAnswer, "POST", "/start", body)
+        return await self._request(StartAnswer, "POST", "/start", body)
 
     async def stop(self) -> StopAnswer:
         """End the run with a clean checkpoint. Safe to repeat."""
-        return await self._call(StopAnswer, "POST", "/stop")
+        return await self._request(StopAnswer, "POST", "/stop")
 
     async def completions(
         self,
@@ -144,7 +144,7 @@ class AsyncTrainingClient:
         """
         fields = without_none(prompt=prompt, draw=draw, prompt_tokens=prompt_tokens, **sampling)
         body = checked_body(CompletionsRequest, fields)
-        return await self._call(GroupAnswer, "POST", "/completions", body)
+        return await self._request(GroupAnswer, "POST", "/completions", body)
 
     async def completions_batch(
         self,
@@ -156,7 +156,7 @@ class AsyncTrainingClient:
         """Completions of several prompts, in their order; the arguments are as in `completions`."""
         fields = without_none(prompts=list(prompts), draws=draws, **sampling)
         body = checked_body(CompletionsRequest, fields)
-        return await self._call(CompletionsBatch, "POST", "/completions", body)
+        return await self._request(CompletionsBatch, "POST", "/completions", body)
 
     async def rewards(
         self,
@@ -176,7 +176,7 @@ class AsyncTrainingClient:
             entry = {"group_id": group, "rewards": rewards, "include": include}
         body = checked_body(REWARDS_REQUEST, {**entry, **waiting(wait, timeout)})
         server_wait = timeout if wait else 0.0
-        return await self._call(RewardAnswer, "POST", "/rewards", body, server_wait)
+        return await self._request(RewardAnswer, "POST", "/rewards", body, server_wait)
 
     async def rewards_batch(
         self,
@@ -189,12 +189,12 @@ class AsyncTrainingClient:
         fields = {"groups": [rewards_entry(group) for group in groups], **waiting(wait, timeout)}
         body = checked_body(REWARDS_REQUEST, fields)
         server_wait = timeout if wait else 0.0
-        return await self._call(RewardsBatchAnswer, "POST", "/rewards", body, server_wait)
+        return await self._request(RewardsBatchAnswer, "POST", "/rewards", body, server_wait)
 
     async def give_up(self, group: GroupAnswer | str) -> GivenUpAnswer:
         """Drop a group that will get no rewards, and free its slot at once."""
         name = group.group_id if isinstance(group, GroupAnswer) else group
-        return await self._call(GivenUpAnswer, "DELETE", f"/completions/{quote(name, safe='')}")
+        return await self._request(GivenUpAnswer, "DELETE", f"/completions/{quote(name, safe='')}")
 
     async def step(
         self,
@@ -207,28 +207,28 @@ class AsyncTrainingClient:
         """Take a step now, with the posted groups or with the named ones."""
         fields = without_none(group_ids=group_ids, learning_rate=learning_rate)
         body = checked_body(StepRequest, {**fields, **waiting(wait, timeout)})
-        return await self._call(StepAnswer, "POST", "/step", body, timeout if wait else 0.0)
+        return await self._request(StepAnswer, "POST", "/step", body, timeout if wait else 0.0)
 
     async def status(self) -> StatusAnswer:
         """Status of server and run."""
-        return await self._call(StatusAnswer, "GET", "/status")
+        return await self._request(StatusAnswer, "GET", "/status")
 
     async def activity(self) -> ActivityAnswer:
         """Current activity: open groups, waiting requests, upcoming steps, clients and their sessions."""
-        return await self._call(ActivityAnswer, "GET", "/activity")
+        return await self._request(ActivityAnswer, "GET", "/activity")
 
     async def checkpoints(self) -> CheckpointsAnswer:
         """The checkpoints from which a run can be resumed."""
-        return await self._call(CheckpointsAnswer, "GET", "/checkpoints")
+        return await self._request(CheckpointsAnswer, "GET", "/checkpoints")
 
     async def save_checkpoint(self, name: str) -> CheckpointAnswer:
         """Write a checkpoint of this name now."""
         body = checked_body(CheckpointRequest, {"name": name})
-        return await self._call(CheckpointAnswer, "POST", "/checkpoints", body)
+        return await self._request(CheckpointAnswer, "POST", "/checkpoints", body)
 
     async def tokenizer(self) -> TokenizerAnswer:
         """Tokenizer and chat template of the model, with their hash."""
-        return await self._call(TokenizerAnswer, "GET", "/tokenizer")
+        return await self._request(TokenizerAnswer, "GET", "/tokenizer")
 
     async def model(
         self, version: str | None = None, *, to: str | os.PathLike[str], unpack: bool = False
@@ -266,8 +266,8 @@ class AsyncTrainingClient:
                         retry.renew()
                         for event in reader.feed(chunk):
                             yield event
-            except httpx2.RequestError as lost:
-                error, _ = network_failure(lost, self.connection)
+            except httpx2.RequestError as request_error:
+                error, _ = network_failure(request_error, self.connection)
             await self._sleep(retry.next(error, error.retry_after or 0.0))
 
     async def _download(self, version: str | None, to: Path, unpack: bool) -> Path:
@@ -280,7 +280,7 @@ class AsyncTrainingClient:
                     download.write(chunk)
                 return await asyncio.to_thread(download.finish)
 
-    async def _call(
+    async def _request(
         self,
         answer: type[A],
         method: str,
@@ -312,19 +312,19 @@ class AsyncTrainingClient:
         """
         connection = self.connection
         retry = connection.retry(retry_timeout)
-        silence = connection.timeout if timeout is None else timeout
-        own = {} if method == "GET" else {HEADER: new_idempotency_key()}
+        read_timeout = connection.timeout if timeout is None else timeout
+        default_headers = {} if method == "GET" else {HEADER: new_idempotency_key()}
         if body is not None:
-            own["Content-Type"] = "application/json"
+            default_headers["Content-Type"] = "application/json"
         request = self._http.build_request(
             method,
             path,
-            headers={**own, **(headers or {})},
+            headers={**default_headers, **(headers or {})},
             params=query,
             content=body,
             # The server may delay the response by `server_wait` seconds, which must not count as silence.
             timeout=httpx2.Timeout(
-                silence + server_wait, connect=min(CONNECT_TIMEOUT, silence), pool=None
+                read_timeout + server_wait, connect=min(CONNECT_TIMEOUT, read_timeout), pool=None
             ),
         )
         while True:
@@ -336,10 +336,10 @@ class AsyncTrainingClient:
                     return response
                 await response.aread()
                 await response.aclose()
-                error, may_pass = refusal(response, connection)
-            except httpx2.RequestError as lost:
-                error, may_pass = network_failure(lost, connection)
-            if not may_pass:
+                error, retryable = refusal(response, connection)
+            except httpx2.RequestError as request_error:
+                error, retryable = network_failure(request_error, connection)
+            if not retryable:
                 raise error
             wait = retry.next(error, error.retry_after or 0.0)
             connection.outage.begins(error, retry.left)

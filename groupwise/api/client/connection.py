@@ -57,11 +57,11 @@ class Outage:
     @contextmanager
     def reported_to(self, report: Callable[[str], None]) -> Generator[None]:
         """Report to this function instead of the log while the context lasts."""
-        before, self.report = self.report, report
+        previous, self.report = self.report, report
         try:
             yield
         finally:
-            self.report = before
+            self.report = previous
 
     def begins(self, error: ClientError, seconds: float) -> None:
         """Report that a call failed and will be retried for up to `seconds`, unless the outage was reported already."""
@@ -171,10 +171,10 @@ def read_answer(kind: type[A], response: httpx2.Response) -> A:
         raise strange(response, "no answer of this protocol") from None
 
 
-def strange(response: httpx2.Response, why: str) -> StrangeAnswer:
+def strange(response: httpx2.Response, problem: str) -> StrangeAnswer:
     """The caller's error for a response that is not of this protocol."""
     return StrangeAnswer(
-        f"{response.request.method} {response.request.url.path} was answered with {response.status_code} and what is {why}: "
+        f"{response.request.method} {response.request.url.path} was answered with {response.status_code} and what is {problem}: "
         f"{excerpt(response.content)}. Look whether the URL is that of a training server, and whether a proxy stands before it.",
         status=response.status_code,
     )

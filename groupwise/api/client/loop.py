@@ -47,7 +47,7 @@ log = logging.getLogger(__name__)
 
 MOST_FAILURES = 3
 """Consecutive groups whose reward function may fail, or whose lease may expire, before the loop raises an error."""
-FAREWELL = 5.0
+CLEANUP_SECONDS = 5.0
 """Seconds at the end for giving up the groups that are still open."""
 ENDS = frozenset({EventKind.FINISHED, EventKind.STOPPED})
 CHANGES_COUNTS = frozenset(
@@ -77,8 +77,10 @@ class TrainingSummary:
     @property
     def rewards(self) -> dict[int, float]:
         """The mean reward of each step that has one."""
-        found = {step: metrics.get("reward") for step, metrics in sorted(self.metrics.items())}
-        return {step: reward for step, reward in found.items() if reward is not None}
+        rewards_by_step = {
+            step: metrics.get("reward") for step, metrics in sorted(self.metrics.items())
+        }
+        return {step: reward for step, reward in rewards_by_step.items() if reward is not None}
 
 
 def train(
@@ -128,7 +130,7 @@ async def train_async(
     `concurrency` groups are in progress at once. `first_draw`: position of the first example in the run's order of draws; None: the
     position after the finished steps. `sampling` overrides the run's own settings; `progress` shows the steps on standard error.
     """
-    _check(examples, reward_function, steps, concurrency)
+    _check_arguments(examples, reward_function, steps, concurrency)
     status = await client.status()
     if status.run_id is None or status.groups_per_step is None:
         raise UsageError("The server has no run. Begin one with client.start(…) first.")
@@ -140,59 +142,61 @@ async def train_async(
     target = min(done + steps, status.max_steps or done + steps)
     if target <= done:
         return TrainingSummary(status.run_id)
-    first = done * status.groups_per_step if first_draw is None else first_draw
-    draws = _Draws(first, (target - done) * status.groups_per_step)
+    first_index = done * status.groups_per_step if first_draw is None else first_draw
+    draws = _DrawQueue(first_index, (target - done) * status.groups_per_step)
     name = f"{status.run_id} on {client.connection.url}"
     view = Progress(name, target, done) if progress else None
-    with ThreadPoolExecutor(1, thread_name_prefix="reward") as thread, ExitStack() as shown:
+    with ThreadPoolExecutor(1, thread_name_prefix="reward") as thread, ExitStack() as contexts:
         if view is not None:
-            shown.enter_context(view)
-            shown.enter_context(client.connection.outage.reported_to(view.note))
+            contexts.enter_context(view)
+            contexts.enter_context(client.connection.outage.reported_to(view.note))
         scoring = _Scoring(reward_function, thread, status.groups_per_step, target, len(examples))
         loop = _Loop(client, examples, scoring, draws, sampling or {}, status, target, view)
         await loop.run(concurrency)
     return TrainingSummary(status.run_id, loop.metrics, scoring.failed)
 
 
-def _check(examples: Sequence[Example], function: object, steps: int, concurrency: int) -> None:
+def _check_arguments(
+    examples: Sequence[Example], function: object, steps: int, concurrency: int
+) -> None:
     check_function(function, "reward_function")
     if not examples:
         raise UsageError("There are no examples. Give a list of mappings with at least `prompt`.")
     if steps < 1 or concurrency < 1:
         raise UsageError(f"steps is {steps} and concurrency {concurrency}; both are at least 1.")
-    for place, example in enumerate(examples):
+    for index, example in enumerate(examples):
         if "prompt" not in example:
-            raise UsageError(f"Example {place} has no `prompt`; it has: {', '.join(example)}.")
-        if wrong := set(example) & set(RESERVED):
+            raise UsageError(f"Example {index} has no `prompt`; it has: {', '.join(example)}.")
+        if reserved := set(example) & set(RESERVED):
             raise UsageError(
-                f"Example {place} has a column `{min(wrong)}`, which is an argument that every reward function gets. Rename it."
+                f"Example {index} has a column `{min(reserved)}`, which is an argument that every reward function gets. Rename it."
             )
     check_columns(cast("RewardCallable", function), list(examples[0]), "reward_function")
 
 
-class _Draws:
+class _DrawQueue:
     """Hands out draws until `wanted` groups are in progress, or posted and not lost afterwards."""
 
     def __init__(self, first: int, total: int) -> None:
         self._next = first
-        self._wanted = total
-        self._under_way = self._posted = self._lost = 0
+        self._target_groups = total
+        self._in_progress = self._posted = self._lost = 0
         self._changed = asyncio.Condition()
 
     async def take(self) -> int:
         """The next draw; waits while enough groups are in progress or posted."""
         async with self._changed:
             await self._changed.wait_for(
-                lambda: self._under_way + self._posted - self._lost < self._wanted
+                lambda: self._in_progress + self._posted - self._lost < self._target_groups
             )
-            self._under_way += 1
+            self._in_progress += 1
             self._next += 1
             return self._next - 1
 
     async def give_back(self, *, posted: bool) -> None:
         """Mark a draw as no longer in progress; `posted` if its rewards were accepted."""
         async with self._changed:
-            self._under_way -= 1
+            self._in_progress -= 1
             self._posted += posted
             self._changed.notify_all()
 
@@ -227,7 +231,7 @@ class _Scoring:
         self._groups_per_step = groups_per_step
         self._max_steps = max_steps
         self._steps_per_epoch = examples / groups_per_step
-        self._in_a_row = 0
+        self._consecutive_failures = 0
 
     async def rewards(
         self, example: Example, group: GroupAnswer, warn: Callable[[str], None]
@@ -249,13 +253,13 @@ class _Scoring:
         for reason in dict.fromkeys(reasons):
             warn(f"{group.group_id}: {reason}; what it concerns does not teach")
         if len(reasons) < len(answer.failures):
-            self._in_a_row = 0
+            self._consecutive_failures = 0
             return answer.values
         self.failed += 1
-        self._in_a_row += 1
-        if self._in_a_row >= MOST_FAILURES:
+        self._consecutive_failures += 1
+        if self._consecutive_failures >= MOST_FAILURES:
             raise TaskError(
-                f"The reward function failed for {self._in_a_row} groups in a row; mend it. The last time: {reasons[0]}"
+                f"The reward function failed for {self._consecutive_failures} groups in a row; mend it. The last time: {reasons[0]}"
             )
         return answer.values
 
@@ -268,7 +272,7 @@ class _Loop:
         client: AsyncTrainingClient,
         examples: Sequence[Example],
         scoring: _Scoring,
-        draws: _Draws,
+        draws: _DrawQueue,
         sampling: Sampling,
         status: StatusAnswer,
         target: int,
@@ -282,7 +286,7 @@ class _Loop:
         self._scoring = scoring
         self._draws = draws
         self._sampling = sampling
-        self._begun = status
+        self._initial_status = status
         self._target = target
         self._view = view
         self._open: set[str] = set()
@@ -290,8 +294,8 @@ class _Loop:
 
     async def run(self, concurrency: int) -> None:
         """Run until the watcher has seen the last step. Raises the error of the first worker (or watcher) that failed."""
-        watcher = asyncio.create_task(self._watch())
-        workers = [asyncio.create_task(self._work()) for _ in range(concurrency)]
+        watcher = asyncio.create_task(self._watch_events())
+        workers = [asyncio.create_task(self._process_draws()) for _ in range(concurrency)]
         waiting: set[asyncio.Task[None]] = {watcher, *workers}
         try:
             while not watcher.done():
@@ -304,22 +308,22 @@ class _Loop:
             await asyncio.gather(*waiting, return_exceptions=True)
             # Free the server's slots of groups that will not be rewarded now, instead of when their lease expires.
             with suppress(ClientError, TimeoutError):
-                async with asyncio.timeout(FAREWELL):
+                async with asyncio.timeout(CLEANUP_SECONDS):
                     for group_id in list(self._open):
                         await self._client.give_up(group_id)
 
-    async def _work(self) -> None:
+    async def _process_draws(self) -> None:
         """Process one draw after another until the run is finished, or until the watcher ends the loop."""
         with suppress(RunFinished):
             while True:
                 draw = await self._draws.take()
                 posted = False
                 try:
-                    posted = await self._draw(draw)
+                    posted = await self._process_draw(draw)
                 finally:
                     await self._draws.give_back(posted=posted)
 
-    async def _draw(self, draw: int) -> bool:
+    async def _process_draw(self, draw: int) -> bool:
         """Get the completions of one draw, score them and post the rewards. True if the server accepted them."""
         example = self._examples[draw % len(self._examples)]
         columns = {name: example[name] for name in (TOOLS, ARGUMENTS) if example.get(name)}
@@ -347,15 +351,15 @@ class _Loop:
             finally:
                 self._open.discard(group.group_id)
 
-    async def _watch(self) -> None:
+    async def _watch_events(self) -> None:
         """Follow the server's events up to the last step, or to the run's end."""
-        events = self._client.events(self._begun.last_event_id)
+        events = self._client.events(self._initial_status.last_event_id)
         async with aclosing(cast("Any", events)):
             async for event in events:
-                if event.run_id not in (None, self._begun.run_id):
+                if event.run_id not in (None, self._initial_status.run_id):
                     continue
                 if event.kind == EventKind.STEP:
-                    self._step(event)
+                    self._record_step(event)
                     if event.step == self._target - 1:
                         return
                 elif event.kind in ENDS:
@@ -365,18 +369,23 @@ class _Loop:
                 elif event.message and event.kind != EventKind.CHECKPOINT:
                     self._warn(event.message)
                 if event.kind in CHANGES_COUNTS:
-                    now, before = (await self._client.status()).counters, self._begun.counters
-                    lost = now.stale + now.quarantined - before.stale - before.quarantined
-                    await self._draws.lost(lost)
+                    counters, initial = (
+                        (await self._client.status()).counters,
+                        self._initial_status.counters,
+                    )
+                    lost_groups = (
+                        counters.stale + counters.quarantined - initial.stale - initial.quarantined
+                    )
+                    await self._draws.lost(lost_groups)
 
-    def _step(self, event: EventData) -> None:
-        if event.step is None or event.step < (self._begun.step or 0):
+    def _record_step(self, event: EventData) -> None:
+        if event.step is None or event.step < (self._initial_status.step or 0):
             return
         metrics = event.metrics or {}
         self.metrics[event.step] = metrics
         if self._view is not None:
-            known = {name: value for name, value in metrics.items() if value is not None}
-            self._view.step(event.step, known)
+            finite_metrics = {name: value for name, value in metrics.items() if value is not None}
+            self._view.step(event.step, finite_metrics)
 
     def _warn(self, text: str) -> None:
         if self._view is not None:

@@ -46,7 +46,7 @@ def rewards_for(
 ) -> GroupRewards:
     """The rewards of the completions of `answer`, ready to be posted. Raises InvalidRequest unless there is one for each completion."""
     if len(rewards) != len(answer.completions):
-        raise _invalid(
+        raise _invalid_request(
             "rewards", f"has {len(rewards)} entries for {len(answer.completions)} completions"
         )
     fields = {"group_id": answer.group_id, "rewards": rewards, "include": include}
@@ -74,9 +74,9 @@ def waiting(wait: bool, timeout: float) -> dict[str, Any]:
 def checked_body(model: type[BaseModel] | TypeAdapter[Any], fields: Mapping[str, Any]) -> bytes:
     """The fields as JSON, after the model accepted them. Raises InvalidRequest."""
     try:
-        body = json.dumps(fields, default=_plain)
+        body = json.dumps(fields, default=_to_json_value)
     except (TypeError, ValueError) as error:
-        raise _invalid("", f"cannot be written as JSON: {error}") from None
+        raise _invalid_request("", f"cannot be written as JSON: {error}") from None
     try:
         if isinstance(model, TypeAdapter):
             model.validate_json(body)
@@ -88,7 +88,7 @@ def checked_body(model: type[BaseModel] | TypeAdapter[Any], fields: Mapping[str,
     return body.encode()
 
 
-def _plain(value: Any) -> Any:
+def _to_json_value(value: Any) -> Any:
     """Numbers and arrays of numpy and torch as Python values, without importing either."""
     for conversion in ("tolist", "item"):
         if callable(convert := getattr(value, conversion, None)):
@@ -98,7 +98,7 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"{type(value).__name__} is no number, text, list or mapping")
 
 
-def _invalid(field: str, message: str) -> InvalidRequest:
+def _invalid_request(field: str, message: str) -> InvalidRequest:
     errors = (FieldError(field=field, message=message),)
     detail = f"{field}: {message}" if field else message
     return InvalidRequest.about(Refusal("invalid_request", detail, errors=errors).problem())

@@ -29,36 +29,38 @@ class EventReader:
     def __init__(self, after: int | None = None) -> None:
         self.last_id = after
         """Id of the newest event that was read; a new stream starts after it."""
-        self._rest = b""
+        self._buffer = b""
 
     def begin(self) -> None:
         """Start reading a new stream; drop the incomplete event of the old one, which the server sends again."""
-        self._rest = b""
+        self._buffer = b""
 
     def feed(self, chunk: bytes) -> list[EventData]:
         """The events that are complete with these bytes, each once. Raises StrangeAnswer."""
-        self._rest += chunk
-        if len(self._rest) > LONGEST_EVENT:
-            raise StrangeAnswer(f"The event stream sent {len(self._rest)} bytes without an event.")
+        self._buffer += chunk
+        if len(self._buffer) > LONGEST_EVENT:
+            raise StrangeAnswer(
+                f"The event stream sent {len(self._buffer)} bytes without an event."
+            )
         # A carriage return at the end may be the first half of a line end.
-        has_open_return = self._rest.endswith(b"\r")
+        has_open_return = self._buffer.endswith(b"\r")
         text = (
-            self._rest[: len(self._rest) - has_open_return]
+            self._buffer[: len(self._buffer) - has_open_return]
             .replace(b"\r\n", b"\n")
             .replace(b"\r", b"\n")
         )
         *blocks, rest = text.split(b"\n\n")
-        self._rest = rest + b"\r" * has_open_return
-        found = [event for block in blocks if (event := _event(block)) is not None]
-        new: list[EventData] = []
-        for event in found:
+        self._buffer = rest + b"\r" * has_open_return
+        parsed = [event for block in blocks if (event := _parse_event(block)) is not None]
+        new_events: list[EventData] = []
+        for event in parsed:
             if self.last_id is None or event.id > self.last_id:
                 self.last_id = event.id
-                new.append(event)
-        return new
+                new_events.append(event)
+        return new_events
 
 
-def _event(block: bytes) -> EventData | None:
+def _parse_event(block: bytes) -> EventData | None:
     """The event in a block of lines; None if there is only a comment that keeps the connection alive."""
     lines = [line for line in block.split(b"\n") if line.startswith(b"data:")]
     if not lines:
@@ -80,7 +82,7 @@ class Download:
         to.parent.mkdir(parents=True, exist_ok=True)
         handle, name = tempfile.mkstemp(prefix=f".{to.name}.", suffix=".part", dir=to.parent)
         self._file = os.fdopen(handle, "wb")
-        self._part = Path(name)
+        self._partial_path = Path(name)
 
     def __enter__(self) -> Download:
         return self
@@ -92,7 +94,7 @@ class Download:
         trace: TracebackType | None,
     ) -> None:
         self._file.close()
-        self._part.unlink(missing_ok=True)
+        self._partial_path.unlink(missing_ok=True)
 
     def write(self, chunk: bytes) -> None:
         """Write the next bytes."""
@@ -102,7 +104,7 @@ class Download:
         """Finish, and return the path of the zip or of the folder with its files. Raises BrokenDownload if it is incomplete."""
         self._file.close()
         try:
-            with zipfile.ZipFile(self._part) as packed:
+            with zipfile.ZipFile(self._partial_path) as packed:
                 if self._unpack:
                     folder = Path(
                         tempfile.mkdtemp(prefix=f".{self._to.name}.", dir=self._to.parent)
@@ -119,7 +121,7 @@ class Download:
         except (zipfile.BadZipFile, zlib.error, EOFError) as error:
             raise BrokenDownload(f"The model did not arrive whole: {error}.") from None
         if not self._unpack:
-            self._part.replace(self._to)
+            self._partial_path.replace(self._to)
         return self._to
 
 

@@ -140,11 +140,11 @@ class TrainingClient:
         if isinstance(settings, StartRequest):
             settings = settings.model_dump(exclude_unset=True)
         body = checked_body(StartRequest, {**(settings or {}), **more})
-        return self._call(StartAnswer, "POST", "/start", body)
+        return self._request(StartAnswer, "POST", "/start", body)
 
     def stop(self) -> StopAnswer:
         """End the run with a clean checkpoint. Safe to repeat."""
-        return self._call(StopAnswer, "POST", "/stop")
+        return self._request(StopAnswer, "POST", "/stop")
 
     def completions(
         self,
@@ -162,7 +162,7 @@ class TrainingClient:
         """
         fields = without_none(prompt=prompt, draw=draw, prompt_tokens=prompt_tokens, **sampling)
         body = checked_body(CompletionsRequest, fields)
-        return self._call(GroupAnswer, "POST", "/completions", body)
+        return self._request(GroupAnswer, "POST", "/completions", body)
 
     def completions_batch(
         self,
@@ -174,7 +174,7 @@ class TrainingClient:
         """Completions of several prompts, in their order; the arguments are as in `completions`."""
         fields = without_none(prompts=list(prompts), draws=draws, **sampling)
         body = checked_body(CompletionsRequest, fields)
-        return self._call(CompletionsBatch, "POST", "/completions", body)
+        return self._request(CompletionsBatch, "POST", "/completions", body)
 
     def rewards(
         self,
@@ -194,7 +194,7 @@ class TrainingClient:
             entry = {"group_id": group, "rewards": rewards, "include": include}
         body = checked_body(REWARDS_REQUEST, {**entry, **waiting(wait, timeout)})
         server_wait = timeout if wait else 0.0
-        return self._call(RewardAnswer, "POST", "/rewards", body, server_wait)
+        return self._request(RewardAnswer, "POST", "/rewards", body, server_wait)
 
     def rewards_batch(
         self,
@@ -207,12 +207,12 @@ class TrainingClient:
         fields = {"groups": [rewards_entry(group) for group in groups], **waiting(wait, timeout)}
         body = checked_body(REWARDS_REQUEST, fields)
         server_wait = timeout if wait else 0.0
-        return self._call(RewardsBatchAnswer, "POST", "/rewards", body, server_wait)
+        return self._request(RewardsBatchAnswer, "POST", "/rewards", body, server_wait)
 
     def give_up(self, group: GroupAnswer | str) -> GivenUpAnswer:
         """Drop a group that will get no rewards, and free its slot at once."""
         name = group.group_id if isinstance(group, GroupAnswer) else group
-        return self._call(GivenUpAnswer, "DELETE", f"/completions/{quote(name, safe='')}")
+        return self._request(GivenUpAnswer, "DELETE", f"/completions/{quote(name, safe='')}")
 
     def step(
         self,
@@ -225,28 +225,28 @@ class TrainingClient:
         """Take a step now, with the posted groups or with the named ones."""
         fields = without_none(group_ids=group_ids, learning_rate=learning_rate)
         body = checked_body(StepRequest, {**fields, **waiting(wait, timeout)})
-        return self._call(StepAnswer, "POST", "/step", body, timeout if wait else 0.0)
+        return self._request(StepAnswer, "POST", "/step", body, timeout if wait else 0.0)
 
     def status(self) -> StatusAnswer:
         """Status of server and run."""
-        return self._call(StatusAnswer, "GET", "/status")
+        return self._request(StatusAnswer, "GET", "/status")
 
     def activity(self) -> ActivityAnswer:
         """Current activity: open groups, waiting requests, upcoming steps, clients and their sessions."""
-        return self._call(ActivityAnswer, "GET", "/activity")
+        return self._request(ActivityAnswer, "GET", "/activity")
 
     def checkpoints(self) -> CheckpointsAnswer:
         """The checkpoints from which a run can be resumed."""
-        return self._call(CheckpointsAnswer, "GET", "/checkpoints")
+        return self._request(CheckpointsAnswer, "GET", "/checkpoints")
 
     def save_checkpoint(self, name: str) -> CheckpointAnswer:
         """Write a checkpoint of this name now."""
         body = checked_body(CheckpointRequest, {"name": name})
-        return self._call(CheckpointAnswer, "POST", "/checkpoints", body)
+        return self._request(CheckpointAnswer, "POST", "/checkpoints", body)
 
     def tokenizer(self) -> TokenizerAnswer:
         """Tokenizer and chat template of the model, with their hash."""
-        return self._call(TokenizerAnswer, "GET", "/tokenizer")
+        return self._request(TokenizerAnswer, "GET", "/tokenizer")
 
     def model(
         self, version: str | None = None, *, to: str | os.PathLike[str], unpack: bool = False
@@ -283,8 +283,8 @@ class TrainingClient:
                     for chunk in response.iter_bytes():
                         retry.renew()
                         yield from reader.feed(chunk)
-            except httpx2.RequestError as lost:
-                error, _ = network_failure(lost, self.connection)
+            except httpx2.RequestError as request_error:
+                error, _ = network_failure(request_error, self.connection)
             self._sleep(retry.next(error, error.retry_after or 0.0))
 
     def _download(self, version: str | None, to: Path, unpack: bool) -> Path:
@@ -296,7 +296,7 @@ class TrainingClient:
                 download.write(chunk)
             return download.finish()
 
-    def _call(
+    def _request(
         self,
         answer: type[A],
         method: str,
@@ -326,19 +326,19 @@ class TrainingClient:
         """
         connection = self.connection
         retry = connection.retry(retry_timeout)
-        silence = connection.timeout if timeout is None else timeout
-        own = {} if method == "GET" else {HEADER: new_idempotency_key()}
+        read_timeout = connection.timeout if timeout is None else timeout
+        default_headers = {} if method == "GET" else {HEADER: new_idempotency_key()}
         if body is not None:
-            own["Content-Type"] = "application/json"
+            default_headers["Content-Type"] = "application/json"
         request = self._http.build_request(
             method,
             path,
-            headers={**own, **(headers or {})},
+            headers={**default_headers, **(headers or {})},
             params=query,
             content=body,
             # The server may delay the response by `server_wait` seconds, which must not count as silence.
             timeout=httpx2.Timeout(
-                silence + server_wait, connect=min(CONNECT_TIMEOUT, silence), pool=None
+                read_timeout + server_wait, connect=min(CONNECT_TIMEOUT, read_timeout), pool=None
             ),
         )
         while True:
@@ -350,10 +350,10 @@ class TrainingClient:
                     return response
                 response.read()
                 response.close()
-                error, may_pass = refusal(response, connection)
-            except httpx2.RequestError as lost:
-                error, may_pass = network_failure(lost, connection)
-            if not may_pass:
+                error, retryable = refusal(response, connection)
+            except httpx2.RequestError as request_error:
+                error, retryable = network_failure(request_error, connection)
+            if not retryable:
                 raise error
             wait = retry.next(error, error.retry_after or 0.0)
             connection.outage.begins(error, retry.left)

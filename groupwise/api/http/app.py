@@ -1,8 +1,8 @@
 """The HTTP side of a server: its routes, the middleware in front of them, and the OpenAPI document generated from both.
 
-Routes raise a `Refusal`; FastAPI raises its own errors for unknown addresses and invalid requests, which become
-refusals here. All are rendered in one place (`middleware.Observed`). For each route the document names the role that may call it, and
-every problem that it can answer with.
+Routes raise a `Refusal`; FastAPI raises its own errors for unknown addresses and invalid requests, which become refusals here. All are
+rendered in one place (`middleware.RequestMiddleware`). For each route the document names the role that may call it, and every problem
+that it can answer with.
 """
 
 from __future__ import annotations
@@ -24,7 +24,13 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from groupwise.api.http import strict_json
-from groupwise.api.http.middleware import BodyRead, CallerOf, Guarded, Observed, RouteTable
+from groupwise.api.http.middleware import (
+    AuthMiddleware,
+    BodyMiddleware,
+    CallerOf,
+    RequestMiddleware,
+    RouteTable,
+)
 from groupwise.api.http.route import Route
 from groupwise.api.http.shared_state import Shared, facts_of
 from groupwise.api.schemas.idempotency import HEADERS as IDEMPOTENCY_HEADERS
@@ -60,7 +66,7 @@ EXAMPLE_INSTANCE = "urn:groupwise:request:0123456789abcdef"
 
 
 @dataclass(frozen=True, slots=True)
-class About:
+class ApiInfo:
     """A server's title and introduction in the OpenAPI document."""
 
     title: str
@@ -68,19 +74,19 @@ class About:
 
 
 def assemble(
-    about: About,
+    about: ApiInfo,
     routes: Sequence[Route],
     shared: Shared,
     caller_of: CallerOf,
     *,
     local_only: bool,
-    before: Mapping[str, Any] | None = None,
+    outer_document: Mapping[str, Any] | None = None,
 ) -> FastAPI:
     """The application of these routes. Its `state.shared` is the state that all requests share.
 
     `caller_of` finds the caller from a request's headers, or raises `unauthorised`. `local_only`: there are no keys, so only requests
-    from this machine are answered. `before`: the document's entries (`tags`, `paths`, `components`) for requests that another layer answers
-    before they reach this application.
+    from this machine are answered. `outer_document`: the document's entries (`tags`, `paths`, `components`) for requests that another
+    layer answers before they reach this application.
     """
     try:
         version = metadata.version("groupwise")
@@ -89,7 +95,7 @@ def assemble(
     app = FastAPI(
         title=about.title,
         version=version,
-        description=about.description + _roles(routes, shared.role_words),
+        description=about.description + _role_table(routes, shared.role_words),
         docs_url=None,  # FastAPI's pages would load scripts from other sites
         redoc_url=None,
         openapi_url=None,  # we serve the document by a route of our own
@@ -101,19 +107,19 @@ def assemble(
 
     @cache
     def document() -> dict[str, Any]:
-        app.openapi_schema = _complete_document(make(), routes, before or {})
+        app.openapi_schema = _complete_document(make(), routes, outer_document or {})
         return app.openapi_schema
 
     @cache
-    def written() -> bytes:
+    def document_bytes() -> bytes:
         return json.dumps(document()).encode()
 
     async def answer() -> Response:
         """This document."""
-        return Response(written(), media_type="application/json")
+        return Response(document_bytes(), media_type="application/json")
 
     app.openapi = document
-    shown = Route(
+    document_route = Route(
         method="GET",
         path="/openapi.json",
         handler=answer,
@@ -121,19 +127,21 @@ def assemble(
         tag="health",
         answer=dict[str, Any],
     )
-    for route in (*routes, shown):
-        _add(app, route, shared.role_words)
-    app.add_exception_handler(RequestValidationError, cast("Any", _invalid))
-    app.add_exception_handler(HTTPException, cast("Any", _no_such_route))
+    for route in (*routes, document_route):
+        _add_route(app, route, shared.role_words)
+    app.add_exception_handler(RequestValidationError, cast("Any", _refuse_invalid_request))
+    app.add_exception_handler(HTTPException, cast("Any", _refuse_http_exception))
     # The middleware that is added last is the outermost.
-    app.add_middleware(cast("Any", BodyRead), shared=shared)
-    app.add_middleware(cast("Any", Guarded), shared=shared, who=caller_of, local_only=local_only)
-    table = RouteTable((*routes, shown))
-    app.add_middleware(cast("Any", Observed), shared=shared, table=table)
+    app.add_middleware(cast("Any", BodyMiddleware), shared=shared)
+    app.add_middleware(
+        cast("Any", AuthMiddleware), shared=shared, who=caller_of, local_only=local_only
+    )
+    table = RouteTable((*routes, document_route))
+    app.add_middleware(cast("Any", RequestMiddleware), shared=shared, table=table)
     return app
 
 
-def _roles(routes: Sequence[Route], words: Mapping[Role, str]) -> str:
+def _role_table(routes: Sequence[Route], words: Mapping[Role, str]) -> str:
     """A table of the routes that each role may use."""
     rows = [
         "\n\nEach role may do what the ones above it may.\n",
@@ -146,15 +154,15 @@ def _roles(routes: Sequence[Route], words: Mapping[Role, str]) -> str:
     return "\n".join(rows)
 
 
-def _add(app: FastAPI, route: Route, words: Mapping[Role, str]) -> None:
+def _add_route(app: FastAPI, route: Route, words: Mapping[Role, str]) -> None:
     """Add a route; in the document, with an example of every problem that it answers with, by status."""
-    by_status: dict[int | str, list[str]] = {}
+    codes_by_status: dict[int | str, list[str]] = {}
     for code in sorted(route.all_codes):
-        by_status.setdefault(KINDS[code].status, []).append(code)
+        codes_by_status.setdefault(KINDS[code].status, []).append(code)
     responses: dict[int | str, dict[str, Any]] = {}
-    for status, codes in sorted(by_status.items(), key=lambda each: str(each[0])):
+    for status, codes in sorted(codes_by_status.items(), key=lambda entry: str(entry[0])):
         problems = [(code, Refusal(code).problem(EXAMPLE_INSTANCE)) for code in codes]
-        examples = {code: {"value": each.model_dump(mode="json")} for code, each in problems}
+        examples = {code: {"value": problem.model_dump(mode="json")} for code, problem in problems}
         schema = {"$ref": "#/components/schemas/Problem"}
         responses[status] = {
             "description": "\n\n".join(f"`{code}`: {KINDS[code].meaning}" for code in codes),
@@ -190,7 +198,7 @@ class _StrictRequest(Request):
 
     async def json(self) -> Any:
         if not hasattr(self, "_json"):
-            self._json = await strict_json.parse_aside(await self.body())
+            self._json = await strict_json.parse_in_thread(await self.body())
         return self._json
 
 
@@ -202,14 +210,14 @@ class _StrictRoute(APIRoute):
 
         async def strict(request: Request) -> Response:
             route = facts_of(request.scope).route
-            known = [field.alias for field in self.dependant.query_params]
-            unknown = [name for name in request.query_params if name not in known]
+            known_names = [field.alias for field in self.dependant.query_params]
+            unknown = [name for name in request.query_params if name not in known_names]
             # Routes without a key, for health probes, accept any parameters.
             if route is not None and route.role is not None and unknown:
                 name = unknown[0]
-                near = difflib.get_close_matches(name, known, n=1)
-                existing = f"there are: {', '.join(known) or 'none'}"
-                hint = f"did you mean {near[0]}?" if near else existing
+                close_matches = difflib.get_close_matches(name, known_names, n=1)
+                existing = f"there are: {', '.join(known_names) or 'none'}"
+                hint = f"did you mean {close_matches[0]}?" if close_matches else existing
                 message = f"is not a query parameter of {route.name}; {hint}"
                 error = FieldError(field=printable(name)[:100], message=message)
                 raise Refusal("invalid_request", f"{error.field} {message}", errors=[error])
@@ -221,7 +229,7 @@ class _StrictRoute(APIRoute):
 # Refusals of the framework
 
 
-async def _invalid(request: Request, error: RequestValidationError) -> NoReturn:
+async def _refuse_invalid_request(request: Request, error: RequestValidationError) -> NoReturn:
     body = cast("APIRoute", request.scope["route"]).body_field
     errors: list[FieldError] = []
     for of_body in (True, False):
@@ -236,26 +244,27 @@ async def _invalid(request: Request, error: RequestValidationError) -> NoReturn:
     raise Refusal("invalid_request", summary_of(errors), errors=errors) from None
 
 
-async def _no_such_route(request: Request, error: HTTPException) -> NoReturn:
-    where = f"{request.method} {request.url.path[:200]}"
+async def _refuse_http_exception(request: Request, error: HTTPException) -> NoReturn:
+    request_line = f"{request.method} {request.url.path[:200]}"
     if error.status_code == 404:
         raise Refusal(
-            "not_found", f"There is no route {where}; GET /openapi.json has those there are."
+            "not_found", f"There is no route {request_line}; GET /openapi.json has those there are."
         )
     if error.status_code == 405:
-        allowed = (error.headers or {}).get("Allow", "")
-        facts_of(request.scope).headers["Allow"] = allowed
+        allowed_methods = (error.headers or {}).get("Allow", "")
+        facts_of(request.scope).headers["Allow"] = allowed_methods
         raise Refusal(
-            "method_not_allowed", f"There is no route {where}; this address takes {allowed}."
+            "method_not_allowed",
+            f"There is no route {request_line}; this address takes {allowed_methods}.",
         )
-    raise Refusal("invalid_request", f"{where} cannot be answered: {error.detail}")
+    raise Refusal("invalid_request", f"{request_line} cannot be answered: {error.detail}")
 
 
 # The document
 
 
 def _complete_document(
-    document: dict[str, Any], routes: Sequence[Route], before: Mapping[str, Any]
+    document: dict[str, Any], routes: Sequence[Route], outer_document: Mapping[str, Any]
 ) -> dict[str, Any]:
     """FastAPI's document with additions: problems, keys, bodies that handlers read themselves, and other protocols."""
     components = document.setdefault("components", {})
@@ -283,11 +292,11 @@ def _complete_document(
             operation.setdefault("parameters", []).append(IDEMPOTENCY)
         if route.example is not None:
             operation["requestBody"]["content"]["application/json"]["example"] = route.example
-    for path, operations in before.get("paths", {}).items():
+    for path, operations in outer_document.get("paths", {}).items():
         document["paths"][path] = {
             method: {"security": keys, **operation} for method, operation in operations.items()
         }
-    schemas.update(before.get("components", {}).get("schemas", {}))
-    if tags := before.get("tags"):
+    schemas.update(outer_document.get("components", {}).get("schemas", {}))
+    if tags := outer_document.get("tags"):
         document.setdefault("tags", []).extend(tags)
     return document

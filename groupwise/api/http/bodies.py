@@ -33,11 +33,11 @@ class ClientGone(Exception):
 class Bodies:
     """Reads bodies, and knows which are being read."""
 
-    def __init__(self, most: int) -> None:
-        """`most`: maximum number of bytes of a body."""
-        self._most = most
+    def __init__(self, max_bytes: int) -> None:
+        """`max_bytes`: maximum number of bytes of a body."""
+        self._max_bytes = max_bytes
         self._limits: set[asyncio.Timeout] = set()
-        self._given_up = False
+        self._is_shutting_down = False
 
     @property
     def coming(self) -> int:
@@ -46,42 +46,42 @@ class Bodies:
 
     async def read(self, headers: Mapping[str, str], receive: Receive) -> bytes:
         """The whole body. Refuses with `too_large`, `timed_out` or `shutting_down`; ClientGone if the client disconnects."""
-        if self._given_up:
+        if self._is_shutting_down:
             raise _shutting_down()
         length = headers.get("content-length", "")
-        if length.isdecimal() and len(length) < 20 and int(length) > self._most:
+        if length.isdecimal() and len(length) < 20 and int(length) > self._max_bytes:
             raise self._too_large()
         try:
             async with asyncio.timeout(BODY_SECONDS) as limit:
                 self._limits.add(limit)
                 try:
-                    return await self._whole(receive)
+                    return await self._read_all(receive)
                 finally:
                     self._limits.discard(limit)
         except TimeoutError:
-            if self._given_up:
+            if self._is_shutting_down:
                 raise _shutting_down() from None
             raise Refusal(
                 "timed_out", f"The body was not here within {BODY_SECONDS:g} seconds."
             ) from None
 
-    async def _whole(self, receive: Receive) -> bytes:
+    async def _read_all(self, receive: Receive) -> bytes:
         parts: list[bytes] = []
-        size, more = 0, True
-        while more:
+        size, more_body = 0, True
+        while more_body:
             message = await receive()
             if message["type"] == "http.disconnect":
                 raise ClientGone
             parts.append(message.get("body", b""))
             size += len(parts[-1])
-            if size > self._most:
+            if size > self._max_bytes:
                 raise self._too_large()
-            more = message.get("more_body", False)
+            more_body = message.get("more_body", False)
         return b"".join(parts)
 
     def give_up(self) -> None:
         """On shutdown: stop waiting for incomplete bodies."""
-        self._given_up = True
+        self._is_shutting_down = True
         now = asyncio.get_running_loop().time()
         for limit in self._limits:
             limit.reschedule(now)
@@ -89,7 +89,7 @@ class Bodies:
     def _too_large(self) -> Refusal:
         return Refusal(
             "too_large",
-            f"The body has more than {self._most} bytes, which is max_body_bytes of the server. Send less at once.",
+            f"The body has more than {self._max_bytes} bytes, which is max_body_bytes of the server. Send less at once.",
         )
 
 

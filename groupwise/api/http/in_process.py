@@ -30,11 +30,11 @@ class InProcessTransport(httpx2.BaseTransport):
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run `work` on the application's event loop, and wait for the result."""
-        begun = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
-            return begun.result()
+            return future.result()
         except BaseException:  # Ctrl-C, too: the caller no longer waits for the result
-            begun.cancel()
+            future.cancel()
             raise
 
     def handle_request(self, request: httpx2.Request) -> httpx2.Response:
@@ -42,7 +42,7 @@ class InProcessTransport(httpx2.BaseTransport):
         # Room for one message: the application waits until the reader takes it.
         messages: asyncio.Queue[Message | Exception] = asyncio.Queue(1)
         answering = asyncio.run_coroutine_threadsafe(
-            self._answer(request, request.read(), messages), self._loop
+            self._run_app(request, request.read(), messages), self._loop
         )
         body = _AnswerBody(self, messages, answering)
         try:
@@ -52,7 +52,7 @@ class InProcessTransport(httpx2.BaseTransport):
             raise
         return httpx2.Response(start["status"], headers=start["headers"], stream=body)
 
-    async def _answer(
+    async def _run_app(
         self, request: httpx2.Request, body: bytes, messages: asyncio.Queue[Message | Exception]
     ) -> None:
         unread = [body]
@@ -111,11 +111,11 @@ class _AnswerBody(httpx2.SyncByteStream):
         return message
 
     def __iter__(self) -> Iterator[bytes]:
-        more = True
-        while more:
+        more_body = True
+        while more_body:
             message = self.next_message()
             yield message.get("body", b"")
-            more = message.get("more_body", False)
+            more_body = message.get("more_body", False)
         self._answering.result()
 
     def close(self) -> None:
@@ -124,7 +124,7 @@ class _AnswerBody(httpx2.SyncByteStream):
 
 
 async def _cancel_others() -> None:
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
+    other_tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in other_tasks:
         task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
+    await asyncio.gather(*other_tasks, return_exceptions=True)

@@ -67,18 +67,18 @@ def bind(host: str, port: int) -> Generator[socket.socket]:
     """A listening socket; port 0 chooses a free port. Raises UsageError."""
     host = host.strip("[]")
     try:
-        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        family, _, _, _, address = found[0]
-        bound = socket.create_server(address[:2], family=family, backlog=2048)
+        addresses = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        family, _, _, _, address = addresses[0]
+        listener = socket.create_server(address[:2], family=family, backlog=2048)
         # Connections inherit it. asyncio sets it only if the socket names its protocol; without it the body of a response waits 40 ms.
-        bound.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     except OSError as error:
         raise UsageError(
             f"The server cannot listen at {host}:{port}: {error.strerror or error}. Give another --host or --port; port 0 takes any "
             "that is free."
         ) from None
-    with bound:
-        yield bound
+    with listener:
+        yield listener
 
 
 def url_at(scheme: str, host: str, port: int) -> str:
@@ -125,12 +125,12 @@ class BoundedProtocol(HTTPProtocol):
 
     def data_received(self, data: bytes) -> None:
         """Parse the bytes; disconnect if they are too many."""
-        before = self.cycle
+        previous_cycle = self.cycle
         self._unparsed += len(data)
         super().data_received(data)
-        if self.cycle is not before:
+        if self.cycle is not previous_cycle:
             self._stop_waiting()
-        elif not before or before.response_complete:
+        elif not previous_cycle or previous_cycle.response_complete:
             self._start_waiting()
         if len(getattr(self, "pipeline", ())) > MOST_PIPELINED:
             self.transport.abort()
@@ -159,10 +159,10 @@ class BoundedProtocol(HTTPProtocol):
             self._unread.cancel()
             self._unread = None
 
-    def _hang_up(self, why: str) -> None:
+    def _hang_up(self, status: str) -> None:
         self._stop_waiting()
         if not self.transport.is_closing():
-            answer = f"HTTP/1.1 {why}\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
+            answer = f"HTTP/1.1 {status}\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
             self.transport.write(answer.encode())
             self.transport.close()
 

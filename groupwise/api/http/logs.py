@@ -21,7 +21,7 @@ LONGEST_PATH = 200
 """Maximum number of characters of a path in a line."""
 
 
-class ForPeople(logging.Formatter):
+class TextFormatter(logging.Formatter):
     """`12:00:01 INFO message`. Safe for a terminal: names and texts of others may be in messages and exceptions.
 
     A message is always one line, so no name can imitate another message; a traceback keeps its lines.
@@ -39,7 +39,7 @@ class ForPeople(logging.Formatter):
         return one_line(super().formatMessage(record))
 
 
-class ForPrograms(logging.Formatter):
+class JsonFormatter(logging.Formatter):
     """One JSON object per line; the entries of a record's `facts` are keys of it."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -55,7 +55,7 @@ class ForPrograms(logging.Formatter):
         return json.dumps(line, ensure_ascii=True, default=str)
 
 
-def worth_reading(record: logging.LogRecord) -> bool:
+def is_noteworthy(record: logging.LogRecord) -> bool:
     """False for requests that succeeded (each group has two) or polled: people do not need them."""
     if record.name != ACCESS.name:
         return True
@@ -66,9 +66,9 @@ def worth_reading(record: logging.LogRecord) -> bool:
 def configure(kind: Literal["text", "json"]) -> logging.Handler:
     """Send the logs of the package and uvicorn to stderr; returns the handler, which the caller removes at the end."""
     handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(ForPrograms() if kind == "json" else ForPeople())
+    handler.setFormatter(JsonFormatter() if kind == "json" else TextFormatter())
     if kind == "text":
-        handler.addFilter(worth_reading)
+        handler.addFilter(is_noteworthy)
     root = logging.getLogger()
     root.addHandler(handler)
     logging.getLogger("groupwise").setLevel(logging.INFO)

@@ -1,9 +1,9 @@
 """The layers that every request passes before its route, from the outermost to the innermost.
 
-    Observed   assigns an id, counts and logs the request, and answers exceptions: a `Refusal` as its problem body, any other as
-               `internal`, whose details are written only to the log, under that id
-    Guarded    checks the caller's key, its role, its rate limit, and whether the server still accepts work
-    BodyRead   reads the body within a limit of bytes and time, and cancels the work if the client disconnects
+    RequestMiddleware   assigns an id, counts and logs the request, and answers exceptions: a `Refusal` as its problem body, any other as
+                        `internal`, whose details are written only to the log, under that id
+    AuthMiddleware      checks the caller's key, its role, its rate limit, and whether the server still accepts work
+    BodyMiddleware      reads the body within a limit of bytes and time, and cancels the work if the client disconnects
 
 Plain ASGI: streams pass unwrapped. The settings of a route are in its `Route`.
 """
@@ -55,7 +55,7 @@ class RouteTable:
         return None
 
 
-class Observed:
+class RequestMiddleware:
     """The outermost layer; see the module docstring."""
 
     def __init__(
@@ -65,14 +65,14 @@ class Observed:
         self._app = app
         self._shared = shared
         self._table = table
-        self._others = others
+        self._unmatched_name = others
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer the request, count and log it."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         request_id = Headers(scope=scope).get(REQUEST_ID, "")
         if not _SAFE_ID.fullmatch(request_id):
             request_id = secrets.token_hex(8)
@@ -80,13 +80,15 @@ class Observed:
         scope[SCOPE] = facts
         answer = _Response(send, facts)
         try:
-            await self._answer(scope, receive, answer)
+            await self._call_app(scope, receive, answer)
         finally:
-            self._report(scope, facts, answer.status or CLIENT_GONE, time.perf_counter() - began)
+            self._report(
+                scope, facts, answer.status or CLIENT_GONE, time.perf_counter() - start_time
+            )
         if facts.code:
             await self._shared.refused(facts)
 
-    async def _answer(self, scope: Scope, receive: Receive, answer: _Response) -> None:
+    async def _call_app(self, scope: Scope, receive: Receive, answer: _Response) -> None:
         try:
             await self._app(scope, receive, answer.send)
         except Refusal as refusal:
@@ -94,8 +96,8 @@ class Observed:
         except ClientGone:
             answer.status = CLIENT_GONE
         except Exception as error:  # the boundary: a bug in one request must not affect others, and its details go to the log only
-            if (known := self._shared.refusal_of(error)) is not None:
-                await answer.refuse(known)
+            if (known_refusal := self._shared.refusal_of(error)) is not None:
+                await answer.refuse(known_refusal)
                 return
             facts = facts_of(scope)
             logger.exception(
@@ -107,7 +109,7 @@ class Observed:
 
     def _report(self, scope: Scope, facts: Facts, status: int, seconds: float) -> None:
         metrics = self._shared.metrics
-        metrics.observe(facts.route.name if facts.route else self._others, status, seconds)
+        metrics.observe(facts.route.name if facts.route else self._unmatched_name, status, seconds)
         if facts.code:
             metrics.refusals[facts.code] += 1
         if facts.route is not None and facts.code and facts.code not in facts.route.all_codes:
@@ -115,7 +117,7 @@ class Observed:
                 "%s answered %s, which its description lacks", facts.route.name, facts.code
             )
         if facts.caller is not None:
-            name = facts.route.name if facts.route else self._others
+            name = facts.route.name if facts.route else self._unmatched_name
             self._shared.clients.note(facts.caller, name, facts.code)
         log_request(
             request_id=facts.request_id,
@@ -144,10 +146,10 @@ class _Response:
         await self._send(message)
 
     async def refuse(self, refusal: Refusal) -> None:
-        """Answer with a problem body. If a response has already started, it can only be broken off: raises `BrokenOff`."""
+        """Answer with a problem body. If a response has already started, it can only be broken off: raises `ResponseAborted`."""
         self._facts.code = refusal.code
         if self.status is not None:
-            raise BrokenOff(refusal.code)
+            raise ResponseAborted(refusal.code)
         body = refusal.problem(self._facts.instance).model_dump_json().encode()
         headers = {
             "content-type": MEDIA_TYPE,
@@ -163,17 +165,17 @@ class _Response:
         await self.send({"type": "http.response.body", "body": body})
 
 
-class BrokenOff(Exception):
+class ResponseAborted(Exception):
     """A response that cannot be finished. The connection is closed, so the client cannot take a part for the whole."""
 
 
-class Guarded:
+class AuthMiddleware:
     """Passes authorised requests on."""
 
     def __init__(self, app: ASGIApp, shared: Shared, who: CallerOf, *, local_only: bool) -> None:
         self._app = app
         self._shared = shared
-        self._who = who
+        self._caller_of = who
         self._local_only = local_only
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -183,7 +185,7 @@ class Guarded:
             route, headers = facts.route, Headers(scope=scope)
             if self._local_only:
                 check_local(headers)
-            facts.caller = caller = await self._who(headers)
+            facts.caller = caller = await self._caller_of(headers)
             self._shared.count(caller.key_id)
             caller.require((route and route.role) or Role.READ, self._shared.role_words)
             if route is not None and route.works and self._shared.ending.is_set():
@@ -191,7 +193,7 @@ class Guarded:
         await self._app(scope, receive, send)
 
 
-class BodyRead:
+class BodyMiddleware:
     """The innermost layer; see the module docstring."""
 
     def __init__(self, app: ASGIApp, shared: Shared) -> None:
@@ -214,8 +216,8 @@ class BodyRead:
                 kind.startswith("application/") and kind.endswith("+json")
             )
             if body and not route.takes_bytes and not is_json:
-                wrong = FieldError(field="Content-Type", message="must be application/json")
-                raise Refusal("unsupported_media_type", errors=(wrong,))
+                field_error = FieldError(field="Content-Type", message="must be application/json")
+                raise Refusal("unsupported_media_type", errors=(field_error,))
         try:
             await _while_client_listens(self._app, scope, body, receive, send)
         finally:
@@ -240,7 +242,7 @@ async def _while_client_listens(
         if not is_read:
             is_read = True
             return {"type": "http.request", "body": body, "more_body": False}
-        await asyncio.shield(gone)
+        await asyncio.shield(client_gone)
         return {"type": "http.disconnect"}
 
     async def send_and_note(message: Message) -> None:
@@ -249,18 +251,18 @@ async def _while_client_listens(
         if message["type"] == "http.response.body" and not message.get("more_body", False):
             is_answered = True
 
-    gone = asyncio.ensure_future(disconnected())
-    work = asyncio.ensure_future(app(scope, receive_body, send_and_note))
+    client_gone = asyncio.ensure_future(disconnected())
+    response_task = asyncio.ensure_future(app(scope, receive_body, send_and_note))
     try:
         if route is None or route.ends_with_client:
-            await asyncio.wait((work, gone), return_when=asyncio.FIRST_COMPLETED)
-            if not work.done() and not is_answered:
-                work.cancel()
-                await asyncio.wait((work,))
+            await asyncio.wait((response_task, client_gone), return_when=asyncio.FIRST_COMPLETED)
+            if not response_task.done() and not is_answered:
+                response_task.cancel()
+                await asyncio.wait((response_task,))
                 raise ClientGone
-        await work
+        await response_task
     finally:
-        gone.cancel()
-        if not work.done():
-            work.cancel()
-        await asyncio.gather(work, gone, return_exceptions=True)
+        client_gone.cancel()
+        if not response_task.done():
+            response_task.cancel()
+        await asyncio.gather(response_task, client_gone, return_exceptions=True)

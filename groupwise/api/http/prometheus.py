@@ -75,22 +75,24 @@ class RequestMetrics:
 
     def lines(self) -> Iterator[str]:
         """All metrics in the text format."""
-        answered = [
+        request_samples = [
             ({"route": route, "status": status}, count)
             for (route, status), count in sorted(self.requests.items())
         ]
-        yield from family("http_requests_total", "counter", "By route and status.", answered)
-        refused = [({"code": code}, count) for code, count in sorted(self.refusals.items())]
-        yield from family("refusals_total", "counter", "By the code of the problem.", refused)
+        yield from family("http_requests_total", "counter", "By route and status.", request_samples)
+        refusal_samples = [({"code": code}, count) for code, count in sorted(self.refusals.items())]
+        yield from family(
+            "refusals_total", "counter", "By the code of the problem.", refusal_samples
+        )
         name = f"{PREFIX}http_request_seconds"
-        yield from _head(name, "histogram", "Until the last byte of the answer.")
+        yield from _family_header(name, "histogram", "Until the last byte of the answer.")
         for route, histogram in sorted(self.seconds.items()):
-            below = 0
+            cumulative = 0
             for bound, count in zip((*LATENCIES, float("inf")), histogram.counts, strict=True):
-                below += count
-                yield f"{name}_bucket{_labels({'route': route, 'le': _number(bound)})} {below}"
-            yield f"{name}_sum{_labels({'route': route})} {_number(histogram.total)}"
-            yield f"{name}_count{_labels({'route': route})} {below}"
+                cumulative += count
+                yield f"{name}_bucket{_format_labels({'route': route, 'le': _format_value(bound)})} {cumulative}"
+            yield f"{name}_sum{_format_labels({'route': route})} {_format_value(histogram.total)}"
+            yield f"{name}_count{_format_labels({'route': route})} {cumulative}"
         yield from one("event_streams", "gauge", "Open now.", self.event_streams)
         cpu = os.times().user + os.times().system
         yield from plain("process_cpu_seconds_total", "counter", "Of the HTTP process.", cpu)
@@ -117,24 +119,24 @@ def one(name: str, kind: str, meaning: str, value: float | None) -> Iterator[str
 
 def plain(name: str, kind: str, meaning: str, value: float) -> Iterator[str]:
     """A family with a standard Prometheus name, without our prefix."""
-    yield from _head(name, kind, meaning)
-    yield f"{name} {_number(value)}"
+    yield from _family_header(name, kind, meaning)
+    yield f"{name} {_format_value(value)}"
 
 
 def family(name: str, kind: str, meaning: str, samples: Iterable[Sample]) -> Iterator[str]:
     """A family with its samples (labels and a value)."""
     full = PREFIX + name
-    yield from _head(full, kind, meaning)
+    yield from _family_header(full, kind, meaning)
     for labels, value in samples:
-        yield f"{full}{_labels(labels)} {_number(value)}"
+        yield f"{full}{_format_labels(labels)} {_format_value(value)}"
 
 
-def _head(name: str, kind: str, meaning: str) -> Iterator[str]:
+def _family_header(name: str, kind: str, meaning: str) -> Iterator[str]:
     yield f"# HELP {name} {meaning}"
     yield f"# TYPE {name} {kind}"
 
 
-def _labels(labels: Mapping[str, object]) -> str:
+def _format_labels(labels: Mapping[str, object]) -> str:
     if not labels:
         return ""
     escapes = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
@@ -142,7 +144,7 @@ def _labels(labels: Mapping[str, object]) -> str:
     return "{" + ",".join(pairs) + "}"
 
 
-def _number(value: float) -> str:
+def _format_value(value: float) -> str:
     if value == float("inf"):
         return "+Inf"
     return str(int(value)) if float(value).is_integer() else repr(float(value))

@@ -14,7 +14,7 @@ from groupwise.api.http.route import Route
 from groupwise.api.schemas.keys import WORDS, Caller, Role
 from groupwise.api.schemas.problems import Refusal
 
-LOOKS = frozenset({"GET /status", "GET /activity", "GET /metrics"})
+STATUS_ROUTES = frozenset({"GET /status", "GET /activity", "GET /metrics"})
 """Routes that only show the state of a server."""
 
 
@@ -32,7 +32,7 @@ class Limits:
     """For a request whose body is JSON; None: the same as for any other."""
 
 
-class Buckets:
+class TokenBuckets:
     """A token bucket for each key: `burst` requests at once, refilled by `per_second`."""
 
     def __init__(
@@ -41,24 +41,26 @@ class Buckets:
         self._per_second = per_second
         self._burst = burst
         self._clock = clock
-        self._left: dict[str, tuple[float, float]] = {}
+        self._tokens: dict[str, tuple[float, float]] = {}
         """Key id -> requests left, and the time of that count; ordered by last use. Keys whose bucket is full again are removed."""
 
     def take(self, key_id: str) -> float:
         """Take one request from the bucket; returns 0, or the seconds until one is available."""
         now = self._clock()
         full_since = now - self._burst / self._per_second
-        while (oldest := next(iter(self._left), None)) and self._left[oldest][1] <= full_since:
-            del self._left[oldest]
-        left, since = self._left.pop(key_id, (float(self._burst), now))
-        left = min(left + (now - since) * self._per_second, float(self._burst))
-        enough = left >= 1
-        self._left[key_id] = (left - 1 if enough else left, now)
-        return 0.0 if enough else (1 - left) / self._per_second
+        while (oldest_key := next(iter(self._tokens), None)) and self._tokens[oldest_key][
+            1
+        ] <= full_since:
+            del self._tokens[oldest_key]
+        tokens, updated_at = self._tokens.pop(key_id, (float(self._burst), now))
+        tokens = min(tokens + (now - updated_at) * self._per_second, float(self._burst))
+        has_token = tokens >= 1
+        self._tokens[key_id] = (tokens - 1 if has_token else tokens, now)
+        return 0.0 if has_token else (1 - tokens) / self._per_second
 
 
 @dataclass(slots=True)
-class Seen:
+class KeyActivity:
     """The activity of one key."""
 
     key_id: str
@@ -76,21 +78,21 @@ class Clients:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.clock = clock
-        self._seen: dict[str, Seen] = {}
+        self._seen: dict[str, KeyActivity] = {}
 
     def note(self, caller: Caller, request: str, code: str) -> None:
-        """Record an answered request; `code`: of the problem body, or empty. `LOOKS` are not counted."""
-        if request in LOOKS:
+        """Record an answered request; `code`: of the problem body, or empty. `STATUS_ROUTES` are not counted."""
+        if request in STATUS_ROUTES:
             return
         now = self.clock()
-        seen = self._seen.setdefault(caller.key_id, Seen(caller.key_id, caller.role, now))
+        seen = self._seen.setdefault(caller.key_id, KeyActivity(caller.key_id, caller.role, now))
         seen.role, seen.last, seen.last_request = caller.role, now, request
         seen.requests += 1
         if code:
             seen.refused += 1
             seen.last_problem = code
 
-    def all(self) -> list[Seen]:
+    def all(self) -> list[KeyActivity]:
         """The activity of all keys, the most recently active first."""
         return sorted(self._seen.values(), key=lambda seen: -seen.last)
 
@@ -111,7 +113,7 @@ class Shared:
         json_bytes = limits.max_json_bytes
         self.json_bodies = self.bodies if json_bytes is None else Bodies(json_bytes)
         rate = limits.requests_per_second
-        self._buckets = None if rate is None else Buckets(rate, limits.burst)
+        self._buckets = None if rate is None else TokenBuckets(rate, limits.burst)
 
     def count(self, key_id: str) -> None:
         """Count a request of a key, in any protocol. Raises `rate_limited`."""

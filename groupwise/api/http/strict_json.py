@@ -46,7 +46,7 @@ def parse(text: bytes) -> Any:
             text.decode("utf-8"),
             parse_float=finite,
             parse_constant=no_constant,
-            object_pairs_hook=once_each,
+            object_pairs_hook=refuse_duplicate_keys,
         )
     except UnicodeDecodeError as error:
         raise NotStrict("the body is not UTF-8", error.start) from None
@@ -78,19 +78,19 @@ def parse_inner(text: str) -> Any:
         raise NotStrict("a whole number has too many digits") from None
 
 
-async def parse_aside(text: bytes) -> Any:
+async def parse_in_thread(text: bytes) -> Any:
     """See `parse`; runs in a thread if the body is large."""
     return await asyncio.to_thread(parse, text) if len(text) > LARGE else parse(text)
 
 
 def check_number(text: bytes, lists: int, texts: int) -> None:
     """Raises NotStrict if JSON has more lists and objects, or more texts, than allowed; counts them without parsing."""
-    beyond = islice(_TEXT.finditer(text), texts, None)
-    if text.count(b'"') > 2 * texts and next(beyond, None) is not None:
+    excess_texts = islice(_TEXT.finditer(text), texts, None)
+    if text.count(b'"') > 2 * texts and next(excess_texts, None) is not None:
         raise NotStrict(f"there are more than {texts:,} texts in it")
     if text.count(b"[") + text.count(b"{") > lists:
-        bare = _TEXT.sub(b"", text)
-        if bare.count(b"[") + bare.count(b"{") > lists:
+        stripped = _TEXT.sub(b"", text)
+        if stripped.count(b"[") + stripped.count(b"{") > lists:
             raise NotStrict(f"there are more than {lists:,} lists and objects in it")
 
 
@@ -118,11 +118,11 @@ def no_constant(name: str) -> Any:
     raise NotStrict(f"{name} is no number of JSON")
 
 
-def once_each(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """For `object_pairs_hook`: refuses duplicate keys, and more than MOST_KEYS keys."""
     if len(pairs) > MOST_KEYS:
         raise NotStrict(f"an object has more than {MOST_KEYS:,} keys")
-    found = dict(pairs)
-    if len(found) != len(pairs):
+    mapping = dict(pairs)
+    if len(mapping) != len(pairs):
         raise NotStrict("a key stands twice in an object")
-    return found
+    return mapping

@@ -152,9 +152,9 @@ class Client:
         `extra` holds further fields of the request; None as a value removes a field. If a service returns fewer choices than
         requested, the rest is requested again, with the seed increased by the number received; `or_fewer` accepts fewer.
         """
-        body = {"model": self.endpoint.model, "messages": [dict(each) for each in messages]}
-        knobs = _knobs(temperature, top_p, max_tokens, stop)
-        return await self._choices(
+        body = {"model": self.endpoint.model, "messages": [dict(message) for message in messages]}
+        knobs = _sampling_fields(temperature, top_p, max_tokens, stop)
+        return await self._request_all(
             "/chat/completions", body | knobs, n, seed, extra or {}, or_fewer
         )
 
@@ -173,8 +173,8 @@ class Client:
     ) -> Choices:
         """`n` continuations of a text, without a chat template; everything else as in `chat`."""
         body = {"model": self.endpoint.model, "prompt": prompt}
-        knobs = _knobs(temperature, top_p, max_tokens, stop)
-        return await self._choices("/completions", body | knobs, n, seed, extra or {}, or_fewer)
+        knobs = _sampling_fields(temperature, top_p, max_tokens, stop)
+        return await self._request_all("/completions", body | knobs, n, seed, extra or {}, or_fewer)
 
     async def models(self, *, retries: int | None = None) -> tuple[str, ...]:
         """The names of the served models; `retries` replaces the endpoint's number."""
@@ -188,7 +188,7 @@ class Client:
             if error.status in (None, 401, 403):
                 raise
 
-    async def _choices(
+    async def _request_all(
         self,
         path: str,
         body: Mapping[str, Any],
@@ -197,14 +197,14 @@ class Client:
         extra: Mapping[str, Any],
         or_fewer: bool,
     ) -> Choices:
-        answer = await self._some(path, body, n, seed, extra)
+        answer = await self._request_choices(path, body, n, seed, extra)
         while len(answer.texts) < n and not or_fewer:
-            got = len(answer.texts)
-            later = None if seed is None else seed + got
-            answer += await self._some(path, body, n - got, later, extra)
+            received = len(answer.texts)
+            next_seed = None if seed is None else seed + received
+            answer += await self._request_choices(path, body, n - received, next_seed, extra)
         return answer.first(n)
 
-    async def _some(
+    async def _request_choices(
         self,
         path: str,
         body: Mapping[str, Any],
@@ -214,9 +214,9 @@ class Client:
     ) -> Choices:
         """Request up to `n` choices, and return at least one; exactly one if the service refuses to return several."""
         n = 1 if self._one_at_a_time else n
-        several: dict[str, Any] = {} if n == 1 else {"n": n}
-        seeded: dict[str, Any] = {} if seed is None else {"seed": seed}
-        body_sent = {**body, **several, **seeded, **extra}
+        count_fields: dict[str, Any] = {} if n == 1 else {"n": n}
+        seed_fields: dict[str, Any] = {} if seed is None else {"seed": seed}
+        body_sent = {**body, **count_fields, **seed_fields, **extra}
         body_sent = {name: value for name, value in body_sent.items() if value is not None}
         try:
             return await self.ask(
@@ -225,7 +225,7 @@ class Client:
         except EndpointError as refused:
             if n == 1 or refused.status not in REFUSALS_OF_N:
                 raise
-            answer = await self._some(path, body, 1, seed, extra)
+            answer = await self._request_choices(path, body, 1, seed, extra)
             # A request for one choice succeeded, so `n` was the reason for the refusal.
             self._one_at_a_time = True
             return answer
@@ -248,11 +248,13 @@ class Client:
             try:
                 async with self._slots:
                     await self._pause.over()
-                    answer = await self._attempt(method, path, body)
-            except _Passing as failure:
+                    answer = await self._send_once(method, path, body)
+            except _TransientFailure as failure:
                 if attempt == limit:
-                    times = "" if limit == 0 else f" ({limit + 1} times)"
-                    error = self._error(method, path, f"{failure}{times}", failure.status)
+                    times_text = "" if limit == 0 else f" ({limit + 1} times)"
+                    error = self._endpoint_error(
+                        method, path, f"{failure}{times_text}", failure.status
+                    )
                     error.may_pass = True
                     raise error from failure.__cause__
                 wait = failure.retry_after or waits.next()
@@ -267,11 +269,11 @@ class Client:
                 try:
                     return read(answer)
                 except EndpointError as error:
-                    raise self._error(method, path, str(error), None) from None
+                    raise self._endpoint_error(method, path, str(error), None) from None
         raise AssertionError("a request is answered, repeated or given up")
 
-    async def _attempt(self, method: str, path: str, body: Mapping[str, Any] | None) -> bytes:
-        """The body of one response. Raises _Passing if another attempt may succeed, else EndpointError."""
+    async def _send_once(self, method: str, path: str, body: Mapping[str, Any] | None) -> bytes:
+        """The body of one response. Raises _TransientFailure if another attempt may succeed, else EndpointError."""
         url = self.endpoint.base_url + path
         content = None if body is None else json.dumps(body).encode()
         headers = {} if body is None else {"Content-Type": "application/json"}
@@ -279,11 +281,13 @@ class Client:
             async with asyncio.timeout(self.endpoint.timeout):
                 answer = await self._http.request(method, url, content=content, headers=headers)
         except (TimeoutError, httpx2.TimeoutException) as error:
-            raise _Passing(f"no answer in {self.endpoint.timeout:g} s") from error
+            raise _TransientFailure(f"no answer in {self.endpoint.timeout:g} s") from error
         except httpx2.TransportError as error:
-            raise _Passing(f"{type(error).__name__}: {error}") from error
+            raise _TransientFailure(f"{type(error).__name__}: {error}") from error
         except httpx2.HTTPError as error:
-            raise self._error(method, path, f"{type(error).__name__}: {error}", None) from error
+            raise self._endpoint_error(
+                method, path, f"{type(error).__name__}: {error}", None
+            ) from error
         status = answer.status_code
         if status == 200 and not holds_error(answer.content):
             return answer.content
@@ -295,19 +299,21 @@ class Client:
         if may_pass(status) and code not in OUT_OF_MONEY:
             seconds = retry_after(answer.headers.get("Retry-After"), self._timing.today())
             if seconds is None or seconds <= MAX_RETRY_AFTER:
-                raise _Passing(f"status {status}: {text}", status, seconds)
+                raise _TransientFailure(f"status {status}: {text}", status, seconds)
             text = f"{text} (it wants to be asked again in {seconds:,.0f} s, which is too long to wait)"
-        raise self._error(method, path, f"status {status}: {text}", status)
+        raise self._endpoint_error(method, path, f"status {status}: {text}", status)
 
-    def _error(self, method: str, path: str, what: str, status: int | None) -> EndpointError:
-        message = f"{method} {self.endpoint.base_url}{path}: {what}"
+    def _endpoint_error(
+        self, method: str, path: str, problem: str, status: int | None
+    ) -> EndpointError:
+        message = f"{method} {self.endpoint.base_url}{path}: {problem}"
         if status in (401, 403):
-            there = "holds a key that is refused" if self._key else "is not set"
-            message += f"\nThe environment variable {self.endpoint.api_key_env} {there}."
+            key_problem = "holds a key that is refused" if self._key else "is not set"
+            message += f"\nThe environment variable {self.endpoint.api_key_env} {key_problem}."
         return EndpointError(message.replace(self._key, "…") if self._key else message, status)
 
 
-class _Passing(Exception):
+class _TransientFailure(Exception):
     """A failure that another attempt may avoid."""
 
     def __init__(
@@ -319,16 +325,16 @@ class _Passing(Exception):
         self.retry_after = retry_after
 
 
-def checked_url(given: str) -> str:
+def checked_url(url: str) -> str:
     """A base URL in the form to which paths are appended. Raises UsageError, whose text never contains a password."""
-    parts = urlsplit(given.strip())
+    parts = urlsplit(url.strip())
     if "@" in parts.netloc:
         raise UsageError(
             f"The base URL of {parts.hostname} holds a user name or password. Keys come only from the environment: leave "
             "them out of the URL, and set the variable."
         )
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise UsageError(f"{given!r} is no base URL. Give something like http://127.0.0.1:8000/v1.")
+        raise UsageError(f"{url!r} is no base URL. Give something like http://127.0.0.1:8000/v1.")
     if parts.query or parts.fragment:
         raise UsageError(
             f"The base URL of {parts.hostname} has something behind its path (? or #). Give what comes before "
@@ -338,7 +344,7 @@ def checked_url(given: str) -> str:
     return f"{parts.scheme}://{parts.netloc}{path or '/v1'}"
 
 
-def _knobs(
+def _sampling_fields(
     temperature: float | None,
     top_p: float | None,
     max_tokens: int | None,

@@ -23,8 +23,8 @@ class Usage:
 
     def __add__(self, other: Usage) -> Usage:
         return Usage(
-            _sum(self.prompt_tokens, other.prompt_tokens),
-            _sum(self.completion_tokens, other.completion_tokens),
+            _add_counts(self.prompt_tokens, other.prompt_tokens),
+            _add_counts(self.completion_tokens, other.completion_tokens),
         )
 
 
@@ -75,30 +75,36 @@ def read_json(body: bytes) -> Mapping[str, Any]:
 def read_answer(body: bytes, requested_model: str) -> Choices:
     """The choices in a body of /chat/completions or /completions, in order. Raises EndpointError."""
     value = read_json(body)
-    listed: object = value.get("choices")
-    if not isinstance(listed, list) or not listed:
+    choice_list: object = value.get("choices")
+    if not isinstance(choice_list, list) or not choice_list:
         raise EndpointError(f"answered without choices: {excerpt(body)}")
-    choices = [_mapping(choice) for choice in cast("list[Any]", listed)]
+    choices = [_as_mapping(choice) for choice in cast("list[Any]", choice_list)]
     # Sort by `index`: services may list choices in the order in which they finish.
     indices = [choice.get("index") for choice in choices]
-    if sorted(each for each in indices if isinstance(each, int)) == list(range(len(choices))):
-        choices = [choices[indices.index(place)] for place in range(len(choices))]
+    if sorted(index for index in indices if isinstance(index, int)) == list(range(len(choices))):
+        choices = [choices[indices.index(index)] for index in range(len(choices))]
     texts: list[str] = []
     reasons: list[str | None] = []
     for choice in choices:
-        message, text = _mapping(choice.get("message")), choice.get("text")
+        message, text = _as_mapping(choice.get("message")), choice.get("text")
         if not message and not isinstance(text, str):
             raise EndpointError(f"answered a choice without message or text: {excerpt(body)}")
-        texts.append(printable(_content(message.get("content"), body) if message else str(text)))
+        texts.append(
+            printable(_message_content(message.get("content"), body) if message else str(text))
+        )
         reason = choice.get("finish_reason")
         reasons.append(reason if isinstance(reason, str) else None)
-    model, usage = value.get("model"), _mapping(value.get("usage"))
+    model, usage = value.get("model"), _as_mapping(value.get("usage"))
     return Choices(
         texts=tuple(texts),
         finish_reasons=tuple(reasons),
-        usage=Usage(_count(usage.get("prompt_tokens")), _count(usage.get("completion_tokens"))),
+        usage=Usage(
+            _token_count(usage.get("prompt_tokens")), _token_count(usage.get("completion_tokens"))
+        ),
         model=printable(model) if isinstance(model, str) and model else requested_model,
-        reasoning=tuple(_reasoning(_mapping(choice.get("message"))) for choice in choices),
+        reasoning=tuple(
+            _message_reasoning(_as_mapping(choice.get("message"))) for choice in choices
+        ),
     )
 
 
@@ -107,7 +113,7 @@ def read_models(body: bytes) -> tuple[str, ...]:
     entries: object = read_json(body).get("data")
     if not isinstance(entries, list):
         raise EndpointError(f"answered no list of models, but {excerpt(body)}")
-    listed = [_mapping(entry).get("id") for entry in cast("list[Any]", entries)]
+    listed = [_as_mapping(entry).get("id") for entry in cast("list[Any]", entries)]
     return tuple(printable(name) for name in listed if isinstance(name, str))
 
 
@@ -116,7 +122,7 @@ def holds_error(body: bytes) -> bool:
     if b'"error"' not in body:
         return False
     try:
-        value = _mapping(json.loads(body))
+        value = _as_mapping(json.loads(body))
     except ValueError:
         return False
     return bool(value.get("error")) and "choices" not in value and "data" not in value
@@ -125,11 +131,11 @@ def holds_error(body: bytes) -> bool:
 def error_in(body: bytes) -> tuple[str, str | None, int | None]:
     """The error's message, the service's own code for it, and the HTTP status that a gateway passes on in the body."""
     try:
-        value = _mapping(json.loads(body))
+        value = _as_mapping(json.loads(body))
     except ValueError:
         return excerpt(body), None, None
     error: object = value.get("error") or value.get("message") or value.get("detail")
-    fields = _mapping(error)
+    fields = _as_mapping(error)
     code: object = fields.get("code")
     message: object = fields.get("message") if fields else error
     text = (
@@ -153,17 +159,17 @@ def excerpt(body: bytes) -> str:
     )
 
 
-def _content(content: Any, body: bytes) -> str:
+def _message_content(content: Any, body: bytes) -> str:
     """The text of a message. A reasoning model that was cut off has only reasoning and no text."""
     if content is None or isinstance(content, str):
         return content or ""
     if isinstance(content, list):  # a list of parts; other kinds, such as thoughts, are not text
-        parts = [_mapping(part) for part in cast("list[Any]", content)]
+        parts = [_as_mapping(part) for part in cast("list[Any]", content)]
         return "".join(str(part.get("text", "")) for part in parts if part.get("type") == "text")
     raise EndpointError(f"answered content that is no text: {excerpt(body)}")
 
 
-def _reasoning(message: Mapping[str, Any]) -> str | None:
+def _message_reasoning(message: Mapping[str, Any]) -> str | None:
     for name in ("reasoning_content", "reasoning"):
         thought = message.get(name)
         if isinstance(thought, str) and thought:
@@ -171,13 +177,13 @@ def _reasoning(message: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _count(value: Any) -> int | None:
+def _token_count(value: Any) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) and value >= 0 else None
 
 
-def _mapping(value: Any) -> Mapping[str, Any]:
+def _as_mapping(value: Any) -> Mapping[str, Any]:
     return cast("Mapping[str, Any]", value) if isinstance(value, Mapping) else {}
 
 
-def _sum(one: int | None, other: int | None) -> int | None:
-    return None if one is None or other is None else one + other
+def _add_counts(first: int | None, second: int | None) -> int | None:
+    return None if first is None or second is None else first + second

@@ -51,9 +51,9 @@ class Pause:
 
     async def over(self) -> None:
         """Wait for the end of the pause, and of a pause that started meanwhile."""
-        while (left := self.left) > 0:
+        while (remaining := self.left) > 0:
             spread = SPREAD * (self._until - self._from)
-            await self._timing.sleep(left + spread * self._timing.chance())
+            await self._timing.sleep(remaining + spread * self._timing.chance())
 
 
 def may_pass(status: int) -> bool:

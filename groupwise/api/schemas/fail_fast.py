@@ -17,11 +17,11 @@ MANY = ("list", "tuple", "set", "frozenset", "dict")
 
 
 class FailFast:
-    """Beside BaseModel, for what a client sends."""
+    """Mixin for the models of request bodies."""
 
     @classmethod
     def __pydantic_on_complete__(cls) -> None:
-        """Change its schema, which types that hold the model are made from, and validate by that, also in what it holds."""
+        """Rebuild the model's validator with `fail_fast` set. Models that contain this one use the changed schema, too."""
         model = cast("type[BaseModel]", cls)
         schema = model.__pydantic_core_schema__
         _fail_fast(schema)
@@ -29,7 +29,7 @@ class FailFast:
 
 
 def _fail_fast(schema: object) -> None:
-    """Change the schemas of all values with many parts, however deep they stand in it."""
+    """Set `fail_fast` in the schemas of all collections, at any depth."""
     if isinstance(schema, dict):
         inner = cast("dict[str, object]", schema)
         if inner.get("type") in MANY:
@@ -37,5 +37,5 @@ def _fail_fast(schema: object) -> None:
         for key in inner.keys() - {"metadata", "serialization"}:
             _fail_fast(inner[key])
     elif isinstance(schema, list | tuple):
-        for each in cast("list[object]", schema):
-            _fail_fast(each)
+        for item in cast("list[object]", schema):
+            _fail_fast(item)

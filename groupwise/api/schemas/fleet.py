@@ -16,42 +16,42 @@ from groupwise.api.schemas.fail_fast import FailFast
 from groupwise.core.errors import UsageError
 
 NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,62}$"
-"""A machine's name, as it stands in commands, messages and addresses."""
+"""Pattern of a machine's name, which is used in commands, messages and URLs."""
 MOST_INTEGER = 2**31 - 1
-"""The largest integer that a column of the database holds."""
+"""Largest value of a 32-bit integer column of the database."""
 MOST_SERIAL = 2**63 - 1
-"""Likewise, of those that number events and attempts, and that count bytes."""
+"""Largest value of a 64-bit column: numbers of events and attempts, counts of bytes."""
 MOST_SECONDS = 1e9
 """The longest duration that a request may give: 31 years."""
 MOST_SLOTS = 1024
-"""CPU slots of a machine, or places behind an engine."""
+"""Maximum CPU slots of a machine, or jobs of an engine."""
 MOST_GPUS = 1024
 """The most GPUs of one job on one machine."""
 LEAST_DEADMAN = 120.0
-"""Seconds: a dispatcher that is killed, and another that takes over, are silent for up to one of them."""
+"""Minimum dead-man timeout in seconds: if a dispatcher is killed and another takes over, machines hear nothing for up to this long."""
 UNPREPARED = "python3"
-"""The interpreter of a machine until another is named; it is not known to have Groupwise."""
+"""Default interpreter of a machine; it may lack Groupwise."""
 LEAST_WEIGHT, MOST_WEIGHT = 1e-6, 1e6
 """The range of a project's weight in the fair share."""
 
 MOST_JOBS = 10_000
-"""Submitted at once."""
+"""Maximum number of jobs in one submission."""
 
 MOST_CHANGED = 200
-"""Cancelled, held, released or tried again at once: in one transaction, for which others wait."""
+"""Maximum number of jobs changed in one transaction (cancel, hold, release, retry), during which other requests wait."""
 
 MOST_LINES = 100_000
 """The most lines that a request may ask for from the end of a log."""
 
 EPOCH_HEADER = "X-Log-Epoch"
 OFFSET_HEADER = "X-Log-Offset"
-"""The header that says at which byte the next piece begins."""
+"""Header with the byte offset of the next piece."""
 ENDED_HEADER = "X-Log-Ended"
 """`true`: the job has ended, and this was the last of its log."""
 
 
 def expect_few(number: int) -> None:
-    """Raise UsageError for more jobs than are submitted at once, in the same words wherever that is found."""
+    """Raise UsageError for more jobs than one submission may have; client and server use the same message."""
     if number > MOST_JOBS:
         raise UsageError(
             f"{number} jobs: at most {MOST_JOBS} are submitted at once, all or none of them. Make several arrays of them."
@@ -59,7 +59,7 @@ def expect_few(number: int) -> None:
 
 
 def portions(ids: Sequence[str]) -> Iterator[list[str]]:
-    """Split ids into the portions that are changed together. Clients use it, and so does the progress that users see."""
+    """Split ids into batches that are changed in one request each; progress is reported per batch."""
     for start in range(0, len(ids), MOST_CHANGED):
         yield list(ids[start : start + MOST_CHANGED])
 

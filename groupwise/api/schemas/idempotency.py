@@ -1,4 +1,4 @@
-"""How one request that is sent twice is known to be one: the key that a client gives it, and the hash of what it asks.
+"""Recognises a request that is sent twice: by the key that its client gives it, and the hash of its body.
 
 A client makes a key for each call (`new_idempotency_key`) and sends it again whenever it repeats the call, because it cannot know
 whether the first attempt arrived. The server keeps key, `body_hash` and answer for a day, per caller and route: the same key with the
@@ -18,12 +18,12 @@ from groupwise.api.schemas.problems import FieldError, Refusal
 
 HEADER = "Idempotency-Key"
 HEADERS = (HEADER, "X-Idempotency-Key")
-"""Names under which a key may come."""
+"""Headers that may hold a key."""
 LONGEST = 255
-"""Characters of a key."""
+"""Maximum length of a key."""
 
 _EXACT = 2**53
-"""Whole numbers up to here are the same as float and as int."""
+"""Whole numbers up to this one have the same value as float and as int."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,21 +42,21 @@ def new_idempotency_key() -> str:
 
 
 def idempotency_key(headers: Mapping[str, str]) -> str | None:
-    """The key of a request; None where it has none. Raises `invalid_request` where it is no key, or there are two."""
-    found = {name.lower(): value for name, value in headers.items()}
-    given = {found[name.lower()] for name in HEADERS if name.lower() in found}
-    if not given:
+    """The key of a request; None if it has none. Raises `invalid_request` if the key is invalid, or if there are two."""
+    lower_headers = {name.lower(): value for name, value in headers.items()}
+    keys = {lower_headers[name.lower()] for name in HEADERS if name.lower() in lower_headers}
+    if not keys:
         return None
-    key = given.pop()
-    if given:
-        raise _not_valid(f"differs from {HEADERS[1]}; send one of the two")
-    if (wrong := key_problem(key)) is not None:
-        raise _not_valid(wrong)
+    key = keys.pop()
+    if keys:
+        raise _invalid_key(f"differs from {HEADERS[1]}; send one of the two")
+    if (problem := key_problem(key)) is not None:
+        raise _invalid_key(problem)
     return key
 
 
 def key_problem(key: str) -> str | None:
-    """Why this is no key, if so: `has 0 characters …`."""
+    """Why this is not a valid key, e.g. `has 0 characters …`; None if it is valid."""
     if not 1 <= len(key) <= LONGEST:
         return f"has {len(key)} characters; a key has 1 to {LONGEST}"
     if not all(" " <= letter <= "~" for letter in key):
@@ -65,25 +65,29 @@ def key_problem(key: str) -> str | None:
 
 
 def body_hash(body: bytes) -> str:
-    """The same for bodies that ask the same: order of keys, blanks, and 1 or 1.0 do not matter."""
+    """A hash that is equal for equivalent bodies: the order of keys, white space, and 1 or 1.0 do not matter."""
     try:
-        canonical = json.dumps(_plain(json.loads(body)), sort_keys=True, separators=(",", ":"))
+        canonical = json.dumps(
+            _with_whole_numbers(json.loads(body)), sort_keys=True, separators=(",", ":")
+        )
     except (ValueError, RecursionError):  # no JSON, or nested too deep to be read: as it stands
         return hashlib.sha256(b"bytes:" + body).hexdigest()
     return hashlib.sha256(b"json:" + canonical.encode()).hexdigest()
 
 
-def _plain(value: Any) -> Any:
+def _with_whole_numbers(value: Any) -> Any:
     if isinstance(value, float) and value.is_integer() and abs(value) <= _EXACT:
         return int(value)
     if isinstance(value, list):
-        return [_plain(item) for item in cast("list[Any]", value)]
+        return [_with_whole_numbers(item) for item in cast("list[Any]", value)]
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in cast("dict[str, Any]", value).items()}
+        return {
+            key: _with_whole_numbers(item) for key, item in cast("dict[str, Any]", value).items()
+        }
     return value
 
 
-def _not_valid(problem: str) -> Refusal:
+def _invalid_key(problem: str) -> Refusal:
     return Refusal(
         "invalid_request",
         f"The header {HEADER} {problem}.",

@@ -1,12 +1,12 @@
-"""Keys that identify the callers of a server: how one is made, stored, presented and checked.
+"""API keys: how one is made, stored, presented and checked.
 
 A key reads `gw-<id>-<secret>`. The operator makes one (`new_key`), gives it to a caller, and keeps one line of it in the key
-file: id, role, and the SHA-256 of id and secret. So the file gives no key away. The word before the id is no part of what is checked:
-the `tinker` client sends no key that does not begin with `tml-`, and the same key is valid with that in the place of `gw-`. One plain
-key of any form may come from the environment, for who wants no file; its role is admin.
+file: id, role, and the SHA-256 of id and secret. So the file reveals no key. The prefix before the id is not checked: the `tinker`
+client sends only keys that start with `tml-`, and the same key is valid with that prefix instead of `gw-`. Without a key file, one
+plain key of any form may come from the environment; its role is admin.
 
-A check takes the same steps whether the id is known or not, and compares hashes in constant time. No key and no hash stands in a repr, a
-message or a log.
+A check takes the same steps whether the id is known or not, and compares hashes in constant time. No repr, message or log contains a
+key or a hash.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ VARIABLE = "GROUPWISE_API_KEY"
 """The environment variable with the server's plain key, and with the client's key."""
 PREFIX = "gw"
 PREFIXES = (PREFIX, "tml")
-"""Words that a key may begin with."""
+"""Prefixes of keys."""
 HEADERS = ("api-key", "x-api-key")
-"""Headers that hold a key by itself; `authorization` holds one behind `Bearer`."""
+"""Headers that hold a key by itself; `authorization` holds one after `Bearer`."""
 SHORTEST_PLAIN = 16
-"""Characters of a plain key, at least."""
+"""Minimum length of a plain key."""
 LONGEST = 512
-"""Characters of a key, at most: whatever is longer is not even hashed."""
+"""Maximum length of a key; longer ones are refused without hashing them."""
 SECRET_BYTES = 32
 ID_BYTES = 5
 
@@ -60,9 +60,9 @@ class Role(IntEnum):
     """Start and stop runs."""
 
     @classmethod
-    def by_name(cls, word: str) -> Role | None:
-        """The role that a key file calls so."""
-        return cls.__members__.get(word.upper()) if word == word.lower() else None
+    def by_name(cls, name: str) -> Role | None:
+        """The role with this name in key files; None if there is none."""
+        return cls.__members__.get(name.upper()) if name == name.lower() else None
 
     @property
     def word(self) -> str:
@@ -84,7 +84,7 @@ class Caller:
     projects: frozenset[str] | None = None
     """The projects whose jobs the key may touch; None: all. A training server knows no projects."""
     answer_key: AnswerKey | None = None
-    """What the request calls itself; None: it is carried out each time that it comes."""
+    """The request's idempotency key; None: every repetition is carried out."""
 
     def require(self, role: Role, words: Mapping[Role, str] = WORDS) -> None:
         """Raise `forbidden` unless the caller's role is at least this one. `words`: what the server calls the roles."""
@@ -96,7 +96,7 @@ class Caller:
 
 
 LOCAL = Caller("local", Role.ADMIN)
-"""Everybody, where a server has no keys and so listens to this machine alone."""
+"""The caller of every request to a server without keys, which listens to this machine only."""
 PLAIN_ID = "environment"
 """The id of the plain key."""
 
@@ -113,7 +113,7 @@ class StoredKey:
 
 @dataclass(frozen=True, slots=True)
 class NewKey:
-    """A key that was just made: to be told once, to the one who will use it."""
+    """A new key. It is shown once, to its user; the server stores only a hash."""
 
     id: str
     digest: bytes = field(repr=False)
@@ -127,7 +127,7 @@ class Keyring:
     """The keys that a server accepts."""
 
     def __init__(self, stored: Iterable[StoredKey] = (), plain: str | None = None) -> None:
-        """`plain` is the key from the environment. Raises UsageError where it is too short."""
+        """`plain` is the key from the environment. Raises UsageError if it is too short."""
         self._stored = {key.id: key for key in stored}
         self._plain = _NOBODY if plain is None else hashlib.sha256(_check_plain_key(plain)).digest()
         self._has_plain = plain is not None
@@ -145,13 +145,13 @@ class Keyring:
         match = _KEY.fullmatch(presented)
         name = match["id"] if match else ""
         stored = self._stored.get(name)
-        digest = hashlib.sha256(_identity(name, match["secret"] if match else "")).digest()
-        known = hmac.compare_digest(digest, stored.digest if stored else _NOBODY)
-        whole = hashlib.sha256(presented.encode("utf-8", "surrogatepass")).digest()
-        plain = hmac.compare_digest(whole, self._plain)
-        if known and stored is not None:
+        digest = hashlib.sha256(_hashed_part(name, match["secret"] if match else "")).digest()
+        digest_matches = hmac.compare_digest(digest, stored.digest if stored else _NOBODY)
+        plain_digest = hashlib.sha256(presented.encode("utf-8", "surrogatepass")).digest()
+        plain_matches = hmac.compare_digest(plain_digest, self._plain)
+        if digest_matches and stored is not None:
             return Caller(stored.id, stored.role, stored.projects)
-        return Caller(PLAIN_ID, Role.ADMIN) if plain and self._has_plain else None
+        return Caller(PLAIN_ID, Role.ADMIN) if plain_matches and self._has_plain else None
 
     def caller_of(self, id: str) -> Caller | None:
         """The caller whose key has this id, or None."""
@@ -161,11 +161,11 @@ class Keyring:
         return None if stored is None else Caller(stored.id, stored.role, stored.projects)
 
     def seal(self, id: str, text: str) -> str | None:
-        """A seal of this text that can be made only with what is kept of the key, and is another once that is; None: there is no such."""
+        """An HMAC of the text with the stored hash of the key as its secret, so it changes with the key; None if no key has this id."""
         if self.caller_of(id) is None:
             return None
-        own = id == PLAIN_ID and self._has_plain
-        secret = self._plain if own else self._stored[id].digest
+        is_plain = id == PLAIN_ID and self._has_plain
+        secret = self._plain if is_plain else self._stored[id].digest
         return hmac.new(secret, text.encode("utf-8", "surrogatepass"), hashlib.sha256).hexdigest()
 
 
@@ -187,19 +187,19 @@ def caller_of(ring: Keyring | None, headers: Mapping[str, str]) -> Caller:
 
 
 def presented_key(headers: Mapping[str, str]) -> str | None:
-    """The key in these headers; None where there is none."""
-    found = {name.lower(): value.strip() for name, value in headers.items()}
+    """The key in these headers; None if there is none."""
+    lower_headers = {name.lower(): value.strip() for name, value in headers.items()}
     for name in HEADERS:
-        if found.get(name):
-            return found[name]
-    scheme, _, value = found.get("authorization", "").partition(" ")
+        if lower_headers.get(name):
+            return lower_headers[name]
+    scheme, _, value = lower_headers.get("authorization", "").partition(" ")
     return (value.strip() or None) if scheme.lower() == "bearer" else None
 
 
 def new_key(role: Role, prefix: str = PREFIX) -> NewKey:
     """Make a new key, and its line for the key file."""
     name, secret = secrets.token_hex(ID_BYTES), secrets.token_hex(SECRET_BYTES)
-    digest = hashlib.sha256(_identity(name, secret)).digest()
+    digest = hashlib.sha256(_hashed_part(name, secret)).digest()
     return NewKey(name, digest, f"{prefix}-{name}-{secret}", f"{name} {role.word} {digest.hex()}")
 
 
@@ -210,7 +210,7 @@ def id_in(presented: str) -> str | None:
 
 
 def read_keys_in(path: Path) -> tuple[StoredKey, ...]:
-    """The keys of the key file there. Raises ConfigError, also where it cannot be read, or where others could add a key of theirs."""
+    """The keys of a key file. Raises ConfigError, also if it cannot be read, or if other users could write to it."""
     try:
         with path.open(encoding="utf-8") as file:
             mode = os.fstat(file.fileno()).st_mode
@@ -225,9 +225,9 @@ def read_keys_in(path: Path) -> tuple[StoredKey, ...]:
 
 
 def read_key_file(text: str, source: str) -> tuple[StoredKey, ...]:
-    """The keys of a key file: one line `id role sha256` for each, empty lines, and comments behind `#`.
+    """The keys of a key file: one line `id role sha256` for each, empty lines, and comments after `#`.
 
-    Raises ConfigError with every line that is none; what stands there is not shown, because it may be a key.
+    Raises ConfigError with every invalid line; its content is not shown, because it may be a key.
     """
     keys: dict[str, StoredKey] = {}
     problems: list[str] = []
@@ -252,8 +252,8 @@ def _read_line(words: list[str]) -> StoredKey | str:
     """The key of a line, or what is wrong with it."""
     if len(words) != 3:
         return f"a line is `id role sha256`, but this one has {len(words)} word(s)"
-    name, word, digest = words
-    role = Role.by_name(word)
+    name, role_name, digest = words
+    role = Role.by_name(role_name)
     if not _ID.fullmatch(name):
         return "the first word is no id: 1 to 32 lower-case letters and digits"
     if name in (LOCAL.key_id, PLAIN_ID):
@@ -265,19 +265,19 @@ def _read_line(words: list[str]) -> StoredKey | str:
     return StoredKey(name, role, bytes.fromhex(digest))
 
 
-def _identity(name: str, secret: str) -> bytes:
-    """The bytes of a key that are hashed: all but the word that it begins with."""
+def _hashed_part(name: str, secret: str) -> bytes:
+    """The bytes of a key that are hashed: everything except its prefix."""
     return f"{name}-{secret}".encode()
 
 
-def _check_plain_key(plain: str) -> bytes:
-    if not SHORTEST_PLAIN <= len(plain) <= LONGEST:
+def _check_plain_key(key: str) -> bytes:
+    if not SHORTEST_PLAIN <= len(key) <= LONGEST:
         raise UsageError(
-            f"{VARIABLE} has {len(plain)} characters; a key has {SHORTEST_PLAIN} to {LONGEST}. "
+            f"{VARIABLE} has {len(key)} characters; a key has {SHORTEST_PLAIN} to {LONGEST}. "
             "`python -c 'import secrets; print(secrets.token_urlsafe(32))'` makes a good one."
         )
-    if not all("!" <= letter <= "~" for letter in plain):
+    if not all("!" <= letter <= "~" for letter in key):
         raise UsageError(
             f"{VARIABLE} has spaces, line ends or characters beyond ASCII in it, which a header cannot hold. Remove them."
         )
-    return plain.encode()
+    return key.encode()

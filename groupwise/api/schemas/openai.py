@@ -53,8 +53,8 @@ class TextPart(Body):
     text: str = Field(description="The text.")
 
 
-def _content(given: object) -> str:
-    return "(parts)" if isinstance(given, list) else "(text)"
+def _content_tag(content: object) -> str:
+    return "(parts)" if isinstance(content, list) else "(text)"
 
 
 class ChatMessage(Body):
@@ -67,7 +67,7 @@ class ChatMessage(Body):
     )
     content: Annotated[
         Annotated[str | None, Tag("(text)")] | Annotated[list[TextPart], Tag("(parts)")],
-        Discriminator(_content),
+        Discriminator(_content_tag),
     ] = Field(
         default=None,
         description="The message: text, or pieces of text. null if a message only calls tools.",
@@ -91,8 +91,8 @@ class ChatMessage(Body):
         """The message in the form that chat templates take."""
         parts = self.content
         content = "".join(part.text for part in parts) if isinstance(parts, list) else parts
-        more = self.model_dump(include={"name", "tool_calls", "tool_call_id"}, exclude_none=True)
-        return {"role": self.role, "content": content, **more}
+        fields = self.model_dump(include={"name", "tool_calls", "tool_call_id"}, exclude_none=True)
+        return {"role": self.role, "content": content, **fields}
 
 
 class StreamOptions(Body):
@@ -240,12 +240,12 @@ class _Request(Body):
     @property
     def restrictions(self) -> Mapping[str, float | int]:
         """The sampling restrictions (top_k, top_p, min_p) that the request sets."""
-        given = {
+        values = {
             "top_p": None if self.top_p == 1 else self.top_p,
             "top_k": self.top_k if self.top_k is not None and self.top_k > 0 else None,
             "min_p": self.min_p or None,
         }
-        return {key: value for key, value in given.items() if value is not None}
+        return {key: value for key, value in values.items() if value is not None}
 
     @property
     def includes_usage(self) -> bool:
@@ -258,7 +258,7 @@ class _Request(Body):
         raise NotImplementedError
 
     @model_validator(mode="after")
-    def _can_be_done(self) -> Self:
+    def _check_supported(self) -> Self:
         for problem in self._problems():
             raise problem
         return self
@@ -340,8 +340,8 @@ class ChatRequest(_Request):
     @property
     def offered_tools(self) -> list[dict[str, Any]]:
         """Schemas of the tools that the model may call."""
-        given = [] if self.tool_choice == "none" else self.tools or []
-        return [tool.model_dump(exclude_none=True) for tool in given]
+        tools = [] if self.tool_choice == "none" else self.tools or []
+        return [tool.model_dump(exclude_none=True) for tool in tools]
 
     def _problems(self) -> Iterator[PydanticCustomError]:
         yield from super()._problems()
@@ -357,8 +357,8 @@ class ChatRequest(_Request):
             yield wrong(
                 "top_logprobs", "is 0 here: only the tokens that were drawn have a log-probability"
             )
-        both = self.max_tokens, self.max_completion_tokens
-        if None not in both and both[0] != both[1]:
+        limits = self.max_tokens, self.max_completion_tokens
+        if None not in limits and limits[0] != limits[1]:
             yield wrong("max_tokens", "differs from max_completion_tokens; give one of the two")
 
 

@@ -372,8 +372,8 @@ class Refusal(GroupwiseError):
         `model`: the type that the body was read as, where it is known; then the words say more.
         """
         errors = [
-            FieldError(field=each.field, message=each.message)
-            for each in field_errors(error, model)
+            FieldError(field=field_error.field, message=field_error.message)
+            for field_error in field_errors(error, model)
         ]
         return cls("invalid_request", summary_of(errors), errors=errors)
 
@@ -408,10 +408,10 @@ class Refusal(GroupwiseError):
         )
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _refusal, (self.code, self.detail, self.errors, self.retry_after)
+        return _rebuild_refusal, (self.code, self.detail, self.errors, self.retry_after)
 
 
-def _refusal(
+def _rebuild_refusal(
     code: str, detail: str, errors: tuple[FieldError, ...], retry_after: float | None
 ) -> Refusal:
     return Refusal(code, detail, errors=errors, retry_after=retry_after)
@@ -421,7 +421,7 @@ def summary_of(errors: Sequence[FieldError]) -> str:
     """One line that names the first field that is wrong, and how many more there are."""
     if not errors:
         return KINDS["invalid_request"].meaning
-    first = errors[0]
-    where = f"{first.field}: " if first.field else ""
-    more = f" ({len(errors) - 1} more under `errors`)" if len(errors) > 1 else ""
-    return f"{where}{first.message}{more}"
+    first_error = errors[0]
+    field_prefix = f"{first_error.field}: " if first_error.field else ""
+    suffix = f" ({len(errors) - 1} more under `errors`)" if len(errors) > 1 else ""
+    return f"{field_prefix}{first_error.message}{suffix}"

@@ -1,4 +1,4 @@
-"""The columns of a row that its chat template receives beside the messages: `tools` and `chat_template_kwargs`."""
+"""The columns of a row that its chat template receives in addition to the messages: `tools` and `chat_template_kwargs`."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from groupwise.core.errors import TaskError
 TOOLS = "tools"
 ARGUMENTS = "chat_template_kwargs"
 ALIKE = 0.7
-"""The likeness (of `difflib`) from which a column's name is taken for a misspelt `chat_template_kwargs`."""
+"""Similarity ratio (`difflib`) from which a column name counts as a misspelt `chat_template_kwargs`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ForTemplate:
-    """The arguments that a row passes to the chat template beside its messages."""
+    """The arguments that a row passes to the chat template in addition to its messages."""
 
     tools: tuple[Any, ...] = ()
     """Schemas."""
@@ -45,13 +45,15 @@ def for_template(columns: Mapping[str, Any], where: str) -> ForTemplate:
             f"{where}: `{ARGUMENTS}` is {type(arguments).__name__}. Expected a dict, such as "
             '{"enable_thinking": false}.'
         )
-    given = dict(cast("Mapping[str, Any]", arguments or {}))
-    return ForTemplate(tuple(without_nulls(each) for each in schemas), without_nulls(given))
+    template_arguments = dict(cast("Mapping[str, Any]", arguments or {}))
+    return ForTemplate(
+        tuple(without_nulls(schema) for schema in schemas), without_nulls(template_arguments)
+    )
 
 
 @cache  # each row has the same columns, and likeness takes its time
 def _nearly_arguments(name: str) -> bool:
-    """Such as `template_kwargs` and `enable_thinking`; `chat_template` and `chat_template_id` say which template a row had."""
+    """True for names such as `template_kwargs` and `enable_thinking`, not for `chat_template` and `chat_template_id`."""
     if not any(part in name.lower() for part in ("kw", "arg", "param", "option")):
         return name == "enable_thinking"
     likeness = difflib.SequenceMatcher(None, name.lower(), ARGUMENTS).ratio()
@@ -59,20 +61,20 @@ def _nearly_arguments(name: str) -> bool:
 
 
 def _parse_cell(value: Any, name: str, where: str) -> Any:
-    """The value of a cell, parsed if it is JSON text, which tables prefer; None if the cell is empty, which tables write as "" or NaN."""
-    plain = value.tolist() if hasattr(value, "tolist") else value
-    if not isinstance(plain, str):
-        return None if isinstance(plain, float) and math.isnan(plain) else plain
-    if not plain.strip():
+    """The value of a cell, parsed if it is JSON text; None if the cell is empty (None, "" or NaN)."""
+    cell = value.tolist() if hasattr(value, "tolist") else value
+    if not isinstance(cell, str):
+        return None if isinstance(cell, float) and math.isnan(cell) else cell
+    if not cell.strip():
         return None
     try:
-        return json.loads(plain)
+        return json.loads(cell)
     except ValueError as error:
         raise TaskError(f"{where}: `{name}` is text, but no JSON: {error}.") from error
 
 
 def without_nulls(value: Any) -> Any:
-    """The same without the keys that hold None, at every depth: tables give each row all keys that any of them has."""
+    """The value without keys that hold None, at every depth: tables give each row all keys that any row has."""
     if isinstance(value, Mapping):
         entries = cast("Mapping[Any, Any]", value).items()
         return {key: without_nulls(entry) for key, entry in entries if entry is not None}
@@ -82,12 +84,12 @@ def without_nulls(value: Any) -> Any:
 
 
 def columns_of(tools: Sequence[Any] | None, arguments: Mapping[str, Any] | None) -> dict[str, Any]:
-    """The columns that give these to the template, as far as there are any."""
-    given = {TOOLS: tools, ARGUMENTS: arguments}
-    return {name: value for name, value in given.items() if value}
+    """The columns that pass these to the template; without empty ones."""
+    columns = {TOOLS: tools, ARGUMENTS: arguments}
+    return {name: value for name, value in columns.items() if value}
 
 
 def for_request(columns: Mapping[str, Any]) -> dict[str, Any]:
-    """The same of a row that a service is asked for, as fields of the request. Raises TaskError as `for_template` does."""
-    given = for_template(columns, "a row")
-    return columns_of(list(given.tools), given.arguments)
+    """Both columns of a row as fields of a request to a service. Raises TaskError like `for_template`."""
+    template_input = for_template(columns, "a row")
+    return columns_of(list(template_input.tools), template_input.arguments)

@@ -33,33 +33,33 @@ from groupwise.api.schemas.fail_fast import FailFast
 from groupwise.core.settings.field_errors import GROUP_ID_PATTERN, NAME_PATTERN
 
 MAX_PROMPTS = 256
-"""Prompts of one request for completions, and groups of one request with rewards."""
+"""Maximum number of prompts, or of groups with rewards, in one request."""
 MAX_COMPLETIONS = 1024
-"""Completions of one prompt."""
+"""Maximum number of completions of one prompt."""
 MAX_TOKENS = 1_000_000
-"""Tokens that a length may be set to; what the model can do is less."""
+"""Largest value of a length setting, in tokens; models have lower limits."""
 MAX_STEPS = 100_000_000
 MAX_REWARD = 1e9
 """Largest magnitude of a reward."""
 MAX_ID = 64
-"""Characters of an id."""
+"""Maximum length of an id."""
 MAX_NAME = 128
-"""Characters of the name of a run or checkpoint."""
+"""Maximum length of the name of a run or checkpoint."""
 MAX_ADDRESS = 1024
-"""Characters of the address of a model, adapter or version."""
+"""Maximum length of the address of a model, adapter or version."""
 MAX_MESSAGES = 1024
-"""Messages of one prompt."""
+"""Maximum number of messages in one prompt."""
 MAX_STOPS = 16
-"""Texts that may end a completion."""
+"""Maximum number of stop strings."""
 MAX_STOP = 256
-"""Characters of one such text."""
+"""Maximum length of a stop string."""
 MAX_STALENESS = 64
 MAX_DRAW = 2**53
 """Draws are below this, so that every JSON library reads them exactly."""
 MIN_LEASE, MAX_LEASE = 1.0, 7 * 24 * 3600.0
 """Seconds."""
 MAX_WAIT, DEFAULT_WAIT = 600.0, 60.0
-"""Seconds that a request may wait for a step."""
+"""Seconds for which a request may wait for a step."""
 MAX_LEARNING_RATE = 100.0
 TINY = "tiny"
 """The model that every server has: a few thousand random parameters over single characters."""
@@ -101,7 +101,7 @@ def wrong(field: str, problem: str) -> PydanticCustomError:
     return PydanticCustomError("conflict", "{problem}", {"problem": problem, "field": field})
 
 
-def _no_twice(values: list[Any]) -> list[Any]:
+def _check_unique(values: list[Any]) -> list[Any]:
     if len(set(values)) != len(values):
         twice = next(value for value in values if values.count(value) > 1)
         raise PydanticCustomError("twice", "{value} stands twice", {"value": twice})
@@ -156,9 +156,9 @@ PromptPlain = str | list[dict[str, Any]]
 """A prompt as the rest of the package has it, `groupwise.core.types.Prompt`."""
 
 
-def plain_prompt(given: str | list[ChatMessage]) -> PromptPlain:
+def plain_prompt(prompt: str | list[ChatMessage]) -> PromptPlain:
     """A prompt of a request as the rest of the package has it."""
-    return given if isinstance(given, str) else [message.plain() for message in given]
+    return prompt if isinstance(prompt, str) else [message.plain() for message in prompt]
 
 
 GroupId = Annotated[
@@ -346,7 +346,7 @@ class StartRequest(Body):
         return self.groups_per_step or self.training_batch_size * self.gradient_accumulation_steps
 
     @model_validator(mode="after")
-    def _goes_together(self) -> Self:
+    def _check_combinations(self) -> Self:
         product = self.training_batch_size * self.gradient_accumulation_steps
         parts = {"training_batch_size", "gradient_accumulation_steps"} & self.model_fields_set
         if self.groups_per_step is not None and parts and self.groups_per_step != product:
@@ -367,10 +367,10 @@ class StartRequest(Body):
         if self.adapter == "full" and self.lora is not None:
             raise wrong("lora", "has no effect with `adapter: full`, which trains all weights")
         for section in ("sampler", "training"):
-            given = cast("dict[str, Any]", getattr(self, section) or {})
-            for key in given:
-                if instead := ONE_PLACE.get(f"{section}.{key}"):
-                    raise wrong(f"{section}.{key}", f"has no place here: {instead}")
+            settings = cast("dict[str, Any]", getattr(self, section) or {})
+            for key in settings:
+                if advice := ONE_PLACE.get(f"{section}.{key}"):
+                    raise wrong(f"{section}.{key}", f"has no place here: {advice}")
         return self
 
 
@@ -443,7 +443,7 @@ class CompletionsRequest(Body):
         description="Position in the run's order of draws, from which the seeds follow; null: the next free one. Given by all clients, "
         "the run repeats bit for bit. With `prompt`.",
     )
-    draws: Annotated[list[Draw], AfterValidator(_no_twice)] | None = Field(
+    draws: Annotated[list[Draw], AfterValidator(_check_unique)] | None = Field(
         default=None,
         description="The same for each of `prompts`.",
         min_length=1,
@@ -474,8 +474,8 @@ class CompletionsRequest(Body):
     @property
     def all_prompts(self) -> tuple[PromptPlain, ...]:
         """One, or several, as the rest of the package has them."""
-        given = [self.prompt] if self.prompt is not None else self.prompts or []
-        return tuple(plain_prompt(prompt) for prompt in given)
+        prompts = [self.prompt] if self.prompt is not None else self.prompts or []
+        return tuple(plain_prompt(prompt) for prompt in prompts)
 
     @property
     def all_draws(self) -> tuple[int | None, ...]:
@@ -485,7 +485,7 @@ class CompletionsRequest(Body):
         return (self.draw,)
 
     @model_validator(mode="after")
-    def _one_form(self) -> Self:
+    def _check_one_form(self) -> Self:
         if (self.prompt is None) == (self.prompts is None):
             both = "" if self.prompt is None else ", not both"
             raise wrong("prompt", f"give either `prompt`, for one, or `prompts`, for several{both}")
@@ -580,7 +580,7 @@ class GroupRewards(Body):
         return None if self.prompt is None else plain_prompt(self.prompt)
 
     @model_validator(mode="after")
-    def _says_which_and_counts(self) -> Self:
+    def _check_rewards(self) -> Self:
         if self.group_id is None and (self.prompt is None or self.completions is None):
             raise wrong(
                 "group_id", "is needed, or `prompt` and `completions` as they were answered"
@@ -599,7 +599,7 @@ class RewardsOfOne(GroupRewards):
     timeout: Timeout = DEFAULT_WAIT
 
     @model_validator(mode="after")
-    def _waits(self) -> Self:
+    def _check_wait(self) -> Self:
         return _check_timeout(self)
 
     @property
@@ -618,7 +618,7 @@ class RewardsOfSeveral(Body):
     timeout: Timeout = DEFAULT_WAIT
 
     @model_validator(mode="after")
-    def _waits(self) -> Self:
+    def _check_wait(self) -> Self:
         return _check_timeout(self)
 
     @property
@@ -627,24 +627,24 @@ class RewardsOfSeveral(Body):
         return tuple(self.groups)
 
     @model_validator(mode="after")
-    def _each_once(self) -> Self:
+    def _check_unique_groups(self) -> Self:
         seen: set[str] = set()
-        for place, group in enumerate(self.groups):
+        for index, group in enumerate(self.groups):
             if group.group_id is not None and group.group_id in seen:
-                raise wrong(f"groups.{place}.group_id", f"{group.group_id} stands twice")
+                raise wrong(f"groups.{index}.group_id", f"{group.group_id} stands twice")
             seen |= {group.group_id} if group.group_id is not None else set()
         return self
 
 
-def _how_many(given: object) -> str:
-    if isinstance(given, Mapping):
-        return "(several)" if "groups" in given else "(one)"
-    return "(several)" if isinstance(given, RewardsOfSeveral) else "(one)"
+def _rewards_tag(body: object) -> str:
+    if isinstance(body, Mapping):
+        return "(several)" if "groups" in body else "(one)"
+    return "(several)" if isinstance(body, RewardsOfSeveral) else "(one)"
 
 
 RewardsRequest = Annotated[
     Annotated[RewardsOfOne, Tag("(one)")] | Annotated[RewardsOfSeveral, Tag("(several)")],
-    Discriminator(_how_many),
+    Discriminator(_rewards_tag),
 ]
 """The rewards of one group, or, under `groups`, of several."""
 
@@ -675,7 +675,7 @@ class RewardsBatchAnswer(ResponseModel):
 class StepRequest(Body):
     """A step to be taken now."""
 
-    group_ids: Annotated[list[GroupId], AfterValidator(_no_twice)] | None = Field(
+    group_ids: Annotated[list[GroupId], AfterValidator(_check_unique)] | None = Field(
         default=None,
         description="The rewarded or held groups to learn from; null: all that are rewarded and not held, at most `groups_per_step`.",
         min_length=1,
@@ -691,7 +691,7 @@ class StepRequest(Body):
     timeout: Timeout = DEFAULT_WAIT
 
     @model_validator(mode="after")
-    def _waits(self) -> Self:
+    def _check_wait(self) -> Self:
         return _check_timeout(self)
 
 

@@ -25,7 +25,7 @@ from groupwise.core.terminal.text import one_line, shorten
 
 if TYPE_CHECKING:
     from groupwise.jobs.fleet.client import FleetClient
-    from groupwise.jobs.fleet.download import Tell
+    from groupwise.jobs.fleet.download import OnProgress
     from groupwise.jobs.fleet.local import LocalFleet
     from groupwise.jobs.fleet.settings import FleetPlace
 
@@ -57,11 +57,11 @@ def fleet(
     """
     from groupwise.jobs.fleet.settings import FleetAddress, find
 
-    found = find(fleet_at, os.environ)
-    if isinstance(found, FleetAddress):
+    location = find(fleet_at, os.environ)
+    if isinstance(location, FleetAddress):
         from groupwise.jobs.fleet.client import FleetClient
 
-        with FleetClient(found.url, tell=say, timeout=timeout) as client:
+        with FleetClient(location.url, warn=say, timeout=timeout) as client:
             yield client
     else:
         with fleet_here(fleet_at, make=make) as local:
@@ -95,7 +95,7 @@ def fleet_here(fleet_at: str | None, *, make: bool = False) -> Generator[LocalFl
     database = databases.connect(place.database_url)
     try:
         databases.check_schema(database, lambda: who_plays(place.folder))
-        with LocalFleet(place, database, terminal_user(), tell=say) as local:
+        with LocalFleet(place, database, terminal_user(), warn=say) as local:
             yield local
     finally:
         database.close()
@@ -106,14 +106,14 @@ def place_of(fleet_at: str | None, options: dict[str, Any] | None = None) -> Fle
     require_installed()
     from groupwise.jobs.fleet.settings import FleetAddress, find
 
-    found = find(fleet_at, os.environ, options)
-    if isinstance(found, FleetAddress):
+    location = find(fleet_at, os.environ, options)
+    if isinstance(location, FleetAddress):
         raise UsageError(
-            f"{found.url} is the address of a fleet's API, and this command works on the fleet itself, its database and folder: type it on "
-            "the machine where the fleet runs. From here, `groupwise fleet status` says how it is doing. Without --fleet and "
+            f"{location.url} is the address of a fleet's API, and this command works on the fleet itself, its database and folder: type it "
+            "on the machine where the fleet runs. From here, `groupwise fleet status` says how it is doing. Without --fleet and "
             "GROUPWISE_FLEET, the fleet in ~/.groupwise/fleet is meant."
         )
-    return found
+    return location
 
 
 def terminal_user() -> str:
@@ -146,25 +146,25 @@ def require_server() -> None:
 
 
 @contextmanager
-def progress() -> Generator[Tell, None, None]:
+def progress() -> Generator[OnProgress, None, None]:
     """Show progress in a line that is overwritten, and removed at the end. Shows nothing if standard error is not a terminal."""
-    from groupwise.jobs.fleet.download import tell_nobody
+    from groupwise.jobs.fleet.download import no_progress
 
     if not sys.stderr.isatty():
-        yield tell_nobody
+        yield no_progress
         return
-    last, shown = time.monotonic(), False
+    last_printed, has_printed = time.monotonic(), False
 
-    def tell(here: int, of: int, what: str) -> None:
-        nonlocal last, shown
-        if time.monotonic() - last < SHOW_SECONDS:
+    def tell(received: int, total: int, label: str) -> None:
+        nonlocal last_printed, has_printed
+        if time.monotonic() - last_printed < SHOW_SECONDS:
             return
-        last, shown = time.monotonic(), True
-        line = f"{byte_size(here)} of {byte_size(of)}, {one_line(what)}"
+        last_printed, has_printed = time.monotonic(), True
+        line = f"{byte_size(received)} of {byte_size(total)}, {one_line(label)}"
         typer.echo(f"\r\x1b[K{shorten(line, WIDEST)}", err=True, nl=False)
 
     try:
         yield tell
     finally:
-        if shown:
+        if has_printed:
             typer.echo("\r\x1b[K", err=True, nl=False)

@@ -70,22 +70,25 @@ class EngineOptions:
         """The given settings. Scheduler options form one setting: if any are given, they replace all earlier ones. Raises UsageError."""
         from groupwise.jobs.fleet.queue.resources import megabytes
 
-        of_slurm = [*([f"--partition={self.partition}"] if self.partition else []), *self.sbatch]
-        if of_slurm and (self.resource or self.address):
+        slurm_options = [
+            *([f"--partition={self.partition}"] if self.partition else []),
+            *self.sbatch,
+        ]
+        if slurm_options and (self.resource or self.address):
             raise UsageError(
                 "--partition and --sbatch are for Slurm, --address and --resource for Ray."
             )
-        given = {
+        options = {
             "slots": self.slots,
             "gpus": self.gpus_per_job,
             "gpu_model": self.gpu_model,
             "gpu_memory_mb": None
             if self.gpu_memory is None
             else megabytes("--gpu-memory", self.gpu_memory),
-            "options": [*of_slurm, *self.resource] or None,
+            "options": [*slurm_options, *self.resource] or None,
             "address": self.address,
         }
-        return {name: value for name, value in given.items() if value is not None}
+        return {name: value for name, value in options.items() if value is not None}
 
     def of_new_machine(self, name: str | None) -> dict[str, Any] | None:
         """The engine of a machine to add; None: the machine starts jobs itself. Raises UsageError."""

@@ -70,14 +70,16 @@ def exec_command(
             "checkpoints": [],
         }
         with sigterm_interrupts():
-            ended = _follow(access, request, project)
-    reason = ended["failure_reason"]
+            final_job = _run_and_follow(access, request, project)
+    reason = final_job["failure_reason"]
     if reason and not _OWN_EXIT_CODE.match(reason):
         say(reason)
-    raise typer.Exit(exit_code_of([ended]))
+    raise typer.Exit(exit_code_of([final_job]))
 
 
-def _follow(access: FleetClient, request: Mapping[str, Any], project: str | None) -> dict[str, Any]:
+def _run_and_follow(
+    access: FleetClient, request: Mapping[str, Any], project: str | None
+) -> dict[str, Any]:
     """Submit the job and print its log. Returns its final state. If the user interrupts, the job is cancelled."""
     from groupwise.cli.fleet.follow import follow_log
 
@@ -87,15 +89,15 @@ def _follow(access: FleetClient, request: Mapping[str, Any], project: str | None
         return follow_log(access, job_id)
     except (KeyboardInterrupt, BrokenPipeError):
         # A broken pipe means that the reader of our output has ended (`| head`).
-        _cancel(access, job_id)
+        _cancel_job(access, job_id)
         raise
     except GroupwiseError:
         if job_id is not None:
-            say(_goes_on(job_id))
+            say(_continues_message(job_id))
         raise
 
 
-def _cancel(access: FleetClient, job_id: str | None) -> None:
+def _cancel_job(access: FleetClient, job_id: str | None) -> None:
     """Cancel the job of a user who has interrupted the command."""
     from groupwise.api.schemas.problems import Refusal
 
@@ -106,14 +108,14 @@ def _cancel(access: FleetClient, job_id: str | None) -> None:
         now = access.cancel(job_id, "exec was interrupted")["status"]
     except Refusal as refusal:
         if refusal.code != "job_state":
-            say(f"{_goes_on(job_id)}: {refusal.message}")
+            say(f"{_continues_message(job_id)}: {refusal.message}")
     except (GroupwiseError, KeyboardInterrupt) as error:
-        say(f"{_goes_on(job_id)}: {error or 'interrupted again'}")
+        say(f"{_continues_message(job_id)}: {error or 'interrupted again'}")
     else:
         say(f"{job_id} {'is being ended' if now == 'running' else 'is cancelled'}")
 
 
-def _goes_on(job_id: str) -> str:
+def _continues_message(job_id: str) -> str:
     return f"{job_id} continues; `groupwise fleet stop {job_id}` ends it"
 
 

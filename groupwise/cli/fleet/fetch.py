@@ -44,8 +44,8 @@ def fetch(
     Each file appears whole, once its hash has been verified. Files that are there already stay, and interrupted ones are continued.
     """
     folder = Path(job) if to is None else to.expanduser()
-    with fleet(fleet_at) as access, progress() as tell:
-        found = access.fetch(
+    with fleet(fleet_at) as access, progress() as on_progress:
+        result = access.fetch(
             job,
             folder,
             paths=path or (),
@@ -53,16 +53,16 @@ def fetch(
             epoch=epoch,
             rank=rank,
             force=force,
-            tell=tell,
+            on_progress=on_progress,
         )
     if as_json:
-        write_json(found)
+        write_json(result)
         return
-    files = found["files"]
-    kept = sum(each["kept"] for each in files)
-    size = byte_size(sum(each["bytes"] for each in files))
-    already = f", {kept} of them here already" if kept else ""
-    say(f"{found['job_id']}: {len(files)} file{'' if len(files) == 1 else 's'}, {size}{already}")
-    for left, why in found["left_out"]:
-        say(f"the fleet left out {left}: {why.replace('_', ' ')}")
+    files = result["files"]
+    kept_count = sum(file["kept"] for file in files)
+    size = byte_size(sum(file["bytes"] for file in files))
+    kept_note = f", {kept_count} of them here already" if kept_count else ""
+    say(f"{result['job_id']}: {len(files)} file{'' if len(files) == 1 else 's'}, {size}{kept_note}")
+    for path_left_out, reason in result["left_out"]:
+        say(f"the fleet left out {path_left_out}: {reason.replace('_', ' ')}")
     typer.echo(folder)

@@ -59,7 +59,7 @@ class _LogSource(Protocol):
     ) -> LogPart: ...
 
 
-class _Patiently:
+class _RetryingAccess:
     """A fleet whose calls are retried until it answers. The calls only read, from a given position, so nothing is printed twice."""
 
     def __init__(self, access: FleetClient) -> None:
@@ -92,7 +92,7 @@ class _LogReader:
     epoch: int | None = None
     """The attempt of the next part; None: there is no log yet."""
     offset: int = 0
-    to: LogWriter = field(default_factory=LogWriter)
+    writer: LogWriter = field(default_factory=LogWriter)
 
     def copy(self, access: _LogSource, wait: float) -> bool:
         """Write everything that is new. Returns False if the log continues with an attempt after the only one to read."""
@@ -106,36 +106,36 @@ class _LogReader:
                 tail=self.tail,
                 wait=wait,
             )
-            begun, before = self.epoch is not None, self.epoch
+            has_started, previous_epoch = self.epoch is not None, self.epoch
             if part.data and self.only not in (None, part.epoch):
                 return False
-            if part.data and begun and part.epoch != before:
-                self.to.end()
+            if part.data and has_started and part.epoch != previous_epoch:
+                self.writer.end()
                 say(f"— {self.job_id} is tried again: epoch {part.epoch} —")
             if part.data or (part.epoch is not None and self.tail is not None):
                 self.epoch, self.offset, self.tail = part.epoch, part.offset, None
             if not part.data:
                 return True
-            self.to.write(part.data)
+            self.writer.write(part.data)
 
 
 def print_log(
     access: FleetClient, job_id: str, *, tail: int | None, epoch: int | None, rank: int = 0
 ) -> None:
     """Print the log of one attempt, as far as the control machine has it."""
-    found = _look(access, job_id, epoch)
+    job = _find_job(access, job_id, epoch)
     part = access.log(job_id, epoch=epoch, rank=rank, tail=tail)
-    of = part.epoch if epoch is None else epoch
-    if part.epoch != of or (not part.data and part.offset == 0):
-        if not found["epochs"]:
-            _say_what_it_waits_for(access, found, "")
+    shown_epoch = part.epoch if epoch is None else epoch
+    if part.epoch != shown_epoch or (not part.data and part.offset == 0):
+        if not job["epochs"]:
+            _say_what_it_waits_for(access, job, "")
         else:
             say(f"{job_id} has written nothing yet")
-    to = LogWriter()
-    while part.data and part.epoch == of:
-        to.write(part.data)
-        part = access.log(job_id, epoch=of, offset=part.offset, rank=rank)
-    to.end()
+    writer = LogWriter()
+    while part.data and part.epoch == shown_epoch:
+        writer.write(part.data)
+        part = access.log(job_id, epoch=shown_epoch, offset=part.offset, rank=rank)
+    writer.end()
 
 
 def follow_log(
@@ -149,41 +149,42 @@ def follow_log(
 ) -> dict[str, Any]:
     """Print the log as it grows, attempt after attempt, until the job has ended. Returns its final state. `epoch`: only that attempt."""
     reader = _LogReader(job_id, epoch, tail, rank)
-    printed, patient = "", _Patiently(access)
+    printed_reason, retrying_access = "", _RetryingAccess(access)
     while True:
-        found = _look(patient, job_id, epoch)
-        over = found["status"] in FINAL or _is_over(found, epoch)
-        begun = reader.epoch is not None
-        if not reader.copy(patient, 0.0 if over or not begun else WAIT_SECONDS) or over:
-            reader.to.end()
-            return found
+        job = _find_job(retrying_access, job_id, epoch)
+        is_over = job["status"] in FINAL or _is_over(job, epoch)
+        has_started = reader.epoch is not None
+        if (
+            not reader.copy(retrying_access, 0.0 if is_over or not has_started else WAIT_SECONDS)
+            or is_over
+        ):
+            reader.writer.end()
+            return job
         if reader.epoch is None:
-            printed = _say_what_it_waits_for(patient, found, printed)
+            printed_reason = _say_what_it_waits_for(retrying_access, job, printed_reason)
             sleep(LOOK_SECONDS)
 
 
-def _is_over(found: dict[str, Any], epoch: int | None) -> bool:
+def _is_over(job: dict[str, Any], epoch: int | None) -> bool:
     """True if the only attempt to read is over: a later one has started, or the job waits for one."""
-    return epoch is not None and (found["status"] != "running" or found["epochs"][-1:] != [epoch])
+    return epoch is not None and (job["status"] != "running" or job["epochs"][-1:] != [epoch])
 
 
-def _look(access: _LogSource, job_id: str, epoch: int | None) -> dict[str, Any]:
+def _find_job(access: _LogSource, job_id: str, epoch: int | None) -> dict[str, Any]:
     """The progress of a job. Raises UsageError if it has no such attempt."""
-    found = access.progress(job_id)
-    if epoch is not None and epoch not in found["epochs"]:
-        there = ", ".join(str(each) for each in found["epochs"]) or "none yet"
-        raise UsageError(f"{job_id} has no attempt with epoch {epoch}; there are: {there}.")
-    return found
+    job = access.progress(job_id)
+    if epoch is not None and epoch not in job["epochs"]:
+        known_epochs = ", ".join(str(number) for number in job["epochs"]) or "none yet"
+        raise UsageError(f"{job_id} has no attempt with epoch {epoch}; there are: {known_epochs}.")
+    return job
 
 
-def _say_what_it_waits_for(access: _LogSource, found: dict[str, Any], before: str) -> str:
-    """Print why there is no log yet, unless the text is the same as `before`. Returns the text without its numbers."""
-    reasons = access.show(found["job_id"])["waiting"]
-    text = f"{found['job_id']} is {found['status']}" + (
-        f": {'; '.join(reasons)}" if reasons else ""
-    )
+def _say_what_it_waits_for(access: _LogSource, job: dict[str, Any], previous_text: str) -> str:
+    """Print why there is no log yet, unless the text is the same as `previous_text`. Returns the text without its numbers."""
+    reasons = access.show(job["job_id"])["waiting"]
+    text = f"{job['job_id']} is {job['status']}" + (f": {'; '.join(reasons)}" if reasons else "")
     without_numbers = _NUMBERS.sub("", text)  # a decreasing remaining time is nothing new
-    if without_numbers != before:
+    if without_numbers != previous_text:
         say(text)
     return without_numbers
 
@@ -195,33 +196,35 @@ def until_ended(
     access: FleetClient, job_ids: Sequence[str], sleep: Callable[[float], None] = time.sleep
 ) -> list[dict[str, Any]]:
     """Wait until all of these jobs have ended. Returns their final states."""
-    waiting, patient = list(dict.fromkeys(job_ids)), _Patiently(access)
+    job_set, retrying_access = list(dict.fromkeys(job_ids)), _RetryingAccess(access)
     statuses: dict[str, str] = {}
-    ended: dict[str, dict[str, Any]] = {}
+    ended_jobs: dict[str, dict[str, Any]] = {}
     while True:
-        found = _states(patient, [each for each in waiting if each not in ended])
-        for job_id, each in found.items():
-            if statuses.get(job_id) != each["status"]:
-                statuses[job_id] = each["status"]
-                _say_change(patient, each, why=len(waiting) <= MOST_EXPLAINED)
-        ended |= {job_id: each for job_id, each in found.items() if each["status"] in FINAL}
-        if len(ended) == len(waiting):
-            return [ended[job_id] for job_id in job_ids]
+        jobs = _job_states(
+            retrying_access, [job_id for job_id in job_set if job_id not in ended_jobs]
+        )
+        for job_id, job in jobs.items():
+            if statuses.get(job_id) != job["status"]:
+                statuses[job_id] = job["status"]
+                _say_change(retrying_access, job, explain=len(job_set) <= MOST_EXPLAINED)
+        ended_jobs |= {job_id: job for job_id, job in jobs.items() if job["status"] in FINAL}
+        if len(ended_jobs) == len(job_set):
+            return [ended_jobs[job_id] for job_id in job_ids]
         sleep(ASK_SECONDS)
 
 
-def _states(access: _LogSource, job_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
+def _job_states(access: _LogSource, job_ids: Sequence[str]) -> dict[str, dict[str, Any]]:
     """The states of these jobs, requested in portions. Raises the fleet's refusal if one of them no longer exists."""
-    listed: dict[str, dict[str, Any]] = {}
+    jobs: dict[str, dict[str, Any]] = {}
     for start in range(0, len(job_ids), PORTION):
-        some = list(job_ids[start : start + PORTION])
-        listed |= {each["job_id"]: each for each in access.jobs(ids=some, limit=PORTION)}
-    return {job_id: listed.get(job_id) or access.progress(job_id) for job_id in job_ids}
+        portion = list(job_ids[start : start + PORTION])
+        jobs |= {job["job_id"]: job for job in access.jobs(ids=portion, limit=PORTION)}
+    return {job_id: jobs.get(job_id) or access.progress(job_id) for job_id in job_ids}
 
 
-def _say_change(access: _LogSource, job: dict[str, Any], *, why: bool) -> None:
+def _say_change(access: _LogSource, job: dict[str, Any], *, explain: bool) -> None:
     if job["status"] in ("queued", "pending", "held"):
-        if why:
+        if explain:
             _say_what_it_waits_for(access, job, "")
         else:
             say(f"{job['job_id']} is {job['status']}")
@@ -230,9 +233,9 @@ def _say_change(access: _LogSource, job: dict[str, Any], *, why: bool) -> None:
     say(f"{job['job_id']} {_STATUS_WORDS[job['status']]}{reason}")
 
 
-def exit_code_of(ended: Sequence[dict[str, Any]]) -> int:
+def exit_code_of(jobs: Sequence[dict[str, Any]]) -> int:
     """The exit code of the first job that did not complete; 0 if all did."""
-    for job in ended:
+    for job in jobs:
         if job["status"] == "cancelled":
             return CANCELLED_CODE
         if job["status"] == "failed":

@@ -55,14 +55,14 @@ class JobFilter:
 
     def given(self) -> list[str]:
         """The options that were given."""
-        return [f"--{each.name}" for each in fields(self) if getattr(self, each.name)]
+        return [f"--{option.name}" for option in fields(self) if getattr(self, option.name)]
 
     def query(self, default: frozenset[str] | None = None) -> dict[str, Any]:
         """The arguments of `Fleet.jobs`. `default`: the statuses to use if none is given. Raises UsageError."""
-        chosen = statuses(self.status) or default
+        chosen_statuses = statuses(self.status) or default
         pairs("--label", self.label)
         return {
-            "status": None if chosen is None else sorted(chosen),
+            "status": None if chosen_statuses is None else sorted(chosen_statuses),
             "project": self.project,
             "name": self.name,
             "label": self.label or None,
@@ -70,12 +70,12 @@ class JobFilter:
 
     def ids(self, access: FleetClient, default: frozenset[str]) -> list[str]:
         """The ids of all selected jobs, newest first."""
-        query, found = self.query(default), list[str]()
+        query, job_ids = self.query(default), list[str]()
         while True:
-            page = access.jobs(**query, older_than=found[-1] if found else None, limit=PAGE)
-            found += [each["job_id"] for each in page]
+            page = access.jobs(**query, older_than=job_ids[-1] if job_ids else None, limit=PAGE)
+            job_ids += [job["job_id"] for job in page]
             if len(page) < PAGE:
-                return found
+                return job_ids
 
 
 def list_jobs(
@@ -101,30 +101,30 @@ def list_jobs(
     """List jobs, the newest first."""
     query = chosen.query()
     with fleet(fleet_at) as access:
-        found = access.jobs(**query, kind=kind, vm=vm, older_than=older_than, limit=limit)
+        jobs = access.jobs(**query, kind=kind, vm=vm, older_than=older_than, limit=limit)
     if as_json:
-        write_json(found)
+        write_json(jobs)
         return
-    if not found:
+    if not jobs:
         say("no jobs like that")
         return
     from groupwise.cli.fleet.printing import print_jobs
 
-    print_jobs(found, time.time())
-    if len(found) == limit:
-        say(f"there may be more: --older-than {found[-1]['job_id']}")
+    print_jobs(jobs, time.time())
+    if len(jobs) == limit:
+        say(f"there may be more: --older-than {jobs[-1]['job_id']}")
 
 
 def show(job: JobArgument, fleet_at: FleetOption = None, as_json: AsJson = False) -> None:
     """Show one job: status and why, attempts, evidence, events."""
     with fleet(fleet_at) as access:
-        found = access.show(job)
+        details = access.show(job)
     if as_json:
-        write_json(found)
+        write_json(details)
         return
     from groupwise.cli.fleet.printing import print_job
 
-    print_job(found, time.time())
+    print_job(details, time.time())
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,64 +142,76 @@ class _Change:
     """The result for one job as text."""
 
 
-def _apply(
+def _apply_change(
     change: _Change,
     fleet_at: str | None,
     ids: Sequence[str] | None,
-    chosen: JobFilter,
+    job_filter: JobFilter,
     as_json: bool,
 ) -> None:
     """Change one named job, or raise; if there are several jobs, change each, even if others are refused."""
-    given = chosen.given()
-    if not ids and not given:
+    filter_options = job_filter.given()
+    if not ids and not filter_options:
         raise UsageError(
             f"name the jobs, or choose them: `groupwise fleet {change.name} JOB`, or --label, --name, --status or --project."
         )
-    if ids and given:
+    if ids and filter_options:
         raise UsageError(
-            f"jobs are chosen by their ids and by {given[0]}: leave one of the two out."
+            f"jobs are chosen by their ids and by {filter_options[0]}: leave one of the two out."
         )
     with fleet(fleet_at) as access:
         if ids and len(ids) == 1:
-            found = change.one(access, ids[0])
-            write_json(found) if as_json else say(change.result(found))
+            result = change.one(access, ids[0])
+            write_json(result) if as_json else say(change.result(result))
             return
-        done = _each(access, ids or chosen.ids(access, change.statuses), change, as_json)
-    refused = sum("error" in each for each in done)
+        results = _change_in_portions(
+            access, ids or job_filter.ids(access, change.statuses), change, as_json
+        )
+    refused_count = sum("error" in result for result in results)
     if as_json:
-        write_json(done)
-    elif given:
-        jobs = "1 job" if len(done) == 1 else f"{len(done)} jobs" if done else "no jobs like that"
-        of_them = f"{len(done) - refused} of {jobs}, {refused} refused" if refused else jobs
-        say(f"{change.name}: {of_them}")
-    if refused:
+        write_json(results)
+    elif filter_options:
+        jobs = (
+            "1 job"
+            if len(results) == 1
+            else f"{len(results)} jobs"
+            if results
+            else "no jobs like that"
+        )
+        summary = (
+            f"{len(results) - refused_count} of {jobs}, {refused_count} refused"
+            if refused_count
+            else jobs
+        )
+        say(f"{change.name}: {summary}")
+    if refused_count:
         raise typer.Exit(UsageError.exit_code)
 
 
-def _each(
+def _change_in_portions(
     access: FleetClient, ids: Sequence[str], change: _Change, as_json: bool
 ) -> list[dict[str, Any]]:
     """Change jobs in portions, and print each result at once. If a portion fails, --json prints the finished changes with the error."""
     from groupwise.api.schemas.fleet import portions
 
-    done: list[dict[str, Any]] = []
-    for some in portions(ids):
+    results: list[dict[str, Any]] = []
+    for portion in portions(ids):
         try:
-            changed = change.many(access, some)
+            portion_results = change.many(access, portion)
         except GroupwiseError as error:
             if not as_json:
                 raise
-            write_json({"error": {"code": error.code, "message": error.message}, "done": done})
+            write_json({"error": {"code": error.code, "message": error.message}, "done": results})
             raise typer.Exit(report_error(error, as_json=False)) from error
-        done += changed
-        for each in changed:
-            if "error" in each:
-                job_id, message = each["job_id"], each["error"]["message"]
-                about = message if job_id in message else f"{job_id}: {message}"
-                say(f"not done: {about}")
+        results += portion_results
+        for result in portion_results:
+            if "error" in result:
+                job_id, message = result["job_id"], result["error"]["message"]
+                text = message if job_id in message else f"{job_id}: {message}"
+                say(f"not done: {text}")
             elif not as_json:
-                say(change.result(each))
-    return done
+                say(change.result(result))
+    return results
 
 
 def stop(
@@ -227,13 +239,13 @@ def stop(
         lambda job: (
             f"{job['job_id']} is being ended on {job['assigned_vm']}"
             if job["status"] == "running"
-            else _is_now(job)
+            else _status_sentence(job)
         ),
     )
-    _apply(change, fleet_at, job, chosen, as_json)
+    _apply_change(change, fleet_at, job, chosen, as_json)
 
 
-def _is_now(job: dict[str, Any]) -> str:
+def _status_sentence(job: dict[str, Any]) -> str:
     return f"{job['job_id']} is {job['status']}"
 
 
@@ -255,9 +267,9 @@ def resume(
         frozenset(RETRIED_FROM),
         lambda access, job_id: access.retry(job_id),
         lambda access, ids: access.retry_all(ids),
-        lambda job: f"{_is_now(job)} again",
+        lambda job: f"{_status_sentence(job)} again",
     )
-    _apply(change, fleet_at, job, chosen, as_json)
+    _apply_change(change, fleet_at, job, chosen, as_json)
 
 
 def hold(
@@ -276,9 +288,9 @@ def hold(
         frozenset(("queued", "pending")),
         lambda access, job_id: access.hold(job_id),
         lambda access, ids: access.hold_all(ids),
-        _is_now,
+        _status_sentence,
     )
-    _apply(change, fleet_at, job, chosen, as_json)
+    _apply_change(change, fleet_at, job, chosen, as_json)
 
 
 def release(
@@ -297,9 +309,9 @@ def release(
         frozenset(("held",)),
         lambda access, job_id: access.release(job_id),
         lambda access, ids: access.release_all(ids),
-        _is_now,
+        _status_sentence,
     )
-    _apply(change, fleet_at, job, chosen, as_json)
+    _apply_change(change, fleet_at, job, chosen, as_json)
 
 
 def logs(
@@ -354,22 +366,22 @@ def remove(
     from groupwise.core.terminal.quantities import byte_size
     from groupwise.jobs.fleet.states import FINAL
 
-    chosen = statuses(status)
-    if chosen is not None and (wrong := sorted(chosen - FINAL)):
+    chosen_statuses = statuses(status)
+    if chosen_statuses is not None and (invalid_statuses := sorted(chosen_statuses - FINAL)):
         raise UsageError(
-            f"--status {', '.join(wrong)}: only jobs that have ended are removed: completed, failed, cancelled."
+            f"--status {', '.join(invalid_statuses)}: only jobs that have ended are removed: completed, failed, cancelled."
         )
     with fleet(fleet_at) as access:
         result = access.prune(
             older_than,
             project=project,
-            status=None if chosen is None else sorted(chosen),
+            status=None if chosen_statuses is None else sorted(chosen_statuses),
             dry_run=dry_run,
         )
     if as_json:
         write_json(result)
         return
-    done, what = (
+    verb, description = (
         ("would remove", "logs and outputs") if dry_run else ("removed", "logs, outputs and files")
     )
-    say(f"{done} {len(result['jobs'])} jobs, {byte_size(result['bytes'])} of {what}")
+    say(f"{verb} {len(result['jobs'])} jobs, {byte_size(result['bytes'])} of {description}")

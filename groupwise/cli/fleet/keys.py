@@ -50,13 +50,13 @@ def new(
     if role not in ROLES:
         raise UsageError(f"{role!r} is not a role; there are {', '.join(ROLES)}.")
     with fleet(fleet_at, make=True) as access:
-        made = access.make_key(role, projects=project or None, seconds=lasts, note=note)
+        new_key = access.make_key(role, projects=project or None, seconds=lasts, note=note)
     if as_json:
-        write_json(made)
+        write_json(new_key)
         return
-    typer.echo(made["key"])
+    typer.echo(new_key["key"])
     say("The key is not shown again. Its owner puts it into GROUPWISE_API_KEY.")
-    for note in made["notes"]:
+    for note in new_key["notes"]:
         say(f"Note: {note}.")
 
 
@@ -64,9 +64,9 @@ def new(
 def listing(fleet_at: FleetOption = None, as_json: AsJson = False) -> None:
     """List the keys: role, projects, dates; never the keys themselves."""
     with fleet(fleet_at) as access:
-        found = access.keys()
+        rows = access.keys()
     if as_json:
-        write_json(found)
+        write_json(rows)
         return
     print_table(
         [
@@ -80,7 +80,7 @@ def listing(fleet_at: FleetOption = None, as_json: AsJson = False) -> None:
                     "revoked" if key["revoked_at"] else clock_time(key["expires_at"]),
                     key["note"] or "",
                 )
-                for key in found
+                for key in rows
             ),
         ]
     )

@@ -163,7 +163,7 @@ def add(
         raise UsageError(
             "--prepare and --python contradict each other: both say what jobs run with."
         )
-    what = {
+    body = {
         "vm_id": vm,
         "labels": pairs("--label", settings.label),
         **settings.fields(),
@@ -171,52 +171,54 @@ def add(
         "engine": engine_options.of_new_machine(engine),
     }
     with fleet(fleet_at, make=True) as access:
-        by = Trust(trust, trust_jump, yes, ask_user())
+        trust_by = Trust(trust, trust_jump, yes, ask_user())
         if access.is_local:
-            where, trusted = _location(ssh, by, may_be_here=engine is not None)
+            location, trusted = _location(ssh, trust_by, may_be_here=engine is not None)
         else:
-            where, trusted = _location_from_afar(vm, ssh, by, prepare=prepare), False
+            location, trusted = _location_from_afar(vm, ssh, trust_by, prepare=prepare), False
         plan = usual_plan() if prepare else None
-        found = access.add_machine({**what, **where})
+        machine = access.add_machine({**body, **location})
         if not as_json or prepare:
             untrusted = f"it is not used before `groupwise fleet vm trust {vm}`"
-            then = "the poller looks at it in its next round" if trusted else untrusted
-            say(f"{vm} is in the fleet; {then}")
+            next_step = "the poller looks at it in its next round" if trusted else untrusted
+            say(f"{vm} is in the fleet; {next_step}")
         if plan is not None and access.is_local:
-            again = f"`groupwise fleet vm prepare {vm}`"
+            prepare_command = f"`groupwise fleet vm prepare {vm}`"
             try:
                 if trusted:
-                    found["prepared"] = prepare_new(cast("LocalFleet", access), vm, plan)
+                    machine["prepared"] = prepare_new(cast("LocalFleet", access), vm, plan)
                 else:
-                    problem = f"{vm} is not contacted before it is trusted; once it is, {again}"
+                    problem = (
+                        f"{vm} is not contacted before it is trusted; once it is, {prepare_command}"
+                    )
                     say(f"it is not prepared: {problem}")
-                    found["prepared"] = {"vm_id": vm, "problem": problem}
+                    machine["prepared"] = {"vm_id": vm, "problem": problem}
             except KeyboardInterrupt:
-                say(f"what has started continues there; {again} follows it to its end")
+                say(f"what has started continues there; {prepare_command} follows it to its end")
                 raise
     if as_json:
-        write_json(found)
-    if "problem" in found.get("prepared", {}):
+        write_json(machine)
+    if "problem" in machine.get("prepared", {}):
         raise typer.Exit(1)
 
 
-def _location(ssh: SshOptions, by: Trust, *, may_be_here: bool) -> tuple[dict[str, Any], bool]:
+def _location(ssh: SshOptions, trust: Trust, *, may_be_here: bool) -> tuple[dict[str, Any], bool]:
     """The location fields of a new machine, and whether it is trusted. `may_be_here`: without options, it is this machine."""
     from groupwise.cli.fleet import reach
 
-    if may_be_here and ssh == SshOptions() and by == Trust(ask=by.ask):
+    if may_be_here and ssh == SshOptions() and trust == Trust(ask=trust.ask):
         return {"transport": "local"}, True
-    where = ssh.of_new(by)
-    seen = reach.host_key_of(where, by)
-    keys = {"host_key": seen.pinned, "seen_host_key": seen.shown}
-    return {**where.as_fields(), **keys}, bool(seen.pinned)
+    address = ssh.of_new(trust)
+    host_key = reach.host_key_of(address, trust)
+    keys = {"host_key": host_key.pinned, "seen_host_key": host_key.shown}
+    return {**address.as_fields(), **keys}, bool(host_key.pinned)
 
 
-def _location_from_afar(vm: str, ssh: SshOptions, by: Trust, *, prepare: bool) -> dict[str, Any]:
+def _location_from_afar(vm: str, ssh: SshOptions, trust: Trust, *, prepare: bool) -> dict[str, Any]:
     """The location fields of a new machine, for a fleet that runs elsewhere. Raises UsageError for options that only work where it runs."""
     from groupwise.cli.fleet import reach
 
-    if by.fingerprint is not None or by.of_jump is not None or by.unasked:
+    if trust.fingerprint is not None or trust.of_jump is not None or trust.unasked:
         raise UsageError(reach.NO_KEY_FROM_AFAR.format(vm=vm))
     if prepare:
         raise UsageError(reach.NO_PREPARING_FROM_AFAR.format(vm=vm))
@@ -244,40 +246,40 @@ def list_command(
 ) -> None:
     """List the machines: what is free, what is wrong."""
     with fleet(fleet_at) as access:
-        found = access.machines(removed=removed)
+        rows = access.machines(removed=removed)
     if as_json:
-        write_json(found)
-    elif not found:
+        write_json(rows)
+    elif not rows:
         say("no machines yet: `groupwise fleet vm add`")
     else:
         from groupwise.cli.fleet.printing import print_machines
 
-        print_machines(found)
+        print_machines(rows)
 
 
 @command(machines, "show")
 def show(vm: MachineArgument, fleet_at: FleetOption = None, as_json: AsJson = False) -> None:
     """Show one machine: its GPUs, who holds them, its history."""
     with fleet(fleet_at) as access:
-        found = access.machine(vm)
+        machine = access.machine(vm)
     if as_json:
-        write_json(found)
+        write_json(machine)
         return
     from groupwise.cli.fleet.printing import print_machine
 
-    print_machine(found, time.time())
+    print_machine(machine, time.time())
 
 
 @command(machines, "drain")
 def drain(vm: MachineArgument, fleet_at: FleetOption = None, as_json: AsJson = False) -> None:
     """Place no new jobs there; those that run go on."""
-    _change("drain", vm, fleet_at, as_json)
+    _change_machine("drain", vm, fleet_at, as_json)
 
 
 @command(machines, "undrain")
 def undrain(vm: MachineArgument, fleet_at: FleetOption = None, as_json: AsJson = False) -> None:
     """Place jobs there again."""
-    _change("undrain", vm, fleet_at, as_json)
+    _change_machine("undrain", vm, fleet_at, as_json)
 
 
 @command(machines, "cordon")
@@ -288,13 +290,13 @@ def cordon(
     as_json: AsJson = False,
 ) -> None:
     """Place no new jobs there, and say why."""
-    _change("cordon", vm, fleet_at, as_json, reason)
+    _change_machine("cordon", vm, fleet_at, as_json, reason)
 
 
 @command(machines, "uncordon")
 def uncordon(vm: MachineArgument, fleet_at: FleetOption = None, as_json: AsJson = False) -> None:
     """Place jobs there again, and forget its failed launches."""
-    _change("uncordon", vm, fleet_at, as_json)
+    _change_machine("uncordon", vm, fleet_at, as_json)
 
 
 @command(machines, "mark-lost", "lost")
@@ -309,20 +311,20 @@ def lost(
     Its attempts end, and its jobs run elsewhere. Only for a machine that is gone: one that is merely silent may still be running them.
     """
     if not yes:
-        asks = ask_user()
-        if asks is None:
+        ask = ask_user()
+        if ask is None:
             raise UsageError(
                 f"`vm mark-lost {vm}` gives up all that runs there; say --yes if there is no terminal."
             )
-        if not asks(f"Is {vm} gone for good? Its jobs start again elsewhere."):
+        if not ask(f"Is {vm} gone for good? Its jobs start again elsewhere."):
             raise typer.Exit(1)
-    _change("lost", vm, fleet_at, as_json)
+    _change_machine("lost", vm, fleet_at, as_json)
 
 
 @command(machines, "remove")
 def remove(vm: MachineArgument, fleet_at: FleetOption = None, as_json: AsJson = False) -> None:
     """Remove a machine from the fleet; nothing may run there."""
-    _change("remove", vm, fleet_at, as_json)
+    _change_machine("remove", vm, fleet_at, as_json)
 
 
 @command(machines, "trust")
@@ -344,20 +346,20 @@ def trust(
     _check_trust(fingerprint, yes)
     if fingerprint is None and not yes:
         with fleet(fleet_at) as access:
-            found = access.machine(vm)
+            machine = access.machine(vm)
         # If the machine has shown no key yet, `trust` explains why.
-        if (fingerprint := found["seen_fingerprint"]) is not None:
-            asks = ask_user()
-            if asks is None:
+        if (fingerprint := machine["seen_fingerprint"]) is not None:
+            ask = ask_user()
+            if ask is None:
                 raise UsageError(
                     f"{vm} shows the host key {fingerprint}. Compare it with the machine's own (`ssh-keygen -lf "
                     f"/etc/ssh/ssh_host_ed25519_key.pub` there), then `groupwise fleet vm trust {vm} {fingerprint}`."
                 )
-            if found["fingerprint"] is not None:
-                say(f"{vm} had the host key {found['fingerprint']} before.")
-            if not asks(f"{vm} shows the host key {fingerprint}. Is that the machine's own?"):
+            if machine["fingerprint"] is not None:
+                say(f"{vm} had the host key {machine['fingerprint']} before.")
+            if not ask(f"{vm} shows the host key {fingerprint}. Is that the machine's own?"):
                 raise typer.Exit(1)
-    _change("trust", vm, fleet_at, as_json, fingerprint)
+    _change_machine("trust", vm, fleet_at, as_json, fingerprint)
 
 
 @command(machines, "clear-quarantine")
@@ -368,18 +370,20 @@ def clear_quarantine(
     as_json: AsJson = False,
 ) -> None:
     """Give a GPU to jobs again that had been faulty."""
-    _change("clear_quarantine", vm, fleet_at, as_json, gpu)
+    _change_machine("clear_quarantine", vm, fleet_at, as_json, gpu)
 
 
-def _change(verb: str, vm: str, fleet_at: str | None, as_json: bool, *more: Any) -> None:
+def _change_machine(
+    verb: str, vm: str, fleet_at: str | None, as_json: bool, *arguments: Any
+) -> None:
     with fleet(fleet_at) as access:
-        found: dict[str, Any] = getattr(access, verb)(vm, *more)
+        result: dict[str, Any] = getattr(access, verb)(vm, *arguments)
     if as_json:
-        write_json(found)
+        write_json(result)
         return
-    state = found.get("state") or ("removed" if not found["active"] else "in the fleet")
+    state = result.get("state") or ("removed" if not result["active"] else "in the fleet")
     say(f"{vm} is {state}")
-    for attempt in found.get("attempts", ()):
+    for attempt in result.get("attempts", ()):
         say(f"  given up: {attempt['job_id']} (epoch {attempt['epoch']})")
 
 
@@ -418,41 +422,43 @@ def set_machine(
         raise UsageError("--project and --any-project contradict each other.")
     _check_trust(trust_jump, yes, "--trust-jump")
     with fleet(fleet_at) as access:
-        by = Trust(of_jump=trust_jump, unasked=yes, ask=ask_user())
+        trust_by = Trust(of_jump=trust_jump, unasked=yes, ask=ask_user())
         changes = {
-            **(ssh.of_known(by) if access.is_local else ssh.of_known_from_afar(by)),
+            **(ssh.of_known(trust_by) if access.is_local else ssh.of_known_from_afar(trust_by)),
             **settings.fields(),
             "labels": labels or None,
             "engine": engine_options.settings() or None,
         }
         if any_project:
             changes["projects"] = []
-        found = access.change_machine(vm, **changes)
+        machine = access.change_machine(vm, **changes)
     if as_json:
-        write_json(found)
+        write_json(machine)
         return
-    say(f"{vm}: {_settings(found)}")
+    say(f"{vm}: {_settings_line(machine)}")
 
 
-def _settings(found: dict[str, Any]) -> str:
+def _settings_line(machine: dict[str, Any]) -> str:
     """The settings of a machine in one line. Uncommon settings are shown only if they are set."""
     from groupwise.cli.fleet.printing import engine_line
 
-    slots = "1 without GPUs" if found["cpu_slots"] is None else found["cpu_slots"]
+    slots = "1 without GPUs" if machine["cpu_slots"] is None else machine["cpu_slots"]
     parts = [
-        f"folder {found['workdir']}",
-        f"python {found['python']}",
-        f"CPU slots {slots}" if found["engine"] is None else str(engine_line(found)),
+        f"folder {machine['workdir']}",
+        f"python {machine['python']}",
+        f"CPU slots {slots}" if machine["engine"] is None else str(engine_line(machine)),
     ]
-    if found["user"] is not None:
-        parts.insert(0, f"{found['user']}@{found['ip_address']}:{found['port']}")
-    rare = {
-        "labels": " ".join(f"{name}={value}" for name, value in sorted(found["labels"].items())),
-        "jobs of": ", ".join(found["projects"] or ()),
-        "deadman": found["deadman"] and f"{found['deadman']:g} s",
-        "probe": found["probe"] and shlex.join(found["probe"]),
+    if machine["user"] is not None:
+        parts.insert(0, f"{machine['user']}@{machine['ip_address']}:{machine['port']}")
+    optional_settings = {
+        "labels": " ".join(f"{name}={value}" for name, value in sorted(machine["labels"].items())),
+        "jobs of": ", ".join(machine["projects"] or ()),
+        "deadman": machine["deadman"] and f"{machine['deadman']:g} s",
+        "probe": machine["probe"] and shlex.join(machine["probe"]),
     }
-    return ", ".join([*parts, *(f"{name} {value}" for name, value in rare.items() if value)])
+    return ", ".join(
+        [*parts, *(f"{name} {value}" for name, value in optional_settings.items() if value)]
+    )
 
 
 command(machines, "prepare")(prepare)
@@ -465,15 +471,15 @@ command(machines, "prepare")(prepare)
 def list_projects(fleet_at: FleetOption = None, as_json: AsJson = False) -> None:
     """List projects: weights, quotas, what waits and runs."""
     with fleet(fleet_at) as access:
-        found = access.projects()
+        rows = access.projects()
     if as_json:
-        write_json(found)
-    elif not found:
+        write_json(rows)
+    elif not rows:
         say("no projects yet: `groupwise fleet submit --project NAME` makes one")
     else:
         from groupwise.cli.fleet.printing import print_projects
 
-        print_projects(found)
+        print_projects(rows)
 
 
 @command(projects, "set")
@@ -508,25 +514,25 @@ def set_project(
     """Set weight and quotas of a project."""
     changes: dict[str, float | None] = {} if weight is None else {"weight": weight}
     if max_gpus is not None:
-        changes["max_gpus"] = _quota("--max-gpus", max_gpus)
+        changes["max_gpus"] = _parse_quota("--max-gpus", max_gpus)
     if max_waiting is not None:
-        changes["max_waiting"] = _quota("--max-waiting", max_waiting)
+        changes["max_waiting"] = _parse_quota("--max-waiting", max_waiting)
     if not changes:
         raise UsageError("nothing to change: give --weight, --max-gpus or --max-waiting.")
     with fleet(fleet_at, make=True) as access:
-        found = access.change_project(name, **changes)
+        project = access.change_project(name, **changes)
     if as_json:
-        write_json(found)
+        write_json(project)
     else:
-        limits = ", ".join(f"{k} {v}" for k, v in found.items() if k != "name" and v is not None)
+        limits = ", ".join(f"{k} {v}" for k, v in project.items() if k != "name" and v is not None)
         say(f"project {name}: {limits}")
 
 
-def _quota(option: str, word: str) -> int | None:
-    if word == "none":
+def _parse_quota(option: str, value: str) -> int | None:
+    if value == "none":
         return None
-    if not re.fullmatch(r"[0-9]{1,18}", word):
+    if not re.fullmatch(r"[0-9]{1,18}", value):
         raise UsageError(
-            f"{option} {word[:80]}: a whole number is expected, as {option} 8, or none for no limit."
+            f"{option} {value[:80]}: a whole number is expected, as {option} 8, or none for no limit."
         )
-    return int(word)
+    return int(value)

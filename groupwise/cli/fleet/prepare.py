@@ -96,43 +96,43 @@ def prepare(
         raise UsageError("--dry-run prints a lock for pip, which is not JSON: leave --json out.")
     with fleet_here(fleet_at) as fleet:
         names = list(dict.fromkeys(vms))
-        machines = fleet.database.read(lambda session: _machines(session, names))
+        machines = fleet.database.read(lambda session: _find_machines(session, names))
         plan = packages.plan(
             wheels=wheel or (),
             extra_index_urls=extra_index_url or (),
             environment=pairs("--env", env or ()),
-            secrets=dict(secret_of(word) for word in secret or ()),
+            secrets=dict(secret_of(option_value) for option_value in secret or ()),
             time_seconds=time_limit,
         )
         if dry_run:
             # The lock goes to stdout, for pip; everything else to stderr.
-            packed = f"{plan.packed.file_name}, packed here"
-            say(f"environment {plan.name}: {packed}, and {_contents(plan)}")
+            package_note = f"{plan.packed.file_name}, packed here"
+            say(f"environment {plan.name}: {package_note}, and {_describe_plan(plan)}")
             typer.echo(plan.lock.text, nl=False)
             return
         try:
-            found = asyncio.run(_prepare_all(fleet, machines, plan, prune=prune))
+            results = asyncio.run(_prepare_all(fleet, machines, plan, prune=prune))
         except KeyboardInterrupt:
             say("what has started continues there; the same command follows it to its end")
             raise
     if as_json:
-        write_json(found)
-    raise typer.Exit(1 if any("problem" in each for each in found) else 0)
+        write_json(results)
+    raise typer.Exit(1 if any("problem" in result for result in results) else 0)
 
 
-def _machines(session: Session, names: Sequence[str]) -> list[Machine]:
+def _find_machines(session: Session, names: Sequence[str]) -> list[Machine]:
     """All of these machines. Raises an error for the first that cannot be used."""
     from groupwise.jobs.fleet.attempts import records
     from groupwise.jobs.fleet.machines.prepare import require_usable
     from groupwise.jobs.fleet.verbs import find
 
-    found = [records.machine(find.active_machine(session, name)) for name in names]
-    for each in found:
-        require_usable(each)
-    return found
+    machines = [records.machine(find.active_machine(session, name)) for name in names]
+    for machine in machines:
+        require_usable(machine)
+    return machines
 
 
-def _contents(plan: Plan) -> str:
+def _describe_plan(plan: Plan) -> str:
     parts = [f"{len(plan.lock.lines)} releases" + (" with hashes" if plan.lock.hashed else "")]
     if plan.wheels:
         parts.append(f"{len(plan.wheels)} wheels")
@@ -150,7 +150,7 @@ def usual_plan() -> Plan:
 
 def prepare_new(fleet: LocalFleet, vm: str, plan: Plan) -> dict[str, Any]:
     """Prepare a machine that has just been added. The result contains a `problem` if that failed."""
-    machines = fleet.database.read(lambda session: _machines(session, [vm]))
+    machines = fleet.database.read(lambda session: _find_machines(session, [vm]))
     return asyncio.run(_prepare_all(fleet, machines, plan, prune=False))[0]
 
 
@@ -161,23 +161,23 @@ async def _prepare_all(
     from groupwise.jobs.fleet.machines import prepare as preparing
     from groupwise.jobs.hosts.files import BlobStore
 
-    say(f"environment {plan.name}: groupwise {plan.packed.version} and {_contents(plan)}")
+    say(f"environment {plan.name}: groupwise {plan.packed.version} and {_describe_plan(plan)}")
     store = BlobStore(fleet.place.blobs)
-    alone = len(machines) == 1
+    is_only_one = len(machines) == 1
 
     async def one(machine: Machine) -> dict[str, Any]:
         vm = machine.vm_id
         try:
-            made = await preparing.prepare(
-                machine, plan, store, say if alone else lambda line: say(f"{vm}: {line}")
+            environment = await preparing.prepare(
+                machine, plan, store, say if is_only_one else lambda line: say(f"{vm}: {line}")
             )
-            await asyncio.to_thread(lambda: fleet.change_machine(vm, python=made.python))
-            release = f"Python {made.version}, groupwise {made.groupwise}"
-            say(f"{vm} is prepared: its jobs run with {made.python} ({release})")
-            found: dict[str, Any] = {"vm_id": vm, "environment": plan.name, **asdict(made)}
+            await asyncio.to_thread(lambda: fleet.change_machine(vm, python=environment.python))
+            release = f"Python {environment.version}, groupwise {environment.groupwise}"
+            say(f"{vm} is prepared: its jobs run with {environment.python} ({release})")
+            result: dict[str, Any] = {"vm_id": vm, "environment": plan.name, **asdict(environment)}
             if prune:
-                found |= await _prune_one(fleet, machine, plan, store)
-            return found
+                result |= await _prune_one(fleet, machine, plan, store)
+            return result
         except GroupwiseError as error:
             say(f"groupwise: {error.message}")
             return {"vm_id": vm, "problem": error.message, "code": error.code}

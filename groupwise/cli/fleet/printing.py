@@ -67,17 +67,26 @@ def megabytes(size: float | None) -> str:
 
 def print_jobs(jobs: Sequence[Document], now: float) -> None:
     """Print a list of jobs, one per line."""
-    several = len({job["project"] for job in jobs}) > 1
-    head = ("job", "status", "kind", *(("project",) if several else ()), "where", "age", "time", "")
+    has_several_projects = len({job["project"] for job in jobs}) > 1
+    head = (
+        "job",
+        "status",
+        "kind",
+        *(("project",) if has_several_projects else ()),
+        "where",
+        "age",
+        "time",
+        "",
+    )
     rows = [
         (
             job["job_id"],
-            _status(job),
+            _status_text(job),
             job["job_type"],
-            *((job["project"],) if several else ()),
-            _where(job),
+            *((job["project"],) if has_several_projects else ()),
+            _machine_text(job),
             duration(now - (stamp(job["created_at"]) or now)),
-            _took(job, now),
+            _duration_text(job, now),
             one_line(_remark(job)),
         )
         for job in jobs
@@ -97,16 +106,19 @@ def _print_with_remarks(
         width = shutil.get_terminal_size().columns
         least_width = min(LEAST_REASON, max(cell_len(row[-1]) for row in rows))
         rows = _fit_to_width(head, rows, width - least_width)
-        if least_name is not None and (wide := sum(_widths(head, rows)) + least_width - width) > 0:
-            room = max(least_name, max(cell_len(row[0]) for row in rows) - wide)
+        if (
+            least_name is not None
+            and (excess := sum(_widths(head, rows)) + least_width - width) > 0
+        ):
+            room = max(least_name, max(cell_len(row[0]) for row in rows) - excess)
             # Cut in the middle: names of machines, which are ASCII, often differ only at their ends.
-            end = (room - 1) // 2
-            for place, row in enumerate(rows):
+            suffix_length = (room - 1) // 2
+            for index, row in enumerate(rows):
                 if cell_len(row[0]) > room:
-                    name = _cut(row[0], room - end) + row[0][-end:]
-                    rows[place] = _with(row, 0, name)
+                    name = _truncate(row[0], room - suffix_length) + row[0][-suffix_length:]
+                    rows[index] = _replace_cell(row, 0, name)
         longest = max(1, width - sum(_widths(head, rows)))
-    print_table([head, *((*row[:-1], _cut(row[-1], longest)) for row in rows)])
+    print_table([head, *((*row[:-1], _truncate(row[-1], longest)) for row in rows)])
 
 
 def _widths(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[int]:
@@ -119,26 +131,28 @@ def _fit_to_width(
     head: tuple[str, ...], rows: Sequence[tuple[str, ...]], width: int
 ) -> list[tuple[str, ...]]:
     """The rows with cells cut to fit the width. The first column is kept complete, because people type its ids in again."""
-    found = list(rows)
-    if sum(_widths(head, found)) > width:
-        times = [place for place, name in enumerate(head) if name in TIMES]
-        for place in times:
-            found = [_with(row, place, " ".join(row[place].split()[:2])) for row in found]
-    words = [place for place, name in enumerate(head) if name in WORDS]
-    while sum(widths := _widths(head, found)) > width:
-        place = max(words, key=widths.__getitem__)
-        room = widths[place] - 3
-        if room < max(LEAST_CELL, cell_len(head[place])):
+    fitted = list(rows)
+    if sum(_widths(head, fitted)) > width:
+        time_columns = [column for column, name in enumerate(head) if name in TIMES]
+        for column in time_columns:
+            fitted = [
+                _replace_cell(row, column, " ".join(row[column].split()[:2])) for row in fitted
+            ]
+    text_columns = [column for column, name in enumerate(head) if name in WORDS]
+    while sum(widths := _widths(head, fitted)) > width:
+        column = max(text_columns, key=widths.__getitem__)
+        room = widths[column] - 3
+        if room < max(LEAST_CELL, cell_len(head[column])):
             break
-        found = [_with(row, place, _cut(row[place], room)) for row in found]
-    return found
+        fitted = [_replace_cell(row, column, _truncate(row[column], room)) for row in fitted]
+    return fitted
 
 
-def _with(row: tuple[str, ...], place: int, cell: str) -> tuple[str, ...]:
-    return (*row[:place], cell, *row[place + 1 :])
+def _replace_cell(row: tuple[str, ...], index: int, cell: str) -> tuple[str, ...]:
+    return (*row[:index], cell, *row[index + 1 :])
 
 
-def _cut(text: str, cells: int) -> str:
+def _truncate(text: str, cells: int) -> str:
     """Cut a text to this number of terminal cells, with `…` at its end if something was cut off."""
     if cell_len(text) <= cells:
         return text
@@ -148,7 +162,7 @@ def _cut(text: str, cells: int) -> str:
     return f"{text}…"
 
 
-def _status(job: Document) -> str:
+def _status_text(job: Document) -> str:
     if job["status"] == "running" and job["cancel_requested_at"] is not None:
         return "cancelling"
     code = job["exit_code"]
@@ -156,13 +170,13 @@ def _status(job: Document) -> str:
     return f"{job['status']}{exit_text}"
 
 
-def _where(job: Document) -> str:
+def _machine_text(job: Document) -> str:
     if job["assigned_vm"] is None:
         return ""
     return job["assigned_vm"] + ("" if job["gpu_index"] is None else f":{job['gpu_index']}")
 
 
-def _took(job: Document, now: float) -> str:
+def _duration_text(job: Document, now: float) -> str:
     """How long the job took, or has taken so far; empty if it has not started."""
     start = stamp(job["start_time"])
     return "" if start is None else duration((stamp(job["end_time"]) or now) - start)
@@ -189,7 +203,7 @@ def print_job(job: Document, now: float) -> None:
         [
             ("job", job["job_id"]),
             ("name", job["name"]),
-            ("status", _status(job)),
+            ("status", _status_text(job)),
             ("reason", job["failure_reason"]),
             *(("waits" if n == 0 else "", reason) for n, reason in enumerate(job["waiting"])),
             ("exit code", job["exit_code"]),
@@ -197,16 +211,16 @@ def print_job(job: Document, now: float) -> None:
             ("command", arguments and shorten(shlex.join(arguments), LONGEST_COMMAND)),
             ("project", job["project"]),
             ("priority", job["priority"] or None),
-            ("needs", ", ".join(f"{name} {_in_words(value)}" for name, value in needs.items())),
-            ("on", _where(job)),
+            ("needs", ", ".join(f"{name} {_value_text(value)}" for name, value in needs.items())),
+            ("on", _machine_text(job)),
             ("submitted", f"{clock_time(stamp(job['created_at']))} by {submitter}"),
             ("started", clock_time(stamp(job["start_time"]))),
             ("ended", clock_time(stamp(job["end_time"]))),
-            ("took", _took(job, now) if job["end_time"] else None),
+            ("took", _duration_text(job, now) if job["end_time"] else None),
             ("retries", job["retry_count"] or None),
             ("generation", job["generation"] or None),
             ("log", job["log_path"]),
-            ("checkpoints", _checkpoints(job, now)),
+            ("checkpoints", _checkpoint_text(job, now)),
         ]
     )
     for attempt in job["attempts"]:
@@ -214,31 +228,37 @@ def print_job(job: Document, now: float) -> None:
     print_section("events", [event_line(event) for event in job["events"]])
 
 
-def _checkpoints(job: Document, now: float) -> str | None:
+def _checkpoint_text(job: Document, now: float) -> str | None:
     """The checkpoint from which the next attempt would resume, and those that could not be mirrored; None if there is none."""
     # older APIs have no such field
-    whole = [each for each in job.get("checkpoints") or () if each["damaged_at"] is None]
-    found = [
-        f"step {c['step']}, mirrored {duration(now - c['mirrored_at'])} ago" for c in whole[:1]
+    undamaged = [
+        checkpoint
+        for checkpoint in job.get("checkpoints") or ()
+        if checkpoint["damaged_at"] is None
     ]
-    if len(whole) > 1:
-        found.append(f"and {len(whole) - 1} older")
-    members = [m for each in job["attempts"] if each["ended_at"] is None for m in each["members"]]
-    found += [m["handle"]["not_mirrored"] for m in members if "not_mirrored" in m["handle"]]
-    return "; ".join(found) or None
+    lines = [
+        f"step {c['step']}, mirrored {duration(now - c['mirrored_at'])} ago" for c in undamaged[:1]
+    ]
+    if len(undamaged) > 1:
+        lines.append(f"and {len(undamaged) - 1} older")
+    members = [
+        m for attempt in job["attempts"] if attempt["ended_at"] is None for m in attempt["members"]
+    ]
+    lines += [m["handle"]["not_mirrored"] for m in members if "not_mirrored" in m["handle"]]
+    return "; ".join(lines) or None
 
 
-def _in_words(value: Any) -> str:
+def _value_text(value: Any) -> str:
     if isinstance(value, Mapping):
         return " ".join(f"{k}={v}" for k, v in value.items())  # type: ignore[reportUnknownVariableType]
     if isinstance(value, list):
-        return ",".join(str(each) for each in value)  # type: ignore[reportUnknownVariableType]
+        return ",".join(str(item) for item in value)  # type: ignore[reportUnknownVariableType]
     return str(value)
 
 
 def _print_attempt(attempt: Document, now: float) -> None:
-    ended = attempt["ended_at"]
-    began = attempt["running_at"]
+    ended_at = attempt["ended_at"]
+    started_at = attempt["running_at"]
     verdict = attempt["outcome"] or attempt["state"]
     if attempt["failure_class"]:
         verdict += f" ({attempt['failure_class']}{'' if attempt['charged'] else ', not charged'})"
@@ -246,81 +266,88 @@ def _print_attempt(attempt: Document, now: float) -> None:
         f"attempt {attempt['number']} of generation {attempt['generation']}, epoch {attempt['epoch']}",
         [
             ("state", verdict),
-            *((f"rank {m['rank']}", _member(m)) for m in attempt["members"]),
+            *((f"rank {m['rank']}", _member_text(m)) for m in attempt["members"]),
             ("reserved", clock_time(attempt["created_at"])),
-            ("running", clock_time(began)),
-            ("ended", clock_time(ended)),
-            ("took", duration((ended or now) - began) if began is not None else None),
+            ("running", clock_time(started_at)),
+            ("ended", clock_time(ended_at)),
+            ("took", duration((ended_at or now) - started_at) if started_at is not None else None),
             ("from step", attempt["resumed_from_step"]),
-            ("machine", "does not answer" if attempt["contact"] != "ok" and not ended else None),
-            ("cleanup", attempt["cleanup"] if ended and attempt["cleanup"] != "clean" else None),
-            *_evidence(attempt["evidence"]),
+            ("machine", "does not answer" if attempt["contact"] != "ok" and not ended_at else None),
+            ("cleanup", attempt["cleanup"] if ended_at and attempt["cleanup"] != "clean" else None),
+            *_evidence_pairs(attempt["evidence"]),
         ],
     )
 
 
-def _member(member: Document) -> str:
+def _member_text(member: Document) -> str:
     gpus = ", ".join(str(gpu["index"]) for gpu in member["gpus"])
     return (
         f"{member['vm_id']}{f' GPU {gpus}' if gpus else ''} ({member['state'] or 'not spoken to'})"
     )
 
 
-def _evidence(evidence: Document) -> list[tuple[str, str]]:
+def _evidence_pairs(evidence: Document) -> list[tuple[str, str]]:
     """The evidence for the outcome of an attempt: each member's exit record, and the last lines of its log."""
-    found = [("because", str(evidence["because"]))] if evidence.get("because") else []
+    pairs = [("because", str(evidence["because"]))] if evidence.get("because") else []
     members: list[Document] = evidence.get("members") or []
     for member in members:
-        where = f"rank {member['rank']} " if len(members) > 1 else ""
+        prefix = f"rank {member['rank']} " if len(members) > 1 else ""
         if left_out := member.get("left_out"):
-            found.append(
+            pairs.append(
                 (
-                    f"{where}left out",
+                    f"{prefix}left out",
                     f"{left_out} links or the like; `groupwise fleet fetch` names them",
                 )
             )
         record: Document | None = member.get("exit")
         if record is None:
             continue
-        found.append((f"{where}exit", how_it_ended(record)))
+        pairs.append((f"{prefix}exit", how_it_ended(record)))
         lines = record["tail"].splitlines()[-TAIL_LINES:]
-        found += [
-            ("" if n else f"{where}said", shorten(one_line(line), 160))
+        pairs += [
+            ("" if n else f"{prefix}said", shorten(one_line(line), 160))
             for n, line in enumerate(lines)
         ]
-    others = {k: v for k, v in evidence.items() if k not in ("because", "members", "rank")}
+    other_evidence = {k: v for k, v in evidence.items() if k not in ("because", "members", "rank")}
     return [
-        *found,
-        *((name, shorten(_in_words(value), LONGEST_COMMAND)) for name, value in others.items()),
+        *pairs,
+        *(
+            (name, shorten(_value_text(value), LONGEST_COMMAND))
+            for name, value in other_evidence.items()
+        ),
     ]
 
 
 def how_it_ended(record: Document) -> str:
     """How a command ended, from its exit record."""
-    how = f"signal {record['signal']}" if record["signal"] is not None else f"code {record['code']}"
-    why = "" if record["reason"] == "exited" else f", {record['reason'].replace('_', ' ')}"
+    ending = (
+        f"signal {record['signal']}" if record["signal"] is not None else f"code {record['code']}"
+    )
+    reason = "" if record["reason"] == "exited" else f", {record['reason'].replace('_', ' ')}"
     memory = ", ended by the kernel for want of memory" if record.get("oom_kill") else ""
-    left = record.get("leftovers") or 0
-    them = "1 process that it had left behind was" if left == 1 else ""
-    them = them or f"{left} processes that it had left behind were"
-    return how + why + memory + (f"; {them} ended" if left else "")
+    leftover_count = record.get("leftovers") or 0
+    subject = "1 process that it had left behind was" if leftover_count == 1 else ""
+    subject = subject or f"{leftover_count} processes that it had left behind were"
+    return ending + reason + memory + (f"; {subject} ended" if leftover_count else "")
 
 
 def event_line(event: Document) -> tuple[str, str]:
     """The time of an event, and its text with the actor."""
-    about: dict[str, Any] = {**(event["after"] or {}), **(event["detail"] or {})}
-    detail = {name: value for name, value in about.items() if name not in NOT_SHOWN}
+    changes: dict[str, Any] = {**(event["after"] or {}), **(event["detail"] or {})}
+    detail = {name: value for name, value in changes.items() if name not in NOT_SHOWN}
     status = detail.pop("status", None)
-    what = (
+    title = (
         event["kind"]
         if status is None or str(event["kind"]).endswith(str(status))
         else f"{event['kind']} → {status}"
     )
-    more = ", ".join(
-        f"{k} {_in_words(v)}" for k, v in detail.items() if v not in (None, "", [], {})
+    details = ", ".join(
+        f"{k} {_value_text(v)}" for k, v in detail.items() if v not in (None, "", [], {})
     )
-    text = f"{what} by {event['actor']}"
-    return clock_time(event["at"]), shorten(one_line(f"{text}: {more}" if more else text), 160)
+    text = f"{title} by {event['actor']}"
+    return clock_time(event["at"]), shorten(
+        one_line(f"{text}: {details}" if details else text), 160
+    )
 
 
 # Machines
@@ -332,17 +359,19 @@ def print_machines(machines: Sequence[Document]) -> None:
     rows: list[tuple[str, ...]] = []
     for vm in machines:
         if engine := vm.get("engine"):
-            free = f"{vm['available_slots']}/{vm['total_slots']} slots"
+            free_resources = f"{vm['available_slots']}/{vm['total_slots']} slots"
             models = {str(engine.get("gpu_model") or engine.get("name"))}
         else:
-            free = f"{vm['available_gpus']}/{vm['total_gpus']}" if vm["total_gpus"] else "-"
+            free_resources = (
+                f"{vm['available_gpus']}/{vm['total_gpus']}" if vm["total_gpus"] else "-"
+            )
             models = {gpu["model"] for gpu in vm["gpus"] if gpu["model"]}
         rows.append(
             (
                 vm["vm_id"],
                 vm["state"],
-                _address(vm),
-                free,
+                _address_text(vm),
+                free_resources,
                 ", ".join(sorted(models)),
                 str(vm["facts"].get("cpus") or ""),
                 megabytes(vm["facts"].get("ram_mb")),
@@ -370,7 +399,7 @@ def engine_line(vm: Document) -> str | None:
     return f"{engine.get('name')}: {', '.join(parts)}"
 
 
-def _address(vm: Document) -> str:
+def _address_text(vm: Document) -> str:
     if vm["transport"] == "local":
         return "this machine"
     port = "" if vm["port"] == 22 else f":{vm['port']}"
@@ -386,8 +415,12 @@ def _jobs_on(vm: Document) -> list[str]:
 
 def _machine_remark(vm: Document) -> str:
     if vm["state"] == "untrusted":
-        seen = vm["seen_fingerprint"]
-        return f"shows {seen}; `fleet vm trust {vm['vm_id']}`" if seen else vm["problem"] or ""
+        fingerprint = vm["seen_fingerprint"]
+        return (
+            f"shows {fingerprint}; `fleet vm trust {vm['vm_id']}`"
+            if fingerprint
+            else vm["problem"] or ""
+        )
     if vm["state"] == "cordoned":
         return vm["cordoned"]
     if vm["problem"] or vm["python"] != UNPREPARED:
@@ -406,7 +439,7 @@ def print_machine(vm: Document, now: float) -> None:
             ("problem", vm["problem"]),
             ("cordoned", vm["cordoned"]),
             ("silent for", duration(now - unreachable) if unreachable else None),
-            ("address", _address(vm)),
+            ("address", _address_text(vm)),
             ("through", vm["jump"] and vm["jump"].get("host")),
             ("SSH key", vm["ssh_key_path"]),
             ("host key", vm["fingerprint"]),
@@ -414,19 +447,22 @@ def print_machine(vm: Document, now: float) -> None:
             ("work folder", vm["workdir"]),
             ("python", vm["python"]),
             ("engine", engine_line(vm)),
-            ("labels", _in_words(vm["labels"])),
+            ("labels", _value_text(vm["labels"])),
             ("CPU slots", vm["cpu_slots"]),
             ("jobs of", ", ".join(vm["projects"] or ())),
             ("deadman", duration(vm["deadman"]) if vm["deadman"] else None),
             ("probe", " ".join(vm["probe"] or ())),
             ("last polled", clock_time(stamp(vm["last_polled"]))),
             *(
-                (f"  {name}", _in_words(value))
+                (f"  {name}", _value_text(value))
                 for name, value in sorted(facts.items())
                 if value not in (None, "", [], {}) and name not in NOT_FACTS
             ),
             ("jobs", ", ".join(_jobs_on(vm))),
-            ("quarantined", ", ".join(_stray(each) for each in facts.get("quarantined") or ())),
+            (
+                "quarantined",
+                ", ".join(_stray_text(stray) for stray in facts.get("quarantined") or ()),
+            ),
         ]
     )
     if vm["gpus"]:
@@ -436,11 +472,11 @@ def print_machine(vm: Document, now: float) -> None:
     print_section("events", [event_line(event) for event in vm.get("events", ())])
 
 
-def _stray(found: Document) -> str:
+def _stray_text(stray: Document) -> str:
     """A process or attempt on the machine that the fleet does not know."""
-    since = f" since {clock_time(found['since'])}" if found.get("since") else ""
-    pid = f" (pid {found['pid']})" if found.get("pid") else ""
-    return f"{found['what']} {found['detail']}{pid}{since}"
+    since = f" since {clock_time(stray['since'])}" if stray.get("since") else ""
+    pid = f" (pid {stray['pid']})" if stray.get("pid") else ""
+    return f"{stray['what']} {stray['detail']}{pid}{since}"
 
 
 def _gpu_row(gpu: Document) -> tuple[str, ...]:
@@ -451,8 +487,8 @@ def _gpu_row(gpu: Document) -> tuple[str, ...]:
     for holder in gpu["held_by"]:
         job = holder["job_id"] or "a job of another project"
         share = f" {megabytes(holder['share_mb'])}" if holder["share_mb"] else ""
-        over = f" (ended, {holder['cleanup']})" if holder["cleanup"] else ""
-        holders.append(job + share + over)
+        cleanup_note = f" (ended, {holder['cleanup']})" if holder["cleanup"] else ""
+        holders.append(job + share + cleanup_note)
     return (
         f"{gpu['index']} {gpu['uuid']}",
         gpu["model"] or "?",
@@ -468,10 +504,10 @@ def _gpu_row(gpu: Document) -> tuple[str, ...]:
 # The fleet as a whole
 
 
-def print_status(found: Document) -> None:
+def print_status(fleet_status: Document) -> None:
     """Print the state of a fleet in a few lines, wrapped in a terminal."""
-    counts = {status: count for status, count in found["jobs"].items() if count}
-    machines = found["machines"]
+    counts = {status: count for status, count in fleet_status["jobs"].items() if count}
+    machines = fleet_status["machines"]
     gpus = (
         f", {machines['gpus_available']} of {machines['gpus']} GPUs free"
         if machines["gpus"]
@@ -482,9 +518,9 @@ def print_status(found: Document) -> None:
         "jobs": [jobs],
         "machines": [f"{machines['ready']} of {machines['total']} ready{gpus}"],
         "running": [
-            f"{each['role']} on {each['host']}, process {each['pid']}"
-            for each in found["processes"]
-            if each["alive"]
+            f"{process['role']} on {process['host']}, process {process['pid']}"
+            for process in fleet_status["processes"]
+            if process["alive"]
         ],
     }
     margin = max(map(len, facts)) + 2
@@ -492,9 +528,9 @@ def print_status(found: Document) -> None:
         lines = [line for text in texts for line in fold(one_line(text), margin)]
         for number, line in enumerate(lines):
             print_text(f"{'' if number else name:<{margin}}{line}")
-    if found["alarms"]:
+    if fleet_status["alarms"]:
         print_text("")
-    for alarm in found["alarms"]:
+    for alarm in fleet_status["alarms"]:
         _print_folded("! ", alarm["message"])
         _print_folded("  → ", alarm["remedy"])
 
@@ -513,19 +549,19 @@ def print_projects(projects: Sequence[Document]) -> None:
             head,
             *(
                 (
-                    each["name"],
-                    f"{each['weight']:g}",
-                    str(each["waiting"]),
-                    str(each["running"]),
-                    str(each["gpus_in_use"]),
-                    _limit(each["max_gpus"]),
-                    _limit(each["max_waiting"]),
+                    project["name"],
+                    f"{project['weight']:g}",
+                    str(project["waiting"]),
+                    str(project["running"]),
+                    str(project["gpus_in_use"]),
+                    _limit_text(project["max_gpus"]),
+                    _limit_text(project["max_waiting"]),
                 )
-                for each in projects
+                for project in projects
             ),
         ]
     )
 
 
-def _limit(value: int | None) -> str:
+def _limit_text(value: int | None) -> str:
     return "-" if value is None else str(value)

@@ -130,8 +130,8 @@ class SshOptions:
         """The address of a new machine for a fleet that runs elsewhere, so nothing can be looked up here. Raises UsageError."""
         if self.alias is not None:
             raise UsageError(NO_ALIAS_FROM_AFAR.format(alias=self.alias))
-        needed = {"--host": self.host, "--user": self.user, "--key": self.key}
-        missing = [name for name, value in needed.items() if value is None]
+        required_options = {"--host": self.host, "--user": self.user, "--key": self.key}
+        missing = [name for name, value in required_options.items() if value is None]
         if missing:
             raise UsageError(
                 f"the fleet runs elsewhere, and nothing can be looked up there: say {' and '.join(missing)} too. --key is the path of the "
@@ -144,18 +144,18 @@ class SshOptions:
         if self.alias is None:
             _expect_no_jump(trust)
             key = None if self.key is None else private_key(self.key)
-            return self._changes(key)
-        where = self._of_alias(self.alias, trust)
-        return {**where.as_fields(), "jump": where.jump or {}}
+            return self._changed_fields(key)
+        address = self._of_alias(self.alias, trust)
+        return {**address.as_fields(), "jump": address.jump or {}}
 
     def of_known_from_afar(self, trust: Trust) -> dict[str, Any]:
         """The changed fields of an existing machine, for a fleet that runs elsewhere. Raises UsageError."""
         if self.alias is not None:
             raise UsageError(NO_ALIAS_FROM_AFAR.format(alias=self.alias))
         _expect_no_jump(trust)
-        return self._changes(self.key)
+        return self._changed_fields(self.key)
 
-    def _changes(self, key: str | None) -> dict[str, Any]:
+    def _changed_fields(self, key: str | None) -> dict[str, Any]:
         return {
             "ip_address": self.host,
             "port": self.port,
@@ -171,15 +171,15 @@ class SshOptions:
             raise UsageError(
                 "--host and --from-ssh-config contradict each other: both say where it is."
             )
-        found = resolve_alias(name)
-        if found.jump is None and trust.of_jump is not None:
+        alias = resolve_alias(name)
+        if alias.jump is None and trust.of_jump is not None:
             raise UsageError(f"--trust-jump: `ssh {name}` goes through no jump host.")
-        jump = None if found.jump is None else _jump(found.jump, trust)
+        jump = None if alias.jump is None else _jump_host(alias.jump, trust)
         return Address(
-            found.host,
-            self.port or found.port,
-            self.user or found.user,
-            private_key(self.key or found.identity_file),
+            alias.host,
+            self.port or alias.port,
+            self.user or alias.user,
+            private_key(self.key or alias.identity_file),
             jump,
         )
 
@@ -191,57 +191,57 @@ def _expect_no_jump(trust: Trust) -> None:
         )
 
 
-def _jump(alias: Alias, trust: Trust) -> dict[str, Any]:
+def _jump_host(alias: Alias, trust: Trust) -> dict[str, Any]:
     """The jump host as a document. Its key must be trusted now, because machines are reached through it. Raises UsageError."""
-    seen = _read_key(alias.host, alias.port)
-    say(f"the jump host {alias.host} shows the host key {seen.fingerprint} ({seen.type})")
-    _expect("--trust-jump", trust.of_jump, alias.host, seen)
+    host_key = _read_key(alias.host, alias.port)
+    say(f"the jump host {alias.host} shows the host key {host_key.fingerprint} ({host_key.type})")
+    _expect_key("--trust-jump", trust.of_jump, alias.host, host_key)
     if not trust.covers(trust.of_jump, "Is that the jump host's own key?"):
         raise UsageError(
             f"the jump host {alias.host} is not trusted, so that nothing is reached through it. Compare its fingerprint with what it says "
-            f"itself, and say --trust-jump {seen.fingerprint}. Nothing was changed."
+            f"itself, and say --trust-jump {host_key.fingerprint}. Nothing was changed."
         )
     return {
         "host": alias.host,
         "port": alias.port,
         "user": alias.user,
         "ssh_key_path": alias.identity_file,
-        "host_key": str(seen),
+        "host_key": str(host_key),
     }
 
 
-def private_key(given: str | None) -> str | None:
+def private_key(option: str | None) -> str | None:
     """The private key's path, absolute because the fleet runs in another folder. Without an option, the first key that ssh would try."""
-    if given is None:
+    if option is None:
         folder = Path("~/.ssh").expanduser()
-        found = next((folder / name for name in KEYS if (folder / name).is_file()), None)
-        return None if found is None else str(found)
-    path = Path(given).expanduser().absolute()
+        default_key = next((folder / name for name in KEYS if (folder / name).is_file()), None)
+        return None if default_key is None else str(default_key)
+    path = Path(option).expanduser().absolute()
     if not path.is_file():
         raise UsageError(
-            f"--key {given}: there is no such file; the private key is expected, not the .pub."
+            f"--key {option}: there is no such file; the private key is expected, not the .pub."
         )
     if path.suffix == ".pub":
         raise UsageError(
-            f"--key {given} is the public half; the private key is {path.with_suffix('')}."
+            f"--key {option} is the public half; the private key is {path.with_suffix('')}."
         )
     return str(path)
 
 
 def host_key_of(where: Address, trust: Trust) -> SeenKey:
     """The key that the machine shows now, and whether it is trusted. Raises UsageError if it differs from --trust."""
-    seen = _read_key(where.host, where.port, where.jump)
-    say(f"{where.host} shows the host key {seen.fingerprint} ({seen.type})")
-    _expect("--trust", trust.fingerprint, where.host, seen)
+    host_key = _read_key(where.host, where.port, where.jump)
+    say(f"{where.host} shows the host key {host_key.fingerprint} ({host_key.type})")
+    _expect_key("--trust", trust.fingerprint, where.host, host_key)
     if trust.covers(trust.fingerprint, "Is that the machine's own key?"):
-        return SeenKey(str(seen), None)
-    return SeenKey(None, str(seen))
+        return SeenKey(str(host_key), None)
+    return SeenKey(None, str(host_key))
 
 
-def _expect(option: str, fingerprint: str | None, host: str, seen: HostKey) -> None:
-    if fingerprint is not None and fingerprint != seen.fingerprint:
+def _expect_key(option: str, fingerprint: str | None, host: str, host_key: HostKey) -> None:
+    if fingerprint is not None and fingerprint != host_key.fingerprint:
         raise UsageError(
-            f"{host} shows the host key {seen.fingerprint}, not {fingerprint} of {option}. Either the fingerprint is of another key of "
+            f"{host} shows the host key {host_key.fingerprint}, not {fingerprint} of {option}. Either the fingerprint is of another key of "
             "that machine, or this is not the machine that it should be. Nothing was changed."
         )
 

@@ -98,7 +98,7 @@ def up(
     This machine is its first one; `vm add` adds others. Ctrl-C ends it; jobs that run go on, and the next `up` continues them.
     """
     options = {"database": database, "nats_url": nats_url, "poll_seconds": poll_seconds}
-    _run(fleet_at, None, listen.address(), **options)
+    _run_roles(fleet_at, None, listen.address(), **options)
 
 
 def poller(
@@ -108,7 +108,9 @@ def poller(
     concurrency: ConcurrencyOption = None,
 ) -> None:
     """Watch all machines and their GPUs."""
-    _run(fleet_at, "poller", database=database, poll_seconds=poll_seconds, concurrency=concurrency)
+    _run_roles(
+        fleet_at, "poller", database=database, poll_seconds=poll_seconds, concurrency=concurrency
+    )
 
 
 def dispatcher(
@@ -121,14 +123,16 @@ def dispatcher(
 
     With PostgreSQL there may be several at once.
     """
-    _run(fleet_at, "dispatcher", database=database, nats_url=nats_url, concurrency=concurrency)
+    _run_roles(
+        fleet_at, "dispatcher", database=database, nats_url=nats_url, concurrency=concurrency
+    )
 
 
 def requeue(
     fleet_at: FleetOption = None, database: DatabaseOption = None, nats_url: NatsOption = None
 ) -> None:
     """Compare all attempts with their machines once a minute, and repair."""
-    _run(fleet_at, "requeue", database=database, nats_url=nats_url)
+    _run_roles(fleet_at, "requeue", database=database, nats_url=nats_url)
 
 
 def tracker(
@@ -138,7 +142,7 @@ def tracker(
 
     It also forwards lines of logs if the setting `ship_logs` says so.
     """
-    _run(fleet_at, "tracker", database=database, nats_url=nats_url)
+    _run_roles(fleet_at, "tracker", database=database, nats_url=nats_url)
 
 
 def api(
@@ -152,14 +156,14 @@ def api(
 
     It needs the database and the fleet's folder; there may be several at once. `up --port` includes it.
     """
-    _run(fleet_at, "api", listen.address(8010), database=database, nats_url=nats_url)
+    _run_roles(fleet_at, "api", listen.address(8010), database=database, nats_url=nats_url)
 
 
-def _run(
+def _run_roles(
     fleet_at: str | None, role: str | None, address: Address | None = None, **options: Any
 ) -> None:
-    given = {name: value for name, value in options.items() if value is not None}
-    place = place_of(fleet_at, given)
+    settings = {name: value for name, value in options.items() if value is not None}
+    place = place_of(fleet_at, settings)
     from groupwise.jobs.fleet.processes import ROLES
     from groupwise.jobs.fleet.up import run
 
@@ -172,24 +176,26 @@ def migrate(fleet_at: FleetOption = None, database: DatabaseOption = None) -> No
     from groupwise.jobs.fleet.processes import who_plays
     from groupwise.jobs.fleet.store import database as databases
 
-    opened = databases.connect(place.database_url)
+    connection = databases.connect(place.database_url)
     try:
-        databases.migrate(opened, lambda: who_plays(place.folder) if place.is_embedded else None)
-        say(f"{opened.name} is up to date")
+        databases.migrate(
+            connection, lambda: who_plays(place.folder) if place.is_embedded else None
+        )
+        say(f"{connection.name} is up to date")
     finally:
-        opened.close()
+        connection.close()
 
 
 def status(fleet_at: FleetOption = None, as_json: AsJson = False) -> None:
     """Show how the fleet is doing, and what needs attention."""
     with fleet(fleet_at) as access:
-        found = access.status()
+        fleet_status = access.status()
     if as_json:
-        write_json(found)
+        write_json(fleet_status)
         return
     from groupwise.cli.fleet.printing import print_status
 
-    print_status(found)
+    print_status(fleet_status)
 
 
 def doctor(

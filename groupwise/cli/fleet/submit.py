@@ -26,22 +26,22 @@ if TYPE_CHECKING:
     from groupwise.jobs.fleet.client import FleetClient
 
 
-def _retry_policy(word: str) -> dict[str, Any]:
+def _retry_policy(text: str) -> dict[str, Any]:
     """Parse --retries: the number of retries for failures that may be the job's own fault, or `none`."""
-    if word.strip().lower() == "none":
+    if text.strip().lower() == "none":
         return {"once": True}
-    digits = word.strip()
+    digits = text.strip()
     if digits.isdecimal() and len(digits) <= 3 and int(digits) <= 100:
         return {"charged": int(digits)}
-    raise UsageError(f"--retries {word}: a whole number is expected, 0 to 100, or none.")
+    raise UsageError(f"--retries {text}: a whole number is expected, 0 to 100, or none.")
 
 
-def _given(values: Mapping[str, Any]) -> dict[str, Any]:
+def _set_values(values: Mapping[str, Any]) -> dict[str, Any]:
     """The values that are set."""
     return {
-        key: each
-        for key, each in values.items()
-        if each is not None and each is not False and each not in ([], {})
+        key: value
+        for key, value in values.items()
+        if value is not None and value is not False and value not in ([], {})
     }
 
 
@@ -159,9 +159,11 @@ class KindOptions:
         """The columns of the job. Raises UsageError if there is both a command and a kind, or neither although one is `required`."""
         from groupwise.jobs.launch.train_grpo import KEYS
 
-        given = _given(asdict(self))
-        training = [name.replace("_", "-") for name in given if name not in ("kind", "output_dir")]
-        if required and not given and not arguments:
+        options = _set_values(asdict(self))
+        training = [
+            name.replace("_", "-") for name in options if name not in ("kind", "output_dir")
+        ]
+        if required and not options and not arguments:
             raise UsageError(
                 "there is nothing to run: give a command, `groupwise fleet submit --file train.py -- python train.py`, or a kind of job, "
                 "`groupwise fleet submit --kind GRPO --model M --dataset D --reward-function R`."
@@ -176,19 +178,19 @@ class KindOptions:
                 f"--{training[0]} is for a job of a kind, but --kind is missing: add --kind GRPO."
             )
         if self.reward_function:
-            given["reward_function"] = ",".join(self.reward_function)
+            options["reward_function"] = ",".join(self.reward_function)
         settings = hyperparams(self.hyperparams)
         for flag in ("max_prompt_length", "max_completion_length"):
-            if flag in given:  # a flag of `groupwise-train-grpo` without a column
+            if flag in options:  # a flag of `groupwise-train-grpo` without a column
                 key, option = KEYS[flag], f"--{flag.replace('_', '-')}"
                 if self.kind != "GRPO":
                     raise UsageError(
-                        f"{option} is for --kind GRPO. Another kind may have it as a setting: --hyperparams {key}={given[flag]}."
+                        f"{option} is for --kind GRPO. Another kind may have it as a setting: --hyperparams {key}={options[flag]}."
                     )
                 if flag in settings or key in settings:
                     raise UsageError(f"{flag} is given twice, as {option} and in --hyperparams.")
-                settings[flag] = given.pop(flag)
-        return {"job_type": given.pop("kind", None), **given, "hyperparams": settings}
+                settings[flag] = options.pop(flag)
+        return {"job_type": options.pop("kind", None), **options, "hyperparams": settings}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -390,7 +392,7 @@ class JobOptions:
             "after": self.after,
             "hold": self.hold,
             "environment": variables(self.env, self.env_file),
-            "secrets": dict(secret(word) for word in self.secret),
+            "secrets": dict(secret(option_value) for option_value in self.secret),
             "artefacts": self.output,
             "checkpoints": self.checkpoint,
             "allow_smaller_batch": self.allow_smaller_batch,
@@ -468,52 +470,54 @@ def submit(
         raise UsageError(
             f"--wait and {'--hold' if job.hold else '--dry-run'} contradict each other."
         )
-    base = _given(request)
+    base = _set_values(request)
     with fleet(fleet_at, make=not dry_run) as access:
-        jobs = {"": base} if array is None else _array(array, base)
+        jobs = {"": base} if array is None else _read_array(array, base)
         expect_few(len(jobs))
         take_along(access, jobs, file or (), dry_run)
         if dry_run:
             _print_plans(access, jobs, project, as_json)
         else:
-            _submit(access, jobs, project, idempotency_key, wait, as_json)
+            _submit_jobs(access, jobs, project, idempotency_key, wait, as_json)
 
 
-def _array(file: Path, base: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+def _read_array(file: Path, base: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """The job of each line of a file, by its place (`--array FILE:LINE`); the line overrides the options."""
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UsageError(f"--array {file} cannot be read: {error}") from None
-    found: dict[str, dict[str, Any]] = {}
+    jobs: dict[str, dict[str, Any]] = {}
     for line_number, line in enumerate(text.splitlines(), 1):
         if not line.strip():
             continue
-        where = f"--array {file}:{line_number}"
+        location = f"--array {file}:{line_number}"
         if line.lstrip().startswith("{"):
-            own = json_object(where, line)
+            line_fields = json_object(location, line)
             # Objects (environment, hyperparams, labels …) are merged by key, everything else is replaced.
-            for key, value in own.items():
-                before: Any = base.get(key)
-                if isinstance(before, dict) and isinstance(value, dict):
-                    own[key] = before | value
-            found[where] = {**base, **own}
+            for key, value in line_fields.items():
+                base_value: Any = base.get(key)
+                if isinstance(base_value, dict) and isinstance(value, dict):
+                    line_fields[key] = base_value | value
+            jobs[location] = {**base, **line_fields}
         else:
             try:
-                words = shlex.split(line)
+                arguments = shlex.split(line)
             except ValueError as error:
-                raise UsageError(f"{where}: {error}: quotes are closed on the same line.") from None
-            found[where] = {**base, "arguments": [*base.get("arguments", ()), *words]}
-        if not any(found[where].get(key) for key in ("arguments", "job_type", "model")):
+                raise UsageError(
+                    f"{location}: {error}: quotes are closed on the same line."
+                ) from None
+            jobs[location] = {**base, "arguments": [*base.get("arguments", ()), *arguments]}
+        if not any(jobs[location].get(key) for key in ("arguments", "job_type", "model")):
             raise UsageError(
-                f"{where}: there is nothing to run: give `arguments` or a `job_type` in the line, or a command behind the options."
+                f"{location}: there is nothing to run: give `arguments` or a `job_type` in the line, or a command behind the options."
             )
-    if not found:
+    if not jobs:
         raise UsageError(f"--array {file} has no line: each makes a job.")
-    return found
+    return jobs
 
 
-def _submit(
+def _submit_jobs(
     access: FleetClient,
     jobs: Mapping[str, dict[str, Any]],
     project: str | None,
@@ -529,15 +533,15 @@ def _submit(
         accepted = access.submit_all(
             [*jobs.values()], project=project, idempotency_key=idempotency_key
         )
-    except Refusal as refused:
+    except Refusal as refusal:
         # If one of several jobs is refused, name its line in the array.
-        word, _, number = refused.errors[0].field.partition(".") if refused.errors else ("", "", "")
-        if word != "jobs" or not number.isdecimal() or int(number) >= len(jobs):
+        field, _, index = refusal.errors[0].field.partition(".") if refusal.errors else ("", "", "")
+        if field != "jobs" or not index.isdecimal() or int(index) >= len(jobs):
             raise
-        message = refused.errors[0].message
-        raise UsageError(at([*jobs][int(number)], message)) from refused
-    ids = [each["job_id"] for each in accepted]
-    for note in dict.fromkeys(note for each in accepted for note in each["notes"]):
+        message = refusal.errors[0].message
+        raise UsageError(at([*jobs][int(index)], message)) from refusal
+    ids = [job["job_id"] for job in accepted]
+    for note in dict.fromkeys(note for job in accepted for note in job["notes"]):
         say(note)
     if as_json and not wait:
         write_json(accepted[0] if len(accepted) == 1 else accepted)
@@ -545,10 +549,10 @@ def _submit(
         for job_id in ids:
             typer.echo(job_id)
     if wait:
-        ended = until_ended(access, ids)
+        final_jobs = until_ended(access, ids)
         if as_json:
-            write_json(ended[0] if len(ended) == 1 else ended)
-        raise typer.Exit(exit_code_of(ended))
+            write_json(final_jobs[0] if len(final_jobs) == 1 else final_jobs)
+        raise typer.Exit(exit_code_of(final_jobs))
 
 
 def _print_plans(
@@ -558,29 +562,29 @@ def _print_plans(
     from groupwise.api.schemas.problems import Refusal
 
     plans: list[dict[str, Any]] = []
-    for place, document in jobs.items():
+    for location, document in jobs.items():
         try:
             plans.append(access.plan(document, project=project))
-        except Refusal as refused:
-            if refused.code != "invalid_request" or not place:
+        except Refusal as refusal:
+            if refusal.code != "invalid_request" or not location:
                 raise
-            raise UsageError(at(place, refused.message)) from refused
+            raise UsageError(at(location, refusal.message)) from refusal
     if as_json:
         write_json(plans[0] if len(plans) == 1 else plans)
         return
-    for each in plans:
-        for note in each["notes"]:
+    for plan in plans:
+        for note in plan["notes"]:
             say(note)
         needs = [
             "a prepared machine" if name == "prepared" else f"{name} {value}"
-            for name, value in each["resources"].items()
+            for name, value in plan["resources"].items()
         ]
         print_pairs(
             [
-                ("command", shlex.join(each["arguments"])),
+                ("command", shlex.join(plan["arguments"])),
                 ("needs", ", ".join(needs)),
-                ("files", len(each["files"]) or None),
-                ("could run now on", ", ".join(each["where"])),
-                *(("would wait" if n == 0 else "", text) for n, text in enumerate(each["waits"])),
+                ("files", len(plan["files"]) or None),
+                ("could run now on", ", ".join(plan["where"])),
+                *(("would wait" if n == 0 else "", text) for n, text in enumerate(plan["waits"])),
             ]
         )

@@ -90,8 +90,10 @@ def aws(
             raise UsageError(f"{module} is not installed: pip install 'groupwise[launch,aws]'.")
     plan = packages.plan_unless_there()
     if key_path is None:  # AWS names the keys that it creates K.pem
-        made, own = (Path("~/.ssh").expanduser() / name for name in (f"{key_name}.pem", key_name))
-        key_path = own if own.is_file() and not made.is_file() else made
+        created_key, own_key = (
+            Path("~/.ssh").expanduser() / name for name in (f"{key_name}.pem", key_name)
+        )
+        key_path = own_key if own_key.is_file() and not created_key.is_file() else created_key
     detail = {
         "region": region,
         "profile": profile,
@@ -103,12 +105,14 @@ def aws(
         "port": port,
         "python": packages.python,
     }
-    given = {
+    options = {
         "ami": ami,
         "spot": spot,
         "max_price": job.max_price if spot else None,
-        **rental.asks(),
+        **rental.place_options(),
     }
-    asks = {"instance_type": instance_type} | {name: each for name, each in given.items() if each}
+    place_options = {"instance_type": instance_type} | {
+        name: value for name, value in options.items() if value
+    }
     gpus = job.gpus or gpus_of(instance_type)
-    launch(JobBackend(AWS, detail), job, environment=plan, gpus=gpus, asks=asks)
+    launch(JobBackend(AWS, detail), job, environment=plan, gpus=gpus, place_options=place_options)

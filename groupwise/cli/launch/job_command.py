@@ -40,57 +40,63 @@ class LaunchCommand(Command):
     """A command whose line ends with `-- VERB ARGUMENTS…` or `--script PATH ARGUMENTS…`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        own, found = split(args)
-        if found is None:
+        launcher_args, job_command = split_command(args)
+        if job_command is None:
             from groupwise.jobs.launch.preflight import VERBS
 
             # Without `--`, the options of a command would be taken for the launcher's.
-            verb = next((n for n, word in enumerate(own) if word in VERBS), None)
+            verb = next((n for n, word in enumerate(launcher_args) if word in VERBS), None)
             if verb is not None:
-                corrected = f"{ctx.command_path} " + shlex.join([*own[:verb], "--", *own[verb:]])
+                corrected = f"{ctx.command_path} " + shlex.join(
+                    [*launcher_args[:verb], "--", *launcher_args[verb:]]
+                )
                 raise UsageError(
                     f"what is to be run stands behind `--`, and the launcher's own options before it: {corrected}"
                 )
-        elif found.script is not None:
-            own = [*own, SCRIPT, found.script]
-        ctx.meta[COMMAND] = found
-        return super().parse_args(ctx, own)
+        elif job_command.script is not None:
+            launcher_args = [*launcher_args, SCRIPT, job_command.script]
+        ctx.meta[COMMAND] = job_command
+        return super().parse_args(ctx, launcher_args)
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         return [*super().collect_usage_pieces(ctx), f"(-- VERB ... | {SCRIPT} PATH ...)"]
 
 
-def split(args: Sequence[str]) -> tuple[list[str], JobCommand | None]:
+def split_command(args: Sequence[str]) -> tuple[list[str], JobCommand | None]:
     """The launcher's own words, and the command to run; None if there is none."""
     for n, word in enumerate(args):
         if word == "--":
             return [*args[:n]], JobCommand(None, tuple(args[n + 1 :]))
         if word == SCRIPT or word.startswith(f"{SCRIPT}="):
             _, equals, path = word.partition("=")
-            rest = list(args[n + 1 :])
+            arguments = list(args[n + 1 :])
             if not equals:
-                path = rest.pop(0) if rest else ""
+                path = arguments.pop(0) if arguments else ""
             if not path or path == "--":
                 raise UsageError(f"{SCRIPT} wants the path of a Python file of the project.")
-            return [*args[:n]], JobCommand(path, tuple(rest[1:] if rest[:1] == ["--"] else rest))
+            return [*args[:n]], JobCommand(
+                path, tuple(arguments[1:] if arguments[:1] == ["--"] else arguments)
+            )
     return [*args], None
 
 
 def job_command(ctx: typer.Context) -> JobCommand:
     """The command to run. Raises UsageError if there is none."""
-    found: JobCommand | None = ctx.meta.get(COMMAND)
-    if found is None:
+    command: JobCommand | None = ctx.meta.get(COMMAND)
+    if command is None:
         raise UsageError(
             f"there is nothing to run. Put a command of groupwise behind `--`, as `{ctx.command_path} -- rl --config C.yaml --task-module "
             f"task.py`, or a script of the project behind {SCRIPT}."
         )
-    return found
+    return command
 
 
 def new_name(command: JobCommand, now: float | None = None) -> str:
     """A name for a job without one: its command or script, and the current time to the millisecond."""
-    what = command.words[0] if command.script is None else Path(command.script).stem
-    letters = "".join(each if each.isascii() and each.isalnum() else "-" for each in what)[:40]
+    source = command.words[0] if command.script is None else Path(command.script).stem
+    letters = "".join(
+        letter if letter.isascii() and letter.isalnum() else "-" for letter in source
+    )[:40]
     moment = time.time() if now is None else now
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(moment))
     return f"{letters.strip('-') or 'job'}-{stamp}-{int(moment * 1000) % 1000:03d}"

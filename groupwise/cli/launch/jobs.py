@@ -11,12 +11,12 @@ import typer
 from groupwise.cli.launch.options import Detach, Env, EnvFile, To
 from groupwise.cli.launch.places import LaunchedJob
 from groupwise.cli.launch.watch import (
-    ask,
+    call_backend,
     conclude,
     find,
     folder_of,
+    report_rented,
     stop_job,
-    tell_of_rented,
     watch,
     while_placing,
 )
@@ -36,14 +36,14 @@ def list_jobs(as_json: AsJson = False) -> None:
     """List the jobs that were launched from this machine, with their progress."""
     from groupwise.jobs.launch import local_registry
 
-    async def looked_at() -> list[dict[str, Any]]:
-        return list(await asyncio.gather(*(_line(each) for each in local_registry.every())))
+    async def load_rows() -> list[dict[str, Any]]:
+        return list(await asyncio.gather(*(_job_row(note) for note in local_registry.list_notes())))
 
-    lines = asyncio.run(looked_at())
+    rows = asyncio.run(load_rows())
     if as_json:
-        write_json({"jobs": lines})
+        write_json({"jobs": rows})
         return
-    if not lines:
+    if not rows:
         say("nothing was launched from this machine yet")
         return
     print_table(
@@ -51,25 +51,25 @@ def list_jobs(as_json: AsJson = False) -> None:
             ("job", "place", "state", "step", "seconds", "project"),
             *(
                 (
-                    each["name"],
-                    each["place"],
-                    each["state"] + (f": {each['waits_for']}" if "waits_for" in each else ""),
-                    "" if each["step"] is None else str(each["step"]),
-                    "" if each["seconds"] is None else f"{each['seconds']:.0f}",
-                    each["project"],
+                    row["name"],
+                    row["place"],
+                    row["state"] + (f": {row['waits_for']}" if "waits_for" in row else ""),
+                    "" if row["step"] is None else str(row["step"]),
+                    "" if row["seconds"] is None else f"{row['seconds']:.0f}",
+                    row["project"],
                 )
-                for each in lines
+                for row in rows
             ),
         ]
     )
 
 
-async def _line(note: Note) -> dict[str, Any]:
+async def _job_row(note: Note) -> dict[str, Any]:
     """A job's line of the list. If its place does not respond, the line says so, and the other jobs are still listed."""
-    from groupwise.jobs.clouds.backend import NotHere
+    from groupwise.jobs.clouds.backend import JobNotFound
     from groupwise.jobs.launch.places import reach
 
-    line: dict[str, Any] = {
+    row: dict[str, Any] = {
         "name": note.name,
         "place": note.place.kind,
         "project": str(note.project),
@@ -78,36 +78,36 @@ async def _line(note: Note) -> dict[str, Any]:
     }
     try:
         backend = reach(note.place)
-        line["place"] = str(note.place)
+        row["place"] = str(note.place)
     except (KeyError, TypeError) as error:
-        return {**line, "state": "unknown", "problem": f"its note lacks {error}"}
+        return {**row, "state": "unknown", "problem": f"its note lacks {error}"}
     except (GroupwiseError, ImportError) as error:
         # ImportError: a package that the place needs is not installed.
-        return {**line, "state": "unknown", "problem": str(error)}
+        return {**row, "state": "unknown", "problem": str(error)}
     try:
         status = await backend.status(await find(backend, note.name))
-    except NotHere:
-        return {**line, "state": "gone"}
+    except JobNotFound:
+        return {**row, "state": "gone"}
     except (GroupwiseError, ImportError) as error:
-        return {**line, "state": "unknown", "problem": str(error)}
+        return {**row, "state": "unknown", "problem": str(error)}
     finally:
         await backend.close()
     ending = status.ending
     state = status.phase if ending is None else ending.outcome
     seconds = None if ending is None else ending.seconds
-    line |= {"state": str(state), "step": status.step, "seconds": seconds}
+    row |= {"state": str(state), "step": status.step, "seconds": seconds}
     if status.waits_for:
-        line["waits_for"] = status.waits_for
-    return line
+        row["waits_for"] = status.waits_for
+    return row
 
 
 def show(job: LaunchedJob, as_json: AsJson = False) -> None:
     """Show one job: where it is, and how far."""
-    line = asyncio.run(_line(job.note()))
+    row = asyncio.run(_job_row(job.note()))
     if as_json:
-        write_json(line)
+        write_json(row)
     else:
-        print_pairs([(name.replace("_", " "), value) for name, value in line.items()])
+        print_pairs([(name.replace("_", " "), value) for name, value in row.items()])
 
 
 def logs(*, job: LaunchedJob, follow: Follow = False, to: To = None) -> None:
@@ -130,7 +130,7 @@ def logs(*, job: LaunchedJob, follow: Follow = False, to: To = None) -> None:
             log.write(part)
             offset += len(part)
 
-    ask(note.place, write)
+    call_backend(note.place, write)
     log.end()
 
 
@@ -145,10 +145,10 @@ def fetch(*, job: LaunchedJob, to: To = None, as_json: AsJson = False) -> None:
         handle = await find(backend, job.name)
         status = await backend.status(handle)
         results.prepare(folder)
-        came = await backend.fetch(handle, folder)
-        return await conclude(backend, note, status, came, folder, handle)
+        received = await backend.fetch(handle, folder)
+        return await conclude(backend, note, status, received, folder, handle)
 
-    document = ask(note.place, fetched)
+    document = call_backend(note.place, fetched)
     if as_json:
         write_json(document)
     else:
@@ -161,10 +161,10 @@ def stop(job: LaunchedJob) -> None:
     It gets SIGTERM, and a minute to write its checkpoint, then SIGKILL.
     """
     note = job.note()
-    ended = ask(note.place, lambda backend: stop_job(backend, job.name))
-    what = "had ended already" if ended else "was asked to end"
-    say(f"{job.name} {what}; `groupwise launch fetch {job.name}` brings its results")
-    tell_of_rented(note)
+    had_ended = call_backend(note.place, lambda backend: stop_job(backend, job.name))
+    outcome = "had ended already" if had_ended else "was asked to end"
+    say(f"{job.name} {outcome}; `groupwise launch fetch {job.name}` brings its results")
+    report_rented(note)
 
 
 def resume(
@@ -182,18 +182,18 @@ def resume(
     has some, give --env and --env-file again.
     """
     from groupwise.jobs.launch import local_registry
-    from groupwise.jobs.launch.packaging import files_here
-    from groupwise.jobs.launch.places import RENTING
+    from groupwise.jobs.launch.packaging import local_store
+    from groupwise.jobs.launch.places import RENTING_KINDS
 
     note = job.note()
     secrets = variables(env or (), env_file or ())
-    store = files_here()
+    store = local_store()
 
-    async def again(backend: Backend) -> Handle:
+    async def start_attempt(backend: Backend) -> Handle:
         return await backend.resume(job.name, secrets, store)
 
     with while_placing(note):
-        handle = ask(note.place, again)
+        handle = call_backend(note.place, start_attempt)
     if not local_registry.is_of_another(note):
         local_registry.write(
             note if to is None else replace(note, results=to.expanduser().absolute())
@@ -202,8 +202,8 @@ def resume(
     if detach:
         return
     say("Ctrl-C stops it and fetches what there is")
-    rents = note.place.kind in RENTING
-    watch(note, to, as_json=as_json, stop=True, again=again if rents else None)
+    rents = note.place.kind in RENTING_KINDS
+    watch(note, to, as_json=as_json, stop=True, start_attempt=start_attempt if rents else None)
 
 
 def remove(
@@ -217,7 +217,7 @@ def remove(
 
     Nothing of it remains there; what was fetched stays here.
     """
-    from groupwise.jobs.clouds.backend import NotHere
+    from groupwise.jobs.clouds.backend import JobNotFound
     from groupwise.jobs.launch import local_registry, results
 
     note = job.note()
@@ -225,7 +225,7 @@ def remove(
     async def removed(backend: Backend) -> None:
         handle = await find(backend, job.name)
         folders = filter(None, (folder_of(note, None), note.fetched))
-        if not discard and not any(results.is_all_of(each, handle) for each in folders):
+        if not discard and not any(results.is_all_of(folder, handle) for folder in folders):
             raise UsageError(
                 f"the results of {job.name} are not all here, and would be lost. `groupwise launch fetch {job.name}` brings them; "
                 "--discard gives them up."
@@ -233,7 +233,7 @@ def remove(
         await backend.cleanup(handle)
 
     try:
-        ask(note.place, removed)
-    except NotHere:
+        call_backend(note.place, removed)
+    except JobNotFound:
         say(f"{job.name} was gone already")
     local_registry.remove(note)

@@ -58,49 +58,51 @@ def modal(
     from groupwise.jobs.clouds.modal.backend import ENVIRONMENTS, check_gpu
     from groupwise.jobs.clouds.modal.port import NAMED
     from groupwise.jobs.fleet.machines.plans import sent_files
-    from groupwise.jobs.launch.packaging import files_here
+    from groupwise.jobs.launch.packaging import local_store
     from groupwise.jobs.launch.places import MODAL, JobBackend
 
     plan = packages.plan()
-    ours = "python{}.{}".format(*sys.version_info[:2])
-    release = re.fullmatch(r"python(3\.[0-9]+)", packages.base_python or ours)
+    own_python = "python{}.{}".format(*sys.version_info[:2])
+    release = re.fullmatch(r"python(3\.[0-9]+)", packages.base_python or own_python)
     if release is None:
         raise UsageError(
             f"--base-python {packages.base_python}: images of Modal have one Python, which is named by its release, as python3.12."
         )
-    files = sent_files(plan, ENVIRONMENTS, files_here())
-    asks = {
+    files = sent_files(plan, ENVIRONMENTS, local_store())
+    place_options = {
         "gpu": check_gpu(gpu_model),
         "timeout": int(timeout),
         "image": {
             "name": plan.name,
             "python": release[1],
-            "files": {path: [each.sha256, each.mode, each.size] for path, each in files.items()},
+            "files": {
+                path: [entry.sha256, entry.mode, entry.size] for path, entry in files.items()
+            },
         },
         **({NAMED: _workspace_secrets(secret, job.secrets())} if secret else {}),
     }
     place, hours = JobBackend(MODAL, {"profile": profile}), job.hours or int(timeout) / 3600
-    launch(place, job, gpus=job.gpus or 1, hours=hours, asks=asks)
+    launch(place, job, gpus=job.gpus or 1, hours=hours, place_options=place_options)
 
 
-def _workspace_secrets(given: list[str], values: Mapping[str, str]) -> dict[str, list[str]]:
+def _workspace_secrets(options: list[str], values: Mapping[str, str]) -> dict[str, list[str]]:
     """For each Modal Secret, the variables that the job gets. `values`: the variables of --env and --env-file. Raises UsageError."""
     from groupwise.jobs.hosts.spec import name_problems
 
-    found: dict[str, list[str]] = {}
-    for each in given:
-        name, _, listed = each.partition("=")
+    secrets: dict[str, list[str]] = {}
+    for option in options:
+        name, _, listed = option.partition("=")
         variables = [word.strip() for word in listed.split(",")]
-        wrong = name_problems("of its variables,", variables)
-        if not name or wrong:
+        problems = name_problems("of its variables,", variables)
+        if not name or problems:
             raise UsageError(
-                f"--secret {each}: NAME=VARIABLE is expected, a Secret of your workspace at Modal and what the job has of it, as "
-                f"huggingface=HF_TOKEN, or several: keys=HF_TOKEN,WANDB_API_KEY. {'; '.join(wrong)}".rstrip()
+                f"--secret {option}: NAME=VARIABLE is expected, a Secret of your workspace at Modal and what the job has of it, as "
+                f"huggingface=HF_TOKEN, or several: keys=HF_TOKEN,WANDB_API_KEY. {'; '.join(problems)}".rstrip()
             )
-        names = {*values, *(word for words in found.values() for word in words)}
+        names = {*values, *(word for words in secrets.values() for word in words)}
         if twice := sorted(names.intersection(variables)):
             raise UsageError(
-                f"--secret {each}: {', '.join(twice)} is given twice; leave one out of --secret, --env and --env-file."
+                f"--secret {option}: {', '.join(twice)} is given twice; leave one out of --secret, --env and --env-file."
             )
-        found.setdefault(name, []).extend(variables)
-    return found
+        secrets.setdefault(name, []).extend(variables)
+    return secrets

@@ -225,9 +225,9 @@ class RentalOptions:
         ),
     ] = False
 
-    def asks(self) -> dict[str, Any]:
-        """The given options, in the form of `Order.asks`."""
+    def place_options(self) -> dict[str, Any]:
+        """The given options, in the form of `Order.place_options`."""
         from groupwise.jobs.clouds.backend import KEEP_ON_FAILURE, TERMINATE_AFTER
 
-        asks = {TERMINATE_AFTER: self.terminate_after, KEEP_ON_FAILURE: self.keep_on_failure}
-        return {name: True for name, given in asks.items() if given}
+        options = {TERMINATE_AFTER: self.terminate_after, KEEP_ON_FAILURE: self.keep_on_failure}
+        return {name: True for name, is_set in options.items() if is_set}

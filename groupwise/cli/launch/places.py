@@ -56,23 +56,25 @@ class LoginOptions:
         from groupwise.jobs.launch.places import AGENT, SSH, JobBackend
 
         trust = Trust(self.trust, self.trust_jump, ask=ask_user())
-        before, _, name = host.rpartition("@")
-        alone, colon, number = name.rpartition(":")
+        user_part, _, name = host.rpartition("@")
+        host_part, colon, number = name.rpartition(":")
         port = self.port
-        if colon and number.isdecimal() and ":" not in alone:  # an IPv6 address has several colons
-            name, port = alone, int(number)
-        user = self.user or before or None
-        where = SshOptions(port=port, user=user, key=self.key, alias=name).of_new(trust)
+        if (
+            colon and number.isdecimal() and ":" not in host_part
+        ):  # an IPv6 address has several colons
+            name, port = host_part, int(number)
+        user = self.user or user_part or None
+        address = SshOptions(port=port, user=user, key=self.key, alias=name).of_new(trust)
         detail: dict[str, Any] = {
-            "host": where.host,
-            "user": where.user,
-            "port": where.port,
-            "key": where.key,
-            "host_key": _host_key(name, where, trust),
-            "agent": where.key is None and AGENT in os.environ,
+            "host": address.host,
+            "user": address.user,
+            "port": address.port,
+            "key": address.key,
+            "host_key": _host_key(name, address, trust),
+            "agent": address.key is None and AGENT in os.environ,
             "python": python,
         }
-        if (jump := where.jump) is not None:
+        if (jump := address.jump) is not None:
             detail["jump"] = {
                 "host": jump["host"],
                 "user": jump["user"],
@@ -104,8 +106,8 @@ class ClusterOptions(LoginOptions):
 
     def plan(self, packages: RemoteEnvironmentOptions) -> EnvironmentPlan | None:
         """The environment to build on the machine; None: it has one, as this machine does. Raises UsageError."""
-        here = self.host is None and not packages.is_given
-        return None if here else packages.plan_unless_there()
+        is_local = self.host is None and not packages.is_given
+        return None if is_local else packages.plan_unless_there()
 
     def login(self, python: str | None) -> JobBackend:
         """The login machine itself. Raises UsageError."""
@@ -155,44 +157,46 @@ class LaunchedJob:
 
         check_name(self.name)
         if self.at is not None:
-            return local_registry.Note(self.name, self._place(self.at), Path.cwd())
+            return local_registry.Note(self.name, self._parse_place(self.at), Path.cwd())
         if self.key is not None or self.trust is not None or self.profile is not None:
             raise UsageError(
                 "--key, --trust and --profile are for --at: for a job that was launched here they are known."
             )
         return local_registry.find(self.name)
 
-    def _place(self, at: str) -> JobBackend:
+    def _parse_place(self, at: str) -> JobBackend:
         """The place that --at names. Raises UsageError."""
         from groupwise.jobs.launch.places import AWS, LOCAL, MODAL, RAY, SLURM, SSH, JobBackend
 
         login, profile = LoginOptions(key=self.key, trust=self.trust), self.profile
-        kind, _, rest = at.partition(":")
+        kind, _, location = at.partition(":")
         if profile is not None and kind not in (AWS, MODAL):
             raise UsageError(
                 f"--profile {profile}: it is for --at aws:REGION and --at modal, whose credentials have profiles, and --at is {at}."
             )
-        if kind == LOCAL and not rest:
+        if kind == LOCAL and not location:
             return JobBackend(LOCAL)
-        if kind == SSH and rest:
-            return machines_together([login.machine(each, None) for each in rest.split(",")], None)
+        if kind == SSH and location:
+            return machines_together(
+                [login.machine(host, None) for host in location.split(",")], None
+            )
         if kind in (SLURM, RAY):
-            where, _, api = rest.partition(",")
-            address, slash, folder = where.partition("/")
+            machine_address, _, api = location.partition(",")
+            address, slash, folder = machine_address.partition("/")
             machine = login.machine(address, None) if address else JobBackend(LOCAL)
             shared = f"{slash}{folder}" or None
             if kind == RAY:
                 return ray_cluster(machine, shared, api or None)
             if not api:
                 return slurm_cluster(machine, shared)
-        if kind == AWS and rest and self.trust is None:
-            return JobBackend(AWS, {"region": rest, "profile": profile, "key_path": self.key})
+        if kind == AWS and location and self.trust is None:
+            return JobBackend(AWS, {"region": location, "profile": profile, "key_path": self.key})
         if kind == MODAL:
-            if rest and profile is not None:
+            if location and profile is not None:
                 raise UsageError(
-                    f"--profile {profile}: --at modal:{rest} names a profile already; leave one of the two out."
+                    f"--profile {profile}: --at modal:{location} names a profile already; leave one of the two out."
                 )
-            return JobBackend(MODAL, {"profile": rest or profile})
+            return JobBackend(MODAL, {"profile": location or profile})
         raise UsageError(
             f"--at {at}: a place is expected, local, ssh:USER@HOST:PORT, aws:REGION with --key and without --trust, "
             "slurm:USER@HOST:PORT/SHARED, ray:USER@HOST:PORT/SHARED,ADDRESS or modal:PROFILE; the last three may be only their first word."
@@ -206,14 +210,14 @@ def machines_together(machines: Sequence[JobBackend], meets_at: str | None) -> J
     """
     from groupwise.jobs.launch.places import SSH, JobBackend
 
-    words = [str(each) for each in machines]
-    if twice := sorted({each for each in words if words.count(each) > 1}):
+    names = [str(machine) for machine in machines]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
         raise UsageError(f"--host: {twice[0]} is named twice, and a job runs once on each machine.")
-    first, *others = machines
-    if not others:
+    first, *other_machines = machines
+    if not other_machines:
         return first
-    more = {"others": [dict(each.detail) for each in others], "meets_at": meets_at}
-    return JobBackend(SSH, {**first.detail, **more})
+    extra = {"others": [dict(other.detail) for other in other_machines], "meets_at": meets_at}
+    return JobBackend(SSH, {**first.detail, **extra})
 
 
 def slurm_cluster(login: JobBackend, shared: str | None) -> JobBackend:
@@ -229,9 +233,9 @@ def ray_cluster(login: JobBackend, shared: str | None, address: str | None) -> J
     from groupwise.jobs.hosts.ray import ADDRESS
     from groupwise.jobs.launch.places import RAY, JobBackend
 
-    found = checked_address(address or ADDRESS)
+    url = checked_address(address or ADDRESS)
     detail = {**login.detail, **_shared_folder(shared)}
-    return JobBackend(RAY, detail if found == ADDRESS else {**detail, "address": found})
+    return JobBackend(RAY, detail if url == ADDRESS else {**detail, "address": url})
 
 
 def _shared_folder(folder: str | None) -> dict[str, str]:
@@ -254,19 +258,19 @@ def check_name(name: str) -> None:
         )
 
 
-def _host_key(name: str, where: Address, trust: Trust) -> str:
+def _host_key(name: str, address: Address, trust: Trust) -> str:
     """The host key in known_hosts; without one, the key that the user trusts now. Raises UsageError."""
     from groupwise.cli.fleet.reach import host_key_of
     from groupwise.jobs.hosts.keys import known_host_key
 
     if trust.fingerprint is None:
-        found = known_host_key(where.host, where.port) or known_host_key(name, where.port)
-        if found is not None:
-            return str(found)
-    seen = host_key_of(where, trust)
-    if seen.pinned is None:
+        known_key = known_host_key(address.host, address.port) or known_host_key(name, address.port)
+        if known_key is not None:
+            return str(known_key)
+    scanned = host_key_of(address, trust)
+    if scanned.pinned is None:
         raise UsageError(
-            f"{where.host} is not in your known_hosts, so it is not contacted any further. Compare the fingerprint above with the "
+            f"{address.host} is not in your known_hosts, so it is not contacted any further. Compare the fingerprint above with the "
             "machine's own (`ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub` there), and give it: --trust SHA256:…"
         )
-    return seen.pinned
+    return scanned.pinned

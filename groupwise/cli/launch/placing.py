@@ -12,7 +12,7 @@ import typer
 from groupwise.cli.launch.job_command import JobCommand, new_name
 from groupwise.cli.launch.options import DEFAULT_HOURS, GangOptions, LaunchOptions
 from groupwise.cli.launch.places import check_name
-from groupwise.cli.launch.watch import ask, folder_of, tell_of_rented, watch, while_placing
+from groupwise.cli.launch.watch import call_backend, folder_of, report_rented, watch, while_placing
 from groupwise.cli.output import say, write_json
 from groupwise.cli.printing import print_pairs
 from groupwise.core.errors import GroupwiseError, UsageError
@@ -40,16 +40,15 @@ def launch(
     job: LaunchOptions,
     *,
     environment: EnvironmentPlan | None = None,
-    asks: Mapping[str, Any] | None = None,
+    place_options: Mapping[str, Any] | None = None,
     gang: GangOptions | None = None,
     gpus: int | None = None,
     hours: float | None = None,
 ) -> None:
     """Launch a job at a place, and watch it to its end unless it is detached or this is a dry run.
 
-    `environment` is built at the place; None: the place has one. `asks`: options that only this kind of place understands. `gpus` and
-    `hours` replace those of the options, if the place has its own.
-    """
+    `environment` is built at the place; None: the place has one. `place_options`: options that only this kind of place understands. `gpus`
+    and `hours` replace those of the options, if the place has its own."""
     from groupwise.jobs.launch import local_registry, packaging
     from groupwise.jobs.launch.preflight import check_verb
 
@@ -61,8 +60,8 @@ def launch(
     gpus, hours = gpus or job.gpus, hours or job.hours or DEFAULT_HOURS
     processes = gang.processes(command, gpus)
     secrets = job.secrets()
-    tried = _try_here(job, gang, processes, asks or {}, secrets)
-    store = packaging.files_here()
+    report = _try_here(job, gang, processes, place_options or {}, secrets)
+    store = packaging.local_store()
     name = job.name or new_name(command)
     request = packaging.LaunchRequest(
         name=name,
@@ -74,19 +73,19 @@ def launch(
         hours=hours,
         secrets=secrets,
         environment=environment,
-        results=(*job.output, *tried.results),
+        results=(*job.output, *report.results),
         take=tuple(job.file),
-        needs=tried.needs,
-        elsewhere=not place.is_here,
+        needs=report.needs,
+        is_remote=not place.is_here,
         root=place.root if place.root.startswith("/") else f"~/{place.root}",
-        asks=asks or {},
+        place_options=place_options or {},
         python=place.python,
         meets_at=place.meets_at,
     )
     packed = packaging.pack(request, store)
     _expect_script(command, packed)
-    _say_travelling(packed.bundle)
-    plan = ask(place, lambda backend: backend.plan(packed.order))
+    _print_bundle(packed.bundle)
+    plan = call_backend(place, lambda backend: backend.plan(packed.order))
     _refuse_price(plan, job.max_price)
     if job.dry_run:
         _show_plan(plan, packed, job, hours)
@@ -94,70 +93,79 @@ def launch(
     say(f"{name}: {'; '.join(plan.steps)}")
     results = None if job.to is None else job.to.expanduser().absolute()
     note = local_registry.Note(name, place, request.project, results)
-    handle = _submit(note, packed, store)
+    handle = _submit_job(note, packed, store)
     if job.detach:
-        _leave(note, handle, as_json=job.as_json)
+        _print_detached(note, handle, as_json=job.as_json)
         return
     say("Ctrl-C stops it and fetches what there is")
 
-    async def again(backend: Backend) -> Handle:
+    async def start_attempt(backend: Backend) -> Handle:
         return await backend.resume(name, secrets, store)
 
-    watch(note, job.to, as_json=job.as_json, stop=True, again=again if plan.paid else None)
+    watch(
+        note,
+        job.to,
+        as_json=job.as_json,
+        stop=True,
+        start_attempt=start_attempt if plan.paid else None,
+    )
 
 
-def _leave(note: Note, handle: Handle, *, as_json: bool) -> None:
+def _print_detached(note: Note, handle: Handle, *, as_json: bool) -> None:
     """Print how to find a detached job again."""
     name = note.name
     say(
         f"`groupwise launch logs -f {name}` watches it, `groupwise launch fetch {name}` brings its results"
     )
-    tell_of_rented(note, UNWATCHED)
+    report_rented(note, UNWATCHED)
     if as_json:
         write_json({"name": name, "place": str(note.place), "attempt": handle.attempt})
     else:
         typer.echo(name)
 
 
-def _say_travelling(bundle: Bundle) -> None:
+def _print_bundle(bundle: Bundle) -> None:
     """Print the size of the upload, and the files that are left out."""
     from groupwise.core.terminal.quantities import byte_size
 
     say(f"{len(bundle.files)} files of {bundle.root} travel, {byte_size(bundle.size)}")
-    for path, why in [*bundle.left_out.items()][:MAX_FILES_LISTED]:
-        say(f"  {one_line(path)} stays here: {why}")
+    for path, reason in [*bundle.left_out.items()][:MAX_FILES_LISTED]:
+        say(f"  {one_line(path)} stays here: {reason}")
     if len(bundle.left_out) > MAX_FILES_LISTED:
         say(f"  and {len(bundle.left_out) - MAX_FILES_LISTED} more")
 
 
-def _submit(note: Note, packed: PackedJob, store: BlobStore) -> Handle:
+def _submit_job(note: Note, packed: PackedJob, store: BlobStore) -> Handle:
     """Submit the job, or attach to it if it exists. The note is written first, so an interrupted launch leaves the job known here."""
     from groupwise.jobs.launch import local_registry, results
 
-    name, before = note.name, ask(note.place, lambda backend: backend.find(note.name))
+    name, existing = note.name, call_backend(note.place, lambda backend: backend.find(note.name))
     # Notes and results of two jobs with the same name would be mixed up.
-    other = next((each for each in local_registry.every() if each.name == note.name), None)
-    if other is not None and not other.place.is_same(note.place):
+    same_name = next(
+        (known_note for known_note in local_registry.list_notes() if known_note.name == note.name),
+        None,
+    )
+    if same_name is not None and not same_name.place.is_same(note.place):
         raise UsageError(
-            f"{note.name} is a job on {other.place} already: give this one another name, or `groupwise launch remove {note.name}`."
+            f"{note.name} is a job on {same_name.place} already: give this one another name, or `groupwise launch remove {note.name}`."
         )
-    aside = results.set_aside(folder_of(note, None)) if before is None else None
+    aside = results.set_aside(folder_of(note, None)) if existing is None else None
     if aside is not None:
         say(f"what an earlier job called {name} brought back is in {aside} now")
     local_registry.write(note)
     try:
         with while_placing(note):
-            handle = ask(note.place, lambda backend: backend.submit(packed.order, store))
+            handle = call_backend(note.place, lambda backend: backend.submit(packed.order, store))
     except KeyboardInterrupt:
         say(
             f"{name} may have been placed: `groupwise launch list` tells, `groupwise launch stop {name}` ends it"
         )
         raise
     except GroupwiseError:
-        if before is None and _is_nowhere(note):
+        if existing is None and _left_no_trace(note):
             local_registry.remove(note)
         raise
-    if before is None:
+    if existing is None:
         say(f"{name} is placed on {note.place}")
     else:
         say(
@@ -167,18 +175,18 @@ def _submit(note: Note, packed: PackedJob, store: BlobStore) -> Handle:
     return handle
 
 
-def _is_nowhere(note: Note) -> bool:
+def _left_no_trace(note: Note) -> bool:
     """True if its place certainly has no trace of the job, and no machine is paid for it."""
     from groupwise.jobs.clouds.backend import CloudError, Renting
-    from groupwise.jobs.launch.rentals import of_job
+    from groupwise.jobs.launch.rentals import machines_of_job
 
-    async def nothing(backend: Backend) -> bool:
+    async def has_no_trace(backend: Backend) -> bool:
         if await backend.find(note.name) is not None:
             return False
-        return not (isinstance(backend, Renting) and await of_job(backend, note.name))
+        return not (isinstance(backend, Renting) and await machines_of_job(backend, note.name))
 
     try:
-        return ask(note.place, nothing)
+        return call_backend(note.place, has_no_trace)
     except CloudError:
         return False
 
@@ -187,24 +195,33 @@ def _try_here(
     job: LaunchOptions,
     gang: GangOptions,
     processes: int,
-    asks: Mapping[str, Any],
+    place_options: Mapping[str, Any],
     secrets: Mapping[str, str],
 ) -> DryRunReport:
     """Try the command on this machine. Raises UsageError if it would fail."""
     from groupwise.core.hub_errors import TOKEN_ELSEWHERE
     from groupwise.jobs.clouds.modal.port import NAMED
-    from groupwise.jobs.launch.preflight import DryRunReport, first_of, results_of, try_verb
+    from groupwise.jobs.launch.preflight import (
+        DryRunReport,
+        first_rank_variables,
+        results_of,
+        try_verb,
+    )
 
     if job.command.script is not None:
         return DryRunReport((), "")
     if job.no_preflight:
         return DryRunReport(results_of(job.command.words), "")
-    first = first_of(gang.count, processes) if gang.count > 1 else {}
-    named: Mapping[str, Sequence[str]] = asks.get(NAMED, {})
-    there = {TOKEN_ELSEWHERE: "1"} if any("HF_TOKEN" in each for each in named.values()) else {}
-    tried = try_verb(job.command.words, Path.cwd(), {**secrets, **first, **there})
-    say(f"tried here: {tried.summary}")
-    return tried
+    rank_variables = first_rank_variables(gang.count, processes) if gang.count > 1 else {}
+    workspace_secrets: Mapping[str, Sequence[str]] = place_options.get(NAMED, {})
+    hub_variables = (
+        {TOKEN_ELSEWHERE: "1"}
+        if any("HF_TOKEN" in variables for variables in workspace_secrets.values())
+        else {}
+    )
+    report = try_verb(job.command.words, Path.cwd(), {**secrets, **rank_variables, **hub_variables})
+    say(f"tried here: {report.summary}")
+    return report
 
 
 def _expect_script(command: JobCommand, packed: PackedJob) -> None:
@@ -214,27 +231,27 @@ def _expect_script(command: JobCommand, packed: PackedJob) -> None:
         return
     path = Path(script)
     if path.is_absolute():
-        why = "it is named by its absolute path, and the job has a copy of the project: name it relative to the folder"
+        reason = "it is named by its absolute path, and the job has a copy of the project: name it relative to the folder"
     elif ".." in path.parts:
-        why = "it is outside of the folder that you are in, which is the project"
+        reason = "it is outside of the folder that you are in, which is the project"
     elif not path.is_file():
-        why = "there is no such file"
+        reason = "there is no such file"
     else:
-        why = packed.bundle.left_out.get(path.as_posix(), "git ignores it")
-    raise UsageError(f"--script {script} does not travel with the project: {why}.")
+        reason = packed.bundle.left_out.get(path.as_posix(), "git ignores it")
+    raise UsageError(f"--script {script} does not travel with the project: {reason}.")
 
 
-def _refuse_price(plan: Plan, most: float | None) -> None:
+def _refuse_price(plan: Plan, max_price: float | None) -> None:
     price = plan.price_per_hour
-    if most is not None and price is None and plan.paid:
+    if max_price is not None and price is None and plan.paid:
         raise UsageError(
-            f"the price of {plan.where} for an hour is unknown, so that --max-price ${most:.2f} cannot be kept:"
+            f"the price of {plan.where} for an hour is unknown, so that --max-price ${max_price:.2f} cannot be kept:"
             + "".join(f"\n  {step}" for step in plan.steps)
             + "\nWithout --max-price it is launched at whatever it costs."
         )
-    if most is not None and price is not None and price > most:
+    if max_price is not None and price is not None and price > max_price:
         raise UsageError(
-            f"{plan.where} costs ${price:.2f} an hour, and --max-price is ${most:.2f}."
+            f"{plan.where} costs ${price:.2f} an hour, and --max-price is ${max_price:.2f}."
         )
 
 
@@ -243,7 +260,7 @@ def _show_plan(plan: Plan, packed: PackedJob, job: LaunchOptions, hours: float) 
     unknown = "an unknown price" if plan.paid else "nothing"
     price = unknown if plan.price_per_hour is None else f"${plan.price_per_hour:.2f} an hour"
     paid = hours if plan.paid_hours is None else plan.paid_hours
-    most = "" if plan.price_per_hour is None else f", at most ${plan.price_per_hour * paid:.2f}"
+    max_cost = "" if plan.price_per_hour is None else f", at most ${plan.price_per_hour * paid:.2f}"
     if job.as_json:
         write_json(
             {
@@ -271,6 +288,6 @@ def _show_plan(plan: Plan, packed: PackedJob, job: LaunchOptions, hours: float) 
         ("secrets", ", ".join(sorted(packed.order.secrets)) or "none"),
         ("results", ", ".join(packed.order.spec.artefacts)),
         ("ends", f"after {hours:g} h at the latest"),
-        ("costs", f"{price}{most}"),
+        ("costs", f"{price}{max_cost}"),
     ]
     print_pairs(lines)

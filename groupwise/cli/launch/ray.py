@@ -56,23 +56,23 @@ def ray(
     from groupwise.jobs.clouds.ray import resources_of
 
     plan = cluster.plan(packages)
-    asks = {
+    options = {
         "cpus": cpus,
-        "memory": None if memory is None else _bytes(memory),
+        "memory": None if memory is None else _parse_memory(memory),
         "resources": resources_of(resource or ()),
     }
-    given = {name: value for name, value in asks.items() if value}
+    place_options = {name: value for name, value in options.items() if value}
     # Ray's own programs accept other kinds of address in this variable as well.
-    usual = os.environ.get("RAY_ADDRESS", "") if cluster.host is None else ""
-    if not address and usual.startswith(("http://", "https://")):
-        address = usual
+    default_address = os.environ.get("RAY_ADDRESS", "") if cluster.host is None else ""
+    if not address and default_address.startswith(("http://", "https://")):
+        address = default_address
     place = ray_cluster(cluster.login(packages.python), cluster.shared, address)
-    launch(place, job, environment=plan, asks=given, gang=gang)
+    launch(place, job, environment=plan, place_options=place_options, gang=gang)
 
 
-def _bytes(word: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", word)
-    size = int(float(found[1]) * 2 ** UNITS[found[2]]) if found else 0
+def _parse_memory(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", text)
+    size = int(float(match[1]) * 2 ** UNITS[match[2]]) if match else 0
     if size < 1:
-        raise UsageError(f"--memory {word}: a size is expected, as 500M or 32G.")
+        raise UsageError(f"--memory {text}: a size is expected, as 500M or 32G.")
     return size

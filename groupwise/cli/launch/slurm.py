@@ -54,7 +54,7 @@ def slurm(
             f"--gpu-model {gpu_model} is the type of the GPUs, and --gpus their number: --gpus 1."
         )
     plan = cluster.plan(packages)
-    asks = {
+    options = {
         "partition": partition,
         "account": account,
         "qos": qos,
@@ -63,6 +63,6 @@ def slurm(
         "memory": memory,
         "options": sbatch,
     }
-    given = {name: value for name, value in asks.items() if value}
+    place_options = {name: value for name, value in options.items() if value}
     place = slurm_cluster(cluster.login(packages.python), cluster.shared)
-    launch(place, job, environment=plan, asks=given, gang=gang)
+    launch(place, job, environment=plan, place_options=place_options, gang=gang)

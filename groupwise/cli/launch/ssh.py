@@ -50,6 +50,6 @@ def ssh(
     if master_addr is not None and len(host) == 1:
         raise UsageError("--master-addr is for several machines, each with its own --host.")
     plan = packages.plan_unless_there()
-    places = [login.machine(each, packages.python) for each in host]
+    places = [login.machine(name, packages.python) for name in host]
     gang = replace(gang, machines=len(host))
     launch(machines_together(places, master_addr), job, environment=plan, gang=gang)

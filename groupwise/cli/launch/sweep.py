@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from groupwise.cli.launch.watch import ask
+from groupwise.cli.launch.watch import call_backend
 from groupwise.cli.options import AsJson, DryRun
 from groupwise.cli.output import say, write_json
 from groupwise.core.errors import UsageError
@@ -50,59 +50,65 @@ def sweep(
         assert isinstance(backend, Renting), "that is what RENTING says"
         return await rentals.sweep(backend, name, dry_run=dry_run)
 
-    found: list[tuple[str, SweepResult]] = []
+    swept_places: list[tuple[str, SweepResult]] = []
     failed: list[str] = []
-    for place in _places(at, profile):
+    for place in _places_to_sweep(at, profile):
         try:
-            found.append((str(place), ask(place, swept)))
+            swept_places.append((str(place), call_backend(place, swept)))
         except CloudError as error:  # the other places are still swept
             failed.append(f"{place}: {error.message}")
-    failed += [f"{place}: {why}" for place, each in found for why in each.failed]
-    for why in failed:
-        say(f"NOT swept: {why}")
+    failed += [f"{place}: {problem}" for place, result in swept_places for problem in result.failed]
+    for problem in failed:
+        say(f"NOT swept: {problem}")
     if as_json:
         documents = [
             {
                 "place": place,
-                "overdue": [asdict(one) for one in each.overdue],
-                "left": [asdict(one) for one in each.left],
+                "overdue": [asdict(machine) for machine in result.overdue],
+                "left": [asdict(machine) for machine in result.kept],
             }
-            for place, each in found
+            for place, result in swept_places
         ]
         write_json({"swept": documents, "failed": failed})
     else:
-        _say_swept(found, dry_run=dry_run)
+        _print_swept(swept_places, dry_run=dry_run)
     if failed:
         raise typer.Exit(1)
 
 
-def _say_swept(found: list[tuple[str, SweepResult]], *, dry_run: bool) -> None:
+def _print_swept(swept_places: list[tuple[str, SweepResult]], *, dry_run: bool) -> None:
     from groupwise.jobs.launch import rentals
 
     verb = "would be ended" if dry_run else "is ended"
-    for place, each in found:
-        for one in each.overdue:
-            say(f"{one.id}, of {one.owner or 'unknown'} for {one.job}, {verb} ({place})")
-        for one in each.left:
-            say(f"{one.job}, of {one.owner or 'unknown'}: {rentals.stays(one)} ({place})")
-        if not each.overdue and not each.left:
+    for place, result in swept_places:
+        for machine in result.overdue:
+            say(
+                f"{machine.id}, of {machine.owner or 'unknown'} for {machine.job}, {verb} ({place})"
+            )
+        for machine in result.kept:
+            say(
+                f"{machine.job}, of {machine.owner or 'unknown'}: {rentals.kept_message(machine)} ({place})"
+            )
+        if not result.overdue and not result.kept:
             say(f"nothing is there ({place})")
 
 
-def _places(at: list[str] | None, profile: str | None) -> list[JobBackend]:
+def _places_to_sweep(at: list[str] | None, profile: str | None) -> list[JobBackend]:
     """The places that --at names, otherwise all paid places of jobs launched from here. Raises UsageError."""
     from groupwise.jobs.launch import local_registry
-    from groupwise.jobs.launch.places import AWS, MODAL, RENTING, JobBackend
+    from groupwise.jobs.launch.places import AWS, MODAL, RENTING_KINDS, JobBackend
 
     if at is None:
         if profile is not None:
             raise UsageError("--profile is for --at.")
-        known = [each.place for each in local_registry.every() if each.place.kind in RENTING]
-        if not known:
+        paid_places = [
+            note.place for note in local_registry.list_notes() if note.place.kind in RENTING_KINDS
+        ]
+        if not paid_places:
             raise UsageError(
                 "no job was launched on a paid place from here; name one: --at aws:us-east-1"
             )
-        accounts = {(str(each), each.detail.get("profile")): each for each in known}
+        accounts = {(str(place), place.detail.get("profile")): place for place in paid_places}
         return [*accounts.values()]
     if find_spec("boto3") is None:
         raise UsageError("AWS is reached by boto3: pip install 'groupwise[launch,aws]'.")
@@ -110,11 +116,11 @@ def _places(at: list[str] | None, profile: str | None) -> list[JobBackend]:
     for word in at:
         kind, _, region = word.partition(":")
         if kind != AWS or not region:
-            why = "Modal ends its containers with their calls, so that none is left; " * (
+            reason = "Modal ends its containers with their calls, so that none is left; " * (
                 kind == MODAL
             )
             raise UsageError(
-                f"--at {word}: {why}a place that rents machines is expected, aws:REGION."
+                f"--at {word}: {reason}a place that rents machines is expected, aws:REGION."
             )
         places.append(JobBackend(AWS, {"region": region, "profile": profile}))
     return places

@@ -18,7 +18,7 @@ from groupwise.core.interruption import interrupting
 from groupwise.core.terminal.text import one_line
 
 if TYPE_CHECKING:
-    from groupwise.jobs.clouds.backend import Backend, Fetched, Handle, Status
+    from groupwise.jobs.clouds.backend import Backend, FetchedResults, Handle, Status
     from groupwise.jobs.launch.local_registry import Note
     from groupwise.jobs.launch.places import JobBackend
     from groupwise.jobs.launch.watching import Watch
@@ -28,7 +28,7 @@ STOP_GRACE = 60.0
 Result = TypeVar("Result")
 
 
-def ask(place: JobBackend, question: Callable[[Backend], Awaitable[Result]]) -> Result:
+def call_backend(place: JobBackend, question: Callable[[Backend], Awaitable[Result]]) -> Result:
     """Run one call to a place, with a backend that is closed afterwards."""
     from groupwise.jobs.launch.places import reach
 
@@ -43,31 +43,33 @@ def ask(place: JobBackend, question: Callable[[Backend], Awaitable[Result]]) -> 
 
 
 async def find(backend: Backend, name: str) -> Handle:
-    """The job's newest attempt. Raises NotHere."""
+    """The job's newest attempt. Raises JobNotFound."""
     handle = await backend.find(name)
     if handle is None:
-        from groupwise.jobs.clouds.backend import NotHere
+        from groupwise.jobs.clouds.backend import JobNotFound
 
-        raise NotHere(
+        raise JobNotFound(
             f"there is no job called {name} at its place any more; `groupwise launch list` shows all jobs."
         )
     return handle
 
 
-def tell_of_rented(note: Note, beside: str = "") -> None:
-    """List the machines that are paid for because of this job, after a failure or if the job is not watched. `beside`: text added to each
+def report_rented(note: Note, suffix: str = "") -> None:
+    """List the machines that are paid for because of this job, after a failure or if the job is not watched. `suffix`: text added to each
     line.
     """
     from groupwise.jobs.clouds.backend import CloudError, Renting
-    from groupwise.jobs.launch.rentals import of_job, stays
+    from groupwise.jobs.launch.rentals import kept_message, machines_of_job
 
     async def list_rented(backend: Backend) -> None:
         if isinstance(backend, Renting):
-            for each in await of_job(backend, note.name):
-                say(f"{stays(each)}; `groupwise launch sweep --name {note.name}` ends it{beside}")
+            for machine in await machines_of_job(backend, note.name):
+                say(
+                    f"{kept_message(machine)}; `groupwise launch sweep --name {note.name}` ends it{suffix}"
+                )
 
     try:
-        ask(note.place, list_rented)
+        call_backend(note.place, list_rented)
     except CloudError as error:
         say(f"whether anything is paid for {note.name} could not be found out: {error.message}")
 
@@ -79,7 +81,7 @@ def while_placing(note: Note) -> Generator[None]:
         try:
             yield
         except (KeyboardInterrupt, GroupwiseError):
-            tell_of_rented(note)
+            report_rented(note)
             raise
 
 
@@ -89,11 +91,11 @@ def watch(
     *,
     as_json: bool,
     stop: bool,
-    again: Callable[[Backend], Awaitable[Handle]] | None = None,
+    start_attempt: Callable[[Backend], Awaitable[Handle]] | None = None,
 ) -> None:
     """Watch a job until it has ended, report the outcome, and exit with its exit code. `stop`: Ctrl-C ends the job.
 
-    `again` starts another attempt; it is called once if the job's machine was taken away.
+    `start_attempt` starts another attempt; it is called once if the job's machine was taken away.
     """
     from groupwise.jobs.clouds.backend import Outcome
     from groupwise.jobs.hosts.failures import FailureClass
@@ -103,10 +105,10 @@ def watch(
     watching = Watch(folder, log.write, say)
     try:
         document = asyncio.run(_watch_to_end(watching, note, folder))
-        if again is not None and document["failure"] == FailureClass.PREEMPTION:
+        if start_attempt is not None and document["failure"] == FailureClass.PREEMPTION:
             say(f"{note.name}: {document['reason']}; it restarts elsewhere, this once by itself")
             with while_placing(note):
-                attempt = ask(note.place, again).attempt
+                attempt = call_backend(note.place, start_attempt).attempt
             say(f"{note.name} continues: attempt {attempt}")
             watching = Watch(folder, log.write, say)
             document = asyncio.run(_watch_to_end(watching, note, folder))
@@ -126,8 +128,8 @@ def watch(
 
 def _say_result(note: Note, folder: Path, document: Mapping[str, Any]) -> None:
     seconds = document["seconds"]
-    after = "" if seconds is None else f" after {seconds:.0f} s"
-    say(f"{note.name} {document['state']}{after}: {document['reason']}")
+    duration = "" if seconds is None else f" after {seconds:.0f} s"
+    say(f"{note.name} {document['state']}{duration}: {document['reason']}")
     say(f"{len(document['files'])} files came back to {folder}")
     if document["cost"] is not None:
         say(f"it has cost about ${document['cost']:.2f}: {document['cost_counts']}")
@@ -135,33 +137,35 @@ def _say_result(note: Note, folder: Path, document: Mapping[str, Any]) -> None:
         say(f"  the run {run['run']}: {folder / run['folder']}")
         if run.get("problem"):
             say(f"    {run['problem']}")
-    for path, why in document["left_out"].items():
-        say(f"  {one_line(path)} did not: {why}")
+    for path, reason in document["left_out"].items():
+        say(f"  {one_line(path)} did not: {reason}")
 
 
 def _stop_and_fetch(watching: Watch, note: Note, folder: Path) -> dict[str, Any]:
     """Stop the job, retrying for as long as its place does not respond, and fetch its results. Another Ctrl-C exits without waiting."""
-    from groupwise.jobs.launch.watching import patiently
+    from groupwise.jobs.launch.watching import with_retries
 
     say(f"stopping {note.name}; Ctrl-C once more to leave without waiting for its end")
     is_stopping = False
     try:
-        ask(note.place, lambda backend: patiently(lambda: stop_job(backend, note.name), say))
+        call_backend(
+            note.place, lambda backend: with_retries(lambda: stop_job(backend, note.name), say)
+        )
         is_stopping = True
         return asyncio.run(_watch_to_end(watching, note, folder))
     except KeyboardInterrupt:
         state = "was asked to end" if is_stopping else "STILL RUNS"
         say(f"{note.name} {state}; `groupwise launch stop {note.name}` ends it")
-        tell_of_rented(note)
+        report_rented(note)
         raise
 
 
 async def stop_job(backend: Backend, name: str) -> bool:
     """Ask the job to end, and kill it after STOP_GRACE seconds. Returns True if it had ended already."""
     handle = await find(backend, name)
-    ended = (await backend.status(handle)).ending is not None
+    had_ended = (await backend.status(handle)).ending is not None
     await backend.cancel(handle, STOP_GRACE)
-    return ended
+    return had_ended
 
 
 async def _watch_to_end(watching: Watch, note: Note, folder: Path) -> dict[str, Any]:
@@ -180,7 +184,12 @@ async def _watch_to_end(watching: Watch, note: Note, folder: Path) -> dict[str, 
 
 
 async def conclude(
-    backend: Backend, note: Note, status: Status, fetched: Fetched, folder: Path, handle: Handle
+    backend: Backend,
+    note: Note,
+    status: Status,
+    fetched: FetchedResults,
+    folder: Path,
+    handle: Handle,
 ) -> dict[str, Any]:
     """Write the result next to the fetched files, then end the paid machine, or report that it stays."""
     from groupwise.jobs.clouds.backend import CloudError
@@ -195,7 +204,7 @@ async def conclude(
         if cost:
             document = {**document, **cost}
             results.write(folder, document)
-        await rentals.after(backend, handle, status, folder, say)
+        await rentals.end_or_keep(backend, handle, status, folder, say)
     except CloudError as error:  # the results are here and must not be lost because of this
         say(
             f"what {note.name} ran on may still be paid for: {error.message} `groupwise launch fetch {note.name}` tries again, "

@@ -78,22 +78,22 @@ def list_command(dir: RunsDir = RUNS, as_json: AsJson = False) -> None:
     print_table([head, *(_info_row(info) for info in infos)])
     broken = [info for info in infos if info.broken]
     if broken:  # one line for all of them
-        others = (
+        other_count = (
             f" (and {len(broken) - 1} more, for which --json has the reasons)" if broken[1:] else ""
         )
         name, reason = one_line(broken[0].name), one_line(broken[0].broken or "")
-        typer.echo(f"{name} cannot be read{others}: {reason}", err=True)
+        typer.echo(f"{name} cannot be read{other_count}: {reason}", err=True)
 
 
 @app.command()
 def show(run: RunArgument, dir: RunsDir = RUNS, as_json: AsJson = False) -> None:
     """Show one run: state, configuration, last metrics, checkpoints, evaluations."""
     path = resolve(run, dir).path
-    facts = _facts(path)
+    facts = _run_facts(path)
     if as_json:
         write_json(facts)
     else:
-        _print_facts(facts)
+        _print_run_facts(facts)
 
 
 @app.command()
@@ -108,7 +108,7 @@ def rollouts(
         bool, typer.Option("--failed", help="Only failed and timed-out ones.")
     ] = False,
     part: Annotated[
-        str | None, typer.Option(help="Only with this reward part; --best and --worst go by it.")
+        str | None, typer.Option(help="Only with this reward part; --best and --worst sort by it.")
     ] = None,
     task: Annotated[
         str | None,
@@ -120,7 +120,7 @@ def rollouts(
             help="Only with all these words in the prompt, or in the completion; quotes hold a phrase."
         ),
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Most rollouts to show.")] = 16,
+    limit: Annotated[int, typer.Option(min=1, help="Maximum number of rollouts to show.")] = 16,
     best: Annotated[bool, typer.Option("--best", help="Highest rewards first.")] = False,
     worst: Annotated[bool, typer.Option("--worst", help="Lowest rewards first.")] = False,
     as_json: AsJson = False,
@@ -148,13 +148,13 @@ def rollouts(
             order=order,
             limit=limit,
         )
-        found = store.rollouts(rollout_filter)
+        views = store.rollouts(rollout_filter)
     if as_json:
-        write_json([asdict(view) for view in found])
-    elif not found:
+        write_json([asdict(view) for view in views])
+    elif not views:
         typer.echo("no rollouts like that", err=True)
     else:
-        _print_rollouts(found)
+        _print_rollouts(views)
 
 
 @app.command()
@@ -167,7 +167,7 @@ def plot(
     svg: Annotated[Path | None, typer.Option(help="Write an SVG file as well.")] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Draw the curve of a metric in the terminal, and to a file with --svg; the curve of a warm-up stands before step 0."""
+    """Draw the curve of a metric in the terminal, and to a file with --svg; the curve of a warm-up is drawn before step 0."""
     path = resolve(run, dir).path
     with Store.open(path / RECORD, readonly=True) as store:
         names = store.metric_names()
@@ -181,8 +181,8 @@ def plot(
         svg.write_text(svg_curve(series, title=title), encoding="utf-8")
         typer.echo(f"wrote {svg}", err=True)
     if as_json:
-        more = {"warm_up": warm_up} if warm_up else {}
-        write_json({"run": path.name, "metric": metric, "points": points, **more})
+        extra = {"warm_up": warm_up} if warm_up else {}
+        write_json({"run": path.name, "metric": metric, "points": points, **extra})
         return
     width = min(shutil.get_terminal_size().columns, 100)
     print_text(terminal_curve(series, width, title=title, colour=sys.stdout.isatty()))
@@ -224,36 +224,41 @@ def _info_row(info: RunInfo) -> tuple[str, ...]:
 # One run
 
 
-def _facts(path: Path) -> dict[str, Any]:
+def _run_facts(path: Path) -> dict[str, Any]:
     with Store.open(path / RECORD, readonly=True) as store:
-        last = store.last_step()
+        last_step = store.last_step()
         curves = store.metrics(["reward", "loss"])
         evaluations = [
-            {"step": each.step, "name": each.name, "policy": each.policy, "metrics": each.metrics}
-            for each in store.evaluations(rows=False)
+            {
+                "step": evaluation.step,
+                "name": evaluation.name,
+                "policy": evaluation.policy,
+                "metrics": evaluation.metrics,
+            }
+            for evaluation in store.evaluations(rows=False)
         ]
-        found = checkpoints.complete(path / CHECKPOINTS)
+        complete = checkpoints.complete(path / CHECKPOINTS)
         meta = store.get_meta()
         return {
             **_info_json(run_info(path)),
             "error": meta.get("error"),
             "rows_left_out": meta.get("rows_left_out") or {},
-            "last_metrics": {} if last is None else store.step_metrics(last),
+            "last_metrics": {} if last_step is None else store.step_metrics(last_step),
             "rewards": [value for _, value in curves.get("reward", [])],
             "losses": [value for _, value in curves.get("loss", [])],
             "evaluations": evaluations,
             "warnings": [asdict(warning) for warning in store.warnings()],
             "resumes": [asdict(resume) for resume in store.resumes()],
             "advice": advice_on(store),
-            "checkpoints": [checkpoint.step for checkpoint in found],
+            "checkpoints": [checkpoint.step for checkpoint in complete],
             "final_step": final_step(path) if (path / FINAL).is_dir() else None,
-            "damaged_checkpoints": [str(skipped) for skipped in found.skipped],
+            "damaged_checkpoints": [str(skipped) for skipped in complete.skipped],
             "summary": read_summary(path),
             "config": read_config(path),
         }
 
 
-def _print_facts(facts: Mapping[str, Any]) -> None:
+def _print_run_facts(facts: Mapping[str, Any]) -> None:
     total = f" of {facts['max_steps']}" if facts["max_steps"] is not None else ""
     error, name = facts["error"], facts["name"]
     # The result's URL on the hub, or the error; None if it was not to be uploaded, or the run has not ended.
@@ -290,7 +295,9 @@ def _print_facts(facts: Mapping[str, Any]) -> None:
     )
     print_advice(facts["advice"])
     for hook, reasons in facts["rows_left_out"].items():
-        print_section(f"rows of {hook} left out", [(str(n), why) for why, n in reasons.items()])
+        print_section(
+            f"rows of {hook} left out", [(str(n), reason) for reason, n in reasons.items()]
+        )
     print_section("last step", [(k, round_number(v)) for k, v in facts["last_metrics"].items()])
     for evaluation in facts["evaluations"]:
         title = f"evaluation {evaluation['name']} of {evaluation['policy']} after {evaluation['step']} steps"
@@ -301,11 +308,11 @@ def _print_facts(facts: Mapping[str, Any]) -> None:
 # Rollouts
 
 
-def _expect_name(what: str, name: str, names: Sequence[str]) -> None:
+def _expect_name(description: str, name: str, names: Sequence[str]) -> None:
     if names and name not in names:
-        raise RunNotFoundError(f"this run has no {what}. There are: {', '.join(names)}.")
+        raise RunNotFoundError(f"this run has no {description}. There are: {', '.join(names)}.")
     if not names:
-        raise RunNotFoundError(f"this run has no {what}: it has recorded no step yet.")
+        raise RunNotFoundError(f"this run has no {description}: it has recorded no step yet.")
 
 
 def _expect_present(store: Store, part: str | None, task: str | None, step: int | None) -> None:
@@ -321,21 +328,23 @@ def _expect_present(store: Store, part: str | None, task: str | None, step: int 
         if len(tasks) < MOST_NAMED:  # otherwise, the search shows whether there are any
             _expect_name(f"task '{task}'", task, tasks)
     if step is not None:
-        last = store.last_step()
-        if last is None:
+        last_step = store.last_step()
+        if last_step is None:
             raise RunNotFoundError(f"this run has no step {step}: it has recorded none yet.")
-        if not 0 <= step <= last:
-            raise RunNotFoundError(f"this run has no step {step}; it has the steps 0 to {last}.")
+        if not 0 <= step <= last_step:
+            raise RunNotFoundError(
+                f"this run has no step {step}; it has the steps 0 to {last_step}."
+            )
 
 
 def _print_rollouts(views: Sequence[RolloutView]) -> None:
     for number, (_, members) in enumerate(groupby(views, key=lambda view: view.draw)):
         group = list(members)
         first = group[0]
-        place = "unfinished" if first.step is None else f"step {first.step}"
+        heading = "unfinished" if first.step is None else f"step {first.step}"
         if number:
             print_text("")
-        print_text(f"━━ {place} · draw {first.draw} · example {first.example} ━━")
+        print_text(f"━━ {heading} · draw {first.draw} · example {first.example} ━━")
         print_text(indent(first.prompt, "  │ "))
         for view in group:
             if view.outcome == "scored":
@@ -346,7 +355,7 @@ def _print_rollouts(views: Sequence[RolloutView]) -> None:
             facts = [f"#{view.member}", verdict]
             if view.advantage is not None:
                 facts.append(f"advantage {view.advantage:+.3f}")
-            facts.append(f"{view.completion_tokens} tokens{_cut_off(view)}")
+            facts.append(f"{view.completion_tokens} tokens{_cut_off_text(view)}")
             if view.attempt:
                 facts.append(f"attempt {view.attempt}")
             print_text("\n  " + " · ".join(facts))
@@ -359,7 +368,7 @@ def _print_rollouts(views: Sequence[RolloutView]) -> None:
             print_text(indent(view.completion, "     "))
 
 
-def _cut_off(view: RolloutView) -> str:
+def _cut_off_text(view: RolloutView) -> str:
     """Whether a limit cut the rollout off and, if there are several limits, which one, as text."""
     limit = LIMITS.get(view.ended_by or "")
     return f", cut off{f' by {limit}' if limit else ''}" if view.truncated else ""

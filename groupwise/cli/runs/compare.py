@@ -66,16 +66,24 @@ def print_comparison(comparison: Comparison, rows: int = 0) -> None:
         if comparison.a.supervised:
             pairs = [f"held-out examples: the same {comparison.prompts} for both"]
         else:
-            alone = (("A", comparison.only_a), ("B", comparison.only_b))
+            only_counts = (("A", comparison.only_a), ("B", comparison.only_b))
             pairs = [f"held-out prompts: {comparison.prompts} answered by both"]
-            pairs += [f"{count} only in {name} left out" for name, count in alone if count]
+            pairs += [f"{count} only in {name} left out" for name, count in only_counts if count]
         print_text(f"\n{', '.join(pairs)}")
         head = ("metric", "A", "B", "B − A [95 %]", "better", "worse", "equal")
         table: list[tuple[str, ...]] = [head]
-        for each in comparison.metrics:
-            counts = ["" if n is None else str(n) for n in (each.better, each.worse, each.equal)]
-            moved = f"{each.b - each.a:+.3f}" if each.change is None else _with_sign(each.change)
-            table.append((each.name, round_number(each.a), round_number(each.b), moved, *counts))
+        for metric in comparison.metrics:
+            counts = [
+                "" if n is None else str(n) for n in (metric.better, metric.worse, metric.equal)
+            ]
+            difference = (
+                f"{metric.b - metric.a:+.3f}"
+                if metric.change is None
+                else _signed_interval(metric.change)
+            )
+            table.append(
+                (metric.name, round_number(metric.a), round_number(metric.b), difference, *counts)
+            )
         print_table(table)
     if comparison.curve:
         _print_curve(comparison.curve)
@@ -90,14 +98,14 @@ def print_comparison(comparison: Comparison, rows: int = 0) -> None:
             print_text(indent(completion, "     "))
 
 
-def _with_sign(interval: Interval) -> str:
+def _signed_interval(interval: Interval) -> str:
     return f"{interval.value:+.3f} [{interval.low:+.3f}, {interval.high:+.3f}]"
 
 
 def _print_curve(curve: CurveChange) -> None:
     print_text(f"\n{curve.metric} in training, {curve.steps} steps that both have")
     head = ("", "first steps", "last steps", "B − A, last steps [95 %]")
-    change = _with_sign(curve.change) if curve.change else "no draws with the same prompt"
+    change = _signed_interval(curve.change) if curve.change else "no draws with the same prompt"
     rows = [
         head,
         ("A", *map(round_number, curve.a), ""),

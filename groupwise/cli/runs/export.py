@@ -25,7 +25,7 @@ def export(
             "recorded."
         ),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder that is made.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to create.")],
     dir: RunsDir = RUNS,
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
@@ -41,7 +41,7 @@ def export(
         bool,
         typer.Option(
             "--trust-remote-code",
-            help="Let the base model run code of its author, as the run's config has it.",
+            help="Allow the base model's own code to run, as the run's config does.",
         ),
     ] = False,
     as_json: AsJson = False,
@@ -49,7 +49,7 @@ def export(
     """Write a run's weights, or what it recorded, to a folder for other programs."""
     from groupwise.training.review.export import export as write
 
-    made = write(
+    summary = write(
         run,
         to,
         output,
@@ -60,10 +60,10 @@ def export(
         trust_remote_code=trust_remote_code,
     ).summary
     if as_json:
-        write_json(made)
+        write_json(summary)
     else:
-        print_pairs([*made.items()][:-1])
-        print_pairs([("files", ", ".join(made["files"]))])
+        print_pairs([*summary.items()][:-1])
+        print_pairs([("files", ", ".join(summary["files"]))])
 
 
 def push(
@@ -80,11 +80,11 @@ def push(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Upload what a run should have uploaded and has not: checkpoints that wait, then its final weights (run.hub)."""
+    """Upload a run's pending checkpoints, then its final weights, to the hub (run.hub)."""
     from groupwise.training.review.push import push as upload
 
-    places = upload(run, runs_dir=dir, overwrite=overwrite, revision=revision)
+    urls = upload(run, runs_dir=dir, overwrite=overwrite, revision=revision)
     if as_json:
-        write_json({"uploaded": places})
+        write_json({"uploaded": urls})
     else:
-        print_pairs([("uploaded", place) for place in places])
+        print_pairs([("uploaded", url) for url in urls])

@@ -17,7 +17,7 @@ from groupwise.cli.printing import (
 )
 
 if TYPE_CHECKING:
-    from groupwise.training.review.replay import Learnt, Replay, ReplayedStep
+    from groupwise.training.review.replay import Replay, ReplayedStep, StepValues
 
 
 def replay(
@@ -34,42 +34,42 @@ def replay(
     """
     from groupwise.training.review.replay import replay as run_again
 
-    found = run_again(run, step=step, runs_dir=dir)
+    result = run_again(run, step=step, runs_dir=dir)
     if as_json:
-        write_json(found.summary())
+        write_json(result.summary())
     else:
         head = ("step", "", "loss", "grad_norm", "version", "fingerprint", "")
-        rows = [row for step in found.steps for row in _rows(step)]
-        print_text(f"{found.run} from {found.start}\n")
+        rows = [row for step in result.steps for row in _step_rows(step)]
+        print_text(f"{result.run} from {result.start}\n")
         print_table([head, *rows])
-        for reason in found.rounding:
+        for reason in result.rounding:
             print_text(f"\nother last bits are expected: {reason}")
-        print_text(f"\n{verdict(found)}")
-    raise typer.Exit(found.exit_code)
+        print_text(f"\n{verdict(result)}")
+    raise typer.Exit(result.exit_code)
 
 
-def _rows(step: ReplayedStep) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def _step_rows(step: ReplayedStep) -> tuple[tuple[str, ...], tuple[str, ...]]:
     agrees = "equal" if step.exact else "agrees"
     result = f"DIFFERS: {', '.join(step.differences)}" if step.differences else agrees
     return (
-        (str(step.step), "recorded", *_cells(step.recorded), ""),
-        ("", "replayed", *_cells(step.replayed), result),
+        (str(step.step), "recorded", *_result_cells(step.recorded), ""),
+        ("", "replayed", *_result_cells(step.replayed), result),
     )
 
 
-def _cells(learnt: Learnt) -> tuple[str, ...]:
+def _result_cells(learnt: StepValues) -> tuple[str, ...]:
     numbers = ["–" if value is None else repr(value) for value in (learnt.loss, learnt.grad_norm)]
     return (*numbers, str(learnt.version), learnt.fingerprint)
 
 
-def verdict(found: Replay) -> str:
+def verdict(result: Replay) -> str:
     """The verdict, printed as the last line."""
-    if found.start_differs:
-        return f"DOES NOT AGREE: it began with other weights: {found.start_differs}."
-    wrong = [step for step in found.steps if step.differences]
-    if wrong:
-        return f"DOES NOT AGREE with the record from step {wrong[0].step} on: {', '.join(wrong[0].differences)}."
-    if found.exact:
-        return f"step {found.step} agrees with its record, bit for bit."
-    tolerance = max(step.tolerance or 0.0 for step in found.steps)
-    return f"step {found.step} agrees with its record up to rounding (within {tolerance:.1%} of the gradient norm)."
+    if result.start_differs:
+        return f"DOES NOT AGREE: it began with other weights: {result.start_differs}."
+    differing = [step for step in result.steps if step.differences]
+    if differing:
+        return f"DOES NOT AGREE with the record from step {differing[0].step} on: {', '.join(differing[0].differences)}."
+    if result.exact:
+        return f"step {result.step} agrees with its record, bit for bit."
+    tolerance = max(step.tolerance or 0.0 for step in result.steps)
+    return f"step {result.step} agrees with its record up to rounding (within {tolerance:.1%} of the gradient norm)."

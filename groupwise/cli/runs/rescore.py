@@ -33,7 +33,9 @@ def rescore(
     overrides: Overrides = None,
     task_module: Annotated[
         str | None,
-        typer.Option("--task-module", "-t", metavar="T", help="Task whose get_reward_funcs score."),
+        typer.Option(
+            "--task-module", "-t", metavar="TASK", help="Task whose get_reward_funcs score."
+        ),
     ] = None,
     rewards: Annotated[
         str | None,
@@ -47,7 +49,7 @@ def rescore(
         int | None, typer.Option(help="Only this step, an index from 0; default: all steps.")
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Most groups to score, the last ones.")
+        int | None, typer.Option(min=1, help="Maximum number of groups to score, the newest ones.")
     ] = None,
     rows: Annotated[
         int, typer.Option(min=0, help="Number of rollouts to show, those that moved farthest.")
@@ -60,7 +62,7 @@ def rescore(
     """
     from groupwise.training.review.rescore import rescore as run_again
 
-    found = run_again(
+    result = run_again(
         run,
         task=task_module,
         rewards=tuple(rewards.split(",")) if rewards else (),
@@ -70,37 +72,45 @@ def rescore(
         limit=limit,
     )
     if as_json:
-        write_json(found.summary(rows))
+        write_json(result.summary(rows))
     else:
         weighted = [
             name if weight == 1 else f"{weight:g} × {name}"
-            for name, weight in found.rewards.items()
+            for name, weight in result.rewards.items()
         ]
-        print_text(f"{found.run} by {', '.join(weighted)}\n")
+        print_text(f"{result.run} by {', '.join(weighted)}\n")
         head = ("step", "rollouts", "old", "new", "correlation", "same order", "moved", "failed")
-        steps = [_row(f"{step}", each) for step, each in found.steps.items()]
-        print_table([head, *steps, *([_row("all", found.overall)] if len(steps) > 1 else [])])
+        steps = [_agreement_row(f"{step}", agreement) for step, agreement in result.steps.items()]
+        print_table(
+            [head, *steps, *([_agreement_row("all", result.overall)] if len(steps) > 1 else [])]
+        )
         # The most frequent failures, and the functions that failed on every rollout.
-        if found.overall.reasons:
+        if result.overall.reasons:
             print_text("\nwhat failed, and why")
-        for reason, count in found.overall.reasons.items():
+        for reason, count in result.overall.reasons.items():
             print_text(indent(shorten(f"{count} × {reason}", LONGEST_REASON), "  "))
-        for broken in found.failed_rewards:
-            print_text(f"\n`{broken}` FAILED on every rollout.")
-        farthest = found.farthest(rows)
+        for reward in result.failed_rewards:
+            print_text(f"\n`{reward}` FAILED on every rollout.")
+        farthest = result.farthest(rows)
         if farthest:
-            print_text(f"\nmoved farthest in their group, of {found.overall.moved}")
+            print_text(f"\nmoved farthest in their group, of {result.overall.moved}")
             head = ("step", "draw", "member", "place", "reward", "completion")
             print_table([head, *(_moved_row(row) for row in farthest)])
         print_text("")
-        print_pairs([("results", found.path), ("rollouts", found.rows_path)])
-    raise typer.Exit(found.exit_code)
+        print_pairs([("results", result.path), ("rollouts", result.rows_path)])
+    raise typer.Exit(result.exit_code)
 
 
-def _row(name: str, each: Agreement) -> tuple[str, ...]:
-    values = (each.old, each.new, each.correlation, each.agreement)
+def _agreement_row(name: str, agreement: Agreement) -> tuple[str, ...]:
+    values = (agreement.old, agreement.new, agreement.correlation, agreement.agreement)
     texts = ["–" if value is None else f"{value:.3f}" for value in values]
-    return (name, str(each.rollouts), *texts, str(each.moved), str(each.failed or ""))
+    return (
+        name,
+        str(agreement.rollouts),
+        *texts,
+        str(agreement.moved),
+        str(agreement.failed or ""),
+    )
 
 
 def _moved_row(row: Rescored) -> tuple[str, ...]:

@@ -46,16 +46,18 @@ def end_family(leader: int, mark: str) -> None:
 def end_marked(mark: str) -> None:
     """Kill every process with this `mark`, except this one."""
     for _ in range(_ROUNDS):
-        wanted, own = f"{MARK}={mark}".encode(), str(os.getpid())
-        marked: list[int] = []
+        marker, own_id = f"{MARK}={mark}".encode(), str(os.getpid())
+        process_ids: list[int] = []
         for folder in Path("/proc").glob("[0-9]*"):
             with suppress(OSError):  # it has ended meanwhile, or is another user's
-                if folder.name != own and wanted in (folder / "environ").read_bytes().split(b"\0"):
-                    marked.append(int(folder.name))
-        for process in marked:
+                if folder.name != own_id and marker in (folder / "environ").read_bytes().split(
+                    b"\0"
+                ):
+                    process_ids.append(int(folder.name))
+        for process_id in process_ids:
             with suppress(ProcessLookupError, PermissionError):
-                os.kill(process, signal.SIGKILL)
-        if not marked:
+                os.kill(process_id, signal.SIGKILL)
+        if not process_ids:
             return
 
 
@@ -72,14 +74,14 @@ def has_ended(process: subprocess.Popen[bytes]) -> bool:
         return True
 
 
-def how_it_ended(code: int | None) -> str:
+def describe_exit(code: int | None) -> str:
     """Describes a return code in words, for messages."""
     if code is None:
         return "it does not react to being killed"
     if code >= 0:
         return f"exit code {code}"
-    known = {s.value for s in signal.Signals}
-    name = signal.Signals(-code).name if -code in known else f"signal {-code}"
+    signal_numbers = {s.value for s in signal.Signals}
+    name = signal.Signals(-code).name if -code in signal_numbers else f"signal {-code}"
     return f"{name}, perhaps because memory ran out" if name == "SIGKILL" else name
 
 

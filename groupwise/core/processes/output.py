@@ -21,16 +21,18 @@ class Output:
         assert process.stdout is not None
         self._stream = process.stdout
         self._prefix = prefix
-        self._left = _LINES_PER_CALL
+        self._lines_left = _LINES_PER_CALL
         self._tail: deque[str] = deque(maxlen=5)
-        self._thread = threading.Thread(target=self._read, name=f"{prefix} output", daemon=True)
+        self._thread = threading.Thread(
+            target=self._read_lines, name=f"{prefix} output", daemon=True
+        )
         self._thread.start()
 
     def begin_call(self) -> None:
         """Reset the number of lines that may be logged, for the next call."""
-        self._left = _LINES_PER_CALL
+        self._lines_left = _LINES_PER_CALL
 
-    def last_words(self) -> str:
+    def last_output(self) -> str:
         """The last lines, for a message."""
         self.join()
         return (
@@ -43,7 +45,7 @@ class Output:
         """Wait up to a second for the rest of the output of a killed process."""
         self._thread.join(1.0)
 
-    def _read(self) -> None:
+    def _read_lines(self) -> None:
         with self._stream as stream:
             pending = b""
             while piece := os.read(stream.fileno(), 1 << 16):
@@ -54,10 +56,10 @@ class Output:
             self._log([pending] if pending else [])
 
     def _log(self, lines: list[bytes]) -> None:
-        for line in lines[: max(self._left, 0)]:
+        for line in lines[: max(self._lines_left, 0)]:
             text = line[:_LINE_LENGTH].decode(errors="replace").rstrip("\r")
             self._tail.append(text)
             logger.info("%s: %s", self._prefix, text)
-        if self._left > 0 and len(lines) >= self._left:
+        if self._lines_left > 0 and len(lines) >= self._lines_left:
             logger.info("%s: (the rest of this call's output is left out)", self._prefix)
-        self._left -= len(lines)
+        self._lines_left -= len(lines)

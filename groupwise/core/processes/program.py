@@ -20,16 +20,16 @@ from uuid import uuid4
 from groupwise.core.processes.family import MARK, end_family, has_ended
 from groupwise.core.terminal.text import clean
 
-LOOK = 0.05
+POLL_SECONDS = 0.05
 """Seconds between two checks of a program that is waited for."""
-TOLD_LINES, TOLD_CHARACTERS = 3, 300
+MESSAGE_LINES, MESSAGE_CHARS = 3, 300
 """For messages: the number of last lines of a log, and the maximum number of characters of each."""
 FRAMES = "╭│╰─"
 """First characters of the lines of a framed traceback, which messages leave out."""
 _COLOUR = re.compile(r"\x1b\[[0-9;]*[A-Za-z]")
 
 
-class Family:
+class ProcessGroup:
     """A program and all processes that it started. As a context manager, it ends all of them."""
 
     def __init__(
@@ -71,7 +71,7 @@ class Family:
         while not self.has_ended:
             if time.monotonic() > deadline:
                 return None
-            time.sleep(LOOK)
+            time.sleep(POLL_SECONDS)
         return self.end()
 
     def end(self) -> int:
@@ -83,14 +83,14 @@ class Family:
             self.log.write_bytes(content.replace(self._secret.encode(), "…".encode()))
         return code
 
-    def last_words(self) -> str:
+    def last_output(self) -> str:
         """The last lines of its log, for a message."""
         text = _COLOUR.sub("", self.log.read_text(encoding="utf-8", errors="replace"))
         lines = [clean(line).strip() for line in text.splitlines()]
         lines = [line for line in lines if line and line[0] not in FRAMES]
-        return "\n".join(line[:TOLD_CHARACTERS] for line in lines[-TOLD_LINES:])
+        return "\n".join(line[:MESSAGE_CHARS] for line in lines[-MESSAGE_LINES:])
 
-    def __enter__(self) -> Family:
+    def __enter__(self) -> ProcessGroup:
         return self
 
     def __exit__(

@@ -16,7 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar
 Job = TypeVar("Job", contravariant=True)
 
 
-class Doer(Protocol[Job]):
+class ThreadWorker(Protocol[Job]):
     """The work of one thread; all three methods run in that thread."""
 
     def begin(self) -> None:
@@ -33,13 +33,13 @@ class Doer(Protocol[Job]):
 
 
 class DaemonThreads(Generic[Job]):
-    """One thread for each doer, all with one common queue."""
+    """One thread for each worker, all with one common queue."""
 
-    def __init__(self, doers: Sequence[Doer[Job]], name: str) -> None:
+    def __init__(self, workers: Sequence[ThreadWorker[Job]], name: str) -> None:
         self._queue: queue.SimpleQueue[tuple[Job, Future[Any]] | None] = queue.SimpleQueue()
         self._threads = [
-            threading.Thread(target=self._run, args=(doer,), name=f"{name}-{index}", daemon=True)
-            for index, doer in enumerate(doers)
+            threading.Thread(target=self._run, args=(worker,), name=f"{name}-{index}", daemon=True)
+            for index, worker in enumerate(workers)
         ]
         for thread in self._threads:
             thread.start()
@@ -64,14 +64,14 @@ class DaemonThreads(Generic[Job]):
             thread.join(timeout)
         return not any(thread.is_alive() for thread in self._threads)
 
-    def _run(self, doer: Doer[Job]) -> None:
-        doer.begin()
+    def _run(self, worker: ThreadWorker[Job]) -> None:
+        worker.begin()
         while (item := self._queue.get()) is not None:
             job, future = item
             if not future.set_running_or_notify_cancel():
                 continue
             try:
-                future.set_result(doer.do(job))
+                future.set_result(worker.do(job))
             except BaseException as error:  # noqa: BLE001 — the caller that awaits the future receives it
                 future.set_exception(error)
-        doer.end()
+        worker.end()

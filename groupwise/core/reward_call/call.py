@@ -93,11 +93,11 @@ class TrainerState:
         return math.ceil(self.max_steps / self.steps_per_epoch)
 
     def __getattr__(self, name: str) -> NoReturn:
-        known = ", ".join(each.name for each in fields(self))
+        names = ", ".join(field.name for field in fields(self))
         epochs = "" if self.steps_per_epoch is None else ", epoch, num_train_epochs"
         raise AttributeError(
             f"`trainer_state` has no `{name}` here: rewards are called beside the training, and are told where it stands and no more. "
-            f"There are: {known}{epochs}. Logs and evaluations are for callbacks; see get_rl_callbacks."
+            f"There are: {names}{epochs}. Logs and evaluations are for callbacks; see get_rl_callbacks."
         )
 
 
@@ -123,14 +123,14 @@ class Failed(float):
 
     def __new__(cls, reason: str) -> Failed:
         """`reason` completes the sentence "reward `name` …"."""
-        made = super().__new__(cls, math.nan)
-        made.reason = reason
-        return made
+        failure = super().__new__(cls, math.nan)
+        failure.reason = reason
+        return failure
 
     reason: str
 
 
-def each_alone(score: Callable[..., float | None], *columns: Iterable[Any]) -> list[Any]:
+def score_each_row(score: Callable[..., float | None], *columns: Iterable[Any]) -> list[Any]:
     """Call `score` for each row of the columns. If it raises, only that row fails, not the whole group."""
     values: list[float | None] = []
     for row in zip(*columns, strict=True):
@@ -141,7 +141,7 @@ def each_alone(score: Callable[..., float | None], *columns: Iterable[Any]) -> l
     return values
 
 
-class _Unusable(Exception):
+class _InvalidResult(Exception):
     """A result that is not a list of one number for each member; the exception's text says what it is instead."""
 
 
@@ -149,8 +149,8 @@ def name_of(function: RewardCallable) -> str:
     """The name of a function in metrics and messages."""
     while isinstance(function, functools.partial):
         function = function.func
-    own = getattr(function, "name", None) or getattr(function, "__name__", None)
-    return printable(own.strip("<>")) if isinstance(own, str) else type(function).__name__
+    name = getattr(function, "name", None) or getattr(function, "__name__", None)
+    return printable(name.strip("<>")) if isinstance(name, str) else type(function).__name__
 
 
 def check_function(function: object, where: str) -> None:
@@ -193,7 +193,7 @@ def check_columns(function: RewardCallable, columns: Collection[str], where: str
         raise TaskError(
             f"{where}: `{name_of(function)}` asks for {quoted}, but the dataset has no such column. "
             f"It has: {', '.join(sorted({*columns} - {ORIGIN})) or 'none but prompt'}. "
-            f"Besides columns a reward may ask for {', '.join(RESERVED)}.{_of_one_completion(function, missing, columns, where)}"
+            f"Besides columns a reward may ask for {', '.join(RESERVED)}.{_single_completion_advice(function, missing, columns, where)}"
         )
 
 
@@ -209,40 +209,46 @@ def column_arguments(function: RewardCallable) -> list[str]:
     ]
 
 
-def _of_one_completion(
+def _single_completion_advice(
     function: RewardCallable, missing: Collection[str], columns: Collection[str], where: str
 ) -> str:
     """Advice for a function that scores one completion at a time, as in verifiers; empty for others."""
     if not {"completion", "prompt", "state", "parser"} & set(missing):
         return ""
-    own = getattr(function, "__name__", "")
-    name = own if own.isidentifier() and not iskeyword(own) else "reward"
+    function_name = getattr(function, "__name__", "")
+    name = (
+        function_name if function_name.isidentifier() and not iskeyword(function_name) else "reward"
+    )
     takes = [
-        each.name
-        for each in _parameters(function, where)
-        if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+        parameter.name
+        for parameter in _parameters(function, where)
+        if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
     ]
     lists = {"completion": "completions", "prompt": "prompts"}
-    lists |= {each: each for each in (*columns, *RESERVED) if each in takes and each not in lists}
+    lists |= {
+        parameter: parameter
+        for parameter in (*columns, *RESERVED)
+        if parameter in takes and parameter not in lists
+    }
     row = "i"
     while row in (name, *lists, *lists.values()):
         row += "i"
-    given = ", ".join(
-        f"{each}={lists[each]}" + ("" if each in RESERVED else f"[{row}]")
-        for each in takes
-        if each in lists
+    call_arguments = ", ".join(
+        f"{parameter}={lists[parameter]}" + ("" if parameter in RESERVED else f"[{row}]")
+        for parameter in takes
+        if parameter in lists
     )
     columns_taken = dict.fromkeys(
-        ["completions", *(lists[each] for each in takes if each in lists)]
+        ["completions", *(lists[parameter] for parameter in takes if parameter in lists)]
     )
-    begins, waits = ("async ", "await ") if is_async(function) else ("", "")
-    unfilled = [each for each in missing if each not in lists]
-    bound = ", ".join(f"{each}=…" for each in unfilled)
-    first = f" with functools.partial({name}, {bound}) as `{name}`" if unfilled else ""
+    def_prefix, await_prefix = ("async ", "await ") if is_async(function) else ("", "")
+    unfilled = [parameter for parameter in missing if parameter not in lists]
+    bound = ", ".join(f"{parameter}=…" for parameter in unfilled)
+    partial_hint = f" with functools.partial({name}, {bound}) as `{name}`" if unfilled else ""
     return (
-        f" If `{name}` scores one completion, as rewards of verifiers do, give one of this kind instead{first}:\n"
-        f"  {begins}def {name}_of_all({', '.join(columns_taken)}, **columns):\n"
-        f"      return [{waits}{name}({given}) for {row} in range(len(completions))]"
+        f" If `{name}` scores one completion, as rewards of verifiers do, give one of this kind instead{partial_hint}:\n"
+        f"  {def_prefix}def {name}_of_all({', '.join(columns_taken)}, **columns):\n"
+        f"      return [{await_prefix}{name}({call_arguments}) for {row} in range(len(completions))]"
     )
 
 
@@ -255,26 +261,26 @@ async def call(
     """Score a group with one function. `started` is called with its name just before it runs."""
     count, logged = len(request.completions), Logged()
     try:
-        arguments = _arguments(function, request, logged)
+        arguments = _call_arguments(function, request, logged)
         started(name)
         if is_async(function):
             answer = await function(**arguments)
         else:
             answer = call_plain(function, arguments)
-        entries = _entries(answer, count)
-    except _Unusable as problem:
+        entries = _result_list(answer, count)
+    except _InvalidResult as problem:
         return _failed_result(count, f"reward `{name}` {problem}")
     except (Exception, SystemExit) as error:  # noqa: BLE001 — user code; it fails its rollouts only
         return _failed_result(count, f"reward `{name}` raised {explain(error).strip()}")
-    return _answer(name, entries, logged)
+    return _to_function_result(name, entries, logged)
 
 
 def is_async(function: RewardCallable) -> bool:
     """True if calling it returns a coroutine, as far as inspection can tell."""
     while isinstance(function, functools.partial):
         function = function.func
-    made = getattr(type(function), "__call__", None)  # noqa: B004 — it may be async itself
-    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(made)
+    call_method = getattr(type(function), "__call__", None)  # noqa: B004 — it may be async itself
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(call_method)
 
 
 def call_plain(function: RewardCallable, arguments: Mapping[str, Any]) -> Any:
@@ -286,7 +292,7 @@ def call_plain(function: RewardCallable, arguments: Mapping[str, Any]) -> Any:
         return list(cast("Any", answer)) if isinstance(answer, Iterator) else answer
 
 
-class _Owner:
+class _LoopOwner:
     """Holds a thread's event loop and closes it when the thread ends."""
 
     def __init__(self) -> None:
@@ -301,9 +307,9 @@ _of_thread = threading.local()
 def loop_of_thread() -> Generator[asyncio.AbstractEventLoop]:
     """Inside, the thread has no running event loop. Its current loop is one of its own, which outlives the call."""
     running = asyncio.events._get_running_loop()  # pyright: ignore[reportPrivateUsage]
-    owner: _Owner | None = getattr(_of_thread, "owner", None)
+    owner: _LoopOwner | None = getattr(_of_thread, "owner", None)
     if owner is None or owner.loop.is_closed():  # a user's function may have closed it
-        owner = _of_thread.owner = _Owner()
+        owner = _of_thread.owner = _LoopOwner()
     asyncio.events._set_running_loop(None)  # pyright: ignore[reportPrivateUsage] — asyncio has no public way to leave a running loop
     asyncio.set_event_loop(owner.loop)
     try:
@@ -322,14 +328,16 @@ def _parameters(function: RewardCallable, where: str) -> list[inspect.Parameter]
         ) from error
 
 
-def _arguments(function: RewardCallable, request: ScoreRequest, logged: Logged) -> dict[str, Any]:
+def _call_arguments(
+    function: RewardCallable, request: ScoreRequest, logged: Logged
+) -> dict[str, Any]:
     """Make new lists for each function: one that changes its arguments must not affect the others."""
     parameters = _parameters(function, "reward")
     names = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    given: dict[str, Any] = {
-        "prompts": [_copy(prompt) for prompt in request.prompts],
-        "completions": [_copy(completion) for completion in request.completions],
+    arguments: dict[str, Any] = {
+        "prompts": [_copy_prompt(prompt) for prompt in request.prompts],
+        "completions": [_copy_prompt(completion) for completion in request.completions],
         **{column: list(values) for column, values in request.columns.items()},
     }
     optional: dict[str, Any] = {
@@ -342,10 +350,12 @@ def _arguments(function: RewardCallable, request: ScoreRequest, logged: Logged) 
         "log_metric": functools.partial(_log_metric, logged),
         "log_extra": functools.partial(_log_extra, logged, len(request.completions)),
     }
-    return {key: value for key, value in {**given, **optional}.items() if takes_all or key in names}
+    return {
+        key: value for key, value in {**arguments, **optional}.items() if takes_all or key in names
+    }
 
 
-def _copy(value: Any) -> Any:
+def _copy_prompt(value: Any) -> Any:
     return value if isinstance(value, str) else [dict(message) for message in value]
 
 
@@ -366,30 +376,32 @@ def _log_extra(logged: Logged, count: int, name: str, values: Sequence[Any]) -> 
     logged.extras[printable(str(name))] = [plain(value) for value in entries]
 
 
-def _entries(answer: Any, count: int) -> list[Any]:
+def _result_list(answer: Any, count: int) -> list[Any]:
     """The result as a list. Arrays and tensors of shape (count,) or (count, 1) are accepted."""
     if getattr(answer, "shape", None) == (count, 1):
         answer = answer.reshape(-1)
     listed: Any = answer.tolist() if hasattr(answer, "tolist") else answer
     if not isinstance(listed, Iterable) or isinstance(listed, str | bytes | Mapping | Set):
-        raise _Unusable(f"returned {_kind(answer)}; expected a list of {count} numbers")
+        raise _InvalidResult(
+            f"returned {_describe_value(answer)}; expected a list of {count} numbers"
+        )
     entries = list(cast("Iterable[Any]", listed))
     if len(entries) != count:
-        raise _Unusable(f"returned {count_values(len(entries))} for {count} completions")
+        raise _InvalidResult(f"returned {count_values(len(entries))} for {count} completions")
     return entries
 
 
-def _answer(name: str, entries: list[Any], logged: Logged) -> FunctionResult:
+def _to_function_result(name: str, entries: list[Any], logged: Logged) -> FunctionResult:
     values: list[float | None] = []
     failures: list[str | None] = []
     for entry in entries:
-        value, problem = _number(entry)
+        value, problem = _parse_entry(entry)
         values.append(value)
         failures.append(problem and printable(f"reward `{name}` {problem}"))
     return FunctionResult(tuple(values), tuple(failures), logged)
 
 
-def _number(entry: Any) -> tuple[float | None, str | None]:
+def _parse_entry(entry: Any) -> tuple[float | None, str | None]:
     """The value of one entry, and the problem with it; both None if the reward does not apply."""
     if entry is None:
         return None, None
@@ -400,7 +412,10 @@ def _number(entry: Any) -> tuple[float | None, str | None]:
     except Exception:  # noqa: BLE001 — `__float__` of a foreign object may raise anything
         value = None
     if value is None:
-        return None, f"returned {_kind(entry)} for this completion; expected a number or None"
+        return (
+            None,
+            f"returned {_describe_value(entry)} for this completion; expected a number or None",
+        )
     if math.isnan(value):  # as with TRL, which makes NaN of None
         return None, None
     if not abs(value) <= LARGEST:
@@ -412,7 +427,7 @@ def _failed_result(count: int, reason: str) -> FunctionResult:
     return FunctionResult((None,) * count, (printable(reason),) * count)
 
 
-def _kind(value: object) -> str:
+def _describe_value(value: object) -> str:
     text = repr(value)
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:57] + '...'}"
 

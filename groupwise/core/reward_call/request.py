@@ -88,13 +88,13 @@ class Scorer(Protocol):
 
 def unpicklable(columns: Mapping[str, Any]) -> list[str]:
     """The columns whose values cannot be sent to another process."""
-    found: list[str] = []
+    names: list[str] = []
     for name, values in columns.items():
         try:
             pickle.dumps(values)
         except Exception:  # noqa: BLE001 — values of user classes may raise anything here
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def unscored_group(count: int, outcome: Outcome, reason: str) -> GroupScore:

@@ -32,16 +32,16 @@ def check_tag(tag: Tag) -> None:
                 f"{tag!r} cannot be the name of a tag. Give it without brackets, for example `think`, or give both marks as a list."
             )
     else:
-        _check_apart(tag)
+        _check_distinct(tag)
 
 
-def _check_apart(all_marks: tuple[str, ...]) -> None:
+def _check_distinct(all_marks: tuple[str, ...]) -> None:
     if not all(mark.strip() for mark in all_marks):
         raise ValueError(f"{all_marks} cannot be the marks of tags: one of them is empty.")
-    for one, other in permutations(all_marks, 2):
-        if one.lower() in other.lower():
+    for first, second in permutations(all_marks, 2):
+        if first.lower() in second.lower():
             raise ValueError(
-                f"the marks of tags {one!r} and {other!r} cannot be told apart: one stands in the other. Give others."
+                f"the marks of tags {first!r} and {second!r} cannot be told apart: one stands in the other. Give others."
             )
 
 
@@ -57,7 +57,7 @@ class Tags:
         check_tag(self.answer)
         if self.reasoning == self.answer:
             raise ValueError(f"both tags are {self.answer!r}. Give them different names.")
-        _check_apart(self.four)
+        _check_distinct(self.four)
 
     @property
     def four(self) -> tuple[str, str, str, str]:
@@ -66,12 +66,12 @@ class Tags:
 
     def counts(self, text: str) -> tuple[int, int, int, int]:
         """How often each of the four tags occurs, in the order of `four`."""
-        opened, closed, answered, ended = self.four
+        reasoning_opened, reasoning_closed, answer_opened, answer_closed = self.four
         return (
-            _count(opened, text),
-            _count(closed, text),
-            _count(answered, text),
-            _count(ended, text),
+            _count_mark(reasoning_opened, text),
+            _count_mark(reasoning_closed, text),
+            _count_mark(answer_opened, text),
+            _count_mark(answer_closed, text),
         )
 
     def share(self, text: str) -> float:
@@ -126,7 +126,7 @@ def after_reasoning(text: str, *more: Tag) -> str:
     Reasoning is in `REASONING_TAGS`, in tags given as `more`, and in channels before the final one. The opening tag may be in the prompt.
     """
     opening, closing = _patterns((*REASONING_TAGS, *more))
-    ends = [found.end() for found in closing.finditer(text)]
+    ends = [match.end() for match in closing.finditer(text)]
     return opening.split(text[ends[-1] :] if ends else text, maxsplit=1)[0]
 
 
@@ -137,23 +137,25 @@ def opened_reasoning(prompt: Prompt, *more: Tag) -> str:
     """
     opening, closing = _patterns((*REASONING_TAGS, *more))
     if isinstance(prompt, str):
-        found = re.search(rf"(?:{opening.pattern})\s*$", prompt, re.IGNORECASE)
-        return "" if found is None else found.group()
-    last = prompt[-1] if prompt else {}
-    content = last.get("content")
-    if last.get("role") != "assistant" or not isinstance(content, str):
+        match = re.search(rf"(?:{opening.pattern})\s*$", prompt, re.IGNORECASE)
+        return "" if match is None else match.group()
+    last_message = prompt[-1] if prompt else {}
+    content = last_message.get("content")
+    if last_message.get("role") != "assistant" or not isinstance(content, str):
         return ""
-    started = [found.start() for found in opening.finditer(content)]
-    return content[started[-1] :] if started and not closing.search(content, started[-1]) else ""
+    starts = [match.start() for match in opening.finditer(content)]
+    return content[starts[-1] :] if starts and not closing.search(content, starts[-1]) else ""
 
 
 def _patterns(tags: Sequence[Tag]) -> tuple[re.Pattern[str], re.Pattern[str]]:
     """Patterns that open and close any of these tags or a reasoning channel."""
-    opened, closed = zip(*map(marks, tags), strict=True)
-    return _any_of(opened, _CHANNEL_OPENS), _any_of(closed, _CHANNEL_CLOSES)
+    opening_marks, closing_marks = zip(*map(marks, tags), strict=True)
+    return _any_mark_pattern(opening_marks, _CHANNEL_OPENS), _any_mark_pattern(
+        closing_marks, _CHANNEL_CLOSES
+    )
 
 
-def _any_of(texts: Sequence[str], pattern: str) -> re.Pattern[str]:
+def _any_mark_pattern(texts: Sequence[str], pattern: str) -> re.Pattern[str]:
     spaced = [re.escape(text).replace(">", r"\s*>") for text in texts]  # `<think >` opens, too
     return re.compile("|".join([*spaced, pattern]), re.IGNORECASE)
 
@@ -163,18 +165,18 @@ def last_tagged(text: str, tag: Tag, *, listed: bool = False) -> str | None:
 
     With `listed`, pairs with only a comma, `and` or `or` between them are one answer, joined as a list.
     """
-    opened, closed = map(re.escape, marks(tag))
+    opening, closing = map(re.escape, marks(tag))
     answer_text = text if tag in REASONING_TAGS else after_reasoning(text)
     # No mark inside a pair: `<a>1<a>2</a>` gives 2, and a stray closing tag after a pair does no harm.
-    inside = rf"{opened}((?:(?!{opened}|{closed}).)*){closed}"
-    found = list(re.finditer(inside, answer_text, re.DOTALL | re.IGNORECASE))
-    if not found:
+    pair_pattern = rf"{opening}((?:(?!{opening}|{closing}).)*){closing}"
+    matches = list(re.finditer(pair_pattern, answer_text, re.DOTALL | re.IGNORECASE))
+    if not matches:
         return None
-    answers = [found[-1][1].strip()]
-    for before, after in zip(found[-2::-1], found[:0:-1], strict=False):
-        if not listed or not _IN_A_LIST.fullmatch(answer_text, before.end(), after.start()):
+    answers = [matches[-1][1].strip()]
+    for earlier, later in zip(matches[-2::-1], matches[:0:-1], strict=False):
+        if not listed or not _IN_A_LIST.fullmatch(answer_text, earlier.end(), later.start()):
             break
-        answers.insert(0, before[1].strip())
+        answers.insert(0, earlier[1].strip())
     return ", ".join(answers)
 
 
@@ -182,5 +184,5 @@ _IN_A_LIST = re.compile(r"\s*(?:[,;]\s*(?:and|or)?|and|or)\s*", re.IGNORECASE)
 """The text allowed between pairs that are one answer together."""
 
 
-def _count(tag: str, text: str) -> int:
+def _count_mark(tag: str, text: str) -> int:
     return len(re.findall(re.escape(tag), text, re.IGNORECASE))

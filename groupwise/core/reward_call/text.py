@@ -35,12 +35,12 @@ def completion_texts(
     A prompt, or the text that the chat template adds after it, may end with a reasoning tag that it opens for the assistant (a tag that
     models use, or one of `reasoning`). The end of the prompt from that tag on is then put before the completion.
     """
-    texts = [completion_text(each) for each in completions]
+    texts = [completion_text(completion) for completion in completions]
     prompts = columns.get("prompts") or [""] * len(texts)
-    seen = columns.get("prompts_seen") or prompts
+    prompts_seen = columns.get("prompts_seen") or prompts
     return [
-        (opened_reasoning(prompt, *reasoning) or opened_reasoning(whole, *reasoning)) + text
-        for prompt, whole, text in zip(prompts, seen, texts, strict=True)
+        (opened_reasoning(prompt, *reasoning) or opened_reasoning(prompt_seen, *reasoning)) + text
+        for prompt, prompt_seen, text in zip(prompts, prompts_seen, texts, strict=True)
     ]
 
 

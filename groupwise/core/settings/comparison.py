@@ -30,8 +30,8 @@ def compare(old: Mapping[str, Any], new: Mapping[str, Any], model: type[BaseMode
     result = Differences()
     by_class = {"free": result.free, "warn": result.warned, "fixed": result.fixed}
     for path, change in _changes(old, new, (), schema):
-        found = (schema[path[:n]] for n in range(len(path), 0, -1) if path[:n] in schema)
-        leaf = next(found, None)
+        prefixes = (schema[path[:n]] for n in range(len(path), 0, -1) if path[:n] in schema)
+        leaf = next(prefixes, None)
         by_class[leaf.on_resume if leaf else "fixed"][".".join(path)] = change
     return result
 
@@ -43,10 +43,10 @@ def _changes(
     old: Any, new: Any, path: KeyPath, schema: Mapping[KeyPath, Leaf]
 ) -> Iterator[tuple[KeyPath, Change]]:
     if isinstance(new, Mapping) and (old is _ABSENT or isinstance(old, Mapping)):
-        before = cast("Mapping[str, Any]", {} if old is _ABSENT else old)
-        after = cast("Mapping[str, Any]", new)
-        for key in dict.fromkeys([*after, *before]):
-            sides = before.get(key, _ABSENT), after.get(key, _ABSENT)
+        old_section = cast("Mapping[str, Any]", {} if old is _ABSENT else old)
+        new_section = cast("Mapping[str, Any]", new)
+        for key in dict.fromkeys([*new_section, *old_section]):
+            sides = old_section.get(key, _ABSENT), new_section.get(key, _ABSENT)
             yield from _changes(*sides, (*path, key), schema)
         return
     if old is _ABSENT:

@@ -43,9 +43,9 @@ def holds_secret(text: str) -> bool:
     """True if a text is or contains something with the form of a credential: a service's key, a header, a password in a URL."""
     if _IN_URL.search(text) or _HEADER.search(text):
         return True
-    for found in _KEY.findall(text):
+    for key in _KEY.findall(text):
         # Unlike `sk-learn-intelex` and `hf_transformers`, a real key is random.
-        if any(letter.isdigit() or letter.isupper() for letter in found[3:]):
+        if any(letter.isdigit() or letter.isupper() for letter in key[3:]):
             return True
     for url in (word for word in text.split() if "://" in word):
         query = url.partition("://")[2].partition("?")[2].partition("#")[0]
@@ -71,7 +71,7 @@ def secrets_in(tree: Tree, *free: str) -> list[str]:
 def _secrets(tree: Tree, value: Any, at: KeyPath, free: tuple[str, ...]) -> list[str]:
     if isinstance(value, list):
         items = cast("list[Any]", value)
-        return [found for item in items for found in _secrets(tree, item, at, free)]
+        return [problem for item in items for problem in _secrets(tree, item, at, free)]
     if isinstance(value, str) and holds_secret(value):
         return [
             f"{tree.origin(at)}: {'.'.join(at)} holds what looks like a secret (a user name or password in a URL, a header with a token, "

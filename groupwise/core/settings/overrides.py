@@ -19,7 +19,7 @@ from groupwise.core.settings.tree import Tree, copy_plain, parse_yaml, plain_val
 from groupwise.core.settings.wording import as_given
 
 
-def override(tree: Tree, words: Sequence[str]) -> Tree:
+def override(tree: Tree, assignments: Sequence[str]) -> Tree:
     """The tree with `a.b=value` arguments applied in order, so the last one wins. Their problems are added to `problems`."""
     result = Tree(
         tree.source,
@@ -28,37 +28,37 @@ def override(tree: Tree, words: Sequence[str]) -> Tree:
         list(tree.problems),
         set(tree.unread),
     )
-    for word in words:
+    for assignment in assignments:
         try:
-            path, value = parse_override(word)
-            _set(result, path, value, word)
+            path, value = parse_override(assignment)
+            _set_value(result, path, value, assignment)
         except ConfigError as error:
             result.problems.append(error.message)
-            result.unread.add(tuple(word.partition("=")[0].split(".")))
+            result.unread.add(tuple(assignment.partition("=")[0].split(".")))
     return result
 
 
-def parse_override(word: str) -> tuple[KeyPath, Any]:
+def parse_override(assignment: str) -> tuple[KeyPath, Any]:
     """`training.learning_rate=1e-5` as path and value. Raises ConfigError that shows the right form."""
-    name, equals, text = word.partition("=")
+    name, equals, text = assignment.partition("=")
     if not equals:
-        visible = "…" if names_secret(word) else word
+        visible = "…" if names_secret(assignment) else assignment
         raise ConfigError(
             f"override {visible}: write it as key=value, for example training.seed=1."
         )
     path = tuple(name.split("."))
     for key in path:
-        _check_override_key(key, name, word)
-    origin = _override_origin(path, word)
+        _check_override_key(key, name, assignment)
+    origin = _override_origin(path, assignment)
     try:
-        read = parse_yaml(f"value: {text}")
+        mapping = parse_yaml(f"value: {text}")
     except YAMLError as error:
         problem = getattr(error, "problem", None) or str(error)
         raise ConfigError(
             f"{origin}: the value cannot be read as YAML ({problem}); for plain text, quote it: {name}='\"text\"'."
         ) from None
-    value = cast("Mapping[str, Any]", read)["value"]
-    if len(cast("Mapping[str, Any]", read)) > 1:
+    value = cast("Mapping[str, Any]", mapping)["value"]
+    if len(cast("Mapping[str, Any]", mapping)) > 1:
         raise ConfigError(
             f"{origin}: one override sets one key; give the others as words of their own."
         )
@@ -66,50 +66,50 @@ def parse_override(word: str) -> tuple[KeyPath, Any]:
         raise ConfigError(f"{origin}: nothing is given after `=`; write {name}=null for no value.")
     # `plain_value` reports problems to a tree; this one is for this override alone.
     holder = Tree(origin)
-    plain = plain_value(value, path, holder)
+    plain_result = plain_value(value, path, holder)
     if holder.problems:
         raise ConfigError(holder.problems[0])
-    return path, plain
+    return path, plain_result
 
 
-def _check_override_key(key: str, name: str, word: str) -> None:
-    origin = f"override {word.partition('=')[0]}=…"
+def _check_override_key(key: str, name: str, assignment: str) -> None:
+    origin = f"override {assignment.partition('=')[0]}=…"
     if re.fullmatch(r"[A-Za-z_][\w-]*", key):
         return
     if not name:
         raise ConfigError(f"{origin}: there is no key before `=`; write key=value.")
     if name[0] in "+~":
-        bare = name.lstrip("+~")
-        raise ConfigError(f"{origin}: keys take no `{name[0]}`; write {bare}=value.")
+        bare_name = name.lstrip("+~")
+        raise ConfigError(f"{origin}: keys take no `{name[0]}`; write {bare_name}=value.")
     if key.isdigit() or "[" in key:
-        whole = re.split(r"\.\d|\[", name)[0]
+        list_key = re.split(r"\.\d|\[", name)[0]
         raise ConfigError(
-            f"{origin}: a list is given whole, {whole}=[first, second]; single items cannot be set."
+            f"{origin}: a list is given whole, {list_key}=[first, second]; single items cannot be set."
         )
     raise ConfigError(f"{origin}: `{name}` is not a key; keys are words joined by dots.")
 
 
-def _override_origin(path: KeyPath, word: str) -> str:
+def _override_origin(path: KeyPath, assignment: str) -> str:
     """The override's name in messages, without its value if that is, or contains, a credential."""
-    secret = any(map(is_secret, path)) or names_secret(word.partition("=")[2])
-    return f"override {'.'.join(path)}=…" if secret else f"override {' '.join(word.split())}"
+    secret = any(map(is_secret, path)) or names_secret(assignment.partition("=")[2])
+    return f"override {'.'.join(path)}=…" if secret else f"override {' '.join(assignment.split())}"
 
 
-def _set(tree: Tree, path: KeyPath, value: Any, word: str) -> None:
+def _set_value(tree: Tree, path: KeyPath, value: Any, assignment: str) -> None:
     section = tree.values
-    origin = _override_origin(path, word)
+    origin = _override_origin(path, assignment)
     for depth, key in enumerate(path[:-1], start=1):
         inner = section.get(key)
         if inner is None:
             inner = section[key] = {}
             tree.origins[path[:depth]] = origin
         if not isinstance(inner, dict):
-            there = ".".join(path[:depth])
-            raise ConfigError(f"{origin}: {there} is {as_given(inner)}, which has no keys inside.")
+            dotted = ".".join(path[:depth])
+            raise ConfigError(f"{origin}: {dotted} is {as_given(inner)}, which has no keys inside.")
         section = cast("dict[str, Any]", inner)
     section[path[-1]] = value
-    for stale in [known for known in tree.origins if known[: len(path)] == path]:
-        del tree.origins[stale]
+    for overridden in [path_set for path_set in tree.origins if path_set[: len(path)] == path]:
+        del tree.origins[overridden]
     tree.origins[path] = origin
 
 
@@ -124,25 +124,25 @@ def lay_environment_over(
 
     `as_text`: keys whose values are taken as plain text, except `null`; YAML would misread some URLs.
     """
-    known = keys_of(config)
+    keys = keys_of(config)
     for variable in sorted(environment):
         if not variable.startswith(prefix):
             continue
         key, text = variable.removeprefix(prefix).lower(), environment[variable]
-        if key not in known or variable != variable.upper():
+        if key not in keys or variable != variable.upper():
             if key in config.refused:
                 tree.problems.append(f"{variable} is no setting; {config.refused[key]}.")
                 continue
-            names = {name: prefix + name.upper() for name in known}
-            near = difflib.get_close_matches(key, names, n=1)
-            likest = difflib.get_close_matches(key, names, n=3, cutoff=0.0)
-            nearest = f"the nearest are {', '.join(names[each] for each in likest)}."
-            hint = f"did you mean {names[near[0]]}?" if near else nearest
+            names = {name: prefix + name.upper() for name in keys}
+            close_matches = difflib.get_close_matches(key, names, n=1)
+            closest = difflib.get_close_matches(key, names, n=3, cutoff=0.0)
+            nearest = f"the nearest are {', '.join(names[match] for match in closest)}."
+            hint = f"did you mean {names[close_matches[0]]}?" if close_matches else nearest
             tree.problems.append(f"{variable} is no setting; {hint}")
             continue
         try:
-            plain = key in as_text and text != "null"
-            tree.values[key] = text if plain else parse_override(f"{key}={text}")[1]
+            is_plain_text = key in as_text and text != "null"
+            tree.values[key] = text if is_plain_text else parse_override(f"{key}={text}")[1]
         except ConfigError as error:
             reason = error.message.partition(": ")[2] or error.message
             tree.problems.append(f"{variable}: {reason}")

@@ -22,7 +22,7 @@ KeyPath = tuple[str, ...]
 """Path of keys from the root to a value, `("training", "learning_rate")`."""
 
 
-EACH_VALUE_ALONE = {"conflicts": "are looked for during validation"}
+SKIP_CONFLICT_CHECKS = {"conflicts": "are looked for during validation"}
 """A pydantic validation context that skips the check for conflicts, so sections with conflicting keys can be built."""
 
 
@@ -60,7 +60,7 @@ class Strict(BaseModel):
 
     @model_validator(mode="after")
     def _keys_go_together(self, info: ValidationInfo) -> Self:
-        if info.context is not EACH_VALUE_ALONE:
+        if info.context is not SKIP_CONFLICT_CHECKS:
             refuse(conflict.message for conflict in self.conflicts())
         return self
 
@@ -75,8 +75,8 @@ class Problems(ValueError):
 
 def refuse(problems: Iterable[str | None]) -> None:
     """For validators: raise `Problems` if there are any; None entries are ignored."""
-    if found := [problem for problem in problems if problem is not None]:
-        raise Problems(found)
+    if messages := [problem for problem in problems if problem is not None]:
+        raise Problems(messages)
 
 
 def setting(
@@ -100,10 +100,10 @@ def sections_in(annotation: Any) -> dict[str, type[BaseModel]]:
     if get_origin(annotation) is Annotated:
         return sections_in(get_args(annotation)[0])
     if get_origin(annotation) in (Union, UnionType):
-        found: dict[str, type[BaseModel]] = {}
+        sections: dict[str, type[BaseModel]] = {}
         for member in get_args(annotation):
-            found |= sections_in(member)
-        return found
+            sections |= sections_in(member)
+        return sections
     return {}
 
 
@@ -160,7 +160,7 @@ class SchemaLocation:
 def locate(root: type[BaseModel], location: Sequence[int | str]) -> SchemaLocation:
     """The place in a schema that pydantic's error location refers to."""
     variants: Mapping[str, type[BaseModel]] = {"": root}
-    place = SchemaLocation((), root, None, variants)
+    result = SchemaLocation((), root, None, variants)
     section = root
     for part in location:
         if part in variants and (len(variants) > 1 or part not in keys_of(section)):
@@ -169,12 +169,12 @@ def locate(root: type[BaseModel], location: Sequence[int | str]) -> SchemaLocati
         if not variants:
             break
         key = keys_of(section).get(str(part))
-        place = SchemaLocation((*place.path, str(part)), section, key, variants)
+        result = SchemaLocation((*result.path, str(part)), section, key, variants)
         if key is None:
             break
         variants = sections_in(key.annotation)
         section = next(iter(variants.values()), section)
-    return place
+    return result
 
 
 def refused_keys(model: type[BaseModel]) -> Mapping[str, str]:
@@ -186,13 +186,13 @@ def foreign_advice(root: type[BaseModel], key: str) -> str | None:
     """What to write in place of another framework's key; None if no known framework uses the name."""
     if not issubclass(root, Strict):
         return None
-    foreign = root.foreign_keys()
+    foreign_names = root.foreign_keys()
     by_start = (
         advice
-        for name, advice in foreign.items()
+        for name, advice in foreign_names.items()
         if name.endswith("*") and key.startswith(name[:-1])
     )
-    return foreign.get(key) or next(by_start, None)
+    return foreign_names.get(key) or next(by_start, None)
 
 
 def later_keys(model: type[BaseModel]) -> frozenset[str]:

@@ -86,20 +86,20 @@ def parse_yaml(text: str) -> Any:
     try:
         if deepest > MOST_OPEN:  # parsing it would take very long
             raise RecursionError
-        found = reader.load(text)
+        content = reader.load(text)
     except RecursionError:
         raise YAMLError(f"it is nested more than {DEEPEST} deep") from None
     except (ValueError, KeyError, IndexError) as error:  # a value does not match its tag
         raise YAMLError(f"a value is not of the kind that it is said to be ({error})") from None
-    _check_size(found)
-    return found
+    _check_size(content)
+    return content
 
 
 def _check_size(value: Any) -> None:
     """Raise YAMLError if the value is too deep or too large to be a config; an alias counts as everything that it refers to."""
-    left, count = [(value, 0)], 0
-    while left:
-        part, depth = left.pop()
+    pending, count = [(value, 0)], 0
+    while pending:
+        part, depth = pending.pop()
         count += 1
         if depth > DEEPEST:
             raise YAMLError(f"it is nested more than {DEEPEST} deep")
@@ -110,7 +110,7 @@ def _check_size(value: Any) -> None:
         if isinstance(part, Mapping):
             part = list(cast("Mapping[Any, Any]", part).values())
         if isinstance(part, list | tuple | Set):
-            left += [(each, depth + 1) for each in cast("Iterable[Any]", part)]
+            pending += [(item, depth + 1) for item in cast("Iterable[Any]", part)]
 
 
 def read_yaml(path: Path, expected: str | None = None) -> Tree:
@@ -122,13 +122,17 @@ def read_yaml(path: Path, expected: str | None = None) -> Tree:
     try:
         content: Any = parse_yaml(path.read_text(encoding="utf-8"))
     except MarkedYAMLError as error:
-        marked: Any = error
-        where = f"{path}:{marked.problem_mark.line + 1}" if marked.problem_mark else str(path)
-        message = f"{where}: cannot be read as YAML: {marked.problem}."
+        yaml_error: Any = error
+        location = (
+            f"{path}:{yaml_error.problem_mark.line + 1}" if yaml_error.problem_mark else str(path)
+        )
+        message = f"{location}: cannot be read as YAML: {yaml_error.problem}."
         if isinstance(error, DuplicateKeyError):
-            found = re.search(r'duplicate key "(.*?)"', str(marked.problem))
-            key = f"`{found[1]}`" if found else "a key"
-            message = f"{where}: {key} is written twice in the same section; keep one of the two."
+            match = re.search(r'duplicate key "(.*?)"', str(yaml_error.problem))
+            key = f"`{match[1]}`" if match else "a key"
+            message = (
+                f"{location}: {key} is written twice in the same section; keep one of the two."
+            )
         raise ConfigError(message) from None
     except YAMLError as error:
         raise ConfigError(f"{path}: cannot be read as YAML: {error}") from None
@@ -137,8 +141,8 @@ def read_yaml(path: Path, expected: str | None = None) -> Tree:
     except OSError as error:
         raise ConfigError(_missing_file_message(path, error)) from None
     if content is None:
-        least = expected or "a config needs at least `model:` with a `name:`"
-        raise ConfigError(f"{source} is empty; {least}.")
+        requirement = expected or "a config needs at least `model:` with a `name:`"
+        raise ConfigError(f"{source} is empty; {requirement}.")
     if not isinstance(content, CommentedMap):
         kind = expected or "a config is a mapping of sections, `model:`, `training:` and so on"
         raise ConfigError(f"{source} holds {as_given(content)}; {kind}.")
@@ -151,15 +155,19 @@ def _missing_file_message(path: Path, error: OSError) -> str:
     folder = path if path.is_dir() else path.parent
     if path.exists() and not path.is_dir():
         return f"{path} cannot be read: {error.strerror}."
-    what = f"{path} is a folder, not a config file" if path.is_dir() else f"There is no file {path}"
+    problem = (
+        f"{path} is a folder, not a config file" if path.is_dir() else f"There is no file {path}"
+    )
     if not folder.is_dir():
-        return f"{what}, and no folder {folder} either."
-    there = sorted(entry.name for entry in folder.iterdir() if entry.suffix in (".yaml", ".yml"))
-    if not there:
-        return f"{what}; there are no .yaml files in {folder}/."
-    near = difflib.get_close_matches(path.name, there, n=1)
-    hint = f" Did you mean {folder / near[0]}?" if near else ""
-    return f"{what}.{hint} {folder}/ holds: {', '.join(there)}."
+        return f"{problem}, and no folder {folder} either."
+    config_files = sorted(
+        entry.name for entry in folder.iterdir() if entry.suffix in (".yaml", ".yml")
+    )
+    if not config_files:
+        return f"{problem}; there are no .yaml files in {folder}/."
+    close_matches = difflib.get_close_matches(path.name, config_files, n=1)
+    hint = f" Did you mean {folder / close_matches[0]}?" if close_matches else ""
+    return f"{problem}.{hint} {folder}/ holds: {', '.join(config_files)}."
 
 
 def tree_of(values: Mapping[str, Any], source: str = "config") -> Tree:
@@ -173,7 +181,7 @@ def plain_value(value: object, path: KeyPath, tree: Tree) -> Any:
     """The value as plain JSON data; records lines, and a problem for each value that JSON cannot hold."""
     if isinstance(value, TaggedScalar):
         tag: Any = cast("Any", value).tag
-        return _problem(tree, path, f"carries the YAML tag {tag.value}; use plain values")
+        return _add_problem(tree, path, f"carries the YAML tag {tag.value}; use plain values")
     if isinstance(value, Mapping):
         mapping = cast("Mapping[Any, Any]", value)
         return {
@@ -192,10 +200,10 @@ def plain_value(value: object, path: KeyPath, tree: Tree) -> Any:
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float) and not math.isfinite(value):
-        return _problem(tree, path, f"is {float(value)}; it must be a finite number")
+        return _add_problem(tree, path, f"is {float(value)}; it must be a finite number")
     if isinstance(value, float):
         return float(value)
-    return _problem(
+    return _add_problem(
         tree, path, f"is {as_given(value)}, which a config cannot hold ({type(value).__name__})"
     )
 
@@ -206,11 +214,11 @@ def _is_key(mapping: Mapping[Any, Any], key: Any, path: KeyPath, tree: Tree) -> 
         tree.origins[(*path, str(key))] = f"{tree.source}:{lines[key][0] + 1}"
     if isinstance(key, str):
         return True
-    _problem(tree, (*path, str(key)), f'has a key that is not text; write "{key}": with quotes')
+    _add_problem(tree, (*path, str(key)), f'has a key that is not text; write "{key}": with quotes')
     return False
 
 
-def _problem(tree: Tree, path: KeyPath, what: str) -> None:
+def _add_problem(tree: Tree, path: KeyPath, what: str) -> None:
     tree.problems.append(f"{tree.origin(path)}: {'.'.join(path) or 'the config'} {what}.")
     tree.unread.add(path)
 

@@ -23,7 +23,7 @@ from groupwise.core.errors import ConfigError
 from groupwise.core.settings.credentials import explain_secret, is_secret, names_secret
 from groupwise.core.settings.field_errors import field_errors
 from groupwise.core.settings.schema import (
-    EACH_VALUE_ALONE,
+    SKIP_CONFLICT_CHECKS,
     Conflict,
     KeyPath,
     Problems,
@@ -57,53 +57,57 @@ def validate(
     problems = [*tree.problems, *(check(tree) if check else ())]
     section = tree.value(at) if at else tree.values
     unread = [path[len(at) :] for path in tree.unread if path[: len(at)] == at]
-    search = _Search(model, {} if section is None else section, unread)
+    search = _ProblemSearch(model, {} if section is None else section, unread)
     result = search.run()
-    problems += [line for detail in search.told for line in _explain(model, detail, tree, at)]
-    if search.more:
-        problems.append(f"{tree.source}: {search.more:,} more keys or values are wrong.")
-    for within, conflict in _conflicts(result) if result is not None else ():
-        if not search.doubts((*within, *key.split(".")) for key in conflict.keys):
-            problems.append(f"{_where(tree, at + within)}: {conflict.message}")
+    problems += [line for detail in search.reported for line in _explain(model, detail, tree, at)]
+    if search.unreported_count:
+        problems.append(
+            f"{tree.source}: {search.unreported_count:,} more keys or values are wrong."
+        )
+    for section_path, conflict in _conflicts(result) if result is not None else ():
+        if not search.doubts((*section_path, *key.split(".")) for key in conflict.keys):
+            problems.append(f"{_section_origin(tree, at + section_path)}: {conflict.message}")
     if problems or result is None:
-        unknown = [
-            str(each["loc"][-1]) for each in search.told if each["type"] == "extra_forbidden"
+        unknown_keys = [
+            str(detail["loc"][-1])
+            for detail in search.reported
+            if detail["type"] == "extra_forbidden"
         ]
-        foreign = [key for key in unknown if foreign_advice(model, key)]
-        if len(foreign) >= MANY_FOREIGN and Path(tree.source).is_file():
+        foreign_keys = [key for key in unknown_keys if foreign_advice(model, key)]
+        if len(foreign_keys) >= MANY_FOREIGN and Path(tree.source).is_file():
             problems.append(
-                f"Of these keys {len(foreign)} are other frameworks'. For a config of TRL, open-r1 or Unsloth, `groupwise init --from "
+                f"Of these keys {len(foreign_keys)} are other frameworks'. For a config of TRL, open-r1 or Unsloth, `groupwise init --from "
                 f"{tree.source}` writes one of ours, with the origin of each value."
             )
 
         def line_of(problem: str) -> float:
             """The problem's line in the file; problems of overrides are sorted last."""
-            found = re.match(rf"{re.escape(tree.source)}(:\d+)?: ", problem)
-            return int((found[1] or ":0")[1:]) if found else math.inf
+            match = re.match(rf"{re.escape(tree.source)}(:\d+)?: ", problem)
+            return int((match[1] or ":0")[1:]) if match else math.inf
 
         raise ConfigError("\n".join(sorted(dict.fromkeys(problems), key=line_of)))
     return result
 
 
-def _where(tree: Tree, path: KeyPath) -> str:
+def _section_origin(tree: Tree, path: KeyPath) -> str:
     """Origin and name of a section; the root of the config has no name."""
     return ": ".join([tree.origin(path), *([".".join(path)] if path else [])])
 
 
-def _conflicts(section: BaseModel, within: KeyPath = ()) -> Iterator[tuple[KeyPath, Conflict]]:
+def _conflicts(section: BaseModel, at: KeyPath = ()) -> Iterator[tuple[KeyPath, Conflict]]:
     """Conflicts in a section and its nested sections, each with the path of its section, or of the list that contains the section."""
     if isinstance(section, Strict):
         for conflict in section.conflicts():
-            yield within, conflict
+            yield at, conflict
     for name, info in section.__class__.model_fields.items():
         inner = getattr(section, name)
-        several = cast("Sequence[Any]", inner if isinstance(inner, list | tuple) else [inner])
-        for each in several:
-            if isinstance(each, BaseModel):
-                yield from _conflicts(each, (*within, info.alias or name))
+        sections = cast("Sequence[Any]", inner if isinstance(inner, list | tuple) else [inner])
+        for value in sections:
+            if isinstance(value, BaseModel):
+                yield from _conflicts(value, (*at, info.alias or name))
 
 
-class _Search:
+class _ProblemSearch:
     """Searches for every problem with single keys.
 
     Some problems appear only if the rest is valid. So a wrong value is removed, a missing key gets a value, and the
@@ -113,89 +117,95 @@ class _Search:
 
     def __init__(self, model: type[Model], section: Any, unread: Iterable[KeyPath]) -> None:
         self.model = model
-        self.told: list[ErrorDetails] = []
+        self.reported: list[ErrorDetails] = []
         # A copy, from which `_replace` removes wrong values.
-        self._left = json.loads(json.dumps(section))
+        self._remaining = json.loads(json.dumps(section))
         self._replaced: set[KeyPath] = set()
-        self._meant: set[KeyPath] = set()
+        self._suggested: set[KeyPath] = set()
         """Keys that the user may have meant by an unknown key, whose value is therefore uncertain."""
-        self.more = 0
+        self.unreported_count = 0
         """Number of problems that were not examined: the advice for one takes some milliseconds."""
         for path in unread:
             self._replaced.add(path)
-            _take_out(self._left, path)
+            _remove_value(self._remaining, path)
 
     def run(self) -> Any:
         """The model of the valid keys; None if no replacement made the rest valid."""
         seen: set[str] = set()
-        while (text := json.dumps(self._left)) not in seen:
+        while (text := json.dumps(self._remaining)) not in seen:
             seen.add(text)
             try:
                 # Unknown keys are rejected even by a model whose config does not say so.
                 return self.model.model_validate_json(
                     text,
                     extra=None if self.model.model_config.get("extra") else "forbid",
-                    context=EACH_VALUE_ALONE,
+                    context=SKIP_CONFLICT_CHECKS,
                 )
             except ValidationError as error:
                 details = error.errors(include_url=False, include_input=False)
-                self.more = len(details[MOST_PROBLEMS:])
-                self._learn(details[:MOST_PROBLEMS])
-                if self.more:
+                self.unreported_count = len(details[MOST_PROBLEMS:])
+                self._record_problems(details[:MOST_PROBLEMS])
+                if self.unreported_count:
                     break
         return None
 
     def doubts(self, keys: Iterable[KeyPath]) -> bool:
         """True if the config's value for one of these keys or sections is unknown."""
-        unknown = self._replaced | self._meant
-        return any(_starts(key, path) or _starts(path, key) for key in keys for path in unknown)
+        unknown_paths = self._replaced | self._suggested
+        return any(
+            _is_within(key, path) or _is_within(path, key) for key in keys for path in unknown_paths
+        )
 
-    def _learn(self, details: Sequence[ErrorDetails]) -> None:
+    def _record_problems(self, details: Sequence[ErrorDetails]) -> None:
         """Record the problems, and replace each wrong value with a valid one."""
-        read = [self._read_by(detail) for detail in details]
-        before = frozenset(self._replaced)
-        for detail, keys in zip(details, read, strict=True):
+        deciding_keys = [self._deciding_keys(detail) for detail in details]
+        replaced_before = frozenset(self._replaced)
+        for detail, keys in zip(details, deciding_keys, strict=True):
             if not keys:
-                place = locate(self.model, detail["loc"])
-                if not any(_starts(place.path, path) for path in before):
-                    self.told.append(detail)
-                self._replace(place, detail["type"])
-        for detail, keys in zip(details, read, strict=True):
+                location = locate(self.model, detail["loc"])
+                if not any(_is_within(location.path, path) for path in replaced_before):
+                    self.reported.append(detail)
+                self._replace(location, detail["type"])
+        for detail, keys in zip(details, deciding_keys, strict=True):
             if keys:
                 if not self.doubts(keys):
-                    self.told.append(detail)
+                    self.reported.append(detail)
                 self._replace(locate(self.model, detail["loc"]), detail["type"])
 
-    def _read_by(self, detail: ErrorDetails) -> list[KeyPath]:
+    def _deciding_keys(self, detail: ErrorDetails) -> list[KeyPath]:
         """The other keys that decide whether this is a problem at all; mostly none."""
-        place = locate(self.model, detail["loc"])
+        location = locate(self.model, detail["loc"])
         if detail["type"] in ("value_error", "assertion_error"):
             # The schema's own validator raised; it does not say which keys it reads.
-            return [place.path] if isinstance(_inside(self._left, place.path), dict) else []
+            return (
+                [location.path]
+                if isinstance(_value_at(self._remaining, location.path), dict)
+                else []
+            )
         of_another_type = detail["type"] == "extra_forbidden" and any(
-            place.path[-1] in keys_of(variant) for variant in place.variants.values()
+            location.path[-1] in keys_of(variant) for variant in location.variants.values()
         )
-        if not of_another_type or not issubclass(place.section, Strict):
+        if not of_another_type or not issubclass(location.section, Strict):
             return []
-        return [(*place.path[:-1], key) for key in place.section.type_from]
+        return [(*location.path[:-1], key) for key in location.section.type_from]
 
-    def _replace(self, place: SchemaLocation, kind: str) -> None:
-        path = place.path
-        given, above = _inside(self._left, path), _inside(self._left, path[:-1])
-        inner = sections_in(place.key.annotation) if place.key else {}
+    def _replace(self, location: SchemaLocation, kind: str) -> None:
+        path = location.path
+        value, parent = _value_at(self._remaining, path), _value_at(self._remaining, path[:-1])
+        inner = sections_in(location.key.annotation) if location.key else {}
         if kind == "extra_forbidden":
-            self._meant.update(_explain_unknown(self.model, place).meant)
-        if kind.startswith("union_tag") and isinstance(given, dict):
-            section = cast("dict[str, Any]", given)
+            self._suggested.update(_explain_unknown(self.model, location).suggestions)
+        if kind.startswith("union_tag") and isinstance(value, dict):
+            section = cast("dict[str, Any]", value)
             # Choose the type that has most of the given keys.
             section["type"] = max(
                 inner, key=lambda kind: len(keys_of(inner[kind]).keys() & section.keys())
             )
             path = (*path, "type")
-        elif kind == "missing" and isinstance(above, dict):
-            above[path[-1]] = {} if inner else _SOME_TEXT
+        elif kind == "missing" and isinstance(parent, dict):
+            parent[path[-1]] = {} if inner else _SOME_TEXT
         else:
-            _take_out(self._left, path)
+            _remove_value(self._remaining, path)
         self._replaced.add(path)
 
 
@@ -212,18 +222,18 @@ _SOME_TEXT = "…"
 """Replaces a missing required value. The required keys of our own sections that conflicts compare are all texts."""
 
 
-def _starts(path: KeyPath, other: KeyPath) -> bool:
+def _is_within(path: KeyPath, other: KeyPath) -> bool:
     """True if `path` equals `other` or lies below it."""
     return path[: len(other)] == other
 
 
-def _take_out(root: Any, path: KeyPath) -> None:
-    above = _inside(root, path[:-1])
-    if path and isinstance(above, dict):
-        cast("dict[str, Any]", above).pop(path[-1], None)
+def _remove_value(root: Any, path: KeyPath) -> None:
+    parent = _value_at(root, path[:-1])
+    if path and isinstance(parent, dict):
+        cast("dict[str, Any]", parent).pop(path[-1], None)
 
 
-def _inside(value: Any, path: KeyPath) -> Any:
+def _value_at(value: Any, path: KeyPath) -> Any:
     """The value at a path; None if there is none."""
     for key in path:
         value = cast("dict[str, Any]", value).get(key) if isinstance(value, dict) else None
@@ -233,161 +243,175 @@ def _inside(value: Any, path: KeyPath) -> Any:
 def _explain(
     model: type[BaseModel], detail: ErrorDetails, tree: Tree, at: KeyPath
 ) -> Iterator[str]:
-    place = locate(model, detail["loc"])
-    path = at + place.path
+    location = locate(model, detail["loc"])
+    path = at + location.path
     if detail["type"] == "extra_forbidden":
-        yield f"{tree.origin(path)}: {_explain_unknown(model, place, at).text}"
+        yield f"{tree.origin(path)}: {_explain_unknown(model, location, at).text}"
     elif detail["type"] == "missing":
         origin = tree.origin(path[:-1])
-        yield from (f"{origin}: {text}" for text in _explain_missing(place, at))
+        yield from (f"{origin}: {text}" for text in _explain_missing(location, at))
     elif detail["type"].startswith("union_tag"):
-        yield f"{tree.origin((*path, 'type'))}: {_explain_type(place, tree, at)}"
-    elif isinstance(several := detail.get("ctx", {}).get("error"), Problems):
-        yield from (f"{_where(tree, path)}: {problem}" for problem in several.problems)
+        yield f"{tree.origin((*path, 'type'))}: {_explain_type(location, tree, at)}"
+    elif isinstance(validator_error := detail.get("ctx", {}).get("error"), Problems):
+        yield from (
+            f"{_section_origin(tree, path)}: {problem}" for problem in validator_error.problems
+        )
     else:
-        yield f"{tree.origin(path)}: {_explain_value(model, place, detail, tree, at)}"
+        yield f"{tree.origin(path)}: {_explain_value(model, location, detail, tree, at)}"
 
 
-def _explain_missing(place: SchemaLocation, at: KeyPath) -> Iterator[str]:
-    assert place.key is not None
-    inner = sections_in(place.key.annotation)
+def _explain_missing(location: SchemaLocation, at: KeyPath) -> Iterator[str]:
+    assert location.key is not None
+    inner = sections_in(location.key.annotation)
     if len(inner) != 1:
-        meaning = f": {place.key.description}" if place.key.description else "."
-        yield f"{'.'.join(at + place.path)} is required{meaning}"
+        meaning = f": {location.key.description}" if location.key.description else "."
+        yield f"{'.'.join(at + location.path)} is required{meaning}"
         return
     (section,) = inner.values()
     for name, info in keys_of(section).items():
         if info.is_required():
             yield from _explain_missing(
-                SchemaLocation((*place.path, name), section, info, inner), at
+                SchemaLocation((*location.path, name), section, info, inner), at
             )
 
 
-def _explain_type(place: SchemaLocation, tree: Tree, at: KeyPath) -> str:
-    assert place.key is not None
-    path = ".".join(at + place.path)
-    variants = sections_in(place.key.annotation)
-    given = tree.value(at + place.path)
-    if not isinstance(given, Mapping):
-        return f"{path} is {as_given(given)}; it must be a section, with {path}.type one of {', '.join(variants)}."
-    kind = cast("Mapping[str, Any]", given).get("type")
+def _explain_type(location: SchemaLocation, tree: Tree, at: KeyPath) -> str:
+    assert location.key is not None
+    path = ".".join(at + location.path)
+    variants = sections_in(location.key.annotation)
+    value = tree.value(at + location.path)
+    if not isinstance(value, Mapping):
+        return f"{path} is {as_given(value)}; it must be a section, with {path}.type one of {', '.join(variants)}."
+    kind = cast("Mapping[str, Any]", value).get("type")
     if any(f"type={kind}" in later_keys(variant) for variant in variants.values()):
         return f"{path}.type: {kind} is not in this version; there are {', '.join(variants)}."
     if kind is None:
         return f"{path}.type is required; it must be one of {', '.join(variants)}."
-    near = difflib.get_close_matches(str(kind), variants, n=1)
-    hint = f"; did you mean {near[0]}?" if near else "."
+    close_matches = difflib.get_close_matches(str(kind), variants, n=1)
+    hint = f"; did you mean {close_matches[0]}?" if close_matches else "."
     return f"{path}.type is {as_given(kind)}; it must be one of {', '.join(variants)}{hint}"
 
 
 def _explain_value(
-    model: type[BaseModel], place: SchemaLocation, detail: ErrorDetails, tree: Tree, at: KeyPath
+    model: type[BaseModel], location: SchemaLocation, detail: ErrorDetails, tree: Tree, at: KeyPath
 ) -> str:
-    path = at + place.path
+    path = at + location.path
     dotted = ".".join(path) or tree.source
     if detail["type"] in ("value_error", "assertion_error"):
         return f"{dotted}: {detail.get('ctx', {}).get('error', detail['msg'])}"
-    given = tree.value(path)
-    if place.key is not None and f"{path[-1]}={given}" in later_keys(place.section):
-        return f"{dotted}: {given} is not in this version; it must be {describe(place.key)}."
-    secret = (path and is_secret(path[-1])) or names_secret(str(given))
-    visible = "…" if secret else as_given(given)
-    allowed = describe(place.key) if place.key is not None else None
-    if allowed is None:
+    value = tree.value(path)
+    if location.key is not None and f"{path[-1]}={value}" in later_keys(location.section):
+        return f"{dotted}: {value} is not in this version; it must be {describe(location.key)}."
+    secret = (path and is_secret(path[-1])) or names_secret(str(value))
+    visible = "…" if secret else as_given(value)
+    allowed_values = describe(location.key) if location.key is not None else None
+    if allowed_values is None:
         return f"{dotted} is {visible}: {field_errors([detail], model)[0].message}."
     if detail["type"] == "too_short":
-        least = detail.get("ctx", {}).get("min_length", 1)
-        return f"{dotted} is {visible}; it must have at least {least} item{'s' * (least > 1)}."
-    key, hint = (path[-1] if path else "", repr(given)), ""
-    if issubclass(model, Strict) and (meant := model.foreign_values.get(key)):
-        hint = f" {meant}."
-    elif given == -1 and "null" in allowed:
+        minimum = detail.get("ctx", {}).get("min_length", 1)
+        return f"{dotted} is {visible}; it must have at least {minimum} item{'s' * (minimum > 1)}."
+    key, hint = (path[-1] if path else "", repr(value)), ""
+    if issubclass(model, Strict) and (foreign_hint := model.foreign_values.get(key)):
+        hint = f" {foreign_hint}."
+    elif value == -1 and "null" in allowed_values:
         hint = " Write null for none."
-    elif isinstance(given, str) and _UNQUOTED.fullmatch(given):
+    elif isinstance(value, str) and _UNQUOTED.fullmatch(value):
         hint = " Write it without quotes."
-    return f"{dotted} is {visible}; it must be {allowed}.{hint}"
+    return f"{dotted} is {visible}; it must be {allowed_values}.{hint}"
 
 
 @dataclass(frozen=True, slots=True)
-class _Unknown:
+class _KeyAdvice:
     """The message about a key that does not exist."""
 
     text: str
-    meant: tuple[KeyPath, ...] = ()
+    suggestions: tuple[KeyPath, ...] = ()
     """The keys or sections that the user may have meant, as paths from the root of the schema."""
 
 
-def _explain_unknown(root: type[BaseModel], place: SchemaLocation, at: KeyPath = ()) -> _Unknown:
+def _explain_unknown(
+    root: type[BaseModel], location: SchemaLocation, at: KeyPath = ()
+) -> _KeyAdvice:
     """Advice for an unknown key; the most certain advice first."""
-    *above, key = at + place.path
-    dotted = ".".join((*above, key))
-    unknown = f"{dotted} is not a key"
-    if reason := refused_keys(place.section).get(key):
-        return _Unknown(f"{unknown}; {reason}.")
-    if any(key in later_keys(variant) for variant in place.variants.values()):
-        return _Unknown(f"{dotted} is not in this version.")
+    *section_path, key = at + location.path
+    dotted = ".".join((*section_path, key))
+    prefix = f"{dotted} is not a key"
+    if reason := refused_keys(location.section).get(key):
+        return _KeyAdvice(f"{prefix}; {reason}.")
+    if any(key in later_keys(variant) for variant in location.variants.values()):
+        return _KeyAdvice(f"{dotted} is not in this version.")
     if advice := foreign_advice(root, key):
         # The advice names keys in full, e.g. `training.max_steps`.
-        meant = tuple(tuple(name.split(".")) for name in re.findall(r"\w+(?:\.\w+)+", advice))
-        return _Unknown(f"{unknown}; {advice}.", meant)
+        suggested_keys = tuple(
+            tuple(name.split(".")) for name in re.findall(r"\w+(?:\.\w+)+", advice)
+        )
+        return _KeyAdvice(f"{prefix}; {advice}.", suggested_keys)
     if is_secret(key):
-        return _Unknown(explain_secret((*above, key)))
-    if elsewhere := _explain_variant(place, at):
-        return elsewhere
-    if found := tuple(dict.fromkeys(leaf.path for leaf in leaves(root) if leaf.path[-1] == key)):
-        names = " or ".join(".".join(path) for path in found[:MOST_NAMES])
+        return _KeyAdvice(explain_secret((*section_path, key)))
+    if variant_advice := _explain_variant(location, at):
+        return variant_advice
+    if paths := tuple(dict.fromkeys(leaf.path for leaf in leaves(root) if leaf.path[-1] == key)):
+        names = " or ".join(".".join(path) for path in paths[:MOST_NAMES])
         # Another section may say why it leaves out the same key.
         reasons = (
             f" {'.'.join((*leaf.path[:-1], key))} is none either: {reason}."
             for leaf in leaves(root)
             if (reason := refused_keys(leaf.section).get(key))
         )
-        return _Unknown(f"{unknown}; did you mean {names}?{next(reasons, '')}", found)
-    late = next((leaf.path[:-1] for leaf in leaves(root) if key in later_keys(leaf.section)), None)
-    if late is not None:
-        return _Unknown(
-            f"{unknown}; {'.'.join((*late, key))} would be, but it is not in this version."
+        return _KeyAdvice(f"{prefix}; did you mean {names}?{next(reasons, '')}", paths)
+    later_path = next(
+        (leaf.path[:-1] for leaf in leaves(root) if key in later_keys(leaf.section)), None
+    )
+    if later_path is not None:
+        return _KeyAdvice(
+            f"{prefix}; {'.'.join((*later_path, key))} would be, but it is not in this version."
         )
-    if near := _nearest(root, place):
-        return _Unknown(f"{unknown}; did you mean {'.'.join(at + near)}?", (near,))
-    known = list(keys_of(place.section))
-    likest = difflib.get_close_matches(key, known, n=MOST_NAMES, cutoff=0.0)
-    section = f"in {'.'.join(above)}" if above else "at the top"
-    if len(known) <= MOST_NAMES:
-        return _Unknown(f"{unknown}; the keys {section} are: {', '.join(known)}.")
-    return _Unknown(
-        f"{unknown}; of the {len(known)} keys {section} the nearest are {', '.join(likest)}."
+    if nearest_path := _nearest(root, location):
+        return _KeyAdvice(f"{prefix}; did you mean {'.'.join(at + nearest_path)}?", (nearest_path,))
+    keys = list(keys_of(location.section))
+    closest = difflib.get_close_matches(key, keys, n=MOST_NAMES, cutoff=0.0)
+    section = f"in {'.'.join(section_path)}" if section_path else "at the top"
+    if len(keys) <= MOST_NAMES:
+        return _KeyAdvice(f"{prefix}; the keys {section} are: {', '.join(keys)}.")
+    return _KeyAdvice(
+        f"{prefix}; of the {len(keys)} keys {section} the nearest are {', '.join(closest)}."
     )
 
 
-def _explain_variant(place: SchemaLocation, at: KeyPath) -> _Unknown | None:
+def _explain_variant(location: SchemaLocation, at: KeyPath) -> _KeyAdvice | None:
     """Advice if another type of the section has the key."""
-    if len(place.variants) < 2:
+    if len(location.variants) < 2:
         return None
-    *above, key = at + place.path
+    *section_path, key = at + location.path
     owners: dict[str, list[str]] = {}
-    for kind, variant in place.variants.items():
+    for kind, variant in location.variants.items():
         for name in keys_of(variant):
             owners.setdefault(name, []).append(kind)
-    near = difflib.get_close_matches(key, owners, n=1)
-    if not near:
+    close_matches = difflib.get_close_matches(key, owners, n=1)
+    if not close_matches:
         return None
-    kind, who = tag_of(place.section), ", ".join(owners[near[0]])
-    found = f"a key of {who}" if near[0] == key else f"{'.'.join((*above, near[0]))} (of {who})"
-    question = f"it is {found}." if near[0] == key else f"did you mean {found}?"
-    return _Unknown(
-        f"{'.'.join((*above, key))} is not a key of {'.'.join(above)} type {kind}; {question}",
-        () if near[0] == key else ((*place.path[:-1], near[0]),),
+    kind, owner_names = tag_of(location.section), ", ".join(owners[close_matches[0]])
+    suggestion = (
+        f"a key of {owner_names}"
+        if close_matches[0] == key
+        else f"{'.'.join((*section_path, close_matches[0]))} (of {owner_names})"
+    )
+    question = f"it is {suggestion}." if close_matches[0] == key else f"did you mean {suggestion}?"
+    return _KeyAdvice(
+        f"{'.'.join((*section_path, key))} is not a key of {'.'.join(section_path)} type {kind}; {question}",
+        () if close_matches[0] == key else ((*location.path[:-1], close_matches[0]),),
     )
 
 
-def _nearest(root: type[BaseModel], place: SchemaLocation) -> KeyPath | None:
-    key = place.path[-1]
-    known = keys_of(place.section)
-    near = difflib.get_close_matches(key, known, n=1)
-    near = near or [name for name in known if len(key) > 2 and name.startswith(key)]
-    if near:
-        return (*place.path[:-1], near[0])
-    everywhere = {leaf.path[-1]: leaf.path for leaf in leaves(root)}
-    far = difflib.get_close_matches(key, everywhere, n=1, cutoff=0.75)
-    return everywhere[far[0]] if far else None
+def _nearest(root: type[BaseModel], location: SchemaLocation) -> KeyPath | None:
+    key = location.path[-1]
+    keys = keys_of(location.section)
+    close_matches = difflib.get_close_matches(key, keys, n=1)
+    close_matches = close_matches or [
+        name for name in keys if len(key) > 2 and name.startswith(key)
+    ]
+    if close_matches:
+        return (*location.path[:-1], close_matches[0])
+    path_by_key = {leaf.path[-1]: leaf.path for leaf in leaves(root)}
+    distant_matches = difflib.get_close_matches(key, path_by_key, n=1, cutoff=0.75)
+    return path_by_key[distant_matches[0]] if distant_matches else None

@@ -23,12 +23,12 @@ class View(Mapping[str, Any]):  # noqa: PLW1641 - unhashable like the dict that 
 
     def __getitem__(self, key: str) -> Any:
         if key not in self._values:
-            raise KeyError(self._missing(key))
+            raise KeyError(self._missing_key_message(key))
         return self._wrap(self._values[key], f"{self._path}.{key}")
 
     def __getattr__(self, key: str) -> Any:
         if key.startswith("__") or key not in self._values:
-            raise AttributeError(self._missing(key))
+            raise AttributeError(self._missing_key_message(key))
         return self[key]
 
     def __setattr__(self, key: str, value: Any) -> None:
@@ -37,11 +37,11 @@ class View(Mapping[str, Any]):  # noqa: PLW1641 - unhashable like the dict that 
     def __delattr__(self, key: str) -> None:
         raise AttributeError(f"{self._path} can only be read; {key} cannot be deleted.")
 
-    def _missing(self, key: str) -> str:
-        near = difflib.get_close_matches(str(key), self._values, n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
-        there = ", ".join(self._values) or "nothing"
-        return f"{self._path} has no `{key}`.{hint} It has: {there}."
+    def _missing_key_message(self, key: str) -> str:
+        close_matches = difflib.get_close_matches(str(key), self._values, n=1)
+        hint = f" Did you mean {close_matches[0]}?" if close_matches else ""
+        keys = ", ".join(self._values) or "nothing"
+        return f"{self._path} has no `{key}`.{hint} It has: {keys}."
 
     def _wrap(self, value: Any, path: str) -> Any:
         if isinstance(value, dict):

@@ -31,10 +31,10 @@ _LIMITS = {
 
 def describe(key: FieldInfo) -> str | None:
     """Describes the values of a key: `a number above 0 or null`. None for a type that has no description."""
-    return _describe(key.annotation, key.metadata)
+    return _describe_annotation(key.annotation, key.metadata)
 
 
-def _describe(annotation: Any, constraints: Sequence[Any]) -> str | None:
+def _describe_annotation(annotation: Any, constraints: Sequence[Any]) -> str | None:
     origin, arguments = get_origin(annotation), get_args(annotation)
     if annotation in _WORDS:
         words = [
@@ -47,16 +47,16 @@ def _describe(annotation: Any, constraints: Sequence[Any]) -> str | None:
     if annotation in (None, NoneType):
         return "null"
     if origin is Annotated:
-        return _describe(arguments[0], [*constraints, *arguments[1:]])
+        return _describe_annotation(arguments[0], [*constraints, *arguments[1:]])
     if origin is Literal:
         return choices(arguments)
     if origin in (Union, UnionType):
-        members = [_describe(member, constraints) for member in arguments]
+        members = [_describe_annotation(member, constraints) for member in arguments]
         return None if None in members else " or ".join(dict.fromkeys(cast("list[str]", members)))
     if origin in (list, tuple) and arguments and arguments[0] in _WORDS:
         return f"a list of {_WORDS[arguments[0]][1]}"
     if origin in (list, tuple) and arguments:
-        inner = _describe(arguments[0], ())
+        inner = _describe_annotation(arguments[0], ())
         return f"a list, each {inner}" if inner else None
     if origin is dict or sections_in(annotation):
         return "a section with keys of its own"
@@ -84,13 +84,13 @@ def document(model: type[BaseModel]) -> str:
     by_path: dict[KeyPath, list[Leaf]] = {}
     for leaf in leaves(model):
         by_path.setdefault(leaf.path, []).append(leaf)
-    rows += [_row(model, path, same) for path, same in by_path.items()]
+    rows += [_key_row(model, path, path_leaves) for path, path_leaves in by_path.items()]
     return "\n".join(rows) + "\n"
 
 
-def _row(model: type[BaseModel], path: KeyPath, same: Sequence[Leaf]) -> str:
-    first = same[0]
-    kinds = [leaf.kind for leaf in same]
+def _key_row(model: type[BaseModel], path: KeyPath, path_leaves: Sequence[Leaf]) -> str:
+    first = path_leaves[0]
+    kinds = [leaf.kind for leaf in path_leaves]
     accepts = describe(first.key) or "any value"
     if first.key.is_required():
         default = "required"
@@ -98,12 +98,12 @@ def _row(model: type[BaseModel], path: KeyPath, same: Sequence[Leaf]) -> str:
         value = first.key.get_default(call_default_factory=True)
         section = isinstance(value, BaseModel)
         default = "as below" if section else json.dumps(value, ensure_ascii=False)
-    place = locate(model, path[:-1])
-    all_kinds = list(sections_in(place.key.annotation)) if place.key else kinds
+    location = locate(model, path[:-1])
+    all_kinds = list(sections_in(location.key.annotation)) if location.key else kinds
     meaning = first.key.description or ""
-    if path[-1] == "type" and len(kinds) > 1 and place.key is not None:
+    if path[-1] == "type" and len(kinds) > 1 and location.key is not None:
         accepts = choices(kinds)
-        default = getattr(place.key.get_default(call_default_factory=True), "type", default)
+        default = getattr(location.key.get_default(call_default_factory=True), "type", default)
     elif len(kinds) < len(all_kinds):
         meaning = f"{meaning} Only for {', '.join(kinds)}."
     cells = [f"`{'.'.join(path)}`", accepts, f"`{default}`", meaning, first.on_resume]

@@ -35,7 +35,7 @@ class Board:
         self.done = start
         self._start = start
         self._clock = clock
-        self._began = self._last = clock()
+        self._started_at = self._last_step_at = clock()
         self._seconds: deque[float] = deque(maxlen=RECENT)
         self._rewards: list[float] = []
         self._losses: list[float] = []
@@ -43,15 +43,15 @@ class Board:
         self._phase: tuple[str, int | None, int | None] = ("", None, None)
 
     def start(self) -> None:
-        self._began = self._last = self._clock()
+        self._started_at = self._last_step_at = self._clock()
 
     def phase(self, name: str, done: int | None, total: int | None) -> None:
         self._phase = (name, done, total)
 
     def step(self, step: int, metrics: Metrics) -> None:
         now = self._clock()
-        self._seconds.append(metrics.get("time/step", now - self._last))
-        self._last = now
+        self._seconds.append(metrics.get("time/step", now - self._last_step_at))
+        self._last_step_at = now
         self.done = step + 1
         self._metrics = dict(metrics)
         if "reward" in metrics:
@@ -63,22 +63,22 @@ class Board:
         """The step as one plain line, without numbers that the step did not measure."""
         parts = self._part_means("{:z.2f}")
         facts = [
-            ("reward", self._reward()),
+            ("reward", self._reward_text()),
             *(parts[:LINE_PARTS] if len(parts) > 1 else []),  # one part would repeat the reward
-            ("loss", self._number("loss", "{:z.4f}")),
-            ("tokens right", self._number("mean_token_accuracy", "{:.1%}")),
-            ("kl", self._number("kl", "{:.4f}")),
-            ("entropy", self._number("entropy", "{:.2f}")),
-            ("len", self._number("completions/mean_length", "{:.1f}")),
-            ("cut", self._number("completions/clipped_ratio", "{:.0%}")),
-            ("no-signal", self._number("frac_reward_zero_std", "{:.0%}")),
-            ("failed", self._failures() or None),
-            ("grad", self._number("grad_norm", "{:.3g}")),
-            ("lr", self._number("learning_rate", "{:.2g}")),
-            ("gap", self._number("sampling/logprob_gap", "{:.1e}")),
-            ("epoch", self._number("epoch", "{:.2f}")),
-            ("time", self._step_time()),
-            ("eta", self._remaining()),
+            ("loss", self._metric_text("loss", "{:z.4f}")),
+            ("tokens right", self._metric_text("mean_token_accuracy", "{:.1%}")),
+            ("kl", self._metric_text("kl", "{:.4f}")),
+            ("entropy", self._metric_text("entropy", "{:.2f}")),
+            ("len", self._metric_text("completions/mean_length", "{:.1f}")),
+            ("cut", self._metric_text("completions/clipped_ratio", "{:.0%}")),
+            ("no-signal", self._metric_text("frac_reward_zero_std", "{:.0%}")),
+            ("failed", self._failure_text() or None),
+            ("grad", self._metric_text("grad_norm", "{:.3g}")),
+            ("lr", self._metric_text("learning_rate", "{:.2g}")),
+            ("gap", self._metric_text("sampling/logprob_gap", "{:.1e}")),
+            ("epoch", self._metric_text("epoch", "{:.2f}")),
+            ("time", self._step_time_text()),
+            ("eta", self._remaining_text()),
         ]
         digits = len(str(self.total))
         head = f"step {self.done:>{digits}}/{self.total}"
@@ -86,15 +86,17 @@ class Board:
 
     def view(self, width: int) -> RenderableType:
         """The block that the terminal shows."""
-        return Group(*self._head(width), *self._numbers(width), Text(self.phase_text(), "dim"))
+        return Group(
+            *self._title_and_bar(width), *self._metric_rows(width), Text(self.phase_text(), "dim")
+        )
 
     def times(self) -> str:
         """The elapsed and the estimated remaining time."""
-        elapsed = f"{_duration(self._clock() - self._began)} gone"
-        left = self._remaining()
-        return f"{elapsed}, {left} to go" if left else elapsed
+        elapsed = f"{_duration(self._clock() - self._started_at)} gone"
+        remaining = self._remaining_text()
+        return f"{elapsed}, {remaining} to go" if remaining else elapsed
 
-    def _head(self, width: int) -> list[RenderableType]:
+    def _title_and_bar(self, width: int) -> list[RenderableType]:
         digits = len(str(self.total))
         count = f"{self.done:>{digits}}/{self.total}"
         share = self.done / self.total if self.total else 1.0
@@ -114,7 +116,7 @@ class Board:
             return [title, bar]
         return [title, Text(shorten(times, width), "dim"), bar]
 
-    def _numbers(self, width: int) -> list[RenderableType]:
+    def _metric_rows(self, width: int) -> list[RenderableType]:
         if not self._metrics:
             return []
         name, value = self.headline()
@@ -125,8 +127,8 @@ class Board:
             line.append("  " + sparkline(curve, min(room, 40)), "green")
         lines: list[RenderableType] = [line]
         if parts := [f"{name} {value}" for name, value in self._part_means("{:.3f}")]:
-            shown = shorten("   ".join(parts), width - 7)
-            lines.append(Text.assemble(("parts  ", "dim"), shown))
+            part_text = shorten("   ".join(parts), width - 7)
+            lines.append(Text.assemble(("parts  ", "dim"), part_text))
         table = Table.grid(padding=(0, 1))
         columns = 1 if width < NARROW else 3
         for _ in range(columns):
@@ -143,36 +145,36 @@ class Board:
     def headline(self) -> tuple[str, str]:
         """Name and value of the main number: the reward, or the loss if the run has no rewards."""
         if self._has_rewards():
-            return "reward", self._reward() or "none scored"
-        return "loss", self._number("loss", "{:z.4f}") or ""
+            return "reward", self._reward_text() or "none scored"
+        return "loss", self._metric_text("loss", "{:z.4f}") or ""
 
     def _has_rewards(self) -> bool:
         return "reward" in self._metrics or "rollouts/scored" in self._metrics
 
     def facts(self) -> list[tuple[str, str]]:
         """The last step's other numbers, with their names."""
-        found = [
-            ("kl", self._number("kl", "{:.4f}")),
-            ("entropy", self._number("entropy", "{:.3f}")),
-            ("log-prob gap", self._number("sampling/logprob_gap", "{:.1e}")),
-            ("length", self._number("completions/mean_length", "{:.1f} tokens")),
-            ("truncated", self._number("completions/clipped_ratio", "{:.0%}")),
-            ("groups without signal", self._number("frac_reward_zero_std", "{:.0%}")),
-            ("grad norm", self._number("grad_norm", "{:.3g}")),
-            ("learning rate", self._number("learning_rate", "{:.2e}")),
-            ("loss", self._number("loss", "{:z.4f}") if self._has_rewards() else None),
-            ("tokens right", self._number("mean_token_accuracy", "{:.1%}")),
-            ("epoch", self._number("epoch", "{:.2f}")),
-            ("sampling", self._number("perf/sampling_tokens_per_second", "{:,.0f} tok/s")),
-            ("learning", self._number("perf/learning_tokens_per_second", "{:,.0f} tok/s")),
-            ("step time", self._step_time()),
-            ("failed", self._failures()),
+        numbers = [
+            ("kl", self._metric_text("kl", "{:.4f}")),
+            ("entropy", self._metric_text("entropy", "{:.3f}")),
+            ("log-prob gap", self._metric_text("sampling/logprob_gap", "{:.1e}")),
+            ("length", self._metric_text("completions/mean_length", "{:.1f} tokens")),
+            ("truncated", self._metric_text("completions/clipped_ratio", "{:.0%}")),
+            ("groups without signal", self._metric_text("frac_reward_zero_std", "{:.0%}")),
+            ("grad norm", self._metric_text("grad_norm", "{:.3g}")),
+            ("learning rate", self._metric_text("learning_rate", "{:.2e}")),
+            ("loss", self._metric_text("loss", "{:z.4f}") if self._has_rewards() else None),
+            ("tokens right", self._metric_text("mean_token_accuracy", "{:.1%}")),
+            ("epoch", self._metric_text("epoch", "{:.2f}")),
+            ("sampling", self._metric_text("perf/sampling_tokens_per_second", "{:,.0f} tok/s")),
+            ("learning", self._metric_text("perf/learning_tokens_per_second", "{:,.0f} tok/s")),
+            ("step time", self._step_time_text()),
+            ("failed", self._failure_text()),
         ]
-        return [(name, value) for name, value in found if value]
+        return [(name, value) for name, value in numbers if value]
 
-    def _reward(self) -> str | None:
-        value = self._number("reward", "{:.3f}")
-        spread = self._number("reward_std", " ±{:.3f}")
+    def _reward_text(self) -> str | None:
+        value = self._metric_text("reward", "{:.3f}")
+        spread = self._metric_text("reward_std", " ±{:.3f}")
         return value and value + (spread or "")
 
     def _part_means(self, form: str) -> list[tuple[str, str]]:
@@ -182,23 +184,23 @@ class Board:
             if (part := part_of(name)) is not None
         ]
 
-    def _failures(self) -> str | None:
+    def _failure_text(self) -> str | None:
         failed = self._metrics.get("rollouts/failed", 0)
-        late = self._metrics.get("rollouts/timed_out", 0)
+        timed_out = self._metrics.get("rollouts/timed_out", 0)
         scored = self._metrics.get("rollouts/scored", 0)
-        if not failed and not late:
+        if not failed and not timed_out:
             return None
-        slow = f" ({late:.0f} timed out)" if late else ""
-        return f"{failed + late:.0f} of {failed + late + scored:.0f}{slow}"
+        slow = f" ({timed_out:.0f} timed out)" if timed_out else ""
+        return f"{failed + timed_out:.0f} of {failed + timed_out + scored:.0f}{slow}"
 
-    def _number(self, name: str, form: str) -> str | None:
+    def _metric_text(self, name: str, form: str) -> str | None:
         value = self._metrics.get(name)
         return None if value is None else _format(value, form)
 
-    def _step_time(self) -> str | None:
+    def _step_time_text(self) -> str | None:
         return f"{self._seconds[-1]:.1f} s" if self._seconds else None
 
-    def _remaining(self) -> str | None:
+    def _remaining_text(self) -> str | None:
         if not self._seconds or self.done >= self.total:
             return None
         return _duration(sum(self._seconds) / len(self._seconds) * (self.total - self.done))

@@ -21,7 +21,7 @@ STYLE = f"font: {FONT}; border-collapse: collapse; margin: .3em 0"
 CELL = "text-align: left; vertical-align: top; padding: .2em .9em .2em 0; white-space: pre-wrap"
 
 
-class Shown(Protocol):
+class Displayable(Protocol):
     """An object that can be shown as HTML and as text."""
 
     def as_html(self) -> str: ...
@@ -104,11 +104,11 @@ class Output:
 
     def draw(self, kernel: Any, html: str) -> None:
         """Draw `html`. `kernel` is the module `IPython.display`."""
-        shown = kernel.HTML(html)
+        content = kernel.HTML(html)
         if self._handle is None:
-            self._handle = kernel.display(shown, display_id=True)
+            self._handle = kernel.display(content, display_id=True)
         else:
-            self._handle.update(shown)
+            self._handle.update(content)
 
 
 _shared: ContextVar[Output | None] = ContextVar("shared", default=None)
@@ -117,11 +117,11 @@ _shared: ContextVar[Output | None] = ContextVar("shared", default=None)
 @contextmanager
 def one_output() -> Generator[None]:
     """Everything shown inside (tables, pages of trainings) shares one output below the cell; each drawing replaces the one before."""
-    before = _shared.set(Output())
+    token = _shared.set(Output())
     try:
         yield
     finally:
-        _shared.reset(before)
+        _shared.reset(token)
 
 
 def output() -> Output:
@@ -129,7 +129,7 @@ def output() -> Output:
     return _shared.get() or Output()
 
 
-def show(shown: Shown) -> None:
+def show(shown: Displayable) -> None:
     """Show it to the reader: below the cell, or on standard output."""
     kernel = kernel_display()
     if kernel is None:

@@ -82,15 +82,15 @@ class Page:
             for title, series in self._plots()
         ]
         parts = [
-            self._head(),
+            self._title_html(),
             *(f'<div style="white-space: pre-wrap">{as_html(note)}</div>' for note in self._notes),
-            self._numbers(),
+            self._facts_html(),
             f'<div style="display: flex; flex-wrap: wrap; gap: 8px; margin: .5em 0">{"".join(pictures)}</div>',
-            self._completions(),
+            self._completions_html(),
         ]
         return f'<div style="font: {FONT}">{"".join(parts)}</div>'
 
-    def _head(self) -> str:
+    def _title_html(self) -> str:
         board = self._board
         share = 100 * board.done / board.total if board.total else 100
         name, value = board.headline()
@@ -102,7 +102,7 @@ class Page:
             + (f"<div>{name} <b>{as_html(value)}</b></div>" if value else "")
         )
 
-    def _numbers(self) -> str:
+    def _facts_html(self) -> str:
         facts = " ".join(
             f'<span style="margin-right: 1.4em; white-space: nowrap"><span style="opacity: .6">{name}</span> {as_html(value)}</span>'
             for name, value in self._board.facts()
@@ -110,22 +110,22 @@ class Page:
         return f'<div style="max-width: 900px; line-height: 1.6">{facts}</div>'
 
     def _plots(self) -> list[tuple[str, list[Series]]]:
-        found: list[tuple[str, list[Series]]] = []
+        plots: list[tuple[str, list[Series]]] = []
         if reward := self._curves.get("reward"):
-            found.append(("reward", with_mean(EACH, reward)))
+            plots.append(("reward", with_mean(EACH, reward)))
         curves = [(part_of(name), points) for name, points in self._curves.items()]
         if parts := [Series(part, tuple(points)) for part, points in curves if part is not None]:
-            found.append(("parts", parts))
+            plots.append(("parts", parts))
         for name, title in _CURVES.items():
             if name in self._curves and not (name == "loss" and "reward" in self._curves):
-                found.append((title, with_mean(EACH, self._curves[name])))
-        return found
+                plots.append((title, with_mean(EACH, self._curves[name])))
+        return plots
 
-    def _completions(self) -> str:
+    def _completions_html(self) -> str:
         rows: list[tuple[str, str, str, str]] = []
         for group in [group for group in self._groups if group.rollouts][:GROUPS]:
-            for place, rollout in enumerate(group.rollouts[:OF_EACH]):
-                prompt = prompt_end(group.example.prompt, ASKED) if place == 0 else ""
+            for member, rollout in enumerate(group.rollouts[:OF_EACH]):
+                prompt = prompt_end(group.example.prompt, ASKED) if member == 0 else ""
                 parts = "\n".join(f"{part.name} {number(part.value)}" for part in rollout.parts)
                 completion = shorten(rollout.completion, LONGEST)
                 rows.append((prompt, number(rollout.reward), parts, completion))

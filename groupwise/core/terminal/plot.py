@@ -63,18 +63,18 @@ def moving_mean(values: Sequence[float], window: int) -> list[float]:
     ]
 
 
-def thin_out(points: Sequence[Point], most: int = MOST_POINTS) -> tuple[Point, ...]:
-    """Reduce the points to `most` (at least 4): the first, the last, and the lowest and highest of each interval between."""
-    if len(points) <= most:
+def thin_out(points: Sequence[Point], max_points: int = MOST_POINTS) -> tuple[Point, ...]:
+    """Reduce the points to `max_points` (at least 4): the first, the last, and the lowest and highest of each interval between."""
+    if len(points) <= max_points:
         return tuple(points)
-    stretches = (most - 2) // 2
+    stretches = (max_points - 2) // 2
     edges = [1 + round(i * (len(points) - 2) / stretches) for i in range(stretches + 1)]
-    kept = {0, len(points) - 1}
+    indices = {0, len(points) - 1}
     for start, end in pairwise(edges):
         stretch = range(start, end)
-        kept.add(min(stretch, key=lambda i: points[i][1]))
-        kept.add(max(stretch, key=lambda i: points[i][1]))
-    return tuple(points[i] for i in sorted(kept))
+        indices.add(min(stretch, key=lambda i: points[i][1]))
+        indices.add(max(stretch, key=lambda i: points[i][1]))
+    return tuple(points[i] for i in sorted(indices))
 
 
 def sparkline(values: Sequence[float], width: int | None = None) -> str:
@@ -101,29 +101,30 @@ def terminal_curve(
     colour: bool = False,
 ) -> str:
     """A curve of `width` × about `height` characters, axes included. `colour` adds ANSI colours."""
-    drawn = [Series(each.name, _finite(each.points), each.style) for each in series]
-    if not any(each.points for each in drawn):
+    finite_series = [Series(curve.name, _finite(curve.points), curve.style) for curve in series]
+    if not any(curve.points for curve in finite_series):
         return f"{one_line(title)}: no values yet" if title else "no values yet"
-    frame = _Frame.around(drawn, y_ticks=max(2, height // 3))
-    labels = [_number(tick, frame.y_step) for tick in frame.y_ticks]
+    frame = _Frame.around(finite_series, y_ticks=max(2, height // 3))
+    labels = [_tick_label(tick, frame.y_step) for tick in frame.y_ticks]
     margin = max(len(label) for label in labels)
     canvas = _Canvas(max(8, width - margin - 2), max(3, height), frame)
-    for index, each in enumerate(drawn):
-        canvas.draw(each, index)
+    for index, curve in enumerate(finite_series):
+        canvas.draw(curve, index)
     rows = {canvas.row_of(tick): label for tick, label in zip(frame.y_ticks, labels, strict=True)}
     lines = [
         f"{rows.get(row, ''):>{margin}} {'┤' if row in rows else '│'}{canvas.text(row, colour)}".rstrip()
         for row in range(canvas.rows)
     ]
-    lines += _axis_of_x(canvas, margin, x_label)
+    lines += _x_axis(canvas, margin, x_label)
     if title:
-        signs = "   ".join(
-            f"{'⠒⠒' if each.style == 'line' else '·'} {one_line(each.name)}" for each in drawn
+        legend = "   ".join(
+            f"{'⠒⠒' if curve.style == 'line' else '·'} {one_line(curve.name)}"
+            for curve in finite_series
         )
         heading = shorten(one_line(title), width)
-        room = width - len(heading) - len(signs)
-        shown = f"{_BOLD}{heading}{_PLAIN}" if colour else heading
-        lines.insert(0, shown + " " * room + signs if room >= 3 else shown)
+        room = width - len(heading) - len(legend)
+        title_text = f"{_BOLD}{heading}{_PLAIN}" if colour else heading
+        lines.insert(0, title_text + " " * room + legend if room >= 3 else title_text)
     return "\n".join(lines)
 
 
@@ -147,9 +148,9 @@ class _Frame:
 
     @classmethod
     def around(cls, series: Iterable[Series], y_ticks: int, x_ticks: int = 6) -> _Frame:
-        points = [point for each in series for point in each.points]
-        left, right = _spread([x for x, _ in points], at_least=1.0)
-        low, high = _spread([y for _, y in points], at_least=1e-9)
+        points = [point for curve in series for point in curve.points]
+        left, right = _padded_range([x for x, _ in points], at_least=1.0)
+        low, high = _padded_range([y for _, y in points], at_least=1e-9)
         y_step = _nice_step(high - low, y_ticks)
         x_step = max(1.0, _nice_step(right - left, x_ticks))
         bottom, top = math.floor(low / y_step) * y_step, math.ceil(high / y_step) * y_step
@@ -176,7 +177,7 @@ def _finite(points: Iterable[Point]) -> tuple[Point, ...]:
     return tuple((x, y) for x, y in points if abs(x) < LARGEST and abs(y) < LARGEST)
 
 
-def _spread(values: Sequence[float], at_least: float) -> tuple[float, float]:
+def _padded_range(values: Sequence[float], at_least: float) -> tuple[float, float]:
     low, high = min(values), max(values)
     if high - low >= at_least * max(1.0, abs(high)):
         return low, high
@@ -196,7 +197,7 @@ def _ticks(low: float, high: float, step: float) -> tuple[float, ...]:
     return tuple(number * step for number in range(first, last + 1))
 
 
-def _number(value: float, step: float) -> str:
+def _tick_label(value: float, step: float) -> str:
     """Write a number with as many digits as the step between ticks needs."""
     if not 1e-4 <= abs(step) < 1e6:
         return f"{value:.3g}"
@@ -245,17 +246,17 @@ class _Canvas:
         return self._cell(x, self.frame.bottom)[0]
 
     def text(self, row: int, colour: bool) -> str:
-        shown: list[str] = []
+        characters: list[str] = []
         for column in range(self.columns):
             if dots := self._dots[row][column]:
                 paint = _COLOURS[self._owner[row][column] % len(_COLOURS)]
                 braille = chr(0x2800 + dots)
-                shown.append(f"\x1b[{paint}m{braille}{_PLAIN}" if colour else braille)
+                characters.append(f"\x1b[{paint}m{braille}{_PLAIN}" if colour else braille)
             elif self._points[row][column]:
-                shown.append(f"{_DIM}·{_PLAIN}" if colour else "·")
+                characters.append(f"{_DIM}·{_PLAIN}" if colour else "·")
             else:
-                shown.append(" ")
-        return "".join(shown)
+                characters.append(" ")
+        return "".join(characters)
 
     def _cell(self, x: float, y: float) -> tuple[int, int]:
         column, row = self._dot(x, y)
@@ -266,26 +267,26 @@ class _Canvas:
         return round(across * (2 * self.columns - 1)), round((1 - up) * (4 * self.rows - 1))
 
 
-def _axis_of_x(canvas: _Canvas, margin: int, label: str) -> list[str]:
+def _x_axis(canvas: _Canvas, margin: int, label: str) -> list[str]:
     frame = canvas.frame
-    line = ["─"] * canvas.columns
-    below = [" "] * (canvas.columns + margin + 2)
-    free = 0
+    axis = ["─"] * canvas.columns
+    label_row = [" "] * (canvas.columns + margin + 2)
+    next_free = 0
     for tick in frame.x_ticks:
-        column, text = canvas.column_of(tick), _number(tick, frame.x_step)
-        start = min(max(column + margin + 2 - len(text) // 2, 0), len(below) - len(text))
-        if start < free:
+        column, text = canvas.column_of(tick), _tick_label(tick, frame.x_step)
+        start = min(max(column + margin + 2 - len(text) // 2, 0), len(label_row) - len(text))
+        if start < next_free:
             continue
-        line[column] = "┬"
-        below[start : start + len(text)] = text
-        free = start + len(text) + 1
+        axis[column] = "┬"
+        label_row[start : start + len(text)] = text
+        next_free = start + len(text) + 1
     name = one_line(label)
-    numbers = "".join(below).rstrip()
-    if len(numbers) + 2 + len(name) > len(below):
-        numbers = f"{numbers}\n{name:>{len(below)}}"
+    numbers = "".join(label_row).rstrip()
+    if len(numbers) + 2 + len(name) > len(label_row):
+        numbers = f"{numbers}\n{name:>{len(label_row)}}"
     else:
-        numbers += f"{name:>{len(below) - len(numbers)}}"
-    return [f"{'':>{margin}} └{''.join(line)}", *numbers.split("\n")]
+        numbers += f"{name:>{len(label_row) - len(numbers)}}"
+    return [f"{'':>{margin}} └{''.join(axis)}", *numbers.split("\n")]
 
 
 # SVG
@@ -319,121 +320,125 @@ def svg_curve(
     height: int = 360,
 ) -> str:
     """A self-contained SVG image: no scripts, no fonts to load, light and dark mode. Many points are thinned."""
-    drawn: list[Series] = []
-    for each in series:
-        finite = _finite(each.points)
-        points = finite if each.style == "band" else thin_out(finite)
+    curves: list[Series] = []
+    for curve in series:
+        finite = _finite(curve.points)
+        points = finite if curve.style == "band" else thin_out(finite)
         if points:
-            drawn.append(Series(each.name, points, each.style))
+            curves.append(Series(curve.name, points, curve.style))
     body: list[str] = []
-    legend, below = _legend(drawn, width, title)
-    if drawn:
-        frame = _Frame.around(drawn, y_ticks=5, x_ticks=8)
+    legend, offset = _legend(curves, width, title)
+    if curves:
+        frame = _Frame.around(curves, y_ticks=5, x_ticks=8)
         for tick in frame.y_ticks:
             _, y = _pixel(frame, frame.left, tick, width, height)
             body.append(f'<path class="grid" d="M{_LEFT} {y:.1f}H{width - _RIGHT}"/>')
-            body.append(_label(_LEFT - 8, y + 4, _number(tick, frame.y_step), "faint", "end"))
+            body.append(
+                _svg_text(_LEFT - 8, y + 4, _tick_label(tick, frame.y_step), "faint", "end")
+            )
         for tick in frame.x_ticks:
             x, y = _pixel(frame, tick, frame.bottom, width, height)
-            body.append(_label(x, y + 20, _number(tick, frame.x_step), "faint", "middle"))
-        body += [_svg_series(each, i, drawn, frame, width, height) for i, each in enumerate(drawn)]
+            body.append(_svg_text(x, y + 20, _tick_label(tick, frame.x_step), "faint", "middle"))
+        body += [
+            _svg_series(curve, i, curves, frame, width, height) for i, curve in enumerate(curves)
+        ]
     else:
-        body.append(_label(width / 2, height / 2, "no values yet", "faint", "middle"))
-    body.append(_label(width - _RIGHT, height - 12, x_label, "faint", "end"))
-    if below:
-        body = [f'<g transform="translate(0 {below})">', *body, "</g>"]
-        height += below
+        body.append(_svg_text(width / 2, height / 2, "no values yet", "faint", "middle"))
+    body.append(_svg_text(width - _RIGHT, height - 12, x_label, "faint", "end"))
+    if offset:
+        body = [f'<g transform="translate(0 {offset})">', *body, "</g>"]
+        height += offset
     head = [
         f'<rect class="back" width="{width}" height="{height}" rx="8"/>',
-        _label(_LEFT, 28, title, "ink title"),
-        _label(_LEFT, 46, y_label, "faint"),
+        _svg_text(_LEFT, 28, title, "ink title"),
+        _svg_text(_LEFT, 46, y_label, "faint"),
     ]
     inner = "\n  ".join([*head, *body, *legend])
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
-        f'height="{height}" role="img" aria-label="{_xml(title)}">\n'
-        f"  <title>{_xml(title)}</title>\n  <style>{_STYLE}  </style>\n  {inner}\n</svg>\n"
+        f'height="{height}" role="img" aria-label="{_escape_xml(title)}">\n'
+        f"  <title>{_escape_xml(title)}</title>\n  <style>{_STYLE}  </style>\n  {inner}\n</svg>\n"
     )
 
 
 def _svg_series(
-    series: Series, index: int, drawn: Sequence[Series], frame: _Frame, width: int, height: int
+    series: Series, index: int, curves: Sequence[Series], frame: _Frame, width: int, height: int
 ) -> str:
-    places = [_pixel(frame, x, y, width, height) for x, y in series.points]
-    colour = f"c{_colour(index, drawn)}"
+    pixels = [_pixel(frame, x, y, width, height) for x, y in series.points]
+    colour = f"c{_colour(index, curves)}"
     if series.style == "points":
-        dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>' for x, y in places)
+        dots = "".join(f'<circle cx="{x:.1f}" cy="{y:.1f}" r="2.5"/>' for x, y in pixels)
         return f'<g class="dots {colour}">{dots}</g>'
     if series.style == "band":
         # Along the highest point at each x, and back along the lowest (SVG's y axis points down).
         heights: dict[float, list[float]] = {}
-        for x, y in places:
+        for x, y in pixels:
             heights.setdefault(x, []).append(y)
-        there = [(x, min(ys)) for x, ys in heights.items()]
-        back = [(x, max(ys)) for x, ys in heights.items()]
-        return f'<path class="band {colour}" d="{_path([*there, *reversed(back)])}Z"/>'
-    return f'<path class="{_line(index, drawn)}" d="{_path(places)}"/>'
+        lowest = [(x, min(ys)) for x, ys in heights.items()]
+        highest = [(x, max(ys)) for x, ys in heights.items()]
+        return f'<path class="band {colour}" d="{_svg_path([*lowest, *reversed(highest)])}Z"/>'
+    return f'<path class="{_line_classes(index, curves)}" d="{_svg_path(pixels)}"/>'
 
 
-def _path(places: Sequence[Point]) -> str:
-    return "M" + " L".join(f"{x:.1f} {y:.1f}" for x, y in places)
+def _svg_path(points: Sequence[Point]) -> str:
+    return "M" + " L".join(f"{x:.1f} {y:.1f}" for x, y in points)
 
 
-def _colour(index: int, drawn: Sequence[Series]) -> int:
+def _colour(index: int, curves: Sequence[Series]) -> int:
     """Points or a band and the line after them share a colour."""
-    return len(_lines(drawn[:index])) % COLOURS
+    return len(_line_curves(curves[:index])) % COLOURS
 
 
-def _line(index: int, drawn: Sequence[Series]) -> str:
+def _line_classes(index: int, curves: Sequence[Series]) -> str:
     """CSS classes of a line. It is dashed if an earlier line has the same points, which then show in the gaps, or if colours repeat."""
-    before = _lines(drawn[:index])
-    lies_on = any(each.points == drawn[index].points for each in before)
-    dashed = " dashed" if lies_on or len(before) >= COLOURS else ""
-    return f"line c{_colour(index, drawn)}{dashed}"
+    earlier = _line_curves(curves[:index])
+    lies_on = any(line.points == curves[index].points for line in earlier)
+    dashed = " dashed" if lies_on or len(earlier) >= COLOURS else ""
+    return f"line c{_colour(index, curves)}{dashed}"
 
 
-def _lines(drawn: Sequence[Series]) -> list[Series]:
-    return [each for each in drawn if each.style == "line"]
+def _line_curves(curves: Sequence[Series]) -> list[Series]:
+    return [curve for curve in curves if curve.style == "line"]
 
 
 _SIGN, _TITLE_SIGN, _SWATCH, _LINE = 7.5, 9.5, 44, 18
 """In pixels: width of a letter, width of a letter of the title, width of a colour sample with its gaps, height of a legend row."""
 
 
-def _legend(drawn: Sequence[Series], width: int, title: str) -> tuple[list[str], int]:
+def _legend(curves: Sequence[Series], width: int, title: str) -> tuple[list[str], int]:
     """The legend, and by how many pixels the plot moves down for it.
 
     The names are to the right of the title, or below it if they would overlap, in as many rows as needed.
     """
     rows: list[list[tuple[int, str]]] = [[]]
-    for index, each in enumerate(drawn):
-        if each.style == "band":  # the line after it names both
+    for index, curve in enumerate(curves):
+        if curve.style == "band":  # the line after it names both
             continue
-        named = (index, shorten(one_line(each.name), 24))
-        if rows[-1] and _across([*rows[-1], named]) > width - _RIGHT:
+        entry = (index, shorten(one_line(curve.name), 24))
+        if rows[-1] and _legend_width([*rows[-1], entry]) > width - _RIGHT:
             rows.append([])
-        rows[-1].append(named)
-    meets = width - _RIGHT - _across(rows[0]) < _LEFT + _TITLE_SIGN * len(title)
-    first = 46 if meets or len(rows) > 1 else 28
+        rows[-1].append(entry)
+    overlaps = width - _RIGHT - _legend_width(rows[0]) < _LEFT + _TITLE_SIGN * len(title)
+    first = 46 if overlaps or len(rows) > 1 else 28
     shapes: list[str] = []
     for number, row in enumerate(rows):
         x, y = float(width - _RIGHT), first + number * _LINE
         for index, name in reversed(row):
-            colour = f"c{_colour(index, drawn)}"
-            shapes.append(_label(x, y, name, "faint", "end"))
+            colour = f"c{_colour(index, curves)}"
+            shapes.append(_svg_text(x, y, name, "faint", "end"))
             x -= _SIGN * len(name) + 8
-            if drawn[index].style == "points":
+            if curves[index].style == "points":
                 dot = f'<circle class="dots {colour}" cx="{x - 4:.1f}" cy="{y - 4}" r="3"/>'
                 shapes.append(dot)
             else:
-                line = _line(index, drawn)
+                line = _line_classes(index, curves)
                 shapes.append(f'<path class="{line}" d="M{x - 20:.1f} {y - 4}H{x:.1f}"/>')
             x -= _SWATCH - 8
     return shapes, (len(rows) - 1) * _LINE
 
 
-def _across(named: Sequence[tuple[int, str]]) -> float:
-    return sum(_SIGN * len(name) + _SWATCH for _, name in named)
+def _legend_width(entries: Sequence[tuple[int, str]]) -> float:
+    return sum(_SIGN * len(name) + _SWATCH for _, name in entries)
 
 
 def _pixel(frame: _Frame, x: float, y: float, width: int, height: int) -> Point:
@@ -444,11 +449,9 @@ def _pixel(frame: _Frame, x: float, y: float, width: int, height: int) -> Point:
     )
 
 
-def _label(x: float, y: float, text: str, kind: str, anchor: str = "start") -> str:
-    return (
-        f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{_xml(text)}</text>'
-    )
+def _svg_text(x: float, y: float, text: str, kind: str, anchor: str = "start") -> str:
+    return f'<text class="{kind}" x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{_escape_xml(text)}</text>'
 
 
-def _xml(text: str) -> str:
+def _escape_xml(text: str) -> str:
     return escape(one_line(text))

@@ -100,16 +100,16 @@ class Progress:
         elif self._live is not None:
             self._live.refresh()
         elif self._board.done % self._logging_steps == 0 or self._board.done == self._board.total:
-            self._line(self._board.line())
+            self._write_line(self._board.line())
 
     def note(self, text: str) -> None:
         """Add a line for the reader; it stays above the view."""
         if self._page is not None:
             self._page.note(text)
         else:
-            self._line(clean(text))
+            self._write_line(clean(text))
 
-    def _line(self, text: str) -> None:
+    def _write_line(self, text: str) -> None:
         if self._live is not None:
             self._console.print(Text(text), soft_wrap=True)
             return

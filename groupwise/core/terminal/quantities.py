@@ -5,12 +5,12 @@ from __future__ import annotations
 
 def duration(seconds: float) -> str:
     """A time span in its two largest units: `3 min 20 s`."""
-    left = max(0, round(seconds))
+    total = max(0, round(seconds))
     parts = [
-        (left // 86400, "d"),
-        (left // 3600 % 24, "h"),
-        (left // 60 % 60, "min"),
-        (left % 60, "s"),
+        (total // 86400, "d"),
+        (total // 3600 % 24, "h"),
+        (total // 60 % 60, "min"),
+        (total % 60, "s"),
     ]
     words = [f"{count} {unit}" for count, unit in parts if count][:2]
     return " ".join(words) or "0 s"

@@ -33,7 +33,7 @@ def ending(text: str, limit: int) -> str:
     return text if len(text) <= limit else "…" + text[len(text) - max(limit - 1, 0) :]
 
 
-class _Shown(dict[int, str]):
+class _VisibleText(dict[int, str]):
     """The text shown for each character, by its code. Filled on first use: `str.translate` then rarely calls Python."""
 
     def __missing__(self, code: int) -> str:
@@ -52,4 +52,4 @@ class _Shown(dict[int, str]):
         return visible
 
 
-_SHOWN = _Shown()
+_SHOWN = _VisibleText()

@@ -31,8 +31,8 @@ class Ticker:
         self._redraws = self._stream.isatty() and os.environ.get("TERM") != "dumb"
         self._pause = REDRAW if self._redraws else every
         self._clock = clock
-        self._next = clock()
-        self._line = self._shown = ""
+        self._next_draw_at = clock()
+        self._line = self._last_drawn = ""
 
     def __enter__(self) -> Ticker:
         return self
@@ -43,34 +43,36 @@ class Ticker:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._draw()
-        if self._redraws and self._shown:
-            self._write("\n")
+        self._redraw()
+        if self._redraws and self._last_drawn:
+            self._write_text("\n")
 
     def show(self, line: str) -> None:
         """Set the line; it is written if enough time has passed, and when the work ends."""
         self._line = one_line(line)
-        if self._clock() >= self._next:
-            self._draw()
+        if self._clock() >= self._next_draw_at:
+            self._redraw()
 
     def note(self, text: str) -> None:
         """Add a line for the reader; it stays above the progress line."""
-        self._write(("\r\x1b[K" if self._redraws else "") + clean(text) + "\n")
-        self._shown = ""
+        self._write_text(("\r\x1b[K" if self._redraws else "") + clean(text) + "\n")
+        self._last_drawn = ""
         if self._redraws:
-            self._draw()
+            self._redraw()
 
-    def _draw(self) -> None:
-        if self._line == self._shown:
+    def _redraw(self) -> None:
+        if self._line == self._last_drawn:
             return
-        self._shown = self._line
-        self._next = self._clock() + self._pause
+        self._last_drawn = self._line
+        self._next_draw_at = self._clock() + self._pause
         if self._redraws:
-            self._write("\r\x1b[K" + shorten(self._line, shutil.get_terminal_size().columns - 1))
+            self._write_text(
+                "\r\x1b[K" + shorten(self._line, shutil.get_terminal_size().columns - 1)
+            )
         else:
-            self._write(self._line + "\n")
+            self._write_text(self._line + "\n")
 
-    def _write(self, text: str) -> None:
+    def _write_text(self, text: str) -> None:
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
         self._stream.write(text.encode(encoding, "replace").decode(encoding))
         self._stream.flush()

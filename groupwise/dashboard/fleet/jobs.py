@@ -14,7 +14,13 @@ from starlette.responses import JSONResponse, Response
 
 from groupwise.api.schemas.fleet import MOST_SERIAL, LogPart
 from groupwise.core.errors import RunNotFoundError, UsageError
-from groupwise.dashboard.fleet.machines import LIVE, Action, changes, fleet_of, words_of
+from groupwise.dashboard.fleet.machines import (
+    LIVE,
+    Action,
+    action_handler,
+    fleet_of,
+    offered_buttons,
+)
 from groupwise.dashboard.pages import Page, Query, Visit, form_route, page_route
 from groupwise.dashboard.sources.fleet import Document, FleetLike
 from groupwise.dashboard.templates import moment, text
@@ -29,13 +35,13 @@ MOST_OF_REASON = 1000
 """Longest reason for cancelling a job, in characters, that the API accepts."""
 WIDTH = 1000.0
 """Width of the timeline image, in SVG units."""
-DEEPEST = 5
+MAX_DEPTH = 5
 """Most levels of names before a value; anything deeper is shown as JSON."""
 Fact = tuple[str, str]
 """A name and its value, written by users: they must be escaped before they are put in a page."""
 
 
-def _cancel(fleet: FleetLike, job: str, form: Mapping[str, str]) -> Document:
+def _cancel_job(fleet: FleetLike, job: str, form: Mapping[str, str]) -> Document:
     reason = form.get("reason", "").strip()
     if len(reason) > MOST_OF_REASON:
         raise UsageError(f"The reason has {len(reason)} characters; {MOST_OF_REASON} at most.")
@@ -43,7 +49,7 @@ def _cancel(fleet: FleetLike, job: str, form: Mapping[str, str]) -> Document:
 
 
 ACTIONS: Mapping[str, Action] = {
-    "cancel": Action("Cancel", _cancel, ("queued", "pending", "held", "running")),
+    "cancel": Action("Cancel", _cancel_job, ("queued", "pending", "held", "running")),
     "hold": Action("Hold", lambda fleet, job, _: fleet.hold(job), ("queued", "pending")),
     "release": Action("Release", lambda fleet, job, _: fleet.release(job), ("held",)),
     "retry": Action("Retry", lambda fleet, job, _: fleet.retry(job), ("failed", "cancelled")),
@@ -72,12 +78,12 @@ def jobs(visit: Visit) -> Page:
     """A page of the list, the newest first."""
     query = visit.query(JobsQuery)
     filters = {**query.model_dump(), "status": None if query.status is None else [query.status]}
-    found = fleet_of(visit).ask(lambda fleet: fleet.jobs(**filters, limit=PER_PAGE + 1))
+    documents = fleet_of(visit).ask(lambda fleet: fleet.jobs(**filters, limit=PER_PAGE + 1))
     data: dict[str, Any] = {
-        "jobs": found[:PER_PAGE],
-        "more": found[PER_PAGE - 1]["job_id"] if len(found) > PER_PAGE else None,
+        "jobs": documents[:PER_PAGE],
+        "more": documents[PER_PAGE - 1]["job_id"] if len(documents) > PER_PAGE else None,
         "asked": query.model_dump(),
-        "statuses": [each.value for each in JobStatus],
+        "statuses": [status.value for status in JobStatus],
     }
     return Page("fleet_jobs.html", data, live=LIVE if query.older_than is None else "")
 
@@ -85,33 +91,33 @@ def jobs(visit: Visit) -> Page:
 def job(visit: Visit) -> Page:
     """All about one."""
     query, name = visit.query(Log), visit.path_part("job")
-    found = describe_job(fleet_of(visit).ask(lambda fleet: fleet.show(name)))
-    attempts = found["attempts"]
-    expect_one(name, query.epoch, [each["epoch"] for each in attempts])
+    document = describe_job(fleet_of(visit).ask(lambda fleet: fleet.show(name)))
+    attempts = document["attempts"]
+    require_attempt(name, query.epoch, [attempt["epoch"] for attempt in attempts])
     part = fleet_of(visit).ask(lambda fleet: fleet.log(name, epoch=query.epoch, tail=TAIL))
     if query.epoch not in (None, part.epoch):  # it wrote nothing; the next log is of another
         part = LogPart(b"", query.epoch, 0, part.ended)
-    over = found["status"] in FINAL
-    follows = not over and query.epoch is None
+    ended = document["status"] in FINAL
+    follows = not ended and query.epoch is None
     now = fleet_of(visit).status()["time"]
-    beginning = whole_letters(part.data) if follows else part.data
+    data_shown = complete_characters(part.data) if follows else part.data
     data = {
-        "job": found,
-        "command": shlex.join(found["arguments"] or ()),
-        "ran": ran(found, now),
-        "log": beginning.decode("utf-8", "replace")[-TEXT_LIMIT:],
+        "job": document,
+        "command": shlex.join(document["arguments"] or ()),
+        "ran": run_seconds(document, now),
+        "log": data_shown.decode("utf-8", "replace")[-TEXT_LIMIT:],
         "epoch": part.epoch,
-        "attempt": names(attempts).get(part.epoch or 0),
-        "offset": part.offset - len(part.data) + len(beginning),
+        "attempt": attempt_names(attempts).get(part.epoch or 0),
+        "offset": part.offset - len(part.data) + len(data_shown),
         "follows": follows,
         "timeline": timeline(attempts, now),
         "axis": axis(attempts, now),
-        "actions": words_of(ACTIONS, found["status"]),
+        "actions": offered_buttons(ACTIONS, document["status"]),
     }
-    return Page("fleet_job.html", data, live="" if over else LIVE)
+    return Page("fleet_job.html", data, live="" if ended else LIVE)
 
 
-def ran(job: Document, now: float) -> float | None:
+def run_seconds(job: Document, now: float) -> float | None:
     """Seconds from the job's start until its end, or until now; None if it has not started."""
     if job["start_time"] is None:
         return None
@@ -124,14 +130,14 @@ def log(visit: Visit) -> Response:
     """A piece of a log from an offset on, and the offset of the next piece. Without `epoch`, the log of the newest attempt."""
     query, name = visit.query(Log), visit.path_part("job")
     epochs = fleet_of(visit).ask(lambda fleet: fleet.progress(name))["epochs"]
-    expect_one(name, query.epoch, epochs)
+    require_attempt(name, query.epoch, epochs)
     epoch = query.epoch or max(epochs, default=None)
     part = fleet_of(visit).ask(lambda fleet: fleet.log(name, epoch=epoch, offset=query.offset))
-    data = part.data if part.ended else whole_letters(part.data)
+    data = part.data if part.ended else complete_characters(part.data)
     attempt = None
     if part.epoch != query.epoch:  # the reader may not know its epoch yet
         attempts = fleet_of(visit).ask(lambda fleet: fleet.show(name))["attempts"]
-        attempt = names(attempts).get(part.epoch or 0)
+        attempt = attempt_names(attempts).get(part.epoch or 0)
     return JSONResponse(
         {
             "text": text(data.decode("utf-8", "replace"), len(data)),
@@ -143,38 +149,38 @@ def log(visit: Visit) -> Response:
     )
 
 
-def whole_letters(data: bytes) -> bytes:
+def complete_characters(data: bytes) -> bytes:
     """Bytes up to the last whole character."""
     for back in range(1, min(4, len(data)) + 1):
-        first = data[-back]
-        if first >= 0b1100_0000:
-            length = 2 if first < 0b1110_0000 else 3 if first < 0b1111_0000 else 4
+        byte = data[-back]
+        if byte >= 0b1100_0000:
+            length = 2 if byte < 0b1110_0000 else 3 if byte < 0b1111_0000 else 4
             return data[:-back] if back < length else data
-        if first < 0b1000_0000:
+        if byte < 0b1000_0000:
             break
     return data
 
 
-def names(attempts: Sequence[Document]) -> dict[int, str]:
+def attempt_names(attempts: Sequence[Document]) -> dict[int, str]:
     """The name of each attempt, by its epoch, as `groupwise fleet show` has it: `0`, `1`, and `0 of generation 1` after a retry.
 
     An attempt that never ran is not counted, so the next one has the same number; both then show their epoch as well, `0 (epoch
     7)`.
     """
-    called: dict[int, str] = {}
-    for each in attempts:
-        generation = f" of generation {each['generation']}" if each["generation"] else ""
-        called[each["epoch"]] = f"{each['number']}{generation}"
-    often = Counter(called.values())
-    return {epoch: n if often[n] == 1 else f"{n} (epoch {epoch})" for epoch, n in called.items()}
+    names: dict[int, str] = {}
+    for attempt in attempts:
+        generation = f" of generation {attempt['generation']}" if attempt["generation"] else ""
+        names[attempt["epoch"]] = f"{attempt['number']}{generation}"
+    counts = Counter(names.values())
+    return {epoch: n if counts[n] == 1 else f"{n} (epoch {epoch})" for epoch, n in names.items()}
 
 
-def expect_one(job_id: str, epoch: int | None, epochs: Sequence[int]) -> None:
+def require_attempt(job_id: str, epoch: int | None, epochs: Sequence[int]) -> None:
     """Raise RunNotFoundError if the job does not have the requested attempt; `epoch` None means that none was requested."""
     if epoch is not None and epoch not in epochs:
-        there = ", ".join(str(each) for each in epochs) or "none yet"
+        known_epochs = ", ".join(str(number) for number in epochs) or "none yet"
         raise RunNotFoundError(
-            f"Job {job_id} has no attempt with epoch {epoch}. There are: {there}."
+            f"Job {job_id} has no attempt with epoch {epoch}. There are: {known_epochs}."
         )
 
 
@@ -182,27 +188,30 @@ def describe_job(job: Document) -> Document:
     """A job document with additions: attempts and checkpoints get the attempt's name (`name`), attempts and events their details
     (`facts`).
     """
-    called = names(job["attempts"])
+    names = attempt_names(job["attempts"])
     attempts = [
         {
-            **each,
-            "name": called[each["epoch"]],
-            "times": moments(each["created_at"], each["ended_at"]),
-            "facts": facts(each["evidence"] or {}),
+            **attempt,
+            "name": names[attempt["epoch"]],
+            "times": format_times(attempt["created_at"], attempt["ended_at"]),
+            "facts": facts(attempt["evidence"] or {}),
         }
-        for each in job["attempts"]
+        for attempt in job["attempts"]
     ]
     # the API of an earlier version returns none
     checkpoints = [
-        {**each, "name": called.get(each["epoch"], "")} for each in job.get("checkpoints") or ()
+        {**checkpoint, "name": names.get(checkpoint["epoch"], "")}
+        for checkpoint in job.get("checkpoints") or ()
     ]
     events: list[Document] = []
-    for each in job["events"]:
+    for event in job["events"]:
         # Changed facts, as `queued → held`, followed by the other details.
-        before = dict(facts(each["before"] or {}))
-        after = [*facts(each["after"] or {}), *facts(each["detail"] or {})]
-        changed = [(n, f"{before[n]} → {v}" if before.get(n, v) != v else v) for n, v in after]
-        events.append({**each, "facts": changed})
+        before = dict(facts(event["before"] or {}))
+        after = [*facts(event["after"] or {}), *facts(event["detail"] or {})]
+        changed_facts = [
+            (n, f"{before[n]} → {v}" if before.get(n, v) != v else v) for n, v in after
+        ]
+        events.append({**event, "facts": changed_facts})
     return {**job, "attempts": attempts, "checkpoints": checkpoints, "events": events}
 
 
@@ -210,16 +219,20 @@ def facts(value: Any, *names: str) -> list[Fact]:
     """Plain data as names and values. A nested value is named by its whole path, such as `members exit code`. Empty values are left out."""
     if value in (None, "", [], {}):
         return []
-    if len(names) < DEEPEST and isinstance(value, Mapping):
-        inside = cast("Mapping[str, Any]", value).items()
-        return [fact for name, each in inside for fact in facts(each, *names, name)]
+    if len(names) < MAX_DEPTH and isinstance(value, Mapping):
+        items = cast("Mapping[str, Any]", value).items()
+        return [fact for name, inner in items for fact in facts(inner, *names, name)]
     records = cast("list[Any]", value) if isinstance(value, list) else []
-    if len(names) < DEEPEST and records and all(isinstance(each, Mapping) for each in records):
+    if (
+        len(names) < MAX_DEPTH
+        and records
+        and all(isinstance(record, Mapping) for record in records)
+    ):
         numbers = [] if len(records) == 1 else [str(n) for n in range(len(records))]
         return [
             fact
-            for n, each in enumerate(records)
-            for fact in facts(each, *names, *numbers[n : n + 1])
+            for n, record in enumerate(records)
+            for fact in facts(record, *names, *numbers[n : n + 1])
         ]
     if isinstance(value, bool):
         text = "yes" if value else "no"
@@ -230,12 +243,12 @@ def facts(value: Any, *names: str) -> list[Fact]:
     return [(" ".join(names).replace("_", " "), text)]
 
 
-def moments(*times: float | None) -> list[str]:
+def format_times(*times: float | None) -> list[str]:
     """Times for readers, from seconds since 1970. If all are on the same date in the same zone, only the first shows these. None
     values are left out.
     """
-    texts = [moment(each) for each in times if each is not None]
-    parts = [each.split(" ", 2) for each in texts]
+    texts = [moment(time) for time in times if time is not None]
+    parts = [label.split(" ", 2) for label in texts]
     one_day = len({(day, zone) for day, _, zone in parts}) == 1
     return [*texts[:1], *([clock for _, clock, _ in parts[1:]] if one_day else texts[1:])]
 
@@ -244,14 +257,14 @@ def span(attempts: list[Document], now: float) -> list[float]:
     """Start of the first attempt and end of the last one (or now), in seconds since 1970; empty if there are no attempts."""
     if not attempts:
         return []
-    begin = min(each["created_at"] for each in attempts)
-    return [begin, max(begin, *(each["ended_at"] or now for each in attempts))]
+    begin = min(attempt["created_at"] for attempt in attempts)
+    return [begin, max(begin, *(attempt["ended_at"] or now for attempt in attempts))]
 
 
 def axis(attempts: list[Document], now: float) -> list[str]:
     """Labels below the bars: start, middle and end of the time span; empty if there is none."""
-    found = span(attempts, now)
-    return moments(found[0], sum(found) / 2, found[1]) if found else []
+    bounds = span(attempts, now)
+    return format_times(bounds[0], sum(bounds) / 2, bounds[1]) if bounds else []
 
 
 def timeline(attempts: list[Document], now: float) -> list[Document]:
@@ -260,27 +273,27 @@ def timeline(attempts: list[Document], now: float) -> list[Document]:
         return []
     begin, end = span(attempts, now)
     scale = WIDTH / max(end - begin, 1e-9)
-    called = names(attempts)
+    names = attempt_names(attempts)
 
-    def bar(each: Document) -> Document:
-        ended = each["ended_at"] or now
-        runs = each["running_at"] or ended
+    def bar(attempt: Document) -> Document:
+        ended = attempt["ended_at"] or now
+        runs = attempt["running_at"] or ended
         return {
-            "name": called[each["epoch"]],
-            "outcome": each["outcome"] or each["state"],
-            "x": (each["created_at"] - begin) * scale,
-            "waits": max(1.0, (runs - each["created_at"]) * scale),
+            "name": names[attempt["epoch"]],
+            "outcome": attempt["outcome"] or attempt["state"],
+            "x": (attempt["created_at"] - begin) * scale,
+            "waits": max(1.0, (runs - attempt["created_at"]) * scale),
             "runs_at": (runs - begin) * scale,
             "runs": max(1.0, (ended - runs) * scale),
-            "seconds": ended - each["created_at"],
+            "seconds": ended - attempt["created_at"],
         }
 
-    return [bar(each) for each in attempts]
+    return [bar(attempt) for attempt in attempts]
 
 
 ROUTES = (
     page_route("/fleet/jobs", jobs),
     page_route("/fleet/jobs/{job}", job),
-    form_route("/fleet/jobs/{job}", changes("job", ACTIONS)),
+    form_route("/fleet/jobs/{job}", action_handler("job", ACTIONS)),
     page_route("/fleet/jobs/{job}/log", log),
 )

@@ -8,7 +8,7 @@ from typing import Any
 
 from groupwise.api.schemas.keys import Role
 from groupwise.core.errors import RunNotFoundError
-from groupwise.dashboard.pages import Do, Page, Visit, form_route, page_route
+from groupwise.dashboard.pages import HandleForm, Page, Visit, form_route, page_route
 from groupwise.dashboard.sources.fleet import Document, FleetLike, WatchedFleet
 from groupwise.jobs.fleet.states import JobStatus, Observed
 
@@ -19,9 +19,9 @@ LIVE = "/live?fleet"
 class Action:
     """An action on a job or a machine."""
 
-    word: str
+    label: str
     """Label of the button."""
-    verb: Callable[[FleetLike, str, Mapping[str, str]], Document]
+    perform: Callable[[FleetLike, str, Mapping[str, str]], Document]
     """Performs the action on the named job or machine, with the fields of the form."""
     statuses: tuple[str, ...]
     """Statuses in which the action is offered."""
@@ -33,30 +33,32 @@ ACTIONS: Mapping[str, Action] = {
     "undrain": Action("let jobs start there again", lambda fleet, vm, _: fleet.undrain(vm), (DRAINING,)),
 }  # fmt: skip
 """Actions on a machine; a cordoned machine, too, may be draining or not."""
-NOT_RUNNING = tuple(each.value for each in JobStatus if each != JobStatus.RUNNING)
+NOT_RUNNING = tuple(status.value for status in JobStatus if status != JobStatus.RUNNING)
 MOST_RUNNING, MOST_OTHERS = 50, 20
 """Most jobs of a machine that its page shows: running ones, and others."""
 
 
 def fleet_of(visit: Visit) -> WatchedFleet:
     """The fleet of this dashboard. Raises RunNotFoundError if there is none."""
-    if visit.place.fleet is None:
+    if visit.context.fleet is None:
         raise RunNotFoundError(
             "This dashboard shows no fleet. Its operator may start it with --fleet FOLDER, or --fleet with the address of an API."
         )
-    return visit.place.fleet
+    return visit.context.fleet
 
 
 def fleet(visit: Visit) -> Page:
     """The first page of a fleet."""
-    found = fleet_of(visit)
-    machines = [describe_machine(each) for each in found.machines()]
+    watched = fleet_of(visit)
+    machines = [describe_machine(machine) for machine in watched.machines()]
     data: dict[str, Any] = {
-        "status": found.status(),
+        "status": watched.status(),
         "machines": machines,
-        "slots": sum(len(each["slots_held"]) + each["slots_free"] for each in machines),
-        "slots_free": sum(each["slots_free"] for each in machines if each["state"] == "ok"),
-        "jobs": found.newest(),
+        "slots": sum(len(machine["slots_held"]) + machine["slots_free"] for machine in machines),
+        "slots_free": sum(
+            machine["slots_free"] for machine in machines if machine["state"] == "ok"
+        ),
+        "jobs": watched.newest(),
     }
     return Page("fleet.html", data, live=LIVE)
 
@@ -75,12 +77,12 @@ def machine(visit: Visit) -> Page:
         "machine": describe_machine(document),
         "running": running,
         "others": others,
-        "actions": words_of(ACTIONS, DRAINING if document["draining"] else TAKING),
+        "actions": offered_buttons(ACTIONS, DRAINING if document["draining"] else TAKING),
     }
     return Page("machine.html", data, live=LIVE)
 
 
-def changes(kind: str, actions: Mapping[str, Action]) -> Do:
+def action_handler(kind: str, actions: Mapping[str, Action]) -> HandleForm:
     """The handler for forms with these actions on a job or machine, whose name is the address's part `kind`."""
 
     def change(visit: Visit, form: Mapping[str, str]) -> str:
@@ -90,16 +92,16 @@ def changes(kind: str, actions: Mapping[str, Action]) -> Do:
                 f"{action[:40]!r} is nothing that can be done with a {kind} here. There are: {', '.join(actions)}."
             )
         fleet_of(visit).change(
-            visit.visitor.caller.key_id, lambda fleet: actions[action].verb(fleet, name, form)
+            visit.visitor.caller.key_id, lambda fleet: actions[action].perform(fleet, name, form)
         )
         return visit.request.url.path
 
     return change
 
 
-def words_of(actions: Mapping[str, Action], status: str) -> dict[str, str]:
+def offered_buttons(actions: Mapping[str, Action], status: str) -> dict[str, str]:
     """The buttons that are offered in this status."""
-    return {name: action.word for name, action in actions.items() if status in action.statuses}
+    return {name: action.label for name, action in actions.items() if status in action.statuses}
 
 
 def describe_machine(machine: Document) -> Document:
@@ -123,12 +125,17 @@ def describe_machine(machine: Document) -> Document:
         slots = machine.get("cpu_slots")
     if slots is None:
         slots = int(not machine.get("gpus"))
-    held = machine.get("cpu_slots_held_by", [])
-    return {**machine, "gpus": gpus, "slots_held": held, "slots_free": max(0, slots - len(held))}
+    slots_held = machine.get("cpu_slots_held_by", [])
+    return {
+        **machine,
+        "gpus": gpus,
+        "slots_held": slots_held,
+        "slots_free": max(0, slots - len(slots_held)),
+    }
 
 
 ROUTES = (
     page_route("/fleet", fleet),
     page_route("/fleet/machines/{machine}", machine),
-    form_route("/fleet/machines/{machine}", changes("machine", ACTIONS), Role.ADMIN),
+    form_route("/fleet/machines/{machine}", action_handler("machine", ACTIONS), Role.ADMIN),
 )

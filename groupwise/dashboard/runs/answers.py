@@ -22,8 +22,8 @@ from groupwise.dashboard.pages import LARGEST, Page, Query, Visit, page_route, p
 from groupwise.dashboard.runs.comparing import differences
 from groupwise.dashboard.runs.reading import LISTED, MOST_TASKS
 from groupwise.runs.folder import RECORD, read_config
-from groupwise.runs.records import GroupAsked, GroupScore, RolloutFilter
-from groupwise.runs.search import AskedFilter
+from groupwise.runs.records import CompletedPrompt, GroupScore, RolloutFilter
+from groupwise.runs.search import PromptFilter
 from groupwise.runs.store import Store
 
 PER_PAGE = 10
@@ -70,8 +70,8 @@ class Pair:
     """A prompt that both have answered."""
 
     prompt: str
-    a: GroupAsked
-    b: GroupAsked
+    a: CompletedPrompt
+    b: CompletedPrompt
     score_a: GroupScore
     score_b: GroupScore
 
@@ -90,7 +90,7 @@ def compare(visit: Visit) -> Page:
         raise UsageError(
             "Say whose answers are to be compared: ?a=RUN&b=RUN, each with @STEP for those until a step."
         )
-    (path_a, step_a), (path_b, step_b) = map(visit.place.run_and_step, (query.a, query.b))
+    (path_a, step_a), (path_b, step_b) = map(visit.context.run_and_step, (query.a, query.b))
     itself = path_a.name == path_b.name and step_a is None and step_b is None
     side_a = Side(path_a.name, step_a, oldest=itself)
     side_b = Side(path_b.name, step_b)
@@ -98,47 +98,47 @@ def compare(visit: Visit) -> Page:
         Store.open(path_a / RECORD, readonly=True) as store_a,
         Store.open(path_b / RECORD, readonly=True) as store_b,
     ):
-        groups_a = store_a.groups_asked(_filter(side_a, query))
-        filter_b = _filter(side_b, query)
-        groups_b = store_b.groups_asked(filter_b)
-        matched = matches(groups_a, groups_b)
+        groups_a = store_a.completed_prompts(_asked_filter(side_a, query))
+        filter_b = _asked_filter(side_b, query)
+        groups_b = store_b.completed_prompts(filter_b)
+        matched = match_groups(groups_a, groups_b)
         if not matched and query.example is not None:
             # The data differ, so the example has another number in B.
-            groups_b = store_b.groups_asked(replace(filter_b, example=None))
-            matched = matches(groups_a, groups_b)
+            groups_b = store_b.completed_prompts(replace(filter_b, example=None))
+            matched = match_groups(groups_a, groups_b)
         if side_a.run == side_b.run:
             matched = [(a, b) for a, b in matched if a.draw != b.draw]
         compared = matched[:MOST_PROMPTS]
         scores_a = store_a.scores(a.draw for a, _ in compared)
         scores_b = store_b.scores(b.draw for _, b in compared)
-        none = GroupScore(None, None)
+        no_score = GroupScore(None, None)
         pairs = [
-            Pair(a.prompt, a, b, scores_a.get(a.draw, none), scores_b.get(b.draw, none))
+            Pair(a.prompt, a, b, scores_a.get(a.draw, no_score), scores_b.get(b.draw, no_score))
             for a, b in compared
         ]
-        here = paginate(in_order(pairs, query.order), query.page, PER_PAGE)
+        list_page = paginate(sort_pairs(pairs, query.order), query.page, PER_PAGE)
         shown_pairs = [
             {
-                "prompt": each.prompt,
-                "difference": each.difference,
-                "a": _answers(each.a, each.score_a, store_a),
-                "b": _answers(each.b, each.score_b, store_b),
+                "prompt": pair.prompt,
+                "difference": pair.difference,
+                "a": _side_data(pair.a, pair.score_a, store_a),
+                "b": _side_data(pair.b, pair.score_b, store_b),
             }
-            for each in here.rows
+            for pair in list_page.rows
         ]
         tasks = store_a.tasks(MOST_TASKS + 1)
     data: dict[str, Any] = {
         "asked": query.model_dump(),
         "a": asdict(side_a),
         "b": asdict(side_b),
-        "summary": summary_of(pairs),
+        "summary": summarize(pairs),
         "pairs": shown_pairs,
-        "page": here.page,
-        "pages": here.pages,
+        "page": list_page.page,
+        "pages": list_page.pages,
         "orders": ORDERS,
         "tasks": tasks,
         "most_tasks": MOST_TASKS,
-        "scored_otherwise": _scored_otherwise(path_a, path_b),
+        "scored_otherwise": _reward_settings_that_differ(path_a, path_b),
         "limits": {
             "groups": MOST_GROUPS if MOST_GROUPS in (len(groups_a), len(groups_b)) else None,
             "prompts": MOST_PROMPTS if len(matched) > MOST_PROMPTS else None,
@@ -147,67 +147,71 @@ def compare(visit: Visit) -> Page:
     return Page("answers_compare.html", data)
 
 
-def _filter(side: Side, query: AnswersQuery) -> AskedFilter:
-    return AskedFilter(side.until, query.example, query.task, side.oldest, MOST_GROUPS)
+def _asked_filter(side: Side, query: AnswersQuery) -> PromptFilter:
+    return PromptFilter(side.until, query.example, query.task, side.oldest, MOST_GROUPS)
 
 
-def matches(
-    a: Sequence[GroupAsked], b: Sequence[GroupAsked]
-) -> list[tuple[GroupAsked, GroupAsked]]:
+def match_groups(
+    a: Sequence[CompletedPrompt], b: Sequence[CompletedPrompt]
+) -> list[tuple[CompletedPrompt, CompletedPrompt]]:
     """For each prompt that both have, its first group on each side, in the order of A.
 
     Groups are matched by example number and text; the rest, from different or shifted data, by text only.
     """
-    found: list[tuple[GroupAsked, GroupAsked]] = []
+    pairs_by_key: list[tuple[CompletedPrompt, CompletedPrompt]] = []
     seen_a: set[Key] = set()
     seen_b: set[Key] = set()
-    for key in (_sort_key, _text):
-        of_b = _firsts([each for each in b if _sort_key(each) not in seen_b], key)
-        left = [each for each in a if _sort_key(each) not in seen_a]
-        pairs = [(each, of_b[name]) for name, each in _firsts(left, key).items() if name in of_b]
-        seen_a |= {_sort_key(each) for each, _ in pairs}
-        seen_b |= {_sort_key(each) for _, each in pairs}
-        found += pairs
-    places = {each.draw: place for place, each in enumerate(a)}
-    return sorted(found, key=lambda pair: places[pair[0].draw])
+    for key in (_example_key, _prompt_key):
+        of_b = _first_by_key([group for group in b if _example_key(group) not in seen_b], key)
+        unmatched = [group for group in a if _example_key(group) not in seen_a]
+        pairs = [
+            (group, of_b[name])
+            for name, group in _first_by_key(unmatched, key).items()
+            if name in of_b
+        ]
+        seen_a |= {_example_key(group) for group, _ in pairs}
+        seen_b |= {_example_key(group) for _, group in pairs}
+        pairs_by_key += pairs
+    order = {group.draw: index for index, group in enumerate(a)}
+    return sorted(pairs_by_key, key=lambda pair: order[pair[0].draw])
 
 
-def _sort_key(group: GroupAsked) -> Key:
+def _example_key(group: CompletedPrompt) -> Key:
     return group.example, group.prompt
 
 
-def _text(group: GroupAsked) -> Key:
+def _prompt_key(group: CompletedPrompt) -> Key:
     return group.prompt
 
 
-def _firsts(
-    groups: Sequence[GroupAsked], key: Callable[[GroupAsked], Key]
-) -> dict[Key, GroupAsked]:
-    found: dict[Key, GroupAsked] = {}
-    for each in groups:
-        found.setdefault(key(each), each)
-    return found
+def _first_by_key(
+    groups: Sequence[CompletedPrompt], key: Callable[[CompletedPrompt], Key]
+) -> dict[Key, CompletedPrompt]:
+    first_groups: dict[Key, CompletedPrompt] = {}
+    for group in groups:
+        first_groups.setdefault(key(group), group)
+    return first_groups
 
 
-def in_order(pairs: Sequence[Pair], order: str) -> list[Pair]:
+def sort_pairs(pairs: Sequence[Pair], order: str) -> list[Pair]:
     """Sort pairs; `better` and `worse` keep only pairs in which B is better or worse. Pairs that cannot be compared come last."""
-    known = [(each, by) for each in pairs if (by := each.difference) is not None]
+    comparable = [(pair, by) for pair in pairs if (by := pair.difference) is not None]
     if order == "better":
-        return [each for each, by in sorted(known, key=lambda pair: -pair[1]) if by > 0]
+        return [pair for pair, by in sorted(comparable, key=lambda entry: -entry[1]) if by > 0]
     if order == "worse":
-        return [each for each, by in sorted(known, key=lambda pair: pair[1]) if by < 0]
-    changed = [each for each, _ in sorted(known, key=lambda pair: -abs(pair[1]))]
-    return changed + [each for each in pairs if each.difference is None]
+        return [pair for pair, by in sorted(comparable, key=lambda entry: entry[1]) if by < 0]
+    ranked = [pair for pair, _ in sorted(comparable, key=lambda entry: -abs(entry[1]))]
+    return ranked + [pair for pair in pairs if pair.difference is None]
 
 
-def summary_of(pairs: Sequence[Pair]) -> dict[str, Any]:
+def summarize(pairs: Sequence[Pair]) -> dict[str, Any]:
     """Summary over all prompts that both have answered."""
-    compared = [(each, by) for each in pairs if (by := each.difference) is not None]
+    compared = [(pair, by) for pair in pairs if (by := pair.difference) is not None]
     return {
         "prompts": len(pairs),
         "compared": len(compared),
-        "mean_a": _mean([each.score_a.mean or 0.0 for each, _ in compared]),
-        "mean_b": _mean([each.score_b.mean or 0.0 for each, _ in compared]),
+        "mean_a": _mean([pair.score_a.mean or 0.0 for pair, _ in compared]),
+        "mean_b": _mean([pair.score_b.mean or 0.0 for pair, _ in compared]),
         "better": sum(by > 0 for _, by in compared),
         "worse": sum(by < 0 for _, by in compared),
         "equal": sum(by == 0 for _, by in compared),
@@ -218,19 +222,19 @@ def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _answers(group: GroupAsked, score: GroupScore, store: Store) -> dict[str, Any]:
+def _side_data(group: CompletedPrompt, score: GroupScore, store: Store) -> dict[str, Any]:
     members = store.rollouts(RolloutFilter(draw=group.draw, limit=MOST_MEMBERS), LISTED)
-    members = sorted(members, key=lambda each: (each.reward is None, -(each.reward or 0.0)))
+    members = sorted(members, key=lambda member: (member.reward is None, -(member.reward or 0.0)))
     return {
         "draw": group.draw,
         "step": group.step,
         "example": group.example,
         **asdict(score),
-        "members": [asdict(each) for each in members],
+        "members": [asdict(row) for row in members],
     }
 
 
-def _scored_otherwise(a: Path, b: Path) -> list[str]:
+def _reward_settings_that_differ(a: Path, b: Path) -> list[str]:
     """Settings that differ between the two runs and may change the rewards of the same answer."""
     if a == b:
         return []

@@ -10,18 +10,18 @@ import zipfile
 from collections.abc import Generator
 from pathlib import Path
 
-PIECE = 1 << 20
+CHUNK_BYTES = 1 << 20
 """Bytes read at once."""
 
 
-class _OnItsWay:
+class _ArchiveBuffer:
     """Buffers archive bytes that have been written but not sent."""
 
     def __init__(self) -> None:
-        self._pieces: list[bytes] = []
+        self._chunks: list[bytes] = []
 
     def write(self, data: bytes) -> int:
-        self._pieces.append(bytes(data))
+        self._chunks.append(bytes(data))
         return len(data)
 
     def flush(self) -> None:
@@ -31,7 +31,7 @@ class _OnItsWay:
         """Does nothing: the rest is still to be sent."""
 
     def take(self) -> bytes:
-        data, self._pieces = b"".join(self._pieces), []
+        data, self._chunks = b"".join(self._chunks), []
         return data
 
 
@@ -39,19 +39,19 @@ def files_of(folder: Path) -> list[Path]:
     """All files below a folder, sorted; files outside of it that a link points to are left out."""
     root = folder.resolve()
     return sorted(
-        each for each in folder.rglob("*") if each.is_file() and each.resolve().is_relative_to(root)
+        path for path in folder.rglob("*") if path.is_file() and path.resolve().is_relative_to(root)
     )
 
 
 def archive(folder: Path, name: str) -> Generator[bytes]:
     """The archive in pieces; paths in it start with `name`."""
-    pipe = _OnItsWay()
-    with zipfile.ZipFile(pipe, "w", zipfile.ZIP_STORED) as made:
+    pipe = _ArchiveBuffer()
+    with zipfile.ZipFile(pipe, "w", zipfile.ZIP_STORED) as zip_file:
         for file in files_of(folder):
-            inside = f"{name}/{file.relative_to(folder).as_posix()}"
-            about = zipfile.ZipInfo.from_file(file, inside, strict_timestamps=False)
-            with file.open("rb") as source, made.open(about, "w", force_zip64=True) as target:
-                while piece := source.read(PIECE):
-                    target.write(piece)
+            archive_name = f"{name}/{file.relative_to(folder).as_posix()}"
+            info = zipfile.ZipInfo.from_file(file, archive_name, strict_timestamps=False)
+            with file.open("rb") as source, zip_file.open(info, "w", force_zip64=True) as target:
+                while chunk := source.read(CHUNK_BYTES):
+                    target.write(chunk)
                     yield pipe.take()
     yield pipe.take()

@@ -9,14 +9,14 @@ from typing import Any
 from pydantic import Field
 
 from groupwise.core.errors import StoreError, UsageError
-from groupwise.dashboard.pages import Page, Query, Visit, live_of, page_route
+from groupwise.dashboard.pages import Page, Query, Visit, live_url, page_route
 from groupwise.dashboard.runs.curves import names_of
 from groupwise.runs.folder import RECORD, flatten, read_config
 from groupwise.runs.store import Store
-from groupwise.training.review.compare import PLACES
+from groupwise.training.review.compare import IGNORED_KEYS
 
-MOST = 12
-USUAL = (
+MAX_RUNS = 12
+DEFAULT_METRICS = (
     "reward",
     "eval/reward",
     "loss",
@@ -46,15 +46,15 @@ def compare(visit: Visit) -> Page:
     names = list(dict.fromkeys(query.run))
     if len(names) < 2:
         raise UsageError("Choose at least two runs in the list, then press Compare.")
-    if len(names) > MOST:
+    if len(names) > MAX_RUNS:
         raise UsageError(
-            f"{len(names)} runs are chosen; {MOST} of them can be told apart in a plot."
+            f"{len(names)} runs are chosen; {MAX_RUNS} of them can be told apart in a plot."
         )
-    there = {name: visit.place.runs.one(visit.place.run(name)) for name in names}
+    entries = {name: visit.context.runs.entry(visit.context.run(name)) for name in names}
     configs: dict[str, Mapping[str, Any]] = {name: {} for name in names}
     metrics: list[str] = []
     for name in names:
-        path = visit.place.run(name)
+        path = visit.context.run(name)
         with Store.open(path / RECORD, readonly=True) as store:
             metrics += names_of(store)
         with suppress(StoreError):  # a run may end before it has a config
@@ -64,34 +64,34 @@ def compare(visit: Visit) -> Page:
         raise UsageError(
             f"None of these runs has a metric {query.metric[:100]!r}. There are: {', '.join(metrics[:100]) or 'none'}."
         )
-    usual = [each for each in USUAL if each in metrics] or metrics[:1]
+    default_metrics = [metric for metric in DEFAULT_METRICS if metric in metrics] or metrics[:1]
     data: dict[str, Any] = {
         "names": names,
         "runs": {
             name: {
-                "state": each.info.state,
-                "steps": each.info.steps,
-                "metric": each.metric,
-                "first": each.ends[0],
-                "last": each.ends[1],
-                "model": each.info.model,
-                "task": each.info.task,
+                "state": run.info.state,
+                "steps": run.info.steps,
+                "metric": run.metric,
+                "first": run.ends[0],
+                "last": run.ends[1],
+                "model": run.info.model,
+                "task": run.info.task,
             }
-            for name, each in there.items()
+            for name, run in entries.items()
         },
         "metric": query.metric,
-        "shown": [query.metric] if query.metric else usual,
+        "shown": [query.metric] if query.metric else default_metrics,
         "metrics": metrics,
         "differences": differences(configs),
     }
-    return Page("compare.html", data, live=live_of(*names))
+    return Page("compare.html", data, live=live_url(*names))
 
 
 def differences(configs: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
     """Settings that are not the same in all runs: dotted key -> the value in each run, in their order."""
     flat = {name: flatten(config) for name, config in configs.items()}
-    keys = sorted({key for each in flat.values() for key in each} - PLACES)
-    rows = {key: [each.get(key, "") for each in flat.values()] for key in keys}
+    keys = sorted({key for values in flat.values() for key in values} - IGNORED_KEYS)
+    rows = {key: [values.get(key, "") for values in flat.values()] for key in keys}
     return {key: values for key, values in rows.items() if len(set(values)) > 1}
 
 

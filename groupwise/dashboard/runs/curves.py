@@ -13,7 +13,7 @@ from starlette.responses import JSONResponse, Response
 from groupwise.core.atomic_files import without_nan
 from groupwise.core.errors import UsageError
 from groupwise.dashboard.pages import Query, Visit, page_route
-from groupwise.dashboard.sources.evaluations import by_k
+from groupwise.dashboard.sources.evaluations import pass_at_k_names
 from groupwise.dashboard.templates import line as harmless
 from groupwise.runs.curves import EVAL, Curve, curves_of
 from groupwise.runs.folder import RECORD
@@ -51,13 +51,13 @@ class Plot:
     """True if the curves add up to a whole."""
 
 
-def _one(section: str, title: str, metric: str, says: str, spread: str = "") -> Plot:
+def _curve(section: str, title: str, metric: str, says: str, spread: str = "") -> Plot:
     return Plot(title, (PlottedMetric(metric, title.lower(), spread),), says, section)
 
 
 PLOTS = (
-    _one("Reward", "Reward", "reward", "Mean of the scored rollouts, and how far a group's members lie apart.", "reward_std"),
-    _one("Reward", "Groups without signal", "frac_reward_zero_std", "Share whose members all earned the same: they teach nothing."),
+    _curve("Reward", "Reward", "reward", "Mean of the scored rollouts, and how far a group's members lie apart.", "reward_std"),
+    _curve("Reward", "Groups without signal", "frac_reward_zero_std", "Share whose members all earned the same: they teach nothing."),
     Plot(
         "Rollouts without a score",
         (PlottedMetric("rollouts/failed", "failed"), PlottedMetric("rollouts/timed_out", "timed out")),
@@ -65,18 +65,23 @@ PLOTS = (
         "Reward",
         stacked=True,
     ),
-    _one("Held out", "Held-out reward", "eval/reward", "On prompts that are not trained."),
-    _one("Held out", "Held-out loss", "eval/loss", "On answers that are not trained: where it rises, others are learnt by heart."),
-    _one("Held out", "Held-out tokens right", "eval/mean_token_accuracy", "Share of them that the model finds likeliest itself."),
-    _one("Policy", "Entropy", "entropy", "How undecided the policy is. At 0 all members of a group are the same."),
-    _one("Policy", "KL from the reference", "kl", "How far the policy has gone from where it began (algorithm.beta)."),
+    _curve("Held out", "Held-out reward", "eval/reward", "On prompts that are not trained."),
+    _curve("Held out", "Held-out loss", "eval/loss", "On answers that are not trained: where it rises, others are learnt by heart."),
+    _curve("Held out", "Held-out tokens right", "eval/mean_token_accuracy", "Share of them that the model finds likeliest itself."),
+    _curve("Policy", "Entropy", "entropy", "How undecided the policy is. At 0 all members of a group are the same."),
+    _curve("Policy", "KL from the reference", "kl", "How far the policy has gone from where it began (algorithm.beta)."),
     Plot(
         "Clipped tokens",
         (PlottedMetric("clip_ratio/low_mean", "from below"), PlottedMetric("clip_ratio/high_mean", "from above")),
         "Share of tokens that the clip kept from teaching.",
         "Policy",
     ),
-    _one("Policy", "Log-probability gap", "sampling/logprob_gap", "Learner against sampler, in nats: near 0, or they compute differently."),
+    _curve(
+        "Policy",
+        "Log-probability gap",
+        "sampling/logprob_gap",
+        "Learner against sampler, in nats: near 0, or they compute differently.",
+    ),
     Plot(
         "Completion length",
         (
@@ -87,13 +92,13 @@ PLOTS = (
         "Tokens that the policy wrote.",
         "Completions",
     ),
-    _one("Completions", "Truncated", "completions/clipped_ratio", "Share that the length limit cut off."),
-    _one("Completions", "Distinct completions", "signals/distinct_completions", "1: no two members of a group are the same."),
-    _one("Completions", "Repetition", "signals/repetition", "Share of repeated word triples within a completion."),
-    _one("Update", "Gradient norm", "grad_norm", "Before it is clipped (training.max_grad_norm)."),
-    _one("Update", "Learning rate", "learning_rate", ""),
-    _one("Update", "Loss", "loss", "In RL it says little by itself."),
-    _one("Update", "Tokens right", "mean_token_accuracy", "Share of the trained tokens that the model finds likeliest itself."),
+    _curve("Completions", "Truncated", "completions/clipped_ratio", "Share that the length limit cut off."),
+    _curve("Completions", "Distinct completions", "signals/distinct_completions", "1: no two members of a group are the same."),
+    _curve("Completions", "Repetition", "signals/repetition", "Share of repeated word triples within a completion."),
+    _curve("Update", "Gradient norm", "grad_norm", "Before it is clipped (training.max_grad_norm)."),
+    _curve("Update", "Learning rate", "learning_rate", ""),
+    _curve("Update", "Loss", "loss", "In RL it says little by itself."),
+    _curve("Update", "Tokens right", "mean_token_accuracy", "Share of the trained tokens that the model finds likeliest itself."),
     Plot(
         "Tokens per second",
         (
@@ -113,7 +118,7 @@ PLOTS = (
 )  # fmt: skip
 """The plots defined by name, in display order; a run has those whose metrics it has."""
 SECTIONS = ("Reward", "Held out", "Policy", "Completions", "Update", "Time", "Task", "More")
-_LEFT_OUT = frozenset({"time/step", "clip_ratio/region_mean", "rollouts/scored", "num_tokens", "eval/tokens"})  # fmt: skip
+_NOT_PLOTTED = frozenset({"time/step", "clip_ratio/region_mean", "rollouts/scored", "num_tokens", "eval/tokens"})  # fmt: skip
 """Metrics that other plots show, or that need no plot."""
 _SECTION_OF = {"task": "Task", EVAL: "Held out"}
 """Sections of metrics without a plot of their own, by the prefix of their names."""
@@ -121,20 +126,22 @@ _SECTION_OF = {"task": "Task", EVAL: "Held out"}
 
 def plots_of(names: Sequence[str]) -> dict[str, list[Plot]]:
     """All plots of a run with these metrics, by section; each metric is in exactly one."""
-    there = set(names)
-    found: list[Plot] = []
+    available = set(names)
+    all_plots: list[Plot] = []
     for plot in PLOTS:
         lines = tuple(
-            _without_unknown_spread(line, there) for line in plot.lines if line.metric in there
+            _without_unknown_spread(line, available)
+            for line in plot.lines
+            if line.metric in available
         )
         if lines:
-            found.append(replace(plot, lines=lines))
-    parts = [
+            all_plots.append(replace(plot, lines=lines))
+    reward_parts = [
         Plot(
             f"Part: {name.removeprefix(PART).removesuffix(MEAN)}",
             (
                 _without_unknown_spread(
-                    PlottedMetric(name, "mean", name.removesuffix(MEAN) + SPREAD), there
+                    PlottedMetric(name, "mean", name.removesuffix(MEAN) + SPREAD), available
                 ),
             ),
             "Mean of the part's own value, and its spread over all rollouts.",
@@ -143,23 +150,25 @@ def plots_of(names: Sequence[str]) -> dict[str, list[Plot]]:
         for name in names
         if name.startswith(PART) and name.endswith(MEAN)
     ]
-    found[1:1] = parts  # after the plot of the reward
-    metrics_by_k = list(by_k(names, f"{EVAL}/").items())
+    all_plots[1:1] = reward_parts  # after the plot of the reward
+    metrics_by_k = list(pass_at_k_names(names, f"{EVAL}/").items())
     lines = tuple(
         PlottedMetric(name, f"pass@{k}")
         for k, name in metrics_by_k[:: 1 + len(metrics_by_k) // MOST_PASS]
     )
     says = "Share of held-out prompts that at least one of k answers solves."
-    found += [Plot("Held-out pass@k", lines, says, "Held out")] if lines else []
-    plotted = {each for plot in found for line in plot.lines for each in (line.metric, line.spread)}
+    all_plots += [Plot("Held-out pass@k", lines, says, "Held out")] if lines else []
+    plotted = {
+        metric for plot in all_plots for line in plot.lines for metric in (line.metric, line.spread)
+    }
     for name in names:
-        if name not in plotted and name not in _LEFT_OUT:
+        if name not in plotted and name not in _NOT_PLOTTED:
             section = _SECTION_OF.get(name.partition("/")[0], "More")
-            found.append(
+            all_plots.append(
                 Plot(name, (PlottedMetric(name, harmless(name.rpartition("/")[2])),), "", section)
             )
     sections = {
-        section: [each for each in found if each.section == section] for section in SECTIONS
+        section: [plot for plot in all_plots if plot.section == section] for section in SECTIONS
     }
     return {section: plots for section, plots in sections.items() if plots}
 
@@ -186,69 +195,77 @@ class CurvesQuery(Query):
 
 def curves(visit: Visit) -> Response:
     """Curves of some runs, each as columns: `first` and `last` step, `mean`, `low` and `high` of the finite values, how many others there
-    are (`lost`), and `at`, by which those of a run belong together. Beside `runs`, `totals` has the sums of those that were asked for.
-    Curves of evaluations (`eval/…`) stand after so many steps, others at the number of their step, from 0.
+    are (`lost`), and `at`, by which those of a run belong together. In addition to `runs`, `totals` has the requested sums.
+    Curves of evaluations (`eval/…`) are placed after that many steps, others at the index of their step, from 0.
 
     With `times` each curve has `time`, when its steps of each column were done (the mean, in seconds since the run was made), and `times`
-    has the same of all steps, or of all that were evaluated where nothing else is asked for."""
+    has the same for all steps, or for all evaluated steps if only evaluations are requested."""
     query = visit.query(CurvesQuery)
     if not query.run or not (query.name or query.total):
         raise UsageError(
             "Say which curves: ?run=RUN&name=METRIC, each as often as wanted, with columns=, from= and to= as needed."
         )
-    found = {run: _curves_of(visit, run, query) for run in query.run}
+    curves_by_run = {run: _curves_of(visit, run, query) for run in query.run}
     answer = {
-        key: {run: each[key] for run, each in found.items() if key in each}
+        key: {run: curve[key] for run, curve in curves_by_run.items() if key in curve}
         for key in ("runs", "totals", "times")
     }
     return JSONResponse(without_nan(answer))
 
 
-Within = tuple[int, int] | None
+StepRange = tuple[int, int] | None
 """The first and the last step of all columns; None if there are none."""
 
 
 def _curves_of(visit: Visit, run: str, query: CurvesQuery) -> dict[str, Any]:
     """Curves of one run: `runs` by their names, and if requested `totals` and `times`."""
-    with Store.open(visit.place.run(run) / RECORD, readonly=True) as store, store.snapshot():
+    with Store.open(visit.context.run(run) / RECORD, readonly=True) as store, store.snapshot():
         of_evaluations = [name for name in query.name if name.startswith(f"{EVAL}/")]
-        known = evaluated_curves(store) if of_evaluations else {}
-        evaluated = {name: known[name] for name in query.name if name in known}
+        all_evaluated = evaluated_curves(store) if of_evaluations else {}
+        evaluated = {name: all_evaluated[name] for name in query.name if name in all_evaluated}
         steps = {step for curve in evaluated.values() for step in curve}
-        within = _within(store, query, steps)
+        within_steps = _step_range(store, query, steps)
 
         def when_evaluated(steps: Iterable[int]) -> list[CurvePoint]:
             seconds = store.seconds_after(steps)
             points = {step: seconds.get(step, math.nan) for step in steps}
-            return store.thinned_points(points, query.columns, within)
+            return store.thinned_points(points, query.columns, within_steps)
 
         curves: dict[str, dict[str, list[Any]]] = {}
         for name in query.name:
             points = evaluated.get(name)
             if points is not None:
-                curves[name] = _columns(store.thinned_points(points, query.columns, within))
+                curves[name] = _as_columns(
+                    store.thinned_points(points, query.columns, within_steps)
+                )
             else:
-                curves[name] = _columns(store.thinned_curve(name, query.columns, within))
+                curves[name] = _as_columns(store.thinned_curve(name, query.columns, within_steps))
             if query.times and points is not None:
-                curves[name]["time"] = [each.mean for each in when_evaluated(points)]
+                curves[name]["time"] = [bucket.mean for bucket in when_evaluated(points)]
             elif query.times:
-                times = store.thinned_times(query.columns, within, name)
-                curves[name]["time"] = [each.mean for each in times]
-        found: dict[str, Any] = {"runs": curves}
+                times = store.thinned_times(query.columns, within_steps, name)
+                curves[name]["time"] = [bucket.mean for bucket in times]
+        data: dict[str, Any] = {"runs": curves}
         if query.total:
-            found["totals"] = _columns(store.thinned_sum(query.total, query.columns, within))
+            data["totals"] = _as_columns(
+                store.thinned_sum(query.total, query.columns, within_steps)
+            )
         if query.times:
-            alone = len(of_evaluations) == len(query.name) and not query.total
-            times = when_evaluated(steps) if alone else store.thinned_times(query.columns, within)
-            found["times"] = _columns(times)
-        return found
+            only_evaluations = len(of_evaluations) == len(query.name) and not query.total
+            times = (
+                when_evaluated(steps)
+                if only_evaluations
+                else store.thinned_times(query.columns, within_steps)
+            )
+            data["times"] = _as_columns(times)
+        return data
 
 
-def _within(store: Store, query: CurvesQuery, evaluated: Collection[int]) -> Within:
+def _step_range(store: Store, query: CurvesQuery, evaluated: Collection[int]) -> StepRange:
     """The range of steps that is common to all curves of a run, which gives them the same columns. `evaluated`: the steps of its
     evaluations.
     """
-    ranges = [each for each in (store.range_of([*query.name, *query.total]),) if each]
+    ranges = [bounds for bounds in (store.range_of([*query.name, *query.total]),) if bounds]
     ranges += [(min(evaluated), max(evaluated))] if evaluated else []
     if not ranges:
         return None
@@ -269,7 +286,7 @@ def evaluated_curves(store: Store) -> dict[str, Curve]:
     return curves_of(store.evaluations(rows=False))
 
 
-def _columns(points: Sequence[CurvePoint]) -> dict[str, list[Any]]:
+def _as_columns(points: Sequence[CurvePoint]) -> dict[str, list[Any]]:
     fields: Iterable[str] = ("at", "first", "last", "mean", "low", "high", "lost")
     return {field: [getattr(point, field) for point in points] for field in fields}
 

@@ -15,27 +15,27 @@ from pydantic import Field
 
 from groupwise.core.atomic_files import without_nan
 from groupwise.core.errors import GroupwiseError, UsageError
-from groupwise.dashboard.pages import Page, Query, Visit, live_of, page_route, paginate
-from groupwise.dashboard.runs.listing import are_in, has_words
-from groupwise.dashboard.runs.overview import head_of
+from groupwise.dashboard.pages import Page, Query, Visit, live_url, page_route, paginate
+from groupwise.dashboard.runs.listing import contains_words, matches_words
+from groupwise.dashboard.runs.overview import run_header
 from groupwise.dashboard.sources.evaluations import (
-    Evaluated,
-    by_k,
-    evaluations_beside,
+    EvaluationResult,
     evaluations_of,
-    side_beside,
+    evaluations_outside_runs,
+    pass_at_k_names,
+    side_outside_runs,
 )
 from groupwise.dashboard.templates import line
 from groupwise.runs.folder import RECORD
 from groupwise.runs.store import Store
 from groupwise.training.evaluation.measures import Row, by_prompt
 from groupwise.training.review.compare import (
-    NO_MERIT,
+    UNDIRECTED_METRICS,
     Comparison,
     Side,
     compare_sides,
     side_of,
-    what_is_meant,
+    split_reference,
 )
 
 PER_PAGE = 50
@@ -54,7 +54,7 @@ MOST_OF_EACH = 20
 """Most evaluations of a run in the list of all, the newest."""
 MOST_METRICS = 8
 """Most columns of that list: the most common metrics."""
-FIRST = ("reward", "pass@1")
+LEADING_METRICS = ("reward", "pass@1")
 """Metrics that come first."""
 MOST_SAMPLES = 32
 """Most answers to one prompt that a page shows."""
@@ -71,88 +71,105 @@ of all.
 
 def evaluations(visit: Visit) -> Page:
     """All of a run."""
-    path = visit.place.run(visit.path_part("run"))
+    path = visit.context.run(visit.path_part("run"))
     with Store.open(path / RECORD, readonly=True) as store:
-        found = evaluations_of(path, store, intervals=WITH_INTERVALS)
-    names = _columns(name for each in found for name in each.metrics)
+        results = evaluations_of(path, store, intervals=WITH_INTERVALS)
+    names = _order_metrics(name for evaluation in results for name in evaluation.metrics)
     data = {
-        **head_of(visit, path),
-        "evaluations": [asdict(each) for each in found],
+        **run_header(visit, path),
+        "evaluations": [asdict(evaluation) for evaluation in results],
         "names": names,
-        "pass_at": pass_curves(found),
+        "pass_at": pass_curves(results),
     }
-    return Page("evaluations.html", data, live=live_of(path.name))
+    return Page("evaluations.html", data, live=live_url(path.name))
 
 
 class Listing(Query):
     """Parameters of the list of all evaluations."""
 
     q: str = ""
-    """Words that stand in their name, model or task; of results beside the runs in policy, task or file."""
+    """Words that occur in their name, model or task; for results outside runs, in policy, task or file."""
     page: int = Field(1, ge=1)
 
 
-def every_evaluation(visit: Visit) -> Page:
+def all_evaluations(visit: Visit) -> Page:
     """Evaluations of all runs, newest run first, and on the first page also those outside runs: to compare any two."""
-    query, known = visit.query(Listing), visit.place.runs.all_runs()
+    query, all_runs = visit.query(Listing), visit.context.runs.all_runs()
     runs = [
-        each.info.path for each in known.runs if not each.info.broken and has_words(each, query.q)
+        run.info.path
+        for run in all_runs.runs
+        if not run.info.broken and matches_words(run, query.q)
     ]
-    here = paginate(runs, query.page, RUNS)
-    found: list[tuple[str, Evaluated]] = []
-    for path in here.rows:
+    list_page = paginate(runs, query.page, RUNS)
+    results: list[tuple[str, EvaluationResult]] = []
+    for path in list_page.rows:
         # A run that cannot be read is skipped; the list of runs shows it.
         with suppress(GroupwiseError), Store.open(path / RECORD, readonly=True) as store:
-            own = evaluations_of(path, store, intervals=WITH_INTERVALS_IN_ALL)
+            of_run = evaluations_of(path, store, intervals=WITH_INTERVALS_IN_ALL)
             # newest first, those without a step last
-            own.sort(
-                key=lambda each: (each.step is not None, each.step or 0, each.at), reverse=True
+            of_run.sort(
+                key=lambda evaluation: (
+                    evaluation.step is not None,
+                    evaluation.step or 0,
+                    evaluation.at,
+                ),
+                reverse=True,
             )
-            found += [(path.name, each) for each in own[:MOST_OF_EACH]]
-    if here.page == 1:
-        there = evaluations_beside(visit.place.runs.folder)
-        found += [
-            ("", each) for each in there if are_in(query.q, (each.policy, each.name, each.file))
+            results += [(path.name, evaluation) for evaluation in of_run[:MOST_OF_EACH]]
+    if list_page.page == 1:
+        outside_runs = evaluations_outside_runs(visit.context.runs.folder)
+        results += [
+            ("", evaluation)
+            for evaluation in outside_runs
+            if contains_words(query.q, (evaluation.policy, evaluation.name, evaluation.file))
         ]
     data = {
         "asked": query.model_dump(),
-        "folder": str(visit.place.runs.folder),
-        "page": here.page,
-        "pages": here.pages,
-        "unread": known.unread,
-        "evaluations": [{"run": run, **asdict(each)} for run, each in found],
-        "names": _columns(name for _, each in found for name in each.metrics)[:MOST_METRICS],
+        "folder": str(visit.context.runs.folder),
+        "page": list_page.page,
+        "pages": list_page.pages,
+        "unread": all_runs.unread,
+        "evaluations": [{"run": run, **asdict(evaluation)} for run, evaluation in results],
+        "names": _order_metrics(name for _, evaluation in results for name in evaluation.metrics)[
+            :MOST_METRICS
+        ],
     }
     return Page("evaluations_all.html", data, live="/live")
 
 
-def _columns(names: Iterable[str]) -> list[str]:
+def _order_metrics(names: Iterable[str]) -> list[str]:
     """The metrics in order: reward and pass@1, then the most common ones; metrics that do not measure success come last."""
     counts = Counter(names)
 
     def place(name: str) -> tuple[int, int, str]:
-        rank = FIRST.index(name) if name in FIRST else len(FIRST) + (name in NO_MERIT)
+        rank = (
+            LEADING_METRICS.index(name)
+            if name in LEADING_METRICS
+            else len(LEADING_METRICS) + (name in UNDIRECTED_METRICS)
+        )
         return rank, -counts[name], name
 
     return sorted(counts, key=place)
 
 
-def pass_curves(found: Sequence[Evaluated]) -> list[dict[str, Any]]:
+def pass_curves(evaluations: Sequence[EvaluationResult]) -> list[dict[str, Any]]:
     """pass@k over k for the newest evaluations that have it for several k, with its interval if known."""
     curves: list[dict[str, Any]] = []
-    for each in found:
-        metrics_by_k = by_k(each.metrics)
+    for evaluation in evaluations:
+        metrics_by_k = pass_at_k_names(evaluation.metrics)
         if len(metrics_by_k) < 2:
             continue
-        label = each.name if each.file is None else f"{each.name} ({each.file})"
-        if each.step is not None:
-            label += f" after {each.step} steps"
-        bounds = [each.intervals.get(name, (None, None)) for name in metrics_by_k.values()]
+        label = (
+            evaluation.name if evaluation.file is None else f"{evaluation.name} ({evaluation.file})"
+        )
+        if evaluation.step is not None:
+            label += f" after {evaluation.step} steps"
+        bounds = [evaluation.intervals.get(name, (None, None)) for name in metrics_by_k.values()]
         curves.append(
             {
                 "label": line(label),
                 "k": list(metrics_by_k),
-                "y": [each.metrics[name] for name in metrics_by_k.values()],
+                "y": [evaluation.metrics[name] for name in metrics_by_k.values()],
                 "low": [low for low, _ in bounds],
                 "high": [high for _, high in bounds],
             }
@@ -164,7 +181,7 @@ class EvaluationQuery(Query):
     """Parameters of a comparison.
 
     Both are named `RUN@STEP:NAME`, `RUN:FILE.json` of its results, `RUN@STEP`, or `RUN` for its newest evaluation; of no run are
-    `:FILE.json`, among the runs, and `:results/FILE.json`, beside them.
+    `:FILE.json`, among the runs, and `:results/FILE.json`, next to them.
     """
 
     a: str = Field("", max_length=LONGEST)
@@ -177,42 +194,47 @@ def compare(visit: Visit) -> Page:
     query = visit.query(EvaluationQuery)
     if not query.a or not query.b:
         raise UsageError("Choose two evaluations to compare: ?a=RUN@STEP&b=RUN@STEP.")
-    found: Comparison = compare_sides(side(visit, query.a), side(visit, query.b))
+    comparison: Comparison = compare_sides(find_side(visit, query.a), find_side(visit, query.b))
     # pass@k over k of both, if both measured several k
-    metrics = {each.name: each for each in found.metrics}
-    metrics_by_k = by_k(metrics)
-    both = [metrics[name] for name in metrics_by_k.values()] if len(metrics_by_k) >= 2 else []
-    unknown = [None] * len(both)
+    metrics = {metric.name: metric for metric in comparison.metrics}
+    metrics_by_k = pass_at_k_names(metrics)
+    curve_metrics = (
+        [metrics[name] for name in metrics_by_k.values()] if len(metrics_by_k) >= 2 else []
+    )
+    unknown = [None] * len(curve_metrics)
     pass_at = [
         {"label": side, "k": list(metrics_by_k), "y": values, "low": unknown, "high": unknown}
-        for side, values in (("A", [each.a for each in both]), ("B", [each.b for each in both]))
-        if both
+        for side, values in (
+            ("A", [metric.a for metric in curve_metrics]),
+            ("B", [metric.b for metric in curve_metrics]),
+        )
+        if curve_metrics
     ]
-    here = paginate(found.changed, query.page, PER_PAGE)
+    list_page = paginate(comparison.changed, query.page, PER_PAGE)
     data = {
         "asked": query.model_dump(),
-        "a": found.a.label,
-        "b": found.b.label,
-        "prompts": found.prompts,
-        "only_a": found.only_a,
-        "only_b": found.only_b,
-        "metrics": [asdict(each) for each in found.metrics],
+        "a": comparison.a.label,
+        "b": comparison.b.label,
+        "prompts": comparison.prompts,
+        "only_a": comparison.only_a,
+        "only_b": comparison.only_b,
+        "metrics": [asdict(metric) for metric in comparison.metrics],
         "pass_at": without_nan(pass_at),
-        "notes": list(found.notes),
-        "changed": [asdict(each) for each in here.rows],
-        "all_changed": len(found.changed),
-        "page": here.page,
-        "pages": here.pages,
-        "config": {key: list(change) for key, change in found.config.items()},
+        "notes": list(comparison.notes),
+        "changed": [asdict(row) for row in list_page.rows],
+        "all_changed": len(comparison.changed),
+        "page": list_page.page,
+        "pages": list_page.pages,
+        "config": {key: list(change) for key, change in comparison.config.items()},
     }
     return Page("evaluations_compare.html", data)
 
 
-def side(visit: Visit, reference: str) -> Side:
+def find_side(visit: Visit, reference: str) -> Side:
     """An evaluation of this dashboard; a path outside of it is not accepted."""
     if reference.startswith(":"):
-        return side_beside(visit.place.runs.folder, reference)
-    return side_of(*what_is_meant(reference, visit.place.run_and_step))
+        return side_outside_runs(visit.context.runs.folder, reference)
+    return side_of(*split_reference(reference, visit.context.run_and_step))
 
 
 class Answers(Query):
@@ -229,45 +251,45 @@ def answers(visit: Visit) -> Page:
     query = visit.query(Answers)
     if not query.of:
         raise UsageError("Say of which evaluation: ?of=RUN@STEP.")
-    found = side(visit, query.of)
-    if found.supervised or not found.rows:
+    evaluation = find_side(visit, query.of)
+    if evaluation.supervised or not evaluation.rows:
         raise UsageError(
-            f"{found.label} has no answers: it was evaluated by the loss on given ones."
+            f"{evaluation.label} has no answers: it was evaluated by the loss on given ones."
         )
     best = None
-    if all(row.get("success") is None for row in found.rows):
+    if all(row.get("success") is None for row in evaluation.rows):
         # Success is not recorded, so answers with the highest reward of all count as successful.
-        best = max(_rewards(found.rows), default=math.inf)
-    prompts = [_prompt_with_answers(rows, best) for rows in by_prompt(found.rows).values()]
-    counts = Counter(each["solved"] for each in prompts)
-    chosen = [each for each in prompts if query.show in ("all", each["solved"])]
-    chosen.sort(key=lambda each: (each["mean"] is not None, each["mean"] or 0.0))
-    here = paginate(chosen, query.page, PER_PAGE)
+        best = max(_finite_rewards(evaluation.rows), default=math.inf)
+    prompts = [_prompt_with_answers(rows, best) for rows in by_prompt(evaluation.rows).values()]
+    counts = Counter(prompt["solved"] for prompt in prompts)
+    matching = [prompt for prompt in prompts if query.show in ("all", prompt["solved"])]
+    matching.sort(key=lambda prompt: (prompt["mean"] is not None, prompt["mean"] or 0.0))
+    list_page = paginate(matching, query.page, PER_PAGE)
     data = {
         "asked": query.model_dump(),
-        "label": found.label,
-        "metrics": dict(found.metrics),
+        "label": evaluation.label,
+        "metrics": dict(evaluation.metrics),
         "all": len(prompts),
         "counts": {name: counts[name] for name in FILTERS if name != "all"},
         "shows": FILTERS,
-        "prompts": here.rows,
-        "page": here.page,
-        "pages": here.pages,
+        "prompts": list_page.rows,
+        "page": list_page.page,
+        "pages": list_page.pages,
     }
     return Page("evaluation_answers.html", data)
 
 
-def _rewards(rows: Sequence[Row]) -> list[float]:
-    known = (row["reward"] for row in rows if row["reward"] is not None)
-    return [reward for reward in known if math.isfinite(reward)]
+def _finite_rewards(rows: Sequence[Row]) -> list[float]:
+    rewards = (row["reward"] for row in rows if row["reward"] is not None)
+    return [reward for reward in rewards if math.isfinite(reward)]
 
 
 def _prompt_with_answers(rows: Sequence[Row], best: float | None) -> dict[str, Any]:
     """A prompt with its answers. `best`: the reward at which an answer counts as successful; None if `success` is recorded."""
-    rewards = _rewards(rows)
+    rewards = _finite_rewards(rows)
     judged = [row.get("success") if best is None else row["reward"] == best for row in rows]
-    known = [bool(each) for each in judged if each is not None]
-    solved = "never" if not any(known) else "always" if all(known) else "sometimes"
+    verdicts = [bool(verdict) for verdict in judged if verdict is not None]
+    solved = "never" if not any(verdicts) else "always" if all(verdicts) else "sometimes"
     return {
         "prompt": rows[0]["prompt"],
         "mean": sum(rewards) / len(rewards) if rewards else None,
@@ -289,7 +311,7 @@ def _prompt_with_answers(rows: Sequence[Row], best: float | None) -> dict[str, A
 
 ROUTES = (
     page_route("/runs/{run}/evaluations", evaluations),
-    page_route("/evaluations", every_evaluation),
+    page_route("/evaluations", all_evaluations),
     page_route("/evaluations/compare", compare),
     page_route("/evaluations/answers", answers),
 )

@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 from groupwise.core.errors import RunNotFoundError
 from groupwise.dashboard.pages import Page, Visit, page_route
 from groupwise.dashboard.runs.archive import archive, files_of
-from groupwise.dashboard.runs.overview import head_of
+from groupwise.dashboard.runs.overview import run_header
 from groupwise.dashboard.runs.reading import RolloutsQuery
 from groupwise.dashboard.sources.evaluations import evaluations_of
 from groupwise.runs.find import final_step
@@ -27,99 +27,106 @@ from groupwise.runs.store import Store
 
 def weights(visit: Visit) -> Page:
     """The files of a checkpoint, or of the final weights."""
-    path = visit.place.run(visit.path_part("run"))
-    folder = _folder(path, visit.path_part("where"))
+    path = visit.context.run(visit.path_part("run"))
+    folder = _weights_folder(path, visit.path_part("where"))
     try:
         files = [
-            (each.relative_to(folder).as_posix(), each.stat().st_size) for each in files_of(folder)
+            (file.relative_to(folder).as_posix(), file.stat().st_size) for file in files_of(folder)
         ]
     except OSError:
         raise RunNotFoundError(f"{folder.name} was removed a moment ago.") from None
     final = folder.name == FINAL
     step = final_step(path) if final else int(folder.name.removeprefix("step-"))
     with Store.open(path / RECORD, readonly=True) as store:
-        evaluations = [each for each in evaluations_of(path, store) if each.step == step]
+        evaluations = [
+            evaluation for evaluation in evaluations_of(path, store) if evaluation.step == step
+        ]
     data = {
-        **head_of(visit, path),
+        **run_header(visit, path),
         "where": visit.path_part("where"),
         "step": step,
-        "evaluations": [asdict(each) for each in evaluations],
+        "evaluations": [asdict(evaluation) for evaluation in evaluations],
         "files": [{"name": name, "bytes": size} for name, size in files],
     }
     return Page("weights.html", data)
 
 
-def whole(visit: Visit) -> Response:
+def download_archive(visit: Visit) -> Response:
     """All of them as one archive."""
-    path = visit.place.run(visit.path_part("run"))
-    folder = _folder(path, visit.path_part("where"))
+    path = visit.context.run(visit.path_part("run"))
+    folder = _weights_folder(path, visit.path_part("where"))
     name = f"{_header_safe(path.name)}-{folder.name}"
     headers = {"Content-Disposition": f'attachment; filename="{name}.zip"'}
-    return Sent(archive(folder, name), media_type="application/zip", headers=headers)
+    return ClosingStream(archive(folder, name), media_type="application/zip", headers=headers)
 
 
-def file(visit: Visit) -> Response:
+def download_file(visit: Visit) -> Response:
     """One of them."""
-    folder = _folder(visit.place.run(visit.path_part("run")), visit.path_part("where"))
+    folder = _weights_folder(visit.context.run(visit.path_part("run")), visit.path_part("where"))
     name = visit.path_part("file")
-    for each in files_of(folder):
-        if each.relative_to(folder).as_posix() == name:
-            return FileResponse(each, media_type="application/octet-stream", filename=each.name)
+    for path in files_of(folder):
+        if path.relative_to(folder).as_posix() == name:
+            return FileResponse(path, media_type="application/octet-stream", filename=path.name)
     raise RunNotFoundError(f"{folder.name} has no file {name[:100]!r}.")
 
 
 def export(visit: Visit) -> Response:
     """All rollouts that a search finds, one JSON object a line, as `groupwise runs export --to jsonl` writes them."""
-    path = visit.place.run(visit.path_part("run"))
+    path = visit.context.run(visit.path_part("run"))
     query = visit.query(RolloutsQuery)
     store = Store.open(path / RECORD, readonly=True)
     headers = {
         "Content-Disposition": f'attachment; filename="{_header_safe(path.name)}-rollouts.jsonl"'
     }
-    return Sent(_lines(store, query.wanted), media_type="application/x-ndjson", headers=headers)
+    return ClosingStream(
+        _rollout_lines(store, query.rollout_filter),
+        media_type="application/x-ndjson",
+        headers=headers,
+    )
 
 
-def _lines(store: Store, rollout_filter: RolloutFilter) -> Generator[bytes]:
+def _rollout_lines(store: Store, rollout_filter: RolloutFilter) -> Generator[bytes]:
     with store, closing(rollout_lines(store, rollout_filter)) as lines:
         for line in lines:
             yield line.encode("utf-8", "replace")
 
 
-class Sent(StreamingResponse):
+class ClosingStream(StreamingResponse):
     """A long response that closes its generator at the end, even if the client has disconnected, so no file stays open."""
 
-    def __init__(self, pieces: Generator[bytes], **more: Any) -> None:
-        super().__init__(pieces, **more)
-        self._pieces = pieces
+    def __init__(self, chunks: Generator[bytes], **more: Any) -> None:
+        super().__init__(chunks, **more)
+        self._chunks = chunks
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the answer, as an ASGI application."""
         try:
             await super().__call__(scope, receive, send)
         finally:
-            await asyncio.shield(asyncio.to_thread(self._pieces.close))
+            await asyncio.shield(asyncio.to_thread(self._chunks.close))
 
 
-def _folder(run: Path, where: str) -> Path:
+def _weights_folder(run: Path, where: str) -> Path:
     """The folder of `final` or `step-N` in the run's folder. Raises RunNotFoundError."""
     is_step = where.startswith("step-") and where.removeprefix("step-").isdecimal()
     if where == FINAL or (is_step and len(where) < 30):
-        found = run / FINAL if where == FINAL else run / CHECKPOINTS / where
-        if found.is_dir() and found.resolve().is_relative_to(run.resolve()):
-            return found
+        folder = run / FINAL if where == FINAL else run / CHECKPOINTS / where
+        if folder.is_dir() and folder.resolve().is_relative_to(run.resolve()):
+            return folder
     raise RunNotFoundError(f"{run.name} has no weights called {where[:40]!r}.")
 
 
 def _header_safe(name: str) -> str:
     """The name with characters that are unsafe in a header replaced."""
     return "".join(
-        each if each.isascii() and (each.isalnum() or each in "-_.") else "_" for each in name
+        character if character.isascii() and (character.isalnum() or character in "-_.") else "_"
+        for character in name
     )
 
 
 ROUTES = (
-    page_route("/runs/{run}/weights/{where}.zip", whole),
+    page_route("/runs/{run}/weights/{where}.zip", download_archive),
     page_route("/runs/{run}/weights/{where}", weights),
-    page_route("/runs/{run}/weights/{where}/{file:path}", file),
+    page_route("/runs/{run}/weights/{where}/{file:path}", download_file),
     page_route("/runs/{run}/rollouts.jsonl", export),
 )

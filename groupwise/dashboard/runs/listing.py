@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import Field
 
 from groupwise.dashboard.pages import Page, Query, Visit, page_route, paginate
-from groupwise.dashboard.sources.runs import Listed
+from groupwise.dashboard.sources.runs import RunEntry
 
 PER_PAGE = 50
 SORTS = {
@@ -25,7 +25,7 @@ class RunsQuery(Query):
     """Parameters of the list of runs."""
 
     q: str = ""
-    """Words that stand in name, model or task."""
+    """Words that occur in name, model or task."""
     state: str = ""
     sort: Sort = "newest"
     page: int = Field(1, ge=1)
@@ -33,62 +33,62 @@ class RunsQuery(Query):
 
 def runs(visit: Visit) -> Page:
     """The list."""
-    query, known = visit.query(RunsQuery), visit.place.runs.all_runs()
+    query, all_runs = visit.query(RunsQuery), visit.context.runs.all_runs()
     matching = [
-        each
-        for each in known.runs
-        if query.state in ("", each.info.state or "broken") and has_words(each, query.q)
+        run
+        for run in all_runs.runs
+        if query.state in ("", run.info.state or "broken") and matches_words(run, query.q)
     ]
     if query.sort == "changed":
-        matching.sort(key=lambda each: -each.written)
+        matching.sort(key=lambda run: -run.written)
     elif query.sort == "name":
-        matching.sort(key=lambda each: each.info.name.casefold())
+        matching.sort(key=lambda run: run.info.name.casefold())
     elif query.sort == "reward":
         matching.sort(
-            key=lambda each: (each.info.reward_last is None, -(each.info.reward_last or 0.0))
+            key=lambda run: (run.info.reward_last is None, -(run.info.reward_last or 0.0))
         )
-    here = paginate(matching, query.page, PER_PAGE)
+    list_page = paginate(matching, query.page, PER_PAGE)
     data: dict[str, Any] = {
-        "folder": str(visit.place.runs.folder),
+        "folder": str(visit.context.runs.folder),
         "runs": [
             {
-                "name": each.info.name,
-                "state": each.info.state or "broken",
-                "broken": each.info.broken,
-                "steps": each.info.steps,
-                "max_steps": each.info.max_steps,
-                "metric": each.metric,
-                "first": each.ends[0],
-                "last": each.ends[1],
-                "curve": each.curve,
-                "started": each.info.started,
-                "written": each.written,
-                "model": each.info.model,
-                "task": each.info.task,
+                "name": run.info.name,
+                "state": run.info.state or "broken",
+                "broken": run.info.broken,
+                "steps": run.info.steps,
+                "max_steps": run.info.max_steps,
+                "metric": run.metric,
+                "first": run.ends[0],
+                "last": run.ends[1],
+                "curve": run.curve,
+                "started": run.info.started,
+                "written": run.written,
+                "model": run.info.model,
+                "task": run.info.task,
             }
-            for each in here.rows
+            for run in list_page.rows
         ],
-        "all": len(known.runs),
+        "all": len(all_runs.runs),
         "matching": len(matching),
-        "unread": known.unread,
-        "states": dict(Counter(each.info.state or "broken" for each in known.runs)),
+        "unread": all_runs.unread,
+        "states": dict(Counter(run.info.state or "broken" for run in all_runs.runs)),
         "asked": query.model_dump(),
-        "page": here.page,
-        "pages": here.pages,
+        "page": list_page.page,
+        "pages": list_page.pages,
         "sorts": SORTS,
     }
     return Page("runs.html", data, live="/live")
 
 
-def has_words(listed: Listed, words: str) -> bool:
+def matches_words(entry: RunEntry, words: str) -> bool:
     """True if a run's name, model and task have all of these words."""
-    return are_in(words, (listed.info.name, listed.info.model, listed.info.task))
+    return contains_words(words, (entry.info.name, entry.info.model, entry.info.task))
 
 
-def are_in(words: str, texts: Iterable[str | None]) -> bool:
+def contains_words(words: str, texts: Iterable[str | None]) -> bool:
     """True if all words occur in these texts, ignoring case."""
-    there = " ".join(filter(None, texts)).casefold()
-    return all(word in there for word in words.casefold().split())
+    text = " ".join(filter(None, texts)).casefold()
+    return all(word in text for word in words.casefold().split())
 
 
 ROUTES = (page_route("/runs", runs),)

@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.core.errors import GroupwiseError, StoreError
-from groupwise.dashboard.pages import Page, Visit, live_of, page_route
+from groupwise.dashboard.pages import Page, Visit, live_url, page_route
 from groupwise.dashboard.runs.archive import files_of
 from groupwise.dashboard.runs.curves import names_of, plots_of
 from groupwise.dashboard.sources.evaluations import evaluations_of
-from groupwise.dashboard.sources.runs import Listed
+from groupwise.dashboard.sources.runs import RunEntry
 from groupwise.runs import checkpoints
 from groupwise.runs.advice import advice_on
 from groupwise.runs.curves import WARM_UP
@@ -32,60 +32,60 @@ LOG_BYTES = 16_384
 
 def run(visit: Visit) -> Page:
     """The page of a run."""
-    path = visit.place.run(visit.path_part("run"))
-    listed = visit.place.runs.one(path)
+    path = visit.context.run(visit.path_part("run"))
+    entry = visit.context.runs.entry(path)
     with Store.open(path / RECORD, readonly=True) as store:
         names = names_of(store)
-        last = store.last_step()
+        last_step = store.last_step()
         meta, warnings = store.get_meta(), store.warnings()
         data: dict[str, Any] = {
-            **_head(path, listed),
-            "metrics": {} if last is None else store.step_metrics(last),
+            **_run_header(path, entry),
+            "metrics": {} if last_step is None else store.step_metrics(last_step),
             "plots": {
                 section: [asdict(plot) for plot in plots]
                 for section, plots in plots_of(names).items()
             },
             "advice": advice_on(store),
-            "warnings": [asdict(each) for each in warnings[-MOST_WARNINGS:]],
+            "warnings": [asdict(warning) for warning in warnings[-MOST_WARNINGS:]],
             "all_warnings": len(warnings),
-            "failures": [asdict(each) for each in store.failures(newest=NEWEST_FAILURES)],
+            "failures": [asdict(failure) for failure in store.failures(newest=NEWEST_FAILURES)],
             "newest_failures": NEWEST_FAILURES,
-            "evaluations": [asdict(each) for each in evaluations_of(path, store)],
-            "resumes": [asdict(each) for each in store.resumes()],
+            "evaluations": [asdict(evaluation) for evaluation in evaluations_of(path, store)],
+            "resumes": [asdict(resume) for resume in store.resumes()],
             "error": meta.get("error"),
             "warm_up": meta.get(WARM_UP),
-            "left_seconds": _seconds_left(store, listed.info),
-            "curve": listed.curve,
-            "metric": listed.metric,
+            "left_seconds": _seconds_left(store, entry.info),
+            "curve": entry.curve,
+            "metric": entry.metric,
         }
     summary = None
     with suppress(StoreError):  # the page shows everything else
         summary = read_summary(path)
     data |= {
-        "checkpoints": _checkpoints(path),
+        "checkpoints": _checkpoint_rows(path),
         "final_step": final_step(path) if (path / FINAL).is_dir() else None,
-        "final_bytes": _bytes_of(path / FINAL),
+        "final_bytes": _folder_size(path / FINAL),
         "summary": summary,
-        "log": _end_of(path / LOG),
+        "log": _log_tail(path / LOG),
     }
-    return Page("run.html", data, live=live_of(path.name))
+    return Page("run.html", data, live=live_url(path.name))
 
 
 def config(visit: Visit) -> Page:
     """All settings of a run, resolved."""
-    path = visit.place.run(visit.path_part("run"))
+    path = visit.context.run(visit.path_part("run"))
     tree = read_config(path)
-    data = {**head_of(visit, path), "config": tree, "settings": flatten(tree)}
+    data = {**run_header(visit, path), "config": tree, "settings": flatten(tree)}
     return Page("config.html", data)
 
 
-def head_of(visit: Visit, path: Path) -> dict[str, Any]:
+def run_header(visit: Visit, path: Path) -> dict[str, Any]:
     """Data for the header of every page of a run."""
-    return _head(path, visit.place.runs.one(path))
+    return _run_header(path, visit.context.runs.entry(path))
 
 
-def _head(path: Path, listed: Listed) -> dict[str, Any]:
-    info = listed.info
+def _run_header(path: Path, entry: RunEntry) -> dict[str, Any]:
+    info = entry.info
     lock_holder = holder(path) if info.state == "running" else None
     return {
         "run": {
@@ -99,7 +99,7 @@ def _head(path: Path, listed: Listed) -> dict[str, Any]:
             "loss_first": info.loss_first,
             "loss_last": info.loss_last,
             "started": info.started,
-            "written": listed.written,
+            "written": entry.written,
             "model": info.model,
             "task": info.task,
             "folder": str(path),
@@ -117,24 +117,24 @@ def _seconds_left(store: Store, info: RunInfo) -> float | None:
     return None if mean is None else mean * max(0, info.max_steps - info.steps)
 
 
-def _checkpoints(path: Path) -> list[dict[str, Any]]:
+def _checkpoint_rows(path: Path) -> list[dict[str, Any]]:
     with suppress(GroupwiseError, FileNotFoundError):  # it may be pruned meanwhile
-        found = checkpoints.complete(path / CHECKPOINTS)
-        whole = [
-            {"step": each.step, "bytes": size, "damaged": None}
-            for each in found
-            if (size := _bytes_of(each.path)) is not None
+        scan = checkpoints.complete(path / CHECKPOINTS)
+        complete = [
+            {"step": checkpoint.step, "bytes": size, "damaged": None}
+            for checkpoint in scan
+            if (size := _folder_size(checkpoint.path)) is not None
         ]
         damaged = [
             {"step": None, "bytes": None, "damaged": str(skipped)}
-            for skipped in found.skipped
+            for skipped in scan.skipped
             if skipped.path.exists()
         ]
-        return [*whole, *damaged]
+        return [*complete, *damaged]
     return []
 
 
-def _bytes_of(folder: Path) -> int | None:
+def _folder_size(folder: Path) -> int | None:
     """Size of all files in a folder; None if it was just removed, as happens to old checkpoints."""
     try:
         folder.stat()
@@ -143,14 +143,14 @@ def _bytes_of(folder: Path) -> int | None:
         return None
 
 
-def _end_of(file: Path) -> str:
+def _log_tail(file: Path) -> str:
     """The last complete lines of a log, or the end of the last line if that is very long. Empty if there is no log."""
     with suppress(OSError), file.open("rb") as log:
         begin = max(0, file.stat().st_size - LOG_BYTES)
         log.seek(begin)
-        piece = log.read()
-        rest = piece.partition(b"\n")[2] if begin else piece
-        return (rest or piece).decode("utf-8", "replace")
+        data = log.read()
+        whole_lines = data.partition(b"\n")[2] if begin else data
+        return (whole_lines or data).decode("utf-8", "replace")
     return ""
 
 

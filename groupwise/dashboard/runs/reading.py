@@ -11,8 +11,8 @@ from pydantic import Field, field_validator
 from pydantic_core import PydanticCustomError
 
 from groupwise.core.errors import RunNotFoundError
-from groupwise.dashboard.pages import LARGEST, Page, Query, Visit, live_of, page_route
-from groupwise.dashboard.runs.overview import head_of
+from groupwise.dashboard.pages import LARGEST, Page, Query, Visit, live_url, page_route
+from groupwise.dashboard.runs.overview import run_header
 from groupwise.dashboard.runs.tokens import segments_of, tokenizer_of, without_ratios
 from groupwise.runs.folder import RECORD
 from groupwise.runs.records import RolloutFilter, RolloutView
@@ -81,7 +81,7 @@ class RolloutsQuery(Query):
         return page
 
     @property
-    def wanted(self) -> RolloutFilter:
+    def rollout_filter(self) -> RolloutFilter:
         """Filter for the record; one extra row shows if there is a next page."""
         return RolloutFilter(
             step=self.step,
@@ -102,15 +102,15 @@ class RolloutsQuery(Query):
 
 
 def rollouts(visit: Visit) -> Page:
-    """One page of what was asked for."""
-    path = visit.place.run(visit.path_part("run"))
+    """One page of search results."""
+    path = visit.context.run(visit.path_part("run"))
     query = visit.query(RolloutsQuery)
     with Store.open(path / RECORD, readonly=True) as store:
-        found = store.rollouts(query.wanted, LISTED)
+        views = store.rollouts(query.rollout_filter, LISTED)
         data: dict[str, Any] = {
-            **head_of(visit, path),
-            "rollouts": [asdict(each) for each in found[:PER_PAGE]],
-            "more": len(found) > PER_PAGE and query.page < MOST_PAGES,
+            **run_header(visit, path),
+            "rollouts": [asdict(rollout) for rollout in views[:PER_PAGE]],
+            "more": len(views) > PER_PAGE and query.page < MOST_PAGES,
             "asked": query.model_dump(),
             "part_names": store.part_names(),
             "tasks": store.tasks(MOST_TASKS + 1),
@@ -120,30 +120,30 @@ def rollouts(visit: Visit) -> Page:
             "outcomes": OUTCOMES,
         }
     newest = query.order == "newest" and query.page == 1
-    return Page("rollouts.html", data, live=live_of(path.name) if newest else "")
+    return Page("rollouts.html", data, live=live_url(path.name) if newest else "")
 
 
 def group(visit: Visit) -> Page:
     """The members of a draw side by side."""
-    path = visit.place.run(visit.path_part("run"))
-    draw = _number(visit, "draw")
+    path = visit.context.run(visit.path_part("run"))
+    draw = _path_number(visit, "draw")
     with Store.open(path / RECORD, readonly=True) as store:
-        found = store.rollouts(RolloutFilter(draw=draw, limit=MOST_SHOWN + 1), WHOLE)
-        known = store.origin_of(draw)
-        if not found or known is None:
+        members = store.rollouts(RolloutFilter(draw=draw, limit=MOST_SHOWN + 1), WHOLE)
+        origin_and_columns = store.origin_of(draw)
+        if not members or origin_and_columns is None:
             raise RunNotFoundError(f"{path.name} has no group of draw {draw}.")
-    origin, again, columns = known
+    origin, is_repeated, columns = origin_and_columns
     data = {
-        **head_of(visit, path),
+        **run_header(visit, path),
         "draw": draw,
-        "step": found[0].step,
-        "example": found[0].example,
-        "prompt": found[0].prompt,
+        "step": members[0].step,
+        "example": members[0].example,
+        "prompt": members[0].prompt,
         "columns": columns,
         "origin": origin,
-        "again": again,
-        "members": [asdict(each) for each in found[:MOST_SHOWN]],
-        "more": len(found) > MOST_SHOWN,
+        "again": is_repeated,
+        "members": [asdict(member) for member in members[:MOST_SHOWN]],
+        "more": len(members) > MOST_SHOWN,
     }
     return Page("group.html", data)
 
@@ -156,17 +156,17 @@ class Paged(Query):
 
 def example(visit: Visit) -> Page:
     """The groups of an example, the newest first: how its answers changed."""
-    path = visit.place.run(visit.path_part("run"))
-    index, page = _number(visit, "example"), visit.query(Paged).page
+    path = visit.context.run(visit.path_part("run"))
+    index, page = _path_number(visit, "example"), visit.query(Paged).page
     with Store.open(path / RECORD, readonly=True) as store:
         steps, groups = store.steps_of(index)
         draws = store.draws_of(index, GROUPS_OF_EXAMPLE, (page - 1) * GROUPS_OF_EXAMPLE)
         scores = store.scores(draws)
-        found = {
+        members_by_draw = {
             draw: store.rollouts(RolloutFilter(draw=draw, limit=MOST_MEMBERS + 1), BESIDE)
             for draw in draws
         }
-    if not any(found.values()):
+    if not any(members_by_draw.values()):
         if groups and page > 1:
             raise RunNotFoundError(
                 f"{path.name} has asked example {index} {groups} times: there is no page {page} of that."
@@ -178,34 +178,34 @@ def example(visit: Visit) -> Page:
             "step": members[0].step,
             "mean": scores[draw].mean if draw in scores else None,
             "best": scores[draw].best if draw in scores else None,
-            "members": [asdict(each) for each in members[:MOST_MEMBERS]],
+            "members": [asdict(member) for member in members[:MOST_MEMBERS]],
             "more": len(members) > MOST_MEMBERS,
         }
-        for draw, members in found.items()
+        for draw, members in members_by_draw.items()
         if members
     ]
     if len(steps) > MOST_STEPS:  # an even selection, with the first and the last
         last = len(steps) - 1
-        steps = [steps[round(each * last / (MOST_STEPS - 1))] for each in range(MOST_STEPS)]
-    known = (each.info for each in visit.place.runs.all_runs().runs)
-    others = [info.name for info in known if not info.broken and info.name != path.name]
+        steps = [steps[round(n * last / (MOST_STEPS - 1))] for n in range(MOST_STEPS)]
+    infos = (run.info for run in visit.context.runs.all_runs().runs)
+    other_runs = [info.name for info in infos if not info.broken and info.name != path.name]
     data = {
-        **head_of(visit, path),
+        **run_header(visit, path),
         "example": index,
-        "prompt": next(members[0].prompt for members in found.values() if members),
+        "prompt": next(members[0].prompt for members in members_by_draw.values() if members),
         "groups": shown_groups,
         "all": groups,
         "page": page,
         "pages": -(-groups // GROUPS_OF_EXAMPLE),
         "steps": steps,
-        "others": others[:MOST_OTHERS],  # the newest
+        "others": other_runs[:MOST_OTHERS],  # the newest
     }
     return Page("example.html", data)
 
 
 def rollout(visit: Visit) -> Page:
     """One rollout, token by token."""
-    path = visit.place.run(visit.path_part("run"))
+    path = visit.context.run(visit.path_part("run"))
     name = visit.path_part("rollout")
     page = visit.query(Paged).page
     with Store.open(path / RECORD, readonly=True) as store:
@@ -213,39 +213,39 @@ def rollout(visit: Visit) -> Page:
         views: list[RolloutView] = []
         if draw is not None:
             views = store.rollouts(RolloutFilter(draw=draw, limit=MOST_OF_GROUP), BESIDE)
-        whole = None if draw is None else store.group(draw)
-    place = next((at for at, each in enumerate(views) if is_it(each)), None)
-    if place is None or whole is None:
+        full_group = None if draw is None else store.group(draw)
+    index = next((position for position, rollout in enumerate(views) if is_it(rollout)), None)
+    if index is None or full_group is None:
         raise RunNotFoundError(f"{path.name} has no rollout {name[:40]}.")
-    view = views[place]
-    members = {(each.member, each.attempt): each for each in whole.rollouts}
-    found = members.get((view.member, view.attempt))
-    if found is None:
+    view = views[index]
+    members = {(rollout.member, rollout.attempt): rollout for rollout in full_group.rollouts}
+    rollout_record = members.get((view.member, view.attempt))
+    if rollout_record is None:
         raise RunNotFoundError("The run was taken back a moment ago, and this rollout with it.")
-    prompt = whole.prompt_seen or prompt_text(whole.example.prompt)
+    prompt = full_group.prompt_seen or prompt_text(full_group.example.prompt)
     # One page of the sampled tokens; none if they were not kept.
-    count = sum(len(each.token_ids) for each in found.segments)
+    count = sum(len(segment.token_ids) for segment in rollout_record.segments)
     pages = max(1, -(-count // TOKENS))
     if page > pages:
         raise RunNotFoundError(f"The rollout has {count} tokens: there is no page {page} of them.")
     first = (page - 1) * TOKENS
     data = {
-        **head_of(visit, path),
-        "rollout": {**asdict(view), "prompt": prompt, "completion": found.completion},
+        **run_header(visit, path),
+        "rollout": {**asdict(view), "prompt": prompt, "completion": rollout_record.completion},
         "prompt": prompt,
-        "columns": whole.example.columns,
-        "notes": found.notes,
-        "messages": found.messages,
-        "segments": segments_of(found, tokenizer_of(path), first, TOKENS) if count else [],
+        "columns": full_group.example.columns,
+        "notes": rollout_record.notes,
+        "messages": rollout_record.messages,
+        "segments": segments_of(rollout_record, tokenizer_of(path), first, TOKENS) if count else [],
         "tokens": {"first": first + 1, "last": min(count, first + TOKENS), "all": count},
         "page": page,
         "pages": pages,
-        "version": found.segments[0].policy_version if found.segments else None,
-        "finish": found.segments[-1].finish_reason if found.segments else None,
-        "seeds": [each.seed for each in found.segments if each.seed is not None],
-        "without_ratios": without_ratios(found, whole),
-        "before": asdict(views[place - 1]) if place else None,
-        "after": asdict(views[place + 1]) if place + 1 < len(views) else None,
+        "version": rollout_record.segments[0].policy_version if rollout_record.segments else None,
+        "finish": rollout_record.segments[-1].finish_reason if rollout_record.segments else None,
+        "seeds": [segment.seed for segment in rollout_record.segments if segment.seed is not None],
+        "without_ratios": without_ratios(rollout_record, full_group),
+        "before": asdict(views[index - 1]) if index else None,
+        "after": asdict(views[index + 1]) if index + 1 < len(views) else None,
     }
     return Page("rollout.html", data)
 
@@ -257,20 +257,20 @@ def _find_rollout(store: Store, name: str) -> tuple[int | None, Callable[[Rollou
     A resumed run repeats draws; ids are row ids, which may change then.
     """
     if match := ADDRESS.fullmatch(name):
-        draw, member, attempt = (int(each or 0) for each in match.groups())
+        draw, member, attempt = (int(text or 0) for text in match.groups())
         return draw, lambda view: (view.member, view.attempt) == (member, attempt)
-    number = _number_of(name, "rollout")
+    number = _parse_number(name, "rollout")
     return store.draw_of(number), lambda view: view.id == number
 
 
-def _number(visit: Visit, name: str) -> int:
-    return _number_of(visit.path_part(name), name)
+def _path_number(visit: Visit, name: str) -> int:
+    return _parse_number(visit.path_part(name), name)
 
 
-def _number_of(word: str, name: str) -> int:
-    if not word.isdecimal() or len(word) > 18:
-        raise RunNotFoundError(f"{word[:40]!r} is no number of a {name}.")
-    return int(word)
+def _parse_number(text: str, name: str) -> int:
+    if not text.isdecimal() or len(text) > 18:
+        raise RunNotFoundError(f"{text[:40]!r} is no number of a {name}.")
+    return int(text)
 
 
 ROUTES = (

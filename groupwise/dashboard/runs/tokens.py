@@ -40,7 +40,7 @@ AFTER = 4
 """Tokens decoded after a page, to complete its last character."""
 
 
-class Reads(Protocol):
+class TokenReader(Protocol):
     """Converts token ids to text."""
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
@@ -48,54 +48,57 @@ class Reads(Protocol):
         ...
 
 
-class Ids:
+class IdReader:
     """Used if there is no tokenizer: shows ids."""
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """See `Reads.pieces`."""
-        return [f"⟨{each}⟩" for each in ids]
+        """See `TokenReader.pieces`."""
+        return [f"⟨{token}⟩" for token in ids]
 
 
-class ByFile:
+class TokenizerReader:
     """A tokenizer of the library `tokenizers`."""
 
     def __init__(self, tokenizer: Any, stream: Any) -> None:
         self._tokenizer, self._stream = tokenizer, stream
 
     def pieces(self, ids: Sequence[int]) -> list[str]:
-        """See `Reads.pieces`. A character of several tokens is shown at the last of them; bytes that form no character, and unknown
+        """See `TokenReader.pieces`. A character of several tokens is shown at the last of them; bytes that form no character, and unknown
         tokens, are shown as their id.
         """
         stream = self._stream(skip_special_tokens=False)
-        pieces: list[str | None] = []
-        for each in map(int, ids):
+        texts: list[str | None] = []
+        for token in map(int, ids):
             try:
-                piece = stream.step(self._tokenizer, each)
+                text = stream.step(self._tokenizer, token)
             except Exception:  # noqa: BLE001 — the library raises plain Exception for bytes that form no character
-                stream, piece = self._stream(skip_special_tokens=False), f"⟨{each}⟩"
-            unknown = not piece and self._tokenizer.id_to_token(each) is None
-            pieces.append(f"⟨{each}⟩" if unknown else piece)
-        if pieces and pieces[-1] is None:
-            pieces[-1] = "\ufffd"  # the start of a character that was cut off
-        return [(piece or "")[:LONGEST] for piece in pieces]
+                stream, text = self._stream(skip_special_tokens=False), f"⟨{token}⟩"
+            unknown = not text and self._tokenizer.id_to_token(token) is None
+            texts.append(f"⟨{token}⟩" if unknown else text)
+        if texts and texts[-1] is None:
+            texts[-1] = "\ufffd"  # the start of a character that was cut off
+        return [(piece or "")[:LONGEST] for piece in texts]
 
 
-def tokenizer_of(run: Path) -> Reads:
+def tokenizer_of(run: Path) -> TokenReader:
     """The tokenizer of a run."""
     for file in (
         run / TOKENIZER / FILE,
         run / FINAL / FILE,
         *sorted(run.glob(f"hub/*/*/files/{FILE}")),
     ):
-        if file.is_file() and (found := _reader_of(str(file), file.stat().st_mtime_ns)) is not None:
-            return found
+        if (
+            file.is_file()
+            and (reader := _reader_of(str(file), file.stat().st_mtime_ns)) is not None
+        ):
+            return reader
     with suppress(GroupwiseError, KeyError, TypeError):
-        return _reader_of_model(str(read_config(run)["model"]["name"])) or Ids()
-    return Ids()
+        return _reader_of_model(str(read_config(run)["model"]["name"])) or IdReader()
+    return IdReader()
 
 
 @lru_cache(maxsize=8)
-def _reader_of(file: str, _: int) -> Reads | None:
+def _reader_of(file: str, _: int) -> TokenReader | None:
     try:
         library = import_module("tokenizers")
         stream = import_module("tokenizers.decoders").DecodeStream
@@ -103,15 +106,15 @@ def _reader_of(file: str, _: int) -> Reads | None:
         return None
     with suppress(Exception):
         described = json.loads(Path(file).read_bytes())
-        if not _shortens(described.get("decoder")):
+        if not _never_lengthens(described.get("decoder")):
             return None
         # these parts are only used to encode text, not to show tokens, and an author's settings may take unbounded time
         described |= dict.fromkeys(("normalizer", "pre_tokenizer", "post_processor"))
-        return ByFile(library.Tokenizer.from_str(json.dumps(described)), stream)
+        return TokenizerReader(library.Tokenizer.from_str(json.dumps(described)), stream)
     return None
 
 
-def _shortens(decoder: dict[str, Any] | None) -> bool:
+def _never_lengthens(decoder: dict[str, Any] | None) -> bool:
     """True if a decoder never lengthens text: a few doubling steps could fill the memory when a page is opened."""
     if decoder is None or decoder["type"] in (
         "ByteLevel",
@@ -125,42 +128,44 @@ def _shortens(decoder: dict[str, Any] | None) -> bool:
         return True
     if decoder["type"] == "Replace":
         return len(decoder["content"]) <= len(decoder["pattern"].get("String", ""))
-    return decoder["type"] == "Sequence" and all(map(_shortens, decoder["decoders"]))
+    return decoder["type"] == "Sequence" and all(map(_never_lengthens, decoder["decoders"]))
 
 
 @lru_cache(maxsize=8)
-def _reader_of_model(model: str) -> Reads | None:
+def _reader_of_model(model: str) -> TokenReader | None:
     """The tokenizer in a local model folder; other models are not loaded for a page."""
     file = Path(model).expanduser() / FILE
     return _reader_of(str(file), file.stat().st_mtime_ns) if file.is_file() else None
 
 
 def segments_of(
-    rollout: Rollout, reads: Reads, first: int = 0, most: int | None = None
+    rollout: Rollout, reader: TokenReader, first: int = 0, most: int | None = None
 ) -> list[dict[str, Any]]:
     """The segments after the prompt, token by token: `most` tokens starting at index `first`, by default all."""
-    found: list[dict[str, Any]] = []
+    segments: list[dict[str, Any]] = []
     begin, end = first, math.inf if most is None else first + most
     for segment in rollout.segments:
         size = len(segment.token_ids)
         if end > 0 and (begin < size or not size):
-            found.append(
+            segments.append(
                 {
                     "source": segment.source,
                     "version": segment.policy_version,
                     "finish": segment.finish_reason,
-                    "tokens": _tokens(segment, reads, max(0, begin), int(min(end, size))),
+                    "tokens": _token_rows(segment, reader, max(0, begin), int(min(end, size))),
                 }
             )
         begin, end = begin - size, end - size
-    return found
+    return segments
 
 
-def _tokens(segment: Segment, reads: Reads, first: int, end: int) -> list[dict[str, Any]]:
+def _token_rows(
+    segment: Segment, reader: TokenReader, first: int, end: int
+) -> list[dict[str, Any]]:
     ids = segment.token_ids[first:end]
     before = segment.token_ids[max(0, first - BEFORE) : first]
     after = segment.token_ids[end : end + AFTER]
-    pieces = reads.pieces([*before, *ids, *after])[len(before) : len(before) + len(ids)]
+    texts = reader.pieces([*before, *ids, *after])[len(before) : len(before) + len(ids)]
     sampled, learnt = (
         logprobs[first:end] if logprobs is not None else [None] * len(ids)
         for logprobs in (segment.sampling_logprobs, segment.learner_logprobs)
@@ -168,14 +173,14 @@ def _tokens(segment: Segment, reads: Reads, first: int, end: int) -> list[dict[s
     return [
         {
             "id": id,
-            "text": piece,
+            "text": text,
             "logprob": logprob,
             "shade": shade_of(logprob),
             "learner_logprob": by_learner,
             "ratio": (ratio := ratio_of(by_learner, logprob)),
             "ratio_shade": ratio_shade_of(ratio),
         }
-        for id, piece, logprob, by_learner in zip(ids, pieces, sampled, learnt, strict=True)
+        for id, text, logprob, by_learner in zip(ids, texts, sampled, learnt, strict=True)
     ]
 
 
@@ -207,7 +212,7 @@ def without_ratios(rollout: Rollout, group: Group) -> str | None:
         return None
     if rollout.advantage is None:
         return "no step has learnt from it"
-    if not any(each.advantage for each in group.rollouts):
+    if not any(rollout.advantage for rollout in group.rollouts):
         return "no rollout of its group had an advantage, so that the learner did not compute them"
     return (
         "what this run's learner said of them was not kept, because an earlier version of Groupwise wrote the record, or runs on the "

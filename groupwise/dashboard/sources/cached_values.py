@@ -16,23 +16,23 @@ from groupwise.api.schemas.problems import Refusal
 from groupwise.core.errors import GroupwiseError
 
 T = TypeVar("T")
-LAST = 5.0
+END_TIMEOUT = 5.0
 """Seconds that `end` waits for a computation in progress."""
-EVERY = 1.0
+VALID_SECONDS = 1.0
 """Seconds for which a value is valid."""
-MOMENT = 0.5
+NEWER_VALUE_TIMEOUT = 0.5
 """Seconds that a caller waits for a newer value."""
-WAIT = 5.0
+QUERY_TIMEOUT = 5.0
 """Seconds that other callers wait for the one that makes the query."""
 
 
-class Ends(Protocol):
+class Endable(Protocol):
     """A background watcher that can be ended."""
 
     def end(self) -> None: ...
 
 
-E = TypeVar("E", bound=Ends)
+E = TypeVar("E", bound=Endable)
 
 
 @contextmanager
@@ -51,46 +51,46 @@ class BackgroundValue(Generic[T]):
         """`find` may take any time, and must not raise."""
         self._find, self._clock = find, clock
         self._lock = threading.Lock()
-        self._found: tuple[float, T] | None = None
-        self._finding: threading.Thread | None = None
-        self._forgotten = 0
+        self._cached: tuple[float, T] | None = None
+        self._thread: threading.Thread | None = None
+        self._generation = 0
         self._ended = False
 
-    def now(self, moment: float = MOMENT) -> T | None:
+    def latest(self, moment: float = NEWER_VALUE_TIMEOUT) -> T | None:
         """The latest known value; None if nothing is known yet."""
         with self._lock:
-            if self._found is not None and self._clock() - self._found[0] < EVERY:
-                return self._found[1]
+            if self._cached is not None and self._clock() - self._cached[0] < VALID_SECONDS:
+                return self._cached[1]
             if self._ended:
-                return None if self._found is None else self._found[1]
-            if self._finding is None or not self._finding.is_alive():
-                self._finding = threading.Thread(target=self._look, daemon=True)
-                self._finding.start()
-            finding = self._finding
-        finding.join(moment)
+                return None if self._cached is None else self._cached[1]
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._compute, daemon=True)
+                self._thread.start()
+            thread = self._thread
+        thread.join(moment)
         with self._lock:
-            return None if self._found is None else self._found[1]
+            return None if self._cached is None else self._cached[1]
 
     def forget(self) -> None:
         """Drop the value, because it has just changed: the next caller computes it again."""
         with self._lock:
-            self._found, self._finding = None, None
-            self._forgotten += 1
+            self._cached, self._thread = None, None
+            self._generation += 1
 
-    def end(self, seconds: float = LAST) -> None:
+    def end(self, seconds: float = END_TIMEOUT) -> None:
         """Stop computing, so the source can be closed. Waits at most `seconds` for a computation in progress."""
         with self._lock:
-            self._ended, finding = True, self._finding
-        if finding is not None:
-            finding.join(seconds)
+            self._ended, thread = True, self._thread
+        if thread is not None:
+            thread.join(seconds)
 
-    def _look(self) -> None:
+    def _compute(self) -> None:
         with self._lock:
-            generation = self._forgotten
-        found = self._find()
+            generation = self._generation
+        value = self._find()
         with self._lock:
-            if generation == self._forgotten:
-                self._found = (self._clock(), found)
+            if generation == self._generation:
+                self._cached = (self._clock(), value)
 
 
 class CachedCall(Generic[T]):
@@ -102,30 +102,36 @@ class CachedCall(Generic[T]):
         """`who` is the name of the queried service, for messages."""
         self._ask, self._who, self._clock = ask, who, clock
         self._lock = threading.Lock()
-        self._kept: tuple[float, int, T | GroupwiseError] | None = None
-        self._forgotten = 0
+        self._cached: tuple[float, int, T | GroupwiseError] | None = None
+        self._generation = 0
 
-    def now(self) -> T:
+    def get(self) -> T:
         """The answer. Raises the error of `ask`, and `too_busy` if another caller's query takes too long."""
-        if not self._lock.acquire(timeout=WAIT):
-            raise Refusal("too_busy", f"{self._who} is slow to answer others.", retry_after=WAIT)
+        if not self._lock.acquire(timeout=QUERY_TIMEOUT):
+            raise Refusal(
+                "too_busy", f"{self._who} is slow to answer others.", retry_after=QUERY_TIMEOUT
+            )
         try:
-            cached = self._kept
-            if cached is None or cached[1] != self._forgotten or self._clock() - cached[0] >= EVERY:
-                generation = self._forgotten
-                cached = self._kept = (self._clock(), generation, self._answer())
-            found: Any = cached[2]
+            cached = self._cached
+            if (
+                cached is None
+                or cached[1] != self._generation
+                or self._clock() - cached[0] >= VALID_SECONDS
+            ):
+                generation = self._generation
+                cached = self._cached = (self._clock(), generation, self._query())
+            answer: Any = cached[2]
         finally:
             self._lock.release()
-        if isinstance(found, GroupwiseError):
-            raise found.with_traceback(None)
-        return found
+        if isinstance(answer, GroupwiseError):
+            raise answer.with_traceback(None)
+        return answer
 
     def forget(self) -> None:
         """Drop the value, because it has just changed: the next caller queries again, even if an earlier query is still in progress."""
-        self._forgotten += 1
+        self._generation += 1
 
-    def _answer(self) -> T | GroupwiseError:
+    def _query(self) -> T | GroupwiseError:
         try:
             return self._ask()
         except GroupwiseError as error:

@@ -33,7 +33,7 @@ MOST_FILES = 500
 
 
 @dataclass(frozen=True, slots=True)
-class Evaluated:
+class EvaluationResult:
     """The results of one evaluation."""
 
     step: int | None
@@ -53,50 +53,50 @@ class Evaluated:
     """Time at which the file was written, in seconds since 1970; 0 if unknown."""
 
 
-def by_k(names: Iterable[str], before: str = "") -> dict[int, str]:
+def pass_at_k_names(names: Iterable[str], before: str = "") -> dict[int, str]:
     """The names of pass@k, the smallest k first; `before` is their prefix."""
-    found = ((PASS.fullmatch(name.removeprefix(before)), name) for name in names)
-    return dict(sorted((int(k[1]), name) for k, name in found if k and name.startswith(before)))
+    matches = ((PASS.fullmatch(name.removeprefix(before)), name) for name in names)
+    return dict(sorted((int(k[1]), name) for k, name in matches if k and name.startswith(before)))
 
 
-def evaluations_of(run: Path, store: Store, *, intervals: int = 0) -> list[Evaluated]:
+def evaluations_of(run: Path, store: Store, *, intervals: int = 0) -> list[EvaluationResult]:
     """Evaluations by steps, those of files after those of the record. Only the newest `intervals` of them get intervals, because
     these are slow to compute.
     """
-    recorded, whole = store.evaluations(rows=False), store.evaluations_with_rows()
-    begin = len(recorded) - intervals
-    found: list[Evaluated] = []
-    for place, each in enumerate(recorded):
-        with_rows = (each.step, each.name, each.policy) in whole
-        losses = LOSS in each.metrics or EVAL_LOSS in each.metrics
-        found.append(
-            Evaluated(
-                each.step,
-                each.name,
-                each.policy,
-                dict(each.metrics),
-                _intervals(store, each) if place >= begin else {},
-                reference=f"@{each.step}:{each.name}" if with_rows else "",
+    recorded, with_answers = store.evaluations(rows=False), store.evaluations_with_rows()
+    first_with_interval = len(recorded) - intervals
+    results: list[EvaluationResult] = []
+    for index, evaluation in enumerate(recorded):
+        with_rows = (evaluation.step, evaluation.name, evaluation.policy) in with_answers
+        losses = LOSS in evaluation.metrics or EVAL_LOSS in evaluation.metrics
+        results.append(
+            EvaluationResult(
+                evaluation.step,
+                evaluation.name,
+                evaluation.policy,
+                dict(evaluation.metrics),
+                _intervals(store, evaluation) if index >= first_with_interval else {},
+                reference=f"@{evaluation.step}:{evaluation.name}" if with_rows else "",
                 answers=with_rows and not losses,
                 file=None,
                 at=0.0,
             )
         )
-    for each in _in_files(run / RESULTS):
-        name, _, step = each.policy.rpartition("@")  # `RUN@STEP`, if it is of this run
+    for evaluation in _read_results(run / RESULTS):
+        name, _, step = evaluation.policy.rpartition("@")  # `RUN@STEP`, if it is of this run
         of_run = name == run.name and step.isdecimal() and len(step) < 16
-        found.append(replace(each, step=int(step) if of_run else None))
-    return sorted(found, key=lambda each: (each.step is None, each.step or 0))
+        results.append(replace(evaluation, step=int(step) if of_run else None))
+    return sorted(results, key=lambda evaluation: (evaluation.step is None, evaluation.step or 0))
 
 
-def evaluations_beside(runs: Path) -> list[Evaluated]:
+def evaluations_outside_runs(runs: Path) -> list[EvaluationResult]:
     """Evaluations in the folder next to the runs, and directly in the runs' folder; the newest files first."""
-    found = [
-        replace(each, reference=f":{prefix}{each.file}" if each.reference else "")
+    results = [
+        replace(evaluation, reference=f":{prefix}{evaluation.file}" if evaluation.reference else "")
         for prefix, folder in results_folders(runs).items()
-        for each in _in_files(folder)
+        for evaluation in _read_results(folder)
     ]
-    return sorted(found, key=lambda each: -each.at)
+    return sorted(results, key=lambda evaluation: -evaluation.at)
 
 
 def results_folders(runs: Path) -> dict[str, Path]:
@@ -104,7 +104,7 @@ def results_folders(runs: Path) -> dict[str, Path]:
     return {"": runs, f"{RESULTS}/": runs.absolute().parent / RESULTS}
 
 
-def side_beside(runs: Path, reference: str) -> Side:
+def side_outside_runs(runs: Path, reference: str) -> Side:
     """An evaluation outside the runs, to be compared, by its reference. Raises RunNotFoundError."""
     for prefix, folder in results_folders(runs).items():
         name = reference.removeprefix(f":{prefix}")
@@ -121,31 +121,33 @@ def _intervals(store: Store, record: EvaluationRecord) -> Mapping[str, tuple[flo
     key = (str(store.path), record.step, record.name, record.policy, names, values)
     if not names:
         return {}
-    with _KEPT_LOCK:
-        if key in _KEPT:
-            return _KEPT[key]
+    with _INTERVALS_LOCK:
+        if key in _INTERVALS:
+            return _INTERVALS[key]
     rows = store.evaluation_rows(*key[1:4])
-    found: dict[str, tuple[float, float]] = {}
+    intervals: dict[str, tuple[float, float]] = {}
     for name in names:
         measured = measure(name, rows)
         finite = (
-            [each for each in measured.values.values() if math.isfinite(each)] if measured else []
+            [value for value in measured.values.values() if math.isfinite(value)]
+            if measured
+            else []
         )
         if finite:
             interval = interval_at_once(finite, share=is_share(name))
-            found[name] = (interval.low, interval.high)
-    with _KEPT_LOCK:
-        while len(_KEPT) >= 1000:
-            del _KEPT[next(iter(_KEPT))]
-        _KEPT[key] = found
-    return found
+            intervals[name] = (interval.low, interval.high)
+    with _INTERVALS_LOCK:
+        while len(_INTERVALS) >= 1000:
+            del _INTERVALS[next(iter(_INTERVALS))]
+        _INTERVALS[key] = intervals
+    return intervals
 
 
-_KEPT: dict[tuple[Any, ...], Mapping[str, tuple[float, float]]] = {}
-_KEPT_LOCK = threading.Lock()
+_INTERVALS: dict[tuple[Any, ...], Mapping[str, tuple[float, float]]] = {}
+_INTERVALS_LOCK = threading.Lock()
 
 
-def _in_files(folder: Path) -> list[Evaluated]:
+def _read_results(folder: Path) -> list[EvaluationResult]:
     """Evaluations in result files, oldest first; files with other content are skipped."""
     stamped: list[tuple[int, int, Path]] = []
     for path in folder.glob("*.json"):
@@ -153,22 +155,22 @@ def _in_files(folder: Path) -> list[Evaluated]:
             path.name.encode()  # a name that is not valid text has no address
             facts = path.stat()
             stamped.append((facts.st_mtime_ns, facts.st_size, path))
-    found = [
-        _summary(str(path), stamp, size) for stamp, size, path in sorted(stamped)[-MOST_FILES:]
+    results = [
+        _read_result(str(path), stamp, size) for stamp, size, path in sorted(stamped)[-MOST_FILES:]
     ]
-    return [each for each in found if each is not None]
+    return [evaluation for evaluation in results if evaluation is not None]
 
 
 @lru_cache(maxsize=2000)
-def _summary(file: str, stamp: int, _size: int) -> Evaluated | None:
+def _read_result(file: str, stamp: int, _size: int) -> EvaluationResult | None:
     path = Path(file)
     try:
-        content, whole = read_result(path), True
+        content, has_answers = read_result(path), True
     except UsageError:  # a suite, for example, has no answers
-        content, whole = dict[str, Any](), False
+        content, has_answers = dict[str, Any](), False
         with suppress(OSError, ValueError, RecursionError):
-            loaded = json.loads(path.read_bytes())
-            content = cast("dict[str, Any]", loaded) if isinstance(loaded, dict) else content
+            document = json.loads(path.read_bytes())
+            content = cast("dict[str, Any]", document) if isinstance(document, dict) else content
     policy, metrics = content.get("policy"), content.get("metrics")
     if not isinstance(policy, str) or not isinstance(metrics, dict):
         return None
@@ -178,14 +180,14 @@ def _summary(file: str, stamp: int, _size: int) -> Evaluated | None:
         with suppress(TypeError, ValueError, OverflowError):
             low, high = map(float, pair)
             intervals[name] = (low, high)
-    return Evaluated(
+    return EvaluationResult(
         None,
         str(content.get("task") or path.stem),
         policy,
         numbers_of(cast("dict[str, Any]", metrics)),
         intervals,
-        f":{path.name}" if whole else "",
-        whole,
+        f":{path.name}" if has_answers else "",
+        has_answers,
         path.name,
         stamp / 1e9,
     )

@@ -12,13 +12,27 @@ from typing import Any, Protocol, TypeVar
 from groupwise.api.schemas.fleet import LogPart
 from groupwise.api.schemas.problems import Refusal
 from groupwise.core.errors import GroupwiseError
-from groupwise.dashboard.sources.cached_values import MOMENT, BackgroundValue, CachedCall
+from groupwise.dashboard.sources.cached_values import (
+    NEWER_VALUE_TIMEOUT,
+    BackgroundValue,
+    CachedCall,
+)
 
 T = TypeVar("T")
 Document = dict[str, Any]
 LOCK_TIMEOUT, TIMEOUT = 5.0, 10.0
 """Seconds that a page waits for other pages' requests, and for an answer of the API."""
-PASSING = frozenset({"time", "seen_at", "silent_seconds", "oldest_waiting_seconds", "last_polled", "observed_at", "facts"})  # fmt: skip
+VOLATILE_KEYS = frozenset(
+    {
+        "time",
+        "seen_at",
+        "silent_seconds",
+        "oldest_waiting_seconds",
+        "last_polled",
+        "observed_at",
+        "facts",
+    }
+)
 """Keys whose values change every second and do not count as news."""
 
 
@@ -49,24 +63,24 @@ class WatchedFleet:
     def __init__(self, fleet: FleetLike, clock: Callable[[], float] = time.monotonic) -> None:
         self._fleet, self._clock = fleet, clock
         self._lock = threading.Lock()
-        self._status = self._lately(lambda fleet: fleet.status())
-        self._machines = self._lately(lambda fleet: fleet.machines())
-        self._newest = self._lately(lambda fleet: fleet.jobs(limit=50))
-        self._stamp = BackgroundValue(self._look, clock)
+        self._status = self._cached(lambda fleet: fleet.status())
+        self._machines = self._cached(lambda fleet: fleet.machines())
+        self._newest = self._cached(lambda fleet: fleet.jobs(limit=50))
+        self._stamp = BackgroundValue(self._compute_stamp, clock)
 
-    def ask(self, question: Callable[[FleetLike], T]) -> T:
+    def ask(self, request: Callable[[FleetLike], T]) -> T:
         """Send a request to the fleet. Raises Refusal, and `FleetAway` if it does not answer."""
-        with self._turn():
-            return question(self._fleet)
+        with self._exclusive():
+            return request(self._fleet)
 
-    def change(self, who: str, question: Callable[[FleetLike], object]) -> None:
+    def change(self, who: str, request: Callable[[FleetLike], object]) -> None:
         """Act as a user, who is recorded in the fleet's events; the next page shows the result."""
-        with self._turn():
-            question(self._fleet.on_behalf_of(who))
+        with self._exclusive():
+            request(self._fleet.on_behalf_of(who))
         self.forget()
 
     @contextmanager
-    def _turn(self) -> Generator[None]:
+    def _exclusive(self) -> Generator[None]:
         if not self._lock.acquire(timeout=LOCK_TIMEOUT):
             raise Refusal(
                 "too_busy", "The fleet is slow to answer others.", retry_after=LOCK_TIMEOUT
@@ -78,44 +92,44 @@ class WatchedFleet:
 
     def status(self) -> Document:
         """The state of the fleet; see `FleetLike.status`."""
-        return self._status.now()
+        return self._status.get()
 
     def machines(self) -> list[Document]:
         """All machines with their GPUs."""
-        return self._machines.now()
+        return self._machines.get()
 
     def newest(self) -> list[Document]:
         """The newest jobs."""
-        return self._newest.now()
+        return self._newest.get()
 
-    def stamp(self, moment: float = MOMENT) -> str | None:
+    def stamp(self, moment: float = NEWER_VALUE_TIMEOUT) -> str | None:
         """A text that changes whenever pages have something new to show."""
-        return self._stamp.now(moment)
+        return self._stamp.latest(moment)
 
     def end(self) -> None:
         """Stop background requests, so the client can be closed."""
         self._stamp.end()
 
-    def _look(self) -> str:
+    def _compute_stamp(self) -> str:
         try:
-            found = (self.status(), self.machines(), self.newest())
+            content = (self.status(), self.machines(), self.newest())
         except GroupwiseError as error:
             return error.code
-        return json.dumps(lasting(found), sort_keys=True, default=str)
+        return json.dumps(without_volatile(content), sort_keys=True, default=str)
 
-    def _lately(self, question: Callable[[FleetLike], T]) -> CachedCall[T]:
-        return CachedCall(lambda: self.ask(question), "The fleet", self._clock)
+    def _cached(self, request: Callable[[FleetLike], T]) -> CachedCall[T]:
+        return CachedCall(lambda: self.ask(request), "The fleet", self._clock)
 
     def forget(self) -> None:
         """Drop cached values after a change made here, so the next page shows it."""
-        for each in (self._status, self._machines, self._newest, self._stamp):
-            each.forget()
+        for cached in (self._status, self._machines, self._newest, self._stamp):
+            cached.forget()
 
 
-def lasting(value: Any) -> Any:
+def without_volatile(value: Any) -> Any:
     """The value without keys that change every second."""
     if isinstance(value, dict):
-        return {str(k): lasting(v) for k, v in value.items() if k not in PASSING}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
+        return {str(k): without_volatile(v) for k, v in value.items() if k not in VOLATILE_KEYS}  # pyright: ignore[reportUnknownVariableType, reportUnknownArgumentType]
     if isinstance(value, list | tuple):
-        return [lasting(each) for each in value]  # pyright: ignore[reportUnknownVariableType]
+        return [without_volatile(item) for item in value]  # pyright: ignore[reportUnknownVariableType]
     return value

@@ -9,13 +9,17 @@ from typing import Protocol
 from groupwise.api.schemas.activity import ActivityAnswer
 from groupwise.api.schemas.training import StatusAnswer
 from groupwise.core.errors import GroupwiseError
-from groupwise.dashboard.sources.cached_values import MOMENT, BackgroundValue, CachedCall
+from groupwise.dashboard.sources.cached_values import (
+    NEWER_VALUE_TIMEOUT,
+    BackgroundValue,
+    CachedCall,
+)
 
-CLOCKS_RUN = 10.0
+REFRESH_SECONDS = 10.0
 """Seconds after which a page is refreshed without news: the shown ages of leases and silences change."""
 RETRY_TIMEOUT, TIMEOUT = 3.0, 10.0
 """Seconds for which requests to a remote server are retried, and within which it must respond."""
-PASSING = {
+VOLATILE_FIELDS = {
     "at": True,
     "clients": True,
     "loop_elsewhere": {"silent_seconds"},
@@ -38,31 +42,33 @@ class WatchedServer:
 
     def __init__(self, server: ServerLike, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._said = CachedCall(lambda: (server.status(), server.activity()), "The server", clock)
-        self._stamp = BackgroundValue(self._look, clock)
+        self._answers = CachedCall(
+            lambda: (server.status(), server.activity()), "The server", clock
+        )
+        self._stamp = BackgroundValue(self._compute_stamp, clock)
 
     def ask(self) -> tuple[StatusAnswer, ActivityAnswer]:
         """Status and activity. Raises ClientError if the server does not answer, and `too_busy` while others wait for that."""
-        return self._said.now()
+        return self._answers.get()
 
-    def stamp(self, moment: float = MOMENT) -> str | None:
+    def stamp(self, moment: float = NEWER_VALUE_TIMEOUT) -> str | None:
         """A text that changes whenever the page has something new to show."""
-        return self._stamp.now(moment)
+        return self._stamp.latest(moment)
 
     def end(self) -> None:
         """Stop background requests, so the client can be closed."""
         self._stamp.end()
 
-    def _look(self) -> str:
+    def _compute_stamp(self) -> str:
         try:
             status, activity = self.ask()
         except GroupwiseError as error:
             return error.code
-        ticks = int(self._clock() // CLOCKS_RUN)
+        ticks = int(self._clock() // REFRESH_SECONDS)
         visible = (
             status.model_dump_json(exclude={"memory"}),
             activity.model_dump_json(
-                exclude=PASSING  # pyright: ignore[reportArgumentType]
+                exclude=VOLATILE_FIELDS  # pyright: ignore[reportArgumentType]
             ),
         )
         return f"{ticks} {' '.join(visible)}"

@@ -70,14 +70,14 @@ def unsloth_conflicts(config: Any) -> Iterator[Conflict]:
             "other policies. Leave it out.",
             ("lora.dropout", BACKEND),
         )
-    others = (  # keys that make other processes compute, with their usual value
+    keys = (  # keys that make other processes compute, with their usual value
         ("run.server", config.run.server, None),
         ("run.processes", config.run.processes, 1),
         ("distributed.learners", config.distributed.learners, 1),
         ("distributed.samplers", getattr(config.distributed, "samplers", 0), 0),
     )
-    for key, value, usual in others:
-        if (value or usual) != usual:
+    for key, value, default in keys:
+        if (value or default) != default:
             yield Conflict(
                 f"{key} is {value}, but with the backend unsloth one process samples and learns. Leave one of the two out.",
                 (key, BACKEND),

@@ -36,31 +36,31 @@ class VerbLearner(ABC):
     """The methods of a `groupwise.core.types.Learner` that compute."""
 
     @abstractmethod
-    async def _call(self, do: Verb) -> Any:
+    async def _call_verb(self, verb: Verb) -> Any:
         """Execute a verb in the other process, after all earlier calls; returns its answer as parsed JSON."""
 
     async def forward_backward(
         self, rows: Sequence[Row], loss: LossSpec, denominators: Mapping[str, float]
     ) -> dict[str, float]:
         """See `groupwise.core.types.Learner.forward_backward`."""
-        do = ForwardBackward(rows=[*rows], loss=loss, denominators=dict(denominators))
-        return _SUMS.validate_python(await self._call(do))
+        verb = ForwardBackward(rows=[*rows], loss=loss, denominators=dict(denominators))
+        return _SUMS.validate_python(await self._call_verb(verb))
 
     async def trained_logprobs(self) -> list[tuple[float, ...]] | None:
         """See `groupwise.core.types.Learner.trained_logprobs`."""
-        found = await self._call(TrainedLogprobs())
-        return None if found is None else _LOGPROBS.validate_python(found)
+        logprobs = await self._call_verb(TrainedLogprobs())
+        return None if logprobs is None else _LOGPROBS.validate_python(logprobs)
 
     async def update(self, params: OptimiserParams) -> UpdateResult:
         """See `groupwise.core.types.Learner.update`."""
-        return _RESULT.validate_python(await self._call(Update(params=params)))
+        return _RESULT.validate_python(await self._call_verb(Update(params=params)))
 
     async def logprobs(
         self, rows: Sequence[Row], role: PolicyRole = "policy"
     ) -> list[tuple[float, ...]]:
         """See `groupwise.core.types.Learner.logprobs`."""
-        return _LOGPROBS.validate_python(await self._call(Logprobs(rows=[*rows], role=role)))
+        return _LOGPROBS.validate_python(await self._call_verb(Logprobs(rows=[*rows], role=role)))
 
     async def predictions(self, rows: Sequence[Row]) -> list[Prediction]:
         """See `groupwise.core.types.Learner.predictions`."""
-        return _PREDICTIONS.validate_python(await self._call(Predictions(rows=[*rows])))
+        return _PREDICTIONS.validate_python(await self._call_verb(Predictions(rows=[*rows])))

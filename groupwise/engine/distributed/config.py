@@ -65,9 +65,9 @@ def distributed_conflicts(config: Any, rows: int, keys: tuple[str, ...]) -> Iter
     learners: int = config.distributed.learners
     samplers: int = getattr(config.distributed, "samplers", 0)
     if learners > 1:
-        yield from _conflicts(config, "distributed.learners", learners, rows, keys)
+        yield from _count_conflicts(config, "distributed.learners", learners, rows, keys)
     if samplers > 0:
-        yield from _conflicts(config, "distributed.samplers", samplers, rows, keys)
+        yield from _count_conflicts(config, "distributed.samplers", samplers, rows, keys)
     elif getattr(config.distributed, "sampler_timeout", SAMPLER_TIMEOUT) != SAMPLER_TIMEOUT:
         yield Conflict(
             f"distributed.sampler_timeout is {config.distributed.sampler_timeout:g}, for samplers, but distributed.samplers is 0. Give the "
@@ -75,23 +75,23 @@ def distributed_conflicts(config: Any, rows: int, keys: tuple[str, ...]) -> Iter
             ("distributed.sampler_timeout", "distributed.samplers"),
         )
     if config.distributed.strategy == "fsdp2":
-        yield from _cannot_be_divided(
+        yield from _fsdp_conflicts(
             learners, samplers if hasattr(config.distributed, "samplers") else None
         )
-    together, threads = learners + samplers, config.run.threads
-    if together > 1 and threads is not None and threads < together:
-        counted = [
+    processes, threads = learners + samplers, config.run.threads
+    if processes > 1 and threads is not None and threads < processes:
+        settings = [
             f"distributed.learners is {learners}",
             *[f"distributed.samplers is {samplers}"][:samplers],
         ]
         yield Conflict(
-            f"{' and '.join(counted)}, but run.threads is {threads}: the threads are those of all processes together, and each needs one. "
-            f"Set run.threads to {together} or more, or leave it out.",
+            f"{' and '.join(settings)}, but run.threads is {threads}: the threads are those of all processes together, and each needs one. "
+            f"Set run.threads to {processes} or more, or leave it out.",
             ("distributed.learners", *["distributed.samplers"][:samplers], "run.threads"),
         )
 
 
-def _cannot_be_divided(learners: int, samplers: int | None) -> Iterator[Conflict]:
+def _fsdp_conflicts(learners: int, samplers: int | None) -> Iterator[Conflict]:
     """`samplers` is None in a supervised run, which samples nothing."""
     if learners == 1:
         yield Conflict(
@@ -107,31 +107,31 @@ def _cannot_be_divided(learners: int, samplers: int | None) -> Iterator[Conflict
         )
 
 
-_WORK = {"distributed.learners": "learn", "distributed.samplers": "draw"}
+_VERBS = {"distributed.learners": "learn", "distributed.samplers": "draw"}
 
 
-def _conflicts(
-    config: Any, here: str, count: int, rows: int, keys: tuple[str, ...]
+def _count_conflicts(
+    config: Any, key: str, count: int, rows: int, keys: tuple[str, ...]
 ) -> Iterator[Conflict]:
     if count > rows:
         yield Conflict(
-            f"{here} is {count}, but a step has only {rows} rows ({' × '.join(keys)}), so that some would never {_WORK[here]} "
+            f"{key} is {count}, but a step has only {rows} rows ({' × '.join(keys)}), so that some would never {_VERBS[key]} "
             "anything. Lower the one, or raise the others.",
-            (here, *keys),
+            (key, *keys),
         )
     if config.run.processes is not None:
         yield Conflict(
-            f"{here} is {count} and run.processes is {config.run.processes}: either so many processes have a model each, or "
+            f"{key} is {count} and run.processes is {config.run.processes}: either so many processes have a model each, or "
             "so many share one. Leave one of the two out.",
-            (here, "run.processes"),
+            (key, "run.processes"),
         )
     if config.run.server is not None:
         yield Conflict(
-            f"{here} is {count}, which has no effect where run.server computes. Leave one of the two out.",
-            (here, "run.server"),
+            f"{key} is {count}, which has no effect where run.server computes. Leave one of the two out.",
+            (key, "run.server"),
         )
     if config.model.backend == "tunix":
         yield Conflict(
-            f"{here} is {count}, but the backend tunix divides its work itself: model.mesh. Leave it out.",
-            (here, "model.backend"),
+            f"{key} is {count}, but the backend tunix divides its work itself: model.mesh. Leave it out.",
+            (key, "model.backend"),
         )

@@ -26,31 +26,31 @@ from groupwise.core.errors import RunError
 from groupwise.core.processes.family import NO_GPU, has_ended
 from groupwise.core.processes.output import Output
 from groupwise.engine.distributed.messages import (
-    Answered,
     Call,
-    Ended,
-    Failed,
+    CallFailure,
+    CallResult,
     LogRecordMessage,
     MessageChannel,
+    RankEnded,
     Ready,
 )
 from groupwise.engine.distributed.rpc import (
     ENVIRONMENT,
-    RESUME,
-    Calls,
-    how,
-    reason_of,
-    settle,
-    setup_of,
+    RESUME_HINT,
+    WorkerCalls,
+    end_reason_of,
+    explain_exit,
+    make_setup,
+    settle_future,
 )
 
 _END_LIMIT = 10.0
 """Seconds that killed processes may take to end (they may hang in the kernel)."""
-_LOOK_EVERY = 0.005
+_POLL_SECONDS = 0.005
 """Seconds between two checks whether the zygote has ended, during shutdown."""
 
 
-class Ranks(Calls):
+class ForkedWorkers(WorkerCalls):
     """Worker processes that each host the same object, created once.
 
     `modules` are imported by the zygote while it waits for the setup. With `sees_gpus` it can answer questions about GPUs until then; the
@@ -74,7 +74,7 @@ class Ranks(Calls):
         assert self._process is not None
         return self._process.pid
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Start the zygote without waiting for it."""
         self._thread.start()
 
@@ -85,7 +85,7 @@ class Ranks(Calls):
         """
         number, future = self._new_call()
         try:
-            self._send(self._control, Call(number, function, arguments))
+            self._send_message(self._control, Call(number, function, arguments))
         except BaseException:  # the arguments cannot be pickled
             self._pop_pending(number)
             raise
@@ -97,44 +97,44 @@ class Ranks(Calls):
         `factory` names a function (`package.module:function`). It is called with `arguments` as keywords; they must be expressible as JSON.
         Raises the factory's own errors, and RunError if a process has ended. After an error or a cancelled wait, all processes have ended.
         """
-        self._set_up(factory, arguments, count)
-        await self._until_made()
+        self._send_zygote_setup(factory, arguments, count)
+        await self._wait_until_made()
 
     def make_now(self, factory: str, arguments: Mapping[str, Any], count: int) -> None:
         """Like `make`, for code that is not async."""
-        self._set_up(factory, arguments, count)
-        self._until_made_now()
+        self._send_zygote_setup(factory, arguments, count)
+        self._wait_until_made_now()
 
     def close(self) -> None:
         """End all processes, even busy ones, and wait until they have ended. May be called again."""
-        self._end(RunError("The model workers are closed."))
+        self._fail_and_end(RunError("The model workers are closed."))
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join()
-        for each in (self._control, *self._lines, self._theirs, self._selector):
-            each.close()
+        for resource in (self._control, *self._channels, self._theirs, self._selector):
+            resource.close()
 
-    def _set_up(self, factory: str, arguments: Mapping[str, Any], count: int) -> None:
+    def _send_zygote_setup(self, factory: str, arguments: Mapping[str, Any], count: int) -> None:
         pairs = [socket.socketpair() for _ in range(count)]
         self.count = count
-        self._lines = [MessageChannel(ours) for ours, _ in pairs]
+        self._channels = [MessageChannel(ours) for ours, _ in pairs]
         with suppress(OSError):  # the zygote has ended; the thread reports why
-            self._control.send(setup_of(factory, arguments), [theirs for _, theirs in pairs])
+            self._control.send(make_setup(factory, arguments), [theirs for _, theirs in pairs])
         for _, theirs in pairs:
             theirs.close()
 
-    def _end(self, reason: RunError) -> None:
+    def _fail_and_end(self, reason: RunError) -> None:
         """Fail running and future calls, and make the processes end."""
         if self._fail_all(reason):
             self._control.end()
 
-    def _begin_call(self) -> None:
+    def _note_call(self) -> None:
         if self._output is not None:
             self._output.begin_call()
 
     # --- run by the thread -----------------------------------------------------------------------
 
     def _run_thread(self) -> None:
-        self._end(reason_of(self._run_zygote))
+        self._fail_and_end(end_reason_of(self._run_zygote))
 
     def _run_zygote(self) -> RunError:
         """Start the zygote and listen for as long as it lives. Returns how it ended; on every way out the zygote has ended."""
@@ -155,46 +155,48 @@ class Ranks(Calls):
                 raise RunError(f"The model workers cannot be started: {error}") from error
         try:
             self._output = Output(process, "model workers")
-            self._listen()
+            self._listen_to_ranks()
         finally:
             self._control.end()
             # It ends by itself. If it is still making the hosted object, or hangs, it is killed.
             deadline = time.monotonic() + (_END_LIMIT if self.processes else 0.0)
             while not has_ended(process) and time.monotonic() < deadline:
-                time.sleep(_LOOK_EVERY)
+                time.sleep(_POLL_SECONDS)
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(process.pid, signal.SIGKILL)
             with suppress(TimeoutExpired):
                 process.wait(_END_LIMIT)
-        ending, words = how(process.returncode), self._output.last_words()
-        return RunError(f"The process that holds the model ended: {ending} {RESUME}{words}")
+        ending, words = explain_exit(process.returncode), self._output.last_output()
+        return RunError(f"The process that holds the model ended: {ending} {RESUME_HINT}{words}")
 
-    def _listen(self) -> None:
+    def _listen_to_ranks(self) -> None:
         """Receive messages until the zygote's connection ends."""
         self._selector.register(self._control, selectors.EVENT_READ, self._control)
         while True:
             for key, _ in self._selector.select():
-                line: MessageChannel = key.data
+                channel: MessageChannel = key.data
                 try:
-                    messages = line.receive_available()
+                    messages = channel.receive_available()
                 except EOFError:
-                    if line is self._control:
+                    if channel is self._control:
                         return
-                    self._selector.unregister(line)  # the zygote will report why
+                    self._selector.unregister(channel)  # the zygote will report why
                     continue
                 for message in messages:
-                    self._take(message)
+                    self._handle_message(message)
 
-    def _take(self, message: Ready | Ended | Answered | Failed | LogRecordMessage) -> None:
+    def _handle_message(
+        self, message: Ready | RankEnded | CallResult | CallFailure | LogRecordMessage
+    ) -> None:
         match message:
             case Ready(processes):
                 self.processes = processes
-                for line in self._lines:
-                    self._selector.register(line, selectors.EVENT_READ, line)
-                settle(self._ready)
-            case Ended(rank, code):
+                for channel in self._channels:
+                    self._selector.register(channel, selectors.EVENT_READ, channel)
+                settle_future(self._ready)
+            case RankEnded(rank, code):
                 assert self._output is not None
-                who = f"Model worker {rank + 1} of {self.count}"
-                self._end(RunError(f"{who} ended: {how(code)} {RESUME}"))
+                worker = f"Model worker {rank + 1} of {self.count}"
+                self._fail_and_end(RunError(f"{worker} ended: {explain_exit(code)} {RESUME_HINT}"))
             case _:
-                self._take_answer(message)
+                self._settle_call(message)

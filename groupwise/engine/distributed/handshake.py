@@ -22,7 +22,7 @@ from typing import Any
 from groupwise.core.errors import UsageError
 from groupwise.core.rendezvous import KEY_FILE
 
-GREETING = 10.0
+HANDSHAKE_TIMEOUT = 10.0
 """Time limit of the handshake in seconds."""
 _CHALLENGE = 32
 _CODE = 32
@@ -30,11 +30,11 @@ _RANK = 8
 """Lengths in bytes of a challenge, a code, and a rank in decimals."""
 
 
-class Stranger(ConnectionError):
+class UnknownCallerError(ConnectionError):
     """The process at the other end does not know the secret."""
 
 
-class BrokenSeal(EOFError):
+class TamperedMessageError(EOFError):
     """A frame was not sent by the other end in this form and order. The connection can no longer be used."""
 
 
@@ -55,67 +55,71 @@ class Seal:
         return _seal_code(self.ours, self.sent, message)
 
     def open(self, frame: bytes) -> memoryview:
-        """Verify the next frame and return its message. Raises BrokenSeal."""
+        """Verify the next frame and return its message. Raises TamperedMessageError."""
         self.opened += 1
-        seen = memoryview(frame)
+        view = memoryview(frame)
         if not hmac.compare_digest(
-            seen[:_CODE], _seal_code(self.theirs, self.opened, seen[_CODE:])
+            view[:_CODE], _seal_code(self.theirs, self.opened, view[_CODE:])
         ):
-            raise BrokenSeal("what came is not what the other end has sent")
-        return seen[_CODE:]
+            raise TamperedMessageError("what came is not what the other end has sent")
+        return view[_CODE:]
 
 
-def secret_of_attempt(environment: Mapping[str, str] = os.environ) -> bytes | None:
+def read_attempt_secret(environment: Mapping[str, str] = os.environ) -> bytes | None:
     """The secret in the file that `KEY_FILE` names, or None if it names none. Raises UsageError if the file is unreadable or empty."""
     path = environment.get(KEY_FILE)
     if path is None:
         return None
     try:
-        found = Path(path).read_bytes().strip()
+        secret = Path(path).read_bytes().strip()
     except OSError as error:
         raise UsageError(f"{KEY_FILE} is {path}, which cannot be read: {error.strerror}.") from None
-    if not found:
+    if not secret:
         raise UsageError(
             f"{KEY_FILE} is {path}, which is empty: the secret of the job's machines is expected there."
         )
-    return found
+    return secret
 
 
-def admit(connection: socket.socket, secret: bytes) -> tuple[int, Seal]:
-    """The first process's side: returns the caller's rank, and the seal for all further messages. Raises Stranger, OSError."""
-    until = _start_clock(connection)
+def server_handshake(connection: socket.socket, secret: bytes) -> tuple[int, Seal]:
+    """The first process's side: returns the caller's rank, and the seal for all further messages. Raises UnknownCallerError, OSError."""
+    deadline = _start_clock(connection)
     ours = secrets.token_bytes(_CHALLENGE)
     connection.sendall(ours)
-    answer = _receive_exactly(connection, _RANK + _CHALLENGE + _CODE, until)
+    answer = _receive_exactly(connection, _RANK + _CHALLENGE + _CODE, deadline)
     nonce, code = answer[:-_CODE], answer[-_CODE:]
     challenge = ours + nonce
-    if not hmac.compare_digest(code, _code(secret, b"rank", challenge)):
-        raise Stranger("it does not know the secret")
-    connection.sendall(_code(secret, b"first", challenge))
+    if not hmac.compare_digest(code, _handshake_code(secret, b"rank", challenge)):
+        raise UnknownCallerError("it does not know the secret")
+    connection.sendall(_handshake_code(secret, b"first", challenge))
     connection.settimeout(None)
     return int(nonce[:_RANK]), Seal(
-        _code(secret, b"to rank", challenge), _code(secret, b"to first", challenge)
+        _handshake_code(secret, b"to rank", challenge),
+        _handshake_code(secret, b"to first", challenge),
     )
 
 
-def introduce(connection: socket.socket, secret: bytes, rank: int) -> Seal:
-    """The caller's side: sends its rank and verifies the first process. Raises Stranger, OSError."""
-    until = _start_clock(connection)
-    theirs = _receive_exactly(connection, _CHALLENGE, until)
+def client_handshake(connection: socket.socket, secret: bytes, rank: int) -> Seal:
+    """The caller's side: sends its rank and verifies the first process. Raises UnknownCallerError, OSError."""
+    deadline = _start_clock(connection)
+    theirs = _receive_exactly(connection, _CHALLENGE, deadline)
     nonce = b"%08d" % rank + secrets.token_bytes(_CHALLENGE)
     challenge = theirs + nonce
-    connection.sendall(nonce + _code(secret, b"rank", challenge))
+    connection.sendall(nonce + _handshake_code(secret, b"rank", challenge))
     if not hmac.compare_digest(
-        _receive_exactly(connection, _CODE, until), _code(secret, b"first", challenge)
+        _receive_exactly(connection, _CODE, deadline), _handshake_code(secret, b"first", challenge)
     ):
-        raise Stranger(
+        raise UnknownCallerError(
             "what was called is not the first process of this job: it does not know the secret"
         )
     connection.settimeout(None)
-    return Seal(_code(secret, b"to first", challenge), _code(secret, b"to rank", challenge))
+    return Seal(
+        _handshake_code(secret, b"to first", challenge),
+        _handshake_code(secret, b"to rank", challenge),
+    )
 
 
-def _code(secret: bytes, use: bytes, challenge: bytes) -> bytes:
+def _handshake_code(secret: bytes, use: bytes, challenge: bytes) -> bytes:
     return hmac.digest(secret, use + b"\0" + challenge, "sha256")
 
 
@@ -127,19 +131,19 @@ def _seal_code(key: bytes, number: int, message: Any) -> bytes:
 
 def _start_clock(connection: socket.socket) -> float:
     """Start the handshake's time limit; returns when it ends, in `time.monotonic` seconds."""
-    connection.settimeout(GREETING)
-    return time.monotonic() + GREETING
+    connection.settimeout(HANDSHAKE_TIMEOUT)
+    return time.monotonic() + HANDSHAKE_TIMEOUT
 
 
-def _receive_exactly(connection: socket.socket, count: int, until: float) -> bytes:
-    found = b""
-    while len(found) < count:
-        left = until - time.monotonic()
-        if left <= 0:
+def _receive_exactly(connection: socket.socket, count: int, deadline: float) -> bytes:
+    received = b""
+    while len(received) < count:
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
             raise TimeoutError("it took too long")
-        connection.settimeout(left)
-        piece = connection.recv(count - len(found))
+        connection.settimeout(remaining)
+        piece = connection.recv(count - len(received))
         if not piece:
             raise ConnectionError("it hung up")
-        found += piece
-    return found
+        received += piece
+    return received

@@ -21,14 +21,14 @@ from groupwise.core.types import (
     Row,
     UpdateResult,
 )
-from groupwise.engine.distributed.rpc import Calls, RankCall, same_in_all
-from groupwise.engine.distributed.sharding import cut_rows
+from groupwise.engine.distributed.rpc import RankCall, WorkerCalls, require_equal
+from groupwise.engine.distributed.sharding import shard_rows
 
 
 class RankLearner:
     """A `groupwise.core.types.Learner` over the `learner` that each rank hosts."""
 
-    def __init__(self, ranks: Calls, *, divided: bool = False) -> None:
+    def __init__(self, ranks: WorkerCalls, *, divided: bool = False) -> None:
         """`divided`: each rank holds a part of every weight, so all take part in each computation (`groupwise.engine.learner.fsdp`)."""
         self._ranks = ranks
         self._divided = divided
@@ -41,15 +41,15 @@ class RankLearner:
         self, rows: Sequence[Row], loss: LossSpec, denominators: Mapping[str, float]
     ) -> dict[str, float]:
         """See `groupwise.core.types.Learner.forward_backward`. Sums are added up in the order of the ranks."""
-        self._trained = cut_rows(rows, self._ranks.count)
+        self._trained = shard_rows(rows, self._ranks.count)
         calls = [
             (rank, "learner.forward_backward", (_rows_at(rows, share), loss, dict(denominators)))
             for rank, share in enumerate(self._trained)
             if share or self._divided
         ]
         sums: dict[str, float] = {}
-        for found in await self._call_ranks(calls):
-            for name, value in found.items():
+        for rank_sums in await self._call_ranks(calls):
+            for name, value in rank_sums.items():
                 sums[name] = sums.get(name, 0.0) + value
         return sums
 
@@ -59,17 +59,17 @@ class RankLearner:
         answers = await self._ranks.call_each(
             [(rank, "learner.trained_logprobs", ()) for rank in shares], droppable=True
         )
-        return _in_order([*shares.values()], answers)
+        return _merge_shares([*shares.values()], answers)
 
     async def update(self, params: OptimiserParams) -> UpdateResult:
         """See `groupwise.core.types.Learner.update`. Raises RunError if the ranks report different gradient norms."""
         ranks = range(self._ranks.count)
-        found: list[UpdateResult] = await self._together(
+        results: list[UpdateResult] = await self._call_together(
             [(rank, "learner.update", (params,)) for rank in ranks]
         )
         self._trained = []
-        same_in_all("the norms of the gradient", [repr(each.grad_norm) for each in found])
-        return found[0]
+        require_equal("the norms of the gradient", [repr(result.grad_norm) for result in results])
+        return results[0]
 
     def discard(self) -> None:
         """See `groupwise.core.types.Learner.discard`."""
@@ -80,9 +80,9 @@ class RankLearner:
 
     async def publish(self, version: int) -> Policy:
         """See `groupwise.core.types.Learner.publish`. The first rank writes; raises RunError if the ranks' weights differ."""
-        calls = self._by_first("learner.publish", (version,), "learner.attend_publication")
-        policy, *others = await self._together(calls)
-        same_in_all("the learners' weights", [policy.fingerprint, *others])
+        calls = self._first_rank_calls("learner.publish", (version,), "learner.attend_publication")
+        policy, *fingerprints = await self._call_together(calls)
+        require_equal("the learners' weights", [policy.fingerprint, *fingerprints])
         return policy
 
     async def logprobs(
@@ -97,8 +97,10 @@ class RankLearner:
 
     def save(self, folder: str) -> None:
         """See `groupwise.core.types.Learner.save`. The first rank writes; raises RunError if the ranks' weights differ."""
-        same_in_all("the learners' weights", self._ranks.call_all_now("learner.fingerprint"))
-        self._ranks.call_each_now(self._by_first("learner.save", (folder,), "learner.attend_save"))
+        require_equal("the learners' weights", self._ranks.call_all_now("learner.fingerprint"))
+        self._ranks.call_each_now(
+            self._first_rank_calls("learner.save", (folder,), "learner.attend_save")
+        )
 
     def load(self, folder: str) -> None:
         """See `groupwise.core.types.Learner.load`. Each rank reads the files."""
@@ -113,18 +115,20 @@ class RankLearner:
         finally:
             self._ranks.call_each_now([(0, "end_trace", ())])
 
-    def _by_first(self, name: str, arguments: tuple[Any, ...], beside: str) -> list[RankCall]:
-        """A call of the first rank, and the calls (`beside`) that the other ranks answer at the same time."""
-        others = range(1, self._ranks.count)
-        return [(0, name, arguments), *((rank, beside, ()) for rank in others)]
+    def _first_rank_calls(
+        self, name: str, arguments: tuple[Any, ...], other_name: str
+    ) -> list[RankCall]:
+        """A call of the first rank, and the calls of `other_name` that the other ranks answer at the same time."""
+        other_ranks = range(1, self._ranks.count)
+        return [(0, name, arguments), *((rank, other_name, ()) for rank in other_ranks)]
 
     async def _call_ranks(self, calls: Sequence[RankCall]) -> list[Any]:
         """Make calls that each rank answers independently and that may be cancelled. With divided weights, all ranks answer together."""
         if self._divided:
-            return await self._together(calls)
+            return await self._call_together(calls)
         return await self._ranks.call_each(calls, droppable=True)
 
-    async def _together(self, calls: Sequence[RankCall]) -> list[Any]:
+    async def _call_together(self, calls: Sequence[RankCall]) -> list[Any]:
         """Make calls in which ranks wait for each other. If one fails, its error is raised without waiting for the others."""
         try:
             return await asyncio.gather(
@@ -136,20 +140,20 @@ class RankLearner:
 
     async def _by_row(self, name: str, rows: Sequence[Row], *arguments: Any) -> list[Any]:
         """Results of the ranks for their rows, in the order of all rows."""
-        shares = cut_rows(rows, self._ranks.count)
+        shares = shard_rows(rows, self._ranks.count)
         calls = [
             (rank, name, (_rows_at(rows, share), *arguments))
             for rank, share in enumerate(shares)
             if share or self._divided
         ]
         answers = await self._call_ranks(calls)
-        return _in_order([share for share in shares if share or self._divided], answers)
+        return _merge_shares([share for share in shares if share or self._divided], answers)
 
 
 class RankTrace:
     """The trace held by the first rank; same interface as `groupwise.engine.models.profile.Trace`."""
 
-    def __init__(self, ranks: Calls) -> None:
+    def __init__(self, ranks: WorkerCalls) -> None:
         self._ranks = ranks
 
     def write(self, file: Path) -> None:
@@ -161,13 +165,13 @@ class RankTrace:
         return self._ranks.call_each_now([(0, "tracing.trace.table", ())])[0]
 
 
-def _in_order(shares: Sequence[Sequence[int]], answers: Sequence[Sequence[Any]]) -> list[Any]:
+def _merge_shares(shares: Sequence[Sequence[int]], answers: Sequence[Sequence[Any]]) -> list[Any]:
     """Reorder answers from shares into the order of all rows."""
-    found: list[Any] = [None] * sum(map(len, shares))
+    merged: list[Any] = [None] * sum(map(len, shares))
     for share, values in zip(shares, answers, strict=True):
         for index, value in zip(share, values, strict=True):
-            found[index] = value
-    return found
+            merged[index] = value
+    return merged
 
 
 def _rows_at(rows: Sequence[Row], share: Sequence[int]) -> list[Row]:

@@ -1,12 +1,12 @@
 """Messages between the main process, the zygote and its ranks. They are pickled, because all of these processes trust each other. Messages
 over a network are verified by their seal (`groupwise.engine.distributed.handshake`).
 
-The main process may send `Call`s to the zygote, each answered by `Answered` or `Failed` with its number. It then sends `Setup`, with a
-socket for each rank. The zygote sends `Ready` or `Failed`, `LogRecordMessage`, and `Ended` when a rank has ended. To a rank the main
-process sends `Call` and `Cancel`; the rank sends `Answered` or `Failed`, and `LogRecordMessage`.
+The main process may send `Call`s to the zygote, each answered by `CallResult` or `CallFailure` with its number. It then sends `Setup`,
+with a socket for each rank. The zygote sends `Ready` or `CallFailure`, `LogRecordMessage`, and `RankEnded` when a rank has ended. To a
+rank the main process sends `Call` and `Cancel`; the rank sends `CallResult` or `CallFailure`, and `LogRecordMessage`.
 
-A rank with its own model first receives `PeerSetup`, which it answers with `Ready` or `Failed`, and finally `Leave`. It sends `Alive` at
-regular intervals if `PeerSetup.beat` is set.
+A rank with its own model first receives `RankSetup`, which it answers with `Ready` or `CallFailure`, and finally `Shutdown`. It sends
+`Heartbeat` at regular intervals if `RankSetup.heartbeat_interval` is set.
 """
 
 from __future__ import annotations
@@ -46,25 +46,25 @@ class Setup:
 
 
 @dataclass(frozen=True, slots=True)
-class PeerSetup:
+class RankSetup:
     """Setup of one rank that has its own model."""
 
     rank: int
     count: int
     setup: Setup
-    meeting: tuple[str, int] | None
+    rendezvous: tuple[str, int] | None
     """Host and port at which the ranks form their process group; the first rank's listening socket comes with the message."""
-    calls: str | None = None
+    announced_address: str | None = None
     """The address that the first rank under torchrun announces to the others: host, port, and a generated token if they have no configured
     secret, separated by spaces."""
-    tells: bool = False
+    sends_log: bool = False
     """True if the rank sends its log records. Only the first one does; the others would log the same."""
-    beat: float | None = None
-    """Seconds between two `Alive` messages; None: the rank sends none."""
+    heartbeat_interval: float | None = None
+    """Seconds between two `Heartbeat` messages; None: the rank sends none."""
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
+class Shutdown:
     """The work is done; the rank should end normally."""
 
 
@@ -76,7 +76,7 @@ class Ready:
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class RankEnded:
     """A rank has ended, which is always an error."""
 
     rank: int
@@ -92,7 +92,7 @@ class LogRecordMessage:
 
 
 @dataclass(frozen=True, slots=True)
-class Alive:
+class Heartbeat:
     """Heartbeat: the rank's event loop is not blocked."""
 
 
@@ -115,7 +115,7 @@ class Cancel:
 
 
 @dataclass(frozen=True, slots=True)
-class Answered:
+class CallResult:
     """The result of a call."""
 
     number: int
@@ -123,7 +123,7 @@ class Answered:
 
 
 @dataclass(frozen=True, slots=True)
-class Failed:
+class CallFailure:
     """The error that a call raised; `number` is 0 if the hosted object could not be made."""
 
     number: int
@@ -141,10 +141,10 @@ class MessageChannel:
         self._taken_over: list[socket.socket] = []
         self._sending = threading.Lock()
 
-    def give_up_after(self, seconds: float) -> None:
+    def set_send_timeout(self, seconds: float) -> None:
         """Set a send timeout: if the other end receives nothing for this many seconds, the connection ends and `send` raises OSError."""
-        whole, part = int(seconds), int(seconds % 1 * 1e6)
-        limit = struct.pack("@ll", whole, part)
+        whole_seconds, microseconds = int(seconds), int(seconds % 1 * 1e6)
+        limit = struct.pack("@ll", whole_seconds, microseconds)
         self._connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
 
     def fileno(self) -> int:
@@ -157,8 +157,8 @@ class MessageChannel:
         with self._sending:
             frame = add_frame(pickled if self._seal is None else self._seal.code(pickled) + pickled)
             for start in range(0, len(sockets), _MOST_SOCKETS):
-                handed = [each.fileno() for each in sockets[start : start + _MOST_SOCKETS]]
-                frame = frame[socket.send_fds(self._connection, [frame[:1]], handed) :]
+                descriptors = [sock.fileno() for sock in sockets[start : start + _MOST_SOCKETS]]
+                frame = frame[socket.send_fds(self._connection, [frame[:1]], descriptors) :]
             try:
                 self._connection.sendall(frame)
             except BlockingIOError:
@@ -209,7 +209,7 @@ class MessageChannel:
         self._taken_over += [socket.socket(fileno=descriptor) for descriptor in descriptors]
 
 
-def portable(error: BaseException) -> BaseException:
+def picklable_error(error: BaseException) -> BaseException:
     """The error in a form that can be pickled; one that is not a GroupwiseError carries its traceback as a note."""
     if not isinstance(error, GroupwiseError):
         error.add_note("In a model worker:\n" + "".join(traceback.format_exception(error)))

@@ -1,7 +1,7 @@
 """Several models over one base: adapters that are trained and sampled concurrently, each with its own learner and sampler.
 
 The caller drives them through `Models`, in the main process. Without ranks their work is done in that process, by its
-`groupwise.engine.distributed.worker_state.Hosted`. With ranks each model is bound to one rank, so it can be added after the fork: that
+`groupwise.engine.distributed.worker_state.WorkerState`. With ranks each model is bound to one rank, so it can be added after the fork: that
 rank alone learns and samples for it, and several models keep several ranks busy. A call names the method to call, as a call of a rank
 does.
 
@@ -29,7 +29,7 @@ from groupwise.core.types import (
     Row,
     UpdateResult,
 )
-from groupwise.engine.distributed.rpc import Calls
+from groupwise.engine.distributed.rpc import WorkerCalls
 from groupwise.engine.models.config import LoraConfig
 
 
@@ -50,14 +50,14 @@ class NewModel:
 
 
 @dataclass(frozen=True, slots=True)
-class Added:
-    """Result of `groupwise.engine.distributed.worker_state.Hosted.add_model`."""
+class AddedModel:
+    """Result of `groupwise.engine.distributed.worker_state.WorkerState.add_model`."""
 
     fingerprint: str
     """Fingerprint of the weights that its sampler serves."""
 
 
-class Host(Protocol):
+class ModelHost(Protocol):
     """Calls the worker that hosts some models, in this process or in a rank."""
 
     async def call(self, name: str, *arguments: Any, droppable: bool = False) -> Any: ...
@@ -69,11 +69,11 @@ class LocalWorker:
     """Calls the models hosted in this process."""
 
     def __init__(self, hosted: Any) -> None:
-        """`hosted` is a `groupwise.engine.distributed.worker_state.Hosted`."""
+        """`hosted` is a `groupwise.engine.distributed.worker_state.WorkerState`."""
         self._hosted = hosted
 
     async def call(self, name: str, *arguments: Any, droppable: bool = False) -> Any:
-        """Call a method of `Hosted`. Cancelling the wait cancels the call."""
+        """Call a method of `WorkerState`. Cancelling the wait cancels the call."""
         return await getattr(self._hosted, name)(*arguments)
 
     def call_now(self, name: str, *arguments: Any) -> Any:
@@ -83,12 +83,12 @@ class LocalWorker:
 class RemoteWorker:
     """Calls the models hosted by one rank."""
 
-    def __init__(self, ranks: Calls, rank: int) -> None:
+    def __init__(self, ranks: WorkerCalls, rank: int) -> None:
         self._ranks = ranks
         self._rank = rank
 
     async def call(self, name: str, *arguments: Any, droppable: bool = False) -> Any:
-        """See `groupwise.engine.distributed.forked_workers.Ranks.call`."""
+        """See `groupwise.engine.distributed.forked_workers.ForkedWorkers.call`."""
         return await self._ranks.call(self._rank, name, *arguments, droppable=droppable)
 
     def call_now(self, name: str, *arguments: Any) -> Any:
@@ -98,20 +98,22 @@ class RemoteWorker:
 class Model:
     """Handle of one model; refuses calls once the model has been dropped."""
 
-    def __init__(self, name: str, host: Host) -> None:
+    def __init__(self, name: str, host: ModelHost) -> None:
         self.name = name
         self._host = host
         self._dropped = False
 
-    async def call(self, what: str, *arguments: Any, droppable: bool = False) -> Any:
-        """Call a part of the model, such as `learner.update`; see `Host`."""
+    async def call(self, method_path: str, *arguments: Any, droppable: bool = False) -> Any:
+        """Call a part of the model, such as `learner.update`; see `ModelHost`."""
         self._refuse_if_dropped()
-        return await self._host.call("of_model", self.name, what, *arguments, droppable=droppable)
+        return await self._host.call(
+            "of_model", self.name, method_path, *arguments, droppable=droppable
+        )
 
-    def call_now(self, what: str, *arguments: Any) -> Any:
+    def call_now(self, method_path: str, *arguments: Any) -> Any:
         """Like `call`, for code that is not async."""
         self._refuse_if_dropped()
-        return self._host.call_now("of_model", self.name, what, *arguments)
+        return self._host.call_now("of_model", self.name, method_path, *arguments)
 
     async def drop(self) -> None:
         """Refuse further calls, and free the model's memory when its running calls have ended."""
@@ -211,27 +213,27 @@ class ModelParts:
 
 
 class Models:
-    """Registry of the models over one base; holds at most `most` of them."""
+    """Registry of the models over one base; holds at most `max_models` of them."""
 
     def __init__(
         self,
-        hosts: Sequence[Host],
-        most: int,
+        hosts: Sequence[ModelHost],
+        max_models: int,
         stop_token_ids: tuple[int, ...],
-        first: str | None = None,
+        base_name: str | None = None,
     ) -> None:
-        """`first`: the model that the base was loaded with. It counts towards `most`, and all hosts compute it."""
+        """`base_name`: the model that the base was loaded with. It counts towards `max_models`, and all hosts compute it."""
         self._hosts = tuple(hosts)
-        self._most = most
+        self._max_models = max_models
         self._stop_token_ids = stop_token_ids
-        self._first = first
+        self._base_name = base_name
         self._models: dict[str, tuple[Model, int]] = {}
         self._next = 0
 
     @property
     def names(self) -> tuple[str, ...]:
         """Names of all models, the oldest first."""
-        return (*((self._first,) if self._first is not None else ()), *self._models)
+        return (*((self._base_name,) if self._base_name is not None else ()), *self._models)
 
     async def add(self, name: str, new: NewModel) -> ModelParts:
         """Add a model with its own learner and sampler; the other models are not disturbed.
@@ -241,21 +243,21 @@ class Models:
         """
         if name in self.names:
             raise UsageError(f"There is a model {name} already; {self._there_are()}.")
-        if len(self.names) >= self._most:
+        if len(self.names) >= self._max_models:
             raise UsageError(
-                f"The model {name} would be one more than the {self._most} that may be in memory at once; {self._there_are()}. "
+                f"The model {name} would be one more than the {self._max_models} that may be in memory at once; {self._there_are()}. "
                 "Drop one that is not needed any more (what was saved of it can be loaded again), or let there be more "
                 "(max_models): each takes memory for its adapter, its optimiser and what it samples."
             )
         busy = Counter(number for _, number in self._models.values())
         count = len(self._hosts)
-        number = min(range(count), key=lambda each: (busy[each], (each - self._next) % count))
+        number = min(range(count), key=lambda index: (busy[index], (index - self._next) % count))
         self._next = (number + 1) % count
         model = Model(name, self._hosts[number])
         # Registered before the first await, so a concurrent `add` sees the name and the count.
         self._models[name] = model, number
         try:
-            added: Added = await self._hosts[number].call("add_model", name, new)
+            added: AddedModel = await self._hosts[number].call("add_model", name, new)
         except BaseException as error:
             # A cancelled wait does not stop the rank, so the model may exist there by now.
             if isinstance(error, asyncio.CancelledError):

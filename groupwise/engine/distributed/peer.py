@@ -20,27 +20,27 @@ from groupwise.core.errors import GroupwiseError, UsageError, WorkerLostError
 from groupwise.core.processes.family import signal_when_parent_ends
 from groupwise.core.rendezvous import KEY_FILE
 from groupwise.engine.distributed.handshake import (
-    GREETING,
-    Stranger,
-    introduce,
-    secret_of_attempt,
+    HANDSHAKE_TIMEOUT,
+    UnknownCallerError,
+    client_handshake,
+    read_attempt_secret,
 )
 from groupwise.engine.distributed.messages import (
-    Failed,
+    CallFailure,
     MessageChannel,
-    PeerSetup,
+    RankSetup,
     Ready,
-    portable,
+    picklable_error,
 )
-from groupwise.engine.distributed.rank import Answering, tell_log
-from groupwise.engine.distributed.rpc import RESUME
-from groupwise.engine.distributed.torchrun import Launched, gpu_of, watch_for_silence
+from groupwise.engine.distributed.rank import CallServer, send_log
+from groupwise.engine.distributed.rpc import RESUME_HINT
+from groupwise.engine.distributed.torchrun import TorchrunRank, enable_keepalive, visible_gpu
 from groupwise.engine.distributed.zygote import make
 
 CONNECT_TIMEOUT = 60.0
 """Seconds for which a rank retries to connect to the first one."""
-AGAIN = 0.2
-LINE = "groupwise/line"
+RETRY_SECONDS = 0.2
+ADDRESS_KEY = "groupwise/line"
 """Key in torchrun's store for the address of the first rank and, if the ranks were given no secret, a token in its place."""
 
 
@@ -53,19 +53,19 @@ def main(parent: int, descriptor: int) -> NoReturn:
     serve(MessageChannel(socket.socket(fileno=descriptor)))
 
 
-def be_launched(place: Launched) -> NoReturn:
+def run_torchrun_rank(launch: TorchrunRank) -> NoReturn:
     """Act as the rank that torchrun has started this process for."""
-    os.environ.update(gpu_of(place.local_rank))
-    if place.machines == 1 and sys.platform.startswith("linux"):
+    os.environ.update(visible_gpu(launch.local_rank))
+    if launch.machines == 1 and sys.platform.startswith("linux"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    from groupwise.engine.learner.collective import heard
+    from groupwise.engine.learner.collective import read_published
 
     status = 1
     try:
-        line = _call_first_rank(heard(LINE).split(), place.rank)
+        channel = _call_first_rank(read_published(ADDRESS_KEY).split(), launch.rank)
         for number in (signal.SIGINT, signal.SIGTERM):  # the first rank decides when to end
             signal.signal(number, signal.SIG_IGN)
-        serve(line)
+        serve(channel)
     except GroupwiseError as error:
         sys.stderr.write(f"{error}\n")
         status = error.exit_code
@@ -76,49 +76,49 @@ def be_launched(place: Launched) -> NoReturn:
     os._exit(status)
 
 
-def _call_first_rank(announced: list[str], rank: int) -> MessageChannel:
+def _call_first_rank(address: list[str], rank: int) -> MessageChannel:
     """Channel to the first rank, after each side has verified the other. Raises UsageError, WorkerLostError."""
-    host, port, *word = announced
-    secret = secret_of_attempt()
-    if secret is None and not word:
+    host, port, *token = address
+    secret = read_attempt_secret()
+    if secret is None and not token:
         raise UsageError(
             f"The first process of this job has a secret that the others are expected to know, and {KEY_FILE} is not set here. Give all of "
             "them the same file, or none."
         )
     # The first rank accepts one caller at a time, so the connection is retried while it may be busy with others.
-    until = time.monotonic() + CONNECT_TIMEOUT
+    deadline = time.monotonic() + CONNECT_TIMEOUT
     while True:
         connection = None
         try:
-            connection = socket.create_connection((host, int(port)), GREETING)
-            seal = introduce(connection, secret or word[0].encode(), rank)
-            watch_for_silence(connection)
+            connection = socket.create_connection((host, int(port)), HANDSHAKE_TIMEOUT)
+            seal = client_handshake(connection, secret or token[0].encode(), rank)
+            enable_keepalive(connection)
             return MessageChannel(connection, seal)
         except OSError as error:
             if connection is not None:
                 connection.close()
-            if isinstance(error, Stranger) or time.monotonic() > until:
+            if isinstance(error, UnknownCallerError) or time.monotonic() > deadline:
                 raise WorkerLostError(
-                    f"Learner {rank + 1} could not join the first one at {host}:{port}: {error}. {RESUME}"
+                    f"Learner {rank + 1} could not join the first one at {host}:{port}: {error}. {RESUME_HINT}"
                 ) from error
-        time.sleep(AGAIN)
+        time.sleep(RETRY_SECONDS)
 
 
-def serve(line: MessageChannel) -> NoReturn:
+def serve(channel: MessageChannel) -> NoReturn:
     """Act as the rank that the setup from the other end describes."""
     try:
-        setup: PeerSetup = line.receive()
-        sockets = line.taken_over()
-        tell_log(line if setup.tells else None, setup.setup.log_level)
+        setup: RankSetup = channel.receive()
+        sockets = channel.taken_over()
+        send_log(channel if setup.sends_log else None, setup.setup.log_level)
         try:
             hosted = _meet_and_make(setup, sockets)
         except BaseException as error:  # noqa: BLE001 — any error is reported to the main process
-            line.send(Failed(0, portable(error)))
+            channel.send(CallFailure(0, picklable_error(error)))
             with suppress(EOFError):
-                line.receive()
+                channel.receive()
             os._exit(1)
-        line.send(Ready((os.getpid(),)))
-        asyncio.run(Answering(hosted, line, setup.beat).forever())
+        channel.send(Ready((os.getpid(),)))
+        asyncio.run(CallServer(hosted, channel, setup.heartbeat_interval).serve_forever())
     except EOFError:
         os._exit(1)
     except BaseException:  # noqa: BLE001 — after any error the process must end at once
@@ -126,7 +126,7 @@ def serve(line: MessageChannel) -> NoReturn:
     os._exit(1)
 
 
-def _meet_and_make(peer: PeerSetup, sockets: list[socket.socket]) -> Any:
+def _meet_and_make(peer: RankSetup, sockets: list[socket.socket]) -> Any:
     """Join the process group, if the ranks learn together, and make the hosted object."""
     from groupwise.engine.learner import collective
     from groupwise.engine.models.config import ModelConfig
@@ -137,13 +137,13 @@ def _meet_and_make(peer: PeerSetup, sockets: list[socket.socket]) -> Any:
     described = peer.setup.arguments.get("config")
     if described is not None:
         resolve(ModelConfig.model_validate(described["model"]))
-    if peer.calls is not None:
-        collective.tell(LINE, peer.calls)
-    if peer.meeting is not None:
+    if peer.announced_address is not None:
+        collective.publish_value(ADDRESS_KEY, peer.announced_address)
+    if peer.rendezvous is not None:
         listening = sockets[0].detach() if sockets else None
         device = peer.setup.arguments["layout"]["device"]
-        host, port = peer.meeting
-        collective.begin(peer.rank, peer.count, host, port, device, listening)
+        host, port = peer.rendezvous
+        collective.join_process_group(peer.rank, peer.count, host, port, device, listening)
     hosted = make(peer.setup)
     hosted.join(peer.rank)
     return hosted

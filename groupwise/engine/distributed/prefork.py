@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import Any
 
 from groupwise.core.plugins import load
-from groupwise.engine.distributed.forked_workers import Ranks
+from groupwise.engine.distributed.forked_workers import ForkedWorkers
 from groupwise.engine.models.config import Dtype, LoraConfig, ModelConfig
 
 MODULES = (
@@ -21,28 +21,28 @@ MODULES = (
 )
 """Modules that a zygote imports first; they import torch, transformers and peft."""
 
-_begun: list[Ranks] = []
+_begun: list[ForkedWorkers] = []
 """The started zygote, if any; at most one."""
 
 
-def begin() -> None:
+def start_zygote() -> None:
     """Start a zygote that answers questions, also about GPUs, unless one has been started."""
     if not _begun:
         _begun.append(_start_ranks(sees_gpus=True))
 
 
-def take() -> Ranks:
+def take_zygote() -> ForkedWorkers:
     """Hand the started zygote, or a new one, over to the caller, which sends it the setup."""
     return _begun.pop() if _begun else _start_ranks(sees_gpus=False)
 
 
-def _start_ranks(*, sees_gpus: bool) -> Ranks:
-    ranks = Ranks(*MODULES, sees_gpus=sees_gpus)
-    ranks.begin()
+def _start_ranks(*, sees_gpus: bool) -> ForkedWorkers:
+    ranks = ForkedWorkers(*MODULES, sees_gpus=sees_gpus)
+    ranks.start()
     return ranks
 
 
-def give_up() -> None:
+def end_zygote() -> None:
     """End a zygote that was started but is not needed."""
     while _begun:
         _begun.pop().close()
@@ -56,65 +56,65 @@ def load_tokenizer(config: ModelConfig) -> Any:
         return tokenizer.load_tokenizer(config)
     if _begun:
         tokenizer.import_class()
-    return _answer("groupwise.engine.models.tokenizer:load_tokenizer", config)
+    return _ask_zygote("groupwise.engine.models.tokenizer:load_tokenizer", config)
 
 
 def prompt_room(config: ModelConfig, completion: int) -> int:
     """See `groupwise.engine.models.plan.prompt_room`."""
-    return _answer("groupwise.engine.models.plan:prompt_room", config, completion)
+    return _ask_zygote("groupwise.engine.models.plan:prompt_room", config, completion)
 
 
 def vocabulary(config: ModelConfig) -> int:
     """See `groupwise.engine.models.plan.vocabulary`."""
-    return _answer("groupwise.engine.models.plan:vocabulary", config)
+    return _ask_zygote("groupwise.engine.models.plan:vocabulary", config)
 
 
 def all_parameters(config: ModelConfig) -> int:
     """See `groupwise.engine.models.plan.all_parameters`."""
-    return _answer("groupwise.engine.models.plan:all_parameters", config)
+    return _ask_zygote("groupwise.engine.models.plan:all_parameters", config)
 
 
 def trained_parameters(config: ModelConfig, lora: LoraConfig | None) -> int:
     """See `groupwise.engine.models.plan.trained_parameters`."""
-    return _answer("groupwise.engine.models.plan:trained_parameters", config, lora)
+    return _ask_zygote("groupwise.engine.models.plan:trained_parameters", config, lora)
 
 
 def cache_bytes(config: ModelConfig, dtype: Dtype, tokens: int) -> int:
     """See `groupwise.engine.models.plan.cache_bytes`."""
-    return _answer("groupwise.engine.models.plan:cache_bytes", config, dtype, tokens)
+    return _ask_zygote("groupwise.engine.models.plan:cache_bytes", config, dtype, tokens)
 
 
 def gpu_memory(device: str) -> int:
     """See `groupwise.engine.models.probes.gpu_memory`."""
-    return _answer("groupwise.engine.models.probes:gpu_memory", device)
+    return _ask_zygote("groupwise.engine.models.probes:gpu_memory", device)
 
 
 def gpu_count() -> int:
     """See `groupwise.engine.models.machine.gpu_count`."""
-    return _answer("groupwise.engine.models.machine:gpu_count")
+    return _ask_zygote("groupwise.engine.models.machine:gpu_count")
 
 
 def choose_dtype(config: ModelConfig, full: bool, device: str) -> Dtype:
     """See `groupwise.engine.models.machine.choose_dtype`."""
-    return _answer("groupwise.engine.models.machine:choose_dtype", config, full, device)
+    return _ask_zygote("groupwise.engine.models.machine:choose_dtype", config, full, device)
 
 
 def choose_device() -> str:
     """See `groupwise.engine.models.machine.choose_device`."""
-    return _answer("groupwise.engine.models.machine:choose_device")
+    return _ask_zygote("groupwise.engine.models.machine:choose_device")
 
 
 def describe_processor(device: str) -> str:
     """See `groupwise.engine.models.machine.describe_processor`."""
-    return _answer("groupwise.engine.models.machine:describe_processor", device)
+    return _ask_zygote("groupwise.engine.models.machine:describe_processor", device)
 
 
 def torch_version() -> str:
     """See `groupwise.engine.models.machine.torch_version`."""
-    return _answer("groupwise.engine.models.machine:torch_version")
+    return _ask_zygote("groupwise.engine.models.machine:torch_version")
 
 
-def _answer(function: str, *arguments: Any) -> Any:
+def _ask_zygote(function: str, *arguments: Any) -> Any:
     if _begun:
         return _begun[0].ask(function, *arguments)
     return load(function, kind="function").object(*arguments)

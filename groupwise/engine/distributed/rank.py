@@ -21,107 +21,111 @@ from typing import Any, NoReturn
 
 from groupwise.core.processes.family import signal_when_parent_ends
 from groupwise.engine.distributed.messages import (
-    Alive,
-    Answered,
     Call,
+    CallFailure,
+    CallResult,
     Cancel,
-    Failed,
-    Leave,
+    Heartbeat,
     LogRecordMessage,
     MessageChannel,
-    portable,
+    Shutdown,
+    picklable_error,
 )
 
 
-def run_rank(rank: int, hosted: Any, line: MessageChannel, zygote: int, log_level: int) -> NoReturn:
+def run_rank(
+    rank: int, hosted: Any, channel: MessageChannel, zygote: int, log_level: int
+) -> NoReturn:
     """Act as a rank until the connection ends. Only rank 0 sends the package's log; the others would log the same."""
     try:
         signal_when_parent_ends(signal.SIGKILL, zygote)
-        tell_log(line if rank == 0 else None, log_level)
+        send_log(channel if rank == 0 else None, log_level)
         hosted.join(rank)
-        asyncio.run(Answering(hosted, line).forever())
+        asyncio.run(CallServer(hosted, channel).serve_forever())
     except BaseException:  # noqa: BLE001 — a fork must never return into the zygote's code
         traceback.print_exc()
     os._exit(1)
 
 
-def tell_log(line: MessageChannel | None, level: int) -> None:
+def send_log(channel: MessageChannel | None, level: int) -> None:
     """Send the package's log to the main process from now on, or discard it if `line` is None."""
     log = logging.getLogger("groupwise")
     log.setLevel(level)
     log.propagate = False
     for handler in [*log.handlers]:
         log.removeHandler(handler)
-    log.addHandler(logging.NullHandler() if line is None else _LogSender(line))
+    log.addHandler(logging.NullHandler() if channel is None else _LogSender(channel))
 
 
 class _LogSender(logging.Handler):
     """Sends log records with their arguments already formatted, because arguments may not be picklable."""
 
-    def __init__(self, line: MessageChannel) -> None:
+    def __init__(self, channel: MessageChannel) -> None:
         super().__init__()
-        self._line = line
+        self._channel = channel
 
     def emit(self, record: logging.LogRecord) -> None:
-        plain = copy.copy(record)
-        plain.msg, plain.args = self.format(record), None
-        plain.exc_info = plain.exc_text = plain.stack_info = None
+        formatted = copy.copy(record)
+        formatted.msg, formatted.args = self.format(record), None
+        formatted.exc_info = formatted.exc_text = formatted.stack_info = None
         with suppress(OSError):  # the main process is gone
-            self._line.send(LogRecordMessage(plain))
+            self._channel.send(LogRecordMessage(formatted))
 
 
-class Answering:
+class CallServer:
     """Receives calls for the hosted object and runs each as a task."""
 
-    def __init__(self, hosted: Any, line: MessageChannel, heartbeat: float | None = None) -> None:
-        """`heartbeat`: seconds between two `Alive` messages, as `PeerSetup.beat`."""
+    def __init__(
+        self, hosted: Any, channel: MessageChannel, heartbeat: float | None = None
+    ) -> None:
+        """`heartbeat`: seconds between two `Heartbeat` messages, as `RankSetup.heartbeat_interval`."""
         self._hosted = hosted
-        self._line = line
-        self._beat = heartbeat
+        self._channel = channel
+        self._heartbeat_interval = heartbeat
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    async def forever(self) -> None:
+    async def serve_forever(self) -> None:
         """Answer calls; never returns."""
         self._loop = asyncio.get_running_loop()
         threading.Thread(target=self._receive, daemon=True).start()
-        if self._beat is None:
+        if self._heartbeat_interval is None:
             await asyncio.Event().wait()
         # Sent from the loop that computes, so a rank that hangs in a computation sends none.
         while True:
-            assert self._beat is not None
+            assert self._heartbeat_interval is not None
             with suppress(OSError):  # the connection is gone; `_receive` ends this process
-                self._line.send(Alive())
-            await asyncio.sleep(self._beat)
+                self._channel.send(Heartbeat())
+            await asyncio.sleep(self._heartbeat_interval)
 
     def _receive(self) -> None:
         assert self._loop is not None
         try:
             while True:
-                message = self._line.receive()
-                if isinstance(message, Leave):
+                message = self._channel.receive()
+                if isinstance(message, Shutdown):
                     os._exit(0)
-                self._loop.call_soon_threadsafe(self._take, message)
+                self._loop.call_soon_threadsafe(self._dispatch_message, message)
         finally:
             os._exit(1)
 
-    def _take(self, message: Call | Cancel) -> None:
+    def _dispatch_message(self, message: Call | Cancel) -> None:
         if isinstance(message, Call):
-            task = self._tasks[message.number] = asyncio.create_task(self._answer(message))
+            task = self._tasks[message.number] = asyncio.create_task(self._run_call(message))
             task.add_done_callback(lambda _: self._tasks.pop(message.number))
         elif message.number in self._tasks:
             self._tasks[message.number].cancel()
 
-    async def _answer(self, call: Call) -> None:
+    async def _run_call(self, call: Call) -> None:
         try:
-            found = attrgetter(call.name)(self._hosted)
-            value = found(*call.arguments) if callable(found) else found
+            attribute = attrgetter(call.name)(self._hosted)
+            value = attribute(*call.arguments) if callable(attribute) else attribute
             if inspect.isawaitable(value):
                 value = await value
-            self._line.send(Answered(call.number, value))
+            self._channel.send(CallResult(call.number, value))
         except ConnectionAbortedError:
             return  # another rank has ended, and the zygote reports how
         except asyncio.CancelledError:
             raise
         except BaseException as error:  # noqa: BLE001 — belongs to the caller
-            self._line.send(Failed(call.number, portable(error)))
+            self._channel.send(CallFailure(call.number, picklable_error(error)))

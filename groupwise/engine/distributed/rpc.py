@@ -22,12 +22,12 @@ from typing import Any
 
 from groupwise.core.errors import RunError
 from groupwise.core.plugins import explain
-from groupwise.core.processes.family import PLAIN, how_it_ended
+from groupwise.core.processes.family import PLAIN, describe_exit
 from groupwise.engine.distributed.messages import (
-    Answered,
     Call,
+    CallFailure,
+    CallResult,
     Cancel,
-    Failed,
     LogRecordMessage,
     MessageChannel,
     Setup,
@@ -40,13 +40,13 @@ ENVIRONMENT = {
     "GLIBC_TUNABLES": "glibc.malloc.hugetlb=1",
 }
 """One thread per process, and huge pages for allocated memory if the system offers them: reading weights is a few per cent faster."""
-RESUME = "A run goes on from its last checkpoint with --resume."
+RESUME_HINT = "A run goes on from its last checkpoint with --resume."
 
 RankCall = tuple[int, str, tuple[Any, ...]]
 """Rank, path of the attribute to call, arguments."""
 
 
-class Calls:
+class WorkerCalls:
     """Calls to ranks; see `groupwise.engine.distributed.rank`."""
 
     def __init__(self) -> None:
@@ -57,22 +57,22 @@ class Calls:
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._pending: dict[int, Future[Any]] = {}
-        self._over: RunError | None = None
+        self._end_reason: RunError | None = None
         """The reason why calls are no longer possible."""
-        self._lines: list[MessageChannel] = []
+        self._channels: list[MessageChannel] = []
 
     async def call(self, rank: int, name: str, *arguments: Any, droppable: bool = False) -> Any:
         """Call a method of the object that a rank hosts. Cancelling the wait cancels a `droppable` call; other calls continue.
 
         Raises the method's own errors, and RunError if a process has ended.
         """
-        number, future = self._ask(rank, name, arguments)
+        number, future = self._start_call(rank, name, arguments)
         try:
             return await asyncio.wrap_future(future)
         except asyncio.CancelledError:
             self._pop_pending(number)
             if droppable:
-                self._send(self._lines[rank], Cancel(number))
+                self._send_message(self._channels[rank], Cancel(number))
             raise
 
     async def call_each(self, calls: Iterable[RankCall], *, droppable: bool = False) -> list[Any]:
@@ -81,11 +81,11 @@ class Calls:
             self.call(rank, name, *arguments, droppable=droppable)
             for rank, name, arguments in calls
         ]
-        found = await asyncio.gather(*calls_made, return_exceptions=True)
-        for each in found:
-            if isinstance(each, BaseException):
-                raise each
-        return found
+        results = await asyncio.gather(*calls_made, return_exceptions=True)
+        for result in results:
+            if isinstance(result, BaseException):
+                raise result
+        return results
 
     async def call_all(self, name: str, *arguments: Any) -> list[Any]:
         """Make the same call to all ranks."""
@@ -93,7 +93,7 @@ class Calls:
 
     def call_each_now(self, calls: Iterable[RankCall]) -> list[Any]:
         """Like `call_each`, for code that is not async."""
-        calls_made = [self._ask(*call) for call in calls]
+        calls_made = [self._start_call(*call) for call in calls]
         errors = [future.exception() for _, future in calls_made]
         for error in errors:
             if error is not None:
@@ -108,7 +108,7 @@ class Calls:
         """End all processes, even busy ones, and wait until they have ended. May be called again."""
         raise NotImplementedError
 
-    async def _until_made(self) -> None:
+    async def _wait_until_made(self) -> None:
         """Wait until all ranks host the object. After an error or a cancelled wait, all processes have ended."""
         try:
             await asyncio.wrap_future(self._ready)
@@ -116,34 +116,36 @@ class Calls:
             self.close()
             raise
 
-    def _until_made_now(self) -> None:
-        """Like `_until_made`, for code that is not async."""
+    def _wait_until_made_now(self) -> None:
+        """Like `_wait_until_made`, for code that is not async."""
         try:
             self._ready.result()
         except BaseException:
             self.close()
             raise
 
-    def _take_answer(self, message: Answered | Failed | LogRecordMessage) -> None:
+    def _settle_call(self, message: CallResult | CallFailure | LogRecordMessage) -> None:
         """Settle the future of an answered call, or log a record that a process sent."""
         match message:
             case LogRecordMessage(record):
-                _log(record)
-            case Answered(number, value):
-                settle(self._pop_pending(number), value)
-            case Failed(0, error):
-                settle(self._ready, error=error)
-            case Failed(number, error):
-                settle(self._pop_pending(number), error=error)
+                _log_record(record)
+            case CallResult(number, value):
+                settle_future(self._pop_pending(number), value)
+            case CallFailure(0, error):
+                settle_future(self._ready, error=error)
+            case CallFailure(number, error):
+                settle_future(self._pop_pending(number), error=error)
 
-    def _begin_call(self) -> None:
+    def _note_call(self) -> None:
         """Called before a call is sent; subclasses override it."""
 
-    def _ask(self, rank: int, name: str, arguments: tuple[Any, ...]) -> tuple[int, Future[Any]]:
+    def _start_call(
+        self, rank: int, name: str, arguments: tuple[Any, ...]
+    ) -> tuple[int, Future[Any]]:
         number, future = self._new_call()
-        self._begin_call()
+        self._note_call()
         try:
-            self._send(self._lines[rank], Call(number, name, arguments))
+            self._send_message(self._channels[rank], Call(number, name, arguments))
         except BaseException:  # the arguments cannot be pickled
             self._pop_pending(number)
             raise
@@ -153,8 +155,8 @@ class Calls:
         """The number of a new call, and the future of its result."""
         future: Future[Any] = Future()
         with self._lock:
-            if self._over is not None:
-                raise self._over
+            if self._end_reason is not None:
+                raise self._end_reason
             number = next(self._numbers)
             self._pending[number] = future
         return number, future
@@ -164,23 +166,23 @@ class Calls:
         with self._lock:
             return self._pending.pop(number, None)
 
-    def _send(self, line: MessageChannel, message: Call | Cancel) -> None:
+    def _send_message(self, channel: MessageChannel, message: Call | Cancel) -> None:
         with suppress(OSError):  # the process has ended; the listening thread handles that
-            line.send(message)
+            channel.send(message)
 
     def _fail_all(self, reason: RunError) -> bool:
         """Fail running and future calls. False if that has been done before."""
         with self._lock:
-            if self._over is not None:
+            if self._end_reason is not None:
                 return False
-            self._over = reason
+            self._end_reason = reason
             pending, self._pending = self._pending, {}
         for future in (self._ready, *pending.values()):
-            settle(future, error=reason)
+            settle_future(future, error=reason)
         return True
 
 
-def setup_of(factory: str, arguments: Mapping[str, Any]) -> Setup:
+def make_setup(factory: str, arguments: Mapping[str, Any]) -> Setup:
     """Setup for a process: `factory` (`package.module:function`) is called with `arguments`, which must be expressible as JSON."""
     return Setup(
         factory,
@@ -190,13 +192,13 @@ def setup_of(factory: str, arguments: Mapping[str, Any]) -> Setup:
     )
 
 
-def how(code: int | None) -> str:
+def explain_exit(code: int | None) -> str:
     """How a process ended, and how to use less memory if that may be the reason."""
-    how = f"{how_it_ended(code)}."
-    return f"{how} {REMEDY}" if code == -signal.SIGKILL else how
+    ending = f"{describe_exit(code)}."
+    return f"{ending} {REMEDY}" if code == -signal.SIGKILL else ending
 
 
-def reason_of(lived: Callable[[], RunError]) -> RunError:
+def end_reason_of(lived: Callable[[], RunError]) -> RunError:
     """Why listening to the processes has ended, as an error for callers: the result of `lived`, or the error it raised."""
     try:
         return lived()
@@ -204,13 +206,13 @@ def reason_of(lived: Callable[[], RunError]) -> RunError:
         return error
     except BaseException as error:  # noqa: BLE001 — callers would otherwise wait for ever
         reason = RunError(
-            f"What the model workers say cannot be taken:\n{explain(error)}\n{RESUME}"
+            f"What the model workers say cannot be taken:\n{explain(error)}\n{RESUME_HINT}"
         )
         reason.__cause__ = error
         return reason
 
 
-def _log(record: logging.LogRecord) -> None:
+def _log_record(record: logging.LogRecord) -> None:
     """Log a record in this process. Errors of handlers or filters are only reported, as the standard library's handlers do."""
     log = logging.getLogger(record.name)
     try:
@@ -220,17 +222,17 @@ def _log(record: logging.LogRecord) -> None:
         logging.Handler().handleError(record)
 
 
-def same_in_all(what: str, found: Sequence[str]) -> str:
+def require_equal(name: str, values: Sequence[str]) -> str:
     """The value that all ranks report. Raises RunError, with `what` as the value's name, if they differ."""
-    if len(set(found)) > 1:
+    if len(set(values)) > 1:
         raise RunError(
-            f"The model workers have come apart: {what} should be the same in all of them, and are {', '.join(found)}. "
-            f"Please report this. {RESUME}"
+            f"The model workers have come apart: {name} should be the same in all of them, and are {', '.join(values)}. "
+            f"Please report this. {RESUME_HINT}"
         )
-    return found[0]
+    return values[0]
 
 
-def settle(
+def settle_future(
     future: Future[Any] | None, value: Any = None, error: BaseException | None = None
 ) -> None:
     """Set a future's result or error, unless its caller has cancelled it."""

@@ -15,11 +15,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from groupwise.core.types import Completion, GroupRequest, Policy
-from groupwise.engine.distributed.rpc import Calls, same_in_all
-from groupwise.engine.distributed.sharding import Share, deal
+from groupwise.engine.distributed.rpc import WorkerCalls, require_equal
+from groupwise.engine.distributed.sharding import Share, share_groups
 
 _SERVED = "the samplers' weights"
-GATHERED = 0.003
+GATHER_SECONDS = 0.003
 """Seconds for which groups are gathered before they are divided: a thousandth of a small step's time."""
 
 
@@ -36,19 +36,19 @@ class _Ticket:
 class RankSampler:
     """A `groupwise.core.types.Sampler` over the `sampler` that each rank hosts."""
 
-    def __init__(self, ranks: Calls) -> None:
+    def __init__(self, ranks: WorkerCalls) -> None:
         self._ranks = ranks
         self._loads = [0] * ranks.count
         self._waiting: list[_Ticket] = []
         self._dealt: list[_Ticket] = []
-        self._fingerprint = same_in_all(_SERVED, ranks.call_all_now("sampler.fingerprint"))
+        self._fingerprint = require_equal(_SERVED, ranks.call_all_now("sampler.fingerprint"))
 
     async def generate(self, request: GroupRequest) -> tuple[Completion, ...]:
         """See `groupwise.core.types.Sampler.generate`."""
         loop = asyncio.get_running_loop()
         ticket = _Ticket(request, loop.create_future(), [])
         if not self._waiting:
-            loop.call_later(GATHERED, self._deal)
+            loop.call_later(GATHER_SECONDS, self._deal)
         self._waiting.append(ticket)
         try:
             await ticket.dealt
@@ -63,18 +63,20 @@ class RankSampler:
 
     async def so_far(self, draw: int) -> tuple[tuple[int, ...], ...]:
         """See `groupwise.engine.sampler.torch_sampler.TorchSampler.so_far`."""
-        ticket = next((each for each in self._dealt if each.request.draw == draw), None)
+        ticket = next((ticket for ticket in self._dealt if ticket.request.draw == draw), None)
         if ticket is None:
             return ()
         calls = ((share.rank, "sampler.so_far", (draw,)) for share in ticket.shares)
-        found = await self._ranks.call_each(calls)
-        shares = zip(ticket.shares, found, strict=True)
+        answers = await self._ranks.call_each(calls)
+        shares = zip(ticket.shares, answers, strict=True)
         return tuple(ids for share, members in shares for ids in members or ((),) * share.members)
 
     async def load(self, policy: Policy) -> None:
         """See `groupwise.core.types.Sampler.load`. Each rank reads the files."""
         await self._ranks.call_all("sampler.load", policy)
-        self._fingerprint = same_in_all(_SERVED, await self._ranks.call_all("sampler.fingerprint"))
+        self._fingerprint = require_equal(
+            _SERVED, await self._ranks.call_all("sampler.fingerprint")
+        )
 
     def fingerprint(self) -> str:
         """Fingerprint of the weights in the memory of all ranks, as they were when they were loaded."""
@@ -82,8 +84,10 @@ class RankSampler:
 
     def _deal(self) -> None:
         tickets, self._waiting = self._waiting, []
-        dealt = deal([len(ticket.request.seeds) for ticket in tickets], self._loads)
-        for ticket, shares in zip(tickets, dealt, strict=True):
+        shares_by_ticket = share_groups(
+            [len(ticket.request.seeds) for ticket in tickets], self._loads
+        )
+        for ticket, shares in zip(tickets, shares_by_ticket, strict=True):
             if ticket.dealt.cancelled():
                 continue
             ticket.shares = shares
@@ -101,28 +105,28 @@ class RankSampler:
             )
             for share in ticket.shares
         ]
-        found = await self._ranks.call_each(calls, droppable=True)
-        return tuple(completion for completions in found for completion in completions)
+        results = await self._ranks.call_each(calls, droppable=True)
+        return tuple(completion for completions in results for completion in completions)
 
 
 class RankWitness:
-    """A `groupwise.engine.sampler.vllm.sampler.Knows` over the `witness` that the first rank hosts.
+    """A `groupwise.engine.sampler.vllm.sampler.PolicyWitness` over the `witness` that the first rank hosts.
 
     All calls block: servers are compared with the learner between two pieces of work, and nothing continues until that is done.
     """
 
-    def __init__(self, ranks: Calls) -> None:
+    def __init__(self, ranks: WorkerCalls) -> None:
         self._ranks = ranks
-        self._fingerprint = str(self._call("fingerprint"))
-        self.vocabulary = int(self._call("vocabulary"))
-        """See `Knows`."""
-        self.rank = int(self._call("rank"))
-        """See `Knows`."""
+        self._fingerprint = str(self._call_witness("fingerprint"))
+        self.vocabulary = int(self._call_witness("vocabulary"))
+        """See `PolicyWitness`."""
+        self.rank = int(self._call_witness("rank"))
+        """See `PolicyWitness`."""
 
     def read(self, folder: str) -> None:
-        """See `Knows.read`."""
-        self._call("read", folder)
-        self._fingerprint = str(self._call("fingerprint"))
+        """See `PolicyWitness.read`."""
+        self._call_witness("read", folder)
+        self._fingerprint = str(self._call_witness("fingerprint"))
 
     def fingerprint(self) -> str:
         """Fingerprint of the weights in that rank's memory, as they were when they were read."""
@@ -135,8 +139,10 @@ class RankWitness:
         temperature: float,
         plain: bool = False,
     ) -> list[float]:
-        """See `Knows.logprobs`."""
-        return self._call("logprobs", tuple(prompt_ids), tuple(token_ids), temperature, plain)
+        """See `PolicyWitness.logprobs`."""
+        return self._call_witness(
+            "logprobs", tuple(prompt_ids), tuple(token_ids), temperature, plain
+        )
 
-    def _call(self, what: str, *arguments: Any) -> Any:
-        return self._ranks.call_each_now([(0, f"witness.{what}", arguments)])[0]
+    def _call_witness(self, method: str, *arguments: Any) -> Any:
+        return self._ranks.call_each_now([(0, f"witness.{method}", arguments)])[0]

@@ -5,8 +5,8 @@ place, loads the newest weights, and receives all unanswered calls again; caller
 longer than the timeout, because it hangs or was stopped, is killed and replaced in the same way. If one ends repeatedly without having
 drawn anything, all are ended.
 
-Calls come from the main thread while the thread of `Started` replaces processes: the lock `_turn` guards sending and the calls that may
-have to be sent again.
+Calls come from the main thread while the thread of `SpawnedWorkers` replaces processes: the lock `_replacement_lock` guards sending, and
+the calls that may have to be sent again.
 """
 
 from __future__ import annotations
@@ -25,46 +25,46 @@ from typing import Any
 from groupwise.core.errors import PolicyMismatchError, RunError
 from groupwise.core.types import Policy
 from groupwise.engine.distributed.messages import (
-    Answered,
     Call,
+    CallFailure,
+    CallResult,
     Cancel,
-    Failed,
     MessageChannel,
-    PeerSetup,
+    RankSetup,
 )
-from groupwise.engine.distributed.rpc import RESUME, how
-from groupwise.engine.distributed.spawned_workers import FromRank, Started
+from groupwise.engine.distributed.rpc import RESUME_HINT, explain_exit
+from groupwise.engine.distributed.spawned_workers import RankMessage, SpawnedWorkers
 
 logger = logging.getLogger(__name__)
 
 _DRAW = "sampler.generate"
 _LOAD = "sampler.load"
-MOST_ENDS = 3
+MAX_CONSECUTIVE_ENDS = 3
 """The run fails after this many ends of one sampler without a completion in between: its requests, or the machine, are then likely to
 end the next one as well."""
-BEGINS = 1800.0
+START_TIMEOUT = 1800.0
 """Seconds that a sampler may take to make its model: a large one loads slowly from a shared disk."""
-_BEGINS_LONG = f"it had not made its model after {BEGINS:g} s, and was killed."
-_LOOKS = 8
+_STARTED_TOO_LATE = f"it had not made its model after {START_TIMEOUT:g} s, and was killed."
+_CHECKS_PER_TIMEOUT = 8
 """Silence checks, and heartbeats of each sampler, within `distributed.sampler_timeout`."""
 
 
-class Samplers(Started):
+class SamplerWorkers(SpawnedWorkers):
     """`count` samplers. One that ends, or is silent for longer than `patience` seconds, is replaced. With `tells`, the first one sends the
     package's log."""
 
     def __init__(self, count: int, first_gpu: int, *, tells: bool, patience: float) -> None:
         super().__init__(count, "sampler", first_gpu)
         self._patience = patience
-        self._beat = self._look_every = patience / _LOOKS
+        self._heartbeat_interval = self._check_interval = patience / _CHECKS_PER_TIMEOUT
         self._silent: Counter[int] = Counter()
-        """Consecutive silence checks, `_beat` seconds apart, without a message from each sampler."""
-        self._looked_at = time.monotonic()
-        self._tells = tells
-        self._turn = threading.RLock()
+        """Consecutive silence checks, `_heartbeat_interval` seconds apart, without a message from each sampler."""
+        self._checked_at = time.monotonic()
+        self._sends_log = tells
+        self._replacement_lock = threading.RLock()
         self._unanswered: list[dict[int, Call]] = [{} for _ in range(count)]
         """Unanswered calls of each sampler, by their numbers; a replacement receives them again."""
-        self._up: set[int] = set()
+        self._available: set[int] = set()
         """Samplers that are ready to receive calls."""
         self._newest: Policy | None = None
         self._catching_up: dict[int, int] = {}
@@ -72,74 +72,85 @@ class Samplers(Started):
         self._ends: Counter[int] = Counter()
         """Number of times that each sampler ended since it last drew a completion."""
 
-    def _ask(self, rank: int, name: str, arguments: tuple[Any, ...]) -> tuple[int, Future[Any]]:
+    def _start_call(
+        self, rank: int, name: str, arguments: tuple[Any, ...]
+    ) -> tuple[int, Future[Any]]:
         number, future = self._new_call()
-        self._begin_call()
+        self._note_call()
         call = Call(number, name, arguments)
-        with self._turn:
+        with self._replacement_lock:
             if name == _LOAD:
                 (self._newest,) = arguments
             self._unanswered[rank][number] = call
-            if rank in self._up:
-                self._send(self._by_rank[rank], call)
+            if rank in self._available:
+                self._send_message(self._by_rank[rank], call)
         return number, future
 
-    def _send(self, line: MessageChannel, message: Call | Cancel) -> None:
-        with self._turn:
-            super()._send(line, message)
+    def _send_message(self, channel: MessageChannel, message: Call | Cancel) -> None:
+        with self._replacement_lock:
+            super()._send_message(channel, message)
 
     def _pop_pending(self, number: int) -> Future[Any] | None:
-        with self._turn:
+        with self._replacement_lock:
             for calls in self._unanswered:
                 calls.pop(number, None)
         return super()._pop_pending(number)
 
     # --- run by the thread -----------------------------------------------------------------------
 
-    def _open(self) -> None:
+    def _launch_workers(self) -> None:
         for rank in range(self.count):
-            self._start(rank)
+            self._start_rank(rank)
 
-    def _setup_of(self, rank: int) -> tuple[PeerSetup, list[socket.socket]]:
-        assert self._made is not None
-        tells = self._tells and rank == 0
-        return PeerSetup(rank, self.count, self._made, None, tells=tells, beat=self._beat), []
+    def _setup_of(self, rank: int) -> tuple[RankSetup, list[socket.socket]]:
+        assert self._setup is not None
+        tells = self._sends_log and rank == 0
+        return RankSetup(
+            rank,
+            self.count,
+            self._setup,
+            None,
+            sends_log=tells,
+            heartbeat_interval=self._heartbeat_interval,
+        ), []
 
-    def _send_setup(self, rank: int, line: MessageChannel) -> None:
-        """See `Started._send_setup`. Sending holds the lock that replacing a sampler needs, so it must not block for ever."""
-        line.give_up_after(self._patience)
-        super()._send_setup(rank, line)
+    def _send_setup(self, rank: int, channel: MessageChannel) -> None:
+        """See `SpawnedWorkers._send_setup`. Sending holds the lock that replacing a sampler needs, so it must not block for ever."""
+        channel.set_send_timeout(self._patience)
+        super()._send_setup(rank, channel)
 
-    def _take(self, rank: int, message: FromRank) -> None:
+    def _handle_message(self, rank: int, message: RankMessage) -> None:
         match message:
-            case Failed(0, error) if self._ready.done():
+            case CallFailure(0, error) if self._ready.done():
                 raise error
-            case Failed(number, error) if number in self._catching_up:
+            case CallFailure(number, error) if number in self._catching_up:
                 raise error
-            case Answered(number, fingerprint) if number in self._catching_up:
+            case CallResult(number, fingerprint) if number in self._catching_up:
                 self._finish_catching_up(self._catching_up.pop(number), fingerprint)
-            case Answered(number):
+            case CallResult(number):
                 completion = self._unanswered[rank].get(number)
                 if completion is not None and completion.name == _DRAW:
                     del self._ends[rank]
-                super()._take(rank, message)
+                super()._handle_message(rank, message)
             case _:
-                super()._take(rank, message)
+                super()._handle_message(rank, message)
 
-    def _is_ready(self, rank: int) -> None:
-        with self._turn:
+    def _handle_ready(self, rank: int) -> None:
+        with self._replacement_lock:
             if self._newest is None:
                 self._resume(rank)
             else:
                 number = next(self._numbers)
                 self._catching_up[number] = rank
-                self._send(self._by_rank[rank], Call(number, "served", (self._newest,)))
+                self._send_message(
+                    self._by_rank[rank], Call(number, "load_policy", (self._newest,))
+                )
         if not self._ready.done():
-            super()._is_ready(rank)
+            super()._handle_ready(rank)
 
     def _finish_catching_up(self, rank: int, fingerprint: str) -> None:
         """Put a replacement sampler to work if it serves the newest weights, or will: newer ones leave a `load` call pending."""
-        with self._turn:
+        with self._replacement_lock:
             assert self._newest is not None
             loads = any(call.name == _LOAD for call in self._unanswered[rank].values())
             if fingerprint != self._newest.fingerprint and not loads:
@@ -151,58 +162,62 @@ class Samplers(Started):
 
     def _resume(self, rank: int) -> None:
         """Send a sampler its unanswered calls, in the order in which they were made."""
-        self._up.add(rank)
-        if self._lines:
-            self._lines[rank] = self._by_rank[rank]
+        self._available.add(rank)
+        if self._channels:
+            self._channels[rank] = self._by_rank[rank]
         for call in self._unanswered[rank].values():
-            self._send(self._by_rank[rank], call)
+            self._send_message(self._by_rank[rank], call)
 
-    def _check_silence(self, heard: set[int]) -> RunError | None:
+    def _check_silence(self, responsive: set[int]) -> RunError | None:
         """Replace silent samplers. It counts checks, not seconds: while this process itself is stopped, no sampler counts as silent."""
-        for rank in heard:
+        for rank in responsive:
             self._silent[rank] = 0
         now = time.monotonic()
-        if now - self._looked_at < self._beat:
+        if now - self._checked_at < self._heartbeat_interval:
             return None
-        self._looked_at = now
-        for rank in {*self._by_rank} - heard:
+        self._checked_at = now
+        for rank in {*self._by_rank} - responsive:
             self._silent[rank] += 1
-            begins = rank not in self._pids
-            if self._silent[rank] * self._beat > (BEGINS if begins else self._patience):
+            starting = rank not in self._pids
+            if self._silent[rank] * self._heartbeat_interval > (
+                START_TIMEOUT if starting else self._patience
+            ):
                 hangs = f"it gave no sign of life for {self._patience:g} s (distributed.sampler_timeout), and was killed."
-                reason = self._handle_end(rank, _BEGINS_LONG if begins else hangs)
+                reason = self._handle_disconnect(rank, _STARTED_TOO_LATE if starting else hangs)
                 if reason is not None:
                     return reason
         return None
 
-    def _handle_end(self, rank: int, hangs: str = "") -> RunError | None:
+    def _handle_disconnect(self, rank: int, hangs: str = "") -> RunError | None:
         """Replace a sampler that has ended, or hangs; `hangs` is then the reason for the message. Returns an error if all must end."""
-        if self._over is not None:
-            return self._over
+        if self._end_reason is not None:
+            return self._end_reason
         self._silent[rank] = 0
-        with self._turn:
-            self._up.discard(rank)
-            self._catching_up = {n: each for n, each in self._catching_up.items() if each != rank}
-            line = self._by_rank[rank]
-            self._selector.unregister(line)
-            line.close()
+        with self._replacement_lock:
+            self._available.discard(rank)
+            self._catching_up = {
+                number: other for number, other in self._catching_up.items() if other != rank
+            }
+            channel = self._by_rank[rank]
+            self._selector.unregister(channel)
+            channel.close()
         self._pids.pop(rank, None)
         with suppress(ProcessLookupError, PermissionError):  # its own children, too
             os.killpg(self._started[rank].pid, signal.SIGKILL)
         code, words = self._reap(rank)
         self._ends[rank] += 1
-        who = f"Sampler {rank + 1} of {self.count} (distributed.samplers) ended"
-        so = hangs or how(code)
-        if self._ends[rank] == MOST_ENDS:
+        worker = f"Sampler {rank + 1} of {self.count} (distributed.samplers) ended"
+        cause = hangs or explain_exit(code)
+        if self._ends[rank] == MAX_CONSECUTIVE_ENDS:
             return RunError(
-                f"{who} {MOST_ENDS} times without having drawn anything in between, at last so: {so} Another one would end "
-                f"likewise. {RESUME}{words}"
+                f"{worker} {MAX_CONSECUTIVE_ENDS} times without having drawn anything in between, at last so: {cause} Another one would "
+                f"end likewise. {RESUME_HINT}{words}"
             )
         logger.warning(
             "%s: %s Another one takes its place, and draws again what was not finished%s",
-            who,
-            so,
+            worker,
+            cause,
             words,
         )
-        self._start(rank)
+        self._start_rank(rank)
         return None

@@ -11,14 +11,14 @@ from dataclasses import dataclass
 from groupwise.core.accelerators import NVIDIA
 from groupwise.core.errors import UsageError
 
-WORDS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-SEEN = "CUDA_VISIBLE_DEVICES"
-QUIET = 30
+VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+KEEPALIVE_SECONDS = 30
 """Seconds without traffic after which a connection is probed. After twice as long without an answer it is considered lost."""
 
 
 @dataclass(frozen=True, slots=True)
-class Launched:
+class TorchrunRank:
     """One of several processes that were started together."""
 
     rank: int
@@ -39,50 +39,50 @@ class Launched:
         return rank >= self.local_count
 
 
-def read_launch(environment: Mapping[str, str] = os.environ) -> Launched | None:
+def read_torchrun_rank(environment: Mapping[str, str] = os.environ) -> TorchrunRank | None:
     """This process's rank among those started together; None if it was started alone. Raises UsageError for invalid values."""
-    if not all(environment.get(word) for word in WORDS):
+    if not all(environment.get(variable) for variable in VARIABLES):
         return None
     try:
         rank, count = int(environment["RANK"]), int(environment["WORLD_SIZE"])
         local_rank = int(environment.get("LOCAL_RANK", rank))
         local_count = int(environment.get("LOCAL_WORLD_SIZE", count))
     except ValueError:
-        values = ", ".join(f"{word}={environment[word]}" for word in WORDS)
+        values = ", ".join(f"{name}={environment[name]}" for name in VARIABLES)
         raise UsageError(
             f"The environment has {values}, as torchrun sets them, but RANK and WORLD_SIZE are to be whole numbers. Start the command with "
             "torchrun, or unset them."
         ) from None
     if count == 1:
         return None
-    return Launched(rank, count, local_rank, local_count, environment["MASTER_ADDR"])
+    return TorchrunRank(rank, count, local_rank, local_count, environment["MASTER_ADDR"])
 
 
-def refuse_other_number(found: Launched | None, learners: int) -> None:
+def check_world_size(launch: TorchrunRank | None, learners: int) -> None:
     """Raise UsageError if the config wants another number of learners than processes were started."""
-    if found is None or found.count == learners:
+    if launch is None or launch.count == learners:
         return
     raise UsageError(
-        f"{found.count} processes of this run were started (WORLD_SIZE), but distributed.learners is {learners}. Set "
-        f"distributed.learners={found.count}, have torchrun start {learners}, or start the command without "
+        f"{launch.count} processes of this run were started (WORLD_SIZE), but distributed.learners is {learners}. Set "
+        f"distributed.learners={launch.count}, have torchrun start {learners}, or start the command without "
         "torchrun, which begins its own processes on this machine."
     )
 
 
-def gpu_of(local_rank: int) -> dict[str, str]:
+def visible_gpu(local_rank: int) -> dict[str, str]:
     """Environment variables that make only this rank's own GPU visible to it; empty if there is none for it."""
-    given = os.environ.get(SEEN)
-    seen = [each for each in (given or "").split(",") if each]
-    if given is None:
-        return {SEEN: str(local_rank)} if NVIDIA.exists() else {}
-    return {SEEN: seen[local_rank]} if local_rank < len(seen) else {}
+    setting = os.environ.get(VISIBLE_DEVICES)
+    devices = [device for device in (setting or "").split(",") if device]
+    if setting is None:
+        return {VISIBLE_DEVICES: str(local_rank)} if NVIDIA.exists() else {}
+    return {VISIBLE_DEVICES: devices[local_rank]} if local_rank < len(devices) else {}
 
 
-def watch_for_silence(connection: socket.socket) -> None:
+def enable_keepalive(connection: socket.socket) -> None:
     """Detect a machine that lost power, which closes no connection; the operating system's own limit is two hours."""
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     if sys.platform.startswith("linux"):
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, QUIET)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, QUIET // 3)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, KEEPALIVE_SECONDS)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, KEEPALIVE_SECONDS // 3)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3)
-        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 2000 * QUIET)
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 2000 * KEEPALIVE_SECONDS)

@@ -22,9 +22,9 @@ from typing import Any
 
 from groupwise.core.errors import UsageError
 from groupwise.core.types import Learner, Policy, Sampler
-from groupwise.engine.distributed.multi_adapter import Added, NewModel
+from groupwise.engine.distributed.multi_adapter import AddedModel, NewModel
 from groupwise.engine.learner.gradient_flow import Slope, trained_slopes
-from groupwise.engine.learner.replicas import Summed
+from groupwise.engine.learner.replicas import GradientSum
 from groupwise.engine.learner.torch_learner import TorchLearner
 from groupwise.engine.learner.weights import TrainedAdapter
 from groupwise.engine.models.lora import AdaptedModel, layer_kinds
@@ -35,7 +35,7 @@ from groupwise.engine.sampler.weights import ServedAdapter
 
 
 @dataclass(slots=True)
-class Hosted:
+class WorkerState:
     """Sampler and learner over one model, and further models over the same base that only this process computes."""
 
     threads: int
@@ -45,12 +45,12 @@ class Hosted:
     stop_token_ids: tuple[int, ...] = ()
     trained: Any = None
     """The learner's `groupwise.engine.learner.weights.TrainedWeights`."""
-    replicas: Summed | None = None
+    replicas: GradientSum | None = None
     """Adds up gradients with the learners of the other ranks; None if this learner works alone, or there is none."""
     tracing: Tracing | None = None
     witness: Any = None
     """Checks the answers of vLLM servers that sample instead of the ranks (`groupwise.engine.sampler.vllm.witness`)."""
-    bench: AdapterHost | None = None
+    adapter_host: AdapterHost | None = None
     """Holds the further models; None if all weights of the base are trained."""
 
     def join(self, rank: int) -> None:
@@ -78,43 +78,43 @@ class Hosted:
         await self.sampler.load(policy)
         return self.sampler.fingerprint()
 
-    async def load_sent(self, name: str, given: Any, files: dict[str, bytes]) -> None:
+    async def load_sent(self, name: str, source: Any, files: dict[str, bytes]) -> None:
         """Load files that came with the call into the learner or the sampler, because their folder is on another machine."""
         with TemporaryDirectory(prefix="groupwise-") as folder:
             for file, content in files.items():
                 (Path(folder) / file).write_bytes(content)
-            moved = replace(given, path=folder) if isinstance(given, Policy) else folder
-            done = attrgetter(name)(self)(moved)
-            if inspect.isawaitable(done):
-                await done
+            target = replace(source, path=folder) if isinstance(source, Policy) else folder
+            result = attrgetter(name)(self)(target)
+            if inspect.isawaitable(result):
+                await result
 
-    async def add_model(self, name: str, new: NewModel) -> Added:
+    async def add_model(self, name: str, new: NewModel) -> AddedModel:
         """Add a model in this process; see `groupwise.engine.distributed.multi_adapter.Models.add`."""
-        return self._bench().add(name, new)
+        return self._require_adapter_host().add(name, new)
 
     async def drop_model(self, name: str) -> None:
         """Remove an added model; see `groupwise.engine.distributed.multi_adapter.Models.drop`."""
-        await self._bench().drop(name)
+        await self._require_adapter_host().drop(name)
 
-    async def of_model(self, name: str, what: str, *arguments: Any) -> Any:
+    async def of_model(self, name: str, method_path: str, *arguments: Any) -> Any:
         """Call a part of an added model, such as `learner.update`."""
-        return await self._bench().call(name, what, *arguments)
+        return await self._require_adapter_host().call(name, method_path, *arguments)
 
-    def of_model_now(self, name: str, what: str, *arguments: Any) -> Any:
+    def of_model_now(self, name: str, method_path: str, *arguments: Any) -> Any:
         """Like `of_model`, for code that is not async."""
-        return self._bench().call_now(name, what, *arguments)
+        return self._require_adapter_host().call_now(name, method_path, *arguments)
 
     async def layer_kinds(self) -> dict[str, tuple[str, ...]]:
         """See `groupwise.engine.models.lora.layer_kinds`."""
-        return self._bench().layer_kinds()
+        return self._require_adapter_host().layer_kinds()
 
-    def _bench(self) -> AdapterHost:
-        if self.bench is None:
+    def _require_adapter_host(self) -> AdapterHost:
+        if self.adapter_host is None:
             raise UsageError(
                 "All weights of the model in memory are trained (lora is null), so it is no base that others could share. Train an "
                 "adapter instead (lora: {}), or end this training first."
             )
-        return self.bench
+        return self.adapter_host
 
     def begin_trace(self) -> None:
         """Trace this process from now on; the learner's calls are marked with their names."""
@@ -146,17 +146,17 @@ MakeSampler = Callable[[ServedAdapter], Sampler]
 
 
 @dataclass(slots=True)
-class _Standing:
+class _HostedModel:
     """One added model."""
 
     trained: TrainedAdapter
     served: ServedAdapter
     learner: TorchLearner
     sampler: Sampler
-    under_way: int = 0
+    running_calls: int = 0
     """Number of its running calls."""
     dropped: bool = False
-    gone: asyncio.Event = field(default_factory=asyncio.Event)
+    removed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class AdapterHost:
@@ -173,10 +173,10 @@ class AdapterHost:
         self._make_weights = make_weights
         self._make_learner = make_learner
         self._make_sampler = make_sampler
-        self._models: dict[str, _Standing] = {}
+        self._models: dict[str, _HostedModel] = {}
         self._numbers = itertools.count()
 
-    def add(self, name: str, new: NewModel) -> Added:
+    def add(self, name: str, new: NewModel) -> AddedModel:
         """Make a model; see `groupwise.engine.distributed.multi_adapter.Models.add`."""
         assert name not in self._models, f"there is a model {name} already"
         # torch refuses dots in module names, and the given name may have some.
@@ -186,61 +186,61 @@ class AdapterHost:
             learner = self._make_learner(trained, new)
             sampler = self._make_sampler(served)
         except BaseException:
-            for each in [*self._adapted.configs]:
-                if each == inner or each.startswith(f"{inner}-"):
-                    self._adapted.remove(each)
+            for adapter in [*self._adapted.configs]:
+                if adapter == inner or adapter.startswith(f"{inner}-"):
+                    self._adapted.remove(adapter)
             raise
-        self._models[name] = _Standing(trained, served, learner, sampler)
-        return Added(sampler.fingerprint())
+        self._models[name] = _HostedModel(trained, served, learner, sampler)
+        return AddedModel(sampler.fingerprint())
 
     async def drop(self, name: str) -> None:
         """Remove a model when all its calls have ended. The caller makes no further calls of it."""
-        standing = self._models.pop(name, None)
-        if standing is None:
+        model = self._models.pop(name, None)
+        if model is None:
             raise _unknown_model(name, self._models)
-        standing.dropped = True
-        if standing.under_way:
-            await standing.gone.wait()
+        model.dropped = True
+        if model.running_calls:
+            await model.removed.wait()
         else:
-            self._remove(standing)
+            self._remove(model)
 
-    async def call(self, name: str, what: str, *arguments: Any) -> Any:
+    async def call(self, name: str, method_path: str, *arguments: Any) -> Any:
         """Call a part of a model, such as `learner.update`."""
-        standing = self._find(name)
-        standing.under_way += 1
+        model = self._find(name)
+        model.running_calls += 1
         try:
-            value = _call_model(standing, what, arguments)
+            value = _call_model(model, method_path, arguments)
             return await value if inspect.isawaitable(value) else value
         finally:
-            standing.under_way -= 1
-            if standing.dropped and not standing.under_way:
-                self._remove(standing)
+            model.running_calls -= 1
+            if model.dropped and not model.running_calls:
+                self._remove(model)
 
-    def call_now(self, name: str, what: str, *arguments: Any) -> Any:
+    def call_now(self, name: str, method_path: str, *arguments: Any) -> Any:
         """Like `call`, for code that is not async."""
-        return _call_model(self._find(name), what, arguments)
+        return _call_model(self._find(name), method_path, arguments)
 
     def layer_kinds(self) -> dict[str, tuple[str, ...]]:
         """See `groupwise.engine.models.lora.layer_kinds`."""
         return layer_kinds(self._adapted.base)
 
-    def _find(self, name: str) -> _Standing:
+    def _find(self, name: str) -> _HostedModel:
         if name not in self._models:
             raise _unknown_model(name, self._models)
         return self._models[name]
 
-    def _remove(self, standing: _Standing) -> None:
-        standing.trained.remove()
-        standing.served.remove()
-        standing.gone.set()
+    def _remove(self, model: _HostedModel) -> None:
+        model.trained.remove()
+        model.served.remove()
+        model.removed.set()
 
 
-def _call_model(standing: _Standing, what: str, arguments: tuple[Any, ...]) -> Any:
-    found = attrgetter(what)(standing)
-    return found(*arguments) if callable(found) else found
+def _call_model(model: _HostedModel, method_path: str, arguments: tuple[Any, ...]) -> Any:
+    attribute = attrgetter(method_path)(model)
+    return attribute(*arguments) if callable(attribute) else attribute
 
 
-def _unknown_model(name: str, there: dict[str, _Standing]) -> UsageError:
+def _unknown_model(name: str, models: dict[str, _HostedModel]) -> UsageError:
     return UsageError(
-        f"There is no model {name} in this process; there are {', '.join(there) or 'none'}."
+        f"There is no model {name} in this process; there are {', '.join(models) or 'none'}."
     )

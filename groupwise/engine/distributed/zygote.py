@@ -24,16 +24,16 @@ from typing import Any
 from groupwise.core.plugins import load
 from groupwise.core.processes.family import NO_GPU, signal_when_parent_ends
 from groupwise.engine.distributed.messages import (
-    Answered,
     Call,
-    Ended,
-    Failed,
+    CallFailure,
+    CallResult,
     MessageChannel,
+    RankEnded,
     Ready,
     Setup,
-    portable,
+    picklable_error,
 )
-from groupwise.engine.distributed.rank import run_rank, tell_log
+from groupwise.engine.distributed.rank import run_rank, send_log
 
 
 def main(parent: int, descriptor: int, modules: Sequence[str]) -> None:
@@ -48,22 +48,22 @@ def main(parent: int, descriptor: int, modules: Sequence[str]) -> None:
         import_module(module)
     freeze()
     enable()
-    line = MessageChannel(socket.socket(fileno=descriptor))
-    setup = _answer_until_setup(line)
+    channel = MessageChannel(socket.socket(fileno=descriptor))
+    setup = _answer_until_setup(channel)
     os.environ.update(NO_GPU)  # ranks compute on the CPU; GPU drivers do not survive a fork
-    lines = [MessageChannel(each) for each in line.taken_over()]
-    tell_log(line, setup.log_level)
+    channels = [MessageChannel(sock) for sock in channel.taken_over()]
+    send_log(channel, setup.log_level)
     try:
         hosted = make(setup)
     except BaseException as error:  # noqa: BLE001 — any error is reported to the main process
-        line.send(Failed(0, portable(error)))
+        channel.send(CallFailure(0, picklable_error(error)))
         return
-    ranks = _fork_ranks(hosted, line, lines, setup.log_level)
-    threading.Thread(target=_kill_at_end, args=(line, ranks), daemon=True).start()
-    line.send(Ready(ranks))
-    first, status = os.wait()  # when the first rank ends, all are ended
+    ranks = _fork_ranks(hosted, channel, channels, setup.log_level)
+    threading.Thread(target=_kill_at_end, args=(channel, ranks), daemon=True).start()
+    channel.send(Ready(ranks))
+    ended_rank, status = os.wait()  # when the first rank ends, all are ended
     with suppress(OSError):  # the main process is gone
-        line.send(Ended(ranks.index(first), os.waitstatus_to_exitcode(status)))
+        channel.send(RankEnded(ranks.index(ended_rank), os.waitstatus_to_exitcode(status)))
     _kill(ranks)
     with suppress(ChildProcessError):
         while True:
@@ -71,15 +71,15 @@ def main(parent: int, descriptor: int, modules: Sequence[str]) -> None:
     os._exit(0)
 
 
-def _answer_until_setup(line: MessageChannel) -> Setup:
+def _answer_until_setup(channel: MessageChannel) -> Setup:
     """Answer questions (`Call`s) until the setup arrives, and return it."""
-    tell_log(line, logging.INFO)
-    while isinstance(message := line.receive(), Call):
+    send_log(channel, logging.INFO)
+    while isinstance(message := channel.receive(), Call):
         try:
             function = load(message.name, kind="function").object
-            line.send(Answered(message.number, function(*message.arguments)))
+            channel.send(CallResult(message.number, function(*message.arguments)))
         except Exception as error:  # noqa: BLE001 — belongs to the caller
-            line.send(Failed(message.number, portable(error)))
+            channel.send(CallFailure(message.number, picklable_error(error)))
     return message
 
 
@@ -90,31 +90,31 @@ def make(setup: Setup) -> Any:
 
 
 def _fork_ranks(
-    hosted: Any, line: MessageChannel, lines: Sequence[MessageChannel], log_level: int
+    hosted: Any, channel: MessageChannel, channels: Sequence[MessageChannel], log_level: int
 ) -> tuple[int, ...]:
     """Fork a rank for each connection; returns their process ids."""
     collect()
     freeze()  # a garbage collection in a rank would write to every object, and so copy the shared memory
     zygote = os.getpid()
     ranks: list[int] = []
-    for rank, own in enumerate(lines):
+    for rank, rank_channel in enumerate(channels):
         process = os.fork()
         if process == 0:
-            for other in (line, *lines):
-                if other is not own:
+            for other in (channel, *channels):
+                if other is not rank_channel:
                     other.close()
-            run_rank(rank, hosted, own, zygote, log_level)
+            run_rank(rank, hosted, rank_channel, zygote, log_level)
         ranks.append(process)
-    for each in lines:
-        each.close()
+    for forked in channels:
+        forked.close()
     hosted.leave()
     return tuple(ranks)
 
 
-def _kill_at_end(line: MessageChannel, ranks: Sequence[int]) -> None:
+def _kill_at_end(channel: MessageChannel, ranks: Sequence[int]) -> None:
     """Kill the ranks when the connection ends. The main process sends nothing more, so a message cannot arrive here."""
     with suppress(EOFError):
-        line.receive()
+        channel.receive()
     _kill(ranks)
 
 

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from groupwise.core.errors import WorkerLostError
-from groupwise.engine.models.memory import lacks_memory
+from groupwise.engine.models.memory import is_out_of_memory
 
 RENDEZVOUS_TIMEOUT = timedelta(minutes=30)
 """How long ranks wait for each other: while the first one reads its data, while models are read, and for the rank with the longest rows.
@@ -34,10 +34,12 @@ _stores: list[Any] = []
 """Keeps stores alive as long as the process: the first rank's serves the others."""
 
 
-def begin(rank: int, count: int, host: str, port: int, device: str, listening: int | None) -> None:
+def join_process_group(
+    rank: int, count: int, host: str, port: int, device: str, listening: int | None
+) -> None:
     """Join the process group at host and port. `listening` is the descriptor of the first rank's socket, which already listens there."""
-    first: dict[str, Any] = {} if listening is None else {"master_listen_fd": listening}
-    store = dist.TCPStore(host, port, count, listening is not None, RENDEZVOUS_TIMEOUT, **first)
+    options: dict[str, Any] = {} if listening is None else {"master_listen_fd": listening}
+    store = dist.TCPStore(host, port, count, listening is not None, RENDEZVOUS_TIMEOUT, **options)
     _stores.append(store)
     backend = "gloo" if device == "cpu" else "nccl"
     dist.init_process_group(
@@ -45,13 +47,13 @@ def begin(rank: int, count: int, host: str, port: int, device: str, listening: i
     )
 
 
-def tell(name: str, value: str) -> None:
-    """Publish a value in torchrun's store for the ranks that it has started; they read it with `heard`."""
+def publish_value(name: str, value: str) -> None:
+    """Publish a value in torchrun's store for the ranks that it has started; they read it with `read_published`."""
     _launchers_store().set(name, value)
 
 
-def heard(name: str) -> str:
-    """Wait for the value that the first rank publishes with `tell`. Raises WorkerLostError if none arrives in time."""
+def read_published(name: str) -> str:
+    """Wait for the value that the first rank publishes with `publish_value`. Raises WorkerLostError if none arrives in time."""
     try:
         return _launchers_store().get(name).decode()
     except dist.DistError as error:
@@ -70,14 +72,14 @@ def _launchers_store() -> Any:
 
 
 class Collective:
-    """A `groupwise.engine.learner.replicas.Summed` over the ranks of the process group."""
+    """A `groupwise.engine.learner.replicas.GradientSum` over the ranks of the process group."""
 
     @property
     def rank(self) -> int:
         return dist.get_rank()
 
     def join(self, rank: int) -> None:
-        """Do nothing, because `begin` has joined the ranks."""
+        """Do nothing, because `join_process_group` has joined the ranks."""
 
     def leave(self) -> None:
         """Do nothing, because no process was forked."""
@@ -85,17 +87,18 @@ class Collective:
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """See `groupwise.engine.learner.replicas.Replicas.sum_gradients`."""
         gradients = [
-            torch.zeros_like(each) if each.grad is None else each.grad for each in parameters
+            torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+            for parameter in parameters
         ]
         flat_N = torch.cat([gradient.flatten().to(_NUMBER) for gradient in gradients])
-        flags = [float(each.grad is not None) for each in parameters]
+        flags = [float(parameter.grad is not None) for parameter in parameters]
         present_P = torch.tensor(flags, dtype=_NUMBER, device=parameters[0].device)
         total_X = torch.cat([flat_N, present_P])
         try:
             dist.all_reduce(total_X)
             present = total_X[-len(parameters) :].tolist()
         except RuntimeError as error:
-            if lacks_memory(error):
+            if is_out_of_memory(error):
                 raise
             sys.stderr.write(f"another learner cannot be reached: {error}\n")
             sys.stderr.flush()
@@ -103,6 +106,6 @@ class Collective:
             timer.daemon = True
             timer.start()
             raise ConnectionAbortedError("another rank cannot be reached") from error
-        parts = total_X[: -len(parameters)].split([each.numel() for each in parameters])
+        parts = total_X[: -len(parameters)].split([parameter.numel() for parameter in parameters])
         for parameter, has_one, part in zip(parameters, present, parts, strict=True):
             parameter.grad = part.view_as(parameter) if has_one else None

@@ -84,11 +84,11 @@ class OptimisationConfig(Strict):
 
     @model_validator(mode="before")
     @classmethod
-    def _epochs_replace_the_default_steps(cls, given: Any) -> Any:
+    def _epochs_replace_the_default_steps(cls, data: Any) -> Any:
         """Let a config with epochs omit `max_steps: null`."""
-        if not isinstance(given, dict):
-            return given
-        keys = cast("dict[str, Any]", given)
+        if not isinstance(data, dict):
+            return data
+        keys = cast("dict[str, Any]", data)
         if keys.get("num_train_epochs") is None or "max_steps" in keys:
             return keys
         return {**keys, "max_steps": None}

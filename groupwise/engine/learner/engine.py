@@ -12,16 +12,16 @@ from typing import Any, Protocol
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from groupwise.core.types import PolicyRole, Row
-from groupwise.engine.learner.forward import Forward, ForwardOutputs, Paths, choose_paths
+from groupwise.engine.learner.forward import ForwardOutputs, ForwardResult, Paths, choose_paths
 from groupwise.engine.learner.layout import Batch, MicroBatch, PackedBatch
 from groupwise.engine.learner.weights import TrainedWeights
 from groupwise.engine.models.decoder import Decoder
 
-Compute = Callable[[Any, ForwardOutputs], Forward]
+Compute = Callable[[Any, ForwardOutputs], ForwardResult]
 """Computes log-probabilities and entropies of a micro-batch that the same engine has cut."""
 
 
-class Engine(Protocol):
+class LearnerEngine(Protocol):
     """Computes forward passes of rows, with a gradient if torch's gradients are enabled."""
 
     def cut(self, rows: Sequence[Row], max_tokens: int, *, gradient: bool) -> Sequence[Batch]:
@@ -38,7 +38,7 @@ class Engine(Protocol):
 
 
 class TransformersEngine:
-    """A `groupwise.engine.learner.engine.Engine` over any transformers causal language model."""
+    """A `groupwise.engine.learner.engine.LearnerEngine` over any transformers causal language model."""
 
     def __init__(
         self,
@@ -67,18 +67,18 @@ class TransformersEngine:
     def cut(
         self, rows: Sequence[Row], max_tokens: int, *, gradient: bool
     ) -> list[MicroBatch | PackedBatch]:
-        """See `Engine.cut`."""
-        return self._paths(gradient=gradient).cut(rows, max_tokens)
+        """See `LearnerEngine.cut`."""
+        return self._paths_for(gradient=gradient).cut(rows, max_tokens)
 
     @contextmanager
     def acting(self, role: PolicyRole, *, gradient: bool) -> Generator[Compute]:
-        """See `Engine.acting`."""
-        paths = self._paths(gradient=gradient)
+        """See `LearnerEngine.acting`."""
+        paths = self._paths_for(gradient=gradient)
         reference = role == "reference"
         decoder = self.reference() if reference else self._decoder
 
-        def compute(batch: MicroBatch | PackedBatch, outputs: ForwardOutputs) -> Forward:
-            return replace(paths, wanted=outputs).forward(decoder, batch)
+        def compute(batch: MicroBatch | PackedBatch, outputs: ForwardOutputs) -> ForwardResult:
+            return replace(paths, outputs=outputs).forward(decoder, batch)
 
         acting = (
             self._weights.acting_reference()
@@ -97,9 +97,9 @@ class TransformersEngine:
                     layer.training = False
 
     def keep_step(self, role: PolicyRole, *, gradient: bool) -> None:
-        """See `Engine.keep_step`."""
+        """See `LearnerEngine.keep_step`."""
 
-    def _paths(self, *, gradient: bool) -> Paths:
+    def _paths_for(self, *, gradient: bool) -> Paths:
         """Without a gradient nothing is recomputed, so prompts can be shared even with gradient checkpointing."""
         return self.paths if gradient else replace(self.paths, sharing=self._sharing)
 

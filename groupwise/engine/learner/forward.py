@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from groupwise.core.types import Row
-from groupwise.engine.learner.layout import MicroBatch, PackedBatch, cut, widest
+from groupwise.engine.learner.layout import MicroBatch, PackedBatch, cut, longest_completion
 from groupwise.engine.models.decoder import Decoder, PromptCache, SharedPrefixCache, causal_mask
 from groupwise.engine.models.logprobs import TokenNumbers, token_logprobs, withheld_between
 
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Forward:
+class ForwardResult:
     """Numbers per completion token, padded on the right; they are 0 for padding and for tokens that were not requested."""
 
     logprobs_BT: Tensor
@@ -47,7 +47,7 @@ class ForwardOutputs:
     """Leave out tokens outside their row's mask: no loss uses them, and logits are a large part of a token's cost."""
 
 
-PLAIN = ForwardOutputs()
+DEFAULT_OUTPUTS = ForwardOutputs()
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,18 +58,18 @@ class Paths:
     """Rows of different prompts are computed one after another in one sequence."""
     sharing: bool
     """A prompt is computed once for all its completions."""
-    wanted: ForwardOutputs = PLAIN
+    outputs: ForwardOutputs = DEFAULT_OUTPUTS
 
     def cut(self, rows: Sequence[Row], max_tokens: int) -> list[MicroBatch | PackedBatch]:
         """Divide the rows into micro-batches of at most `max_tokens` tokens; a single longer row has its own."""
         return cut(rows, max_tokens, packing=self.packing, prompt_shared=self.sharing)
 
-    def forward(self, decoder: Decoder, batch: MicroBatch | PackedBatch) -> Forward:
+    def forward(self, decoder: Decoder, batch: MicroBatch | PackedBatch) -> ForwardResult:
         """Log-probabilities and entropies of a micro-batch."""
         if isinstance(batch, PackedBatch):
-            return packed_rows(decoder, batch, self.wanted)
-        way = shared_prompt if self.sharing else whole_rows
-        return way(decoder, batch, self.wanted)
+            return packed_rows(decoder, batch, self.outputs)
+        compute = shared_prompt if self.sharing else whole_rows
+        return compute(decoder, batch, self.outputs)
 
 
 def choose_paths(decoder: Decoder, *, packing: bool, sharing: bool) -> Paths:
@@ -84,7 +84,9 @@ def choose_paths(decoder: Decoder, *, packing: bool, sharing: bool) -> Paths:
     return Paths(packing=exact, sharing=sharing)
 
 
-def shared_prompt(decoder: Decoder, batch: MicroBatch, outputs: ForwardOutputs = PLAIN) -> Forward:
+def shared_prompt(
+    decoder: Decoder, batch: MicroBatch, outputs: ForwardOutputs = DEFAULT_OUTPUTS
+) -> ForwardResult:
     """Compute the prompt once, then all its completions as a batch."""
     device = decoder.device
     prompt_1P = torch.tensor([batch.prompt_ids], device=device)
@@ -100,48 +102,52 @@ def shared_prompt(decoder: Decoder, batch: MicroBatch, outputs: ForwardOutputs =
         mask = causal_mask(width - 1, length, device)
         later = decoder.hidden(ids_BT[:, :-1], positions_1T, mask, SharedPrefixCache(cache))
         hidden_BTH = torch.cat((hidden_BTH, later), dim=1)
-    return _at_tokens(decoder, batch.rows, hidden_BTH[_real(batch.rows, device)], outputs)
+    return _at_tokens(decoder, batch.rows, hidden_BTH[_real_tokens(batch.rows, device)], outputs)
 
 
-def whole_rows(decoder: Decoder, batch: MicroBatch, outputs: ForwardOutputs = PLAIN) -> Forward:
+def whole_rows(
+    decoder: Decoder, batch: MicroBatch, outputs: ForwardOutputs = DEFAULT_OUTPUTS
+) -> ForwardResult:
     """Compute each row by itself, prompt included."""
     device = decoder.device
     ids_BT = _padded_ids(batch.rows, device)
     rows, width = ids_BT.shape
     prompt_BP = torch.tensor([batch.prompt_ids], device=device).expand(rows, -1)
     length = prompt_BP.shape[1]
-    whole = torch.cat((prompt_BP, ids_BT[:, :-1]), dim=1)
+    input_ids = torch.cat((prompt_BP, ids_BT[:, :-1]), dim=1)
     positions = torch.arange(length + width - 1, device=device)[None]
-    hidden = decoder.hidden(whole, positions, causal_mask(length + width - 1, 0, device), None)
-    real = hidden[:, length - 1 :][_real(batch.rows, device)]
+    hidden = decoder.hidden(input_ids, positions, causal_mask(length + width - 1, 0, device), None)
+    real = hidden[:, length - 1 :][_real_tokens(batch.rows, device)]
     return _at_tokens(decoder, batch.rows, real, outputs)
 
 
-def packed_rows(decoder: Decoder, batch: PackedBatch, outputs: ForwardOutputs = PLAIN) -> Forward:
+def packed_rows(
+    decoder: Decoder, batch: PackedBatch, outputs: ForwardOutputs = DEFAULT_OUTPUTS
+) -> ForwardResult:
     """Compute rows one after another in sequences: positions start at 0 in each row, and no row attends to another."""
     device = decoder.device
     ids_SL = torch.zeros(batch.shape, dtype=torch.long)
     positions_SL = torch.zeros(batch.shape, dtype=torch.long)
     owners_SL = torch.zeros(batch.shape, dtype=torch.long)  # padding has the owner 0
-    places: list[Tensor] = []
-    for number, (row, place) in enumerate(zip(batch.rows, batch.places, strict=True), start=1):
+    token_indices: list[Tensor] = []
+    for number, (row, row_start) in enumerate(zip(batch.rows, batch.starts, strict=True), start=1):
         tokens = [*row.prompt_ids, *row.completion_ids[:-1]]
-        sequence, start = place
-        here = (sequence, slice(start, start + len(tokens)))
-        ids_SL[here] = torch.tensor(tokens)
-        positions_SL[here] = torch.arange(len(tokens))
-        owners_SL[here] = number
+        sequence, start = row_start
+        span = (sequence, slice(start, start + len(tokens)))
+        ids_SL[span] = torch.tensor(tokens)
+        positions_SL[span] = torch.arange(len(tokens))
+        owners_SL[span] = number
         # The hidden state before the first completion token predicts it.
-        first = sequence * batch.shape[1] + start + len(row.prompt_ids) - 1
-        places.append(torch.arange(len(row.completion_ids), device=device) + first)
+        first_index = sequence * batch.shape[1] + start + len(row.prompt_ids) - 1
+        token_indices.append(torch.arange(len(row.completion_ids), device=device) + first_index)
     hidden_SLH = decoder.hidden(
-        ids_SL.to(device), positions_SL.to(device), blocks(owners_SL.to(device)), None
+        ids_SL.to(device), positions_SL.to(device), same_owner_mask(owners_SL.to(device)), None
     )
-    at_hidden = hidden_SLH.flatten(0, 1)[torch.cat(places)]
+    at_hidden = hidden_SLH.flatten(0, 1)[torch.cat(token_indices)]
     return _at_tokens(decoder, batch.rows, at_hidden, outputs)
 
 
-def blocks(owners_SL: Tensor) -> Tensor:
+def same_owner_mask(owners_SL: Tensor) -> Tensor:
     """Attention mask [S, L, L]: a token sees itself and the earlier tokens of the same owner (row)."""
     length = owners_SL.shape[1]
     same_SLL = owners_SL[:, :, None] == owners_SL[:, None, :]
@@ -154,15 +160,19 @@ def packing_is_exact(decoder: Decoder) -> bool:
     That holds if all layers depend only on positions and mask. Recurrent or convolutional layers would break it.
     """
     rows = (_toy_row((2, 1), (0, 1, 2)), _toy_row((1, 0), (2, 2)))
-    both = PackedBatch(rows, (0, 1), ((0, 0), (0, 4)), (1, 7))
-    alone = [PackedBatch((row,), (0,), ((0, 0),), (1, 4 - n)) for n, row in enumerate(rows)]
+    packed = PackedBatch(rows, (0, 1), ((0, 0), (0, 4)), (1, 7))
+    single_batches = [
+        PackedBatch((row,), (0,), ((0, 0),), (1, 4 - n)) for n, row in enumerate(rows)
+    ]
     with torch.no_grad():
-        together = packed_rows(decoder, both).logprobs_BT
-        apart = [packed_rows(decoder, each).logprobs_BT for each in alone]
-    close = 1e-4 if decoder.model.dtype == torch.float32 else 5e-2
+        packed_logprobs = packed_rows(decoder, packed).logprobs_BT
+        single_logprobs = [packed_rows(decoder, batch).logprobs_BT for batch in single_batches]
+    margin = 1e-4 if decoder.model.dtype == torch.float32 else 5e-2
     return all(
-        torch.allclose(together[number, : each.shape[1]], each[0], rtol=close, atol=close)
-        for number, each in enumerate(apart)
+        torch.allclose(
+            packed_logprobs[number, : logprobs.shape[1]], logprobs[0], rtol=margin, atol=margin
+        )
+        for number, logprobs in enumerate(single_logprobs)
     )
 
 
@@ -172,27 +182,27 @@ def _toy_row(prompt_ids: tuple[int, ...], completion_ids: tuple[int, ...]) -> Ro
 
 
 def _padded_ids(rows: Sequence[Row], device: torch.device) -> Tensor:
-    return _pad([row.completion_ids for row in rows], device)
+    return _pad_rows([row.completion_ids for row in rows], device)
 
 
-def _pad(values: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
+def _pad_rows(values: Sequence[tuple[int, ...]], device: torch.device) -> Tensor:
     width = max(map(len, values))
-    return torch.tensor([[*each, *[0] * (width - len(each))] for each in values], device=device)
+    return torch.tensor([[*row, *[0] * (width - len(row))] for row in values], device=device)
 
 
-def _real(rows: Sequence[Row], device: torch.device) -> Tensor:
+def _real_tokens(rows: Sequence[Row], device: torch.device) -> Tensor:
     """Mask [B, T] of the places that hold a token."""
     lengths_B = torch.tensor([len(row.completion_ids) for row in rows], device=device)
-    return torch.arange(widest(rows), device=device) < lengths_B[:, None]
+    return torch.arange(longest_completion(rows), device=device) < lengths_B[:, None]
 
 
 def _at_tokens(
     decoder: Decoder, rows: Sequence[Row], hidden_AH: Tensor, outputs: ForwardOutputs
-) -> Forward:
+) -> ForwardResult:
     """Numbers in the padded shape, from the hidden state before each completion token; the hidden states of all rows are concatenated."""
-    queried = asked_of(rows, outputs, hidden_AH.device)
+    queried = query_tokens(rows, outputs, hidden_AH.device)
     targets = queried.targets
-    found = token_logprobs(
+    numbers = token_logprobs(
         decoder,
         hidden_AH[queried.among_A],
         targets.ids_N,
@@ -201,7 +211,7 @@ def _at_tokens(
         accuracy=outputs.accuracy,
         withheld_X2=targets.withheld_X2,
     )
-    return queried.spread(found)
+    return queried.spread(numbers)
 
 
 @dataclass(frozen=True, slots=True)
@@ -212,7 +222,7 @@ class Targets:
     temperatures_N: Tensor
     withheld_X2: Tensor | None
     """Pairs of an index in N and a token id that could not be drawn there."""
-    wanted: ForwardOutputs = PLAIN
+    outputs: ForwardOutputs = DEFAULT_OUTPUTS
 
     def part(self, start: int, end: int) -> Targets:
         """The targets from `start` to `end`, with indices counted from `start`."""
@@ -220,7 +230,7 @@ class Targets:
             self.ids_N[start:end],
             self.temperatures_N[start:end],
             withheld_between(self.withheld_X2, start, end),
-            self.wanted,
+            self.outputs,
         )
 
 
@@ -234,22 +244,28 @@ class QueriedTokens:
     places_BT: Tensor
     """Mask of these tokens in the padded shape."""
 
-    def spread(self, found: TokenNumbers) -> Forward:
+    def spread(self, numbers: TokenNumbers) -> ForwardResult:
         """The numbers of the targets in the padded shape, 0 elsewhere."""
         places_BT = self.places_BT
         empty_BT = torch.zeros(places_BT.shape, device=places_BT.device)
         wrong_BT = torch.zeros_like(places_BT)
-        return Forward(
-            empty_BT.masked_scatter(places_BT, found.logprobs_N),
-            empty_BT.masked_scatter(places_BT, found.entropies_N),
-            None if found.right_N is None else wrong_BT.masked_scatter(places_BT, found.right_N),
+        return ForwardResult(
+            empty_BT.masked_scatter(places_BT, numbers.logprobs_N),
+            empty_BT.masked_scatter(places_BT, numbers.entropies_N),
+            None
+            if numbers.right_N is None
+            else wrong_BT.masked_scatter(places_BT, numbers.right_N),
         )
 
 
-def asked_of(rows: Sequence[Row], outputs: ForwardOutputs, device: torch.device) -> QueriedTokens:
+def query_tokens(
+    rows: Sequence[Row], outputs: ForwardOutputs, device: torch.device
+) -> QueriedTokens:
     """The completion tokens for which `outputs` wants numbers."""
-    real_BT = _real(rows, device)
-    places_BT = _pad([row.mask for row in rows], device) != 0 if outputs.trained_only else real_BT
+    real_BT = _real_tokens(rows, device)
+    places_BT = (
+        _pad_rows([row.mask for row in rows], device) != 0 if outputs.trained_only else real_BT
+    )
     if not places_BT.any():  # backward needs some token, even if the gradient is 0
         places_BT = real_BT
     among_A = places_BT[real_BT]
@@ -258,7 +274,7 @@ def asked_of(rows: Sequence[Row], outputs: ForwardOutputs, device: torch.device)
         ids_N=_padded_ids(rows, device)[places_BT],
         temperatures_N=temperatures_B[:, None].expand_as(places_BT)[places_BT],
         withheld_X2=_withheld_pairs(rows, among_A),
-        wanted=outputs,
+        outputs=outputs,
     )
     return QueriedTokens(targets, among_A, places_BT)
 
@@ -269,11 +285,11 @@ def _withheld_pairs(rows: Sequence[Row], among_A: Tensor) -> Tensor | None:
         return None
     starts = accumulate((len(row.completion_ids) for row in rows), initial=0)
     pairs = [
-        (start + place, token)
+        (start + index, token)
         for row, start in zip(rows, starts, strict=False)
-        for stretch in row.withheld
-        for place in range(stretch.start, stretch.end)
-        for token in stretch.token_ids
+        for span in row.withheld
+        for index in range(span.start, span.end)
+        for token in span.token_ids
     ]
     device = among_A.device
     pairs_X2 = torch.tensor(pairs, dtype=torch.long, device=device).reshape(-1, 2)

@@ -31,21 +31,21 @@ from groupwise.core.errors import ModelError
 from groupwise.core.types import PolicyRole, Row
 from groupwise.engine.learner.collective import Collective
 from groupwise.engine.learner.engine import Compute, TransformersEngine
-from groupwise.engine.learner.forward import Forward, ForwardOutputs
+from groupwise.engine.learner.forward import ForwardOutputs, ForwardResult
 from groupwise.engine.learner.layout import Batch, PackedBatch
 from groupwise.engine.learner.weights import TrainedWeights
 
 _PASS = "divided_pass"
 """Name of the method, added to a divided model, that makes a pass."""
-_EMPTY = PackedBatch((Row((0, 0), (0,), (1,), (0.0,), 0.0, 1.0),), (0,), ((0, 0),), (1, 2))
+_EMPTY_BATCH = PackedBatch((Row((0, 0), (0,), (1,), (0.0,), 0.0, 1.0),), (0,), ((0, 0),), (1, 2))
 """Batch for learners that have no rows left."""
 
 Numbers = tuple[Tensor, Tensor, Tensor | None]
-"""The fields of a `Forward` in a tuple, because FSDP's hooks look for tensors in the result of a pass."""
+"""The fields of a `ForwardResult` in a tuple, because FSDP's hooks look for tensors in the result of a pass."""
 
 
-class DividedEngine:
-    """A `groupwise.engine.learner.engine.Engine` that divides a model's weights among the learners of the process group.
+class FsdpEngine:
+    """A `groupwise.engine.learner.engine.LearnerEngine` that divides a model's weights among the learners of the process group.
 
     All learners create it at the same time, and then make the same calls in the same order.
     """
@@ -69,28 +69,28 @@ class DividedEngine:
         self._left = 0
         """Passes that other learners make after this learner's last rows."""
         mesh = init_device_mesh(torch.device(device).type, (dist.get_world_size(),))
-        policy, *others = weights.models()
-        if others:
+        policy, *references = weights.models()
+        if references:
             self._engine.reference()  # creates its decoder, which runs the model, while it is whole
-        for model in (policy, *others):
-            _divide(model, mesh, weights.undivided())
+        for model in (policy, *references):
+            _shard_model(model, mesh, weights.undivided())
 
     def cut(self, rows: Sequence[Row], max_tokens: int, *, gradient: bool) -> Sequence[Batch]:
-        """See `Engine.cut`. Learners agree on the number of passes, so all call it together; `rows` may be empty."""
+        """See `LearnerEngine.cut`. Learners agree on the number of passes, so all call it together; `rows` may be empty."""
         batches = self._engine.cut(rows, max_tokens, gradient=gradient) if rows else []
-        most = torch.tensor(len(batches), device=self._weights.model.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX)
-        self._left = int(most) - len(batches)
+        max_batches = torch.tensor(len(batches), device=self._weights.model.device)
+        dist.all_reduce(max_batches, dist.ReduceOp.MAX)
+        self._left = int(max_batches) - len(batches)
         return batches
 
     @contextmanager
     def acting(self, role: PolicyRole, *, gradient: bool) -> Generator[Compute]:
-        """See `Engine.acting`."""
+        """See `LearnerEngine.acting`."""
         model = self._weights.model if role == "policy" else self._weights.reference_model
         with self._engine.acting(role, gradient=gradient) as compute:
 
-            def gathered(batch: Any, outputs: ForwardOutputs) -> Forward:
-                return Forward(*getattr(model, _PASS)(compute, batch, outputs))
+            def gathered(batch: Any, outputs: ForwardOutputs) -> ForwardResult:
+                return ForwardResult(*getattr(model, _PASS)(compute, batch, outputs))
 
             yield gathered
 
@@ -98,33 +98,37 @@ class DividedEngine:
         """Make as many empty passes as needed to match the learners with more rows."""
         for _ in range(self._left):
             with self.acting(role, gradient=gradient) as compute:
-                found = compute(_EMPTY, ForwardOutputs())
+                forward = compute(_EMPTY_BATCH, ForwardOutputs())
                 if gradient:
-                    (found.logprobs_BT.sum() * 0.0).backward()
+                    (forward.logprobs_BT.sum() * 0.0).backward()
         self._left = 0
 
 
-class Divided(Collective):
+class FsdpCollective(Collective):
     """Like `Collective`, but FSDP has already summed the gradients of divided weights in the backward pass."""
 
     def sum_gradients(self, parameters: Sequence[nn.Parameter]) -> None:
         """See `groupwise.engine.learner.replicas.Replicas.sum_gradients`."""
-        whole = [each for each in parameters if not isinstance(each, DTensor)]
-        if whole:
-            super().sum_gradients(whole)
+        undivided = [parameter for parameter in parameters if not isinstance(parameter, DTensor)]
+        if undivided:
+            super().sum_gradients(undivided)
 
 
-def _divide(model: PreTrainedModel, mesh: DeviceMesh, whole: Sequence[nn.Parameter]) -> None:
+def _shard_model(
+    model: PreTrainedModel, mesh: DeviceMesh, undivided: Sequence[nn.Parameter]
+) -> None:
     """Keep only this learner's part of each weight, except those that stay `whole`, which move to its device."""
-    layers = [each for each in model.modules() if isinstance(each, GradientCheckpointingLayer)]
+    layers = [
+        module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)
+    ]
     if not layers:
         raise ModelError(
             f"distributed.strategy is fsdp2, but nothing says which modules of a {model.config.model_type} model are its layers, so that "
             "its weights cannot be gathered one layer after another. Set distributed.strategy=ddp, for which the model must fit on one GPU."
         )
-    for each in whole:
-        each.data = each.data.to(mesh.device_type)
-    ignored = set(whole)
+    for parameter in undivided:
+        parameter.data = parameter.data.to(mesh.device_type)
+    ignored = set(undivided)
     for layer in reversed(layers):  # inner layers before those that contain them
         fully_shard(layer, mesh=mesh, ignored_params=ignored)
     fully_shard(model, mesh=mesh, reshard_after_forward=True, ignored_params=ignored)
@@ -132,10 +136,10 @@ def _divide(model: PreTrainedModel, mesh: DeviceMesh, whole: Sequence[nn.Paramet
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    setattr(cast("nn.Module", model), _PASS, _numbers)
+    setattr(cast("nn.Module", model), _PASS, _forward_tuple)
     register_fsdp_forward_method(model, _PASS)
 
 
-def _numbers(compute: Compute, batch: Any, outputs: ForwardOutputs) -> Numbers:
-    found = compute(batch, outputs)
-    return found.logprobs_BT, found.entropies_BT, found.right_BT
+def _forward_tuple(compute: Compute, batch: Any, outputs: ForwardOutputs) -> Numbers:
+    forward = compute(batch, outputs)
+    return forward.logprobs_BT, forward.entropies_BT, forward.right_BT

@@ -53,8 +53,11 @@ def trained_slopes(weights: TrainedWeights, learning_rate: float) -> list[Slope]
             by_module = partial(_by_module, adapted.layers[path], weights.name)
             ways: list[Compute] = [by_module]
             if native is not None:
-                found = native_ways(native, path)
-                ways = [found["sampler"], by_module if weights.dropout else found["learner"]]
+                by_engine = native_computations(native, path)
+                ways = [
+                    by_engine["sampler"],
+                    by_module if weights.dropout else by_engine["learner"],
+                ]
             before = adapted.low_rank(weights.name)[path]
             generator = torch.Generator().manual_seed(0)
             up_OR = before.up_OR
@@ -62,7 +65,7 @@ def trained_slopes(weights: TrainedWeights, learning_rate: float) -> list[Slope]
             signs_OR = torch.randn(up_OR.shape, generator=generator).sign()
             after = replace(before, up_OR=up_OR + learning_rate * signs_OR.to(up_OR))
             inputs_NI = inputs_NI.to(up_OR.device, weights.model.dtype)
-            changes = [_measure_changes(way, inputs_NI, before, after) for way in ways]
+            changes = [_measure_changes(compute, inputs_NI, before, after) for compute in ways]
             least = min((slope_of(*change), error_of(*change)) for change in changes)
             slopes.append(Slope(path, *least))
     return slopes
@@ -89,23 +92,23 @@ def slope_of(realised: Tensor, exact: Tensor) -> float:
 def error_of(realised_NO: Tensor, exact_NO: Tensor) -> float:
     """The standard error of `slope_of`, a ratio of sums over independent tokens, to first order (Cochran, Sampling Techniques, §6.5)."""
     squares_N = (exact_NO * exact_NO).sum(-1)
-    left_N = (realised_NO * exact_NO).sum(-1) - slope_of(realised_NO, exact_NO) * squares_N
-    return float(left_N.square().sum().sqrt() / squares_N.sum())
+    residuals_N = (realised_NO * exact_NO).sum(-1) - slope_of(realised_NO, exact_NO) * squares_N
+    return float(residuals_N.square().sum().sqrt() / squares_N.sum())
 
 
-def native_ways(native: NativeModel, path: str) -> dict[str, Compute]:
+def native_computations(native: NativeModel, path: str) -> dict[str, Compute]:
     """The ways in which the native sampler and learner compute a layer, by name."""
     linear, part = next(
         (linear, part) for linear in native.products for part in linear.parts if part.path == path
     )
 
     def sampled(inputs: Tensor, factors: Factors) -> Tensor:
-        found = linear.few(inputs, linear.packed_low_rank({part.path: factors}))
-        return _own_columns(found, part)
+        output = linear.few(inputs, linear.packed_low_rank({part.path: factors}))
+        return _own_columns(output, part)
 
     def learnt(inputs: Tensor, factors: Factors) -> Tensor:
-        found, _ = Product(linear, {part.path: factors}).forward(inputs)
-        return _own_columns(found, part)
+        output, _ = Product(linear, {part.path: factors}).forward(inputs)
+        return _own_columns(output, part)
 
     return {"sampler": sampled, "learner": learnt}
 
@@ -118,17 +121,17 @@ def _adapter_output(inputs_NI: Tensor, factors: Factors) -> Tensor:
 def _by_module(layer: ExactLoraLinear, name: str, inputs: Tensor, factors: Factors) -> Tensor:
     """The layer's output as its transformers module computes it, with these factors as its adapter."""
     _, up = layer.factors(name)
-    kept = up.clone()
+    original = up.clone()
     try:
         up.copy_(factors.up_OR)
         return layer(inputs)
     finally:
-        up.copy_(kept)
+        up.copy_(original)
 
 
-def _own_columns(found_NX: Tensor, part: Part) -> Tensor:
+def _own_columns(output_NX: Tensor, part: Part) -> Tensor:
     """The columns of a part, in the order of the model's own layer."""
-    own_NO = found_NX[:, part.start : part.end]
+    columns_NO = output_NX[:, part.start : part.end]
     if part.order is None:
-        return own_NO
-    return torch.empty_like(own_NO).index_copy_(1, part.order, own_NO)
+        return columns_NO
+    return torch.empty_like(columns_NO).index_copy_(1, part.order, columns_NO)

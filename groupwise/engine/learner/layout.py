@@ -27,7 +27,7 @@ class MicroBatch:
     @property
     def width(self) -> int:
         """Tokens of the longest completion."""
-        return widest(self.rows)
+        return longest_completion(self.rows)
 
     @property
     def tokens(self) -> int:
@@ -42,7 +42,7 @@ class PackedBatch:
     rows: tuple[Row, ...]
     indices: tuple[int, ...]
     """Index of each row in the list that was divided."""
-    places: tuple[tuple[int, int], ...]
+    starts: tuple[tuple[int, int], ...]
     """For each row the index of its sequence, and the index of its first token there."""
     shape: tuple[int, int]
     """Number of sequences, and the length of each in tokens."""
@@ -50,7 +50,7 @@ class PackedBatch:
     @property
     def width(self) -> int:
         """Tokens of the longest completion."""
-        return widest(self.rows)
+        return longest_completion(self.rows)
 
     @property
     def tokens(self) -> int:
@@ -75,7 +75,7 @@ class Batch(Protocol):
         ...
 
 
-def widest(rows: Sequence[Row]) -> int:
+def longest_completion(rows: Sequence[Row]) -> int:
     """Tokens of the longest completion."""
     return max(len(row.completion_ids) for row in rows)
 
@@ -90,27 +90,27 @@ def cut(
     if not packing:
         return [*microbatches(rows, max_tokens, prompt_shared=prompt_shared)]
     sharing: list[int] = []
-    for prompt_ids, members in by_prompt(rows).items() if prompt_shared else ():
+    for prompt_ids, members in group_by_prompt(rows).items() if prompt_shared else ():
         width = max(len(rows[index].completion_ids) for index in members)
         shared_cost = len(prompt_ids) + len(members) * (width - 1)
-        packed_cost = sum(_length(rows[index]) for index in members)
+        packed_cost = sum(_row_tokens(rows[index]) for index in members)
         if shared_cost < packed_cost:
             sharing += members
     shared = microbatches([rows[index] for index in sharing], max_tokens)
     rest = sorted(set(range(len(rows))) - set(sharing))
     packs = pack_rows([rows[index] for index in rest], max_tokens)
     return [
-        *(MicroBatch(each.prompt_ids, each.rows, _pick(sharing, each.indices)) for each in shared),
-        *(PackedBatch(p.rows, _pick(rest, p.indices), p.places, p.shape) for p in packs),
+        *(MicroBatch(b.prompt_ids, b.rows, _pick_indices(sharing, b.indices)) for b in shared),
+        *(PackedBatch(b.rows, _pick_indices(rest, b.indices), b.starts, b.shape) for b in packs),
     ]
 
 
-def by_prompt(rows: Sequence[Row]) -> dict[tuple[int, ...], list[int]]:
+def group_by_prompt(rows: Sequence[Row]) -> dict[tuple[int, ...], list[int]]:
     """Indices of the rows of each prompt; prompts are in the order of their first row."""
-    found: dict[tuple[int, ...], list[int]] = {}
+    groups: dict[tuple[int, ...], list[int]] = {}
     for index, row in enumerate(rows):
-        found.setdefault(row.prompt_ids, []).append(index)
-    return found
+        groups.setdefault(row.prompt_ids, []).append(index)
+    return groups
 
 
 def microbatches(
@@ -122,15 +122,15 @@ def microbatches(
     longer completions come first, which needs the least padding.
     """
     batches: list[MicroBatch] = []
-    for prompt_ids, members in by_prompt(rows).items():
-        once, each = (len(prompt_ids), 0) if prompt_shared else (0, len(prompt_ids))
+    for prompt_ids, members in group_by_prompt(rows).items():
+        per_batch, per_row = (len(prompt_ids), 0) if prompt_shared else (0, len(prompt_ids))
         longest_first = sorted(members, key=lambda index: -len(rows[index].completion_ids))
         while longest_first:
             width = max(1, len(rows[longest_first[0]].completion_ids))
-            count = max(1, (max_tokens - once) // (width + each))
-            taken, longest_first = longest_first[:count], longest_first[count:]
+            count = max(1, (max_tokens - per_batch) // (width + per_row))
+            indices, longest_first = longest_first[:count], longest_first[count:]
             batches.append(
-                MicroBatch(prompt_ids, tuple(rows[index] for index in taken), tuple(taken))
+                MicroBatch(prompt_ids, tuple(rows[index] for index in indices), tuple(indices))
             )
     return batches
 
@@ -141,40 +141,40 @@ def pack_rows(rows: Sequence[Row], max_tokens: int) -> list[PackedBatch]:
     Longer rows come first, each into the first sequence with room (first-fit decreasing). Sequences are no longer than a single row needs,
     because the cost of attention is quadratic in their length.
     """
-    left = sorted(range(len(rows)), key=lambda index: -_length(rows[index]))
+    remaining = sorted(range(len(rows)), key=lambda index: -_row_tokens(rows[index]))
     batches: list[PackedBatch] = []
-    while left:
-        length = _length(rows[left[0]])
-        most = max(1, max_tokens // length)
+    while remaining:
+        length = _row_tokens(rows[remaining[0]])
+        max_sequences = max(1, max_tokens // length)
         filled: list[int] = []  # tokens of each sequence
-        placed: dict[int, tuple[int, int]] = {}
-        order, left = left, []
+        positions: dict[int, tuple[int, int]] = {}
+        order, remaining = remaining, []
         for index in order:
-            needed = _length(rows[index])
+            needed = _row_tokens(rows[index])
             fits = (number for number, used in enumerate(filled) if used + needed <= length)
             sequence = next(fits, len(filled))
-            if sequence == most:
-                left.append(index)
+            if sequence == max_sequences:
+                remaining.append(index)
                 continue
             if sequence == len(filled):
                 filled.append(0)
-            placed[index] = (sequence, filled[sequence])
+            positions[index] = (sequence, filled[sequence])
             filled[sequence] += needed
         batches.append(
             PackedBatch(
-                tuple(rows[index] for index in placed),
-                tuple(placed),
-                tuple(placed.values()),
+                tuple(rows[index] for index in positions),
+                tuple(positions),
+                tuple(positions.values()),
                 (len(filled), length),
             )
         )
     return batches
 
 
-def _length(row: Row) -> int:
+def _row_tokens(row: Row) -> int:
     """Tokens that the forward pass computes for a row: the last token is never an input."""
     return max(1, len(row.prompt_ids) + len(row.completion_ids) - 1)
 
 
-def _pick(numbers: Sequence[int], places: Sequence[int]) -> tuple[int, ...]:
-    return tuple(numbers[place] for place in places)
+def _pick_indices(numbers: Sequence[int], indices: Sequence[int]) -> tuple[int, ...]:
+    return tuple(numbers[index] for index in indices)

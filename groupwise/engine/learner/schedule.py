@@ -25,7 +25,7 @@ def learning_rate(step: int, max_steps: int, config: OptimisationConfig) -> floa
     return config.learning_rate
 
 
-def too_fast(params: OptimiserParams) -> NonFiniteError:
+def learning_rate_too_high(params: OptimiserParams) -> NonFiniteError:
     """The error for a learning rate that was too high: an update made weights NaN or infinite."""
     return NonFiniteError(
         f"An update with the learning rate {params.learning_rate:g} made weights that are not finite. The last checkpoint "

@@ -33,17 +33,17 @@ from groupwise.core.types import (
     SiblingRowStats,
     UpdateResult,
 )
-from groupwise.engine.learner.engine import Engine, TransformersEngine
-from groupwise.engine.learner.forward import PLAIN, Forward, ForwardOutputs
-from groupwise.engine.learner.fsdp import DividedEngine
+from groupwise.engine.learner.engine import LearnerEngine, TransformersEngine
+from groupwise.engine.learner.forward import DEFAULT_OUTPUTS, ForwardOutputs, ForwardResult
+from groupwise.engine.learner.fsdp import FsdpEngine
 from groupwise.engine.learner.layout import Batch
 from groupwise.engine.learner.native.engine import NativeEngine
-from groupwise.engine.learner.replicas import Summed
-from groupwise.engine.learner.schedule import too_fast
-from groupwise.engine.learner.weights import TrainedWeights, Whole, copy_parts, norm
+from groupwise.engine.learner.replicas import GradientSum
+from groupwise.engine.learner.schedule import learning_rate_too_high
+from groupwise.engine.learner.weights import TrainedWeights, WholeTensors, copy_parts, total_norm
 from groupwise.engine.models.files import read_json, read_tensors, write_tensors
 from groupwise.engine.models.lora import fingerprint
-from groupwise.engine.models.memory import memory_explained
+from groupwise.engine.models.memory import explaining_out_of_memory
 from groupwise.runs import publications
 
 OPTIMISER = "optimiser.safetensors"
@@ -64,10 +64,10 @@ class TorchLearner:
         gradient_checkpointing: bool = False,
         packing: bool = True,
         keep_publications: int = 2,
-        replicas: Summed | None = None,
+        replicas: GradientSum | None = None,
         native: bool = True,
         divide_on: str | None = None,
-        engine: Engine | None = None,
+        engine: LearnerEngine | None = None,
     ) -> None:
         """`keep_publications`: how many of the latest publications keep their files.
 
@@ -84,7 +84,7 @@ class TorchLearner:
         self._seed = seed
         self._dropout = weights.dropout > 0
         self._divided = divide_on is not None
-        self._engine = engine or _engine(
+        self._engine = engine or _make_engine(
             weights,
             native=native,
             packing=packing,
@@ -102,7 +102,7 @@ class TorchLearner:
         self, rows: Sequence[Row], loss: LossSpec, denominators: Mapping[str, float]
     ) -> dict[str, float]:
         """See `groupwise.core.types.Learner.forward_backward`."""
-        found = from_spec(loss)
+        loss_function = from_spec(loss)
         sums: dict[str, float] = {}
         if self._dropout:
             # Hashed, because torch's generator uses only the lower 32 bits.
@@ -111,14 +111,14 @@ class TorchLearner:
             digest = hashlib.sha256(text.encode()).digest()
             torch.manual_seed(int.from_bytes(digest[:4], "big"))
         outputs = ForwardOutputs(
-            found.needs_entropy_gradient, found.needs_accuracy, trained_only=True
+            loss_function.needs_entropy_gradient, loss_function.needs_accuracy, trained_only=True
         )
-        seen: list[tuple[Batch, Tensor]] = []
-        self._trained = (rows, seen)
+        logprobs_by_batch: list[tuple[Batch, Tensor]] = []
+        self._trained = (rows, logprobs_by_batch)
         for batch in self._engine.cut(rows, self._max_tokens, gradient=True):
-            result, logprobs_BT = self._backward(batch, outputs, found, denominators)
-            _add(sums, result)
-            seen.append((batch, logprobs_BT))
+            result, logprobs_BT = self._backward(batch, outputs, loss_function, denominators)
+            _add_sums(sums, result)
+            logprobs_by_batch.append((batch, logprobs_BT))
             if not self._divided:  # divided learners must stay in the same order
                 device = self._weights.model.device
                 devices = [] if device.type == "cpu" else [device]
@@ -137,16 +137,16 @@ class TorchLearner:
 
         Raises `NonFiniteError` if the update itself made weights NaN or infinite.
         """
-        with memory_explained("updating the weights"):
+        with explaining_out_of_memory("updating the weights"):
             if self._replicas is not None:
                 self._replicas.sum_gradients([*self._parameters.values()])
             gradients = [p.grad for p in self._parameters.values() if p.grad is not None]
-            length = norm(gradients) if gradients else 0.0
+            length = total_norm(gradients) if gradients else 0.0
             applied = math.isfinite(length)
             if applied:
                 if params.max_grad_norm is not None and length > params.max_grad_norm:
                     torch._foreach_mul_(gradients, params.max_grad_norm / length)
-                self._step(params)
+                self._apply_update(params)
         self.discard()
         return UpdateResult(grad_norm=length, applied=applied)
 
@@ -176,81 +176,86 @@ class TorchLearner:
 
     def fingerprint(self) -> str:
         """Fingerprint of the current weights; see `groupwise.core.types.Policy.fingerprint`."""
-        return fingerprint(Whole(self._parameters))
+        return fingerprint(WholeTensors(self._parameters))
 
     def attend_publication(self) -> str:
         """Contribute this learner's parts while the first learner publishes; returns the fingerprint."""
-        found = self.fingerprint()
-        self._weights.lend()
-        return found
+        fingerprint = self.fingerprint()
+        self._weights.contribute_parts()
+        return fingerprint
 
     async def logprobs(
         self, rows: Sequence[Row], role: PolicyRole = "policy"
     ) -> list[tuple[float, ...]]:
         """See `groupwise.core.types.Learner.logprobs`."""
         forwards = self._forwards(rows, role)
-        return _by_row(rows, ((batch, found.logprobs_BT) for batch, found in forwards))
+        return _by_row(rows, ((batch, forward.logprobs_BT) for batch, forward in forwards))
 
     async def predictions(self, rows: Sequence[Row]) -> list[Prediction]:
         """See `groupwise.core.types.Learner.predictions`."""
         forwards = self._forwards(rows, outputs=ForwardOutputs(accuracy=True))
-        logprobs = _by_row(rows, ((batch, found.logprobs_BT) for batch, found in forwards))
-        right = _by_row(rows, ((batch, cast("Tensor", each.right_BT)) for batch, each in forwards))
-        return [Prediction(*each) for each in zip(logprobs, right, strict=True)]
+        logprobs = _by_row(rows, ((batch, forward.logprobs_BT) for batch, forward in forwards))
+        right = _by_row(
+            rows, ((batch, cast("Tensor", forward.right_BT)) for batch, forward in forwards)
+        )
+        return [Prediction(*pair) for pair in zip(logprobs, right, strict=True)]
 
     async def measure(
         self, rows: Sequence[Row], loss: LossSpec
     ) -> tuple[dict[str, float], list[tuple[float, ...]]]:
         """The sums that `forward_backward` returns, and the log-probabilities of all tokens; computes no gradient."""
-        found = from_spec(loss)
-        outputs = ForwardOutputs(found.needs_entropy_gradient, found.needs_accuracy)
+        loss_function = from_spec(loss)
+        outputs = ForwardOutputs(loss_function.needs_entropy_gradient, loss_function.needs_accuracy)
         forwards = self._forwards(rows, outputs=outputs)
         sums: dict[str, float] = {}
         for batch, forward in forwards:
-            _add(sums, found.loss(token_batch(batch, forward)))
-        return sums, _by_row(rows, ((batch, each.logprobs_BT) for batch, each in forwards))
+            _add_sums(sums, loss_function.loss(token_batch(batch, forward)))
+        return sums, _by_row(rows, ((batch, forward.logprobs_BT) for batch, forward in forwards))
 
-    @memory_explained("computing log-probabilities")
+    @explaining_out_of_memory("computing log-probabilities")
     def _forwards(
-        self, rows: Sequence[Row], role: PolicyRole = "policy", outputs: ForwardOutputs = PLAIN
-    ) -> list[tuple[Batch, Forward]]:
+        self,
+        rows: Sequence[Row],
+        role: PolicyRole = "policy",
+        outputs: ForwardOutputs = DEFAULT_OUTPUTS,
+    ) -> list[tuple[Batch, ForwardResult]]:
         """Every micro-batch with its outputs, computed without gradient and dropout."""
         with torch.no_grad(), self._engine.acting(role, gradient=False) as compute:
             batches = self._engine.cut(rows, self._max_tokens, gradient=False)
-            found = [(batch, compute(batch, outputs)) for batch in batches]
+            results = [(batch, compute(batch, outputs)) for batch in batches]
             self._engine.keep_step(role, gradient=False)
-            return found
+            return results
 
     def save(self, folder: str) -> None:
         """See `groupwise.core.types.Learner.save`. Raises OSError if the files cannot be written."""
-        place = Path(folder)
-        moments = {**Whole(self._optimiser_tensors())}
-        self._weights.save(place)
-        write_tensors(moments, place / OPTIMISER)
-        (place / STATE).write_text(json.dumps({"updates": self._updates, "seed": self._seed}))
+        path = Path(folder)
+        moments = {**WholeTensors(self._optimiser_tensors())}
+        self._weights.save(path)
+        write_tensors(moments, path / OPTIMISER)
+        (path / STATE).write_text(json.dumps({"updates": self._updates, "seed": self._seed}))
 
     def attend_save(self) -> None:
         """Contribute this learner's parts while the first learner saves."""
-        Whole(self._optimiser_tensors()).lend()
-        self._weights.lend()
+        WholeTensors(self._optimiser_tensors()).contribute_parts()
+        self._weights.contribute_parts()
 
     def load(self, folder: str) -> None:
         """See `groupwise.core.types.Learner.load`."""
-        place = Path(folder)
-        self._weights.read(place)
-        self._updates = int(read_json(place / STATE)["updates"])
+        path = Path(folder)
+        self._weights.read(path)
+        self._updates = int(read_json(path / STATE)["updates"])
         self.discard()
-        stored = read_tensors(place / OPTIMISER)
+        stored = read_tensors(path / OPTIMISER)
         self._optimiser.state.clear()
         # A parameter that has never had a gradient has no moments.
-        for name in {each.partition("|")[2] for each in stored} & self._parameters.keys():
+        for name in {key.partition("|")[2] for key in stored} & self._parameters.keys():
             parameter = self._parameters[name]
             self._optimiser.state[parameter] = {
                 "step": torch.tensor(0.0),
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }
-        copy_parts(self._optimiser_tensors(), stored, str(place / OPTIMISER))
+        copy_parts(self._optimiser_tensors(), stored, str(path / OPTIMISER))
 
     def load_weights(self, folder: str) -> None:
         """Load saved or published weights, and reset the optimiser."""
@@ -259,7 +264,7 @@ class TorchLearner:
         self._optimiser.state.clear()
         self._updates = 0
 
-    @memory_explained("learning")
+    @explaining_out_of_memory("learning")
     def _backward(
         self, batch: Batch, outputs: ForwardOutputs, loss: Loss, denominators: Mapping[str, float]
     ) -> tuple[LossResult, Tensor]:
@@ -276,7 +281,7 @@ class TorchLearner:
                 total.backward()
         return result, forward.logprobs_BT.detach()
 
-    def _step(self, params: OptimiserParams) -> None:
+    def _apply_update(self, params: OptimiserParams) -> None:
         for group in self._optimiser.param_groups:
             group["lr"] = params.learning_rate
             group["weight_decay"] = params.weight_decay
@@ -287,9 +292,9 @@ class TorchLearner:
         except RuntimeError as error:
             if "overflow" not in str(error):
                 raise
-            raise too_fast(params) from error
-        if not math.isfinite(norm([*self._parameters.values()])):
-            raise too_fast(params)
+            raise learning_rate_too_high(params) from error
+        if not math.isfinite(total_norm([*self._parameters.values()])):
+            raise learning_rate_too_high(params)
         self._updates += 1
 
     def _optimiser_tensors(self) -> dict[str, Tensor]:
@@ -300,16 +305,16 @@ class TorchLearner:
         }
 
 
-def _engine(
+def _make_engine(
     weights: TrainedWeights,
     *,
     native: bool,
     packing: bool,
     gradient_checkpointing: bool,
     divide_on: str | None,
-) -> Engine:
+) -> LearnerEngine:
     if divide_on is not None:
-        return DividedEngine(
+        return FsdpEngine(
             weights, divide_on, packing=packing, gradient_checkpointing=gradient_checkpointing
         )
     model = weights.native() if native else None
@@ -326,20 +331,20 @@ def _by_row(
     rows: Sequence[Row], values_by_batch: Iterable[tuple[Batch, Tensor]]
 ) -> list[tuple[Any, ...]]:
     """Values [B, T] of micro-batches as one tuple for each row, in the order of the rows and without padding."""
-    found: list[tuple[Any, ...]] = [()] * len(rows)
+    values_by_row: list[tuple[Any, ...]] = [()] * len(rows)
     for batch, values_BT in values_by_batch:
         for index, row, values in zip(batch.indices, batch.rows, values_BT.tolist(), strict=True):
-            found[index] = tuple(values[: len(row.completion_ids)])
-    return found
+            values_by_row[index] = tuple(values[: len(row.completion_ids)])
+    return values_by_row
 
 
-def _add(sums: dict[str, float], result: LossResult) -> None:
+def _add_sums(sums: dict[str, float], result: LossResult) -> None:
     losses = {f"loss/{name}": value for name, value in result.components.items()}
     for name, value in {**losses, **result.stats}.items():
         sums[name] = sums.get(name, 0.0) + float(value.detach())
 
 
-def token_batch(batch: Batch, forward: Forward) -> TokenBatch:
+def token_batch(batch: Batch, forward: ForwardResult) -> TokenBatch:
     """Convert a micro-batch and its log-probabilities to the tensors that a loss takes."""
     device = forward.logprobs_BT.device
 
@@ -361,18 +366,18 @@ def token_batch(batch: Batch, forward: Forward) -> TokenBatch:
         right_BT=forward.right_BT,
         reference_logprobs_BT=where_present([row.reference_logprobs for row in batch.rows]),
         proximal_logprobs_BT=where_present([row.proximal_logprobs for row in batch.rows]),
-        others=_others(batch, device),
+        others=_sibling_stats(batch, device),
         credits_BT=where_present([row.credits for row in batch.rows]),
     )
 
 
-def _others(batch: Batch, device: torch.device) -> Others | None:
+def _sibling_stats(batch: Batch, device: torch.device) -> Others | None:
     """Sums over the other rows of each row's rollout; None if each row is a whole rollout."""
     if all(row.others is None for row in batch.rows):
         return None
-    sums = [row.others or SiblingRowStats(0) for row in batch.rows]
+    siblings = [row.others or SiblingRowStats(0) for row in batch.rows]
     return Others(
-        tokens_B=torch.tensor([each.tokens for each in sums], device=device),
-        log_weights_B=torch.tensor([each.log_weight for each in sums], device=device),
-        log_ratios_B=torch.tensor([each.log_ratio for each in sums], device=device),
+        tokens_B=torch.tensor([stats.tokens for stats in siblings], device=device),
+        log_weights_B=torch.tensor([stats.log_weight for stats in siblings], device=device),
+        log_ratios_B=torch.tensor([stats.log_ratio for stats in siblings], device=device),
     )

@@ -1,7 +1,7 @@
 """The weights that a learner trains, their publication, and the reference that they are compared with.
 
-Tensors may be divided among learners (`groupwise.engine.learner.fsdp`). `Whole` and `copy_parts` handle them as whole tensors, for files
-and fingerprints.
+Tensors may be divided among learners (`groupwise.engine.learner.fsdp`). `WholeTensors` and `copy_parts` handle them as whole tensors, for
+files and fingerprints.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ class TrainedWeights(Protocol):
         """Write the weights in the format of peft or transformers. Raises OSError if they cannot be written."""
         ...
 
-    def lend(self) -> None:
+    def contribute_parts(self) -> None:
         """Contribute this learner's parts while another learner runs `save`, if weights are divided."""
         ...
 
@@ -132,7 +132,7 @@ class TrainedAdapter:
 
     def undivided(self) -> Sequence[nn.Parameter]:
         names = [self.name, *([] if self._reference is None else [self._reference])]
-        return [each for name in names for each in self.adapted.parameters(name).values()]
+        return [parameter for name in names for parameter in self.adapted.parameters(name).values()]
 
     @property
     def dropout(self) -> float:
@@ -164,7 +164,7 @@ class TrainedAdapter:
     def save(self, folder: Path) -> None:
         self.adapted.save(self.name, folder)
 
-    def lend(self) -> None:
+    def contribute_parts(self) -> None:
         """Do nothing, because each learner has the whole adapter."""
 
     def read(self, folder: Path) -> None:
@@ -214,24 +214,24 @@ class TrainedModel:
         return {}
 
     def save(self, folder: Path) -> None:
-        whole = {**self._saved_tensors()}
+        state = {**self._saved_tensors()}
         with disk_errors(folder), quiet():
-            self.model.save_pretrained(folder, state_dict=whole, max_shard_size="1TB")
+            self.model.save_pretrained(folder, state_dict=state, max_shard_size="1TB")
 
-    def lend(self) -> None:
-        self._saved_tensors().lend()
+    def contribute_parts(self) -> None:
+        self._saved_tensors().contribute_parts()
 
     def read(self, folder: Path) -> None:
         copy_parts(self.parameters(), read_model_tensors(folder), str(folder))
 
-    def _saved_tensors(self) -> Whole:
+    def _saved_tensors(self) -> WholeTensors:
         """The tensors to save; a weight with two names is included once."""
         names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         buffers = {k: v for k, v in self.model.state_dict().items() if k not in names}
-        return Whole({**buffers, **self.parameters()})
+        return WholeTensors({**buffers, **self.parameters()})
 
 
-class Whole(Mapping[str, Tensor]):
+class WholeTensors(Mapping[str, Tensor]):
     """Whole tensors in main memory. Each is gathered from all learners' parts when it is read.
 
     If tensors are divided, all learners must read the same ones in the same order.
@@ -250,19 +250,19 @@ class Whole(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self._tensors)
 
-    def lend(self) -> None:
+    def contribute_parts(self) -> None:
         """Contribute this learner's parts while another learner reads all tensors."""
         for tensor in self._tensors.values():
             if isinstance(tensor, DTensor):
                 tensor.full_tensor()
 
 
-def copy_parts(owned: Mapping[str, Tensor], given: Mapping[str, Tensor], origin: str) -> None:
+def copy_parts(owned: Mapping[str, Tensor], loaded: Mapping[str, Tensor], origin: str) -> None:
     """Like `groupwise.engine.models.lora.copy_exactly`; each learner copies its part of divided tensors."""
-    refuse_mismatch(shapes_of(owned), shapes_of(given), origin)
+    refuse_mismatch(shapes_of(owned), shapes_of(loaded), origin)
     with torch.no_grad():
         for name, tensor in owned.items():
-            source = given[name]
+            source = loaded[name]
             if isinstance(tensor, DTensor):
                 source = distribute_tensor(
                     source.to(tensor.device),
@@ -273,7 +273,7 @@ def copy_parts(owned: Mapping[str, Tensor], given: Mapping[str, Tensor], origin:
             tensor.copy_(source)
 
 
-def norm(tensors: Sequence[Tensor]) -> float:
+def total_norm(tensors: Sequence[Tensor]) -> float:
     """Norm of all tensors together, including their parts on other learners."""
-    found = torch.nn.utils.get_total_norm(tensors)
-    return float(found.full_tensor() if isinstance(found, DTensor) else found)
+    total = torch.nn.utils.get_total_norm(tensors)
+    return float(total.full_tensor() if isinstance(total, DTensor) else total)

@@ -22,7 +22,7 @@ from groupwise.engine.models.bundled import BUNDLED
 from groupwise.engine.models.config import ModelConfig
 from groupwise.engine.models.files import read_shapes
 from groupwise.engine.models.hub import fetch_weights, may_be_hub_id
-from groupwise.engine.models.load import hollow_model, read_model_config
+from groupwise.engine.models.load import meta_model, read_model_config
 from groupwise.engine.models.lora import (
     WEIGHTS,
     AdaptedModel,
@@ -106,12 +106,12 @@ def check_adapter(
     folder = adapter_folder(model)
     if folder is None or lora is None:
         return
-    adapted = hollow_adapter(model, starting_config(model, lora, given_as))
+    adapted = meta_adapter(model, starting_config(model, lora, given_as))
     if "target_modules" in lora.model_fields_set:
         fresh = new_lora_config(lora)
         if adapted.config.exclude_modules:
             leave_out_pictures(model, fresh)
-        expected_layers, stored = set(hollow_adapter(model, fresh).layers), set(adapted.layers)
+        expected_layers, stored = set(meta_adapter(model, fresh).layers), set(adapted.layers)
         different = [
             f"lora.target_modules {verb} {len(layers)} layers that the adapter {fact} ({', '.join(sorted(layers)[:3])} …)"
             for verb, fact, layers in (
@@ -152,10 +152,10 @@ def starting_config(
 
 def leave_out_pictures(model: ModelConfig, config: LoraConfig) -> None:
     """Restrict the adapter to the text part of a model with several parts, here and in the file that peft loads elsewhere."""
-    described = read_model_config(model)
-    if described.get_text_config() is described:
+    hf_config = read_model_config(model)
+    if hf_config.get_text_config() is hf_config:
         return
-    base = hollow_model(model)
+    base = meta_model(model)
     text = next(path for path, part in base.named_modules() if part is base.get_decoder())
     config.exclude_modules = rf"(?!{re.escape(text)}\.).*"
     if config.target_modules == "all-linear":  # peft would include the names of all parts
@@ -164,9 +164,9 @@ def leave_out_pictures(model: ModelConfig, config: LoraConfig) -> None:
         config.target_modules = sorted({path.rpartition(".")[2] for path in linear})
 
 
-def hollow_adapter(model: ModelConfig, config: LoraConfig) -> AdaptedModel:
+def meta_adapter(model: ModelConfig, config: LoraConfig) -> AdaptedModel:
     """The model with one adapter, called `hollow`; neither has storage."""
-    base = hollow_model(model)  # may prepare a bundled model, which loads real weights
+    base = meta_model(model)  # may prepare a bundled model, which loads real weights
     with torch.device("meta"):
         adapted = AdaptedModel(base, config)
         adapted.add("hollow", trainable=True, seed=0)
@@ -181,8 +181,12 @@ def base_name(model: ModelConfig) -> str:
 def warn_of_other_base(config: LoraConfig, model: ModelConfig, folder: Path) -> None:
     """Warn if an adapter names another model as its base."""
     named = config.base_model_name_or_path
-    known = {base_name(model), model.name, resolve(model).location}
-    if named and named not in known and _real(named) not in map(_real, known):
+    base_names = {base_name(model), model.name, resolve(model).location}
+    if (
+        named
+        and named not in base_names
+        and _resolved_path(named) not in map(_resolved_path, base_names)
+    ):
         logger.warning(
             "the adapter %s names %s as its base, but model.name is %s: on another base it means nothing",
             folder,
@@ -191,7 +195,7 @@ def warn_of_other_base(config: LoraConfig, model: ModelConfig, folder: Path) -> 
         )
 
 
-def _real(name: str) -> Path:
+def _resolved_path(name: str) -> Path:
     return Path(name).expanduser().resolve()
 
 

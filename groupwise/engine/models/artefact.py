@@ -43,13 +43,13 @@ def write_artefact(
     files = list(weight_files(weights))
     if not files:
         raise ModelError(f"{weights} holds neither an adapter nor a model in safetensors.")
-    own = list(tokenizer_files(weights))
-    for file in (*files, *own):
+    tokenizer_paths = list(tokenizer_files(weights))
+    for file in (*files, *tokenizer_paths):
         if linked:
             atomic_files.keep_file(file, into / file.name)
         else:
             shutil.copyfile(file, into / file.name)
-    if tokenizer is not None and not own:
+    if tokenizer is not None and not tokenizer_paths:
         tokenizer.save_pretrained(into)
     (into / CARD).write_text(card, encoding="utf-8")
 
@@ -65,12 +65,12 @@ def keep_artefact(folder: Path, weights: Path, card: str, tokenizer: Any = None)
 
 def weight_files(folder: Path) -> Iterator[Path]:
     """The files of an adapter, or those of a whole model."""
-    return _matching(folder, ADAPTER if is_adapter(folder) else MODEL)
+    return _matching_files(folder, ADAPTER if is_adapter(folder) else MODEL)
 
 
 def tokenizer_files(folder: Path) -> Iterator[Path]:
     """The files of a tokenizer, including its chat template; none if the weights' folder has no tokenizer."""
-    return _matching(folder, TOKENIZER)
+    return _matching_files(folder, TOKENIZER)
 
 
 def is_adapter(folder: Path) -> bool:
@@ -78,6 +78,6 @@ def is_adapter(folder: Path) -> bool:
     return (folder / ADAPTER[0]).is_file()
 
 
-def _matching(folder: Path, patterns: tuple[str, ...]) -> Iterator[Path]:
-    found = {file.name: file for pattern in patterns for file in folder.glob(pattern)}
-    yield from (found[name] for name in sorted(found))
+def _matching_files(folder: Path, patterns: tuple[str, ...]) -> Iterator[Path]:
+    files = {file.name: file for pattern in patterns for file in folder.glob(pattern)}
+    yield from (files[name] for name in sorted(files))

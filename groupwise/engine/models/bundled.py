@@ -72,7 +72,7 @@ def fetch_model(name: str) -> Path:
         return folder
     with tempfile.TemporaryDirectory(prefix="groupwise-fetch-") as scratch:
         gguf = _download_gguf(BUNDLED[name], Path(scratch))
-        return _make_cached(_cache_path(name), lambda folder: _convert(gguf, folder))
+        return _make_cached(_cache_path(name), lambda folder: _convert_gguf(gguf, folder))
 
 
 def bundled_folder(name: str) -> Path | None:
@@ -85,7 +85,7 @@ def bundled_folder(name: str) -> Path | None:
     installed = _installed_gguf(BUNDLED[name])
     if installed is None:
         return None
-    return _make_cached(cached, lambda folder: _convert(installed, folder))
+    return _make_cached(cached, lambda folder: _convert_gguf(installed, folder))
 
 
 def converted_gguf(path: Path) -> Path:
@@ -96,7 +96,7 @@ def converted_gguf(path: Path) -> Path:
     cached = cache_folder("models") / name
     if _is_complete(cached):
         return cached
-    return _make_cached(cached, lambda folder: _convert(path, folder))
+    return _make_cached(cached, lambda folder: _convert_gguf(path, folder))
 
 
 def tiny_folder() -> Path:
@@ -175,7 +175,7 @@ def _make_cached(final: Path, fill: Callable[[Path], None]) -> Path:
     return final
 
 
-def _convert(gguf: Path, folder: Path) -> None:
+def _convert_gguf(gguf: Path, folder: Path) -> None:
     from groupwise.engine.models.gguf import write_dequantised
 
     # A warning, so that it is shown without any logging set-up: nothing else explains the slow start.

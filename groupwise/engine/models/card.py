@@ -23,11 +23,11 @@ from groupwise.engine.models.hub import may_be_hub_id
 from groupwise.runs.folder import RECORD, read_config
 from groupwise.runs.store import Store
 
-LEFT_OUT = ("callbacks", "run")
+OMITTED_SECTIONS = ("callbacks", "run")
 """Sections of the config that do not affect the weights."""
 PACKAGES = ("groupwise", "torch", "transformers", "peft")
 """Packages whose versions a run records (`packages_used`)."""
-WAYS = {"rl": "reinforcement learning", "sft": "supervised fine-tuning"}
+METHODS = {"rl": "reinforcement learning", "sft": "supervised fine-tuning"}
 """The training commands, as phrases for the card."""
 DIGITS = 4
 _LOCAL = re.compile(r"(?:~|\.{1,2})?/[^\n]*/?[^\n/]+/?")
@@ -51,7 +51,7 @@ def model_card(
     weights: Path,
     steps: int,
     *,
-    place: WeightsLocation | None = None,
+    location: WeightsLocation | None = None,
     results: Mapping[str, Any] | None = None,
     merged: bool = False,
 ) -> str:
@@ -67,31 +67,34 @@ def model_card(
         facts = store.get_meta()
         through = steps if facts["state"] == "finished" else steps - 1
         earlier = [r for r in store.evaluations(rows=False) if r.step <= through and not results]
-    base = _base(config, facts)
+    base = _base_name(config, facts)
     adapter = is_adapter(weights) and not merged
-    settings = {key: value for key, value in config.items() if key not in LEFT_OUT}
+    settings = {key: value for key, value in config.items() if key not in OMITTED_SECTIONS}
     if lineage := facts.get("lineage"):  # name copied weights by their policy, not by their path
         copied = "adapter" if config["model"].get("adapter") else "name"
         settings["model"] = {**config["model"], copied: lineage[-1]["policy"]}
     kind = facts.get("kind", "rl")
-    how = WAYS[kind] + (f" ({config['algorithm']['type']})" if kind == "rl" else "")
-    what = "A low-rank adapter for" if adapter else "A model made from"
+    method = METHODS[kind] + (f" ({config['algorithm']['type']})" if kind == "rl" else "")
+    title = "A low-rank adapter for" if adapter else "A model made from"
     paragraphs = [
         _yaml_header(config, facts, base, adapter=adapter),
-        f"# {_words(run.name)}",
-        f"{what} {_code(base)}, trained by {how} on {_trained_on(facts)} for {steps} steps.",
-        *_origin(config, facts),
-        *_results(results or {}),
-        *_evaluations([(f"{r.name}, {r.step} steps", r.metrics) for r in earlier]),
+        f"# {_escape_markdown(run.name)}",
+        f"{title} {_inline_code(base)}, trained by {method} on {_trained_on(facts)} for {steps} steps.",
+        *_lineage_lines(config, facts),
+        *_result_sections(results or {}),
+        *_evaluation_sections([(f"{r.name}, {r.step} steps", r.metrics) for r in earlier]),
         "## How to load it",
-        _loading(config, base, place or WeightsLocation(), adapter=adapter),
+        _loading_example(config, base, location or WeightsLocation(), adapter=adapter),
         "## How it was trained",
         _training_data(config, facts),
-        f"```json\n{json.dumps(_clean(settings), indent=2, ensure_ascii=False)}\n```",
+        f"```json\n{json.dumps(_without_secrets(settings), indent=2, ensure_ascii=False)}\n```",
     ]
     # The run's packages may differ from those installed here; runs of earlier versions recorded none.
     if used := facts.get("packages"):
-        versions = [_words(f"{package} {' and '.join(each)}") for package, each in used.items()]
+        versions = [
+            _escape_markdown(f"{package} {' and '.join(package_versions)}")
+            for package, package_versions in used.items()
+        ]
         paragraphs.append(f"Made with {', '.join(versions)}.")
     return "\n\n".join(paragraphs) + "\n"
 
@@ -102,19 +105,19 @@ def results_of(summary: Mapping[str, Any] | None) -> dict[str, Any]:
     return {key: value for key, value in (summary or {}).items() if key in ("held_out", *losses)}
 
 
-def packages_used(before: Mapping[str, list[str]] | None = None) -> dict[str, list[str]]:
-    """Versions of the packages that train a run: those recorded `before`, then the installed one if it differs."""
-    found: dict[str, list[str]] = {}
+def packages_used(recorded: Mapping[str, list[str]] | None = None) -> dict[str, list[str]]:
+    """Versions of the packages that train a run: those in `recorded`, then the installed one if it differs."""
+    versions: dict[str, list[str]] = {}
     for package in PACKAGES:
         try:
-            earlier, here = (before or {}).get(package, []), metadata.version(package)
+            earlier, installed = (recorded or {}).get(package, []), metadata.version(package)
         except metadata.PackageNotFoundError:
             continue
-        found[package] = earlier if here in earlier else [*earlier, here]
-    return found
+        versions[package] = earlier if installed in earlier else [*earlier, installed]
+    return versions
 
 
-def _base(config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
+def _base_name(config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
     """The model that the weights were made from: the policy whose full weights the run started from, else the configured model."""
     lineage = facts.get("lineage")
     if lineage and not config["model"].get("adapter"):
@@ -156,10 +159,14 @@ def _yaml_header(
 def _trained_on(facts: Mapping[str, Any]) -> str:
     """The task, or the dataset if the run recorded one as its task's name (`task_facts`)."""
     dataset = facts.get("dataset")
-    return _code(_without_path(dataset)) if dataset else f"the task {_code(facts.get('task'))}"
+    return (
+        _inline_code(_without_path(dataset))
+        if dataset
+        else f"the task {_inline_code(facts.get('task'))}"
+    )
 
 
-def _origin(config: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[str]:
+def _lineage_lines(config: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[str]:
     """The policies that the run started from, the latest first; nothing if it started from the base model."""
     adapter = config["model"].get("adapter")
     lineage: list[dict[str, Any]] = facts.get("lineage") or (
@@ -168,94 +175,99 @@ def _origin(config: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[str
     sources: list[str] = []
     for earlier in reversed(lineage):
         kind = earlier.get("kind")
-        trained = f" ({WAYS[kind]} on {_trained_on(earlier)})" if kind else ""
-        sources.append(f"{_code(earlier['policy'])}{trained}")
+        trained = f" ({METHODS[kind]} on {_trained_on(earlier)})" if kind else ""
+        sources.append(f"{_inline_code(earlier['policy'])}{trained}")
     if sources:
         yield f"It started from {', which started from '.join(sources)}."
 
 
-def _results(results: Mapping[str, Any]) -> Iterator[str]:
+def _result_sections(results: Mapping[str, Any]) -> Iterator[str]:
     held_out = results.get("held_out")
     if held_out:
         yield f"## Results on {int(held_out['prompts'])} held-out prompts"
         titles = {"base": "the base model", "before": "before", "after": "after"}
         columns = {title: held_out[key] for key, title in titles.items() if key in held_out}
         rows = [
-            [name, *(_interval(each[name]) for each in columns.values())]
+            [name, *(_format_interval(values[name]) for values in columns.values())]
             for name in held_out["after"]
         ]
-        yield _table(["", *columns], rows)
+        yield _markdown_table(["", *columns], rows)
         yield (
-            f"Change of the reward, prompt by prompt: {_interval(held_out['change'])}. In brackets: 95 % intervals over the prompts."
+            f"Change of the reward, prompt by prompt: {_format_interval(held_out['change'])}. In brackets: 95 % intervals over the prompts."
         )
     losses = [
-        [name.removeprefix("eval_loss_"), _number(value)]
+        [name.removeprefix("eval_loss_"), _format_number(value)]
         for name, value in results.items()
         if name.startswith("eval_loss_")
     ]
     if losses:
         yield "## Loss on held-out rows"
-        yield _table(["", "nats per token"], losses)
+        yield _markdown_table(["", "nats per token"], losses)
 
 
-def _evaluations(found: list[tuple[str, Mapping[str, float]]]) -> Iterator[str]:
-    if found:
+def _evaluation_sections(evaluations: list[tuple[str, Mapping[str, float]]]) -> Iterator[str]:
+    if evaluations:
         yield "## Evaluations on the way"
-        names = list(dict.fromkeys(name for _, metrics in found for name in metrics))
-        rows = [[name, *(_number(metrics.get(name)) for _, metrics in found)] for name in names]
-        yield _table(["", *(title for title, _ in found)], rows)
+        names = list(dict.fromkeys(name for _, metrics in evaluations for name in metrics))
+        rows = [
+            [name, *(_format_number(metrics.get(name)) for _, metrics in evaluations)]
+            for name in names
+        ]
+        yield _markdown_table(["", *(title for title, _ in evaluations)], rows)
 
 
-def _table(head: list[str], rows: list[list[str]]) -> str:
-    cells_of_rows = [[_words(cell) for cell in cells] for cells in (head, *rows)]
+def _markdown_table(head: list[str], rows: list[list[str]]) -> str:
+    cells_of_rows = [[_escape_markdown(cell) for cell in cells] for cells in (head, *rows)]
     lines = [cells_of_rows[0], ["---"] * len(head), *cells_of_rows[1:]]
     return "\n".join("| " + " | ".join(cells) + " |" for cells in lines)
 
 
-def _words(text: str) -> str:
+def _escape_markdown(text: str) -> str:
     """Escape a name for Markdown."""
     return re.sub(r"[\\`*|<>!#\[\]]", r"\\\g<0>", one_line(text))
 
 
-def _code(text: Any) -> str:
+def _inline_code(text: Any) -> str:
     return f"`{one_line(str(text)).replace('`', chr(39))}`"
 
 
-def _interval(value: Mapping[str, float]) -> str:
-    number = _number(value["value"])
+def _format_interval(value: Mapping[str, float]) -> str:
+    number = _format_number(value["value"])
     return (
-        f"{number} [{_number(value['low'])}, {_number(value['high'])}]"
+        f"{number} [{_format_number(value['low'])}, {_format_number(value['high'])}]"
         if "low" in value
         else number
     )
 
 
-def _number(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     return "" if value is None else f"{value:.{DIGITS}g}"
 
 
-def _loading(config: Mapping[str, Any], base: str, place: WeightsLocation, *, adapter: bool) -> str:
+def _loading_example(
+    config: Mapping[str, Any], base: str, location: WeightsLocation, *, adapter: bool
+) -> str:
     """Example code. It runs unchanged if the files and the base can be found by the names in it."""
-    if place.file is not None:
-        return f"`{place.file}` is a model for llama.cpp: `llama-cli -m {place.file}`."
-    here = f", revision={json.dumps(place.revision)}" if place.revision else ""
+    if location.file is not None:
+        return f"`{location.file}` is a model for llama.cpp: `llama-cli -m {location.file}`."
+    revision_argument = f", revision={json.dumps(location.revision)}" if location.revision else ""
     revision = config["model"].get("revision")
-    at = f", revision={json.dumps(revision)}" if revision else ""
+    base_revision = f", revision={json.dumps(revision)}" if revision else ""
     lines = ["from transformers import AutoModelForCausalLM, AutoTokenizer", ""]
-    lines += [f"files = {json.dumps(place.name)}"]
-    lines += [f"tokenizer = AutoTokenizer.from_pretrained(files{here})"]
+    lines += [f"files = {json.dumps(location.name)}"]
+    lines += [f"tokenizer = AutoTokenizer.from_pretrained(files{revision_argument})"]
     if adapter:
         lines.insert(0, "from peft import PeftModel")
         lines += [
-            f'base = AutoModelForCausalLM.from_pretrained({json.dumps(base)}{at}, dtype="float32")'
+            f'base = AutoModelForCausalLM.from_pretrained({json.dumps(base)}{base_revision}, dtype="float32")'
         ]
-        lines += [f"model = PeftModel.from_pretrained(base, files{here})"]
+        lines += [f"model = PeftModel.from_pretrained(base, files{revision_argument})"]
     else:
-        lines += [f"model = AutoModelForCausalLM.from_pretrained(files{here})"]
+        lines += [f"model = AutoModelForCausalLM.from_pretrained(files{revision_argument})"]
     code = "```python\n" + "\n".join(lines) + "\n```"
     if adapter and not may_be_hub_id(base):
         whose = "made by Groupwise itself" if base == TINY else "on the machine that trained it"
-        code += f"\n\nThe base, {_code(base)}, is {whose}; give the path of its folder."
+        code += f"\n\nThe base, {_inline_code(base)}, is {whose}; give the path of its folder."
     return code
 
 
@@ -263,22 +275,24 @@ def _training_data(config: Mapping[str, Any], facts: Mapping[str, Any]) -> str:
     count = facts.get("examples")
     examples = f"{count} examples of {_trained_on(facts)}" if count else "the task's examples"
     sources = [config["data"].get("dataset_name")]
-    sources += [each.get("source") for each in config["data"].get("dataset_mixture") or ()]
-    sources_text = ", ".join(_code(_without_path(source)) for source in sources if source)
+    sources += [dataset.get("source") for dataset in config["data"].get("dataset_mixture") or ()]
+    sources_text = ", ".join(_inline_code(_without_path(source)) for source in sources if source)
     weights: Mapping[str, float] = facts.get("rewards") or {}
     rewards = ", ".join(
-        f"{_code(name)} (weight {_number(weight)})" for name, weight in weights.items() if weight
+        f"{_inline_code(name)} (weight {_format_number(weight)})"
+        for name, weight in weights.items()
+        if weight
     )
     origin = f", from {sources_text}" if sources_text else ""
     return f"Data: {examples}{origin}{f', rewarded by {rewards}' if rewards else ''}. The config:"
 
 
-def _clean(value: Any, key: str = "") -> Any:
+def _without_secrets(value: Any, key: str = "") -> Any:
     """A copy without secrets and local paths."""
     if isinstance(value, Mapping):
-        return {k: _clean(v, k) for k, v in cast("Mapping[str, Any]", value).items()}
+        return {k: _without_secrets(v, k) for k, v in cast("Mapping[str, Any]", value).items()}
     if isinstance(value, list | tuple):
-        return [_clean(item, key) for item in cast("list[Any]", value)]
+        return [_without_secrets(item, key) for item in cast("list[Any]", value)]
     if not isinstance(value, str):
         return value
     return "…" if is_secret(key) or holds_secret(value) else _without_path(value)

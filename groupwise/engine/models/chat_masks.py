@@ -22,9 +22,9 @@ from groupwise.core.errors import TaskError
 from groupwise.engine.models.chat_template import (
     PROBE,
     Chat,
-    Refused,
+    TemplateRefused,
     apply,
-    header_of,
+    assistant_header,
     prompt_text,
     render,
     template_of,
@@ -40,7 +40,7 @@ MAX_CHARACTERS_IN_MESSAGE = 40
 
 
 @dataclass(frozen=True, slots=True)
-class Masked:
+class MaskedRow:
     """A token sequence; the mask is 1 for tokens that are trained."""
 
     ids: tuple[int, ...]
@@ -58,16 +58,16 @@ def assistant_turns(chat: Chat) -> list[int]:
 
 def mask_turns(
     tokenizer: Any, chat: Chat, turns: Sequence[int], prefills: Mapping[int, str] | None = None
-) -> list[Masked]:
+) -> list[MaskedRow]:
     """The conversation up to the last of these turns, in as few rows as its template allows, with the turns trained.
 
     `prefills` maps a turn to its first words if its prompt contains them.
 
     If the conversation starts with an assistant turn, that turn has no prompt. It is context and not trained, unless the template marks
-    the assistant's words. Raises `Refused` if it is the only turn or the template refuses the messages, and `TaskError` if no mask can be
-    right.
+    the assistant's words. Raises `TemplateRefused` if it is the only turn or the template refuses the messages, and `TaskError` if no
+    mask can be right.
     """
-    rows: list[Masked] = []
+    rows: list[MaskedRow] = []
     marked = MARKS.search(template_of(tokenizer, chat))
     for turn in turns if marked else [turn for turn in turns if turn] or turns:
         prefill = (prefills or {}).get(turn)
@@ -81,100 +81,114 @@ def mask_turns(
             rest = (0,) * (len(row.ids) - len(shorter.ids))
             mask = tuple(max(pair) for pair in zip(shorter.mask + rest, row.mask, strict=True))
             ends, stretches = shorter.ends + row.ends, shorter.stretches + row.stretches
-            row = Masked(row.ids, mask, ends, stretches)
+            row = MaskedRow(row.ids, mask, ends, stretches)
         rows.append(row)
     return rows
 
 
-def mask_whole_chat(tokenizer: Any, chat: Chat) -> Masked:
+def mask_whole_chat(tokenizer: Any, chat: Chat) -> MaskedRow:
     """The whole conversation, with every token trained."""
-    ids = text_ids(tokenizer, _render(tokenizer, chat, len(chat.messages), ask=False))
-    return Masked(ids, (1,) * len(ids), ends=_count_end(tokenizer, ids))
+    ids = text_ids(tokenizer, _render_turns(tokenizer, chat, len(chat.messages), ask=False))
+    return MaskedRow(ids, (1,) * len(ids), ends=_count_end(tokenizer, ids))
 
 
-def mask_text(tokenizer: Any, text: str) -> Masked:
+def mask_text(tokenizer: Any, text: str) -> MaskedRow:
     """A text with its end token, with every token trained."""
     ids = prompt_ids(tokenizer, _with_end_token(tokenizer, text))
-    return Masked(ids, (1,) * len(ids), ends=_count_end(tokenizer, ids))
+    return MaskedRow(ids, (1,) * len(ids), ends=_count_end(tokenizer, ids))
 
 
-def mask_completion(tokenizer: Any, prompt: str, completion: str, *, whole: bool) -> Masked:
-    """A completion and its end token after a prompt, both text; `whole` trains the prompt too."""
-    before = prompt_ids(tokenizer, prompt)
-    after = _tail(
+def mask_completion(
+    tokenizer: Any, prompt: str, completion: str, *, train_prompt: bool
+) -> MaskedRow:
+    """A completion and its end token after a prompt, both text; `train_prompt` trains the prompt too."""
+    prompt_tokens = prompt_ids(tokenizer, prompt)
+    completion_tokens = _tokens_after(
         tokenizer,
         prompt,
         text_ids(tokenizer, prompt),
         _with_end_token(tokenizer, prompt + completion),
     )
-    mask = (int(whole),) * len(before) + (1,) * len(after)
-    return Masked(before + after, mask, ends=_count_end(tokenizer, after))
+    mask = (int(train_prompt),) * len(prompt_tokens) + (1,) * len(completion_tokens)
+    return MaskedRow(
+        prompt_tokens + completion_tokens, mask, ends=_count_end(tokenizer, completion_tokens)
+    )
 
 
-def _mask_turn(tokenizer: Any, chat: Chat, turn: int) -> Masked:
+def _mask_turn(tokenizer: Any, chat: Chat, turn: int) -> MaskedRow:
     """The conversation up to one assistant turn, with only that turn trained."""
     if MARKS.search(template_of(tokenizer, chat)):
         return _marked_turn(tokenizer, chat, turn)
     if turn == 0:
-        raise Refused(
+        raise TemplateRefused(
             "the conversation begins with the assistant, so nothing asks for its first turn. Begin it with a user message, "
             "or leave that turn out."
         )
-    before = _render(tokenizer, chat, turn, ask=True)
-    whole = _render(tokenizer, chat, turn + 1, ask=False)
-    if not whole.startswith(before):
+    asked_text = _render_turns(tokenizer, chat, turn, ask=True)
+    full_text = _render_turns(tokenizer, chat, turn + 1, ask=False)
+    if not full_text.startswith(asked_text):
         if chat.messages[turn - 1]["role"] == "assistant":
-            raise Refused(
+            raise TemplateRefused(
                 "two turns of the assistant follow each other, and the chat template writes the first anew once the second is there. "
                 "Make them one turn, or leave one out."
             )
-        same = _common(before, whole)
+        common = _common_prefix_length(asked_text, full_text)
         raise TaskError(
             f"message {turn} (assistant): the chat template writes the conversation differently once the turn is there. Where "
-            f"the prompt goes on with {_short_repr(before[same:])}, it writes {_short_repr(whole[same:])}, so the model would be trained "
-            "after other tokens than it is asked with. Give the row as `prompt` and `completion` texts, give what the template "
+            f"the prompt goes on with {_short_repr(asked_text[common:])}, it writes {_short_repr(full_text[common:])}, so the model would "
+            "be trained after other tokens than it is asked with. Give the row as `prompt` and `completion` texts, give what the template "
             "misses (a thinking model wants the turn's `reasoning_content`), or give as model.chat_template a template that "
             "does not do so, or that marks the assistant's words with {% generation %}."
         )
-    if before == _render(tokenizer, chat, turn, ask=False):
-        header = header_of(tokenizer, replace(chat, messages=chat.messages[:turn])) or ""
-        before += header if header.strip() and whole.startswith(before + header) else ""
-    opening = text_ids(tokenizer, before)
-    turn_text = _tail(tokenizer, before, opening, whole)
-    stripped = _without_space_after_end(tokenizer, whole)
-    closed = turn_text if stripped == whole else _tail(tokenizer, before, opening, stripped)
+    if asked_text == _render_turns(tokenizer, chat, turn, ask=False):
+        header = assistant_header(tokenizer, replace(chat, messages=chat.messages[:turn])) or ""
+        asked_text += header if header.strip() and full_text.startswith(asked_text + header) else ""
+    opening = text_ids(tokenizer, asked_text)
+    turn_text = _tokens_after(tokenizer, asked_text, opening, full_text)
+    stripped = _without_space_after_end(tokenizer, full_text)
+    closed = (
+        turn_text
+        if stripped == full_text
+        else _tokens_after(tokenizer, asked_text, opening, stripped)
+    )
     end = len(closed) if turn_text[: len(closed)] == closed else len(turn_text)
     mask = (0,) * len(opening) + (1,) * end + (0,) * (len(turn_text) - end)
-    return Masked(opening + turn_text, mask, ends=_count_end(tokenizer, turn_text[:end]))
+    return MaskedRow(opening + turn_text, mask, ends=_count_end(tokenizer, turn_text[:end]))
 
 
-def _rest_of_turn(tokenizer: Any, chat: Chat, turn: int, prefill: str) -> Masked:
+def _rest_of_turn(tokenizer: Any, chat: Chat, turn: int, prefill: str) -> MaskedRow:
     """The conversation up to one assistant turn. The turn is trained after its first words, including the template's end of a turn."""
     messages = [*chat.messages[:turn], {"role": "assistant", "content": prefill}]
-    before = prompt_text(tokenizer, replace(chat, messages=messages))
+    asked_text = prompt_text(tokenizer, replace(chat, messages=messages))
     message = chat.messages[turn]
     if message.keys() & REASONING:
-        raise Refused(
+        raise TemplateRefused(
             "the prompt begins a turn whose reasoning is given apart, so which words come first cannot be told. Write the reasoning into "
             "the completion."
         )
     probe = [*chat.messages[:turn], {**message, "content": PROBE}]
-    _, found, end = render(tokenizer, replace(chat, messages=probe), ask=False).rpartition(PROBE)
-    if not found:
-        raise Refused(f"the chat template does not write what message {turn} (assistant) says.")
-    whole = before + break_control_tokens(tokenizer, message["content"].removeprefix(prefill)) + end
-    opening = text_ids(tokenizer, before)
-    after = _tail(tokenizer, before, opening, _without_space_after_end(tokenizer, whole))
-    return Masked(
-        opening + after, (0,) * len(opening) + (1,) * len(after), _count_end(tokenizer, after)
+    _, marker, end = render(tokenizer, replace(chat, messages=probe), ask=False).rpartition(PROBE)
+    if not marker:
+        raise TemplateRefused(
+            f"the chat template does not write what message {turn} (assistant) says."
+        )
+    full_text = (
+        asked_text + break_control_tokens(tokenizer, message["content"].removeprefix(prefill)) + end
+    )
+    opening = text_ids(tokenizer, asked_text)
+    tail = _tokens_after(
+        tokenizer, asked_text, opening, _without_space_after_end(tokenizer, full_text)
+    )
+    return MaskedRow(
+        opening + tail, (0,) * len(opening) + (1,) * len(tail), _count_end(tokenizer, tail)
     )
 
 
-def _marked_turn(tokenizer: Any, chat: Chat, turn: int) -> Masked:
+def _marked_turn(tokenizer: Any, chat: Chat, turn: int) -> MaskedRow:
     """The turn as the template marks it. Marks of earlier turns are ignored: those turns have their own rows, or are merged later."""
     messages = list(chat.messages[: turn + 1])
     if break_control_tokens(tokenizer, messages) != messages:
-        raise Refused(
+        raise TemplateRefused(
             "a message holds a control token of the model, which would be read as one: the tokens of templates with {% generation %} marks "
             "are made by transformers. Leave it out, or give a template without marks as model.chat_template."
         )
@@ -186,40 +200,42 @@ def _marked_turn(tokenizer: Any, chat: Chat, turn: int) -> Masked:
         return_assistant_tokens_mask=True,
     )
     ids, marks = tuple(marked["input_ids"]), marked["assistant_masks"]
-    earlier = text_ids(tokenizer, _render(tokenizer, chat, turn, ask=False)) if turn else ()
-    start = _common(ids, earlier)
-    mask = tuple(mark if place >= start else 0 for place, mark in enumerate(marks))
+    earlier = text_ids(tokenizer, _render_turns(tokenizer, chat, turn, ask=False)) if turn else ()
+    start = _common_prefix_length(ids, earlier)
+    mask = tuple(mark if index >= start else 0 for index, mark in enumerate(marks))
     if not any(mask):
         raise TaskError(
             f"the chat template has {{% generation %}} marks, but marks nothing of message {turn}. Mend the template, or give "
             "one as model.chat_template."
         )
-    last = max(place for place, mark in enumerate(mask) if mark)
-    return Masked(ids, mask, ends=_count_end(tokenizer, ids[: last + 1]))
+    last = max(index for index, mark in enumerate(mask) if mark)
+    return MaskedRow(ids, mask, ends=_count_end(tokenizer, ids[: last + 1]))
 
 
-def _render(tokenizer: Any, chat: Chat, count: int, *, ask: bool) -> str:
+def _render_turns(tokenizer: Any, chat: Chat, count: int, *, ask: bool) -> str:
     """The first `count` messages as text; `ask` adds the assistant header, after which the model answers."""
     return render(tokenizer, replace(chat, messages=chat.messages[:count]), ask=ask)
 
 
-def _tail(tokenizer: Any, before: str, opening: tuple[int, ...], whole: str) -> tuple[int, ...]:
-    """The tokens of `whole` after its prefix `before`, whose tokens are `opening`.
+def _tokens_after(
+    tokenizer: Any, prefix: str, opening: tuple[int, ...], text: str
+) -> tuple[int, ...]:
+    """The tokens of `text` after `prefix`, whose tokens are `opening`.
 
     If tokenising the whole text would merge characters across the border, the two parts are tokenised separately, because the model is
-    prompted with the tokens of `before`.
+    prompted with the tokens of `prefix`.
     """
-    ids = text_ids(tokenizer, whole)
+    ids = text_ids(tokenizer, text)
     if ids[: len(opening)] == opening:
         return ids[len(opening) :]
-    rest = text_ids(tokenizer, whole[len(before) :])
-    if tokenizer.decode([*opening, *rest]) != tokenizer.decode(list(ids)):
+    tail = text_ids(tokenizer, text[len(prefix) :])
+    if tokenizer.decode([*opening, *tail]) != tokenizer.decode(list(ids)):
         raise TaskError(
-            f"the text {_short_repr(whole[len(before) :])} cannot be tokenised apart from what stands before it, "
-            f"{_short_repr(before[-MAX_CHARACTERS_IN_MESSAGE:])}: the parts make another text. Let the completion begin with a "
+            f"the text {_short_repr(text[len(prefix) :])} cannot be tokenised apart from what stands before it, "
+            f"{_short_repr(prefix[-MAX_CHARACTERS_IN_MESSAGE:])}: the parts make another text. Let the completion begin with a "
             "space or a line break."
         )
-    return rest
+    return tail
 
 
 def _without_space_after_end(tokenizer: Any, text: str) -> str:
@@ -240,11 +256,11 @@ def _count_end(tokenizer: Any, ids: Sequence[int]) -> int:
     return int(bool(ids) and ids[-1] in ends)
 
 
-def _common(first: Sequence[object], second: Sequence[object]) -> int:
+def _common_prefix_length(first: Sequence[object], second: Sequence[object]) -> int:
     """Length of the common prefix of two sequences."""
     pairs = zip(first, second, strict=False)
-    differ = (place for place, (one, other) in enumerate(pairs) if one != other)
-    return next(differ, min(len(first), len(second)))
+    differences = (index for index, (one, other) in enumerate(pairs) if one != other)
+    return next(differences, min(len(first), len(second)))
 
 
 def _short_repr(text: str) -> str:

@@ -27,7 +27,7 @@ PROBE = "⟦words⟧"
 OF_THE_MODEL = "chat_template_kwargs"
 """Attribute of a tokenizer with the template arguments for all conversations."""
 
-GIVEN = frozenset(
+RESERVED_ARGUMENTS = frozenset(
     {
         "messages",
         "tools",
@@ -56,7 +56,7 @@ _THOUGHTS = re.compile(
 """Matches reasoning that a template opens, or opens and closes, before the assistant's words: `<think>`, `[THINK]`, `◁think▷`, channels."""
 
 
-class Refused(TaskError):
+class TemplateRefused(TaskError):
     """The template, or the code that uses its render, does not accept this conversation; it may accept others."""
 
 
@@ -74,9 +74,9 @@ def prompt_text(tokenizer: Any, chat: Chat) -> str:
     """A conversation up to the point where the model continues it. Raises TaskError if the template refuses it."""
     if not chat.messages or chat.messages[-1].get("role") != "assistant":
         return render(tokenizer, chat, ask=True)
-    *before, unfinished = chat.messages
-    if not before:
-        raise Refused(
+    *history, unfinished = chat.messages
+    if not history:
+        raise TemplateRefused(
             "The prompt is one message of the assistant: nothing is asked before the assistant speaks. Put a message of the user before it."
         )
     words = unfinished.get("content")
@@ -85,10 +85,10 @@ def prompt_text(tokenizer: Any, chat: Chat) -> str:
             "The prompt ends with a message of the assistant that has no text or calls tools, so it cannot be continued. Let it "
             "end with the text that the answer begins with, or leave that message out."
         )
-    earlier = Chat(before, chat.tools, chat.template_kwargs)
+    earlier = Chat(history, chat.tools, chat.template_kwargs)
     opening = render(tokenizer, earlier, ask=True)
     if opening == render(tokenizer, earlier, ask=False):
-        header = header_of(tokenizer, earlier)
+        header = assistant_header(tokenizer, earlier)
         if header is None:
             raise TaskError(
                 "The prompt ends with a message of the assistant, but the model's chat template does not show where the assistant's words "
@@ -107,32 +107,32 @@ def render(tokenizer: Any, chat: Chat, *, ask: bool) -> str:
     return apply(tokenizer, chat, add_generation_prompt=ask, tokenize=False)
 
 
-def apply(tokenizer: Any, chat: Chat, **how: Any) -> Any:
+def apply(tokenizer: Any, chat: Chat, **options: Any) -> Any:
     """Call `apply_chat_template` on all messages. Raises Refused if the template refuses them."""
-    arguments = {"tools": list(chat.tools) or None, **arguments_of(tokenizer, chat)}
+    arguments = {"tools": list(chat.tools) or None, **template_arguments(tokenizer, chat)}
     template, messages = template_of(tokenizer, chat), list(chat.messages)
     if "developer" not in template:  # a newer name of the role "system"
         messages = [
-            {**each, "role": "system"} if each.get("role") == "developer" else each
-            for each in messages
+            {**message, "role": "system"} if message.get("role") == "developer" else message
+            for message in messages
         ]
     try:
-        if not how.get("tokenize"):
+        if not options.get("tokenize"):
             messages = [
-                break_control_tokens(tokenizer, each, of_tool=each.get("role") in OF_TOOLS)
-                for each in messages
+                break_control_tokens(tokenizer, message, of_tool=message.get("role") in OF_TOOLS)
+                for message in messages
             ]
             arguments = break_control_tokens(tokenizer, arguments)
         if any(message.get("tool_calls") for message in messages):
             messages, arguments["chat_template"] = written_calls(
                 tokenizer, messages, template, arguments
             )
-        return tokenizer.apply_chat_template(messages, **arguments, **how)
+        return tokenizer.apply_chat_template(messages, **arguments, **options)
     except (
         Exception
     ) as error:  # a template is a program by the model's authors and may raise anything
         text = refusal(error, messages)
-        raise Refused(text[0].upper() + text[1:]) from error
+        raise TemplateRefused(text[0].upper() + text[1:]) from error
 
 
 def template_of(tokenizer: Any, chat: Chat) -> str:
@@ -145,13 +145,13 @@ def template_of(tokenizer: Any, chat: Chat) -> str:
     return tokenizer.get_chat_template(tools=list(chat.tools) or None)
 
 
-def arguments_of(tokenizer: Any, chat: Chat) -> dict[str, Any]:
+def template_arguments(tokenizer: Any, chat: Chat) -> dict[str, Any]:
     """Template arguments other than messages and tools. Raises TaskError for one that would have no effect."""
     template = template_of(tokenizer, chat)
     arguments = {**getattr(tokenizer, OF_THE_MODEL, {}), **chat.template_kwargs}
-    if own := sorted(GIVEN & arguments.keys()):
+    if reserved := sorted(RESERVED_ARGUMENTS & arguments.keys()):
         raise TaskError(
-            f"chat_template_kwargs has {', '.join(own)}, which are for `apply_chat_template` itself. Leave it out."
+            f"chat_template_kwargs has {', '.join(reserved)}, which are for `apply_chat_template` itself. Leave it out."
         )
     for name in arguments:
         if not re.search(rf"\b{re.escape(name)}\b", template):
@@ -162,14 +162,14 @@ def arguments_of(tokenizer: Any, chat: Chat) -> dict[str, Any]:
     return arguments
 
 
-def header_of(tokenizer: Any, chat: Chat) -> str | None:
+def assistant_header(tokenizer: Any, chat: Chat) -> str | None:
     """The text that the template writes between a conversation and the assistant's next words; None if it cannot be determined."""
     with suppress(TaskError):
         messages = [*chat.messages, {"role": "assistant", "content": PROBE}]
         bare = render(tokenizer, chat, ask=False)
         answered = render(tokenizer, Chat(messages, chat.tools, chat.template_kwargs), ask=False)
-        header, found, _ = answered.removeprefix(bare).partition(PROBE)
-        return header if found and answered.startswith(bare) else None
+        header, marker, _ = answered.removeprefix(bare).partition(PROBE)
+        return header if marker and answered.startswith(bare) else None
     return None
 
 
@@ -180,7 +180,7 @@ def missing_turn_warning(tokenizer: Any, prompt: Prompt) -> str | None:
     header, chat = None, Chat(prompt)
     with suppress(TaskError):
         if render(tokenizer, chat, ask=True) == render(tokenizer, chat, ask=False):
-            header = header_of(tokenizer, chat)
+            header = assistant_header(tokenizer, chat)
     if header is None or not header.strip():
         return None
     return (
@@ -192,10 +192,12 @@ def missing_turn_warning(tokenizer: Any, prompt: Prompt) -> str | None:
 def refusal(error: Exception, messages: Sequence[Message]) -> str:
     """Explains why a chat template could not render messages: invalid Unicode, a broken template, or messages that it refuses."""
     texts = (str(value) for message in messages for value in message.values())
-    odd = next((char for text in texts for char in text if "\ud800" <= char <= "\udfff"), None)
-    if odd is not None:
+    surrogate = next(
+        (char for text in texts for char in text if "\ud800" <= char <= "\udfff"), None
+    )
+    if surrogate is not None:
         return (
-            f"a message has the character {odd!a}, half of a surrogate pair, which is no valid Unicode. Leave it out, or decode the "
+            f"a message has the character {surrogate!a}, half of a surrogate pair, which is no valid Unicode. Leave it out, or decode the "
             "text anew where it comes from."
         )
     reason, line = str(error).rstrip(". \n"), getattr(error, "lineno", None)

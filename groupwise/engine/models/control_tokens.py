@@ -37,7 +37,7 @@ def break_control_tokens(tokenizer: Any, value: Any, *, of_tool: bool = False) -
     if patterns is None or patterns[0] != tokenizer.chat_template:
         added = [token.content for token in tokenizer.added_tokens_decoder.values()]
         control = {*special_texts(tokenizer), *filter(LOOKS_LIKE_CONTROL.fullmatch, added)}
-        written = {each for each in added if each.strip() and each in str(tokenizer.chat_template)}
+        written = {text for text in added if text.strip() and text in str(tokenizer.chat_template)}
         patterns = (tokenizer.chat_template, _any_of(control), _any_of(control | written))
         setattr(tokenizer, _PATTERNS, patterns)
     return _break_texts(patterns[2 if of_tool else 1], value)
@@ -50,14 +50,14 @@ def _any_of(texts: set[str]) -> re.Pattern[str]:
 
 def _break_texts(pattern: re.Pattern[str], value: Any) -> Any:
     if isinstance(value, str):
-        return pattern.sub(lambda found: found[0][0] + BREAK + found[0][1:], value)
+        return pattern.sub(lambda match: match[0][0] + BREAK + match[0][1:], value)
     if isinstance(value, Mapping):
         return {
-            _break_texts(pattern, key): _break_texts(pattern, each)
-            for key, each in cast("Mapping[Any, Any]", value).items()
+            _break_texts(pattern, key): _break_texts(pattern, item)
+            for key, item in cast("Mapping[Any, Any]", value).items()
         }
     if isinstance(value, list | tuple):
-        return [_break_texts(pattern, each) for each in cast("Sequence[Any]", value)]
+        return [_break_texts(pattern, item) for item in cast("Sequence[Any]", value)]
     return value
 
 

@@ -65,8 +65,8 @@ class SlotCache:
     def place(self, slot: int, prompt: PromptCache) -> None:
         """Copy a prompt's keys and values to the start of a slot."""
         if not self.keys:
-            self.keys = [self._empty(key) for key in prompt.keys]
-            self.values = [self._empty(value) for value in prompt.values]
+            self.keys = [self._empty_cache_tensor(key) for key in prompt.keys]
+            self.values = [self._empty_cache_tensor(value) for value in prompt.values]
         length = prompt.keys[0].shape[2]
         for layer in range(len(self.keys)):
             self.keys[layer][slot, :, :length] = prompt.keys[layer][0]
@@ -83,7 +83,7 @@ class SlotCache:
     def get_seq_length(self, *_: Any) -> int:
         return self.key_length
 
-    def _empty(self, like: Tensor) -> Tensor:
+    def _empty_cache_tensor(self, like: Tensor) -> Tensor:
         _, heads, _, size = like.shape
         return like.new_zeros(self.slots, heads, self.key_length, size)
 
@@ -130,16 +130,19 @@ class Decoder:
         """
         mask_B1TK = mask_BTK[:, None]
         if self.window is None:
-            mask = self._usable(mask_B1TK)
+            mask = self._attention_mask(mask_B1TK)
         else:  # the mask in each of the forms that the layers take
             places_BT = positions_BT  # index of each query among the keys
             if cache is None:
                 places_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device)[None]
             keys_K = torch.arange(mask_B1TK.shape[-1], device=mask_B1TK.device)
             near_B1TK = (places_BT[:, None, :, None] - keys_K) < self.window
-            mask = sliding = self._usable(mask_B1TK & near_B1TK)
+            mask = sliding = self._attention_mask(mask_B1TK & near_B1TK)
             if self.layer_types is not None:
-                mask = {"full_attention": self._usable(mask_B1TK), "sliding_attention": sliding}
+                mask = {
+                    "full_attention": self._attention_mask(mask_B1TK),
+                    "sliding_attention": sliding,
+                }
         output = self.body(
             input_ids=ids_BT,
             position_ids=positions_BT,
@@ -161,7 +164,7 @@ class Decoder:
         cap = getattr(self.config, "final_logit_softcapping", None)
         return torch.tanh(logits_NV / cap) * cap if cap is not None else logits_NV
 
-    def _usable(self, mask_B1TK: Tensor) -> Tensor:
+    def _attention_mask(self, mask_B1TK: Tensor) -> Tensor:
         """The mask in the form that the model's attention takes: booleans for torch's SDPA, numbers to add to the scores otherwise."""
         if self.config._attn_implementation == "sdpa":
             return mask_B1TK
@@ -171,17 +174,19 @@ class Decoder:
     @torch.no_grad()
     def _check_head(self) -> None:
         ids = torch.tensor([[0, 1, 2]], device=self.device)
-        whole = self.model(input_ids=ids).logits.float()
+        expected = self.model(input_ids=ids).logits.float()
         positions = torch.arange(3, device=self.device)[None]
         ours = self.logits(self.hidden(ids, positions, causal_mask(3, 0, self.device), None)[0])
-        if not torch.allclose(ours, whole[0], rtol=2e-2, atol=2e-2 * float(whole.abs().max())):
+        if not torch.allclose(
+            ours, expected[0], rtol=2e-2, atol=2e-2 * float(expected.abs().max())
+        ):
             raise ModelError(
                 f"The output head of {self.config.model_type!r} does more than this version knows: our logits differ "
-                f"from the model's own by {float((ours - whole[0]).abs().max()):.3g}."
+                f"from the model's own by {float((ours - expected[0]).abs().max()):.3g}."
             )
 
 
-def causal_mask(queries: int, before: int, device: torch.device) -> Tensor:
-    """Mask [1, queries, before + queries]: a query sees all keys before the queries, itself, and earlier queries."""
-    keys = torch.arange(before + queries, device=device)
-    return (keys[None] <= torch.arange(before, before + queries, device=device)[:, None])[None]
+def causal_mask(queries: int, past: int, device: torch.device) -> Tensor:
+    """Mask [1, queries, past + queries]: a query sees all keys before the queries, itself, and earlier queries."""
+    keys = torch.arange(past + queries, device=device)
+    return (keys[None] <= torch.arange(past, past + queries, device=device)[:, None])[None]

@@ -2,7 +2,7 @@
 
 A dry run and `groupwise check` need only counts and limits of a model, and torch, transformers' models and peft take seconds to import.
 `read_decoder` returns None if transformers might build another model from the file than this module counts: another family, a missing key,
-anything unusual. The caller then builds the model without storage (`groupwise.engine.models.load.hollow_model`); errors in the config are
+anything unusual. The caller then builds the model without storage (`groupwise.engine.models.load.meta_model`); errors in the config are
 reported there.
 """
 
@@ -55,16 +55,16 @@ class DecoderShapes:
     """Most tokens of a text that the model was trained for."""
     linear: Mapping[str, tuple[int, int]]
     """Inputs and outputs of all linear layers but the output head, by their paths in transformers' model."""
-    others: int
+    other_parameters: int
     """Parameters outside of these layers: embeddings, an untied head, norms and biases."""
     in_bfloat16: bool
 
     def counts(self, config: ModelConfig, lora: LoraConfig | None) -> Counts | None:
         """Counts with this adapter; None if the config names a stored adapter, or if a target is not a linear layer of the model."""
         weights = sum(inputs * outputs for inputs, outputs in self.linear.values())
-        trained = parameters = weights + self.others
+        trained = parameters = weights + self.other_parameters
         if lora is not None:
-            paths = self._targets(lora)
+            paths = self._target_paths(lora)
             if config.adapter is not None or paths is None:
                 return None
             trained = sum(lora.r * sum(self.linear[path]) for path in paths)
@@ -78,17 +78,17 @@ class DecoderShapes:
             dropout=0.0 if lora is None else lora.dropout,
         )
 
-    def _targets(self, lora: LoraConfig) -> set[str] | None:
+    def _target_paths(self, lora: LoraConfig) -> set[str] | None:
         """The layers that the adapter changes, selected as peft does; None if a name matches no linear layer."""
         if lora.target_modules == "all-linear":
             return set(self.linear)
-        found: set[str] = set()
+        paths: set[str] = set()
         for name in lora.target_modules:
-            meant = {path for path in self.linear if f".{path}".endswith(f".{name}")}
-            if not meant:
+            matches = {path for path in self.linear if f".{path}".endswith(f".{name}")}
+            if not matches:
                 return None
-            found |= meant
-        return found or None
+            paths |= matches
+        return paths or None
 
 
 def read_decoder(config: ModelConfig) -> DecoderShapes | None:
@@ -102,12 +102,12 @@ def read_decoder(config: ModelConfig) -> DecoderShapes | None:
             from huggingface_hub import hf_hub_download
 
             with quiet():
-                found = hf_hub_download(resolved.location, path.name, **resolved.arguments())
-            path = Path(found)
-        said = json.loads(path.read_bytes())
+                downloaded = hf_hub_download(resolved.location, path.name, **resolved.arguments())
+            path = Path(downloaded)
+        content = json.loads(path.read_bytes())
     except (OSError, ValueError):
         return None
-    return _shapes(said) if isinstance(said, dict) and not _is_unusual(said) else None
+    return _shapes(content) if isinstance(content, dict) and not _is_unusual(content) else None
 
 
 def _is_unusual(config: Mapping[str, Any]) -> bool:
@@ -136,7 +136,7 @@ def _is_unusual(config: Mapping[str, Any]) -> bool:
         and config.get("dtype", "float32") in ("float32", "bfloat16", "float16")
         and not {"dtype", "torch_dtype"} <= config.keys()
         and all(config.get(key) is None for key in UNUSUAL)
-        and _turns_plainly(config)
+        and _has_plain_rotations(config)
     )
 
 
@@ -144,17 +144,17 @@ def _is_count(value: Any) -> TypeGuard[int]:
     return type(value) is int and value > 0
 
 
-def _turns_plainly(config: Mapping[str, Any]) -> bool:
+def _has_plain_rotations(config: Mapping[str, Any]) -> bool:
     """True if rotary positions are not configured or are one of `ROTATIONS`, under the key of older or newer files."""
-    given = [
+    scalings = [
         config[key] for key in ("rope_scaling", "rope_parameters") if config.get(key) is not None
     ]
-    if not given:
+    if not scalings:
         return True
-    if len(given) > 1 or not isinstance(given[0], dict):
+    if len(scalings) > 1 or not isinstance(scalings[0], dict):
         return False
-    kind = given[0].get("rope_type", given[0].get("type"))
-    numbers = given[0].keys() - {"rope_type", "type", "rope_theta"}
+    kind = scalings[0].get("rope_type", scalings[0].get("type"))
+    numbers = scalings[0].keys() - {"rope_type", "type", "rope_theta"}
     return isinstance(kind, str) and numbers == ROTATIONS.get(kind)
 
 
@@ -197,6 +197,6 @@ def _shapes(config: Mapping[str, Any]) -> DecoderShapes:
             for index in range(layers)
             for path, shape in of_a_layer.items()
         },
-        others=tables * sizes.vocabulary * hidden + hidden + layers * (norms + biases),
+        other_parameters=tables * sizes.vocabulary * hidden + hidden + layers * (norms + biases),
         in_bfloat16=config.get("dtype", config.get("torch_dtype")) == "bfloat16",
     )

@@ -35,12 +35,12 @@ ExportDtype = Literal["auto", "float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class ExportResult:
     """Result of an export."""
 
     dtype: str
     """Its number format."""
-    kept: float = 1.0
+    kept_share: float = 1.0
     """Share of the adapter's change that survived the rounding."""
 
 
@@ -51,7 +51,7 @@ def write_merged(
     dtype: ExportDtype = "auto",
     *,
     keeping: float = 0.0,
-) -> Written:
+) -> ExportResult:
     """Write the merged model into a folder. If its number format would keep less than the share `keeping` of the change, use float32.
 
     Raises `ModelError` if the adapter does not match this base, or is not plain LoRA; OSError if the files cannot be written.
@@ -61,17 +61,19 @@ def write_merged(
         warnings.filterwarnings("ignore", message=".*a tied layer is part", category=UserWarning)
         check_adapter(merged, LoraConfig(), "the adapter")  # peft warns of ties; see `_untie`
     base = load_model(model, "float32")
-    format = _format(read_model_config(model), dtype)
-    tensors = _add(base, adapter, format)
+    format = _export_dtype(read_model_config(model), dtype)
+    tensors = _add_adapter(base, adapter, format)
     if tensors < keeping:
         format, tensors = torch.float32, 1.0
-    return replace(_write(base, format, into), kept=tensors)
+    return replace(_write_model(base, format, into), kept_share=tensors)
 
 
-def write_whole(weights: Path, into: Path, dtype: ExportDtype = "auto") -> Written:
+def write_whole(weights: Path, into: Path, dtype: ExportDtype = "auto") -> ExportResult:
     """Write a model whose weights were all trained, in the requested number format; see `write_merged`."""
-    given = ModelConfig(name=str(weights))
-    return _write(load_model(given, "float32"), _format(read_model_config(given), dtype), into)
+    config = ModelConfig(name=str(weights))
+    return _write_model(
+        load_model(config, "float32"), _export_dtype(read_model_config(config), dtype), into
+    )
 
 
 def stored_tokenizer(folder: Path) -> Any:
@@ -80,7 +82,7 @@ def stored_tokenizer(folder: Path) -> Any:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
-def _add(base: PreTrainedModel, adapter: Path, format: torch.dtype) -> float:
+def _add_adapter(base: PreTrainedModel, adapter: Path, format: torch.dtype) -> float:
     """Compute W + scaling · B A for each layer that has an adapter. Returns the share of the change that `format` keeps."""
     config, tensors = read_lora_config(adapter), read_adapter(adapter)
     scaling = scaling_of(config)
@@ -94,10 +96,10 @@ def _add(base: PreTrainedModel, adapter: Path, format: torch.dtype) -> float:
             assert isinstance(layer, nn.Linear), "the adapter was checked against the model"
             _untie(base, layer)
             change = scaling * (up @ down)
-            after = layer.weight + change
-            realised += float(((after.to(format).float() - layer.weight) * change).sum())
+            merged = layer.weight + change
+            realised += float(((merged.to(format).float() - layer.weight) * change).sum())
             exact += float((change * change).sum())
-            layer.weight.copy_(after)
+            layer.weight.copy_(merged)
     return realised / exact if exact else 1.0
 
 
@@ -116,16 +118,16 @@ def _untie(base: PreTrainedModel, layer: nn.Linear) -> None:
     config.tie_word_embeddings = False
 
 
-def _format(stored: Any, dtype: ExportDtype) -> torch.dtype:
+def _export_dtype(stored: Any, dtype: ExportDtype) -> torch.dtype:
     if dtype != "auto":
         return getattr(torch, dtype)
     return getattr(stored, "dtype", None) or torch.float32
 
 
-def _write(model: PreTrainedModel, dtype: torch.dtype, into: Path) -> Written:
+def _write_model(model: PreTrainedModel, dtype: torch.dtype, into: Path) -> ExportResult:
     cast("nn.Module", model).to(dtype)
     cast("Any", model.config).dtype = dtype
     model.config._name_or_path = ""  # it may be a path on this machine
     with disk_errors(into), quiet():
         model.save_pretrained(into)
-    return Written(str(dtype).removeprefix("torch."))
+    return ExportResult(str(dtype).removeprefix("torch."))

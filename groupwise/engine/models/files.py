@@ -76,7 +76,7 @@ def model_files(folder: Path) -> list[Path]:
     if (folder / INDEX).is_file():
         return [folder / name for name in files_in_index(folder / INDEX)]
     raise ModelError(
-        f"There is neither {FULL_WEIGHTS} nor {INDEX} in {folder}; it holds: {_listing(folder)}."
+        f"There is neither {FULL_WEIGHTS} nor {INDEX} in {folder}; it holds: {_folder_listing(folder)}."
     )
 
 
@@ -128,9 +128,9 @@ def check_sent(folder: Path) -> None:
                 raise ModelError(
                     f"config.json of what was sent has 'model_type': {kind!r:.80}, which is no language model that transformers knows."
                 )
-        for key, value in _entries(content):
+        for key, value in _json_entries(content):
             of_hub = key in OF_HUB and isinstance(value, str | int | float) and bool(value)
-            of_hub |= bool(IMPLEMENTATION.search(key)) and not _is_plain(value)
+            of_hub |= bool(IMPLEMENTATION.search(key)) and not _is_plain_name(value)
             outside = key in READS_FILES and re.search(r"[/\\]", str(value))
             if (key in LOADS_CODE and value) or of_hub or outside:
                 raise ModelError(
@@ -139,23 +139,23 @@ def check_sent(folder: Path) -> None:
                 )
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain_name(value: Any) -> bool:
     """True if the value names no special kernel, neither for the model nor for a part of it."""
     if isinstance(value, dict):
-        return all(_is_plain(inner) for inner in cast("dict[str, Any]", value).values())
+        return all(_is_plain_name(inner) for inner in cast("dict[str, Any]", value).values())
     return value in (None, "eager", "sdpa")
 
 
-def _entries(content: Any) -> Iterator[tuple[str, Any]]:
+def _json_entries(content: Any) -> Iterator[tuple[str, Any]]:
     """The keys and values of all objects in a JSON value, at any depth."""
-    left = [content]
-    while left:
-        match left.pop():
-            case dict() as found:
-                yield from cast("dict[str, Any]", found).items()
-                left += cast("dict[str, Any]", found).values()
-            case list() as found:
-                left += cast("list[Any]", found)
+    pending = [content]
+    while pending:
+        match pending.pop():
+            case dict() as container:
+                yield from cast("dict[str, Any]", container).items()
+                pending += cast("dict[str, Any]", container).values()
+            case list() as container:
+                pending += cast("list[Any]", container)
             case _:
                 pass
 
@@ -175,7 +175,7 @@ def read_json(path: Path) -> dict[str, Any]:
 def _explain_errors(path: Path) -> Iterator[None]:
     if not path.is_file():
         raise ModelError(
-            f"There is no {path.name} in {path.parent}; it holds: {_listing(path.parent)}."
+            f"There is no {path.name} in {path.parent}; it holds: {_folder_listing(path.parent)}."
         )
     try:
         yield
@@ -185,6 +185,6 @@ def _explain_errors(path: Path) -> Iterator[None]:
         ) from error
 
 
-def _listing(folder: Path) -> str:
-    found = sorted(entry.name for entry in folder.glob("*")) if folder.is_dir() else []
-    return ", ".join(found[:8]) + (", …" if len(found) > 8 else "") or "nothing"
+def _folder_listing(folder: Path) -> str:
+    names = sorted(entry.name for entry in folder.glob("*")) if folder.is_dir() else []
+    return ", ".join(names[:8]) + (", …" if len(names) > 8 else "") or "nothing"

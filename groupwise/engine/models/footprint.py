@@ -95,8 +95,8 @@ class Sizes:
     @property
     def products(self) -> int:
         """Weights of all products, including the output head."""
-        others = self.layers * (self.queries + self.inner) + self.vocabulary
-        return self.fused + others * self.hidden
+        unfused = self.layers * (self.queries + self.inner) + self.vocabulary
+        return self.fused + unfused * self.hidden
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -119,8 +119,8 @@ def saved_by_bits(config: ModelConfig, linear: int, dtype: str) -> float:
     """Bytes saved by holding `linear`, the number of weights in linear layers, in 4 or 8 bits."""
     if not (config.load_in_4bit or config.load_in_8bit):
         return 0.0
-    each = BYTES_IN_4BIT if config.load_in_4bit else BYTES_IN_8BIT
-    return linear * (bytes_of(dtype) - each)
+    bytes_per_weight = BYTES_IN_4BIT if config.load_in_4bit else BYTES_IN_8BIT
+    return linear * (bytes_of(dtype) - bytes_per_weight)
 
 
 def sizes_of(config: PreTrainedConfig) -> Sizes:
@@ -181,9 +181,9 @@ class Footprint:
             computed = (self.native_learner + self.native_sampler) * self.size
             decoding = FLOAT if self.packed else 0
             copies = self.samples * FLOAT + IN_PRODUCTS * (computed + decoding)
-        each = FLOAT * (4 + (processes > 1)) + copies
+        per_parameter = FLOAT * (4 + (processes > 1)) + copies
         forked = FLOAT if self.full and processes > 1 else 0
-        return int(parameters * (processes * each + forked))
+        return int(parameters * (processes * per_parameter + forked))
 
     def cache(self, decoding: Decoding) -> int:
         """Bytes of keys and values. On a GPU they include the native sampler's logits, which stay allocated between tokens."""
@@ -209,17 +209,17 @@ class Footprint:
         sizes, size = self.sizes, self.size
         if self.native_learner:
             residual = sizes.hidden * FLOAT
-            kept = 2 * residual + 2 * (sizes.queries + sizes.keys + sizes.inner) * size
-            layers = sizes.layers * residual + kept if recompute else sizes.layers * kept
-            each = layers + 4 * residual + (2 * sizes.hidden + 4 * sizes.inner) * size
+            per_layer = 2 * residual + 2 * (sizes.queries + sizes.keys + sizes.inner) * size
+            layers = sizes.layers * residual + per_layer if recompute else sizes.layers * per_layer
+            per_token = layers + 4 * residual + (2 * sizes.hidden + 4 * sizes.inner) * size
             logits = size if self.on_cpu else size + 2 * FLOAT
         else:
             of_a_layer = (12 * sizes.hidden + 4 * sizes.inner) * size
-            each = sizes.layers * of_a_layer
+            per_token = sizes.layers * of_a_layer
             if recompute:
-                each = sizes.layers * sizes.hidden * size + of_a_layer
+                per_token = sizes.layers * sizes.hidden * size + of_a_layer
             logits = 4 * FLOAT
-        return tokens * each + CHUNK * sizes.vocabulary * logits
+        return tokens * per_token + CHUNK * sizes.vocabulary * logits
 
     def update(self, parameters: int) -> int:
         """Bytes of AdamW's temporary numbers, one per trained one; or of a new native model next to its predecessor, if larger."""
@@ -282,9 +282,9 @@ def native_cache(sizes: Sizes, size: int, decoding: Decoding) -> int:
     """Bytes on a CPU: keys in float32, values padded to whole vectors. Those of completion tokens exist twice while the cache grows."""
     per_token = sizes.kv_heads * (sizes.head_size * FLOAT + multiple(sizes.head_size, LANES) * size)
     tokens = decoding.completion - 1  # the last token is never an input
-    own = multiple(decoding.slots, ROWS) * sum(rooms(tokens))
+    completions = multiple(decoding.slots, ROWS) * sum(rooms(tokens))
     prompts = decoding.prompts * multiple(decoding.prompt, STRETCH)
-    return sizes.layers * per_token * (own + prompts)
+    return sizes.layers * per_token * (completions + prompts)
 
 
 def slot_cache(sizes: Sizes, size: int, tokens: int) -> int:

@@ -27,18 +27,18 @@ def fetch_weights(reference: str) -> Path:
                 name,
                 revision=revision or None,
                 allow_patterns=patterns,
-                local_files_only=not hub_errors.answers(),
+                local_files_only=not hub_errors.is_reachable(),
             )
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         reason = str(error).strip().splitlines()
         where = (
             "the hub"
-            if hub_errors.answers()
+            if hub_errors.is_reachable()
             else "its cache on this machine (it cannot be reached)"
         )
         raise ModelError(
             f"{reference!r} could not be had from {where}: {reason[0] if reason else error!r} "
             "Offline, give a folder that holds an adapter or a model.",
-            temporary=hub_errors.will_pass(error),
+            temporary=hub_errors.is_temporary(error),
         ) from error

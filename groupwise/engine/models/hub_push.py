@@ -80,14 +80,18 @@ def check_access(target: Target, run: Path | None = None) -> str | None:
             f"{target} is not looked at, since the token that may write there is where the job runs"
         )
     try:
-        api = _api()
+        api = _hub_api()
         if _may_write(api, target.repo_id):
             _refuse_public(api, target)
-            there = _files(api, target) or {}
-            made = None if run is None else run / FINAL
-            if not (made is not None and made.is_dir() and _equal(made, there)):
-                _replaceable(api, target, there, run)
-    except _Refused as refused:
+            remote_files = _branch_files(api, target) or {}
+            artefact = None if run is None else run / FINAL
+            if not (
+                artefact is not None
+                and artefact.is_dir()
+                and _same_contents(artefact, remote_files)
+            ):
+                _commit_to_replace(api, target, remote_files, run)
+    except _UploadRefused as refused:
         raise UsageError(str(refused)) from refused
     except OfflineModeIsEnabled as error:
         raise UsageError(
@@ -97,7 +101,7 @@ def check_access(target: Target, run: Path | None = None) -> str | None:
         if isinstance(error, HfHubHTTPError) and error.response.status_code >= 500:
             return _no_answer(target, error)
         raise UsageError(
-            f"{target} on the hub cannot be written: {_reason(error)} {_TOKEN}"
+            f"{target} on the hub cannot be written: {_error_text(error)} {_TOKEN}"
         ) from error
     except (HTTPError, OSError) as error:
         return _no_answer(target, error)
@@ -111,21 +115,23 @@ def push(folder: Path, target: Target, message: str, run: Path | None = None) ->
     that may not be overwritten, and EndpointError if the hub fails.
     """
     _check_revision(target.revision)
-    with _failures(target):
-        api = _api()
+    with _explaining_hub_errors(target):
+        api = _hub_api()
         api.create_repo(target.repo_id, private=target.private, exist_ok=True)
         _refuse_public(api, target)
-        there = _files(api, target)
-        if there is None:
+        remote_files = _branch_files(api, target)
+        if remote_files is None:
             # Branch from the first commit, which is usually empty; if it holds files, the upload may replace them.
-            first = api.list_repo_commits(target.repo_id)[-1].commit_id
+            first_commit = api.list_repo_commits(target.repo_id)[-1].commit_id
             if run is not None:
-                _note_commit(run, target, first)
-            api.create_branch(target.repo_id, branch=target.revision, revision=first, exist_ok=True)
-            there = {}
-        if not there or not _equal(folder, there):
-            parent = _replaceable(api, target, there, run)
-            made = api.upload_folder(
+                _note_commit(run, target, first_commit)
+            api.create_branch(
+                target.repo_id, branch=target.revision, revision=first_commit, exist_ok=True
+            )
+            remote_files = {}
+        if not remote_files or not _same_contents(folder, remote_files):
+            parent = _commit_to_replace(api, target, remote_files, run)
+            commit_info = api.upload_folder(
                 folder_path=folder,
                 repo_id=target.repo_id,
                 revision=target.revision,
@@ -133,15 +139,15 @@ def push(folder: Path, target: Target, message: str, run: Path | None = None) ->
                 delete_patterns="*",
                 parent_commit=parent,
             )
-            commit = made.oid
+            commit = commit_info.oid
         else:
-            commit = _head(api, target)  # a process may have died before noting it
+            commit = _head_commit(api, target)  # a process may have died before noting it
         if run is not None:
             _note_commit(run, target, commit)
         return Pushed(f"{api.endpoint}/{target.repo_id}/tree/{target.revision}", commit)
 
 
-class _Refused(Exception):
+class _UploadRefused(Exception):
     """The upload is refused by our own rules, not by a failure of the hub."""
 
 
@@ -157,28 +163,30 @@ def _check_revision(revision: str) -> None:
 
 def _refuse_public(api: Any, target: Target) -> None:
     if target.private and not api.repo_info(target.repo_id).private:
-        raise _Refused(
+        raise _UploadRefused(
             f"{target.repo_id} on the hub is there and public, but what is uploaded is to be private. Set private: false if everybody may "
             "see it, or name another repository (or make that one private on the hub)."
         )
 
 
-def _replaceable(api: Any, target: Target, there: dict[str, Any], run: Path | None) -> str | None:
-    """The commit that the upload must replace; None if it may replace any. Raises _Refused if the branch holds files of another origin."""
-    if not there or target.overwrite:
+def _commit_to_replace(
+    api: Any, target: Target, remote_files: dict[str, Any], run: Path | None
+) -> str | None:
+    """The commit that the upload must replace; None if it may replace any. Raises _UploadRefused if the branch holds other files."""
+    if not remote_files or target.overwrite:
         return None
-    own = None if run is None else _own_commits(run).get(str(target))
-    if own is None or _head(api, target) != own:
-        names = sorted(there)
-        more = f" and {len(names) - 4} more" if names[4:] else ""
-        raise _Refused(
-            f"{target} on the hub holds other files ({', '.join(names[:4])}{more}), and may not be overwritten. Name another revision, "
+    own_commit = None if run is None else _own_commits(run).get(str(target))
+    if own_commit is None or _head_commit(api, target) != own_commit:
+        names = sorted(remote_files)
+        suffix = f" and {len(names) - 4} more" if names[4:] else ""
+        raise _UploadRefused(
+            f"{target} on the hub holds other files ({', '.join(names[:4])}{suffix}), and may not be overwritten. Name another revision, "
             "or set overwrite: true: the branch's history keeps what is there."
         )
-    return own
+    return own_commit
 
 
-def _head(api: Any, target: Target) -> str:
+def _head_commit(api: Any, target: Target) -> str:
     return api.repo_info(target.repo_id, revision=target.revision).sha
 
 
@@ -193,7 +201,7 @@ def _note_commit(run: Path, target: Target, commit: str) -> None:
         atomic_files.write_json(run / COMMITS, {**_own_commits(run), str(target): commit})
 
 
-def _api() -> Any:
+def _hub_api() -> Any:
     try:
         from huggingface_hub import HfApi
         from huggingface_hub.utils import disable_progress_bars
@@ -212,43 +220,45 @@ def _may_write(api: Any, repo_id: str) -> bool:
 
     validate_repo_id(repo_id)
     owner = repo_id.rpartition("/")[0]
-    who = api.whoami()
-    if who.get("auth", {}).get("accessToken", {}).get("role") == "read":
-        raise LocalTokenNotFoundError(f"the token of {who['name']} may only read.")
-    own = [who["name"], *(each["name"] for each in who.get("orgs", ()))]
+    user = api.whoami()
+    if user.get("auth", {}).get("accessToken", {}).get("role") == "read":
+        raise LocalTokenNotFoundError(f"the token of {user['name']} may only read.")
+    owners = [user["name"], *(org["name"] for org in user.get("orgs", ()))]
     try:
         if owner:
             api.auth_check(repo_id, write=True)
             return True
     except RepositoryNotFoundError:
-        if owner in own:
+        if owner in owners:
             return False
     raise LocalTokenNotFoundError(
-        f"there is no such repository, and {who['name']} cannot make it: give OWNER/NAME with one of {', '.join(own)} as OWNER."
+        f"there is no such repository, and {user['name']} cannot make it: give OWNER/NAME with one of {', '.join(owners)} as OWNER."
     )
 
 
-def _files(api: Any, target: Target) -> dict[str, Any] | None:
+def _branch_files(api: Any, target: Target) -> dict[str, Any] | None:
     """Entries on the branch by path, without those that the hub made; None if the branch does not exist."""
     from huggingface_hub.errors import RevisionNotFoundError
 
     try:
-        listed = list(api.list_repo_tree(target.repo_id, recursive=True, revision=target.revision))
+        entries = list(api.list_repo_tree(target.repo_id, recursive=True, revision=target.revision))
     except RevisionNotFoundError:
         return None
     return {
-        each.path: each
-        for each in listed
-        if hasattr(each, "blob_id") and each.path not in MADE_BY_THE_HUB
+        entry.path: entry
+        for entry in entries
+        if hasattr(entry, "blob_id") and entry.path not in MADE_BY_THE_HUB
     }
 
 
-def _equal(folder: Path, there: dict[str, Any]) -> bool:
-    own = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
-    return own.keys() == there.keys() and all(_same(own[name], there[name]) for name in own)
+def _same_contents(folder: Path, remote_files: dict[str, Any]) -> bool:
+    local_files = {p.relative_to(folder).as_posix(): p for p in folder.rglob("*") if p.is_file()}
+    return local_files.keys() == remote_files.keys() and all(
+        _same_file(local_files[name], remote_files[name]) for name in local_files
+    )
 
 
-def _same(file: Path, entry: Any) -> bool:
+def _same_file(file: Path, entry: Any) -> bool:
     """True if a file equals the one on the hub, which lists the SHA-256 of large files and git's blob hash of small ones."""
     size = file.stat().st_size
     if size != entry.size:
@@ -261,24 +271,24 @@ def _same(file: Path, entry: Any) -> bool:
 
 
 @contextmanager
-def _failures(target: Target) -> Generator[None]:
+def _explaining_hub_errors(target: Target) -> Generator[None]:
     """Turn all failures of the hub, or of the connection to it, into EndpointError."""
     try:
         yield
-    except _Refused as refused:
+    except _UploadRefused as refused:
         raise UsageError(str(refused)) from refused
     except UsageError:
         raise
     except Exception as error:
         raise EndpointError(
-            f"{target} on the hub could not be written: {_reason(error)} {_TOKEN}"
+            f"{target} on the hub could not be written: {_error_text(error)} {_TOKEN}"
         ) from error
 
 
 def _no_answer(target: Target, error: Exception) -> str:
-    return f"the hub does not answer, so it is unknown whether {target} may be written: {_reason(error)}"
+    return f"the hub does not answer, so it is unknown whether {target} may be written: {_error_text(error)}"
 
 
-def _reason(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return " ".join(lines) or type(error).__name__

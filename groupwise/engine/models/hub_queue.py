@@ -28,7 +28,7 @@ TARGET = "target.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Waiting:
+class QueuedUpload:
     """One pending upload."""
 
     step: int
@@ -67,15 +67,15 @@ class Queue:
         keep_artefact(folder / FILES, weights, card, tokenizer)
         atomic_files.write_json(folder / TARGET, asdict(target))
 
-    def waiting(self) -> list[Waiting]:
+    def waiting(self) -> list[QueuedUpload]:
         """All entries, in the order of their steps."""
-        return _entries(self.folder.glob(f"step-*/{TARGET}"))
+        return _read_entries(self.folder.glob(f"step-*/{TARGET}"))
 
     def drop_after(self, step: int) -> None:
         """Remove entries of later steps, which will be repeated, and incomplete entries of an ended process."""
-        there = {entry.folder for entry in self.waiting() if entry.step <= step}
+        valid = {entry.folder for entry in self.waiting() if entry.step <= step}
         for folder in self.folder.glob("step-*"):
-            if folder not in there:
+            if folder not in valid:
                 shutil.rmtree(folder)
 
 
@@ -84,16 +84,16 @@ def queue(run: Path, name: str) -> Queue:
     return Queue(run / QUEUES / quote(name, safe="@"))
 
 
-def waiting(run: Path) -> list[Waiting]:
+def waiting(run: Path) -> list[QueuedUpload]:
     """The entries of all queues of a run, in the order of their steps."""
-    return _entries((run / QUEUES).glob(f"*/step-*/{TARGET}"))
+    return _read_entries((run / QUEUES).glob(f"*/step-*/{TARGET}"))
 
 
-def _entries(files: Iterable[Path]) -> list[Waiting]:
-    found = sorted(files, key=lambda file: (_step_of(file.parent), file))
+def _read_entries(files: Iterable[Path]) -> list[QueuedUpload]:
+    paths = sorted(files, key=lambda file: (_step_of(file.parent), file))
     return [
-        Waiting(_step_of(file.parent), file.parent, Target(**json.loads(file.read_bytes())))
-        for file in found
+        QueuedUpload(_step_of(file.parent), file.parent, Target(**json.loads(file.read_bytes())))
+        for file in paths
     ]
 
 

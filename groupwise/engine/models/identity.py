@@ -20,7 +20,7 @@ BLOCK = 1 << 20
 BLOCKS = 32
 """Number of blocks that are hashed of a larger file, spread evenly from its start to its end: any training changes all of them."""
 
-WANDERING = ("_name_or_path", "transformers_version")
+UNSTABLE_KEYS = ("_name_or_path", "transformers_version")
 """Keys of a model's config that change without the model."""
 
 
@@ -34,17 +34,19 @@ def identity(config: ModelConfig) -> str:
     digest = hashlib.sha256()
     if resolved.local:
         folder = Path(resolved.location)
-        described = read_json(folder / "config.json")
-        lasting = {key: value for key, value in described.items() if key not in WANDERING}
+        hf_config = read_json(folder / "config.json")
+        lasting = {key: value for key, value in hf_config.items() if key not in UNSTABLE_KEYS}
         digest.update(json.dumps(lasting, sort_keys=True).encode())
-        whole = (folder / FULL_WEIGHTS).is_file() or (folder / INDEX).is_file()
-        files = model_files(folder) if whole else sorted(folder.glob("pytorch_model*.bin"))
+        is_full = (folder / FULL_WEIGHTS).is_file() or (folder / INDEX).is_file()
+        files = model_files(folder) if is_full else sorted(folder.glob("pytorch_model*.bin"))
         for path in files:
             _add_file(digest, path)
     else:
         with quiet(), explaining_errors(config, resolved, "model"):
-            found = hf_hub_download(resolved.location, "config.json", revision=resolved.revision)
-        commit = Path(found).parent.name  # …/snapshots/<commit>/config.json
+            config_file = hf_hub_download(
+                resolved.location, "config.json", revision=resolved.revision
+            )
+        commit = Path(config_file).parent.name  # …/snapshots/<commit>/config.json
         digest.update(f"{resolved.location}@{commit}".encode())
     if config.adapter is not None:
         from groupwise.engine.models.adapters import adapter_commit, adapter_folder

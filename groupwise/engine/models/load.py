@@ -57,20 +57,20 @@ def read_model_config(config: ModelConfig) -> PreTrainedConfig:
         )
 
 
-def described_text(config: ModelConfig) -> dict[str, Any]:
+def text_config_of(config: ModelConfig) -> dict[str, Any]:
     """The config of the model's text part as JSON, with transformers' defaults for its type."""
-    described = read_model_config(config)
-    text = json.loads(described.get_text_config().to_json_string(use_diff=False))
+    hf_config = read_model_config(config)
+    text = json.loads(hf_config.get_text_config().to_json_string(use_diff=False))
     # Only the whole model's config states whether the head is tied to the embedding.
-    return {**text, "tie_word_embeddings": getattr(described, "tie_word_embeddings", False)}
+    return {**text, "tie_word_embeddings": getattr(hf_config, "tie_word_embeddings", False)}
 
 
-def hollow_model(config: ModelConfig) -> PreTrainedModel:
+def meta_model(config: ModelConfig) -> PreTrainedModel:
     """The model without storage for its weights (on the meta device), for names, shapes and counts."""
-    described = read_model_config(config)
+    hf_config = read_model_config(config)
     with torch.device("meta"), quiet(), explaining_errors(config, resolve(config), "model"):
         return AutoModelForCausalLM.from_config(
-            described, trust_remote_code=config.trust_remote_code
+            hf_config, trust_remote_code=config.trust_remote_code
         )
 
 
@@ -84,10 +84,10 @@ def model_folder(config: ModelConfig) -> Path:
 
 def stop_token_ids(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Every token that ends a completion, according to the model's config, its generation config, or the tokenizer."""
-    return _stops_of(model.config, model.generation_config, tokenizer)
+    return _stop_token_ids(model.config, model.generation_config, tokenizer)
 
 
-def described_stop_token_ids(
+def configured_stop_token_ids(
     config: ModelConfig, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[int, ...]:
     """Like `stop_token_ids`, for a model that is not loaded."""
@@ -96,12 +96,12 @@ def described_stop_token_ids(
         generation = GenerationConfig.from_pretrained(resolved.location, **resolved.arguments())
     except OSError:  # a generation config is optional
         generation = None
-    return _stops_of(read_model_config(config), generation, tokenizer)
+    return _stop_token_ids(read_model_config(config), generation, tokenizer)
 
 
-def _stops_of(*owners: object) -> tuple[int, ...]:
-    found: set[int] = set()
+def _stop_token_ids(*owners: object) -> tuple[int, ...]:
+    ids: set[int] = set()
     for owner in owners:
         value = getattr(owner, "eos_token_id", None)
-        found.update([value] if isinstance(value, int) else value or [])
-    return tuple(sorted(found))
+        ids.update([value] if isinstance(value, int) else value or [])
+    return tuple(sorted(ids))

@@ -55,9 +55,9 @@ def token_logprobs(
             withheld_between(withheld_X2, start, start + CHUNK),
         )
         if torch.is_grad_enabled():
-            parts.append(checkpoint(_chunk, *arguments, use_reentrant=False))
+            parts.append(checkpoint(_chunk_numbers, *arguments, use_reentrant=False))
         else:
-            parts.append(_chunk(*arguments))
+            parts.append(_chunk_numbers(*arguments))
     logprobs, entropies, right = zip(*parts, strict=True)
     return TokenNumbers(
         torch.cat(logprobs), torch.cat(entropies), torch.cat(right) if accuracy else None
@@ -73,7 +73,7 @@ def withheld_between(withheld_X2: Tensor | None, start: int, end: int) -> Tensor
     return inside_X2 - torch.tensor([start, 0], device=inside_X2.device) if len(inside_X2) else None
 
 
-def _chunk(
+def _chunk_numbers(
     decoder: Decoder,
     hidden_NH: Tensor,
     targets_N: Tensor,

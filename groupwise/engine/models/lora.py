@@ -111,7 +111,7 @@ class AdaptedModel:
         self.configs: dict[str, LoraConfig] = {}
         """Config of each adapter, by its name."""
         self.switch = AdapterSwitch()
-        self._told: set[tuple[str, ...]] = set()
+        self._warned: set[tuple[str, ...]] = set()
         """Sets of layers for which a warning has been logged that modules compute them."""
         self.layers: dict[str, ExactLoraLinear] = {}
         """Layers that at least one adapter changes, in the order of the base."""
@@ -124,8 +124,8 @@ class AdaptedModel:
         Raises `ModelError` for impossible targets; the model is then unchanged.
         """
         assert name not in self.configs, f"there is an adapter {name} already"
-        with self._others_as_they_are():
-            self._inject(name, self.config if config is None else config)
+        with self._keeping_other_adapters():
+            self._inject_adapter(name, self.config if config is None else config)
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for key, parameter in self.parameters(name).items():
@@ -133,21 +133,21 @@ class AdaptedModel:
                 parameter.requires_grad_(trainable)
                 if ".lora_A." in key:
                     bound = 1 / math.sqrt(parameter.shape[1])
-                    drawn = torch.rand(parameter.shape, generator=generator) * 2 - 1
-                    parameter.copy_(drawn * bound)
+                    values = torch.rand(parameter.shape, generator=generator) * 2 - 1
+                    parameter.copy_(values * bound)
                 else:
                     parameter.zero_()
 
     def remove(self, name: str) -> None:
         """Remove an adapter. A layer that no other adapter changes becomes the base's plain layer again."""
         self.configs.pop(name, None)
-        with self._others_as_they_are():
+        with self._keeping_other_adapters():
             for path, layer in self._adapted_modules():
                 layer._active_adapter = []  # peft would activate another one, and warn about it
                 layer.delete_adapter(name)
                 if not layer._all_available_adapter_names():
                     self.base.set_submodule(path, layer.get_base_layer())
-        self._take_stock()
+        self._update_layers()
 
     def layers_of(self, name: str) -> dict[str, ExactLoraLinear]:
         """The layers that an adapter changes, in the order of the base."""
@@ -159,24 +159,24 @@ class AdaptedModel:
         model = native_model(self.base)
         if model is None:
             return None
-        known = {part.path for linear in model.products for part in linear.parts}
-        others = [path for path in self.layers_of(name) if path not in known]
-        if others and tuple(others) not in self._told:
-            self._told.add(tuple(others))
+        native_paths = {part.path for linear in model.products for part in linear.parts}
+        unsupported = [path for path in self.layers_of(name) if path not in native_paths]
+        if unsupported and tuple(unsupported) not in self._warned:
+            self._warned.add(tuple(unsupported))
             logger.warning(
                 "a model is sampled and trained by transformers' modules, which is slower, because its adapter changes %s",
-                ", ".join(others[:4]),
+                ", ".join(unsupported[:4]),
             )
-        return None if others else model
+        return None if unsupported else model
 
     def parameters(self, name: str) -> dict[str, nn.Parameter]:
         """The adapter's factors by the names that peft gives them in files, sorted."""
-        found: dict[str, nn.Parameter] = {}
+        parameters: dict[str, nn.Parameter] = {}
         for path, layer in self.layers_of(name).items():
             down, up = layer.factors(name)
-            found[f"{PREFIX}{path}.lora_A.weight"] = down
-            found[f"{PREFIX}{path}.lora_B.weight"] = up
-        return dict(sorted(found.items()))
+            parameters[f"{PREFIX}{path}.lora_A.weight"] = down
+            parameters[f"{PREFIX}{path}.lora_B.weight"] = up
+        return dict(sorted(parameters.items()))
 
     def low_rank(self, name: str) -> dict[str, Factors]:
         """The adapter's factors by the layer's name in the base; not copies."""
@@ -193,12 +193,12 @@ class AdaptedModel:
     def using(self, name: str | None, *, dropout: bool = False) -> Iterator[PreTrainedModel]:
         """The base with this adapter active (None: the plain base)."""
         assert name is None or name in self.configs, f"there is no adapter {name}"
-        before = self.switch.active, self.switch.dropout
+        previous = self.switch.active, self.switch.dropout
         self.switch.active, self.switch.dropout = name, dropout
         try:
             yield self.base
         finally:
-            self.switch.active, self.switch.dropout = before
+            self.switch.active, self.switch.dropout = previous
 
     def save(self, name: str, folder: Path) -> None:
         """Write the adapter as peft does, so peft, transformers and vLLM can load it. Raises OSError if the files cannot be written."""
@@ -208,10 +208,10 @@ class AdaptedModel:
         write_tensors(tensors, folder / WEIGHTS)
         config = self.configs[name]
         called = config.base_model_name_or_path or self.base.config._name_or_path
-        described = {**described_adapter(config), "base_model_name_or_path": called}
+        described = {**peft_config_dict(config), "base_model_name_or_path": called}
         (folder / CONFIG).write_text(json.dumps(described, indent=2, sort_keys=True))
 
-    def _inject(self, name: str, config: LoraConfig) -> None:
+    def _inject_adapter(self, name: str, config: LoraConfig) -> None:
         config._register_custom_module({nn.Linear: ExactLoraLinear})
         try:
             inject_adapter_in_model(config, self.base, adapter_name=name)
@@ -220,33 +220,35 @@ class AdaptedModel:
                 for path, module in self._adapted_modules()
                 if name in module._all_available_adapter_names()
             }
-            others = [
-                path for path, each in changed.items() if not isinstance(each, ExactLoraLinear)
+            unsupported = [
+                path for path, module in changed.items() if not isinstance(module, ExactLoraLinear)
             ]
             targets = config.target_modules
             targets_given = [] if targets is None or isinstance(targets, str) else sorted(targets)
-            paths = [f".{path}" for path in changed if path not in others]
-            idle = [
-                each
-                for each in targets_given
-                if not any(path.endswith(f".{each}") for path in paths)
+            paths = [f".{path}" for path in changed if path not in unsupported]
+            unmatched = [
+                target
+                for target in targets_given
+                if not any(path.endswith(f".{target}") for path in paths)
             ]
-            if others or idle or not paths:  # not plain linear, or ignored by peft
-                wrong = ", ".join(others[:4] or idle) or "none was found"
-                raise ValueError(f"an adapter needs linear layers ({wrong})")
+            if unsupported or unmatched or not paths:  # not plain linear, or ignored by peft
+                names = ", ".join(unsupported[:4] or unmatched) or "none was found"
+                raise ValueError(f"an adapter needs linear layers ({names})")
         except ValueError as error:
             self.remove(name)
-            raise ModelError(no_target(self.base, str(error).rstrip("."))) from error
+            raise ModelError(no_target_message(self.base, str(error).rstrip("."))) from error
         self.configs[name] = config
-        self._take_stock()
+        self._update_layers()
         for layer in self.layers.values():
             layer.switch = self.switch
 
-    def _take_stock(self) -> None:
+    def _update_layers(self) -> None:
         """Update the layers with adapters. Also remove the config that peft stores on the base, because it is only the last adapter's."""
         vars(self.base).pop("peft_config", None)
-        found = self._adapted_modules()
-        self.layers = {path: each for path, each in found if isinstance(each, ExactLoraLinear)}
+        modules = self._adapted_modules()
+        self.layers = {
+            path: module for path, module in modules if isinstance(module, ExactLoraLinear)
+        }
 
     def _adapted_modules(self) -> list[tuple[str, BaseTunerLayer]]:
         return [
@@ -256,9 +258,9 @@ class AdaptedModel:
         ]
 
     @contextlib.contextmanager
-    def _others_as_they_are(self) -> Generator[None]:
+    def _keeping_other_adapters(self) -> Generator[None]:
         """Keep the other adapters trainable or not, as their owners chose; peft would train only one. The base stays frozen."""
-        owned = [each for name in self.configs for each in self.parameters(name).values()]
+        owned = [parameter for name in self.configs for parameter in self.parameters(name).values()]
         trained = [parameter for parameter in owned if parameter.requires_grad]
         try:
             yield
@@ -299,7 +301,7 @@ def scaling_of(config: LoraConfig) -> float:
     return config.lora_alpha / (math.sqrt(config.r) if config.use_rslora else config.r)
 
 
-def described_adapter(config: LoraConfig) -> dict[str, Any]:
+def peft_config_dict(config: LoraConfig) -> dict[str, Any]:
     """The content of adapter_config.json, with JSON types only."""
     described = {**config.to_dict(), "inference_mode": True}
     return json.loads(json.dumps(described, default=_to_json))
@@ -340,12 +342,12 @@ def read_adapter(folder: Path) -> dict[str, Tensor]:
     return read_tensors(folder / WEIGHTS)
 
 
-def copy_exactly(owned: Mapping[str, Tensor], given: Mapping[str, Tensor], origin: str) -> None:
-    """Copy `given` over `owned`; raises `ModelError` that lists every key or shape that does not match."""
-    refuse_mismatch(shapes_of(owned), shapes_of(given), origin)
+def copy_exactly(owned: Mapping[str, Tensor], loaded: Mapping[str, Tensor], origin: str) -> None:
+    """Copy `loaded` over `owned`; raises `ModelError` that lists every key or shape that does not match."""
+    refuse_mismatch(shapes_of(owned), shapes_of(loaded), origin)
     with torch.no_grad():
         for key, tensor in owned.items():
-            tensor.copy_(given[key])
+            tensor.copy_(loaded[key])
 
 
 def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
@@ -354,22 +356,22 @@ def shapes_of(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
 
 
 def refuse_mismatch(
-    owned: Mapping[str, tuple[int, ...]], given: Mapping[str, tuple[int, ...]], origin: str
+    owned: Mapping[str, tuple[int, ...]], loaded: Mapping[str, tuple[int, ...]], origin: str
 ) -> None:
-    """Raise `ModelError` that lists every name or shape in which `given` differs from `owned`."""
-    missing = sorted(set(owned) - set(given))
-    unexpected = sorted(set(given) - set(owned))
+    """Raise `ModelError` that lists every name or shape in which `loaded` differs from `owned`."""
+    missing = sorted(set(owned) - set(loaded))
+    unexpected = sorted(set(loaded) - set(owned))
     shapes = [
-        f"{key}: {given[key]} instead of {owned[key]}"
-        for key in sorted(set(owned) & set(given))
-        if owned[key] != given[key]
+        f"{key}: {loaded[key]} instead of {owned[key]}"
+        for key in sorted(set(owned) & set(loaded))
+        if owned[key] != loaded[key]
     ]
     if missing or unexpected or shapes:
         raise ModelError(
             f"The tensors of {origin} do not match the model, so none was loaded."
-            + _listing("missing", missing)
-            + _listing("not expected", unexpected)
-            + _listing("of another shape", shapes)
+            + _name_list("missing", missing)
+            + _name_list("not expected", unexpected)
+            + _name_list("of another shape", shapes)
         )
 
 
@@ -383,7 +385,7 @@ def fingerprint(tensors: Mapping[str, Tensor]) -> str:
     return digest.hexdigest()[:16]
 
 
-def no_target(base: PreTrainedModel, problem: str) -> str:
+def no_target_message(base: PreTrainedModel, problem: str) -> str:
     """Message about a problem with `lora.target_modules` that lists the kinds of linear layers of the base."""
     kinds = sorted(
         {
@@ -398,11 +400,11 @@ def no_target(base: PreTrainedModel, problem: str) -> str:
     )
 
 
-def _listing(title: str, items: list[str]) -> str:
+def _name_list(title: str, items: list[str]) -> str:
     if not items:
         return ""
-    more = f"\n    … and {len(items) - 8} more" if len(items) > 8 else ""
-    return f"\n  {title} ({len(items)}):" + "".join(f"\n    {item}" for item in items[:8]) + more
+    suffix = f"\n    … and {len(items) - 8} more" if len(items) > 8 else ""
+    return f"\n  {title} ({len(items)}):" + "".join(f"\n    {item}" for item in items[:8]) + suffix
 
 
 def _to_json(value: Any) -> Any:

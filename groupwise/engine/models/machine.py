@@ -36,7 +36,7 @@ TRIM_THRESHOLD, TOP_PAD, MMAP_THRESHOLD = -1, -2, -3
 
 def choose_device() -> str:
     """`cuda` if torch can use a GPU, else `cpu`."""
-    build = _build()
+    build = _torch_version_module()
     if build.cuda is None and build.hip is None:
         return "cpu"
     if sys.platform == "linux" and not any(any(DEVICES.glob(name)) for name in DRIVERS):
@@ -47,7 +47,7 @@ def choose_device() -> str:
 
 
 @cache
-def _build() -> ModuleType:
+def _torch_version_module() -> ModuleType:
     """The `version` module of torch, loaded without importing torch."""
     torch = importlib.util.find_spec("torch")
     if torch is None or torch.origin is None:
@@ -56,9 +56,9 @@ def _build() -> ModuleType:
     spec = importlib.util.spec_from_file_location("torch_version", path)
     assert spec is not None
     assert spec.loader is not None
-    found = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(found)
-    return found
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def gpu_count() -> int:
@@ -84,15 +84,17 @@ def choose_dtype(config: ModelConfig, full: bool, device: str) -> Dtype:
 
 def has_bfloat16(device: str) -> bool:
     """True if the device has bfloat16 instructions. Other devices emulate them, more slowly than float32."""
-    if device == "cpu" and (flags := _flags()):
+    if device == "cpu" and (flags := _cpu_flags()):
         return not flags.isdisjoint({"avx512_bf16", "amx_bf16"})
     import torch
 
     if device != "cpu":
         return torch.cuda.is_bf16_supported(including_emulation=False)
-    found = torch.cpu.get_capabilities()
-    if found.get("architecture") == "x86_64":  # oneDNN's own check is also true for emulation
-        return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
+    capabilities = torch.cpu.get_capabilities()
+    if (
+        capabilities.get("architecture") == "x86_64"
+    ):  # oneDNN's own check is also true for emulation
+        return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
@@ -108,7 +110,7 @@ def describe_processor(device: str) -> str:
 def _instructions() -> str:
     """The CPU's instruction set, by torch's name for it."""
     if "ATEN_CPU_CAPABILITY" not in os.environ:
-        flags = _flags()
+        flags = _cpu_flags()
         for name, needed in INSTRUCTIONS.items():
             if needed <= flags:
                 return name
@@ -117,7 +119,7 @@ def _instructions() -> str:
     return torch.backends.cpu.get_cpu_capability()
 
 
-def _flags() -> set[str]:
+def _cpu_flags() -> set[str]:
     """Flags of an x86 CPU, as Linux reports them; empty on other systems."""
     return set(_cpu_line("flags").split())
 
@@ -134,7 +136,7 @@ def _cpu_line(key: str) -> str:
 
 def torch_version() -> str:
     """Version of torch, including the installed variant (`+cpu`, `+cu126`)."""
-    return str(_build().__version__)
+    return str(_torch_version_module().__version__)
 
 
 def set_threads(threads: int) -> None:
@@ -167,11 +169,11 @@ def give_back_memory() -> None:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
 
 
-GROUPS = Path("/sys/fs/cgroup")
-OWN_GROUPS = Path("/proc/self/cgroup")
+CGROUPS = Path("/sys/fs/cgroup")
+OWN_CGROUPS = Path("/proc/self/cgroup")
 
 _ROOTS = ("0::/", "0:cpu:/")
-"""Root groups of both cgroup versions, in the format of `OWN_GROUPS`."""
+"""Root groups of both cgroup versions, in the format of `OWN_CGROUPS`."""
 _LIMITS = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))
 """Files of both cgroup versions that hold the allowed CPU time and the period for it, both in microseconds."""
 
@@ -182,24 +184,24 @@ def available_cores() -> int:
         bound_to = len(os.sched_getaffinity(0))
     else:
         bound_to = os.cpu_count() or 1
-    limits = map(_limit, _groups())
+    limits = map(_cgroup_limit, _cgroup_folders())
     return min([bound_to, *(limit for limit in limits if limit is not None)])
 
 
-def _groups() -> Iterator[Path]:
+def _cgroup_folders() -> Iterator[Path]:
     """Folders of the cgroups of this process and of their parents."""
     lines = [*_ROOTS]
     with suppress(OSError):  # a system without cgroups
-        lines += OWN_GROUPS.read_text().splitlines()
+        lines += OWN_CGROUPS.read_text().splitlines()
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
-        root, group = GROUPS / "cpu" if controllers else GROUPS, Path(path.lstrip("/"))
-        yield from (root / each for each in (group, *group.parents))
+        root, group = CGROUPS / "cpu" if controllers else CGROUPS, Path(path.lstrip("/"))
+        yield from (root / folder for folder in (group, *group.parents))
 
 
-def _limit(group: Path) -> int | None:
+def _cgroup_limit(group: Path) -> int | None:
     """Cores that this one group allows, rounded up; None if it sets no limit."""
     for names in _LIMITS:
         with suppress(OSError, ValueError):  # no such files, or `max`

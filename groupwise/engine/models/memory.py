@@ -26,7 +26,7 @@ _ALLOCATION = re.compile(
 )
 
 
-def lacks_memory(error: BaseException) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """True for an out-of-memory error that has not been explained yet."""
     if isinstance(error, MemoryError):
         return True
@@ -42,8 +42,8 @@ def out_of_memory(error: BaseException, doing: str | None = None) -> OutOfMemory
     if any(sign in text for sign in ("CUDA", "CUBLAS", "HIP")):
         phrase = "HIP out of memory" if "HIP out" in text else "CUDA out of memory"
     size = ""
-    if found := _ALLOCATION.search(text):
-        amount, unit = found.groups()
+    if match := _ALLOCATION.search(text):
+        amount, unit = match.groups()
         if unit.lower() == "bytes":
             amount, unit = f"{float(amount) / 2**20:,.1f}", "MiB"
         size = f": {amount} {unit} at once could not be had"
@@ -52,11 +52,11 @@ def out_of_memory(error: BaseException, doing: str | None = None) -> OutOfMemory
 
 
 @contextmanager
-def memory_explained(doing: str) -> Generator[None]:
+def explaining_out_of_memory(doing: str) -> Generator[None]:
     """Turn out-of-memory errors into an `OutOfMemoryError`."""
     try:
         yield
     except (MemoryError, OSError, RuntimeError) as error:
-        if not lacks_memory(error):
+        if not is_out_of_memory(error):
             raise
         raise out_of_memory(error, doing) from error

@@ -89,7 +89,7 @@ def prompt_room(config: ModelConfig, completion: int) -> int:
 
 def vocabulary(config: ModelConfig) -> int:
     """Number of token ids with an embedding; ids are 0 to this number less one."""
-    return _sizes(config).vocabulary
+    return _sizes_of_config(config).vocabulary
 
 
 def plan_model(
@@ -111,7 +111,7 @@ def plan_model(
     share frozen weights. Each has its own trained weights, in addition to those that it was forked from. `parts` is the number of parts
     that the weights are divided into; each process holds one, and transformers' modules then compute them.
     """
-    counts = count(config, lora)
+    counts = count_parameters(config, lora)
     trained, total = counts.trained, counts.parameters
     held = footprint_of(
         counts,
@@ -149,20 +149,20 @@ def largest_microbatch(budget: int, longest: int, everything: int) -> int:
 
 def cache_bytes(config: ModelConfig, dtype: str, tokens: int) -> int:
     """Bytes of the keys and values of `tokens` tokens in all layers, as a sampler caches them on a GPU."""
-    return slot_cache(_sizes(config), bytes_of(dtype), tokens)
+    return slot_cache(_sizes_of_config(config), bytes_of(dtype), tokens)
 
 
 def all_parameters(config: ModelConfig) -> int:
     """Number of the model's parameters."""
-    return count(config, None).parameters
+    return count_parameters(config, None).parameters
 
 
 def trained_parameters(config: ModelConfig, lora: LoraConfig | None) -> int:
     """Number of trained parameters: those of the adapter (the configured or a new one), or all without `lora`."""
-    return count(config, lora).trained
+    return count_parameters(config, lora).trained
 
 
-def count(config: ModelConfig, lora: LoraConfig | None) -> Counts:
+def count_parameters(config: ModelConfig, lora: LoraConfig | None) -> Counts:
     """Count by arithmetic if the model's config.json allows it, otherwise on a model without storage (meta tensors)."""
     shapes = read_decoder(config)
     counted = None if shapes is None else shapes.counts(config, lora)
@@ -171,36 +171,36 @@ def count(config: ModelConfig, lora: LoraConfig | None) -> Counts:
     import torch
     from torch import nn
 
-    from groupwise.engine.models.adapters import hollow_adapter, starting_config
-    from groupwise.engine.models.load import hollow_model
+    from groupwise.engine.models.adapters import meta_adapter, starting_config
+    from groupwise.engine.models.load import meta_model
     from groupwise.engine.models.native.weights import refusal
 
-    model = hollow_model(config)
-    parameters = sum(each.numel() for each in model.parameters())
+    model = meta_model(config)
+    parameters = sum(parameter.numel() for parameter in model.parameters())
     trained, dropout = parameters, 0.0
     if lora is not None:
-        adapted = hollow_adapter(config, starting_config(config, lora))
+        adapted = meta_adapter(config, starting_config(config, lora))
         model, dropout = adapted.base, adapted.config.lora_dropout
-        trained = sum(each.numel() for each in adapted.parameters("hollow").values())
+        trained = sum(parameter.numel() for parameter in adapted.parameters("hollow").values())
     head = model.get_output_embeddings()
     linear = sum(
         module.weight.numel()
         for path, module in model.named_modules()
         if isinstance(module, nn.Linear) and module is not head and ".lora_" not in path
     )
-    described = _text_config(config)
+    text_config = _text_config(config)
     return Counts(
-        sizes=sizes_of(described),
+        sizes=sizes_of(text_config),
         parameters=parameters,
         trained=trained,
         linear=linear,
         native=refusal(model) is None,
-        in_bfloat16=described.dtype == torch.bfloat16,
+        in_bfloat16=text_config.dtype == torch.bfloat16,
         dropout=dropout,
     )
 
 
-def _sizes(config: ModelConfig) -> Sizes:
+def _sizes_of_config(config: ModelConfig) -> Sizes:
     shapes = read_decoder(config)
     return sizes_of(_text_config(config)) if shapes is None else shapes.sizes
 

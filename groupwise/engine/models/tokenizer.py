@@ -21,7 +21,7 @@ from groupwise.core.errors import ModelError
 from groupwise.engine.models.bundled import ALIASES, BUNDLED, bundled_folder, converted_gguf
 from groupwise.engine.models.chat_template import OF_THE_MODEL
 from groupwise.engine.models.config import ModelConfig
-from groupwise.engine.models.memory import memory_explained
+from groupwise.engine.models.memory import explaining_out_of_memory
 from groupwise.engine.models.transformers_log import quiet
 
 
@@ -37,7 +37,7 @@ class ResolvedModel:
         """Keyword arguments for transformers' loaders. If the hub cannot be reached, they use only its local cache, without waiting."""
         if self.local:
             return {"local_files_only": True}
-        return {"revision": self.revision, "local_files_only": not hub_errors.answers()}
+        return {"revision": self.revision, "local_files_only": not hub_errors.is_reachable()}
 
 
 def resolve(config: ModelConfig) -> ResolvedModel:
@@ -56,10 +56,10 @@ def resolve(config: ModelConfig) -> ResolvedModel:
     if path.is_dir():
         if not (path / "config.json").is_file():
             if (path / "adapter_config.json").is_file():
-                described = json.loads((path / "adapter_config.json").read_text())
+                adapter_config = json.loads((path / "adapter_config.json").read_text())
                 raise ModelError(
                     f"model.name: {path} holds an adapter, not a model. Give its base as model.name "
-                    f"({described.get('base_model_name_or_path')!r} is what it names) and the folder as model.adapter."
+                    f"({adapter_config.get('base_model_name_or_path')!r} is what it names) and the folder as model.adapter."
                 )
             files = sorted(entry.name for entry in path.iterdir())[:8]
             raise ModelError(
@@ -115,7 +115,7 @@ def import_class() -> None:
 def explaining_errors(config: ModelConfig, resolved: ResolvedModel, what: str) -> Iterator[None]:
     """Turn a loader's error into a message that names the file and the places searched, or says that memory ran out."""
     try:
-        with memory_explained(f"loading the {what} {config.name!r}"):
+        with explaining_out_of_memory(f"loading the {what} {config.name!r}"):
             yield
     except (OSError, ValueError, ImportError, RuntimeError, SafetensorError) as error:
         reason = str(error).strip().splitlines()
@@ -124,7 +124,7 @@ def explaining_errors(config: ModelConfig, resolved: ResolvedModel, what: str) -
             where, advice = f"the folder {resolved.location}", "Is the folder complete?"
         else:
             hub = "the hub"
-            if not hub_errors.answers():
+            if not hub_errors.is_reachable():
                 hub = "the hub's cache on this machine (the hub cannot be reached)"
             at = f" at {resolved.revision!r}" if resolved.revision else ""
             where = f"{hub} as {resolved.location!r}{at}, after looking for a folder of that name in {Path.cwd()}"
@@ -137,5 +137,5 @@ def explaining_errors(config: ModelConfig, resolved: ResolvedModel, what: str) -
             f"model.name {config.name!r}: the {what} could not be loaded from {where}: "
             f"{reason[0] if reason else type(error).__name__}\n"
             f"Names that need no hub: {', '.join(ALIASES)}. {advice}",
-            temporary=not resolved.local and hub_errors.will_pass(error),
+            temporary=not resolved.local and hub_errors.is_temporary(error),
         ) from error

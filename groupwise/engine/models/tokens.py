@@ -12,7 +12,7 @@ from typing import Any
 
 from groupwise.core.errors import TaskError
 from groupwise.core.types import Prompt
-from groupwise.engine.models.chat_template import Chat, Refused, prompt_text, refusal
+from groupwise.engine.models.chat_template import Chat, TemplateRefused, prompt_text, refusal
 from groupwise.engine.models.control_tokens import pieces
 
 
@@ -33,17 +33,17 @@ def prompt_ids(
                 "template is applied. Give the prompt as a list of chat messages, or leave the column out."
             )
         ids = text_ids(tokenizer, prompt)
-        first: int | None = tokenizer.bos_token_id
-        if first is not None and ids[:1] != (first,):
-            adds_first = tokenizer("")["input_ids"][:1] == [first]
-            ids = (first, *ids) if adds_first else ids
+        bos: int | None = tokenizer.bos_token_id
+        if bos is not None and ids[:1] != (bos,):
+            adds_first = tokenizer("")["input_ids"][:1] == [bos]
+            ids = (bos, *ids) if adds_first else ids
     else:
         chat = Chat(prompt, tools, template_kwargs or {})
         text = prompt_text(tokenizer, chat)
         try:
             ids = text_ids(tokenizer, text)
         except TypeError as error:  # invalid Unicode
-            raise Refused(refusal(error, chat.messages)) from error
+            raise TemplateRefused(refusal(error, chat.messages)) from error
     if not ids:
         raise TaskError("A prompt has no tokens: an empty text cannot be completed.")
     return ids

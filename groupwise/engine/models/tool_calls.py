@@ -36,8 +36,8 @@ def written_calls(
         for message in messages
         for call in message.get("tool_calls") or ()
     ]
-    taken = (_with_object(each).get("arguments") for each in functions)
-    objects = [each for each in taken if isinstance(each, dict)]
+    taken = (_with_object(function).get("arguments") for function in functions)
+    objects = [value for value in taken if isinstance(value, dict)]
     of_absent = _BLOCKS.sub(
         lambda block: _IS_NONE.sub(r"| default(none) \1none", block[0]), template
     )
@@ -45,41 +45,43 @@ def written_calls(
     problems: list[Exception] = []
     forms = [*product(dict.fromkeys((template, of_absent)), (False, True)), (template, None)]
     for text, as_json in forms:
-        given = _with_functions(messages, _with_json_text if as_json else _with_object)
-        probe = _with_functions(given, lambda function: {**function, "name": PROBE})
+        candidate = _with_functions(messages, _with_json_text if as_json else _with_object)
+        probe = _with_functions(candidate, lambda function: {**function, "name": PROBE})
         if as_json is None:
             if ways:
                 break
-            given, probe = ([_as_text(each) for each in all_of] for all_of in (given, probe))
+            candidate, probe = (
+                [_calls_as_text(message) for message in group] for group in (candidate, probe)
+            )
         try:
-            made = tokenizer.apply_chat_template(
+            rendered = tokenizer.apply_chat_template(
                 probe, **{**arguments, "chat_template": text}, tokenize=False
             )
-            if made.count(PROBE) < len(functions):
+            if rendered.count(PROBE) < len(functions):
                 raise ValueError("it does not write all tool calls")
         except Exception as error:  # noqa: BLE001 - a template may raise anything; reported if no form works
             problems.append(error)
             continue
-        write = _json if as_json else str
+        write = _dump_json if as_json else str
         if as_json is None or as_json == any(
-            _json(each) != str(each) and write(each) in made for each in objects
+            _dump_json(value) != str(value) and write(value) in rendered for value in objects
         ):
-            return given, text
-        ways.append((given, text))
+            return candidate, text
+        ways.append((candidate, text))
     if not ways:
         raise problems[0]
     return ways[0]
 
 
-def _as_text(message: Message) -> Message:
+def _calls_as_text(message: Message) -> Message:
     """The message with its calls written as text in its content."""
     calls = message.get("tool_calls")
     if not calls:
         return message
     functions = [call.get("function", call) for call in calls]
     calls_text = [
-        f"<tool_call>\n{_json({'name': each['name'], 'arguments': each.get('arguments', {})})}\n</tool_call>"
-        for each in functions
+        f"<tool_call>\n{_dump_json({'name': function['name'], 'arguments': function.get('arguments', {})})}\n</tool_call>"
+        for function in functions
     ]
     content = "\n".join(filter(None, [message.get("content"), *calls_text]))
     return {
@@ -115,8 +117,8 @@ def _with_object(function: Mapping[str, Any]) -> Mapping[str, Any]:
 def _with_json_text(function: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(function.get("arguments"), dict):
         return function
-    return {**function, "arguments": _json(function["arguments"])}
+    return {**function, "arguments": _dump_json(function["arguments"])}
 
 
-def _json(value: Any) -> str:
+def _dump_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False)

@@ -60,7 +60,7 @@ SERVER_KEYS = (
     "max_model_len",
 )
 """Keys of the engine vllm about where and how servers are called; they do not affect the draws."""
-OWN_KEYS = ("gpu_memory_utilization", "tensor_parallel_size", "max_model_len")
+SPAWNED_SERVER_KEYS = ("gpu_memory_utilization", "tensor_parallel_size", "max_model_len")
 """Those keys that are passed to a server which the run starts itself."""
 
 
@@ -233,15 +233,15 @@ class SamplerConfig(Strict):
                 "sampler.url=http://127.0.0.1:8000, or have the run start it with vllm_python, or leave engine out.",
                 ("engine", "url", "vllm_python"),
             )
-        given = OWN_KEYS
-        why = "without vllm_python: only a server that the run starts is told it"
+        keys = SPAWNED_SERVER_KEYS
+        reason = "without vllm_python: only a server that the run starts is told it"
         if self.vllm_python is not None:
-            given = ("url", "served_model", "adapter_folder", "api_key_env")
-            why = "beside vllm_python, whose server is this run's own"
-        for key in given:
+            keys = ("url", "served_model", "adapter_folder", "api_key_env")
+            reason = "beside vllm_python, whose server is this run's own"
+        for key in keys:
             if getattr(self, key) != SamplerConfig.model_fields[key].default:
                 yield Conflict(
-                    f"{key} has no effect {why}. Leave one of them out.", (key, "vllm_python")
+                    f"{key} has no effect {reason}. Leave one of them out.", (key, "vllm_python")
                 )
         if len(set(self.urls)) < len(self.urls):
             yield Conflict(

@@ -59,14 +59,16 @@ def draw_tokens(
         1, (-1, BLOCK)
     )
     sums_SK = weights_SKB.sum(-1)
-    tokens_S = _search(weights_SKB, sums_SK, uniforms_S, logits_SV.shape[1])
+    tokens_S = _search_tokens(weights_SKB, sums_SK, uniforms_S, logits_SV.shape[1])
     if some_greedy:
         tokens_S = torch.where(greedy_S, scaled_SV.argmax(-1), tokens_S)
     chosen_S = scaled_SV.gather(1, tokens_S[:, None])[:, 0]
     return tokens_S, chosen_S - peaks_S - sums_SK.sum(-1).log()
 
 
-def _search(weights_SKB: Tensor, sums_SK: Tensor, uniforms_S: Tensor, vocabulary: int) -> Tensor:
+def _search_tokens(
+    weights_SKB: Tensor, sums_SK: Tensor, uniforms_S: Tensor, vocabulary: int
+) -> Tensor:
     cumulative_SK = sums_SK.double().cumsum(-1)
     # Rounding may raise a target to its total, beyond the last token that has weight: stay just below.
     targets_S1 = (uniforms_S.clamp_max(BELOW_ONE) * cumulative_SK[:, -1])[:, None]
@@ -90,15 +92,15 @@ FIRST_SORTED = 256
 """Number of most probable tokens that are tried first for top_p; they are nearly always enough."""
 
 
-def without_early_stops(
+def mask_early_stops(
     logits_SV: Tensor, params: Sequence[SamplingParams | None], lengths: Sequence[int]
 ) -> Tensor:
     """The logits, with -inf for the stop tokens of rows that have fewer than `min_tokens` tokens so far; None marks a padding row."""
     early = [
         (row, token)
-        for row, (each, length) in enumerate(zip(params, lengths, strict=True))
-        if each is not None and length < each.min_tokens
-        for token in each.stop_token_ids
+        for row, (row_params, length) in enumerate(zip(params, lengths, strict=True))
+        if row_params is not None and length < row_params.min_tokens
+        for token in row_params.stop_token_ids
         if token < logits_SV.shape[1]
     ]
     if not early:
@@ -117,26 +119,30 @@ def truncate(
     `generate`, except that tokens with equal logits are kept or excluded together. All rows are computed, in one shape, and only those
     that request the rule use the result: a row's last bits do not depend on the others.
     """
-    asked: list[Truncation | None] = [
-        (each.top_k, each.top_p, each.min_p) if each is not None and each.truncates else None
-        for each in params
+    truncations: list[Truncation | None] = [
+        (row_params.top_k, row_params.top_p, row_params.min_p)
+        if row_params is not None and row_params.truncates
+        else None
+        for row_params in params
     ]
     divisors_S = temperatures_S.masked_fill(temperatures_S == 0, 1.0)
-    for kind in dict.fromkeys(each for each in asked if each is not None):
-        concerned_S = torch.tensor([each == kind for each in asked], device=logits_SV.device)
-        kept_SV = logits_SV / divisors_S[:, None].to(logits_SV.device)
+    for kind in dict.fromkeys(truncation for truncation in truncations if truncation is not None):
+        concerned_S = torch.tensor(
+            [truncation == kind for truncation in truncations], device=logits_SV.device
+        )
+        truncated_SV = logits_SV / divisors_S[:, None].to(logits_SV.device)
         top_k, top_p, min_p = kind
         if top_k is not None:
-            floor_S1 = _best(kept_SV, top_k)[:, -1:]
-            kept_SV = kept_SV.masked_fill(kept_SV < floor_S1, -math.inf)
+            floor_S1 = _top_logits(truncated_SV, top_k)[:, -1:]
+            truncated_SV = truncated_SV.masked_fill(truncated_SV < floor_S1, -math.inf)
         if top_p is not None:
-            floor_S1 = _nucleus(kept_SV, top_p, concerned_S)
-            kept_SV = kept_SV.masked_fill(kept_SV < floor_S1, -math.inf)
+            floor_S1 = _nucleus(truncated_SV, top_p, concerned_S)
+            truncated_SV = truncated_SV.masked_fill(truncated_SV < floor_S1, -math.inf)
         if min_p is not None:
-            floor_S1 = kept_SV.amax(-1, keepdim=True) + math.log(min_p)
-            kept_SV = kept_SV.masked_fill(kept_SV < floor_S1, -math.inf)
-        left_out_SV = torch.isneginf(kept_SV) & concerned_S[:, None]
-        logits_SV = logits_SV.masked_fill(left_out_SV, -math.inf)
+            floor_S1 = truncated_SV.amax(-1, keepdim=True) + math.log(min_p)
+            truncated_SV = truncated_SV.masked_fill(truncated_SV < floor_S1, -math.inf)
+        excluded_SV = torch.isneginf(truncated_SV) & concerned_S[:, None]
+        logits_SV = logits_SV.masked_fill(excluded_SV, -math.inf)
     return logits_SV
 
 
@@ -148,7 +154,7 @@ def _nucleus(scaled_SV: Tensor, top_p: float, concerned_S: Tensor) -> Tensor:
     totals_S1 = scaled_SV.logsumexp(-1, keepdim=True)
     count = FIRST_SORTED
     while True:
-        best_SN = _best(scaled_SV, count)
+        best_SN = _top_logits(scaled_SV, count)
         chances_SN = (best_SN - totals_S1).exp()
         inside_SN = chances_SN.cumsum(-1) - chances_SN < top_p
         inside_SN[:, 0] = True
@@ -157,6 +163,6 @@ def _nucleus(scaled_SV: Tensor, top_p: float, concerned_S: Tensor) -> Tensor:
         count *= 16
 
 
-def _best(scaled_SV: Tensor, count: int) -> Tensor:
+def _top_logits(scaled_SV: Tensor, count: int) -> Tensor:
     """The largest logits of each row in descending order; all of them if there are fewer than `count`."""
     return scaled_SV.topk(min(count, scaled_SV.shape[1])).values

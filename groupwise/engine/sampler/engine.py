@@ -30,13 +30,13 @@ class Prompt:
 
 
 @dataclass(slots=True, eq=False)
-class Row:
+class DecodeRow:
     """A completion in progress."""
 
     prompt: Prompt
     written: int = 0
     """Tokens after the prompt that the engine has computed."""
-    place: int | None = None
+    slot: int | None = None
     """Index of the row in the engine's cache; None if the engine has not assigned one yet."""
 
     @property
@@ -45,10 +45,10 @@ class Row:
         return self.prompt.length + self.written
 
 
-class Engine(Protocol):
+class DecodeEngine(Protocol):
     """Computes logits for rows."""
 
-    rows: list[Row]
+    rows: list[DecodeRow]
     """Rows in progress, in the order of `decode`'s tokens and logits."""
 
     def prefill(self, ids: Sequence[int]) -> Prompt:
@@ -59,11 +59,11 @@ class Engine(Protocol):
         """Compute several prompts, on a GPU together; each gets the same bits as if computed alone."""
         ...
 
-    def begin(self, prompt: Prompt) -> Row:
+    def add_row(self, prompt: Prompt) -> DecodeRow:
         """Add a row; the order of `rows` may change."""
         ...
 
-    def finish(self, rows: Sequence[Row]) -> None:
+    def remove_rows(self, rows: Sequence[DecodeRow]) -> None:
         """Remove these rows; the order of the others may change."""
         ...
 
@@ -88,14 +88,14 @@ class CachedPrompt(Prompt):
 
 
 class SlotEngine:
-    """An `Engine` over any transformers causal language model: a fixed number of slots, each with its own keys and values.
+    """An `DecodeEngine` over any transformers causal language model: a fixed number of slots, each with its own keys and values.
 
     Decoding always runs in the same shape (slots × key length); empty slots are computed and ignored, because another shape could change
     the last bits.
     """
 
     def __init__(self, weights: ServedWeights, slots: int, key_length: int) -> None:
-        self.rows: list[Row] = []
+        self.rows: list[DecodeRow] = []
         self._weights = weights
         self._slots = slots
         self._key_length = key_length
@@ -103,7 +103,7 @@ class SlotEngine:
         self._cache = SlotCache(slots, key_length)
 
     def prefill(self, ids: Sequence[int]) -> Prompt:
-        """See `Engine.prefill`."""
+        """See `DecodeEngine.prefill`."""
         device = self._decoder.device
         ids_1P = torch.tensor([ids], device=device)
         length = len(ids)
@@ -115,30 +115,30 @@ class SlotEngine:
             return CachedPrompt(length, self._decoder.logits(hidden[0, -1:])[0], cache)
 
     def prefill_all(self, texts: Sequence[Sequence[int]]) -> list[Prompt]:
-        """See `Engine.prefill_all`."""
+        """See `DecodeEngine.prefill_all`."""
         return [self.prefill(ids) for ids in texts]
 
-    def begin(self, prompt: Prompt) -> Row:
-        """See `Engine.begin`."""
+    def add_row(self, prompt: Prompt) -> DecodeRow:
+        """See `DecodeEngine.add_row`."""
         assert isinstance(prompt, CachedPrompt)
-        occupied = {row.place for row in self.rows}
-        row = Row(prompt, place=next(n for n in range(self._slots) if n not in occupied))
-        assert row.place is not None
-        self._cache.place(row.place, prompt.cache)
+        occupied = {row.slot for row in self.rows}
+        row = DecodeRow(prompt, slot=next(n for n in range(self._slots) if n not in occupied))
+        assert row.slot is not None
+        self._cache.place(row.slot, prompt.cache)
         self.rows.append(row)
         return row
 
-    def finish(self, rows: Sequence[Row]) -> None:
-        """See `Engine.finish`."""
+    def remove_rows(self, rows: Sequence[DecodeRow]) -> None:
+        """See `DecodeEngine.remove_rows`."""
         self.rows = [row for row in self.rows if row not in rows]
 
     def decode(self, tokens: Sequence[int]) -> Tensor:
-        """See `Engine.decode`."""
+        """See `DecodeEngine.decode`."""
         device = self._decoder.device
-        places = [row.place or 0 for row in self.rows]
+        slots = [row.slot or 0 for row in self.rows]
         ids, positions = [0] * self._slots, [0] * self._slots
-        for row, place, token in zip(self.rows, places, tokens, strict=True):
-            ids[place], positions[place] = token, row.position
+        for row, slot, token in zip(self.rows, slots, tokens, strict=True):
+            ids[slot], positions[slot] = token, row.position
             row.written += 1
         positions_S = torch.tensor(positions, device=device)
         self._cache.positions = positions_S
@@ -146,12 +146,12 @@ class SlotEngine:
         ids_S1 = torch.tensor(ids, device=device)[:, None]
         with self._weights.acting():
             hidden = self._decoder.hidden(ids_S1, positions_S[:, None], mask_S1K, self._cache)
-            return self._decoder.logits(hidden[:, 0])[places]
+            return self._decoder.logits(hidden[:, 0])[slots]
 
     def refresh(self) -> None:
-        """See `Engine.refresh`. Nothing to do: this engine computes with the modules' own weights."""
+        """See `DecodeEngine.refresh`. Nothing to do: this engine computes with the modules' own weights."""
 
     def reset(self) -> None:
-        """See `Engine.reset`."""
+        """See `DecodeEngine.reset`."""
         self.rows = []
         self._cache = SlotCache(self._slots, self._key_length)

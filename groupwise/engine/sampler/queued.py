@@ -21,8 +21,8 @@ from torch import Tensor
 from groupwise.core.errors import GroupwiseError, NonFiniteError, RunError
 from groupwise.core.types import Completion, FinishReason, GroupRequest, Policy
 from groupwise.engine.models.lora import fingerprint
-from groupwise.engine.models.memory import lacks_memory, memory_explained, out_of_memory
-from groupwise.engine.sampler.draw import draw_tokens, truncate, without_early_stops
+from groupwise.engine.models.memory import explaining_out_of_memory, is_out_of_memory, out_of_memory
+from groupwise.engine.sampler.draw import draw_tokens, mask_early_stops, truncate
 from groupwise.engine.sampler.engine import Prompt
 from groupwise.engine.sampler.rules import (
     ends_with_stop,
@@ -83,15 +83,15 @@ class QueuedSampler(ABC):
         self._fingerprint = fingerprint(weights.tensors())
 
     @abstractmethod
-    async def _serve(self) -> None:
+    async def _draw_waiting(self) -> None:
         """Draw until no caller waits for a group; yield to the event loop in between."""
 
     @abstractmethod
-    def _on_their_way(self) -> Sequence[Member]:
+    def _in_progress(self) -> Sequence[Member]:
         """Members that have started and not finished."""
 
     @abstractmethod
-    def _forget(self, ticket: Ticket) -> None:
+    def _drop_group(self, ticket: Ticket) -> None:
         """Called when the caller of a group no longer waits for it: remove its rows."""
 
     @abstractmethod
@@ -112,25 +112,25 @@ class QueuedSampler(ABC):
         self._waiting.extend(ticket.members)
         self._tickets.append(ticket)
         if self._driver is None or self._driver.done():
-            self._driver = asyncio.create_task(self._drive())
+            self._driver = asyncio.create_task(self._run_driver())
         try:
             await ticket.done
         except (asyncio.CancelledError, NonFiniteError):  # only this group ends
-            self._waiting = deque(each for each in self._waiting if each.ticket is not ticket)
-            self._forget(ticket)
+            self._waiting = deque(member for member in self._waiting if member.ticket is not ticket)
+            self._drop_group(ticket)
             raise
         finally:
             self._tickets.remove(ticket)
             ticket.prompt = None  # ticket and members form a cycle, which would keep the prompt's keys until garbage collection
-        return tuple(self._completion(member) for member in ticket.members)
+        return tuple(self._make_completion(member) for member in ticket.members)
 
     async def load(self, policy: Policy) -> None:
         """See `groupwise.core.types.Sampler.load`. Allowed only between groups: keys and values belong to one version."""
-        if self._waiting or self._on_their_way():
+        if self._waiting or self._in_progress():
             raise RunError(
                 "The sampler was given new weights while completions of the old ones were on their way."
             )
-        with memory_explained("taking new weights for sampling"):
+        with explaining_out_of_memory("taking new weights for sampling"):
             self._weights.read(Path(policy.path))
             with torch.inference_mode():
                 self._refresh()
@@ -144,10 +144,10 @@ class QueuedSampler(ABC):
 
     def so_far(self, draw: int) -> tuple[tuple[int, ...], ...]:
         """The tokens drawn so far for each member of a running request; empty if there is no such request."""
-        found = next((ticket for ticket in self._tickets if ticket.request.draw == draw), None)
-        return () if found is None else tuple(tuple(each.token_ids) for each in found.members)
+        ticket = next((ticket for ticket in self._tickets if ticket.request.draw == draw), None)
+        return () if ticket is None else tuple(tuple(member.token_ids) for member in ticket.members)
 
-    def _completion(self, member: Member) -> Completion:
+    def _make_completion(self, member: Member) -> Completion:
         assert member.finish_reason is not None
         return Completion(
             token_ids=tuple(member.token_ids),
@@ -158,18 +158,18 @@ class QueuedSampler(ABC):
             fingerprint=self._fingerprint,
         )
 
-    async def _drive(self) -> None:
+    async def _run_driver(self) -> None:
         """Serve; pass an error on to all callers that wait for their groups."""
         try:
-            await self._serve()
+            await self._draw_waiting()
         except Exception as error:  # noqa: BLE001 — the callers receive any error
             if isinstance(error, GroupwiseError):
                 reason = error
-            elif lacks_memory(error):
+            elif is_out_of_memory(error):
                 reason = out_of_memory(error, "sampling")
             else:
                 reason = RunError(f"Sampling failed: {error!r}")
-            members = (*self._waiting, *self._on_their_way())
+            members = (*self._waiting, *self._in_progress())
             tickets = {id(member.ticket): member.ticket for member in members}
             self._waiting.clear()
             self._reset()
@@ -177,26 +177,28 @@ class QueuedSampler(ABC):
                 if not ticket.done.done():
                     ticket.done.set_exception(reason)
 
-    def _append(self, member: Member, token: int, logprob: float) -> None:
+    def _append_token(self, member: Member, token: int, logprob: float) -> None:
         member.token_ids.append(token)
         member.logprobs.append(logprob)
         params = member.ticket.request.params
         if not math.isfinite(logprob):
-            member.finish_reason = "stop"  # its group fails, see `_deliver`
-        elif token in params.stop_token_ids or ends_with_stop(member.token_ids, params, self._text):
+            member.finish_reason = "stop"  # its group fails, see `_deliver_if_finished`
+        elif token in params.stop_token_ids or ends_with_stop(
+            member.token_ids, params, self._decode_text
+        ):
             member.finish_reason = "stop"
         elif len(member.token_ids) == params.max_tokens:
             member.finish_reason = "length"
 
-    def _text(self, token_ids: Sequence[int]) -> str:
+    def _decode_text(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
-    def _deliver(self, ticket: Ticket) -> None:
+    def _deliver_if_finished(self, ticket: Ticket) -> None:
         """Complete a group's future if the group is finished, or fail it if a member's logits are not finite."""
         if ticket.done.done():
             return
         if not all(
-            math.isfinite(each) for member in ticket.members for each in member.logprobs[-1:]
+            math.isfinite(logprob) for member in ticket.members for logprob in member.logprobs[-1:]
         ):
             ticket.done.set_exception(not_finite(self._version))
         elif all(member.finish_reason is not None for member in ticket.members):
@@ -214,9 +216,11 @@ def draw_members(
     params = [*(member.ticket.request.params for member in members), *[None] * empty]
     lengths = [*(len(member.token_ids) for member in members), *[0] * empty]
     uniforms = [uniform(member.seed, len(member.token_ids)) for member in members]
-    temperatures = [1.0 if each is None else each.temperature for each in params]
-    temperatures_N = torch.tensor([each and max(each, COLDEST) for each in temperatures])
-    logits_NV = without_early_stops(logits_NV, params, lengths)
+    temperatures = [1.0 if row_params is None else row_params.temperature for row_params in params]
+    temperatures_N = torch.tensor(
+        [temperature and max(temperature, COLDEST) for temperature in temperatures]
+    )
+    logits_NV = mask_early_stops(logits_NV, params, lengths)
     logits_NV = truncate(logits_NV, temperatures_N, params)
     tokens_N, logprobs_N = draw_tokens(
         logits_NV,

@@ -38,11 +38,11 @@ def ends_with_stop(
         return False
     reach = max(len(text.encode()) for text in params.stop) + TOKENS_BEYOND_STOP
     tail = text_of(token_ids[-reach:])
-    found = [text for text in params.stop if text in tail]
-    if not found or not params.min_tokens:
-        return bool(found)
-    before = text_of(token_ids[-reach:-1]).rstrip(INCOMPLETE)
-    return any(tail.rfind(text) + len(text) > len(before) for text in found)
+    matches = [text for text in params.stop if text in tail]
+    if not matches or not params.min_tokens:
+        return bool(matches)
+    earlier_text = text_of(token_ids[-reach:-1]).rstrip(INCOMPLETE)
+    return any(tail.rfind(text) + len(text) > len(earlier_text) for text in matches)
 
 
 def refuse_misfit(request: GroupRequest, key_length: int) -> None:
@@ -60,12 +60,12 @@ def refuse_misfit(request: GroupRequest, key_length: int) -> None:
         )
 
 
-def refuse_other_weights(policy: Policy, found: str) -> None:
+def refuse_other_weights(policy: Policy, fingerprint: str) -> None:
     """Raise `PolicyMismatchError` if the loaded weights have another fingerprint than the published ones."""
-    if found != policy.fingerprint:
+    if fingerprint != policy.fingerprint:
         raise PolicyMismatchError(
             f"{policy.run}@{policy.version} was published with the fingerprint {policy.fingerprint}, but the files in "
-            f"{policy.path} have {found}. Someone else wrote there, or the disk is damaged."
+            f"{policy.path} have {fingerprint}. Someone else wrote there, or the disk is damaged."
         )
 
 

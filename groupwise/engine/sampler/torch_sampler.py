@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from groupwise.engine.models.native.fused import kernels_for
-from groupwise.engine.sampler.engine import Engine, Row, SlotEngine
+from groupwise.engine.sampler.engine import DecodeEngine, DecodeRow, SlotEngine
 from groupwise.engine.sampler.native.engine import NativeEngine
 from groupwise.engine.sampler.native.graph_engine import GraphEngine
 from groupwise.engine.sampler.native.recording import cuda_graphs, plainly
@@ -50,25 +50,25 @@ class TorchSampler(QueuedSampler):
         With `enforce_eager`, a GPU records no CUDA graphs.
         """
         super().__init__(weights, tokenizer, layout)
-        self._engine = _engine(weights, layout, native=native, enforce_eager=enforce_eager)
-        self._members: dict[Row, Member] = {}
+        self._engine = _make_engine(weights, layout, native=native, enforce_eager=enforce_eager)
+        self._members: dict[DecodeRow, Member] = {}
 
-    async def _serve(self) -> None:
-        """See `QueuedSampler._serve`."""
+    async def _draw_waiting(self) -> None:
+        """See `QueuedSampler._draw_waiting`."""
         while self._waiting or self._members:
             with torch.inference_mode():
-                self._begin_rows()
+                self._start_waiting()
                 if self._members:
                     self._decode_one_token()
             await asyncio.sleep(0)
 
-    def _on_their_way(self) -> Sequence[Member]:
-        """See `QueuedSampler._on_their_way`."""
+    def _in_progress(self) -> Sequence[Member]:
+        """See `QueuedSampler._in_progress`."""
         return [*self._members.values()]
 
-    def _forget(self, ticket: Ticket) -> None:
-        """See `QueuedSampler._forget`."""
-        self._finish([row for row, member in self._members.items() if member.ticket is ticket])
+    def _drop_group(self, ticket: Ticket) -> None:
+        """See `QueuedSampler._drop_group`."""
+        self._finish_rows([row for row, member in self._members.items() if member.ticket is ticket])
 
     def _reset(self) -> None:
         """See `QueuedSampler._reset`."""
@@ -79,61 +79,67 @@ class TorchSampler(QueuedSampler):
         """See `QueuedSampler._refresh`."""
         self._engine.refresh()
 
-    def _finish(self, rows: list[Row]) -> None:
-        self._engine.finish(rows)
+    def _finish_rows(self, rows: list[DecodeRow]) -> None:
+        self._engine.remove_rows(rows)
         for row in rows:
             del self._members[row]
 
-    def _begin_rows(self) -> None:
+    def _start_waiting(self) -> None:
         """Give rows to waiting members, as long as there is room."""
         while self._waiting and (room := self.layout.slots - len(self._members)):
             # They stay in the queue while they start, so that an error finds them there and fails their callers.
             beginning = [*islice(self._waiting, room)]
-            self._begin(beginning)
+            self._start_members(beginning)
             for _ in beginning:
                 self._waiting.popleft()
 
-    def _begin(self, members: list[Member]) -> None:
+    def _start_members(self, members: list[Member]) -> None:
         """Draw the first tokens of all these members at once. A member gets a row unless that token already ends it."""
-        new = [*dict.fromkeys(member.ticket for member in members if member.ticket.prompt is None)]
-        found = self._engine.prefill_all([ticket.request.prompt_ids for ticket in new])
-        for ticket, prompt in zip(new, found, strict=True):
+        tickets = [
+            *dict.fromkeys(member.ticket for member in members if member.ticket.prompt is None)
+        ]
+        new_prompts = self._engine.prefill_all([ticket.request.prompt_ids for ticket in tickets])
+        for ticket, prompt in zip(tickets, new_prompts, strict=True):
             ticket.prompt = prompt
         prompts = [member.ticket.prompt for member in members]
-        self._draw(members, torch.stack([each.logits_V for each in prompts if each is not None]))
+        self._draw_tokens(
+            members, torch.stack([prompt.logits_V for prompt in prompts if prompt is not None])
+        )
         for member, prompt in zip(members, prompts, strict=True):
             if member.finish_reason is None and prompt is not None:
-                self._members[self._engine.begin(prompt)] = member
+                self._members[self._engine.add_row(prompt)] = member
             else:
-                self._deliver(member.ticket)
+                self._deliver_if_finished(member.ticket)
 
     def _decode_one_token(self) -> None:
         rows = self._engine.rows
         members = [self._members[row] for row in rows]
-        self._draw(members, self._engine.decode([member.token_ids[-1] for member in members]))
-        ended = [
+        self._draw_tokens(
+            members, self._engine.decode([member.token_ids[-1] for member in members])
+        )
+        finished = [
             (row, member)
             for row, member in zip(rows, members, strict=True)
             if member.finish_reason is not None
         ]
-        if ended:
-            self._finish([row for row, _ in ended])
-            for _, member in ended:
-                self._deliver(member.ticket)
+        if finished:
+            self._finish_rows([row for row, _ in finished])
+            for _, member in finished:
+                self._deliver_if_finished(member.ticket)
 
-    def _draw(self, members: list[Member], logits_NV: Tensor) -> None:
+    def _draw_tokens(self, members: list[Member], logits_NV: Tensor) -> None:
         # On a GPU torch splits sums over the vocabulary by the number of rows, so that number is kept constant.
         by_row = logits_NV.device.type == "cpu" or kernels_for(logits_NV) is not None
         empty = 0 if by_row else self.layout.slots - len(members)
         logits_NV = F.pad(logits_NV, (0, 0, 0, empty)) if empty else logits_NV
         tokens, logprobs = draw_members(members, logits_NV, empty)
         for member, token, logprob in zip(members, tokens, logprobs, strict=False):
-            self._append(member, token, logprob)
+            self._append_token(member, token, logprob)
 
 
-def _engine(
+def _make_engine(
     weights: ServedWeights, layout: DecodeLayout, *, native: bool, enforce_eager: bool
-) -> Engine:
+) -> DecodeEngine:
     model = weights.native() if native else None
     if model is None:
         return SlotEngine(weights, layout.slots, layout.key_length)

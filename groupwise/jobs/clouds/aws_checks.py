@@ -16,7 +16,13 @@ import asyncssh
 
 from groupwise.core.errors import UsageError
 from groupwise.jobs.clouds.backend import CloudError, Unreachable
-from groupwise.jobs.clouds.ec2 import NOT_ALLOWED, Ec2, Group, NoCredentials, Refused
+from groupwise.jobs.clouds.ec2 import (
+    PERMISSION_CODES,
+    AwsRefused,
+    Ec2,
+    NoCredentials,
+    SecurityGroup,
+)
 from groupwise.jobs.clouds.ec2_types import PRICES_OF, list_price, quota_code
 
 OPTIONS = {
@@ -44,18 +50,18 @@ class Access:
 
     def require(self, what: str) -> str:
         """The option of this name. Raises UsageError if it was not set: a caller that only looks for a job need not set all."""
-        found = getattr(self, what)
-        if found is None:
+        value = getattr(self, what)
+        if value is None:
             raise UsageError(f"this needs {OPTIONS[what]}.")
-        return str(found)
+        return str(value)
 
-    def group(self, ec2: Ec2) -> Group:
+    def group(self, ec2: Ec2) -> SecurityGroup:
         """The security group. Raises CloudError if it does not exist."""
         group_name = self.require("security_group")
-        found = ec2.group(group_name, self.subnet)
-        if found is None:
+        group = ec2.group(group_name, self.subnet)
+        if group is None:
             raise CloudError(f"there is no security group {group_name} in {ec2.region}.")
-        return found
+        return group
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,43 +87,47 @@ class CheckResults:
     failed: list[str] = field(default_factory=list[str])
 
 
-def check(ec2: Ec2, access: Access, asks: Mapping[str, Any], kind: str, gpus: int) -> CheckResults:
+def check(
+    ec2: Ec2, access: Access, place_options: Mapping[str, Any], kind: str, gpus: int
+) -> CheckResults:
     """Run all checks. Raises UsageError if this machine lacks boto3 or, with credentials, the private key."""
-    spot = bool(asks.get("spot"))
-    found = CheckResults(price_of(ec2, kind, spot=spot))
-    named = {
-        "key pair": lambda: _key_pair(ec2, access, private_key(access.require("key_path"))),
-        "security group": lambda: _group(ec2, access),
-        "instance type": lambda: _type(ec2, kind, gpus),
-        "quota": lambda: _quota(ec2, kind, spot=spot),
-        "image": lambda: ec2.image(asks.get("ami"))[0],
+    spot = bool(place_options.get("spot"))
+    results = CheckResults(price_of(ec2, kind, spot=spot))
+    checks = {
+        "key pair": lambda: _check_key_pair(
+            ec2, access, read_public_key(access.require("key_path"))
+        ),
+        "security group": lambda: _check_security_group(ec2, access),
+        "instance type": lambda: _check_instance_type(ec2, kind, gpus),
+        "quota": lambda: _check_quota(ec2, kind, spot=spot),
+        "image": lambda: ec2.image(place_options.get("ami"))[0],
     }
     try:
         account = ec2.account()
     except (NoCredentials, Unreachable) as error:
-        found.lines.append(f"not looked at: {', '.join(named)}; {error.message}")
-        return found
-    found.lines.append(f"credentials: of account {account}")
-    for name, look in named.items():
+        results.lines.append(f"not looked at: {', '.join(checks)}; {error.message}")
+        return results
+    results.lines.append(f"credentials: of account {account}")
+    for name, run_check in checks.items():
         try:
-            found.lines.append(f"{name}: {look()}")
+            results.lines.append(f"{name}: {run_check()}")
         except (NoCredentials, Unreachable) as error:
-            found.lines.append(f"{name}: not looked at, {error.message}")
+            results.lines.append(f"{name}: not looked at, {error.message}")
         except CloudError as error:
-            if isinstance(error, Refused) and error.aws in NOT_ALLOWED:
-                why = f"not looked at, your user of AWS may not ask ({error.aws})"
-                found.lines.append(f"{name}: {why}")
+            if isinstance(error, AwsRefused) and error.aws in PERMISSION_CODES:
+                reason = f"not looked at, your user of AWS may not ask ({error.aws})"
+                results.lines.append(f"{name}: {reason}")
             else:
-                found.failed.append(f"{name}: {error.message}")
-    return found
+                results.failed.append(f"{name}: {error.message}")
+    return results
 
 
-def private_key(path: str) -> str:
+def read_public_key(path: str) -> str:
     """The public key of a private key file, as `type base64`. Raises UsageError for a key that ssh would not use either."""
-    place = Path(path).expanduser()
+    file = Path(path).expanduser()
     try:
-        mode = place.stat().st_mode
-        key = asyncssh.read_private_key(place)
+        mode = file.stat().st_mode
+        key = asyncssh.read_private_key(file)
     except OSError as error:
         raise UsageError(f"--key-path {path}: it cannot be read: {error.strerror}.") from None
     except (asyncssh.KeyImportError, asyncssh.KeyEncryptionError) as error:
@@ -125,11 +135,11 @@ def private_key(path: str) -> str:
             f"--key-path {path}: {error}. A private key without a passphrase is wanted, in a format of OpenSSH or as AWS gives it (.pem)."
         ) from None
     if stat.S_IMODE(mode) & 0o077:
-        raise UsageError(f"--key-path {path}: it can be read by others; chmod 600 {place}")
+        raise UsageError(f"--key-path {path}: it can be read by others; chmod 600 {file}")
     return " ".join(key.export_public_key("openssh").decode().split()[:2])
 
 
-def _key_pair(ec2: Ec2, access: Access, own: str) -> str:
+def _check_key_pair(ec2: Ec2, access: Access, local_key: str) -> str:
     name = access.require("key_name")
     public = ec2.public_key(name)
     if public is None:
@@ -137,16 +147,16 @@ def _key_pair(ec2: Ec2, access: Access, own: str) -> str:
             f"there is no key pair {name} in {ec2.region}: `aws ec2 import-key-pair --region {ec2.region} --key-name {name} "
             "--public-key-material fileb://KEY.pub` makes one of yours."
         )
-    if public and public != own:
+    if public and public != local_key:
         raise CloudError(
             f"{name} is another key than {access.key_path}, which a machine started with it would not let in."
         )
     return f"{name}, of {access.key_path}"
 
 
-def _group(ec2: Ec2, access: Access) -> str:
+def _check_security_group(ec2: Ec2, access: Access) -> str:
     group = access.group(ec2)
-    if not group.lets_in(access.port):
+    if not group.allows(access.port):
         raise CloudError(
             f"{group.id} lets no one in at port {access.port}: `aws ec2 authorize-security-group-ingress --region {ec2.region} "
             f"--group-id {group.id} --protocol tcp --port {access.port} --cidr YOUR.ADDRESS/32`."
@@ -154,7 +164,7 @@ def _group(ec2: Ec2, access: Access) -> str:
     return f"{group.id}, which lets SSH in from somewhere"
 
 
-def _type(ec2: Ec2, kind: str, gpus: int) -> str:
+def _check_instance_type(ec2: Ec2, kind: str, gpus: int) -> str:
     size = ec2.size(kind)
     if size is None:
         raise CloudError(f"{ec2.region} has no {kind}.")
@@ -165,13 +175,13 @@ def _type(ec2: Ec2, kind: str, gpus: int) -> str:
     return f"{kind}, {size.gpus} GPUs, {size.vcpus} virtual cores"
 
 
-def _quota(ec2: Ec2, kind: str, *, spot: bool) -> str:
+def _check_quota(ec2: Ec2, kind: str, *, spot: bool) -> str:
     code, size = quota_code(kind, spot=spot), ec2.size(kind)
     if code is None or size is None:
         return f"not looked at: it is not known which one counts {kind}"
     try:
         quota = ec2.quota(code)
-    except Refused as error:
+    except AwsRefused as error:
         return f"not looked at: {error.message}"
     if quota < size.vcpus:
         raise CloudError(
@@ -186,12 +196,12 @@ def price_of(ec2: Ec2, kind: str, *, spot: bool) -> Price:
     try:
         price = ec2.price(kind, spot=spot)
     except CloudError as error:
-        why = error.code.replace("_", " ")
+        reason = error.code.replace("_", " ")
     else:
         if price is not None:
             return Price(price, "the highest spot price now" if spot else "AWS's list")
-        why = "AWS names none"
+        reason = "AWS names none"
     if spot:
-        return Price(None, f"spot prices are AWS's alone: {why}")
-    known = list_price(kind, ec2.region)
-    return Price(known, f"on demand, {PRICES_OF}" if known is not None else why)
+        return Price(None, f"spot prices are AWS's alone: {reason}")
+    listed_price = list_price(kind, ec2.region)
+    return Price(listed_price, f"on demand, {PRICES_OF}" if listed_price is not None else reason)

@@ -34,25 +34,25 @@ class InstanceUsage:
 
 def usage_of(machines: Iterable[Machine], now: float) -> dict[str, InstanceUsage]:
     """The usage of each machine by id, as AWS reports it."""
-    found: dict[str, InstanceUsage] = {}
+    usage: dict[str, InstanceUsage] = {}
     for machine in machines:
         tags, price = machine.tags, machine.tags.get("price")
         since = float(tags.get("since", now))
-        until, ended = now, machine.state in ("shutting-down", "terminated")
-        if ended:
+        ended_at, has_ended = now, machine.state in ("shutting-down", "terminated")
+        if has_ended:
             latest = min(now, max(since, float(tags.get("deadline", now))))
-            until = latest if machine.ended_at is None else machine.ended_at
+            ended_at = latest if machine.ended_at is None else machine.ended_at
         deadline = None if "deadline" not in tags else float(tags["deadline"])
         dollars = None if price is None else float(price)
-        found[machine.id] = InstanceUsage(since, until, dollars, ended, deadline)
-    return found
+        usage[machine.id] = InstanceUsage(since, ended_at, dollars, has_ended, deadline)
+    return usage
 
 
 def merge_usage(
     known: Mapping[str, InstanceUsage], seen: Mapping[str, InstanceUsage]
 ) -> dict[str, InstanceUsage]:
     """Merge earlier usage with the current one. The first recorded end of a machine is kept, as the most exact."""
-    ends = {name: each for name, each in known.items() if each.ended}
+    ends = {name: instance for name, instance in known.items() if instance.ended}
     return {**known, **seen, **ends}
 
 
@@ -60,26 +60,33 @@ def with_forgotten(
     usage: Mapping[str, InstanceUsage], reported: Collection[str], now: float
 ) -> dict[str, InstanceUsage]:
     """Extend the usage of machines that AWS no longer reports and whose end was not seen: they may have existed until their deadlines."""
-    found = dict(usage)
-    for name, each in usage.items():
-        if not each.ended and name not in reported and each.deadline is not None:
-            found[name] = replace(each, until=max(each.until, min(now, each.deadline)))
-    return found
+    extended = dict(usage)
+    for name, instance in usage.items():
+        if not instance.ended and name not in reported and instance.deadline is not None:
+            extended[name] = replace(
+                instance, until=max(instance.until, min(now, instance.deadline))
+            )
+    return extended
 
 
 def cost_of(usage: Mapping[str, InstanceUsage]) -> Cost | None:
     """The total cost of these machines; None if no price is known."""
-    priced = {name: (each, each.price) for name, each in usage.items() if each.price is not None}
+    priced = {
+        name: (instance, instance.price)
+        for name, instance in usage.items()
+        if instance.price is not None
+    }
     if not priced:
         return None
-    dollars = sum(price * each.hours for each, price in priced.values())
+    dollars = sum(price * instance.hours for instance, price in priced.values())
     listed = [
-        f"{name} {each.hours:.2f} h at ${price:.2f}" for name, (each, price) in priced.items()
+        f"{name} {instance.hours:.2f} h at ${price:.2f}"
+        for name, (instance, price) in priced.items()
     ]
     unknown = [
         f"{name} has no known price and is not counted" for name in sorted(set(usage) - set(priced))
     ]
-    beyond = (
+    not_counted = (
         "without disks, and without machines that AWS has forgotten and this machine has never seen"
     )
-    return Cost(round(dollars, 2), "; ".join((", ".join(listed), *unknown, beyond)))
+    return Cost(round(dollars, 2), "; ".join((", ".join(listed), *unknown, not_counted)))

@@ -20,10 +20,10 @@ from groupwise.jobs.clouds.aws_checks import Access, price_of
 from groupwise.jobs.clouds.aws_state import Record
 from groupwise.jobs.clouds.backend import CloudError, NameTaken, Order, Unreachable, identity_fields
 from groupwise.jobs.clouds.boot import host_key_in, user_data
-from groupwise.jobs.clouds.ec2 import Ec2, Machine, Refused, Request
+from groupwise.jobs.clouds.ec2 import AwsRefused, Ec2, InstanceRequest, Machine
 from groupwise.jobs.clouds.machine import ROOT, MachineBackend
 from groupwise.jobs.hosts.driver import Runner
-from groupwise.jobs.hosts.fetching import to_its_end
+from groupwise.jobs.hosts.fetching import wait_until_done
 from groupwise.jobs.hosts.ssh import Address, SshHost
 
 INSTANCE_TYPE = "g5.2xlarge"
@@ -60,9 +60,9 @@ class AwsMachines:
         self._name, self._owner = name, owner
         self._ec2, self._access, self._timeouts = ec2, access, timeouts
         self._where = f"AWS, {ec2.region}"
-        self._reached: dict[str, tuple[Machine, MachineBackend]] = {}
+        self._backends: dict[str, tuple[Machine, MachineBackend]] = {}
         """By job: the last used machine, and the backend that calls it."""
-        self._left: list[MachineBackend] = []
+        self._replaced_backends: list[MachineBackend] = []
         """Backends of machines that were replaced by others; `close` closes them."""
 
     async def newest(self, name: str) -> Machine | None:
@@ -70,51 +70,57 @@ class AwsMachines:
 
         def newness(machine: Machine) -> tuple[int, bool, float]:
             since = float(machine.tags.get("since", 0))
-            return attempt_of(machine, None), machine.lives, -since if machine.lives else since
+            return (
+                attempt_of(machine, None),
+                machine.is_alive,
+                -since if machine.is_alive else since,
+            )
 
-        return max(await self.all(name), key=newness, default=None)
+        return max(await self.list_machines(name), key=newness, default=None)
 
-    async def every(self, name: str | None = None) -> list[Machine]:
+    async def list_including_void(self, name: str | None = None) -> list[Machine]:
         """All machines of this job, or of all jobs, including those with the tag VOID."""
         return await asyncio.to_thread(self._ec2.machines, name)
 
-    async def all(self, name: str | None = None) -> list[Machine]:
+    async def list_machines(self, name: str | None = None) -> list[Machine]:
         """The machines that belong to this job, or to any job: those without the tag VOID."""
-        return [each for each in await self.every(name) if VOID not in each.tags]
+        return [
+            machine for machine in await self.list_including_void(name) if VOID not in machine.tags
+        ]
 
     def expect_same(self, order: Order, machine: Machine | None, record: Record | None) -> None:
-        known = machine.tags.get("order") if machine is not None else None
-        if known is None and record is not None and record.order is not None:
-            known = digest(identity_fields(record.order))
-        if known not in (None, digest(identity_fields(order.document()))):
+        known_hash = machine.tags.get("order") if machine is not None else None
+        if known_hash is None and record is not None and record.order is not None:
+            known_hash = document_hash(identity_fields(record.order))
+        if known_hash not in (None, document_hash(identity_fields(order.document()))):
             raise NameTaken(
                 f"{self._where} has another job called {order.name}: give this one another name, or remove that one once it has ended."
             )
 
     async def start(
-        self, order: Order, attempt: int, started: list[Machine], before: int
+        self, order: Order, attempt: int, started: list[Machine], machine_count: int
     ) -> Machine:
         """Start the machine of this attempt, or find it; it is added to `started` if it was started here."""
-        request = await self._request(order, attempt, f"{before}")
+        request = await self._request(order, attempt, f"{machine_count}")
         try:
             return await self._run_instance(request, started)
-        except Refused as refused:
+        except AwsRefused as refused:
             if refused.aws != "IdempotentParameterMismatch":
                 raise
         # Another caller has used the token: at this moment, or for a machine that has ended and that AWS has forgotten.
-        until = time.monotonic() + self._timeouts.other
+        deadline = time.monotonic() + self._timeouts.other
         while True:
-            other = await self.newest(order.name)
-            if other is not None and other.lives and attempt_of(other, None) == attempt:
-                self.expect_same(order, other, None)
-                return other
-            if time.monotonic() >= until:
+            machine = await self.newest(order.name)
+            if machine is not None and machine.is_alive and attempt_of(machine, None) == attempt:
+                self.expect_same(order, machine, None)
+                return machine
+            if time.monotonic() >= deadline:
                 break
             await asyncio.sleep(self._timeouts.look)
-        request = await self._request(order, attempt, f"{before}/{uuid.uuid4().hex}")
+        request = await self._request(order, attempt, f"{machine_count}/{uuid.uuid4().hex}")
         return await self._run_instance(request, started)
 
-    async def _run_instance(self, request: Request, started: list[Machine]) -> Machine:
+    async def _run_instance(self, request: InstanceRequest, started: list[Machine]) -> Machine:
         def start() -> Machine:
             # Recorded in the thread: a caller that is cancelled meanwhile must know which machine exists.
             machine = self._ec2.start(request)
@@ -122,38 +128,42 @@ class AwsMachines:
             return machine
 
         try:
-            return await to_its_end(asyncio.to_thread(start))
+            return await wait_until_done(asyncio.to_thread(start))
         except Unreachable as error:
             # It may have been started although AWS did not answer.
             name = request.tags["job"]
             try:
-                found = await asyncio.to_thread(self._ec2.machines, name)
+                machines = await asyncio.to_thread(self._ec2.machines, name)
             except CloudError:
                 raise Unreachable(
                     f"{error.message} It is unknown whether a machine was started for {name}. If so it ends at its deadline; "
                     f"`groupwise launch sweep --name {name}` ends it as soon as AWS answers."
                 ) from None
-            ours = [each for each in found if each.tags.get("by") == request.tags["by"]]
-            started.extend(each for each in ours if each.lives)
+            own_machines = [
+                candidate
+                for candidate in machines
+                if candidate.tags.get("by") == request.tags["by"]
+            ]
+            started.extend(candidate for candidate in own_machines if candidate.is_alive)
             raise
 
-    async def _request(self, order: Order, attempt: int, salt: str) -> Request:
+    async def _request(self, order: Order, attempt: int, salt: str) -> InstanceRequest:
         """The request for a machine. `salt`: the same for all callers that decide from the same facts: AWS then starts one machine for
         them."""
-        asks, access = order.asks, self._access
+        place_options, access = order.place_options, self._access
         group = await asyncio.to_thread(access.group, self._ec2)
-        image, root_device = await asyncio.to_thread(self._ec2.image, asks.get("ami"))
+        image, root_device = await asyncio.to_thread(self._ec2.image, place_options.get("ami"))
         minutes = minutes_of(order)
         deadline = time.time() + minutes * 60
-        spot = bool(asks.get("spot"))
+        spot = bool(place_options.get("spot"))
         token = hashlib.sha256(f"{order.name}/{attempt}/{salt}".encode()).hexdigest()
-        kind = type_of(order)
+        kind = instance_type_of(order)
         price = await asyncio.to_thread(price_of, self._ec2, kind, spot=spot)
         tags = {
             "job": order.name,
             "attempt": str(attempt),
             "first": str(attempt),
-            "order": digest(identity_fields(order.document())),
+            "order": document_hash(identity_fields(order.document())),
             "owner": self._owner[:200],
             "by": uuid.uuid4().hex,
             "since": f"{time.time():.3f}",
@@ -161,7 +171,7 @@ class AwsMachines:
             "login": f"{access.user}:{access.port}",
             **({} if price.dollars is None else {"price": f"{price.dollars:.4f}"}),
         }
-        return Request(
+        return InstanceRequest(
             token,
             kind,
             image,
@@ -172,26 +182,28 @@ class AwsMachines:
             tags,
             access.subnet,
             spot,
-            asks.get("max_price"),
+            place_options.get("max_price"),
         )
 
-    async def settle(self, order: Order, machine: Machine, started: list[Machine]) -> Machine:
+    async def choose_machine(
+        self, order: Order, machine: Machine, started: list[Machine]
+    ) -> Machine:
         """The machine to keep if several were started for one attempt. All callers choose the same; if it is another machine, those in
         `started` are ended."""
-        chosen = await self.newest(order.name)
-        if chosen is None or not chosen.lives or chosen.id == machine.id:
+        newest = await self.newest(order.name)
+        if newest is None or not newest.is_alive or newest.id == machine.id:
             return machine
-        self.expect_same(order, chosen, None)
-        for each in [*started]:
-            await self.undo(each)
-            started.remove(each)
-        return chosen
+        self.expect_same(order, newest, None)
+        for started_machine in [*started]:
+            await self.undo(started_machine)
+            started.remove(started_machine)
+        return newest
 
     async def ready(self, machine: Machine) -> MachineBackend:
         """Wait until the machine answers with its own host key. Raises CloudError after the timeout."""
-        until = time.monotonic() + self._timeouts.ready
+        deadline = time.monotonic() + self._timeouts.ready
         while True:
-            machine = await self._seen_again(machine)
+            machine = await self._refresh_machine(machine)
             if machine.state not in ("pending", "running"):
                 raise CloudError(
                     f"{machine.id} has ended before it was ready: {machine.why or machine.state}"
@@ -200,49 +212,49 @@ class AwsMachines:
                 console = await asyncio.to_thread(self._ec2.console, machine.id)
                 if (key := host_key_in(console)) is not None:
                     await self.tag(machine, {"host-key": key})
-                    machine = await self._seen_again(machine)
-            on = self.reach(machine) if machine.state == "running" else None
-            why = "it has not said its host key on its console" if on is None else ""
-            if on is not None:
+                    machine = await self._refresh_machine(machine)
+            backend = self.backend_for(machine) if machine.state == "running" else None
+            reason = "it has not said its host key on its console" if backend is None else ""
+            if backend is not None:
                 try:
-                    await on.list()
-                    return on
+                    await backend.list()
+                    return backend
                 except Unreachable as error:
-                    why = error.message
-                    await on.close()
-                    self._reached.pop(machine.tags["job"], None)
-            if time.monotonic() >= until:
+                    reason = error.message
+                    await backend.close()
+                    self._backends.pop(machine.tags["job"], None)
+            if time.monotonic() >= deadline:
                 raise CloudError(
-                    f"{machine.id} was not ready after {self._timeouts.ready:.0f} s: {why}"
+                    f"{machine.id} was not ready after {self._timeouts.ready:.0f} s: {reason}"
                 )
             await asyncio.sleep(self._timeouts.look)
 
-    async def _seen_again(self, machine: Machine) -> Machine:
+    async def _refresh_machine(self, machine: Machine) -> Machine:
         """The machine as AWS describes it now; unchanged while AWS does not know the new machine yet."""
-        found = await asyncio.to_thread(self._ec2.machines, machine.tags["job"])
-        return next((each for each in found if each.id == machine.id), machine)
+        machines = await asyncio.to_thread(self._ec2.machines, machine.tags["job"])
+        return next((candidate for candidate in machines if candidate.id == machine.id), machine)
 
-    def reach(self, machine: Machine) -> MachineBackend | None:
+    def backend_for(self, machine: Machine) -> MachineBackend | None:
         """The machine's backend, cached for the next call; None: its host key or address is not known yet."""
         job, key = machine.tags["job"], machine.tags.get("host-key")
-        known = self._reached.get(job)
-        if known is not None and known[0].id == machine.id:
-            return known[1]
+        cached = self._backends.get(job)
+        if cached is not None and cached[0].id == machine.id:
+            return cached[1]
         if key is None or machine.address is None:
             return None
         user, _, port = machine.tags["login"].rpartition(":")
         address = Address(machine.address, user, int(port), self._access.require("key_path"), key)
         runner = Runner(SshHost(address), root=ROOT, python=self._access.python)
         backend = MachineBackend(self._name, runner, self._where)
-        if known is not None:
-            self._left.append(known[1])
-        self._reached[job] = (machine, backend)
+        if cached is not None:
+            self._replaced_backends.append(cached[1])
+        self._backends[job] = (machine, backend)
         return backend
 
-    def last_called(self, name: str) -> Machine | None:
+    def last_used_machine(self, name: str) -> Machine | None:
         """The job's last used machine; None if none was used."""
-        known = self._reached.get(name)
-        return None if known is None else known[0]
+        cached = self._backends.get(name)
+        return None if cached is None else cached[0]
 
     async def tag(self, machine: Machine, tags: dict[str, str]) -> None:
         """Set tags of a machine."""
@@ -253,11 +265,11 @@ class AwsMachines:
 
         For some seconds AWS may not know a machine that it has just started: the request is repeated until it does.
         """
-        until = time.monotonic() + self._timeouts.known
+        deadline = time.monotonic() + self._timeouts.known
         try:
             await self.make_void(machine)
             while not await self.end(machine):
-                if time.monotonic() > until:
+                if time.monotonic() > deadline:
                     raise CloudError("AWS says that there is no such machine.")
                 await asyncio.sleep(self._timeouts.look)
             await self.make_void(machine)
@@ -267,34 +279,34 @@ class AwsMachines:
                 f"deadline. End it by hand: aws ec2 terminate-instances --region {self._ec2.region} --instance-ids {machine.id}"
             ) from error
 
-    async def make_void(self, machine: Machine, why: str = "1") -> None:
+    async def make_void(self, machine: Machine, value: str = "1") -> None:
         """Tag the machine as no longer belonging to its job. Errors are ignored: they must not prevent its end."""
         with suppress(CloudError):
-            await self.tag(machine, {VOID: why})
+            await self.tag(machine, {VOID: value})
 
     async def end(self, machine: Machine) -> bool:
         """End the machine. False: AWS does not know this machine."""
-        known = await asyncio.to_thread(self._ec2.terminate, machine.id)
+        is_known = await asyncio.to_thread(self._ec2.terminate, machine.id)
         await self.forget(machine.tags["job"])
-        return known
+        return is_known
 
     async def close(self) -> None:
         """Close the connections to all machines."""
-        for name in [*self._reached]:
+        for name in [*self._backends]:
             await self.forget(name)
-        for each in self._left:
-            await each.close()
+        for backend in self._replaced_backends:
+            await backend.close()
 
     async def forget(self, name: str) -> None:
         """Close the connection to the job's last used machine, which may have been replaced."""
-        known = self._reached.pop(name, None)
-        if known is not None:
-            await known[1].close()
+        cached = self._backends.pop(name, None)
+        if cached is not None:
+            await cached[1].close()
 
 
-def type_of(order: Order) -> str:
+def instance_type_of(order: Order) -> str:
     """The instance type that an order requests, or the default."""
-    return order.asks.get("instance_type") or INSTANCE_TYPE
+    return order.place_options.get("instance_type") or INSTANCE_TYPE
 
 
 def minutes_of(order: Order) -> int:
@@ -303,7 +315,7 @@ def minutes_of(order: Order) -> int:
     return math.ceil(seconds / 60) + MARGIN_MINUTES
 
 
-def digest(document: Any) -> str:
+def document_hash(document: Any) -> str:
     """A hash of a document."""
     return hashlib.sha256(json.dumps(document, sort_keys=True).encode()).hexdigest()
 

@@ -57,7 +57,7 @@ class JobRecords:
     def find(self, name: str) -> Record | None:
         """The record of this job; None if it is missing or cannot be read."""
         try:
-            return _RECORD.validate_json(self._file(name).read_bytes())
+            return _RECORD.validate_json(self._record_path(name).read_bytes())
         except (OSError, ValueError):
             return None
 
@@ -65,54 +65,54 @@ class JobRecords:
         """Write a record durably."""
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         document = {"format": 1, **_RECORD.dump_python(record, mode="json")}
-        atomic_files.write_json(self._file(record.name), document)
+        atomic_files.write_json(self._record_path(record.name), document)
 
-    def note_begun(self, order: Order, attempt: int, store: BlobStore) -> None:
+    def record_start(self, order: Order, attempt: int, store: BlobStore) -> None:
         """Record that an attempt starts, and keep its files for the next one. If files are missing here, no next attempt can be started
         from here."""
-        blobs, known = self._blobs(), self.find(order.name) or Record(order.name)
-        lacking = [e.sha256 for e in order.spec.files.values() if e.sha256 not in blobs]
-        for sha256 in filter(store.__contains__, lacking):
+        blobs, record = self._blobs(), self.find(order.name) or Record(order.name)
+        missing = [e.sha256 for e in order.spec.files.values() if e.sha256 not in blobs]
+        for sha256 in filter(store.__contains__, missing):
             blobs.put_file(store.path(sha256))
-        whole = all(sha256 in blobs for sha256 in lacking)
-        document = order.document() if whole else known.order
-        self.write(replace(known, order=document, attempt=attempt))
+        has_all_files = all(sha256 in blobs for sha256 in missing)
+        document = order.document() if has_all_files else record.order
+        self.write(replace(record, order=document, attempt=attempt))
 
-    def note_fetched(self, name: str, attempt: int, folder: Path, ending: Ending | None) -> None:
+    def record_fetch(self, name: str, attempt: int, folder: Path, ending: Ending | None) -> None:
         """Record that an attempt's results are in that folder, and how it ended, if it has."""
-        known = self.find(name) or Record(name)
-        endings = {**known.endings, **({} if ending is None else {attempt: ending})}
-        newest = max(known.attempt, attempt)
-        self.write(replace(known, attempt=newest, results=str(folder.absolute()), endings=endings))
+        record = self.find(name) or Record(name)
+        endings = {**record.endings, **({} if ending is None else {attempt: ending})}
+        newest = max(record.attempt, attempt)
+        self.write(replace(record, attempt=newest, results=str(folder.absolute()), endings=endings))
 
-    def note_usage(
-        self, name: str, seen: Mapping[str, InstanceUsage]
+    def record_usage(
+        self, name: str, current: Mapping[str, InstanceUsage]
     ) -> Mapping[str, InstanceUsage]:
         """Record the current usage of a job's machines; returns it merged with the earlier one. Without a record of the job nothing is
         stored."""
-        known = self.find(name)
-        if known is None:
-            return seen
-        found = merge_usage(known.machines, seen)
-        self.write(replace(known, machines=found))
-        return found
+        record = self.find(name)
+        if record is None:
+            return current
+        usage = merge_usage(record.machines, current)
+        self.write(replace(record, machines=usage))
+        return usage
 
     def remove(self, name: str) -> None:
         """Remove a job's record and logs, and the files that no other job needs."""
-        self._file(name).unlink(missing_ok=True)
+        self._record_path(name).unlink(missing_ok=True)
         for path in self.folder.glob(f"{name}.log-*"):
             path.unlink(missing_ok=True)
         if (self.folder / "blobs").is_dir():
-            others = filter(None, map(self.find, self.names()))
-            orders = [Order.from_document(each.order) for each in others if each.order]
-            needed = {each.sha256 for order in orders for each in order.spec.files.values()}
+            records = filter(None, map(self.find, self.names()))
+            orders = [Order.from_document(record.order) for record in records if record.order]
+            needed = {entry.sha256 for order in orders for entry in order.spec.files.values()}
             self._blobs().collect(needed)
 
-    def give_files(self, order: Order, store: BlobStore) -> None:
+    def copy_files_to(self, order: Order, store: BlobStore) -> None:
         """Copy those of the order's files that `store` lacks and that were kept."""
         blobs = self._blobs()
-        lacking = [each.sha256 for each in order.spec.files.values() if each.sha256 not in store]
-        for sha256 in lacking:
+        missing = [entry.sha256 for entry in order.spec.files.values() if entry.sha256 not in store]
+        for sha256 in missing:
             if sha256 in blobs:
                 store.put_file(blobs.path(sha256))
 
@@ -120,7 +120,7 @@ class JobRecords:
         """The path of the kept log of an attempt."""
         return self.folder / f"{name}.log-{attempt}"
 
-    def _file(self, name: str) -> Path:
+    def _record_path(self, name: str) -> Path:
         return self.folder / f"{name}.json"
 
     def _blobs(self) -> BlobStore:
@@ -129,7 +129,7 @@ class JobRecords:
 
 def newest_checkpoint(results: Path, store: BlobStore) -> Resume | None:
     """The newest complete checkpoint among the results in a folder; its files are put into the store."""
-    found: list[tuple[int, PurePosixPath, dict[str, Any]]] = []
+    candidates: list[tuple[int, PurePosixPath, dict[str, Any]]] = []
     for manifest in results.rglob(MANIFEST):
         path = PurePosixPath(manifest.parent.relative_to(results).as_posix())
         if not path.parts or path.parts[0] in (EARLIER, INCOMING):
@@ -140,8 +140,10 @@ def newest_checkpoint(results: Path, store: BlobStore) -> Resume | None:
         except (OSError, ValueError, KeyError, TypeError):
             continue  # not a checkpoint's manifest
         if type(step) is int and not any(path_problems("file", name) for name in entries):
-            found.append((step, path, entries))
-    for step, path, entries in sorted(found, key=lambda each: each[:2], reverse=True):
+            candidates.append((step, path, entries))
+    for step, path, entries in sorted(
+        candidates, key=lambda candidate: candidate[:2], reverse=True
+    ):
         try:
             files = store.put_files({n: results / path / n for n in (*entries, MANIFEST)})
             differs = any(

@@ -43,7 +43,7 @@ class NameTaken(CloudError):
     code = "name_taken"
 
 
-class NotHere(CloudError):
+class JobNotFound(CloudError):
     """There is no job of this name."""
 
     code = "not_here"
@@ -116,7 +116,7 @@ class Order:
     """How many machines run its command; log and results are those of the first one."""
     secrets: Mapping[str, str] = field(default_factory=dict[str, str], repr=False)
     """Values of the variables that `spec.secrets` names. They are sent separately from the job and stored nowhere."""
-    asks: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    place_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Options, as JSON, that only this kind of place knows: a partition, an instance type."""
     python: str | None = None
     """The interpreter at the place whose folder comes first on PATH; None: the place's default."""
@@ -125,19 +125,19 @@ class Order:
 
     def check(self) -> None:
         """Check the order. Raises UsageError with a list of all problems."""
-        found = problems(self.spec)
+        messages = problems(self.spec)
         if not JOB_ID.fullmatch(self.name):
-            found.append(
+            messages.append(
                 f"name {self.name[:80]!r}: letters, digits, - and _ are expected, 80 at most, a letter or a digit first"
             )
         if self.gpus < 0:
-            found.append(f"gpus {self.gpus}: a number from 0 on is expected")
+            messages.append(f"gpus {self.gpus}: a number from 0 on is expected")
         if self.nodes < 1:
-            found.append(f"nodes {self.nodes}: a number from 1 on is expected")
-        lacking = sorted(set(self.spec.secrets) - set(self.secrets))
-        found += [f"secret {name}: there is no value for it" for name in lacking]
-        if found:
-            listed = "".join(f"\n  {each}" for each in found)
+            messages.append(f"nodes {self.nodes}: a number from 1 on is expected")
+        missing = sorted(set(self.spec.secrets) - set(self.secrets))
+        messages += [f"secret {name}: there is no value for it" for name in missing]
+        if messages:
+            listed = "".join(f"\n  {message}" for message in messages)
             raise UsageError(f"this job cannot be placed:{listed}")
 
     def document(self) -> dict[str, Any]:
@@ -148,8 +148,12 @@ class Order:
             "gpus": self.gpus,
             "nodes": self.nodes,
             "spec": as_json(self.spec),
-            "asks": dict(self.asks),
-            **{name: value for name in HOW if (value := getattr(self, name)) is not None},
+            "asks": dict(self.place_options),
+            **{
+                name: value
+                for name in NON_IDENTITY_FIELDS
+                if (value := getattr(self, name)) is not None
+            },
         }
 
     @classmethod
@@ -170,13 +174,13 @@ class Order:
         return replace(self, secrets=dict(secrets))
 
 
-HOW = ("python", "meets_at")
+NON_IDENTITY_FIELDS = ("python", "meets_at")
 """Fields of an order that say how the job is started; they do not identify it."""
 
 
 def identity_fields(document: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of an order's document that decide whether two orders describe the same job."""
-    return {name: value for name, value in document.items() if name not in HOW}
+    return {name: value for name, value in document.items() if name not in NON_IDENTITY_FIELDS}
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +224,7 @@ class Handle:
 
 
 @dataclass(frozen=True, slots=True)
-class Fetched:
+class FetchedResults:
     """The results that were fetched."""
 
     folder: Path
@@ -233,7 +237,7 @@ class Fetched:
 
 
 @dataclass(frozen=True, slots=True)
-class Rented:
+class RentedMachine:
     """A rented resource that costs money for a job as long as it exists: a machine."""
 
     id: str
@@ -263,7 +267,7 @@ class Cost:
 
 
 TERMINATE_AFTER = "terminate_after"
-"""A key of `Order.asks` at a paid place: the job's machine is ended once its results are fetched, also after a success."""
+"""A key of `Order.place_options` at a paid place: the job's machine is ended once its results are fetched, also after a success."""
 KEEP_ON_FAILURE = "keep_on_failure"
 """Another such key: if the job or its set-up fails, the machine remains until its deadline."""
 
@@ -272,11 +276,11 @@ KEEP_ON_FAILURE = "keep_on_failure"
 class Renting(Protocol):
     """Additional methods of a backend whose place is paid."""
 
-    async def rented(self) -> list[Rented]:
+    async def rented(self) -> list[RentedMachine]:
         """All existing rented resources for jobs of this account, of every user and in every state."""
         ...
 
-    async def give_back(self, rented: Rented) -> None:
+    async def give_back(self, rented: RentedMachine) -> None:
         """End it now, even if a job runs on it. The job's name and ending remain known as far as they were recorded. May be repeated."""
         ...
 
@@ -309,7 +313,7 @@ class Backend(Protocol):
     async def resume(self, name: str, secrets: Mapping[str, str], store: BlobStore) -> Handle:
         """Start another attempt, from the newest checkpoint, of a job whose last attempt ended without success.
 
-        Files that the place no longer has are taken from `store`. Raises NotHere, CloudError."""
+        Files that the place no longer has are taken from `store`. Raises JobNotFound, CloudError."""
         ...
 
     async def find(self, name: str) -> Handle | None:
@@ -336,7 +340,7 @@ class Backend(Protocol):
         """Ask it to end, and end it after `grace` seconds. If it has not started, it never will; if it has ended, nothing changes."""
         ...
 
-    async def fetch(self, handle: Handle, folder: Path) -> Fetched:
+    async def fetch(self, handle: Handle, folder: Path) -> FetchedResults:
         """Fetch its results: all artefacts once it has ended, before that all complete checkpoints.
 
         Existing files are not transferred again, and files of other attempts are moved aside (`groupwise.jobs.clouds.folder`)."""

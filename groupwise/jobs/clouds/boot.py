@@ -75,5 +75,5 @@ def user_data(deadline: float, minutes: int, user: str, *, spot: bool) -> str:
 
 def host_key_in(console: str) -> str | None:
     """The host key that the machine has printed; None if it has not, or if AWS's copy of the console is late."""
-    found = HOST_KEY.findall(console)
-    return found[-1] if found else None
+    keys = HOST_KEY.findall(console)
+    return keys[-1] if keys else None

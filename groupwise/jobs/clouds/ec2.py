@@ -32,20 +32,20 @@ JOB = f"{TAG}job"
 TRIES = 5
 PAUSE, LONGEST_PAUSE = 1.0, 8.0
 """Seconds before the second try, doubled before each further one, and their maximum."""
-WAITS_FOR_AWS = (5.0, 30.0)
+AWS_TIMEOUTS = (5.0, 30.0)
 """Timeouts in seconds, for connecting and for an answer."""
-TRY_AGAIN = frozenset(
+RETRYABLE_CODES = frozenset(
     {
         *("RequestLimitExceeded", "Throttling", "ThrottlingException", "TooManyRequestsException"),
         *("InternalError", "InternalFailure", "ServiceUnavailable", "Unavailable"),
         "RequestTimeout",
     }
 )
-NOT_ALLOWED = frozenset({"UnauthorizedOperation", "AccessDenied", "AccessDeniedException"})
-NO_ACCOUNT = frozenset(
+PERMISSION_CODES = frozenset({"UnauthorizedOperation", "AccessDenied", "AccessDeniedException"})
+CREDENTIAL_CODES = frozenset(
     {"AuthFailure", "InvalidClientTokenId", "ExpiredToken", "UnrecognizedClientException"}
 )
-PRICES_ARE_TOLD_IN = "us-east-1"
+PRICING_REGION = "us-east-1"
 """The region whose Price List Service has the prices of all regions."""
 
 T = TypeVar("T")
@@ -57,7 +57,7 @@ class NoCredentials(CloudError):
     code = "no_credentials"
 
 
-class Refused(CloudError):
+class AwsRefused(CloudError):
     """AWS rejected a call. `aws` is its error code."""
 
     code = "refused"
@@ -89,12 +89,12 @@ class Machine:
     """Time of its end, in seconds since the epoch, if AWS reports it."""
 
     @property
-    def lives(self) -> bool:
+    def is_alive(self) -> bool:
         return self.state in ("pending", "running")
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class InstanceRequest:
     """The parameters of a machine to start."""
 
     token: str
@@ -146,19 +146,19 @@ class Request:
 
 
 @dataclass(frozen=True, slots=True)
-class Group:
+class SecurityGroup:
     """A security group."""
 
     id: str
-    opens: tuple[tuple[int, int], ...]
+    open_ports: tuple[tuple[int, int], ...]
     """Ranges of TCP ports that are open to any source."""
 
-    def lets_in(self, port: int) -> bool:
-        return any(first <= port <= last for first, last in self.opens)
+    def allows(self, port: int) -> bool:
+        return any(first_port <= port <= last_port for first_port, last_port in self.open_ports)
 
 
 @dataclass(frozen=True, slots=True)
-class Size:
+class InstanceSize:
     """The size of an instance type."""
 
     vcpus: int
@@ -167,7 +167,7 @@ class Size:
 
 @dataclass(slots=True)
 class Ec2:
-    """The required part of AWS's API in one region, through boto3. Every call raises CloudError: NoCredentials, Refused, Unreachable."""
+    """The required part of AWS's API in one region, through boto3. Every call raises CloudError: NoCredentials, AwsRefused, Unreachable."""
 
     region: str
     profile: str | None = None
@@ -177,12 +177,12 @@ class Ec2:
 
     def account(self) -> str:
         """The id of the account whose credentials are used."""
-        return self._ask("sts", "get_caller_identity")["Account"]
+        return self._call_aws("sts", "get_caller_identity")["Account"]
 
-    def start(self, request: Request) -> Machine:
+    def start(self, request: InstanceRequest) -> Machine:
         """Start a machine, or find the one that was started with this token."""
-        answer = self._ask("ec2", "run_instances", **request.parameters())
-        return _machine(answer["Instances"][0])
+        answer = self._call_aws("ec2", "run_instances", **request.parameters())
+        return _parse_machine(answer["Instances"][0])
 
     def machines(self, job: str | None = None) -> list[Machine]:
         """The machines of this job, or all of ours, as long as AWS reports them: about an hour after their end."""
@@ -193,32 +193,32 @@ class Ec2:
         )
         pages = self._pages("describe_instances", Filters=[filters])
         return [
-            _machine(each)
+            _parse_machine(instance)
             for page in pages
             for reservation in page["Reservations"]
-            for each in reservation["Instances"]
+            for instance in reservation["Instances"]
         ]
 
     def console(self, machine: str) -> str:
         """The console output of a machine; AWS may be minutes late. Only newer types (Nitro) provide the latest output."""
         try:
-            answer = self._ask("ec2", "get_console_output", InstanceId=machine, Latest=True)
-        except Refused as refused:
+            answer = self._call_aws("ec2", "get_console_output", InstanceId=machine, Latest=True)
+        except AwsRefused as refused:
             if refused.aws != "UnsupportedOperation":
                 raise
-            answer = self._ask("ec2", "get_console_output", InstanceId=machine)
+            answer = self._call_aws("ec2", "get_console_output", InstanceId=machine)
         return answer.get("Output") or ""
 
     def tag(self, machine: str, tags: Mapping[str, str]) -> None:
         """Set our tags on a machine."""
-        found = [{"Key": f"{TAG}{key}", "Value": value} for key, value in tags.items()]
-        self._ask("ec2", "create_tags", Resources=[machine], Tags=found)
+        aws_tags = [{"Key": f"{TAG}{key}", "Value": value} for key, value in tags.items()]
+        self._call_aws("ec2", "create_tags", Resources=[machine], Tags=aws_tags)
 
     def terminate(self, machine: str) -> bool:
         """Terminate a machine; no effect if it has ended. False: AWS does not know it, any more or yet."""
         try:
-            self._ask("ec2", "terminate_instances", InstanceIds=[machine])
-        except Refused as refused:
+            self._call_aws("ec2", "terminate_instances", InstanceIds=[machine])
+        except AwsRefused as refused:
             if refused.aws != "InvalidInstanceID.NotFound":
                 raise
             return False
@@ -226,68 +226,74 @@ class Ec2:
 
     def image(self, requested: str | None) -> tuple[str, str]:
         """The id and root device of this image, or of the newest deep-learning image."""
-        found = requested
-        if found is None:
+        image_id = requested
+        if image_id is None:
             try:
-                answer = self._ask("ssm", "get_parameter", Name=IMAGE_PARAMETER)
-            except Refused as refused:
-                raise Refused(
+                answer = self._call_aws("ssm", "get_parameter", Name=IMAGE_PARAMETER)
+            except AwsRefused as refused:
+                raise AwsRefused(
                     f"the newest deep-learning image of {self.region} cannot be found out ({refused.message}): name one, --ami ami-…",
                     refused.aws,
                 ) from None
-            found = str(answer["Parameter"]["Value"])
-        images = self._ask("ec2", "describe_images", ImageIds=[found])["Images"]
+            image_id = str(answer["Parameter"]["Value"])
+        images = self._call_aws("ec2", "describe_images", ImageIds=[image_id])["Images"]
         if not images:
-            raise CloudError(f"there is no image {found} in {self.region}: --ami wants another.")
-        return found, images[0]["RootDeviceName"]
+            raise CloudError(f"there is no image {image_id} in {self.region}: --ami wants another.")
+        return image_id, images[0]["RootDeviceName"]
 
     def public_key(self, name: str) -> str | None:
         """The public key of the key pair of this name, as `type base64`; None if there is none."""
         filters = [{"Name": "key-name", "Values": [name]}]
-        found = self._ask("ec2", "describe_key_pairs", Filters=filters, IncludePublicKey=True)
-        keys = found["KeyPairs"]
+        answer = self._call_aws("ec2", "describe_key_pairs", Filters=filters, IncludePublicKey=True)
+        keys = answer["KeyPairs"]
         return " ".join(keys[0].get("PublicKey", "").split()[:2]) if keys else None
 
-    def group(self, requested: str, subnet: str | None) -> Group | None:
+    def group(self, requested: str, subnet: str | None) -> SecurityGroup | None:
         """The security group of this id or name. If several have the name, the one in the subnet's network."""
-        by = "group-id" if requested.startswith("sg-") else "group-name"
-        filters = [{"Name": by, "Values": [requested]}]
-        if by == "group-name" and subnet:
-            found = self._ask("ec2", "describe_subnets", SubnetIds=[subnet])["Subnets"]
-            filters.append({"Name": "vpc-id", "Values": [found[0]["VpcId"]]})
-        groups = self._ask("ec2", "describe_security_groups", Filters=filters)["SecurityGroups"]
+        filter_name = "group-id" if requested.startswith("sg-") else "group-name"
+        filters = [{"Name": filter_name, "Values": [requested]}]
+        if filter_name == "group-name" and subnet:
+            subnets = self._call_aws("ec2", "describe_subnets", SubnetIds=[subnet])["Subnets"]
+            filters.append({"Name": "vpc-id", "Values": [subnets[0]["VpcId"]]})
+        groups = self._call_aws("ec2", "describe_security_groups", Filters=filters)[
+            "SecurityGroups"
+        ]
         if not groups:
             return None
-        opens: list[tuple[int, int]] = []
-        for each in groups[0]["IpPermissions"]:
+        open_ports: list[tuple[int, int]] = []
+        for permission in groups[0]["IpPermissions"]:
             sources = ("IpRanges", "Ipv6Ranges", "UserIdGroupPairs", "PrefixListIds")
-            if not any(each.get(source) for source in sources):
+            if not any(permission.get(source) for source in sources):
                 continue
-            if each["IpProtocol"] == "-1":
-                opens.append((0, 65535))
-            elif each["IpProtocol"] == "tcp":
-                opens.append((each["FromPort"], each["ToPort"]))
-        return Group(groups[0]["GroupId"], tuple(opens))
+            if permission["IpProtocol"] == "-1":
+                open_ports.append((0, 65535))
+            elif permission["IpProtocol"] == "tcp":
+                open_ports.append((permission["FromPort"], permission["ToPort"]))
+        return SecurityGroup(groups[0]["GroupId"], tuple(open_ports))
 
-    def size(self, kind: str) -> Size | None:
+    def size(self, kind: str) -> InstanceSize | None:
         """The size of an instance type; None: the region does not offer it."""
         filters = [{"Name": "instance-type", "Values": [kind]}]
-        offered = self._ask("ec2", "describe_instance_type_offerings", Filters=filters)
+        offered = self._call_aws("ec2", "describe_instance_type_offerings", Filters=filters)
         if not offered["InstanceTypeOfferings"]:
             return None
-        [found] = self._ask("ec2", "describe_instance_types", InstanceTypes=[kind])["InstanceTypes"]
-        gpus = found.get("GpuInfo", {}).get("Gpus", [])
-        return Size(found["VCpuInfo"]["DefaultVCpus"], sum(each["Count"] for each in gpus))
+        [details] = self._call_aws("ec2", "describe_instance_types", InstanceTypes=[kind])[
+            "InstanceTypes"
+        ]
+        gpus = details.get("GpuInfo", {}).get("Gpus", [])
+        return InstanceSize(details["VCpuInfo"]["DefaultVCpus"], sum(gpu["Count"] for gpu in gpus))
 
     def quota(self, code: str) -> float:
         """The value of a quota: how many virtual cores may run at once."""
-        answer = self._ask("service-quotas", "get_service_quota", ServiceCode="ec2", QuotaCode=code)
+        answer = self._call_aws(
+            "service-quotas", "get_service_quota", ServiceCode="ec2", QuotaCode=code
+        )
         return float(answer["Quota"]["Value"])
 
     def price(self, kind: str, *, spot: bool) -> float | None:
         """The price of an instance type in dollars per hour, for Linux."""
         if spot:
-            answer = self._ask(
+            answer = self._call_aws(
                 "ec2",
                 "describe_spot_price_history",
                 InstanceTypes=[kind],
@@ -295,9 +301,9 @@ class Ec2:
                 StartTime=time.time(),
             )
             # The price in the most expensive zone, since the machine's zone is not known yet.
-            prices = [float(each["SpotPrice"]) for each in answer["SpotPriceHistory"]]
+            prices = [float(entry["SpotPrice"]) for entry in answer["SpotPriceHistory"]]
             return max(prices, default=None)
-        wanted = {
+        criteria = {
             "instanceType": kind,
             "regionCode": self.region,
             "operatingSystem": "Linux",
@@ -306,55 +312,58 @@ class Ec2:
             "capacitystatus": "Used",
         }
         filters = [
-            {"Type": "TERM_MATCH", "Field": name, "Value": value} for name, value in wanted.items()
+            {"Type": "TERM_MATCH", "Field": name, "Value": value}
+            for name, value in criteria.items()
         ]
-        answer = self._ask(
+        answer = self._call_aws(
             "pricing",
             "get_products",
-            region=PRICES_ARE_TOLD_IN,
+            region=PRICING_REGION,
             ServiceCode="AmazonEC2",
             Filters=filters,
         )
-        return max(filter(None, map(_dollars, answer["PriceList"])), default=None)
+        return max(filter(None, map(_hourly_price, answer["PriceList"])), default=None)
 
     # --- calls ------------------------------------------------------------------------------------
 
-    def _ask(self, service: str, verb: str, *, region: str | None = None, **words: Any) -> Any:
+    def _call_aws(
+        self, service: str, verb: str, *, region: str | None = None, **parameters: Any
+    ) -> Any:
         client = self._client(service, region or self.region)
-        return self._patiently(lambda: getattr(client, verb)(**words))
+        return self._with_retries(lambda: getattr(client, verb)(**parameters))
 
-    def _pages(self, verb: str, **words: Any) -> list[Any]:
+    def _pages(self, verb: str, **parameters: Any) -> list[Any]:
         client = self._client("ec2", self.region)
-        return self._patiently(lambda: [*client.get_paginator(verb).paginate(**words)])
+        return self._with_retries(lambda: [*client.get_paginator(verb).paginate(**parameters)])
 
-    def _patiently(self, ask: Callable[[], T]) -> T:
+    def _with_retries(self, call: Callable[[], T]) -> T:
         backoff = Backoff(self.pause, LONGEST_PAUSE)
         for _ in range(TRIES - 1):
             try:
                 with cloud_errors(self.region):
-                    return ask()
+                    return call()
             except Unreachable:
                 time.sleep(backoff.next())
         with cloud_errors(self.region):
-            return ask()
+            return call()
 
     def _client(self, service: str, region: str) -> Any:
         if (service, region) not in self._clients:
-            connect, read = WAITS_FOR_AWS
-            config = _boto("botocore.config").Config(
+            connect, read = AWS_TIMEOUTS
+            config = _import_boto("botocore.config").Config(
                 retries={"total_max_attempts": 1, "mode": "standard"},
                 connect_timeout=connect,
                 read_timeout=read,
             )
             with cloud_errors(self.region):
                 if self._session is None:
-                    self._session = _boto("boto3").Session(profile_name=self.profile)
+                    self._session = _import_boto("boto3").Session(profile_name=self.profile)
                 client = self._session.client(service, region_name=region, config=config)
             self._clients[service, region] = client
         return self._clients[service, region]
 
 
-def _boto(module: str) -> Any:
+def _import_boto(module: str) -> Any:
     """Import a module of boto3, only at the first call to AWS. Raises UsageError if it is not installed."""
     try:
         return import_module(module)
@@ -365,7 +374,7 @@ def _boto(module: str) -> Any:
 @contextmanager
 def cloud_errors(region: str) -> Generator[None]:
     """Turn errors of boto3 into CloudError."""
-    boto = _boto("botocore.exceptions")
+    boto = _import_boto("botocore.exceptions")
 
     try:
         yield
@@ -379,26 +388,26 @@ def cloud_errors(region: str) -> Generator[None]:
     except boto.ClientError as error:
         answer: dict[str, str] = error.response["Error"]
         code, message = answer.get("Code", ""), answer.get("Message", "")
-        if code in TRY_AGAIN:
+        if code in RETRYABLE_CODES:
             raise Unreachable(f"AWS is busy in {region} ({code}): {message}") from None
-        if code in NO_ACCOUNT:
+        if code in CREDENTIAL_CODES:
             raise NoCredentials(
                 f"AWS does not accept the credentials found here ({code}): {message}"
             ) from None
-        why = f"AWS refuses ({code}): {message}"
-        if code in NOT_ALLOWED:
-            why = f"your user of AWS may not do that ({code}): {message} docs/how-to/launch.md lists what is needed."
-        raise Refused(why, code) from None
+        reason = f"AWS refuses ({code}): {message}"
+        if code in PERMISSION_CODES:
+            reason = f"your user of AWS may not do that ({code}): {message} docs/how-to/launch.md lists what is needed."
+        raise AwsRefused(reason, code) from None
     except boto.BotoCoreError as error:  # connection errors, timeouts, an unknown region
         raise Unreachable(f"AWS does not answer in {region}: {error}.") from None
 
 
-def _machine(answer: Mapping[str, Any]) -> Machine:
-    tags = {each["Key"]: each["Value"] for each in answer.get("Tags", [])}
+def _parse_machine(answer: Mapping[str, Any]) -> Machine:
+    tags = {tag["Key"]: tag["Value"] for tag in answer.get("Tags", [])}
     reason: Mapping[str, str] = answer.get("StateReason") or {}
     # Format: `User initiated (2026-05-01 10:00:00 GMT)`; the time may be missing.
     transition = answer.get("StateTransitionReason") or ""
-    ended = re.search(r"\((\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (?:GMT|UTC)\)", transition)
+    end_match = re.search(r"\((\d{4}-\d\d-\d\d \d\d:\d\d:\d\d) (?:GMT|UTC)\)", transition)
     return Machine(
         answer["InstanceId"],
         answer["State"]["Name"],
@@ -407,11 +416,11 @@ def _machine(answer: Mapping[str, Any]) -> Machine:
         answer.get("PublicIpAddress") or answer.get("PrivateIpAddress"),
         answer.get("InstanceLifecycle") == "spot",
         f"{reason['Code']}: {reason.get('Message', '')}" if reason.get("Code") else "",
-        None if ended is None else datetime.fromisoformat(f"{ended[1]}+00:00").timestamp(),
+        None if end_match is None else datetime.fromisoformat(f"{end_match[1]}+00:00").timestamp(),
     )
 
 
-def _dollars(product: str) -> float | None:
+def _hourly_price(product: str) -> float | None:
     """The price per hour in dollars of a Price List Service product; None if it has no hourly price."""
     terms: Sequence[Any] = [*json.loads(product)["terms"].get("OnDemand", {}).values()]
     prices = [

@@ -20,10 +20,10 @@ from groupwise.jobs.clouds.backend import (
     Capabilities,
     CloudError,
     Ending,
-    Fetched,
+    FetchedResults,
     Handle,
+    JobNotFound,
     NameTaken,
-    NotHere,
     Order,
     Outcome,
     Phase,
@@ -32,18 +32,25 @@ from groupwise.jobs.clouds.backend import (
     Unreachable,
     identity_fields,
 )
-from groupwise.jobs.clouds.folder import ResultsFolder, may_come, results_folder
+from groupwise.jobs.clouds.folder import ResultsFolder, is_allowed_path, results_folder
 from groupwise.jobs.hosts.answers import (
     ExitReason,
     LogPart,
     MemberState,
-    Ran,
+    ProgramResult,
     Refusal,
     RunnerState,
 )
-from groupwise.jobs.hosts.driver import USUAL, Engine, Known, Launch, Resume, Runner
+from groupwise.jobs.hosts.driver import (
+    DEFAULT_TIMEOUT,
+    KnownState,
+    Launch,
+    Resume,
+    Runner,
+    Scheduler,
+)
 from groupwise.jobs.hosts.failures import FailureClass, classify, has_succeeded
-from groupwise.jobs.hosts.fetching import Changed, Fetching, to_its_end
+from groupwise.jobs.hosts.fetching import Fetcher, FileChanged, wait_until_done
 from groupwise.jobs.hosts.files import BlobStore
 from groupwise.jobs.hosts.port import (
     HostError,
@@ -67,15 +74,15 @@ NAME_ALL = (
 )
 TRIES = 3
 """How often steps are tried that others may disturb: a free GPU is taken, a checkpoint is removed while it is fetched."""
-GONE = {
+LOSS_REASONS = {
     RunnerState.LOST: (FailureClass.SUPERVISOR_LOST, "what watched over it on {where} was killed"),
     RunnerState.REBOOTED: (FailureClass.REBOOT, "{where} was restarted while it ran"),
 }
 
 OVERTAKEN = "lower_epoch"
-OTHERS = frozenset({OVERTAKEN, "gpu_busy", "foreign_busy"})
+LOST_RACES = frozenset({OVERTAKEN, "gpu_busy", "foreign_busy"})
 """Codes of refusals because another attempt came first."""
-BEGUN = frozenset({RunnerState.CLAIMED, RunnerState.RUNNING, RunnerState.EXITED})
+STARTED_STATES = frozenset({RunnerState.CLAIMED, RunnerState.RUNNING, RunnerState.EXITED})
 ENDED_BY_RUNNER = {
     ExitReason.TIME_LIMIT: Outcome.TIME_LIMIT,
     ExitReason.DEADMAN: Outcome.LOST,
@@ -99,22 +106,24 @@ class MachineBackend:
     async def plan(self, order: Order) -> Plan:
         """See `Backend.plan`."""
         order.check()
-        sizes = {each.sha256: each.size for each in order.spec.files.values()}
+        sizes = {entry.sha256: entry.size for entry in order.spec.files.values()}
         with self._cloud_errors():
-            engine = await self._engine(order)
+            engine = await self._scheduler(order)
             hello = await self._runner.hello()
             lacking = await self._runner.missing(sizes)
-            begins = await self._begin_steps(order, engine, hello.root)
-        bytes_to_send = sum(sizes[each] for each in lacking)
+            start_steps = await self._start_steps(order, engine, hello.root)
+        bytes_to_send = sum(sizes[sha256] for sha256 in lacking)
         files = f"{len(lacking)} of {len(sizes)} files ({bytes_to_send} bytes)"
-        steps = (f"send {files}; the others are there", *begins)
+        steps = (f"send {files}; the others are there", *start_steps)
         return Plan(f"{self._where} ({hello.hostname})", steps, order.spec.arguments)
 
-    async def _engine(self, order: Order) -> Engine | None:
+    async def _scheduler(self, order: Order) -> Scheduler | None:
         """The engine that starts the job, and its options; None: the machine itself. Raises UsageError for options that do not exist."""
         return None
 
-    async def _begin_steps(self, order: Order, engine: Engine | None, root: str) -> tuple[str, ...]:
+    async def _start_steps(
+        self, order: Order, engine: Scheduler | None, root: str
+    ) -> tuple[str, ...]:
         """The steps that start the job, for a plan. Raises CloudError or HostError if it could not start."""
         await self._free_gpus(order.gpus)
         gpus = f"{order.gpus} of its GPUs, for it alone" if order.gpus else "no GPU"
@@ -123,15 +132,17 @@ class MachineBackend:
     async def submit(self, order: Order, store: BlobStore) -> Handle:
         """See `Backend.submit`."""
         order.check()
-        last = await self._newest(order.name)
-        if last is None or last.state is RunnerState.REFUSED:
-            handle = await self._begin(order, store, 1 if last is None else last.epoch + 1, 1)
+        newest = await self._newest_attempt(order.name)
+        if newest is None or newest.state is RunnerState.REFUSED:
+            handle = await self._start_attempt(
+                order, store, 1 if newest is None else newest.epoch + 1, 1
+            )
         else:
-            handle = self._handle(last)
+            handle = self._handle(newest)
         await self._expect_same(order, handle)
-        if last is not None and last.state is RunnerState.QUEUED:
+        if newest is not None and newest.state is RunnerState.QUEUED:
             # The process that laid it out may have been killed before it submitted it to the engine.
-            return await self._begin(order, store, last.epoch, 1)
+            return await self._start_attempt(order, store, newest.epoch, 1)
         return handle
 
     async def _expect_same(self, order: Order, handle: Handle) -> None:
@@ -151,32 +162,38 @@ class MachineBackend:
 
     async def resume(self, name: str, secrets: Mapping[str, str], store: BlobStore) -> Handle:
         """See `Backend.resume`."""
-        there = await self._attempts(name)
-        attempts = self._begun_of(name, there)
-        last = attempts[-1]
-        status = self._status(last)
+        all_attempts = await self._attempts(name)
+        attempts = self._only_started(name, all_attempts)
+        last_attempt = attempts[-1]
+        status = self._status(last_attempt)
         if status.ending is None:
             raise CloudError(f"{name} is {status.phase} on {self._where}: it goes on by itself.")
         if status.ending.outcome is Outcome.SUCCEEDED:
             raise CloudError(
                 f"{name} has succeeded on {self._where}: there is nothing to go on with."
             )
-        order = (await self.order(self._handle(last))).with_secrets(secrets)
+        order = (await self.order(self._handle(last_attempt))).with_secrets(secrets)
         order.check()
-        self._expect_its_machines(order, last)
+        self._expect_same_machines(order, last_attempt)
         newest: Resume | None = None
         # Look further back than the last attempt, which may have ended before its first checkpoint.
         with self._cloud_errors():
-            for each in reversed([each for each in attempts if each.checkpoints]):
-                tree = await self._runner.manifest(each.job, each.epoch, "checkpoints")
+            for attempt in reversed([attempt for attempt in attempts if attempt.checkpoints]):
+                tree = await self._runner.manifest(attempt.job, attempt.epoch, "checkpoints")
                 if tree.checkpoints:
-                    found = max(tree.checkpoints, key=lambda checkpoint: checkpoint.step)
-                    await self._runner.keep(each.job, each.epoch, found.files)
-                    newest = Resume(found.files, found.step, found.path)
+                    newest_checkpoint = max(
+                        tree.checkpoints, key=lambda checkpoint: checkpoint.step
+                    )
+                    await self._runner.keep(attempt.job, attempt.epoch, newest_checkpoint.files)
+                    newest = Resume(
+                        newest_checkpoint.files, newest_checkpoint.step, newest_checkpoint.path
+                    )
                     break
-        return await self._begin(order, store, there[-1].epoch + 1, len(attempts) + 1, newest)
+        return await self._start_attempt(
+            order, store, all_attempts[-1].epoch + 1, len(attempts) + 1, newest
+        )
 
-    def _expect_its_machines(self, order: Order, last: MemberState) -> None:
+    def _expect_same_machines(self, order: Order, attempt: MemberState) -> None:
         """Raise UsageError if this place does not have all machines of the job's last attempt."""
         if order.nodes > 1 and not self.capabilities.nodes:
             raise UsageError(
@@ -188,66 +205,74 @@ class MachineBackend:
     ) -> Handle:
         """Start this attempt of a job whose earlier ones were on other machines; `store` holds the files of `newest` too."""
         order.check()
-        last = await self._newest(order.name)
-        if last is not None and last.epoch >= attempt and last.state is not RunnerState.REFUSED:
-            return self._handle(last)
+        previous = await self._newest_attempt(order.name)
+        if (
+            previous is not None
+            and previous.epoch >= attempt
+            and previous.state is not RunnerState.REFUSED
+        ):
+            return self._handle(previous)
         if newest is not None:
             with self._cloud_errors():
                 await self._runner.provide(store, newest.manifest)
-        return await self._begin(order, store, attempt, attempt, newest)
+        return await self._start_attempt(order, store, attempt, attempt, newest)
 
-    async def _begin(
+    async def _start_attempt(
         self, order: Order, store: BlobStore, epoch: int, attempt: int, resume: Resume | None = None
     ) -> Handle:
         """Start under this epoch, or a later one if the machine has seen higher ones of a removed job; or find the attempt that another
         caller has started meanwhile."""
-        for left in reversed(range(TRIES)):
-            state = await self._begin_at(order, store, epoch, attempt, resume)
-            if not left or state.refused is None or state.refused.code not in OTHERS:
-                self._expect_begun(order, state)
+        for tries_left in reversed(range(TRIES)):
+            state = await self._start_epoch(order, store, epoch, attempt, resume)
+            if not tries_left or state.refused is None or state.refused.code not in LOST_RACES:
+                self._expect_started(order, state)
                 return self._handle(state)
-            if state.refused.code == OVERTAKEN and (other := await self._since(order, epoch)):
-                return other
+            if state.refused.code == OVERTAKEN and (
+                existing := await self._attempt_since(order, epoch)
+            ):
+                return existing
             epoch = max(epoch, state.refused.highest or 0) + 1
         raise AssertionError("the last try returns or raises")
 
-    def _expect_begun(self, order: Order, state: MemberState) -> None:
+    def _expect_started(self, order: Order, state: MemberState) -> None:
         """Raise CloudError if the machine refused to start it. An attempt that was cancelled before its start is not a refusal."""
         if state.refused is not None and state.state is not RunnerState.VOIDED:
-            raise CloudError(f"{self._where} does not begin {order.name}: {_words(state.refused)}")
+            raise CloudError(
+                f"{self._where} does not begin {order.name}: {_refusal_text(state.refused)}"
+            )
 
-    async def _since(self, order: Order, epoch: int) -> Handle | None:
+    async def _attempt_since(self, order: Order, epoch: int) -> Handle | None:
         """The attempt of this job that was started here under this epoch or a later one, or None. Raises NameTaken if it belongs to another
         job."""
-        newest = await self._newest(order.name)
+        newest = await self._newest_attempt(order.name)
         if newest is None or newest.epoch < epoch or newest.state is RunnerState.REFUSED:
             return None
         handle = self._handle(newest)
         await self._expect_same(order, handle)
         return handle
 
-    async def _begin_at(
+    async def _start_epoch(
         self,
         order: Order,
         store: BlobStore,
         epoch: int,
         attempt: int,
         resume: Resume | None,
-        beside: Mapping[str, bytes] = MappingProxyType({}),
+        extra_files: Mapping[str, bytes] = MappingProxyType({}),
     ) -> MemberState:
-        """Start under this epoch. If an attempt with it has started already, return that one, without comparing the orders. `beside`:
+        """Start under this epoch. If an attempt with it has started already, return that one, without comparing the orders. `extra_files`:
         additional files for its working folder that are not part of the order."""
         with self._cloud_errors():
-            there = await self._runner.status(order.name, epoch)
-        if there.state in BEGUN:
-            return there
+            state = await self._runner.status(order.name, epoch)
+        if state.state in STARTED_STATES:
+            return state
         data = json.dumps(order.document(), sort_keys=True).encode()
-        ours = {
+        own_files = {
             path: FileEntry(await asyncio.to_thread(store.put, data), 0o600, len(data))
-            for path, data in {ORDER: data, **beside}.items()
+            for path, data in {ORDER: data, **extra_files}.items()
         }
-        spec = replace(order.spec, files={**order.spec.files, **ours})
-        launch = await self._launch(order, spec, epoch, attempt, resume)
+        spec = replace(order.spec, files={**order.spec.files, **own_files})
+        launch = await self._launch_request(order, spec, epoch, attempt, resume)
         with self._cloud_errors():
             await self._runner.provide(store, spec.files)
             # An epoch has one attempt at most: if there was no answer, repeating the request returns the attempt's state.
@@ -256,11 +281,11 @@ class MachineBackend:
                     return await self._runner.launch(launch)
             return await self._runner.launch(launch)
 
-    async def _launch(
+    async def _launch_request(
         self, order: Order, spec: JobSpec, epoch: int, attempt: int, resume: Resume | None
     ) -> Launch:
         with self._cloud_errors():
-            engine = await self._engine(order)
+            engine = await self._scheduler(order)
         return Launch(
             order.name,
             epoch,
@@ -278,14 +303,16 @@ class MachineBackend:
         if count == 0:
             return []
         with self._cloud_errors():
-            seen = await self._runner.observe()
-        in_use = {uuid for each in seen.attempts if each.lives for uuid in each.gpus}
-        busy = in_use | {each.uuid for each in seen.apps}
-        free = [each.uuid for each in seen.gpus if each.uuid not in busy and not each.problems]
+            observation = await self._runner.observe()
+        in_use = {
+            uuid for attempt in observation.attempts if attempt.is_alive for uuid in attempt.gpus
+        }
+        busy = in_use | {app.uuid for app in observation.apps}
+        free = [gpu.uuid for gpu in observation.gpus if gpu.uuid not in busy and not gpu.problems]
         if len(free) < count:
-            why = f" nvidia-smi: {seen.probe.status}." if not seen.gpus else ""
+            detail = f" nvidia-smi: {observation.probe.status}." if not observation.gpus else ""
             raise CloudError(
-                f"{self._where} has {len(seen.gpus)} GPUs, {len(free)} of them free, and {count} are asked for.{why} A fleet "
+                f"{self._where} has {len(observation.gpus)} GPUs, {len(free)} of them free, and {count} are asked for.{detail} A fleet "
                 "(`groupwise fleet`) keeps jobs until there are some."
             )
         return free[:count]
@@ -294,13 +321,16 @@ class MachineBackend:
 
     async def find(self, name: str) -> Handle | None:
         """See `Backend.find`."""
-        last = await self._newest(name)
-        return None if last is None else self._handle(last)
+        newest = await self._newest_attempt(name)
+        return None if newest is None else self._handle(newest)
 
     async def list(self) -> list[Handle]:
         """See `Backend.list`."""
         attempts = await self._attempts()
-        by_job = {each.job: [one for one in attempts if one.job == each.job] for each in attempts}
+        by_job = {
+            attempt.job: [other for other in attempts if other.job == attempt.job]
+            for attempt in attempts
+        }
         return [self._handle(_newest_of(by_job[name])) for name in sorted(by_job)]
 
     async def order(self, handle: Handle) -> Order:
@@ -316,7 +346,9 @@ class MachineBackend:
             for _ in range(TRIES):
                 if state.state is not RunnerState.CLAIMED:
                     break
-                [state] = await self._runner.wait({key: Known(state.state)}, seconds=USUAL)
+                [state] = await self._runner.wait(
+                    {key: KnownState(state.state)}, seconds=DEFAULT_TIMEOUT
+                )
             data = b""
             while len(data) <= MOST_ORDER:
                 part = await self._runner.read(*key, path, offset=len(data))
@@ -330,24 +362,26 @@ class MachineBackend:
     async def _attempts(self, name: str | None = None) -> list[MemberState]:
         """The attempts of a job, or of all jobs, oldest first."""
         with self._cloud_errors():
-            seen = await self._runner.observe(probe=NO_PROBE)
-        found = [each for each in seen.attempts if name is None or each.job == name]
-        return sorted(found, key=lambda each: each.epoch)
+            observation = await self._runner.observe(probe=NO_PROBE)
+        attempts = [
+            attempt for attempt in observation.attempts if name is None or attempt.job == name
+        ]
+        return sorted(attempts, key=lambda attempt: attempt.epoch)
 
-    async def _newest(self, name: str) -> MemberState | None:
+    async def _newest_attempt(self, name: str) -> MemberState | None:
         """The job's last attempt that was started or waits; if there is none, the last refused one."""
-        there = await self._attempts(name)
-        return _newest_of(there) if there else None
+        attempts = await self._attempts(name)
+        return _newest_of(attempts) if attempts else None
 
-    async def _begun_attempts(self, name: str) -> list[MemberState]:
-        """The job's attempts except those that the machine refused. Raises NotHere if there are none."""
-        return self._begun_of(name, await self._attempts(name))
+    async def _started_attempts(self, name: str) -> list[MemberState]:
+        """The job's attempts except those that the machine refused. Raises JobNotFound if there are none."""
+        return self._only_started(name, await self._attempts(name))
 
-    def _begun_of(self, name: str, attempts: Sequence[MemberState]) -> list[MemberState]:
-        found = [each for each in attempts if each.state is not RunnerState.REFUSED]
-        if not found:
-            raise NotHere(f"{self._where} has no job called {name}.")
-        return found
+    def _only_started(self, name: str, attempts: Sequence[MemberState]) -> list[MemberState]:
+        started = [attempt for attempt in attempts if attempt.state is not RunnerState.REFUSED]
+        if not started:
+            raise JobNotFound(f"{self._where} has no job called {name}.")
+        return started
 
     def _handle(self, state: MemberState) -> Handle:
         return Handle(self.name, state.job, state.epoch, {"where": self._where})
@@ -365,7 +399,7 @@ class MachineBackend:
         if seen.ending is not None:
             return seen
         state = RunnerState.RUNNING if seen.phase is Phase.RUNNING else RunnerState.CLAIMED
-        known = Known(state, seen.log_size, seen.checkpoints, seen.step)
+        known = KnownState(state, seen.log_size, seen.checkpoints, seen.step)
         with self._cloud_errors():
             states = await self._runner.wait(
                 {(handle.name, handle.attempt): known}, seconds=seconds
@@ -379,14 +413,14 @@ class MachineBackend:
 
     def _status(self, state: MemberState) -> Status:
         if state.state is RunnerState.ABSENT:
-            raise NotHere(f"{self._where} knows nothing of {state.job}, attempt {state.epoch}.")
-        ending = self._ending(state)
+            raise JobNotFound(f"{self._where} knows nothing of {state.job}, attempt {state.epoch}.")
+        ending = self._ending_of(state)
         phase = Phase.RUNNING if state.state is RunnerState.RUNNING else Phase.WAITING
         phase = phase if ending is None else Phase.ENDED
         waits_for = state.engine_says if state.state is RunnerState.QUEUED else ""
         return Status(phase, state.log_size, state.checkpoints, state.step, ending, waits_for)
 
-    def _ending(self, state: MemberState) -> Ending | None:
+    def _ending_of(self, state: MemberState) -> Ending | None:
         """How the attempt ended; None: it has not ended."""
         if state.exit is not None:
             if has_succeeded(state.exit):
@@ -394,20 +428,22 @@ class MachineBackend:
             elif state.exit.reason is ExitReason.CANCELLED:
                 ending = Ending(Outcome.CANCELLED, state.exit.message or "cancelled")
             else:
-                found = classify(state.exit)
+                diagnosis = classify(state.exit)
                 outcome = ENDED_BY_RUNNER.get(state.exit.reason, Outcome.FAILED)
-                ending = Ending(outcome, found.because, found.failure)
+                ending = Ending(outcome, diagnosis.because, diagnosis.failure)
             code = state.exit.code
             if code is None and state.exit.signal is not None:
                 code = -state.exit.signal
             return replace(ending, code=code, seconds=state.exit.seconds)
         if state.refused is not None:
-            return Ending(Outcome.REFUSED, _words(state.refused), FailureClass.LAUNCH_FAILURE)
+            return Ending(
+                Outcome.REFUSED, _refusal_text(state.refused), FailureClass.LAUNCH_FAILURE
+            )
         if state.state is RunnerState.VOIDED:
             return Ending(Outcome.CANCELLED, "cancelled before it began")
-        if state.state in GONE and not state.survivors:
-            failure, words = GONE[state.state]
-            return Ending(Outcome.LOST, words.format(where=self._where), failure)
+        if state.state in LOSS_REASONS and not state.survivors:
+            failure, message = LOSS_REASONS[state.state]
+            return Ending(Outcome.LOST, message.format(where=self._where), failure)
         return None
 
     # --- ending -------------------------------------------------------------------------------
@@ -416,48 +452,52 @@ class MachineBackend:
         """See `Backend.cancel`."""
         with self._cloud_errors():
             state = await self._runner.void(handle.name, handle.attempt)
-            if state.lives:
+            if state.is_alive:
                 await self._runner.kill(handle.name, handle.attempt, grace=grace)
 
-    async def fetch(self, handle: Handle, folder: Path) -> Fetched:
+    async def fetch(self, handle: Handle, folder: Path) -> FetchedResults:
         """See `Backend.fetch`."""
-        ended = (await self.status(handle)).ending is not None
+        has_ended = (await self.status(handle)).ending is not None
         with (
             results_folder(folder, f"{handle.name} on {self._where}") as results,
             self._cloud_errors(),
         ):
-            return await self._fetch_results(handle, results, ended=ended)
+            return await self._fetch_results(handle, results, has_ended=has_ended)
 
     async def _fetch_results(
-        self, handle: Handle, results: ResultsFolder, *, ended: bool
-    ) -> Fetched:
+        self, handle: Handle, results: ResultsFolder, *, has_ended: bool
+    ) -> FetchedResults:
         name, attempt = handle.name, handle.attempt
-        fetching = Fetching(self._runner, name, attempt, results.incoming)
-        what, changed = "artefacts" if ended else "checkpoints", ""
+        fetching = Fetcher(self._runner, name, attempt, results.incoming)
+        kind, changed = "artefacts" if has_ended else "checkpoints", ""
         for _ in range(TRIES):
-            tree = await self._runner.manifest(name, attempt, what)
+            tree = await self._runner.manifest(name, attempt, kind)
             # A request fills only one of these two fields of the tree.
             of_checkpoints = {
-                path: each for found in tree.checkpoints for path, each in found.files.items()
+                path: entry
+                for checkpoint in tree.checkpoints
+                for path, entry in checkpoint.files.items()
             }
             offered = {**tree.files, **of_checkpoints}
-            ours = [path for path in offered if not may_come(path)]
-            files = {path: e for path, e in offered.items() if path not in (ORDER, *ours)}
-            wanted = await asyncio.to_thread(results.lacking, files)
-            await asyncio.to_thread(results.check_room, wanted)
+            reserved = [path for path in offered if not is_allowed_path(path)]
+            files = {path: e for path, e in offered.items() if path not in (ORDER, *reserved)}
+            missing = await asyncio.to_thread(results.missing, files)
+            await asyncio.to_thread(results.check_room, missing)
             try:
-                await fetching.files(wanted)
-            except Changed as change:
+                await fetching.fetch(missing)
+            except FileChanged as change:
                 changed = str(change)
                 continue
-            await to_its_end(asyncio.to_thread(results.take, wanted, files, attempt, ended=ended))
+            await wait_until_done(
+                asyncio.to_thread(results.accept, missing, files, attempt, has_ended=has_ended)
+            )
             left_out = {
                 **dict(tree.refused),
-                **{why: f"{n} more" for why, n in tree.refused_more.items()},
-                **dict.fromkeys(ours, "the folder of results has that name itself"),
+                **{reason: f"{n} more" for reason, n in tree.refused_more.items()},
+                **dict.fromkeys(reserved, "the folder of results has that name itself"),
             }
-            received = sum(each.size for each in wanted.values())
-            return Fetched(results.folder, tuple(sorted(files)), received, left_out)
+            received = sum(entry.size for entry in missing.values())
+            return FetchedResults(results.folder, tuple(sorted(files)), received, left_out)
         raise Busy(
             f"{changed} of {name} on {self._where} changed again and again while it was fetched; try again."
         )
@@ -465,18 +505,18 @@ class MachineBackend:
     async def cleanup(self, handle: Handle) -> None:
         """See `Backend.cleanup`."""
         attempts = await self._attempts(handle.name)
-        if any(self._ending(each) is None for each in attempts):
+        if any(self._ending_of(attempt) is None for attempt in attempts):
             raise CloudError(f"{handle.name} has not ended on {self._where}: stop it first.")
         with self._cloud_errors():
-            for each in attempts:
-                await self._runner.forget(each.job, each.epoch)
+            for attempt in attempts:
+                await self._runner.forget(attempt.job, attempt.epoch)
             await self._runner.sweep()
 
     async def close(self) -> None:
         """See `Backend.close`."""
         await self._runner.host.close()
 
-    async def run(self, *arguments: str) -> Ran:
+    async def run(self, *arguments: str) -> ProgramResult:
         """Run a program of the machine and wait for its end."""
         with self._cloud_errors():
             return await self._runner.run(arguments)
@@ -505,10 +545,10 @@ class MachineBackend:
 def _newest_of(attempts: Sequence[MemberState]) -> MemberState:
     """The newest of the attempts, which are sorted oldest first. Refused ones count only if there are no others, since they have no
     results."""
-    started = [each for each in attempts if each.state is not RunnerState.REFUSED]
+    started = [attempt for attempt in attempts if attempt.state is not RunnerState.REFUSED]
     return (started or attempts)[-1]
 
 
-def _words(refused: Refusal) -> str:
+def _refusal_text(refused: Refusal) -> str:
     holder = f" (held by {refused.holder})" if refused.holder else ""
     return f"{refused.message}{holder}"

@@ -18,7 +18,7 @@ TO_SAVE = 90
 TIMEOUT = 2.0
 
 
-def wanted_back(service: str) -> bool:
+def has_notice(service: str) -> bool:
     """True if there is a notice; False also if the service does not answer."""
     try:
         request = urllib.request.Request(
@@ -26,8 +26,8 @@ def wanted_back(service: str) -> bool:
             method="PUT",
             headers={"X-aws-ec2-metadata-token-ttl-seconds": "60"},
         )
-        with urllib.request.urlopen(request, timeout=TIMEOUT) as answer:
-            token = answer.read().decode()
+        with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
+            token = response.read().decode()
         request = urllib.request.Request(
             service + "/latest/meta-data/spot/instance-action",
             headers={"X-aws-ec2-metadata-token": token},
@@ -38,15 +38,15 @@ def wanted_back(service: str) -> bool:
         return False
 
 
-def tell(root: str) -> None:
+def evict_all(root: str) -> None:
     """Request eviction of all attempts below this root; ended attempts ignore it."""
     for folder in glob.glob(os.path.join(glob.escape(root), "attempts", "*")):
-        new = os.path.join(folder, "evict.new")
+        temporary = os.path.join(folder, "evict.new")
         try:
-            with open(new, "w") as file:
+            with open(temporary, "w") as file:
                 file.write(str(TO_SAVE))
-            os.chmod(new, 0o644)
-            os.replace(new, os.path.join(folder, "evict"))
+            os.chmod(temporary, 0o644)
+            os.replace(temporary, os.path.join(folder, "evict"))
         except OSError:
             continue  # it was removed meanwhile, or is not a folder
 
@@ -55,13 +55,13 @@ def main() -> None:
     """Run until the machine ends; attempts that start after the notice are evicted too."""
     root = sys.argv[1]
     service = sys.argv[2] if len(sys.argv) > 2 else SERVICE
-    every = float(sys.argv[3]) if len(sys.argv) > 3 else EVERY
-    noticed = False
+    interval = float(sys.argv[3]) if len(sys.argv) > 3 else EVERY
+    has_seen_notice = False
     while True:
-        noticed = noticed or wanted_back(service)
-        if noticed:
-            tell(root)
-        time.sleep(every)
+        has_seen_notice = has_seen_notice or has_notice(service)
+        if has_seen_notice:
+            evict_all(root)
+        time.sleep(interval)
 
 
 if __name__ == "__main__":

@@ -44,7 +44,13 @@ from groupwise.api.schemas.keys import VARIABLE
 from groupwise.api.schemas.problems import KINDS, Refusal
 from groupwise.core.errors import UsageError
 from groupwise.core.retry import Backoff
-from groupwise.jobs.fleet.download import DownloadRequest, Sum, Tell, fetch, tell_nobody
+from groupwise.jobs.fleet.download import (
+    DownloadRequest,
+    OnProgress,
+    ProgressCounter,
+    fetch,
+    no_progress,
+)
 from groupwise.jobs.fleet.retry import ASK_ON, AwayError, RetryPolicy, is_passing
 from groupwise.jobs.fleet.text_validation import require_passable
 from groupwise.jobs.hosts.files import PIECE, SLOWEST_DISK, files_below
@@ -98,14 +104,14 @@ class FleetClient:
         timeout: float = 60.0,
         transport: httpx2.BaseTransport | None = None,
         retry_timeout: float = ASK_ON,
-        tell: Callable[[str], None] | None = None,
+        warn: Callable[[str], None] | None = None,
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`key`: default is GROUPWISE_API_KEY of the environment. `timeout`: seconds for one request.
 
         `retry_timeout`: seconds for which `follow`, `wait`, submissions and file transfers keep trying while the fleet does not answer. A
-        file that another client is uploading too may make no progress for that long. `tell` is called when the fleet stops answering, when
+        file that another client is uploading too may make no progress for that long. `warn` is called when the fleet stops answering, when
         it answers again, and when an answer is late; without it these messages are logged as warnings.
         """
         key = os.environ.get(VARIABLE) if key is None else key
@@ -113,8 +119,8 @@ class FleetClient:
         self._has_key = bool(key)
         self.url = url.rstrip("/")
         self._sleep, self._clock = sleep, clock
-        self._tell = log.warning if tell is None else tell
-        self.retry_policy = RetryPolicy(retry_timeout, tell=self._tell, sleep=sleep, clock=clock)
+        self._warn = log.warning if warn is None else warn
+        self.retry_policy = RetryPolicy(retry_timeout, tell=self._warn, sleep=sleep, clock=clock)
         self._timeout = timeout
         self._is_slow = False
         """True if the last answer was late: the next request gets its full time at once."""
@@ -175,69 +181,73 @@ class FleetClient:
         return self._post_once("/jobs/array", body, project, idempotency_key)
 
     def _post_once(
-        self, path: str, body: Mapping[str, Any], project: str | None, named: str | None
+        self, path: str, body: Mapping[str, Any], project: str | None, given_key: str | None
     ) -> Any:
-        key = new_idempotency_key() if named is None else named
+        key = new_idempotency_key() if given_key is None else given_key
         query = {"project": project}
-        return self._patiently("POST", path, body=body, query=query, headers={HEADER: key})
+        return self._request_patiently("POST", path, body=body, query=query, headers={HEADER: key})
 
     def plan(self, request: Mapping[str, Any], *, project: str | None = None) -> Document:
         """Describe the job and where it could run now, without submitting it."""
-        return self._json("POST", "/jobs/plan", body=request, query={"project": project})
+        return self._request_json("POST", "/jobs/plan", body=request, query={"project": project})
 
     def jobs(self, **filters: Any) -> list[Document]:
         """Jobs, the newest first. `filters` are those of GET /jobs: ids, status, project, name, kind, vm, label, older_than, limit."""
         if filters.get("ids") == []:
             return []  # an empty list cannot be sent in a query string: it would mean "any id"
-        return self._json("GET", "/jobs", query=filters)
+        return self._request_json("GET", "/jobs", query=filters)
 
     def show(self, job_id: str) -> Document:
         """Returns everything about one job."""
-        return self._json("GET", f"/jobs/{_part(job_id)}")
+        return self._request_json("GET", f"/jobs/{_path_segment(job_id)}")
 
     def progress(self, job_id: str) -> Document:
         """Returns its status, exit code, reason, and the epochs of its attempts: a small document, for frequent polling."""
-        return self._json("GET", f"/jobs/{_part(job_id)}/progress")
+        return self._request_json("GET", f"/jobs/{_path_segment(job_id)}/progress")
 
     def cancel(self, job_id: str, reason: str | None = None) -> Document:
         """Ask for the job to end; its status is `cancelled` once none of its processes is left."""
-        return self._json("POST", f"/jobs/{_part(job_id)}/cancel", body={"reason": reason})
+        return self._request_json(
+            "POST", f"/jobs/{_path_segment(job_id)}/cancel", body={"reason": reason}
+        )
 
     def hold(self, job_id: str) -> Document:
         """Keep a waiting job from starting until it is released."""
-        return self._json("POST", f"/jobs/{_part(job_id)}/hold")
+        return self._request_json("POST", f"/jobs/{_path_segment(job_id)}/hold")
 
     def release(self, job_id: str) -> Document:
         """Allow a held job to start."""
-        return self._json("POST", f"/jobs/{_part(job_id)}/release")
+        return self._request_json("POST", f"/jobs/{_path_segment(job_id)}/release")
 
     def retry(self, job_id: str) -> Document:
         """Start a failed or cancelled job again. Sent once: if no answer came, look at the job first."""
-        return self._json("POST", f"/jobs/{_part(job_id)}/retry", tries=1)
+        return self._request_json("POST", f"/jobs/{_path_segment(job_id)}/retry", tries=1)
 
     def cancel_all(self, ids: Sequence[str], reason: str | None = None) -> list[Document]:
         """`cancel` for many: the document of each job, or `job_id` and `error` (`code`, `message`) if it was refused."""
-        return self._changed_all("cancel", ids, reason=reason)
+        return self._change_all("cancel", ids, reason=reason)
 
     def hold_all(self, ids: Sequence[str]) -> list[Document]:
         """`hold` for many; returns the same as `cancel_all`."""
-        return self._changed_all("hold", ids)
+        return self._change_all("hold", ids)
 
     def release_all(self, ids: Sequence[str]) -> list[Document]:
         """`release` for many; returns the same as `cancel_all`."""
-        return self._changed_all("release", ids)
+        return self._change_all("release", ids)
 
     def retry_all(self, ids: Sequence[str]) -> list[Document]:
         """`retry` for many; returns the same as `cancel_all`. Sent once."""
-        return self._changed_all("retry", ids, tries=1)
+        return self._change_all("retry", ids, tries=1)
 
-    def _changed_all(
-        self, verb: str, ids: Sequence[str], *, tries: int | None = None, **more: Any
+    def _change_all(
+        self, verb: str, ids: Sequence[str], *, tries: int | None = None, **fields: Any
     ) -> list[Document]:
-        found: list[Document] = []
-        for some in portions(ids):
-            found += self._json("POST", f"/jobs/{verb}", body={"jobs": some, **more}, tries=tries)
-        return found
+        results: list[Document] = []
+        for portion in portions(ids):
+            results += self._request_json(
+                "POST", f"/jobs/{verb}", body={"jobs": portion, **fields}, tries=tries
+            )
+        return results
 
     def prune(
         self,
@@ -254,7 +264,7 @@ class FleetClient:
             "status": None if status is None else list(status),
             "dry_run": dry_run,
         }
-        return self._json("POST", "/jobs/prune", body=body, tries=None if dry_run else 1)
+        return self._request_json("POST", "/jobs/prune", body=body, tries=None if dry_run else 1)
 
     def wait(self, job_id: str) -> Document:
         """Wait until the job has ended, and return it."""
@@ -279,13 +289,13 @@ class FleetClient:
         `wait`: seconds to wait for more if there is none yet, at most 30.
         """
         query = {"epoch": epoch, "offset": offset, "rank": rank, "tail": tail, "wait": wait}
-        answer = self._answer("GET", f"/jobs/{_part(job_id)}/log", query=query)
-        known = EPOCH_HEADER in answer.headers
+        response = self._send_request("GET", f"/jobs/{_path_segment(job_id)}/log", query=query)
+        has_epoch = EPOCH_HEADER in response.headers
         return LogPart(
-            data=answer.content,
-            epoch=int(answer.headers[EPOCH_HEADER]) if known else None,
-            offset=int(answer.headers[OFFSET_HEADER]) if known else 0,
-            ended=answer.headers.get(ENDED_HEADER) == "true",
+            data=response.content,
+            epoch=int(response.headers[EPOCH_HEADER]) if has_epoch else None,
+            offset=int(response.headers[OFFSET_HEADER]) if has_epoch else 0,
+            ended=response.headers.get(ENDED_HEADER) == "true",
         )
 
     def follow(
@@ -293,10 +303,10 @@ class FleetClient:
     ) -> Generator[bytes]:
         """The log as it grows, attempt after attempt, until the job has ended. Without `epoch`: from the start of the newest attempt."""
         while True:
-            more = partial(
+            next_part = partial(
                 self.log, job_id, epoch=epoch, offset=offset, rank=rank, wait=WAIT_SECONDS
             )
-            part = self.retry_policy.ask(more)
+            part = self.retry_policy.ask(next_part)
             if part.epoch is not None:
                 epoch, offset = part.epoch, part.offset
             if part.data:
@@ -308,88 +318,94 @@ class FleetClient:
         self,
         files: Sequence[str | Path] | Mapping[str, str | Path],
         *,
-        tell: Tell = tell_nobody,
+        on_progress: OnProgress = no_progress,
     ) -> dict[str, list[Any]]:
         """Send files and folders of this machine. Returns the manifest to submit with a job. Files that the fleet already has are not sent.
 
         A file that grows meanwhile is sent at the size that it had when it was hashed; one that becomes shorter is a UsageError.
-        `tell` receives the progress, first of hashing the files, then of sending those that are missing.
+        `on_progress` receives the progress, first of hashing the files, then of sending those that are missing.
         """
-        found = named_files(files)
-        entries = _entries(found, tell)
+        local_files = named_files(files)
+        entries = _hash_files(local_files, on_progress)
         names = {entry.sha256: name for name, entry in entries.items()}
-        every = sorted(names)
-        missing: list[str] = []
-        for start in range(0, len(every), MOST_HASHES):
-            some = {"sha256": every[start : start + MOST_HASHES]}
-            missing += self._patiently("POST", "/blobs/missing", body=some)["missing"]
-        total = Sum(tell, sum(entries[names[sha256]].size for sha256 in missing))
-        for name in (names[sha256] for sha256 in missing):
-            self._send(entries[name], found[name], partial(total.more, f"sending {name}"))
-        return {name: [each.sha256, each.mode, each.size] for name, each in entries.items()}
+        hashes = sorted(names)
+        missing_hashes: list[str] = []
+        for start in range(0, len(hashes), MOST_HASHES):
+            body = {"sha256": hashes[start : start + MOST_HASHES]}
+            missing_hashes += self._request_patiently("POST", "/blobs/missing", body=body)[
+                "missing"
+            ]
+        progress = ProgressCounter(
+            on_progress, sum(entries[names[sha256]].size for sha256 in missing_hashes)
+        )
+        for name in (names[sha256] for sha256 in missing_hashes):
+            self._send_file(
+                entries[name], local_files[name], partial(progress.add, f"sending {name}")
+            )
+        return {name: [entry.sha256, entry.mode, entry.size] for name, entry in entries.items()}
 
-    def _send(self, entry: FileEntry, path: Path, more: Callable[[int], None]) -> None:
+    def _send_file(self, entry: FileEntry, path: Path, on_sent: Callable[[int], None]) -> None:
         """Send one file. While other clients send the same file and it grows, wait for them."""
         sha256, size = entry.sha256, entry.size
-        here, since = self._bytes_received(sha256, size), self._clock()
-        more(here)
+        offset, last_change = self._bytes_received(sha256, size), self._clock()
+        on_sent(offset)
         with path.open("rb") as file:
             while True:
-                file.seek(here)
-                piece = file.read(min(UPLOAD_PIECE, size - here))
-                if here < size and not piece:
+                file.seek(offset)
+                piece = file.read(min(UPLOAD_PIECE, size - offset))
+                if offset < size and not piece:
                     raise UsageError(f"{path} has become shorter while it was sent.")
-                now, stored = self._piece(sha256, size, here, piece)
-                more(now - here)
-                if stored:
+                received, is_stored = self._send_piece(sha256, size, offset, piece)
+                on_sent(received - offset)
+                if is_stored:
                     return
-                if now == here or now != here + len(piece):
-                    now = self._while_others_send(sha256, size, now, more)
-                if now != here:
-                    here, since = now, self._clock()
-                elif self._clock() - since > self.retry_policy.seconds + size / SLOWEST_DISK:
+                if received == offset or received != offset + len(piece):
+                    received = self._while_others_send(sha256, size, received, on_sent)
+                if received != offset:
+                    offset, last_change = received, self._clock()
+                elif self._clock() - last_change > self.retry_policy.seconds + size / SLOWEST_DISK:
                     raise Refusal(
                         FILE_BUSY,
-                        f"{path}: another client sends the same file, of which {here} of {size} bytes are there; for minutes no more has "
+                        f"{path}: another client sends the same file, of which {offset} of {size} bytes are there; for minutes no more has "
                         "come; nor can it be sent from here meanwhile. What is there is kept: try again later.",
                     )
 
     def _bytes_received(self, sha256: str, size: int) -> int:
-        return self._patiently("GET", f"/blobs/{sha256}", query={"size": size})["received"]
+        return self._request_patiently("GET", f"/blobs/{sha256}", query={"size": size})["received"]
 
-    def _piece(self, sha256: str, size: int, offset: int, data: bytes) -> tuple[int, bool]:
+    def _send_piece(self, sha256: str, size: int, offset: int, data: bytes) -> tuple[int, bool]:
         """Returns the number of bytes received so far, and whether the file is stored. While others send it, `data` may be rejected."""
         query = {"size": size, "offset": offset}
         try:
-            answer = self._patiently("PUT", f"/blobs/{sha256}", query=query, content=data)
+            receipt = self._request_patiently("PUT", f"/blobs/{sha256}", query=query, content=data)
         except Refusal as refusal:
             if refusal.code != FILE_BUSY:
                 raise
             return offset, False
-        return (size, True) if answer["stored"] else (answer["received"], False)
+        return (size, True) if receipt["stored"] else (receipt["received"], False)
 
     def _while_others_send(
-        self, sha256: str, size: int, here: int, more: Callable[[int], None]
+        self, sha256: str, size: int, offset: int, on_sent: Callable[[int], None]
     ) -> int:
         """Wait until the file stops growing; returns how many bytes have been received."""
-        since = self._clock()
+        last_change = self._clock()
         while True:
             self._sleep(OTHERS_PAUSE * random.uniform(0.5, 1))
-            now = self._bytes_received(sha256, size)
-            more(now - here)
-            if now != here:
-                here, since = now, self._clock()
-            if here >= size or self._clock() - since >= OTHERS_REST:
-                return here
+            received = self._bytes_received(sha256, size)
+            on_sent(received - offset)
+            if received != offset:
+                offset, last_change = received, self._clock()
+            if offset >= size or self._clock() - last_change >= OTHERS_REST:
+                return offset
 
     def artefacts(self, job_id: str, *, epoch: int | None = None, rank: int = 0) -> Document:
         """An attempt's artefacts: `files`, by path, with sha256, mode and bytes. Without `epoch`: of the newest attempt that left any."""
         query = {"epoch": epoch, "rank": rank}
-        return self._json("GET", f"/jobs/{_part(job_id)}/artefacts", query=query)
+        return self._request_json("GET", f"/jobs/{_path_segment(job_id)}/artefacts", query=query)
 
     def checkpoints(self, job_id: str) -> list[Document]:
         """Its mirrored checkpoints, the newest first; their `files` have the form of those in `artefacts`."""
-        return self._json("GET", f"/jobs/{_part(job_id)}/checkpoints")
+        return self._request_json("GET", f"/jobs/{_path_segment(job_id)}/checkpoints")
 
     def fetch(
         self,
@@ -401,40 +417,42 @@ class FleetClient:
         epoch: int | None = None,
         rank: int = 0,
         force: bool = False,
-        tell: Tell = tell_nobody,
+        on_progress: OnProgress = no_progress,
     ) -> Document:
         """Download its outputs into a local folder. Each file appears only when complete and its hash verified. See `download.fetch`."""
         request = DownloadRequest(paths, checkpoints, epoch, rank)
-        return fetch(self, job_id, Path(folder), request, force=force, tell=tell)
+        return fetch(self, job_id, Path(folder), request, force=force, on_progress=on_progress)
 
     def artefact_pieces(
         self, job_id: str, path: str, *, epoch: int, rank: int = 0, offset: int = 0
     ) -> Generator[bytes]:
         """The bytes of an artefact from an offset on."""
-        address = f"/jobs/{_part(job_id)}/artefacts/{quote(path)}"
-        return self._pieces(address, {"epoch": epoch, "rank": rank}, offset)
+        address = f"/jobs/{_path_segment(job_id)}/artefacts/{quote(path)}"
+        return self._stream_file(address, {"epoch": epoch, "rank": rank}, offset)
 
     def checkpoint_pieces(self, job_id: str, sha256: str, *, offset: int = 0) -> Generator[bytes]:
         """The bytes of a file of a mirrored checkpoint, by its hash, from an offset on."""
-        return self._pieces(f"/jobs/{_part(job_id)}/checkpoints/{_part(sha256)}", {}, offset)
+        return self._stream_file(
+            f"/jobs/{_path_segment(job_id)}/checkpoints/{_path_segment(sha256)}", {}, offset
+        )
 
-    def _pieces(self, path: str, query: Mapping[str, Any], offset: int) -> Generator[bytes]:
+    def _stream_file(self, path: str, query: Mapping[str, Any], offset: int) -> Generator[bytes]:
         """Yield the file's bytes; a download that is cut off resumes where it ended."""
         failures, silence = 0, self.retry_policy.silence()
         backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
         while True:
             headers = {"Range": f"bytes={offset}-", "Accept-Encoding": "identity"}
-            hurried = not self._is_slow
-            limits = self._limits(hurried)
+            is_hurried = not self._is_slow
+            limits = self._timeouts(is_hurried)
             try:
                 with self._http.stream(
                     "GET", path, params=query, headers=headers, timeout=limits
-                ) as answer:
-                    if not answer.is_success:
-                        answer.read()
-                        raise self._refusal(answer)
-                    skip = offset if answer.status_code == 200 else 0  # a proxy may ignore ranges
-                    for data in answer.iter_bytes():
+                ) as response:
+                    if not response.is_success:
+                        response.read()
+                        raise self._refusal_with_hint(response)
+                    skip = offset if response.status_code == 200 else 0  # a proxy may ignore ranges
+                    for data in response.iter_bytes():
                         piece, skip = data[skip:], max(0, skip - len(data))
                         offset += len(piece)
                         failures = 0
@@ -444,80 +462,86 @@ class FleetClient:
                     silence.is_over()
                     return
             except httpx2.TransportError as error:
-                failed = self._away("GET", path, error)
+                failure = self._unreachable_error("GET", path, error)
             except (FleetAway, Refusal) as error:
-                failed = error
-            silent = isinstance(failed, FleetAway) and failed.silent
-            if silent and hurried:
-                self._is_late("GET", path)
+                failure = error
+            silent = isinstance(failure, FleetAway) and failure.silent
+            if silent and is_hurried:
+                self._note_slow_answer("GET", path)
                 continue
             failures += 1
-            if silent or failures % TRIES == 0 or not is_passing(failed):
-                silence.goes_on(failed)
+            if silent or failures % TRIES == 0 or not is_passing(failure):
+                silence.goes_on(failure)
             self._sleep(backoff.next())
 
     # Machines, projects, keys, state
 
     def machines(self, *, removed: bool = False) -> list[Document]:
         """All machines, with their GPUs and the jobs that hold them."""
-        return self._json("GET", "/vms", query={"removed": removed or None})
+        return self._request_json("GET", "/vms", query={"removed": removed or None})
 
     def machine(self, vm_id: str) -> Document:
         """Returns one machine."""
-        return self._json("GET", f"/vms/{_part(vm_id)}")
+        return self._request_json("GET", f"/vms/{_path_segment(vm_id)}")
 
     def add_machine(self, machine: Mapping[str, Any]) -> Document:
         """Add a machine: a `groupwise.api.schemas.fleet.MachineBody` as JSON."""
-        return self._json("POST", "/vms", body=machine)
+        return self._request_json("POST", "/vms", body=machine)
 
     def change_machine(self, vm_id: str, **changes: Any) -> Document:
         """Change ip_address, port, user, ssh_key_path, jump ({}: none), workdir, python, cpu_slots, projects ([]: any), labels (None
         removes one), deadman (0: never), probe, idle_memory_mb, engine (only these options of its scheduler); None: unchanged."""
-        return self._json("PUT", f"/vms/{_part(vm_id)}", body=changes)
+        return self._request_json("PUT", f"/vms/{_path_segment(vm_id)}", body=changes)
 
     def drain(self, vm_id: str) -> Document:
         """Place nothing new there; running jobs continue."""
-        return self._json("POST", f"/vms/{_part(vm_id)}/drain")
+        return self._request_json("POST", f"/vms/{_path_segment(vm_id)}/drain")
 
     def undrain(self, vm_id: str) -> Document:
         """Place work there again."""
-        return self._json("POST", f"/vms/{_part(vm_id)}/undrain")
+        return self._request_json("POST", f"/vms/{_path_segment(vm_id)}/undrain")
 
     def cordon(self, vm_id: str, reason: str) -> Document:
         """Place nothing new there, and record the reason."""
-        return self._json("POST", f"/vms/{_part(vm_id)}/cordon", body={"reason": reason})
+        return self._request_json(
+            "POST", f"/vms/{_path_segment(vm_id)}/cordon", body={"reason": reason}
+        )
 
     def uncordon(self, vm_id: str) -> Document:
         """Place work there again; its count of failed launches is reset."""
-        return self._json("POST", f"/vms/{_part(vm_id)}/uncordon")
+        return self._request_json("POST", f"/vms/{_path_segment(vm_id)}/uncordon")
 
     def lost(self, vm_id: str) -> Document:
         """Declare that the machine will not come back: its attempts end, and its jobs run on other machines."""
-        return self._json("POST", f"/vms/{_part(vm_id)}/lost")
+        return self._request_json("POST", f"/vms/{_path_segment(vm_id)}/lost")
 
     def remove(self, vm_id: str) -> Document:
         """Remove it from the fleet."""
-        return self._json("POST", f"/vms/{_part(vm_id)}/remove")
+        return self._request_json("POST", f"/vms/{_path_segment(vm_id)}/remove")
 
     def trust(self, vm_id: str, fingerprint: str | None = None) -> Document:
         """Pin the host key that it showed last. If a fingerprint is given, the key must have it."""
-        return self._json("POST", f"/vms/{_part(vm_id)}/trust", body={"fingerprint": fingerprint})
+        return self._request_json(
+            "POST", f"/vms/{_path_segment(vm_id)}/trust", body={"fingerprint": fingerprint}
+        )
 
     def clear_quarantine(self, vm_id: str, gpu: str) -> Document:
         """Allow jobs on a quarantined GPU again; `gpu` is its index or UUID."""
-        return self._json("POST", f"/vms/{_part(vm_id)}/gpus/{_part(gpu)}/clear")
+        return self._request_json(
+            "POST", f"/vms/{_path_segment(vm_id)}/gpus/{_path_segment(gpu)}/clear"
+        )
 
     def projects(self) -> list[Document]:
         """List the projects that the key may see."""
-        return self._json("GET", "/projects")
+        return self._request_json("GET", "/projects")
 
     def change_project(self, name: str, **changes: float | None) -> Document:
         """Set weight, max_gpus, max_waiting; None removes a quota."""
-        return self._json("PUT", f"/projects/{_part(name)}", body=changes)
+        return self._request_json("PUT", f"/projects/{_path_segment(name)}", body=changes)
 
     def keys(self) -> list[Document]:
         """List all keys, without their secret texts."""
-        return self._json("GET", "/keys")
+        return self._request_json("GET", "/keys")
 
     def make_key(
         self,
@@ -534,31 +558,33 @@ class FleetClient:
             "seconds": seconds,
             "note": note,
         }
-        return self._json("POST", "/keys", body=body, tries=1)
+        return self._request_json("POST", "/keys", body=body, tries=1)
 
     def revoke_key(self, key_id: str) -> Document:
         """Revoke a key: it is refused from the next request on."""
-        return self._json("POST", f"/keys/{_part(key_id)}/revoke")
+        return self._request_json("POST", f"/keys/{_path_segment(key_id)}/revoke")
 
     def status(self) -> Document:
         """Jobs by status, machines, the control plane, alarms."""
-        return self._json("GET", "/status")
+        return self._request_json("GET", "/status")
 
     def events(self, *, after: int = 0, limit: int = 100) -> list[Document]:
         """Events with higher numbers than `after`, the oldest first."""
-        return self._json("GET", "/events", query={"after": after, "limit": limit})
+        return self._request_json("GET", "/events", query={"after": after, "limit": limit})
 
     # Sending requests
 
-    def _json(self, method: str, path: str, **more: Any) -> Any:
-        return self._answer(method, path, **more).json()
+    def _request_json(self, method: str, path: str, **options: Any) -> Any:
+        return self._send_request(method, path, **options).json()
 
-    def _patiently(self, method: str, path: str, **more: Any) -> Any:
+    def _request_patiently(self, method: str, path: str, **options: Any) -> Any:
         """`_json` for requests that are safe to repeat: keeps trying for minutes while the fleet does not answer."""
-        hurried = "content" not in more  # sending an upload may take long
-        return self.retry_policy.ask(lambda: self._json(method, path, hurried=hurried, **more))
+        hurried = "content" not in options  # sending an upload may take long
+        return self.retry_policy.ask(
+            lambda: self._request_json(method, path, hurried=hurried, **options)
+        )
 
-    def _answer(
+    def _send_request(
         self,
         method: str,
         path: str,
@@ -572,55 +598,55 @@ class FleetClient:
     ) -> httpx2.Response:
         """`hurried`: if no answer comes soon, the request may be sent again while the first is still being handled. None: only for GET."""
         tries = self.tries if tries is None else tries
-        known = {name: value for name, value in (query or {}).items() if value is not None}
-        require_passable(**known)
+        parameters = {name: value for name, value in (query or {}).items() if value is not None}
+        require_passable(**parameters)
         require_passable(**(body or {}))
         request = partial(
             self._http.request,
             *(method, path),
             json=body,
             content=content,
-            params=known,
+            params=parameters,
             headers=headers,
         )
         may_hurry = tries > 1 and (method == "GET" if hurried is None else hurried)
-        wait = float(known.get("wait", 0.0))
+        wait = float(parameters.get("wait", 0.0))
         backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
         for _ in range(tries - 1):
             soon = may_hurry and not self._is_slow
-            least = 0.0
+            least_pause = 0.0
             try:
-                return self._once(request, method, path, soon=soon, wait=wait)
-            except FleetAway as away:
-                if not away.passing or (away.silent and not soon):
+                return self._request_once(request, method, path, soon=soon, wait=wait)
+            except FleetAway as unreachable:
+                if not unreachable.passing or (unreachable.silent and not soon):
                     raise
-                if away.silent:
-                    self._is_late(method, path)
+                if unreachable.silent:
+                    self._note_slow_answer(method, path)
                     continue
             except Refusal as refusal:
                 if not refusal.kind.retry or refusal.code == FILE_BUSY:
                     raise  # an upload must first ask how much of the file has arrived
-                least = refusal.retry_after or 0.0
-                if least > self.retry_policy.seconds:
+                least_pause = refusal.retry_after or 0.0
+                if least_pause > self.retry_policy.seconds:
                     raise
-            self._sleep(backoff.next(least))
-        return self._once(request, method, path, soon=False, wait=wait)
+            self._sleep(backoff.next(least_pause))
+        return self._request_once(request, method, path, soon=False, wait=wait)
 
-    def _limits(self, soon: bool, wait: float = 0.0) -> httpx2.Timeout:
+    def _timeouts(self, soon: bool, wait: float = 0.0) -> httpx2.Timeout:
         """`wait`: seconds for which the API itself is asked to wait. It does not extend the limit for sending: a slow API still reads."""
-        prompt = min(PROMPT, self._timeout)
+        prompt_limit = min(PROMPT, self._timeout)
         return httpx2.Timeout(
             self._timeout,
             connect=min(CONNECTED, self._timeout),
-            read=(prompt if soon else self._timeout) + wait,
-            write=prompt,
+            read=(prompt_limit if soon else self._timeout) + wait,
+            write=prompt_limit,
         )
 
-    def _is_late(self, method: str, path: str) -> None:
+    def _note_slow_answer(self, method: str, path: str) -> None:
         self._is_slow = True
-        self._tell(f"{self.url} does not answer {method} {path} so far, and is asked again")
+        self._warn(f"{self.url} does not answer {method} {path} so far, and is asked again")
 
-    def _once(
+    def _request_once(
         self,
         request: Callable[..., httpx2.Response],
         method: str,
@@ -629,22 +655,22 @@ class FleetClient:
         soon: bool,
         wait: float,
     ) -> httpx2.Response:
-        began = self._clock()
+        started_at = self._clock()
         try:
-            answer = request(timeout=self._limits(soon, wait))
+            response = request(timeout=self._timeouts(soon, wait))
         except (
             httpx2.InvalidURL,
             ValueError,
         ) as error:  # a name that is too long; a number that JSON lacks
             raise UsageError(f"{method} {path[:80]} cannot be sent: {error}.") from error
         except httpx2.TransportError as error:
-            raise self._away(method, path, error) from error
-        self._is_slow = self._is_slow and self._clock() - began > PROMPT + wait
-        if not answer.is_success:
-            raise self._refusal(answer)
-        return answer
+            raise self._unreachable_error(method, path, error) from error
+        self._is_slow = self._is_slow and self._clock() - started_at > PROMPT + wait
+        if not response.is_success:
+            raise self._refusal_with_hint(response)
+        return response
 
-    def _away(self, method: str, path: str, error: httpx2.TransportError) -> FleetAway:
+    def _unreachable_error(self, method: str, path: str, error: httpx2.TransportError) -> FleetAway:
         if untrusted := certificate_problem(self.url, error):
             return FleetAway(untrusted, passing=False)
         return FleetAway(
@@ -654,9 +680,9 @@ class FleetClient:
             silent=isinstance(error, httpx2.TimeoutException),
         )
 
-    def _refusal(self, answer: httpx2.Response) -> Refusal | FleetAway:
+    def _refusal_with_hint(self, response: httpx2.Response) -> Refusal | FleetAway:
         """The server's refusal, with a hint about the client's key if it is `unauthorised`."""
-        refusal = _refusal(answer)
+        refusal = _parse_refusal(response)
         if isinstance(refusal, FleetAway) or refusal.code != "unauthorised":
             return refusal
         if self._has_key:
@@ -675,51 +701,51 @@ def named_files(files: Sequence[str | Path] | Mapping[str, str | Path]) -> dict[
     of a mapping, in which `.` is the job's folder itself. Raises UsageError for anything that is neither file nor folder (a pipe may have
     no end), and for two files with the same target path.
     """
-    named = (
-        files.items() if isinstance(files, Mapping) else [(own_name(each), each) for each in files]
+    targets = (
+        files.items() if isinstance(files, Mapping) else [(own_name(file), file) for file in files]
     )
-    found: dict[str, Path] = {}
-    for name, place in named:
-        path = Path(place)
+    files_by_target: dict[str, Path] = {}
+    for name, source in targets:
+        path = Path(source)
         if path.exists() and not (path.is_dir() or path.is_file()):
             raise UsageError(
                 f"{path} is neither a file nor a folder, and cannot travel with a job: write what comes from it into a file."
             )
         below = files_below(path) if path.is_dir() else {"": path}
         top = "" if name == "." and path.is_dir() else name
-        for inner, each in below.items():
+        for inner, file in below.items():
             target = "/".join(filter(None, (top, inner)))
-            there = found.setdefault(target, each)
-            if there is not each and there.resolve() != each.resolve():
+            other_path = files_by_target.setdefault(target, file)
+            if other_path is not file and other_path.resolve() != file.resolve():
                 raise UsageError(
-                    f"{each} and {there} would both be {target} in the job's working folder: give them as a mapping of "
+                    f"{file} and {other_path} would both be {target} in the job's working folder: give them as a mapping of "
                     "the names there, files={'OTHER': …}."
                 )
-    return found
+    return files_by_target
 
 
-def own_name(place: str | Path) -> str:
+def own_name(path: str | Path) -> str:
     """The last part of the absolute path: works for `.` and `..`, and does not resolve links."""
-    return Path(os.path.abspath(place)).name
+    return Path(os.path.abspath(path)).name
 
 
-def _entries(found: Mapping[str, Path], tell: Tell) -> dict[str, FileEntry]:
+def _hash_files(files: Mapping[str, Path], on_progress: OnProgress) -> dict[str, FileEntry]:
     """Hash each file up to its size when opened: a file that is still being written to may have no end."""
-    total = Sum(tell, sum(path.stat().st_size for path in found.values()))
+    progress = ProgressCounter(on_progress, sum(path.stat().st_size for path in files.values()))
     entries: dict[str, FileEntry] = {}
-    for name, path in found.items():
+    for name, path in files.items():
         digest, size = hashlib.sha256(), 0
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
             while piece := file.read(min(PIECE, status.st_size - size)):
                 digest.update(piece)
                 size += len(piece)
-                total.more(f"looking at {name}", len(piece))
+                progress.add(f"looking at {name}", len(piece))
         entries[name] = FileEntry(digest.hexdigest(), status.st_mode & 0o777, size)
     return entries
 
 
-def _part(name: str) -> str:
+def _path_segment(name: str) -> str:
     """Quote a name as one part of a URL path. Raises UsageError for one that would change the path."""
     if name in ("", ".", "..") or "/" in name:
         raise UsageError(
@@ -729,12 +755,16 @@ def _part(name: str) -> str:
     return quote(name, safe="")
 
 
-def _refusal(answer: httpx2.Response) -> Refusal | FleetAway:
+def _parse_refusal(response: httpx2.Response) -> Refusal | FleetAway:
     """The server's refusal; an answer that does not come from a fleet is reported as such."""
-    problem = problem_in(answer, time.time())
+    problem = problem_in(response, time.time())
     if problem is None or problem.code not in KINDS:
-        words = f"{answer.status_code} from {answer.url}, which is no fleet's answer: {answer.text[:200]}"
-        return FleetAway(words) if answer.status_code in MAY_PASS else Refusal("internal", words)
+        description = f"{response.status_code} from {response.url}, which is no fleet's answer: {response.text[:200]}"
+        return (
+            FleetAway(description)
+            if response.status_code in MAY_PASS
+            else Refusal("internal", description)
+        )
     return Refusal(
         problem.code, problem.detail, errors=problem.errors, retry_after=problem.retry_after
     )

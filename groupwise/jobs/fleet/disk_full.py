@@ -52,7 +52,7 @@ def told_in_words(folder: Path) -> Generator[None, None, None]:
 def is_full(folder: Path) -> bool:
     """True if so little space is left on the disk that a database fails there."""
     try:
-        disk = os.statvfs(_there(folder))
+        disk = os.statvfs(_existing_ancestor(folder))
     except OSError:
         return False
     no_names = disk.f_files > 0 and disk.f_favail == 0
@@ -62,7 +62,7 @@ def is_full(folder: Path) -> bool:
 def no_room(folder: Path, size: int) -> str | None:
     """The reason why this many bytes from elsewhere are not written below `folder`: the database needs the space. None: they may be
     written."""
-    disk = shutil.disk_usage(_there(folder))
+    disk = shutil.disk_usage(_existing_ancestor(folder))
     if size <= disk.free - disk.total * SPARED:
         return None
     return (
@@ -81,12 +81,12 @@ def words(folder: Path) -> str:
 
 def _space_left(folder: Path) -> str:
     try:
-        disk = os.statvfs(_there(folder))
+        disk = os.statvfs(_existing_ancestor(folder))
     except OSError:
         return ""
     return f" ({byte_size(disk.f_bavail * disk.f_frsize)} left for this user)"
 
 
-def _there(folder: Path) -> Path:
+def _existing_ancestor(folder: Path) -> Path:
     """The folder, or its nearest ancestor that exists."""
-    return next((each for each in (folder, *folder.parents) if each.exists()), folder)
+    return next((path for path in (folder, *folder.parents) if path.exists()), folder)

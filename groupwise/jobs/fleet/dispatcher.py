@@ -37,10 +37,10 @@ from typing import Any, Protocol
 from groupwise.core.errors import RunError
 from groupwise.jobs.fleet.attempts import records
 from groupwise.jobs.fleet.attempts.controller import (
+    AttemptController,
     CheckpointMirror,
     Collector,
     ControllerDependencies,
-    Drive,
     LogMirror,
 )
 from groupwise.jobs.fleet.attempts.decide import Reading, Stray, stray
@@ -151,32 +151,32 @@ class GlobalJobDispatcher:
         self._gateway = gateway or Gateway(parts.database)
         self._stopping = asyncio.Event()
         self._group: asyncio.TaskGroup | None = None
-        self._drives: dict[int, tuple[Drive, asyncio.Task[None]]] = {}
-        self._failed: set[int] = set()
+        self._drives: dict[int, tuple[AttemptController, asyncio.Task[None]]] = {}
+        self._failed_epochs: set[int] = set()
         """Epochs of attempts that could not be driven and whose failure was already reported."""
         self._watching: set[asyncio.Task[None]] = set()
-        self._wishes: dict[int, Any] = {}
-        self._sightings: dict[str, tuple[str | None, bool]] = {}
-        self._mine_until = 0.0
-        self._began = self._tuning.began
+        self._requests: dict[int, Any] = {}
+        self._boot_observations: dict[str, tuple[str | None, bool]] = {}
+        self._leased_until = 0.0
+        self._started_at = self._tuning.began
         self.not_asked: list[str] | None = None
         """Machines that must be asked what they run before any job starts; None: not known yet."""
         self._clearing = MachineClearing(self._gateway, self._tuning.keeping)
-        self._watches = Watches(self._watch, self._tuning.pauses)
+        self._watches = Watches(self._start_watch, self._tuning.pauses)
         self._deps = ControllerDependencies(
             owner=self.owner,
             gateway=self._gateway,
             snapshots=Reads(
                 parts.database, lambda s, epochs: records.snapshots(s, epochs, self.owner)
             ),
-            runner=self._runner,
+            runner=self._runner_for,
             watches=self._watches,
             logs=parts.logs,
             checkpoints=parts.checkpoints,
             collector=parts.collector,
             store=parts.store,
             secrets=parts.secrets.read,
-            spawn=self._beside,
+            spawn=self._spawn,
             chance=self._tuning.chance,
             pauses=self._tuning.pauses,
             clock=self._tuning.clock,
@@ -197,14 +197,14 @@ class GlobalJobDispatcher:
         async with asyncio.TaskGroup() as group:
             self._group = group
             loops = [
-                group.create_task(self._for_ever(*each), name=each[0])
-                for each in (
+                group.create_task(self._repeat(*arguments), name=arguments[0])
+                for arguments in (
                     ("renewing", self.renew, rhythm.renew),
                     ("adopting", self.adopt, rhythm.adopt),
-                    ("wishes", self.hear_wishes, rhythm.sweep),
+                    ("wishes", self.read_requests, rhythm.sweep),
                     ("reconciling", self.reconcile, rhythm.reconcile),
-                    ("clearing", self._clear_now_and_then, 0.0),
-                    ("claiming", self._claim_when_rung, 0.0),
+                    ("clearing", self._clear_periodically, 0.0),
+                    ("claiming", self._claim_when_notified, 0.0),
                     ("guarding the lease", self._guard_lease, 0.0),
                 )
             ]
@@ -221,7 +221,7 @@ class GlobalJobDispatcher:
 
     # The loops
 
-    async def _for_ever(
+    async def _repeat(
         self, name: str, work: Callable[[], Awaitable[object]], interval: float
     ) -> None:
         """Repeat the work, pausing `interval` seconds; no failure of one turn ends the loop."""
@@ -243,17 +243,17 @@ class GlobalJobDispatcher:
         owned = await self._gateway.commit(
             "lease.renew", lambda s: records.renew(s, self.owner, rhythm.lease)
         )
-        self._mine_until = asked_at + rhythm.lease
+        self._leased_until = asked_at + rhythm.lease
         for epoch in owned:
             self.drive(epoch)
 
     async def _guard_lease(self) -> None:
         """Drop all drives once the lease has run out: a dispatcher that may have been replaced must not contact machines."""
-        left = self._mine_until - time.monotonic()
-        if left <= 0 and self._drives:
+        remaining = self._leased_until - time.monotonic()
+        if remaining <= 0 and self._drives:
             log.warning("the lease of %d attempts could not be renewed", len(self._drives))
             await self._drop_everything()
-        await asyncio.sleep(min(max(left, 0.05), 1.0))
+        await asyncio.sleep(min(max(remaining, 0.05), 1.0))
 
     async def adopt(self) -> Sequence[int]:
         """Take over attempts whose leases were not renewed."""
@@ -264,10 +264,10 @@ class GlobalJobDispatcher:
         )
         if adopted:
             log.info("adopted %s", adopted)
-        self._own(adopted, asked_at + lease)
+        self._drive_owned(adopted, asked_at + lease)
         return adopted
 
-    async def _claim_when_rung(self) -> None:
+    async def _claim_when_notified(self) -> None:
         """Claim jobs at the start, at every ring, and whenever the sweep is due."""
         await self._parts.bell.wait(self._tuning.rhythm.sweep)
         if await self.knows_what_runs():
@@ -279,11 +279,11 @@ class GlobalJobDispatcher:
         """A restored database does not know the jobs that machines have started since its backup. So after a start, or a standstill of the
         fleet, all machines that answer are observed before any job starts."""
         if self.not_asked != []:
-            if self._began is None:
-                self._began = await self._gateway.look(seconds)
-            began, lately = self._began, self._tuning.began is None
+            if self._started_at is None:
+                self._started_at = await self._gateway.look(seconds)
+            started_at, lately = self._started_at, self._tuning.began is None
             self.not_asked = await self._gateway.look(
-                lambda s: records.not_looked_at(s, began, lately=lately)
+                lambda s: records.unobserved_machines(s, started_at, lately=lately)
             )
         return not self.not_asked
 
@@ -292,23 +292,23 @@ class GlobalJobDispatcher:
         await self._admit()
         total, lease = 0, self._tuning.rhythm.lease
         while True:
-            asked_at = time.monotonic()
-            found = await self._gateway.commit(
+            requested_at = time.monotonic()
+            result = await self._gateway.commit(
                 "job.claim",
                 lambda s: claim.claim(
                     s, owner=self.owner, lease_seconds=lease, limit=CLAIMED_AT_ONCE
                 ),
             )
-            self._own([each.epoch for each in found.made], asked_at + lease)
-            total += len(found.made)
-            woken = False
+            self._drive_owned([attempt.epoch for attempt in result.claimed], requested_at + lease)
+            total += len(result.claimed)
+            has_woken = False
             if (
-                unplaced := found.unplaced
+                unplaced := result.unplaced
             ) is not None:  # marked after claiming: starting jobs must not wait for it
-                woken = await self._gateway.commit(
+                has_woken = await self._gateway.commit(
                     "job.mark", partial(claim.mark, unplaced=unplaced, owner=self.owner)
                 )
-            if not (found.again or (found.made and woken)):
+            if not (result.has_more or (result.claimed and has_woken)):
                 return total
 
     async def _admit(self) -> None:
@@ -319,32 +319,32 @@ class GlobalJobDispatcher:
                 "job.admit", lambda s: admission.admit_new(s, ADMITTED_AT_ONCE, self._parts.secrets)
             )
 
-    async def hear_wishes(self) -> None:
+    async def read_requests(self) -> None:
         """Wake the drives of attempts that were asked to end, and the watches of machines that rebooted or answer again."""
-        found, seen = await self._gateway.look(
+        requests, observations = await self._gateway.look(
             lambda s: (
                 records.pending_requests(s, self.owner),
                 records.boot_observations(s, self.owner),
             )
         )
-        for epoch, wish in found.items():
-            if epoch in self._drives and self._wishes.get(epoch) != wish:
+        for epoch, request in requests.items():
+            if epoch in self._drives and self._requests.get(epoch) != request:
                 self._drives[epoch][0].poke()
-        self._wishes = found
-        for vm_id, (boot, answers) in seen.items():
-            boot_before, answered = self._sightings.get(vm_id, (boot, answers))
-            if boot_before not in (None, boot) or (answers and not answered):
+        self._requests = requests
+        for vm_id, (boot, is_answering) in observations.items():
+            boot_before, answered_before = self._boot_observations.get(vm_id, (boot, is_answering))
+            if boot_before not in (None, boot) or (is_answering and not answered_before):
                 self._parts.doubt(vm_id)
                 self._watches.note_answer(vm_id)
-        self._sightings = seen
+        self._boot_observations = observations
 
     # Driving
 
-    def _own(self, epochs: Sequence[int], until: float) -> None:
+    def _drive_owned(self, epochs: Sequence[int], until: float) -> None:
         """Drive attempts that were just claimed or adopted; their lease may end before those of the others."""
         if not epochs:
             return
-        self._mine_until = min(self._mine_until, until) if self._drives else until
+        self._leased_until = min(self._leased_until, until) if self._drives else until
         for epoch in epochs:
             self.drive(epoch)
 
@@ -352,15 +352,15 @@ class GlobalJobDispatcher:
         """Start to drive an attempt, unless it is being driven."""
         if epoch in self._drives or self._group is None or self._stopping.is_set():
             return
-        drive = Drive(epoch, self._deps)
+        drive = AttemptController(epoch, self._deps)
         task = self._group.create_task(self._run_drive(drive), name=f"drive {epoch}")
         self._drives[epoch] = drive, task
 
-    async def _run_drive(self, drive: Drive) -> None:
+    async def _run_drive(self, drive: AttemptController) -> None:
         """Drive one attempt. A failure must not stop the others; the attempt is tried again at the next renewal."""
         try:
             await drive.run()
-            self._failed.discard(drive.epoch)
+            self._failed_epochs.discard(drive.epoch)
         except Exception as error:  # noqa: BLE001 - a bug, or a row written by hand
             await self._report_failure(drive.epoch, error)
         finally:
@@ -369,20 +369,20 @@ class GlobalJobDispatcher:
 
     async def _report_failure(self, epoch: int, error: Exception) -> None:
         """Log the traceback once and record an event; the same failure may recur every few seconds."""
-        if epoch in self._failed:
+        if epoch in self._failed_epochs:
             log.error("driving epoch %d failed again: %r", epoch, error)
             return
         log.error("driving epoch %d failed", epoch, exc_info=error)
-        why = f"its dispatcher fails over it, and tries again: {error!r}"
+        reason = f"its dispatcher fails over it, and tries again: {error!r}"
         try:
             await self._gateway.commit(
-                "attempt.stuck", lambda s: records.stuck(s, epoch, self.owner, 0, why)
+                "attempt.stuck", lambda s: records.stuck(s, epoch, self.owner, 0, reason)
             )
-            self._failed.add(epoch)
+            self._failed_epochs.add(epoch)
         except Exception:  # the database itself may be the cause
             log.exception("the notification failed")
 
-    def _beside(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         """Run a drive's side work as a separate task. The drive retries work that failed."""
         assert self._group is not None
 
@@ -397,7 +397,7 @@ class GlobalJobDispatcher:
         task.add_done_callback(lambda _: work.close())
         return task
 
-    def _watch(self, vm_id: str, watch: Watch) -> None:
+    def _start_watch(self, vm_id: str, watch: Watch) -> None:
         if self._group is None:
             return
 
@@ -424,7 +424,7 @@ class GlobalJobDispatcher:
             if task.done():  # cancelled before it started, so its own `finally` has not run
                 del self._drives[epoch]
 
-    def _runner(self, machine: Machine) -> Runner:
+    def _runner_for(self, machine: Machine) -> Runner:
         host = self._gateway.host(self._parts.host(machine))
         return runner_of(machine, host)
 
@@ -447,9 +447,9 @@ class GlobalJobDispatcher:
 
     async def _reconcile_one(self, machine: Machine) -> None:
         try:
-            runner = self._runner(machine)
-            found = (await runner.observe(probe=records.NO_PROBE)).attempts
-            await self._deal_with_strays(machine, runner, found)
+            runner = self._runner_for(machine)
+            attempts = (await runner.observe(probe=records.NO_PROBE)).attempts
+            await self._deal_with_strays(machine, runner, attempts)
             if machine.lost:
                 await self._welcome_back(machine, runner)
         except HostError as error:
@@ -460,19 +460,19 @@ class GlobalJobDispatcher:
             log.exception("%s is not reconciled", machine.vm_id)
 
     async def _deal_with_strays(
-        self, machine: Machine, runner: Runner, found: Sequence[MemberState]
+        self, machine: Machine, runner: Runner, attempts: Sequence[MemberState]
     ) -> None:
-        alive = [state for state in found if state.lives or state.may_begin]
+        alive = [state for state in attempts if state.is_alive or state.may_start]
         if not alive:
             return
         jobs = {state.job for state in alive}
         known = await self._gateway.look(lambda s: records.known_jobs(s, machine.vm_id, jobs))
         for state in alive:
-            reading, left = Reading(state.state), state.survivors or 0
-            match stray(state.epoch, reading, known.get(state.job), left):
+            reading, survivors = Reading(state.state), state.survivors or 0
+            match stray(state.epoch, reading, known.get(state.job), survivors):
                 case Stray.KILL:
                     log.warning("%s runs %s.%d, which is over: it is ended", machine.vm_id, state.job, state.epoch)  # fmt: skip
-                    await _end(runner, state)
+                    await _stop_attempt(runner, state)
                 case Stray.QUARANTINE if not is_doctors(state.job, state.epoch):
                     vm_id, job, epoch = machine.vm_id, state.job, state.epoch
                     write = partial(
@@ -486,14 +486,14 @@ class GlobalJobDispatcher:
                 case _:
                     pass
 
-    async def _clear_now_and_then(self) -> None:
+    async def _clear_periodically(self) -> None:
         """Clear after a random delay: dispatchers that started together then do not clear together."""
         await asyncio.sleep(self._tuning.chance.uniform(0.5, 1.0) * self._tuning.rhythm.clear)
         await self.clear()
 
     async def clear(self) -> None:
         """Remove files that are no longer needed, from machines and from this machine."""
-        await self._clearing.clear_all(self._runner)
+        await self._clearing.clear_all(self._runner_for)
         parts = self._parts
         await self._gateway.write(
             "store.clear",
@@ -503,29 +503,29 @@ class GlobalJobDispatcher:
     async def _welcome_back(self, machine: Machine, runner: Runner) -> None:
         """A machine that was declared lost answers. It is used again only once none of its given-up attempts runs or can start there."""
         vm_id = machine.vm_id
-        left = await self._gateway.look(lambda s: records.left_behind(s, vm_id))
-        for member in left:
+        members = await self._gateway.look(lambda s: records.left_behind(s, vm_id))
+        for member in members:
             job, epoch, rank = member.job_id, member.epoch, member.rank
             state = await runner.void(job, epoch)
             if state.state in MAY_HAVE_LEFT_PROCESSES:
                 await runner.kill(job, epoch, grace=0.0)
-            found = await runner.release(
+            release = await runner.release(
                 job, epoch, gpus=member.gpus, share_mb=member.share_mb,
                 idle_memory_mb=machine.idle_memory_mb, probe=machine.probe,
             )  # fmt: skip
-            if found.clean:
+            if release.clean:
                 await self._gateway.commit(
                     "stray.left_nothing", partial(records.left_nothing, epoch=epoch, rank=rank)
                 )
         if await self._gateway.commit(
-            "vm.returned", lambda s: records.welcome_back(s, self.owner, vm_id)
+            "vm.returned", lambda s: records.use_again(s, self.owner, vm_id)
         ):
             log.info("%s was declared lost and is back; nothing is left there", vm_id)
 
 
-async def _end(runner: Runner, state: MemberState) -> None:
+async def _stop_attempt(runner: Runner, state: MemberState) -> None:
     """Kill it if it lives; void it first if it may still start."""
-    if state.may_begin:
+    if state.may_start:
         state = await runner.void(state.job, state.epoch)
-    if state.lives:
+    if state.is_alive:
         await runner.kill(state.job, state.epoch, grace=0.0)

@@ -33,7 +33,7 @@ from sqlalchemy.orm import Session
 from groupwise.core.errors import GroupwiseError
 from groupwise.core.findings import Finding, Findings, Level, OnFinding, Report
 from groupwise.core.terminal.quantities import byte_size
-from groupwise.jobs.clouds.engines import Door
+from groupwise.jobs.clouds.schedulers import SchedulerClient
 from groupwise.jobs.fleet.attempts import records
 from groupwise.jobs.fleet.attempts.records import Machine
 from groupwise.jobs.fleet.machines import packing
@@ -49,7 +49,7 @@ from groupwise.jobs.fleet.store.tables import GPU
 from groupwise.jobs.fleet.verbs import keys, status
 from groupwise.jobs.fleet.verbs.actor import Actor
 from groupwise.jobs.hosts.answers import Hello, MemberState, Observation, ProbeStatus, RunnerState
-from groupwise.jobs.hosts.driver import Known, Launch, Runner
+from groupwise.jobs.hosts.driver import KnownState, Launch, Runner
 from groupwise.jobs.hosts.port import HostError, HostKeyError
 from groupwise.jobs.hosts.spec import JobSpec, Limits
 
@@ -116,21 +116,21 @@ def examine(
         add(Finding("database", "problem", problem, remedy=remedy))
     else:
         with closing(connect(place.database_url)) as database:
-            if _database(database, add):
-                _nats(place, database, add)
+            if _check_database(database, add):
+                _check_nats(place, database, add)
                 if only is None:
-                    add(_own_disk(place))
-                    _roles(database, add)
-                    _keys(database, add)
-                _machines(database, only, add)
-                _alarms(place, database, add)
+                    add(_check_own_disk(place))
+                    _check_roles(database, add)
+                    _check_keys(database, add)
+                _check_machines(database, only, add)
+                _report_alarms(place, database, add)
     return Report(f"the fleet in {place.folder}", tuple(findings.found), "doctor_failed")
 
 
 # --- database -------------------------------------------------------------------------------------
 
 
-def _database(database: Database, add: OnFinding) -> bool:
+def _check_database(database: Database, add: OnFinding) -> bool:
     """Check the database. Returns True if the other checks can continue."""
     try:
         current = database.at_rest(schema.is_current)
@@ -147,57 +147,58 @@ def _database(database: Database, add: OnFinding) -> bool:
             )
         )
         return False
-    began = time.monotonic()
-    theirs = database.read(seconds)
-    took = time.monotonic() - began
-    off = theirs - time.time()
+    started_at = time.monotonic()
+    database_time = database.read(seconds)
+    took = time.monotonic() - started_at
+    offset = database_time - time.time()
     add(Finding("database", "ok", f"{database.name}, {took * 1000:.0f} ms", data={"seconds": took}))
     add(
         Finding(
             "clocks",
-            "ok" if abs(off) <= CLOCK_SECONDS else "warning",
-            f"the database's clock is {abs(off):.1f} s {'ahead of' if off > 0 else 'behind'} this machine's",
+            "ok" if abs(offset) <= CLOCK_SECONDS else "warning",
+            f"the database's clock is {abs(offset):.1f} s {'ahead of' if offset > 0 else 'behind'} this machine's",
             "times in logs and lists do not fit together; leases and retries go by the database's alone",
             "set the clocks by NTP",
-            {"seconds": off},
+            {"seconds": offset},
         )
     )
     return True
 
 
-def _own_disk(place: FleetPlace) -> Finding:
+def _check_own_disk(place: FleetPlace) -> Finding:
     """Check the disk that receives logs, checkpoints and artefacts of all jobs."""
-    left = shutil.disk_usage(place.folder).free
-    free = left // 1_000_000
-    full: Level = "problem" if left < status.LEAST_FREE else "warning"
+    free_bytes = shutil.disk_usage(place.folder).free
+    free_mb = free_bytes // 1_000_000
+    low_level: Level = "problem" if free_bytes < status.LEAST_FREE else "warning"
     return Finding(
         "own disk",
-        "ok" if free >= LEAST_DISK_MB else full,
-        f"{byte_size(left)} free in {place.folder}",
+        "ok" if free_mb >= LEAST_DISK_MB else low_level,
+        f"{byte_size(free_bytes)} free in {place.folder}",
         "once it is full no job can end, since what it has made cannot be kept",
         "make room there, or `groupwise fleet remove`",
-        {"free_mb": free},
+        {"free_mb": free_mb},
     )
 
 
-def _keys(database: Database, add: OnFinding) -> None:
+def _check_keys(database: Database, add: OnFinding) -> None:
     """Check that keys bound to projects cannot reach beyond them."""
 
     def look(session: Session) -> tuple[dict[str, list[str]], list[str]]:
-        bound = keys.bound_submitters(session)
-        projects = {name for names in bound.values() for name in names}
-        return bound, keys.where_as_us(session, projects) if bound else []
+        submitters = keys.bound_submitters(session)
+        projects = {name for names in submitters.values() for name in names}
+        return submitters, keys.machines_run_as_fleet_user(session, projects) if submitters else []
 
-    bound, where = database.read(look)
-    if where:
+    submitters, vm_ids = database.read(look)
+    if vm_ids:
         add(
             Finding(
                 "keys",
                 "warning",
-                f"jobs of {', '.join(bound)} may run on {', '.join(where)}",
+                f"jobs of {', '.join(submitters)} may run on {', '.join(vm_ids)}",
                 "they run there as the user of the fleet itself, and can read and change its keys, its secrets and what others have",
-                f"`groupwise fleet vm set {where[0]} --project P` keeps it for project P, `vm remove {where[0]}` takes it out of the fleet",
-                {"keys": list(bound), "machines": where},
+                f"`groupwise fleet vm set {vm_ids[0]} --project P` keeps it for project P, `vm remove {vm_ids[0]}` takes it out of the "
+                "fleet",
+                {"keys": list(submitters), "machines": vm_ids},
             )
         )
 
@@ -205,8 +206,8 @@ def _keys(database: Database, add: OnFinding) -> None:
 # --- NATS -----------------------------------------------------------------------------------------
 
 
-def _nats(place: FleetPlace, database: Database, add: OnFinding) -> None:
-    addresses = _nats_in_use(place, database)
+def _check_nats(place: FleetPlace, database: Database, add: OnFinding) -> None:
+    addresses = _nats_addresses(place, database)
     if not addresses:
         add(Finding("NATS", "ok", "none is used; dispatchers look into the database by themselves"))
     for visible_url, url in addresses.items():
@@ -220,24 +221,28 @@ def _nats(place: FleetPlace, database: Database, add: OnFinding) -> None:
                 )
             )
             if url is None
-            else _nats_at(visible_url, url)
+            else _check_nats_server(visible_url, url)
         )
 
 
-def _nats_in_use(place: FleetPlace, database: Database) -> dict[str, str | None]:
+def _nats_addresses(place: FleetPlace, database: Database) -> dict[str, str | None]:
     """The address as users see it → the whole address, or None if it is unknown here. A running fleet may have been started with options;
     if none runs, the settings apply."""
-    own = place.nats_url
-    whole = {} if own is None else {access_from(own, os.environ).shown: own}
-    facts = [each["facts"] for each in database.read(status.processes) if each["alive"]]
-    reported = [each[NATS] for each in facts if NATS in each]
+    own_url = place.nats_url
+    known_urls = {} if own_url is None else {access_from(own_url, os.environ).shown: own_url}
+    process_facts = [
+        process["facts"] for process in database.read(status.processes) if process["alive"]
+    ]
+    reported = [server[NATS] for server in process_facts if NATS in server]
     if not reported:
-        return dict(whole)
-    used = {each["url"]: each["url"] if each["whole"] else None for each in reported if each}
-    return {visible_url: whole.get(visible_url, url) for visible_url, url in used.items()}
+        return dict(known_urls)
+    addresses = {
+        server["url"]: server["url"] if server["whole"] else None for server in reported if server
+    }
+    return {visible_url: known_urls.get(visible_url, url) for visible_url, url in addresses.items()}
 
 
-def _nats_at(visible_url: str, url: str) -> Finding:
+def _check_nats_server(visible_url: str, url: str) -> Finding:
     try:
         version = asyncio.run(_nats_version(url))
     except Exception as error:  # noqa: BLE001 — any error of the library means that it is not reachable
@@ -248,13 +253,13 @@ def _nats_at(visible_url: str, url: str) -> Finding:
             "no job is lost by it: dispatchers look into the database every few seconds. There is no news of finished jobs there",
             "start it, or set nats_url to another address, or to off",
         )
-    numbers = tuple(int(each) for each in re.findall(r"\d+", version)[:3])
-    old = numbers < LEAST_NATS
+    numbers = tuple(int(part) for part in re.findall(r"\d+", version)[:3])
+    is_old = numbers < LEAST_NATS
     return Finding(
         "NATS",
-        "warning" if old else "ok",
+        "warning" if is_old else "ok",
         f"{visible_url}, version {version}",
-        "this release has known holes" if old else "",
+        "this release has known holes" if is_old else "",
         f"use {'.'.join(map(str, LEAST_NATS))} or newer",
         {"version": version},
     )
@@ -270,7 +275,7 @@ async def _nats_version(url: str) -> str:
 
     async with asyncio.timeout(NATS_SECONDS):
         await client.connect(
-            servers=[one.strip() for one in url.split(",")],
+            servers=[address.strip() for address in url.split(",")],
             allow_reconnect=False,
             connect_timeout=int(NATS_SECONDS),
             error_cb=quiet,
@@ -285,29 +290,29 @@ async def _nats_version(url: str) -> str:
 # --- roles ----------------------------------------------------------------------------------------
 
 
-def _roles(database: Database, add: OnFinding) -> None:
-    known = database.read(status.processes)
-    missing = database.read(status.missing_roles)
-    for each in known:
-        name = each["role"]
-        where = f"process {each['pid']} on {each['host']}"
-        crashes = each["facts"].get("crashes", 0)
-        if not each["alive"] and is_gone(each["pid"], each["facts"]):
-            if name in missing:
+def _check_roles(database: Database, add: OnFinding) -> None:
+    processes = database.read(status.processes)
+    missing_roles = database.read(status.missing_roles)
+    for process in processes:
+        name = process["role"]
+        location = f"process {process['pid']} on {process['host']}"
+        crashes = process["facts"].get("crashes", 0)
+        if not process["alive"] and is_gone(process["pid"], process["facts"]):
+            if name in missing_roles:
                 add(
                     Finding(
                         name,
                         "problem",
-                        f"{where} has ended without a word, and no other process has the role",
+                        f"{location} has ended without a word, and no other process has the role",
                         remedy=f"`groupwise fleet {name}` starts another",
                     )
                 )
-        elif not each["alive"]:
+        elif not process["alive"]:
             add(
                 Finding(
                     name,
-                    "warning" if name not in missing else "problem",
-                    f"{where} has been silent for {each['silent_seconds']:.0f} s",
+                    "warning" if name not in missing_roles else "problem",
+                    f"{location} has been silent for {process['silent_seconds']:.0f} s",
                     "it was killed, it hangs, or it cannot reach the database",
                     f"look whether it is there; `groupwise fleet {name}` starts another",
                 )
@@ -317,15 +322,15 @@ def _roles(database: Database, add: OnFinding) -> None:
                 Finding(
                     name,
                     "problem",
-                    f"{where} crashed {crashes} times: {each['facts'].get('last_error')}",
+                    f"{location} crashed {crashes} times: {process['facts'].get('last_error')}",
                     "it is restarted each time, and does its work badly or not at all",
                     "its log has the whole story",
                 )
             )
         else:
-            add(Finding(name, "ok", where))
-    for role in missing:
-        if role not in {each["role"] for each in known}:
+            add(Finding(name, "ok", location))
+    for role in missing_roles:
+        if role not in {process["role"] for process in processes}:
             add(
                 Finding(
                     role,
@@ -336,10 +341,10 @@ def _roles(database: Database, add: OnFinding) -> None:
             )
 
 
-def _alarms(place: FleetPlace, database: Database, add: OnFinding) -> None:
+def _report_alarms(place: FleetPlace, database: Database, add: OnFinding) -> None:
     covered = {"role_missing", "untrusted", "unreachable", "degraded"}
-    asks = Actor("doctor")
-    for alarm in database.read(lambda s: list(status.alarms(s, asks, place.growing))):
+    actor = Actor("doctor")
+    for alarm in database.read(lambda s: list(status.alarms(s, actor, place.growing))):
         if alarm["kind"] not in covered:
             add(Finding(alarm["kind"], "warning", alarm["message"], remedy=alarm["remedy"]))
 
@@ -347,7 +352,7 @@ def _alarms(place: FleetPlace, database: Database, add: OnFinding) -> None:
 # --- machines -------------------------------------------------------------------------------------
 
 
-def _machines(database: Database, only: Sequence[str] | None, add: OnFinding) -> None:
+def _check_machines(database: Database, only_names: Sequence[str] | None, add: OnFinding) -> None:
     """Check several machines at once. The findings of each are reported together, in the order of the machines' names."""
 
     def known(session: Session) -> tuple[Sequence[Machine], Counter[str]]:
@@ -355,28 +360,32 @@ def _machines(database: Database, only: Sequence[str] | None, add: OnFinding) ->
 
     machines, gpus = database.read(known)
     names = {machine.vm_id for machine in machines}
-    for name in only or ():
+    for name in only_names or ():
         if name not in names:
-            there = ", ".join(sorted(names)) or "none"
-            add(Finding(name, "problem", f"there is no such machine; there are: {there}"))
+            known_names = ", ".join(sorted(names)) or "none"
+            add(Finding(name, "problem", f"there is no such machine; there are: {known_names}"))
     if not machines:
         add(Finding("machines", "problem", "there are none", remedy="`groupwise fleet vm add`"))
-    places = asyncio.Semaphore(MACHINES_AT_ONCE)
+    slots = asyncio.Semaphore(MACHINES_AT_ONCE)
 
     async def examine_one(machine: Machine) -> list[Finding]:
-        async with places:
-            return await _look_at(machine, gpus[machine.vm_id])
+        async with slots:
+            return await _check_machine(machine, gpus[machine.vm_id])
 
     async def examine_all() -> None:
-        chosen = [each for each in machines if only is None or each.vm_id in only]
-        for task in [asyncio.create_task(examine_one(machine)) for machine in chosen]:
+        chosen_machines = [
+            candidate
+            for candidate in machines
+            if only_names is None or candidate.vm_id in only_names
+        ]
+        for task in [asyncio.create_task(examine_one(machine)) for machine in chosen_machines]:
             for finding in await task:
                 add(finding)
 
     asyncio.run(examine_all())
 
 
-async def _look_at(machine: Machine, known_gpus: int) -> list[Finding]:
+async def _check_machine(machine: Machine, known_gpus: int) -> list[Finding]:
     name = machine.vm_id
     if machine.lost:
         return [Finding(name, "skipped", "it was declared lost; it is taken back when it answers")]
@@ -395,8 +404,8 @@ async def _look_at(machine: Machine, known_gpus: int) -> list[Finding]:
         runner = Runner(host, root=machine.workdir, python=machine.python)
         door = door_of(machine, host)
         if machine.engine is not None:
-            return await _of_elastic(machine.vm_id, runner, machine.engine, door)
-        return await _of_machine(machine, runner, known_gpus)
+            return await _check_elastic(machine.vm_id, runner, machine.engine, door)
+        return await _check_plain_machine(machine, runner, known_gpus)
     except HostKeyError as error:
         return [
             Finding(
@@ -420,34 +429,36 @@ async def _look_at(machine: Machine, known_gpus: int) -> list[Finding]:
         await host.close()
 
 
-async def _of_elastic(
-    name: str, runner: Runner, engine: Elastic, door: Door | None
+async def _check_elastic(
+    name: str, runner: Runner, engine: Elastic, door: SchedulerClient | None
 ) -> list[Finding]:
     """Check an engine by a dry run of a job's options. The tiny command runs on the machine that submits to the engine: with the
     environment of jobs, but not where they run."""
-    _, found = await _answers(name, runner)
-    about = f"{name} {engine.title}"
+    _, findings = await _check_answer(name, runner)
+    subject = f"{name} {engine.title}"
     if door is None or engine.problem is not None:
         remedy = f"`groupwise fleet vm set {name}`, or `vm remove` and `vm add`"
-        return [*found, Finding(about, "problem", str(engine.problem), remedy=remedy)]
-    request = engine.engine(Resources(gpus=min(1, engine.said.gpus)), Limits())
+        return [*findings, Finding(subject, "problem", str(engine.problem), remedy=remedy)]
+    request = engine.engine(Resources(gpus=min(1, engine.body.gpus)), Limits())
     try:
-        says = await door.try_options(request.options)
+        dry_run = await door.try_options(request.options)
     except HostError as error:
         remedy = f"see that it runs, and that `vm show {name}` has the right options"
-        return [*found, Finding(about, "problem", str(error), "no job begins there", remedy)]
-    found.append(Finding(about, "ok", f"{engine.said.slots} places for jobs; it would: {says}"))
-    return [*found, *await _tiny_command(name, runner, 0)]
+        return [*findings, Finding(subject, "problem", str(error), "no job begins there", remedy)]
+    findings.append(
+        Finding(subject, "ok", f"{engine.body.slots} places for jobs; it would: {dry_run}")
+    )
+    return [*findings, *await _run_tiny_command(name, runner, 0)]
 
 
-async def _answers(name: str, runner: Runner) -> tuple[Hello, list[Finding]]:
+async def _check_answer(name: str, runner: Runner) -> tuple[Hello, list[Finding]]:
     """The first checks, which every machine gets."""
-    began = time.monotonic()
+    started_at = time.monotonic()
     hello = await runner.hello()
-    took = time.monotonic() - began
-    answers = f"{hello.hostname}: answers in {took * 1000:.0f} ms"
-    seen = Finding(name, "ok", answers, data={"seconds": took})
-    numbers = tuple(int(each) for each in re.findall(r"\d+", hello.python)[:2])
+    took = time.monotonic() - started_at
+    text = f"{hello.hostname}: answers in {took * 1000:.0f} ms"
+    finding = Finding(name, "ok", text, data={"seconds": took})
+    numbers = tuple(int(part) for part in re.findall(r"\d+", hello.python)[:2])
     python = Finding(
         f"{name} python",
         "ok" if numbers >= LEAST_PYTHON else "problem",
@@ -455,14 +466,14 @@ async def _answers(name: str, runner: Runner) -> tuple[Hello, list[Finding]]:
         "the runner needs 3.8 or newer",
         "install a newer python3 there",
     )
-    return hello, [seen, python, _disk(name, hello)]
+    return hello, [finding, python, _check_disk(name, hello)]
 
 
-async def _of_machine(machine: Machine, runner: Runner, known_gpus: int) -> list[Finding]:
+async def _check_plain_machine(machine: Machine, runner: Runner, known_gpus: int) -> list[Finding]:
     name = machine.vm_id
-    hello, found = await _answers(name, runner)
+    hello, findings = await _check_answer(name, runner)
     if hello.filesystem is not None and hello.filesystem.startswith(("nfs", "cifs", "smb")):
-        found.append(
+        findings.append(
             Finding(
                 f"{name} work folder",
                 "problem",
@@ -472,60 +483,60 @@ async def _of_machine(machine: Machine, runner: Runner, known_gpus: int) -> list
             )
         )
     observed = await runner.observe(probe=machine.probe)
-    found.append(_gpus(name, observed, known_gpus))
-    sound = sum(1 for gpu in observed.gpus if not gpu.mig and not gpu.problems)
-    found += await _tiny_command(name, runner, sound if known_gpus else 0)
-    return found
+    findings.append(_check_gpus(name, observed, known_gpus))
+    healthy_gpus = sum(1 for gpu in observed.gpus if not gpu.mig and not gpu.problems)
+    findings += await _run_tiny_command(name, runner, healthy_gpus if known_gpus else 0)
+    return findings
 
 
-def _disk(name: str, hello: Hello) -> Finding:
-    free = hello.disk_free_mb
-    if free is None:
+def _check_disk(name: str, hello: Hello) -> Finding:
+    free_mb = hello.disk_free_mb
+    if free_mb is None:
         return Finding(f"{name} disk", "skipped", "its free space is unknown")
     return Finding(
         f"{name} disk",
-        "ok" if free >= LEAST_DISK_MB else "warning",
-        f"{free / 1000:.0f} GB free in {hello.root}",
+        "ok" if free_mb >= LEAST_DISK_MB else "warning",
+        f"{free_mb / 1000:.0f} GB free in {hello.root}",
         "checkpoints will not fit, and a job whose disk is full fails",
         "make room there",
-        {"free_mb": free},
+        {"free_mb": free_mb},
     )
 
 
-def _gpus(name: str, observed: Observation, known: int) -> Finding:
-    about = f"{name} GPUs"
+def _check_gpus(name: str, observed: Observation, known_gpus: int) -> Finding:
+    subject = f"{name} GPUs"
     probe = observed.probe
     if probe.status == ProbeStatus.ABSENT:
-        level: Level = "problem" if known else "ok"
+        level: Level = "problem" if known_gpus else "ok"
         return Finding(
-            about,
+            subject,
             level,
             "there is no nvidia-smi"
-            + (f", but the fleet knows {known} GPUs of it" if known else ": no GPUs"),
-            remedy="see that the driver is installed" if known else "",
+            + (f", but the fleet knows {known_gpus} GPUs of it" if known_gpus else ": no GPUs"),
+            remedy="see that the driver is installed" if known_gpus else "",
         )
     if probe.status != ProbeStatus.OK:
         return Finding(
-            about,
+            subject,
             "problem",
             f"nvidia-smi {probe.status}",
             "nothing new is placed there",
             "run nvidia-smi there",
         )
-    ill = [f"{gpu.index}: {', '.join(gpu.problems)}" for gpu in observed.gpus if gpu.problems]
-    if ill:
+    problems = [f"{gpu.index}: {', '.join(gpu.problems)}" for gpu in observed.gpus if gpu.problems]
+    if problems:
         return Finding(
-            about,
+            subject,
             "warning",
-            "; ".join(ill),
+            "; ".join(problems),
             "these GPUs get no job",
             "look at them with nvidia-smi",
         )
     models = sorted({gpu.model or "?" for gpu in observed.gpus})
-    return Finding(about, "ok", f"{len(observed.gpus)}: {', '.join(models)}")
+    return Finding(subject, "ok", f"{len(observed.gpus)}: {', '.join(models)}")
 
 
-async def _tiny_command(name: str, runner: Runner, gpus: int) -> list[Finding]:
+async def _run_tiny_command(name: str, runner: Runner, gpus: int) -> list[Finding]:
     """Run the tiny command from launch to exit, as a job would be run; its folder is removed. `gpus`: how many torch should see."""
     job = f"doctor-{secrets.token_hex(5)}"
     spec = JobSpec(
@@ -534,21 +545,25 @@ async def _tiny_command(name: str, runner: Runner, gpus: int) -> list[Finding]:
         checkpoints=(),
         limits=Limits(time_seconds=PROBE_TIMEOUT, grace_seconds=1.0),
     )
-    began = time.monotonic()
+    started_at = time.monotonic()
     try:
         state = await runner.launch(Launch(job, 1, spec))
         alive = {RunnerState.CLAIMED, RunnerState.RUNNING}
-        while state.state in alive and time.monotonic() - began < PROBE_TIMEOUT:
-            known = Known(state.state, state.log_size, clock=state.clock)
-            for each in await runner.wait({(state.job, state.epoch): known}, seconds=5.0):
-                state = each
+        while state.state in alive and time.monotonic() - started_at < PROBE_TIMEOUT:
+            known_state = KnownState(state.state, state.log_size, clock=state.clock)
+            for new_state in await runner.wait(
+                {(state.job, state.epoch): known_state}, seconds=5.0
+            ):
+                state = new_state
         text = (await runner.log(job, 1, 0)).data.decode("utf-8", "replace").strip()
     finally:
-        await _forget(runner, job)
-    return _findings_of_machine(name, runner.python, state, text, time.monotonic() - began, gpus)
+        await _forget_job(runner, job)
+    return _tiny_command_findings(
+        name, runner.python, state, text, time.monotonic() - started_at, gpus
+    )
 
 
-async def _forget(runner: Runner, job: str) -> None:
+async def _forget_job(runner: Runner, job: str) -> None:
     try:
         await runner.kill(job, 1, grace=0.0)
         await runner.forget(job, 1)
@@ -556,48 +571,48 @@ async def _forget(runner: Runner, job: str) -> None:
         pass  # the finding reports that the machine does not answer; a folder of some kilobytes stays there
 
 
-def _findings_of_machine(
+def _tiny_command_findings(
     name: str, python: str, state: MemberState, text: str, took: float, gpus: int
 ) -> list[Finding]:
     """Findings from the tiny command's end and its last line."""
-    about = f"{name} jobs"
+    subject = f"{name} jobs"
     prepare = f"`groupwise fleet vm prepare {name}`"
     if state.refused is not None:
-        why = f"the runner refused a tiny job: {state.refused.message}"
-        remedy = f"{prepare} makes an environment for them" if "program" in why else ""
-        return [Finding(about, "problem", why, "jobs of this machine would all fail", remedy)]
+        reason = f"the runner refused a tiny job: {state.refused.message}"
+        remedy = f"{prepare} makes an environment for them" if "program" in reason else ""
+        return [Finding(subject, "problem", reason, "jobs of this machine would all fail", remedy)]
     if state.exit is None:
         return [
             Finding(
-                about,
+                subject,
                 "problem",
                 f"a tiny job did not end within {PROBE_TIMEOUT:.0f} s: it is {state.state}",
             )
         ]
     if state.exit.code != 0:
-        why = state.exit.message or text or f"exit code {state.exit.code}"
+        reason = state.exit.message or text or f"exit code {state.exit.code}"
         return [
             Finding(
-                about,
+                subject,
                 "problem",
-                f"{python} cannot be run there: {why.splitlines()[-1]}",
+                f"{python} cannot be run there: {reason.splitlines()[-1]}",
                 "jobs of this machine would all fail",
                 f"{prepare} makes an environment; `groupwise fleet vm set {name} --python PATH` names one that is there",
             )
         ]
-    said = _last_line(text)
-    found = [
+    output = _parse_last_line(text)
+    findings = [
         Finding(
-            about, "ok", f"a tiny job ran in {took:.1f} s with Python {said.get('python', '?')}"
+            subject, "ok", f"a tiny job ran in {took:.1f} s with Python {output.get('python', '?')}"
         )
     ]
-    found.append(_environment(name, python, said))
-    if "groupwise" in said:
-        found.append(_torch(name, said, gpus))
-    return found
+    findings.append(_check_environment(name, python, output))
+    if "groupwise" in output:
+        findings.append(_check_torch(name, output, gpus))
+    return findings
 
 
-def _last_line(text: str) -> dict[str, Any]:
+def _parse_last_line(text: str) -> dict[str, Any]:
     """Parse the command's result; start-up files of the interpreter may have printed something before it."""
     try:
         return dict(json.loads(text.splitlines()[-1]))
@@ -605,43 +620,47 @@ def _last_line(text: str) -> dict[str, Any]:
         return {}
 
 
-def _environment(name: str, python: str, report: Mapping[str, Any]) -> Finding:
+def _check_environment(name: str, python: str, report: Mapping[str, Any]) -> Finding:
     """Check that its groupwise is the one installed here."""
-    about, there, here = f"{name} environment", report.get("groupwise"), packing.version()
+    subject, there_version, own_version = (
+        f"{name} environment",
+        report.get("groupwise"),
+        packing.version(),
+    )
     remedy = f"`groupwise fleet vm prepare {name}`"
     if "why" in report:
         return Finding(
-            about,
+            subject,
             "problem",
             f"{python} has groupwise, and it cannot be imported: {report['why']}",
             "jobs of the training kinds (GRPO, SFT, EVAL) fail there",
             f"{remedy} makes an environment in which it can",
         )
-    if there is None:
+    if there_version is None:
         return Finding(
-            about,
+            subject,
             "warning",
             f"{python} has no groupwise",
             "commands run there, training kinds (GRPO, SFT, EVAL) do not",
             f"{remedy} makes an environment that has it",
         )
-    if there != here:
+    if there_version != own_version:
         return Finding(
-            about,
+            subject,
             "warning",
-            f"{python} has groupwise {there}; here it is {here}",
+            f"{python} has groupwise {there_version}; here it is {own_version}",
             "jobs there do what that release does",
             f"{remedy} gives it this one",
         )
     if report.get("wheel") not in (None, _packed_here()):
         return Finding(
-            about,
+            subject,
             "warning",
-            f"{python} has groupwise {there}, packed from other code than is here now",
+            f"{python} has groupwise {there_version}, packed from other code than is here now",
             "jobs there do what that code does",
             f"{remedy} gives it this one",
         )
-    return Finding(about, "ok", f"{python} has groupwise {there}, as here")
+    return Finding(subject, "ok", f"{python} has groupwise {there_version}, as here")
 
 
 @functools.cache
@@ -653,44 +672,44 @@ def _packed_here() -> str | None:
         return None
 
 
-def _torch(name: str, report: Mapping[str, Any], gpus: int) -> Finding:
+def _check_torch(name: str, report: Mapping[str, Any], gpus: int) -> Finding:
     """Check that torch is installed, and sees the GPUs."""
-    about, torch = f"{name} torch", report.get("torch")
+    subject, torch = f"{name} torch", report.get("torch")
     prepare = f"`groupwise fleet vm prepare {name}`"
     if torch is None:
         return Finding(
-            about,
+            subject,
             "warning",
             "there is none",
             "training kinds (GRPO, SFT, EVAL) do not run there",
             f"{prepare} brings it",
         )
     if not gpus:
-        return Finding(about, "ok", f"torch {torch}")
-    sees, build, why = report.get("gpus"), report.get("build"), report.get("torch_why")
-    if sees is None:
+        return Finding(subject, "ok", f"torch {torch}")
+    visible_gpus, build, reason = report.get("gpus"), report.get("build"), report.get("torch_why")
+    if visible_gpus is None:
         return Finding(
-            about,
+            subject,
             "problem",
-            f"torch {torch} cannot be imported: {why}",
+            f"torch {torch} cannot be imported: {reason}",
             "training kinds (GRPO, SFT, EVAL) fail there",
             prepare,
         )
     if build is None:
         return Finding(
-            about,
+            subject,
             "problem",
             f"torch {torch} is a build for processors alone, and the machine has {gpus} GPUs",
             "jobs get GPUs and do not use them",
             f"{prepare} from an index that has the CUDA build (--index-url https://pypi.org/simple)",
         )
-    if sees < gpus:
+    if visible_gpus < gpus:
         return Finding(
-            about,
+            subject,
             "problem",
-            f"torch {torch} for CUDA {build} sees {sees} of {gpus} GPUs"
-            + (f": {why}" if why else ""),
+            f"torch {torch} for CUDA {build} sees {visible_gpus} of {gpus} GPUs"
+            + (f": {reason}" if reason else ""),
             "jobs that get the others fail, or use none",
             f"a driver that is too old wants an older build ({prepare} --index-url …); else look at nvidia-smi there",
         )
-    return Finding(about, "ok", f"torch {torch} for CUDA {build} sees {sees} GPUs")
+    return Finding(subject, "ok", f"torch {torch} for CUDA {build} sees {visible_gpus} GPUs")

@@ -31,7 +31,7 @@ from groupwise.jobs.hosts.files import PIECE, hash_of
 from groupwise.jobs.hosts.spec import SHA256, FileEntry, file_entry, path_problems
 
 Document = dict[str, Any]
-Tell = Callable[[int, int, str], None]
+OnProgress = Callable[[int, int, str], None]
 """Called with the bytes received so far, the total, and the path of the current file or another activity."""
 MAX_PATHS_LISTED = 5
 """Maximum paths in a message."""
@@ -43,22 +43,22 @@ OF_ITS_NAME = frozenset({errno.ENAMETOOLONG, errno.EILSEQ})
 """Errors of a disk that would accept the file under another name."""
 
 
-class Sum:
-    """Counts bytes received or sent, and reports the sum to a `Tell`."""
+class ProgressCounter:
+    """Counts bytes received or sent, and reports the sum to a `OnProgress`."""
 
-    def __init__(self, tell: Tell, of: int) -> None:
-        self._tell, self._of = tell, of
-        self._here = 0
+    def __init__(self, on_progress: OnProgress, total: int) -> None:
+        self._on_progress, self._total = on_progress, total
+        self._done = 0
 
-    def more(self, what: str, count: int) -> None:
-        """Add `count` bytes of `what`, and report the sum."""
-        self._here += count
-        self._tell(self._here, self._of, what)
+    def add(self, label: str, count: int) -> None:
+        """Add `count` bytes of `label`, and report the sum."""
+        self._done += count
+        self._on_progress(self._done, self._total, label)
 
 
-def tell_nobody(here: int, of: int, path: str) -> None:
+def no_progress(received: int, total: int, path: str) -> None:
     """Ignore progress."""
-    del here, of, path
+    del received, total, path
 
 
 class DownloadError(RunError):
@@ -67,7 +67,7 @@ class DownloadError(RunError):
     code = "download"
 
 
-class _NotAsSaid(DownloadError):
+class _ContentMismatch(DownloadError):
     """The received bytes differ from the hash or size that the fleet lists."""
 
 
@@ -114,33 +114,39 @@ def fetch(
     request: DownloadRequest,
     *,
     force: bool = False,
-    tell: Tell = tell_nobody,
+    on_progress: OnProgress = no_progress,
 ) -> Document:
     """Fetch the files into the folder; returns the document that `--json` prints. `force`: replace other files that are in the way.
 
     Raises UsageError if a path is none of the job's, or other files are in the way; DownloadError; and errors of the source.
     """
     if request.checkpoints:
-        of_it = [
-            each for each in source.checkpoints(job_id) if request.epoch in (None, each["epoch"])
+        checkpoints = [
+            checkpoint
+            for checkpoint in source.checkpoints(job_id)
+            if request.epoch in (None, checkpoint["epoch"])
         ]
-        if not of_it:
-            which = "" if request.epoch is None else f" of the attempt {request.epoch}"
+        if not checkpoints:
+            attempt_note = "" if request.epoch is None else f" of the attempt {request.epoch}"
             raise UsageError(
-                f"{job_id} has no mirrored checkpoint{which}: none was written whole, or it is its artefacts that have them."
+                f"{job_id} has no mirrored checkpoint{attempt_note}: none was written whole, or it is its artefacts that have them."
             )
         newest: dict[str, Document] = {}
-        for each in of_it:
-            newest.setdefault(each["path"], each)
+        for checkpoint in checkpoints:
+            newest.setdefault(checkpoint["path"], checkpoint)
         # If two attempts wrote a checkpoint under the same path, the newer one counts.
-        files = [_entries(each["files"]) for each in newest.values()]
-        there = {path: entry for each in reversed(files) for path, entry in each.items()}
+        files = [_parse_manifest(checkpoint["files"]) for checkpoint in newest.values()]
+        available = {
+            path: entry
+            for checkpoint_files in reversed(files)
+            for path, entry in checkpoint_files.items()
+        }
         left_out = []
     else:
-        found = source.artefacts(job_id, epoch=request.epoch, rank=request.rank)
-        there, left_out = _entries(found["files"]), found["left_out"]
-        request = DownloadRequest(request.paths, False, found["epoch"], request.rank)
-    files = choose_files(there, request.paths, job_id)
+        artefacts = source.artefacts(job_id, epoch=request.epoch, rank=request.rank)
+        available, left_out = _parse_manifest(artefacts["files"]), artefacts["left_out"]
+        request = DownloadRequest(request.paths, False, artefacts["epoch"], request.rank)
+    files = choose_files(available, request.paths, job_id)
 
     def pieces(path: str, offset: int) -> Iterator[bytes]:
         if request.checkpoints:
@@ -150,7 +156,7 @@ def fetch(
             job_id, path, epoch=request.epoch, rank=request.rank, offset=offset
         )
 
-    files_kept = bring(files, pieces, folder, force=force, tell=tell)
+    files_kept = bring(files, pieces, folder, force=force, on_progress=on_progress)
     return {
         "job_id": job_id,
         "folder": str(folder.absolute()),
@@ -162,45 +168,47 @@ def fetch(
     }
 
 
-def _entries(files: Mapping[str, Sequence[Any]]) -> dict[str, FileEntry]:
-    found: dict[str, FileEntry] = {}
+def _parse_manifest(files: Mapping[str, Sequence[Any]]) -> dict[str, FileEntry]:
+    entries: dict[str, FileEntry] = {}
     for path, entry in files.items():
-        if wrong := path_problems("file", path):
-            raise DownloadError(f"the fleet offers what is not fetched: {wrong[0]}")
-        if (read := file_entry(entry)) is None:
+        if problems := path_problems("file", path):
+            raise DownloadError(f"the fleet offers what is not fetched: {problems[0]}")
+        if (parsed := file_entry(entry)) is None:
             raise DownloadError(
                 f"the fleet says no hash, mode and size of {one_line(path)}: it is of another release, or not what it seems."
             )
-        found[path.encode(errors="replace").decode()] = read
-    return found
+        entries[path.encode(errors="replace").decode()] = parsed
+    return entries
 
 
 def choose_files(
-    files: Mapping[str, FileEntry], words: Sequence[str], job_id: str
+    files: Mapping[str, FileEntry], paths: Sequence[str], job_id: str
 ) -> dict[str, FileEntry]:
     """The files that `words` name, or that lie below a folder that they name; all if there are no words. UsageError lists the files."""
-    found: dict[str, FileEntry] = {}
-    for word in words:
-        name = word.strip("/").removeprefix("./")
+    chosen: dict[str, FileEntry] = {}
+    for path in paths:
+        name = path.strip("/").removeprefix("./")
         below = {p: e for p, e in files.items() if p == name or p.startswith(f"{name}/")}
         if not below:
-            raise UsageError(f"{job_id} left no {word!r}; {_nearest(name, files)}.")
-        found |= below
-    return found if words else dict(files)
+            raise UsageError(f"{job_id} left no {path!r}; {_suggestion(name, files)}.")
+        chosen |= below
+    return chosen if paths else dict(files)
 
 
-def _nearest(name: str, files: Mapping[str, FileEntry]) -> str:
+def _suggestion(name: str, files: Mapping[str, FileEntry]) -> str:
     if not files:
         return "it left nothing at all"
-    folders = {path[:place] for path in files for place, c in enumerate(path) if c == "/"}
-    if near := difflib.get_close_matches(name, [*folders, *files], n=1):
-        return f"did you mean {near[0]}? It left {len(files)} files"
-    return f"there {'is' if len(files) == 1 else 'are'} {_some(sorted(files))}"
+    folders = {path[:index] for path in files for index, c in enumerate(path) if c == "/"}
+    if matches := difflib.get_close_matches(name, [*folders, *files], n=1):
+        return f"did you mean {matches[0]}? It left {len(files)} files"
+    return f"there {'is' if len(files) == 1 else 'are'} {_join_paths(sorted(files))}"
 
 
-def _some(paths: Sequence[str]) -> str:
-    more = f" and {len(paths) - MAX_PATHS_LISTED} more" if len(paths) > MAX_PATHS_LISTED else ""
-    return ", ".join(paths[:MAX_PATHS_LISTED]) + more
+def _join_paths(paths: Sequence[str]) -> str:
+    rest_note = (
+        f" and {len(paths) - MAX_PATHS_LISTED} more" if len(paths) > MAX_PATHS_LISTED else ""
+    )
+    return ", ".join(paths[:MAX_PATHS_LISTED]) + rest_note
 
 
 # Files
@@ -212,42 +220,45 @@ def bring(
     folder: Path,
     *,
     force: bool = False,
-    tell: Tell = tell_nobody,
+    on_progress: OnProgress = no_progress,
 ) -> frozenset[str]:
     """Fetch all these files into the folder; returns the paths that matched already. `pieces`: the bytes of a file from an offset on.
 
     Raises DownloadError if some cannot be fetched, after all others have arrived.
     """
-    lacking: dict[str, str] = {}
+    problems: dict[str, str] = {}
     try:
-        files_kept = _looked_at(files, folder, force)
-        here, of = sum(files[path].size for path in files_kept), sum(e.size for e in files.values())
+        files_kept = _matching_files(files, folder, force)
+        received, total = (
+            sum(files[path].size for path in files_kept),
+            sum(e.size for e in files.values()),
+        )
         for path in sorted(files.keys() - files_kept):
             try:
-                _one(
+                _fetch_file(
                     folder / path,
                     files[path],
                     pieces,
                     path,
-                    lambda n, p=path, h=here: tell(h + n, of, p),
+                    lambda n, p=path, h=received: on_progress(h + n, total, p),
                 )
-            except (_NotAsSaid, Refusal, OSError) as error:
-                lacking[path] = _why_it_alone(error)
+            except (_ContentMismatch, Refusal, OSError) as error:
+                problems[path] = _file_error(error)
                 continue
-            here += files[path].size
-            tell(here, of, path)
+            received += files[path].size
+            on_progress(received, total, path)
     except OSError as error:
         raise DownloadError(
             f"{error.filename or folder}: {error.strerror or error}. What has come is kept; the same command goes on with it."
         ) from error
-    if lacking:
-        raise DownloadError(_describe_missing(lacking, len(files), folder))
+    if problems:
+        raise DownloadError(_describe_missing(problems, len(files), folder))
     return frozenset(files_kept)
 
 
-def _why_it_alone(error: _NotAsSaid | Refusal | OSError) -> str:
+def _file_error(error: _ContentMismatch | Refusal | OSError) -> str:
     """The reason why this file alone cannot be fetched. Raises the error again if it concerns more than this file."""
-    if isinstance(error, _NotAsSaid):
+    if isinstance(error, _ContentMismatch):
         return error.message
     if isinstance(error, OSError):
         if error.errno in OF_ITS_NAME:
@@ -257,111 +268,114 @@ def _why_it_alone(error: _NotAsSaid | Refusal | OSError) -> str:
     raise error
 
 
-def _describe_missing(lacking: Mapping[str, str], of: int, folder: Path) -> str:
-    names = sorted(lacking)
-    shown = "; ".join(
-        f"{one_line(name)}: {lacking[name].rstrip('.')}" for name in names[:MAX_PATHS_LISTED]
+def _describe_missing(problems: Mapping[str, str], total: int, folder: Path) -> str:
+    names = sorted(problems)
+    details = "; ".join(
+        f"{one_line(name)}: {problems[name].rstrip('.')}" for name in names[:MAX_PATHS_LISTED]
     )
-    more = f"; and {len(names) - MAX_PATHS_LISTED} more" if len(names) > MAX_PATHS_LISTED else ""
-    others = "" if len(names) == of else f" All others are in {folder}."
-    return f"{len(names)} of {of} files did not come: {shown}{more}.{others}"
+    rest_note = (
+        f"; and {len(names) - MAX_PATHS_LISTED} more" if len(names) > MAX_PATHS_LISTED else ""
+    )
+    others_note = "" if len(names) == total else f" All others are in {folder}."
+    return f"{len(names)} of {total} files did not come: {details}{rest_note}.{others_note}"
 
 
-def _looked_at(files: Mapping[str, FileEntry], folder: Path, force: bool) -> set[str]:
+def _matching_files(files: Mapping[str, FileEntry], folder: Path, force: bool) -> set[str]:
     """The paths of files that match already. Raises UsageError if others are in the way."""
-    unchanged = {path for path, entry in files.items() if _is_right(folder / path, entry)}
-    here = sorted(path for path in files.keys() - unchanged if os.path.lexists(folder / path))
-    others = [path for path in here if not force or (folder / path).is_dir()]
-    if others:
-        them = "is another file" if len(others) == 1 else "are other files"
+    unchanged = {path for path, entry in files.items() if _is_unchanged(folder / path, entry)}
+    existing = sorted(path for path in files.keys() - unchanged if os.path.lexists(folder / path))
+    conflicts = [path for path in existing if not force or (folder / path).is_dir()]
+    if conflicts:
+        verb = "is another file" if len(conflicts) == 1 else "are other files"
         raise UsageError(
-            f"{_some(others)} in {folder} {them} than the job's. --force replaces them, --to names another folder. Nothing was fetched."
+            f"{_join_paths(conflicts)} in {folder} {verb} than the job's. --force replaces them, --to names another folder. Nothing was "
+            "fetched."
             if not force
-            else f"{_some(others)} in {folder}: a folder is where a file should be; remove it, or name another folder with --to."
+            else f"{_join_paths(conflicts)} in {folder}: a folder is where a file should be; remove it, or name another folder with --to."
         )
     return unchanged
 
 
-def _is_right(place: Path, entry: FileEntry) -> bool:
+def _is_unchanged(path: Path, entry: FileEntry) -> bool:
     try:
-        found = place.lstat()
+        status = path.lstat()
     except (FileNotFoundError, NotADirectoryError):
         return False
     except OSError as error:
         if error.errno in OF_ITS_NAME:
             return False
         raise
-    is_file = stat.S_ISREG(found.st_mode)
-    return is_file and found.st_size == entry.size and hash_of(place) == entry.sha256
+    is_file = stat.S_ISREG(status.st_mode)
+    return is_file and status.st_size == entry.size and hash_of(path) == entry.sha256
 
 
-def _one(
-    place: Path,
+def _fetch_file(
+    target: Path,
     entry: FileEntry,
     pieces: Callable[[str, int], Iterator[bytes]],
     path: str,
-    tell: Callable[[int], None],
+    on_chunk: Callable[[int], None],
 ) -> None:
     """Fetch one file: complete and verified, or not at all. The part of an earlier try may be damaged; then fetch it from scratch, once."""
-    if PART.fullmatch(place.name):
-        raise _NotAsSaid("files that are not whole yet have such names here")
-    place.parent.mkdir(parents=True, exist_ok=True)
-    part = place.with_name(f".{entry.sha256}.part")
-    with _open_locked(part) as file:
-        before = os.fstat(file.fileno()).st_size
-        if before > entry.size:
+    if PART.fullmatch(target.name):
+        raise _ContentMismatch("files that are not whole yet have such names here")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    partial_file = target.with_name(f".{entry.sha256}.part")
+    with _open_locked(partial_file) as file:
+        offset = os.fstat(file.fileno()).st_size
+        if offset > entry.size:
             file.truncate(0)
-            before = 0
+            offset = 0
         try:
-            rest = pieces(path, before) if before < entry.size else iter(())
-            whole = _append(file, entry, rest, tell)
+            remaining = pieces(path, offset) if offset < entry.size else iter(())
+            is_complete = _append_pieces(file, entry, remaining, on_chunk)
         except Refusal:
             if not os.fstat(file.fileno()).st_size:
-                part.unlink()
+                partial_file.unlink()
             raise
-        if not whole and before:
+        if not is_complete and offset:
             file.truncate(0)
-            whole = _append(file, entry, pieces(path, 0), tell)
-        if not whole:
-            part.unlink()
-            raise _NotAsSaid(
+            is_complete = _append_pieces(file, entry, pieces(path, 0), on_chunk)
+        if not is_complete:
+            partial_file.unlink()
+            raise _ContentMismatch(
                 "other bytes came than the fleet says that it has: it was damaged on its way, or there. Fetch it again."
             )
         set_mode(file.fileno(), entry)
         os.fsync(file.fileno())
-        part.replace(place)
+        partial_file.replace(target)
 
 
-def _open_locked(part: Path) -> BinaryIO:
+def _open_locked(partial_file: Path) -> BinaryIO:
     """Open and lock the file, to exclude other processes. Raises DownloadError if another one has it."""
-    file = part.open("a+b")
+    file = partial_file.open("a+b")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        if os.path.samestat(os.fstat(file.fileno()), part.stat()):
+        if os.path.samestat(os.fstat(file.fileno()), partial_file.stat()):
             return file
     except (BlockingIOError, FileNotFoundError):
         pass  # another process is fetching it, or has just finished
     file.close()
     raise DownloadError(
-        f"another process is fetching into {part.parent} as well; wait until it is done, or name another folder."
+        f"another process is fetching into {partial_file.parent} as well; wait until it is done, or name another folder."
     )
 
 
-def _append(
-    file: BinaryIO, entry: FileEntry, pieces: Iterator[bytes], tell: Callable[[int], None]
+def _append_pieces(
+    file: BinaryIO, entry: FileEntry, pieces: Iterator[bytes], on_chunk: Callable[[int], None]
 ) -> bool:
     """Append the pieces to the present content; returns whether size and hash then match."""
-    hashed = hashlib.sha256()
+    digest = hashlib.sha256()
     file.seek(0)
     while piece := file.read(PIECE):
-        hashed.update(piece)
+        digest.update(piece)
     size = os.fstat(file.fileno()).st_size
     for piece in pieces:
         size += len(piece)
         if size > entry.size:
             return False
-        hashed.update(piece)
+        digest.update(piece)
         file.write(piece)
-        tell(size)
+        on_chunk(size)
     file.flush()
-    return size == entry.size and hashed.hexdigest() == entry.sha256
+    return size == entry.size and digest.hexdigest() == entry.sha256

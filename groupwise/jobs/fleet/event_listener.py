@@ -35,7 +35,7 @@ Say = Callable[[str], None]
 log = logging.getLogger(__name__)
 
 
-class Newsreader:
+class EventListener:
     """Prints events until it is cancelled."""
 
     def __init__(
@@ -51,33 +51,33 @@ class Newsreader:
     async def run(self) -> None:
         """Print a greeting, then the events, until cancelled or until the output cannot be written any more."""
         try:
-            await self._tell()
+            await self._print_events()
         except OSError as error:
             log.warning("the news cannot be written, so there is none any more: %s", error)
         except Exception:  # a bug in a line of text ends no role
             log.exception("there are no news any more; the fleet goes on")
 
-    async def _tell(self) -> None:
+    async def _print_events(self) -> None:
         self._say(f"Fleet in {self._place.folder} ({self._database.name.partition(':')[0]}).")
         for _ in range(int(15 / LOOK_SECONDS)):  # until the machines have been observed
-            new = await self._read(_not_looked_at)
-            if not new:
+            unobserved = await self._read_database(_unobserved_count)
+            if not unobserved:
                 break
             await asyncio.sleep(LOOK_SECONDS)
-        for line in await self._read(_greeting):
+        for line in await self._read_database(_greeting_lines):
             self._say(line)
         if self._url is not None:
             self._say(f"Its API, for other programs: {self._url}")
-        self._position = await self._read(_newest)
+        self._position = await self._read_database(_newest_event)
         while True:
             lines, self._position = await self._when_it_answers(
-                lambda: self._database.in_thread(self._next)
+                lambda: self._database.in_thread(self._next_lines)
             )
             for line in lines:
                 self._say(line)
             await asyncio.sleep(LOOK_SECONDS)
 
-    async def _read(self, look: Callable[[Session], T]) -> T:
+    async def _read_database(self, look: Callable[[Session], T]) -> T:
         return await self._when_it_answers(lambda: self._database.read_in_thread(look))
 
     async def _when_it_answers(self, look: Callable[[], Awaitable[T]]) -> T:
@@ -89,24 +89,24 @@ class Newsreader:
                 log.debug("no news: %s", error)
                 await asyncio.sleep(LOOK_SECONDS)
 
-    def _next(self, session: Session) -> tuple[list[str], int]:
+    def _next_lines(self, session: Session) -> tuple[list[str], int]:
         """Lines for the events since the last call, and the new position."""
         lines: list[str] = []
         position = self._position
         for event in events.after(session, position, READ):
             position = event.event_id
-            text = _text(session, event)
+            text = _event_line(session, event)
             if text is not None:
-                at = time.strftime("%H:%M:%S", time.localtime(event.at))
-                lines.append(f"{at}  {shorten(one_line(text), LONGEST)}")
+                time_of_day = time.strftime("%H:%M:%S", time.localtime(event.at))
+                lines.append(f"{time_of_day}  {shorten(one_line(text), LONGEST)}")
         return lines, position
 
 
-def _newest(session: Session) -> int:
+def _newest_event(session: Session) -> int:
     return session.scalar(select(func.max(Event.event_id))) or 0
 
 
-def _not_looked_at(session: Session) -> int:
+def _unobserved_count(session: Session) -> int:
     return (
         session.scalar(
             select(func.count())
@@ -117,18 +117,16 @@ def _not_looked_at(session: Session) -> int:
     )
 
 
-def _greeting(session: Session) -> list[str]:
-    found = status.overview(session, Actor("up"))
-    counted, waiting = found["machines"], found["jobs"]
-    lines = [_machines(session, counted)]
-    under_way = [
-        f"{waiting[name]} {name}" for name in ("running", "queued", "pending") if waiting[name]
-    ]
-    if under_way:
-        lines.append(f"Jobs: {', '.join(under_way)}.")
+def _greeting_lines(session: Session) -> list[str]:
+    overview = status.overview(session, Actor("up"))
+    machines, jobs = overview["machines"], overview["jobs"]
+    lines = [_machines_line(session, machines)]
+    job_counts = [f"{jobs[name]} {name}" for name in ("running", "queued", "pending") if jobs[name]]
+    if job_counts:
+        lines.append(f"Jobs: {', '.join(job_counts)}.")
     lines += [
         f"! {alarm['message']}: {alarm['remedy']}"
-        for alarm in found["alarms"]
+        for alarm in overview["alarms"]
         if alarm["kind"] != "role_missing"
     ]
     lines.append("Ready. In another terminal:")
@@ -138,20 +136,20 @@ def _greeting(session: Session) -> list[str]:
     return lines
 
 
-def _machines(session: Session, counted: Mapping[str, Any]) -> str:
-    if counted["total"] != 1:
-        gpus = f", {counted['gpus']} GPUs" if counted["gpus"] else ""
-        return f"{counted['ready']} of {counted['total']} machines are ready{gpus}."
+def _machines_line(session: Session, counts: Mapping[str, Any]) -> str:
+    if counts["total"] != 1:
+        gpus = f", {counts['gpus']} GPUs" if counts["gpus"] else ""
+        return f"{counts['ready']} of {counts['total']} machines are ready{gpus}."
     vm = session.scalars(select(VM).where(VM.active)).one()
     if vm.engine is not None:
         return f"One machine, {vm.vm_id}, behind which {vm.engine.get('name')} begins jobs."
     facts = vm.facts
     ram = facts.get("ram_mb")
-    has = [f"{facts.get('cpus') or '?'} CPUs"]
+    resources = [f"{facts.get('cpus') or '?'} CPUs"]
     if ram:
-        has.append(f"{ram / 1000:.0f} GB")
-    has.append(f"{counted['gpus']} GPUs" if counted["gpus"] else _without_gpus(vm.cpu_slots))
-    return f"One machine, {vm.vm_id}: {', '.join(has)}."
+        resources.append(f"{ram / 1000:.0f} GB")
+    resources.append(f"{counts['gpus']} GPUs" if counts["gpus"] else _without_gpus(vm.cpu_slots))
+    return f"One machine, {vm.vm_id}: {', '.join(resources)}."
 
 
 def _without_gpus(slots: int | None) -> str:
@@ -160,7 +158,7 @@ def _without_gpus(slots: int | None) -> str:
     return f"no GPU: {'one job' if slots in (None, 1) else f'{slots} jobs'} at a time"
 
 
-def _text(session: Session, event: Event) -> str | None:
+def _event_line(session: Session, event: Event) -> str | None:
     """An event's text for users; None: it is not shown."""
     writer = _WRITERS.get(event.kind)
     return None if writer is None else writer(session, event)
@@ -172,82 +170,84 @@ def _submitted_line(session: Session, event: Event) -> str:
     return f"{event.job_id}{name} submitted by {event.actor.removeprefix('user:')}"
 
 
-def _pending(session: Session, event: Event) -> str:
+def _pending_line(session: Session, event: Event) -> str:
     job = session.get(Job, event.job_id)
     reasons = [] if job is None else job.blocked_reasons or []
     return f"{event.job_id} waits" + (f": {reasons[0]}" if reasons else "")
 
 
-def _running(session: Session, event: Event) -> str:
+def _running_line(session: Session, event: Event) -> str:
     job = session.get(Job, event.job_id)
-    where = "" if job is None or job.assigned_vm is None else f" on {job.assigned_vm}"
+    location = "" if job is None or job.assigned_vm is None else f" on {job.assigned_vm}"
     gpu = "" if job is None or job.gpu_index is None else f", GPU {job.gpu_index}"
-    return f"{event.job_id} runs{where}{gpu}"
+    return f"{event.job_id} runs{location}{gpu}"
 
 
 def _ended_line(session: Session, event: Event) -> str:
-    what = event.kind.removeprefix("job.")
+    outcome = event.kind.removeprefix("job.")
     reason = (event.detail or {}).get("reason")
-    return f"{event.job_id} {what}" + (f": {reason}" if reason and what != "completed" else "")
+    return f"{event.job_id} {outcome}" + (
+        f": {reason}" if reason and outcome != "completed" else ""
+    )
 
 
-def _again(session: Session, event: Event) -> str | None:
+def _retry_line(session: Session, event: Event) -> str | None:
     if (event.before or {}).get("status") != "running":
         return None
     detail = event.detail or {}
-    why = detail.get("failure_class") or "failed"
-    return f"{event.job_id} is tried again in {detail.get('delay', 0):.0f} s ({why})"
+    cause = detail.get("failure_class") or "failed"
+    return f"{event.job_id} is tried again in {detail.get('delay', 0):.0f} s ({cause})"
 
 
-def _steps_back(session: Session, event: Event) -> str:
+def _damaged_checkpoint_line(session: Session, event: Event) -> str:
     detail = event.detail or {}
     return f"the checkpoint of step {detail.get('step')} of {event.job_id} is damaged: it begins again {detail.get('then')}"
 
 
-def _not_mirrored(session: Session, event: Event) -> str:
+def _not_mirrored_line(session: Session, event: Event) -> str:
     return f"{event.job_id}: {(event.detail or {}).get('why')}"
 
 
-def _reachable(session: Session, event: Event) -> str | None:
+def _reachable_line(session: Session, event: Event) -> str | None:
     """Only a machine that was unreachable is reported: a new machine is expected to answer."""
-    was = (event.before or {}).get("contact")
-    return f"{event.vm_id} answers again" if was == Contact.UNREACHABLE else None
+    previous_contact = (event.before or {}).get("contact")
+    return f"{event.vm_id} answers again" if previous_contact == Contact.UNREACHABLE else None
 
 
-def _plain(session: Session, event: Event) -> str:
-    who = event.vm_id or event.job_id or ""
-    word = event.kind.partition(".")[2].replace("_", " ")
-    return f"{who} {word}"
+def _plain_line(session: Session, event: Event) -> str:
+    subject = event.vm_id or event.job_id or ""
+    action = event.kind.partition(".")[2].replace("_", " ")
+    return f"{subject} {action}"
 
 
-def _of_gpu(session: Session, event: Event) -> str:
-    return f"GPU {(event.detail or {}).get('index')} of {_plain(session, event)}"
+def _gpu_line(session: Session, event: Event) -> str:
+    return f"GPU {(event.detail or {}).get('index')} of {_plain_line(session, event)}"
 
 
 _WRITERS: Mapping[str, Callable[[Session, Event], str | None]] = {
     events.JOB_SUBMITTED: _submitted_line,
-    events.JOB_PENDING: _pending,
+    events.JOB_PENDING: _pending_line,
     events.JOB_COMPLETED: _ended_line,
     events.JOB_FAILED: _ended_line,
     events.JOB_CANCELLED: _ended_line,
-    events.JOB_QUEUED: _again,
-    events.JOB_RETRIED: _plain,
-    events.JOB_HELD: _plain,
-    events.JOB_CANCEL_REQUESTED: _plain,
-    events.JOB_CHECKPOINT_DAMAGED: _steps_back,
-    events.JOB_CHECKPOINT_NOT_MIRRORED: _not_mirrored,
-    events.ATTEMPT_RUNNING: _running,
-    events.ATTEMPT_ADOPTED: _plain,
-    events.ATTEMPT_LEAKING: _plain,
-    events.ATTEMPT_UNREACHABLE: _plain,
-    events.ATTEMPT_REACHABLE: _plain,
-    events.VM_ADDED: _plain,
-    events.VM_LOST: _plain,
-    events.VM_UNREACHABLE: _plain,
-    events.VM_REACHABLE: _reachable,
-    events.VM_UNTRUSTED: _plain,
-    events.VM_TRUSTED: _plain,
-    events.VM_CORDONED: _plain,
-    events.GPU_ACCUSED: _of_gpu,
-    events.GPU_QUARANTINED: _of_gpu,
+    events.JOB_QUEUED: _retry_line,
+    events.JOB_RETRIED: _plain_line,
+    events.JOB_HELD: _plain_line,
+    events.JOB_CANCEL_REQUESTED: _plain_line,
+    events.JOB_CHECKPOINT_DAMAGED: _damaged_checkpoint_line,
+    events.JOB_CHECKPOINT_NOT_MIRRORED: _not_mirrored_line,
+    events.ATTEMPT_RUNNING: _running_line,
+    events.ATTEMPT_ADOPTED: _plain_line,
+    events.ATTEMPT_LEAKING: _plain_line,
+    events.ATTEMPT_UNREACHABLE: _plain_line,
+    events.ATTEMPT_REACHABLE: _plain_line,
+    events.VM_ADDED: _plain_line,
+    events.VM_LOST: _plain_line,
+    events.VM_UNREACHABLE: _plain_line,
+    events.VM_REACHABLE: _reachable_line,
+    events.VM_UNTRUSTED: _plain_line,
+    events.VM_TRUSTED: _plain_line,
+    events.VM_CORDONED: _plain_line,
+    events.GPU_ACCUSED: _gpu_line,
+    events.GPU_QUARANTINED: _gpu_line,
 }

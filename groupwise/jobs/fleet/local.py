@@ -21,7 +21,7 @@ from groupwise.api.schemas.keys import LOCAL
 from groupwise.jobs.fleet.api.app import ACTS_FOR, make_local_app
 from groupwise.jobs.fleet.api.serving import Folders, LocalServing
 from groupwise.jobs.fleet.client import Document, FleetClient, named_files
-from groupwise.jobs.fleet.download import Sum, Tell, tell_nobody
+from groupwise.jobs.fleet.download import OnProgress, ProgressCounter, no_progress
 from groupwise.jobs.fleet.notify.composite import SeveralDoorbells, doorbell_of
 from groupwise.jobs.fleet.settings import FleetPlace
 from groupwise.jobs.fleet.store.database import Database
@@ -34,7 +34,7 @@ URL = "http://fleet"
 """Dummy base URL; requests never leave the process."""
 
 
-class _OpenedWhenRung(SeveralDoorbells):
+class _LazyDoorbells(SeveralDoorbells):
     """Connects at the first ring, so that commands that only read make no connection. It is rung by routes, on the event loop."""
 
     def ring(self, job_ids: Iterable[str]) -> None:
@@ -54,18 +54,18 @@ class LocalFleet(FleetClient):
         database: Database,
         user: str,
         *,
-        tell: Callable[[str], None] = log.warning,
+        warn: Callable[[str], None] = log.warning,
     ) -> None:
         """`user`: the actor in the events of its changes, such as `user:ada`."""
         self.place, self.database, self.user = place, database, user
         # Without NATS: connecting takes longer than the other doorbells need to wake a dispatcher.
-        self._doorbell = _OpenedWhenRung(
+        self._doorbell = _LazyDoorbells(
             doorbell_of(place.folder, database, None, os.environ).doorbells
         )
         folders = Folders(place.logs, place.artefacts, BlobStore(place.blobs))
         serving = LocalServing(database, folders, self._doorbell, place.secrets)
         self._transport = InProcessTransport(make_local_app(serving, user))
-        super().__init__(URL, key="", transport=self._transport, tell=tell)
+        super().__init__(URL, key="", transport=self._transport, warn=warn)
 
     def on_behalf_of(self, who: str) -> Self:
         """A client of the same fleet that acts for the holder of the dashboard's key `who`; the local user acts as themselves."""
@@ -79,20 +79,24 @@ class LocalFleet(FleetClient):
 
     def add_machine(self, machine: Mapping[str, Any]) -> Document:
         """Add a machine: the fields of `verbs.machines.NewMachine`, including `transport` and `seen_host_key`."""
-        new = machines.NewMachine(**machine)
-        return self.database.run(lambda session: machines.add(session, Actor(self.user), new))
+        new_machine = machines.NewMachine(**machine)
+        return self.database.run(
+            lambda session: machines.add(session, Actor(self.user), new_machine)
+        )
 
     def upload(
         self,
         files: Sequence[str | Path] | Mapping[str, str | Path],
         *,
-        tell: Tell = tell_nobody,
+        on_progress: OnProgress = no_progress,
     ) -> dict[str, list[Any]]:
         """See `FleetClient.upload`. Files of this machine are read once, and copied while they are hashed."""
-        found = named_files(files)
-        total = Sum(tell, sum(path.stat().st_size for path in found.values()))
+        local_files = named_files(files)
+        progress = ProgressCounter(
+            on_progress, sum(path.stat().st_size for path in local_files.values())
+        )
         entries = BlobStore(self.place.blobs).put_files(
-            found, lambda name, count: total.more(f"copying {name}", count)
+            local_files, lambda name, count: progress.add(f"copying {name}", count)
         )
         return {name: [entry.sha256, entry.mode, entry.size] for name, entry in entries.items()}
 

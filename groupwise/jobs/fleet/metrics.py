@@ -29,25 +29,33 @@ def render(overview: Mapping[str, Any]) -> Iterator[str]:
         "Those that a job could have now.",
         machines["gpus_available"],
     )
-    waiting = overview["oldest_waiting_seconds"]
+    oldest_waiting = overview["oldest_waiting_seconds"]
     yield from one(
-        "fleet_oldest_waiting_seconds", "gauge", "Of the job that has waited longest.", waiting
+        "fleet_oldest_waiting_seconds",
+        "gauge",
+        "Of the job that has waited longest.",
+        oldest_waiting,
     )
-    counted = Counter(alarm["kind"] for alarm in overview["alarms"])
-    alarms = [({"kind": kind}, count) for kind, count in sorted(counted.items())]
+    alarm_counts = Counter(alarm["kind"] for alarm in overview["alarms"])
+    alarms = [({"kind": kind}, count) for kind, count in sorted(alarm_counts.items())]
     yield from family("fleet_alarms", "gauge", "What an operator should look at.", alarms)
     processes = overview["processes"]
-    alive = Counter(process["role"] for process in processes if process["alive"])
+    alive_by_role = Counter(process["role"] for process in processes if process["alive"])
     roles = sorted({*NEEDED_ROLES, *(process["role"] for process in processes)})
-    living = [({"role": role}, alive[role]) for role in roles]
-    yield from family("fleet_role_processes", "gauge", "Living processes of each role.", living)
-    silent = [({"role": role}, _silence(role, processes)) for role in roles]
+    role_counts = [({"role": role}, alive_by_role[role]) for role in roles]
     yield from family(
-        "fleet_role_silent_seconds", "gauge", "Since the last word of anybody in the role.", silent
+        "fleet_role_processes", "gauge", "Living processes of each role.", role_counts
+    )
+    silences = [({"role": role}, _silent_seconds(role, processes)) for role in roles]
+    yield from family(
+        "fleet_role_silent_seconds",
+        "gauge",
+        "Since the last word of anybody in the role.",
+        silences,
     )
 
 
-def _silence(role: str, processes: Iterable[Mapping[str, Any]]) -> float:
+def _silent_seconds(role: str, processes: Iterable[Mapping[str, Any]]) -> float:
     """Seconds since the role's last heartbeat. Infinite if there was none for a day: if the series ended, so would the alert about it."""
-    heard = (each["silent_seconds"] for each in processes if each["role"] == role)
-    return min(heard, default=math.inf)
+    silences = (process["silent_seconds"] for process in processes if process["role"] == role)
+    return min(silences, default=math.inf)

@@ -32,12 +32,12 @@ from groupwise.jobs.fleet.machines.reaching import (
     door_of,
     host_of,
     runner_of,
-    same_way,
+    same_route,
     shown_key,
 )
 from groupwise.jobs.fleet.store.database import Database, seconds
 from groupwise.jobs.fleet.tasks import cancel_and_wait, wait_at_most
-from groupwise.jobs.hosts.keys import HostKey, parse
+from groupwise.jobs.hosts.keys import HostKey, parse_host_key
 from groupwise.jobs.hosts.port import Host, HostError, HostKeyError
 from groupwise.jobs.hosts.ssh import SshTimeouts
 
@@ -76,7 +76,7 @@ class Pace:
 
 
 @dataclass(slots=True, eq=False)
-class _Watched:
+class _PolledMachine:
     """A machine, and the schedule of its polls."""
 
     machine: Machine
@@ -110,92 +110,96 @@ class Poller:
         self._reach = reach or partial(host_of, timeouts=timeouts)
         self._read_key = read_key
         self._chance = chance or random.Random()
-        self._places = {
+        self._slots = {
             True: asyncio.Semaphore(self._pace.at_once),
             False: asyncio.Semaphore(self._pace.unsure_at_once),
         }
         """Keyed by whether the machine answered last time: silent machines do not hold up the others."""
-        self._watched: dict[str, _Watched] = {}
+        self._watched: dict[str, _PolledMachine] = {}
         self._queue: list[tuple[float, str]] = []
-        self._stirred = asyncio.Event()
+        self._changed = asyncio.Event()
         self._never = asyncio.Event()
-        self._ahead = 0.0
+        self._clock_offset = 0.0
         """The database's clock minus ours, in seconds."""
-        self._complained = False
+        self._has_warned = False
         self.lags: deque[float] = deque(maxlen=10_000)
         """Seconds from when polls were due until they started, at machines that answer; only the last ones."""
 
     async def run(self) -> None:
         """Poll machines when they are due, until cancelled."""
-        listing = asyncio.create_task(self._keep_listing())
+        listing_task = asyncio.create_task(self._keep_listing())
         try:
             while True:
                 now = time.monotonic()
                 while self._queue and self._queue[0][0] <= now:
-                    due, vm_id = heapq.heappop(self._queue)
+                    due_at, vm_id = heapq.heappop(self._queue)
                     watched = self._watched.get(vm_id)
-                    if watched is not None and watched.due == due:
+                    if watched is not None and watched.due == due_at:
                         assert watched.look is None, (
                             "the next look is due only after the last has ended"
                         )
-                        watched.look = asyncio.create_task(self._look(watched))
-                self._stirred.clear()
+                        watched.look = asyncio.create_task(self._poll_machine(watched))
+                self._changed.clear()
                 pause = self._queue[0][0] - time.monotonic() if self._queue else self._pace.listed
                 if pause > 0:
-                    await wait_at_most(pause, self._stirred)
+                    await wait_at_most(pause, self._changed)
                 else:
                     await asyncio.sleep(0)
         finally:
-            await cancel_and_wait(listing)
-            await asyncio.gather(*(self._let_go(each) for each in self._watched.values()))
+            await cancel_and_wait(listing_task)
+            await asyncio.gather(
+                *(self._stop_polling(watched) for watched in self._watched.values())
+            )
 
     # --- which machines ---------------------------------------------------------------------------
 
     async def _keep_listing(self) -> None:
-        first = True
+        is_first = True
         while True:
             try:
-                before = time.monotonic()
-                now, machines, barred = await self._database.read_in_thread(
+                read_started = time.monotonic()
+                now, machines, barred_ids = await self._database.read_in_thread(
                     lambda s: (seconds(s), records.machines(s), observation.barred_machines(s))
                 )
-                self._ahead = now - (before + time.monotonic()) / 2
-                await self._take_list(machines, first)
+                self._clock_offset = now - (read_started + time.monotonic()) / 2
+                await self._take_list(machines, is_first)
                 for vm_id, watched in self._watched.items():
-                    watched.barred = vm_id in barred
-                first, self._complained = False, False
+                    watched.barred = vm_id in barred_ids
+                is_first, self._has_warned = False, False
             except RunError as error:
-                self._complain(error)
+                self._warn_once(error)
             except Exception:  # one failed read of the list must not be the last
                 logger.exception("the list of machines cannot be read")
             await wait_at_most(self._pace.listed, self._never)
 
-    async def _take_list(self, machines: list[Machine], first: bool) -> None:
+    async def _take_list(self, machines: list[Machine], is_first: bool) -> None:
         """Take over a new list of machines. New ones are polled at once; at start-up they are spread out, lest all connect together."""
-        listed = {machine.vm_id: machine for machine in machines}
-        over = min(self._pace.interval, self._pace.spread * len(listed)) if first else 0.0
-        for vm_id in self._watched.keys() - listed.keys():
-            await self._let_go(self._watched.pop(vm_id))
-        for vm_id, machine in listed.items():
+        machines_by_id = {machine.vm_id: machine for machine in machines}
+        spread = (
+            min(self._pace.interval, self._pace.spread * len(machines_by_id)) if is_first else 0.0
+        )
+        for vm_id in self._watched.keys() - machines_by_id.keys():
+            await self._stop_polling(self._watched.pop(vm_id))
+        for vm_id, machine in machines_by_id.items():
             watched = self._watched.get(vm_id)
             if watched is None:
-                self._watched[vm_id] = watched = _Watched(machine, 0.0)
-                self._due_in(watched, self._chance.uniform(0.0, over))
+                self._watched[vm_id] = watched = _PolledMachine(machine, 0.0)
+                self._due_in(watched, self._chance.uniform(0.0, spread))
             elif watched.machine != machine:
-                same = same_way(watched.machine, machine)
+                is_same_route = same_route(watched.machine, machine)
                 watched.machine = machine
-                if not same:
-                    await self._let_go(watched)
+                if not is_same_route:
+                    await self._stop_polling(watched)
                     watched.misses, watched.answered = 0, False
                     self._due_in(watched, 0.0)
 
-    async def _let_go(self, watched: _Watched) -> None:
+    async def _stop_polling(self, watched: _PolledMachine) -> None:
         """Cancel the poll in progress and close the connection: the machine has changed or is gone."""
         await cancel_and_wait(watched.look)
         watched.look = None
-        await self._close(watched)
+        await self._close_connection(watched)
 
-    async def _close(self, watched: _Watched) -> None:
+    async def _close_connection(self, watched: _PolledMachine) -> None:
         host, watched.host = watched.host, None
         if host is not None:
             with suppress(
@@ -206,55 +210,55 @@ class Poller:
 
     # --- when -------------------------------------------------------------------------------------
 
-    def _due_in(self, watched: _Watched, delay: float) -> None:
+    def _due_in(self, watched: _PolledMachine, delay: float) -> None:
         watched.due = time.monotonic() + delay
         heapq.heappush(self._queue, (watched.due, watched.machine.vm_id))
-        self._stirred.set()
+        self._changed.set()
 
-    async def _look(self, watched: _Watched) -> None:
-        async with self._places[watched.answered]:
-            began = time.monotonic()
+    async def _poll_machine(self, watched: _PolledMachine) -> None:
+        async with self._slots[watched.answered]:
+            started_at = time.monotonic()
             if watched.answered:
-                self.lags.append(began - watched.due)
+                self.lags.append(started_at - watched.due)
             try:
-                watched.answered = await self._look_now(watched)
-                self._complained = False
+                watched.answered = await self._poll_now(watched)
+                self._has_warned = False
             except RunError as error:
-                self._complain(error)
+                self._warn_once(error)
             except Exception as error:  # a row written by hand must not end its polls
                 logger.exception("the look at machine %s failed", watched.machine.vm_id)
-                await self._missed_oddly(watched, error)
+                await self._record_error(watched, error)
         watched.look = None
         if self._watched.get(watched.machine.vm_id) is watched:
             pause = self._pace.after(watched.misses) * self._chance.uniform(0.9, 1.1)
-            self._due_in(watched, max(began + pause - time.monotonic(), self._pace.least))
+            self._due_in(watched, max(started_at + pause - time.monotonic(), self._pace.least))
 
-    async def _missed_oddly(self, watched: _Watched, error: Exception) -> None:
+    async def _record_error(self, watched: _PolledMachine, error: Exception) -> None:
         """Record the error as a missed poll: the author of the row then sees it there."""
         watched.misses += 1
         watched.answered = False
         vm_id, text = watched.machine.vm_id, f"{type(error).__name__}: {error}"
-        asked_at = time.monotonic() + self._ahead
+        asked_at = time.monotonic() + self._clock_offset
         try:
             await self._database.in_thread(
                 lambda s: observation.record_miss(s, vm_id, asked_at, text)
             )
         except RunError as away:
-            self._complain(away)
+            self._warn_once(away)
 
-    def _complain(self, error: RunError) -> None:
-        if not self._complained:
+    def _warn_once(self, error: RunError) -> None:
+        if not self._has_warned:
             logger.warning("what machines show cannot be written down: %s", error)
-        self._complained = True
+        self._has_warned = True
 
     # --- a poll -----------------------------------------------------------------------------------
 
-    async def _look_now(self, watched: _Watched) -> bool:
+    async def _poll_now(self, watched: _PolledMachine) -> bool:
         """Poll the machine; returns True if it answered, even with an untrusted key."""
-        machine, asked_at = watched.machine, time.monotonic() + self._ahead
+        machine, asked_at = watched.machine, time.monotonic() + self._clock_offset
         try:
             if machine.transport != LOCAL and (machine.host_key is None or watched.barred):
-                await self._ask_for_key(watched)
+                await self._read_shown_key(watched)
             else:
                 await self._observe(watched, asked_at)
         except HostError as error:
@@ -267,48 +271,48 @@ class Poller:
         watched.misses = 0
         return True
 
-    async def _observe(self, watched: _Watched, asked_at: float) -> None:
+    async def _observe(self, watched: _PolledMachine, asked_at: float) -> None:
         machine, pace = watched.machine, self._pace
         if watched.host is None:
             watched.host = self._reach(machine)
         runner, door = runner_of(machine, watched.host), door_of(machine, watched.host)
         try:
-            seen = await runner.observe(
+            observed = await runner.observe(
                 probe=machine.probe, probe_timeout=pace.probe, timeout=pace.answer
             )
             if door is not None:
-                await door.ask()
+                await door.ping()
         except HostKeyError as error:
-            await self._close(watched)
+            await self._close_connection(watched)
             # The key of the machine, or that of a jump host? With a jump host, only reading the key again shows which.
             if error.seen is None:
-                await self._way_not_trusted(watched, error)
+                await self._record_untrusted(watched, error)
             elif watched.machine.jump:
-                await self._ask_for_key(watched)
+                await self._read_shown_key(watched)
             else:
-                await self._record_shown_key(watched, parse(error.seen))
+                await self._record_shown_key(watched, parse_host_key(error.seen))
         else:
             await self._database.in_thread(
                 lambda s: observation.apply(
-                    s, machine.vm_id, asked_at, seen, look_seconds=pace.interval
+                    s, machine.vm_id, asked_at, observed, look_seconds=pace.interval
                 )
             )
 
-    async def _ask_for_key(self, watched: _Watched) -> None:
+    async def _read_shown_key(self, watched: _PolledMachine) -> None:
         """Read the host key, and nothing else."""
         try:
             host_key = await self._read_key(watched.machine)
         except HostKeyError as error:
-            await self._way_not_trusted(watched, error)
+            await self._record_untrusted(watched, error)
         else:
             await self._record_shown_key(watched, host_key)
 
-    async def _record_shown_key(self, watched: _Watched, key: HostKey) -> None:
+    async def _record_shown_key(self, watched: _PolledMachine, key: HostKey) -> None:
         vm_id = watched.machine.vm_id
         await self._database.in_thread(
             lambda s: observation.record_shown_key(s, vm_id, key, pin=self._trust)
         )
 
-    async def _way_not_trusted(self, watched: _Watched, error: HostKeyError) -> None:
+    async def _record_untrusted(self, watched: _PolledMachine, error: HostKeyError) -> None:
         vm_id, text = watched.machine.vm_id, str(error)
         await self._database.in_thread(lambda s: observation.record_untrusted(s, vm_id, text))

@@ -50,7 +50,7 @@ def alone(folder: Path, role: str) -> Generator[None, None, None]:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UsageError(_taken_message(folder, role, _holder(file))) from None
+            raise UsageError(_taken_message(folder, role, _read_holder(file))) from None
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
         file.flush()
@@ -61,7 +61,7 @@ def _lock_file(folder: Path, role: str) -> Path:
     return folder / f"{role}.lock"
 
 
-def _holder(file: IO[str]) -> str | None:
+def _read_holder(file: IO[str]) -> str | None:
     """The pid in a lock file, if there is one."""
     file.seek(0)
     pid = file.read(32).strip()
@@ -69,9 +69,9 @@ def _holder(file: IO[str]) -> str | None:
 
 
 def _taken_message(folder: Path, role: str, pid: str | None) -> str:
-    who = f"process {pid}" if pid else "another process"
+    holder = f"process {pid}" if pid else "another process"
     return (
-        f"the fleet in {folder} has its {role} already: {who}. An embedded fleet has one of each. `groupwise fleet status` looks at it, "
+        f"the fleet in {folder} has its {role} already: {holder}. An embedded fleet has one of each. `groupwise fleet status` looks at it, "
         f"{f'`kill {pid}` ends it, ' if pid else ''}and --fleet names another folder for another fleet."
     )
 
@@ -87,7 +87,7 @@ def who_plays(folder: Path, but: Collection[str] = ()) -> str | None:
                 fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
             except BlockingIOError:
                 if role not in but:
-                    return f"its {role} (process {_holder(file) or 'unknown'})"
+                    return f"its {role} (process {_read_holder(file) or 'unknown'})"
     return None
 
 
@@ -114,11 +114,11 @@ def _process_state(pid: int) -> tuple[str, int] | None:
 
 def is_gone(pid: int, facts: Mapping[str, Any]) -> bool:
     """True if a row's process has certainly ended: it ran on this system, and its pid is now unused or another process's."""
-    then: dict[str, Any] = facts.get(PROCESS) or {}
-    own = identity(os.getpid())
-    if own is None:
+    recorded: dict[str, Any] = facts.get(PROCESS) or {}
+    own_identity = identity(os.getpid())
+    if own_identity is None:
         return False
-    if any(then.get(name) != own[name] for name in ("boot_id", "pids")):
+    if any(recorded.get(name) != own_identity[name] for name in ("boot_id", "pids")):
         return False
     try:
         os.kill(pid, 0)
@@ -126,12 +126,14 @@ def is_gone(pid: int, facts: Mapping[str, Any]) -> bool:
         return True
     except OSError:  # another user's process, which is alive
         pass
-    now = _process_state(pid)
-    return now is not None and (now[0] in OVER or now[1] != then.get("ticks"))
+    process_state = _process_state(pid)
+    return process_state is not None and (
+        process_state[0] in OVER or process_state[1] != recorded.get("ticks")
+    )
 
 
 def forget_gone(session: Session, role: str, *, alone: bool) -> None:
     """Delete the rows of processes that played the role and are gone. `alone`: only the caller can be playing it."""
     rows = session.scalars(select(ControlProcess).where(ControlProcess.role == role))
-    ended = [row.owner for row in rows if alone or is_gone(row.pid, row.facts)]
-    session.execute(delete(ControlProcess).where(ControlProcess.owner.in_(ended)))
+    ended_owners = [row.owner for row in rows if alone or is_gone(row.pid, row.facts)]
+    session.execute(delete(ControlProcess).where(ControlProcess.owner.in_(ended_owners)))

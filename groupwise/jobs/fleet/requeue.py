@@ -86,22 +86,22 @@ class RequeueManager:
             "waiting although they could begin": wake_waiting,
             "of which a machine runs what no table knows": hold_back,
             "waiting longer than any pause": shorten_pauses,
-            "silent beyond its deadman": tell_overdue,
+            "silent beyond its deadman": report_overdue,
         }
-        found: dict[str, int] = {}
-        for what, repair in repairs.items():
+        counts: dict[str, int] = {}
+        for kind, repair in repairs.items():
             try:
-                found[what] = count = await self._database.in_thread(repair)
+                counts[kind] = count = await self._database.in_thread(repair)
                 while count >= AT_ONCE:
                     count = await self._database.in_thread(repair)
-                    found[what] += count
+                    counts[kind] += count
             except RunError as error:
-                logger.warning("not repaired, %s: %s", what, error)
+                logger.warning("not repaired, %s: %s", kind, error)
             except Exception:  # a fault in one kind of repair must not end the others
-                logger.exception("not repaired, %s", what)
-        if any(found.values()):
-            logger.info("repaired: %s", ", ".join(f"{n} {what}" for what, n in found.items() if n))
-        return found
+                logger.exception("not repaired, %s", kind)
+        if any(counts.values()):
+            logger.info("repaired: %s", ", ".join(f"{n} {kind}" for kind, n in counts.items() if n))
+        return counts
 
 
 # --- running without a live attempt ---------------------------------------------------------------
@@ -109,33 +109,35 @@ class RequeueManager:
 
 def move_strays(session: Session, chance: random.Random) -> int:
     """Give jobs that are running without a live attempt their next status; returns how many."""
-    live = exists().where(Attempt.job_id == Job.job_id, Attempt.state != AttemptState.ENDED)
-    found = session.scalars(
+    has_live_attempt = exists().where(
+        Attempt.job_id == Job.job_id, Attempt.state != AttemptState.ENDED
+    )
+    jobs = session.scalars(
         select(Job)
-        .where(Job.status == JobStatus.RUNNING, ~live)
+        .where(Job.status == JobStatus.RUNNING, ~has_live_attempt)
         .order_by(Job.job_id)
         .limit(AT_ONCE)
         .with_for_update(skip_locked=True, key_share=True)
     ).all()
     # Between query and lock a dispatcher may have claimed one; a second query, with the lock held, sees that.
-    job_ids = [job.job_id for job in found]
-    busy = set(
+    job_ids = [job.job_id for job in jobs]
+    busy_ids = set(
         session.scalars(
             select(Attempt.job_id).where(
                 Attempt.job_id.in_(job_ids), Attempt.state != AttemptState.ENDED
             )
         )
     )
-    strays = [job for job in found if job.job_id not in busy]
+    strays = [job for job in jobs if job.job_id not in busy_ids]
     for job in strays:
-        _move(session, job, chance)
+        _set_next_status(session, job, chance)
     session.flush()
     if any(job.status in FINAL for job in strays):
         requeue_pending.wake(session, actor=ACTOR)  # others may wait for them
     return len(strays)
 
 
-def _move(session: Session, job: Job, chance: random.Random) -> None:
+def _set_next_status(session: Session, job: Job, chance: random.Random) -> None:
     """Set the job's next status as the end of its newest attempt would have, or as if a void attempt had ended."""
     attempt = session.scalars(
         select(Attempt)
@@ -145,8 +147,8 @@ def _move(session: Session, job: Job, chance: random.Random) -> None:
     ).first()
     if attempt is None or attempt.outcome is None:
         facts = JobFacts(job.cancel_requested_at is not None, job.spent)
-        why = "it was running without an attempt"
-        verdict = after_end(facts, Outcome.VOID, None, why, chance)
+        reason = "it was running without an attempt"
+        verdict = after_end(facts, Outcome.VOID, None, reason, chance)
     else:
         because = str(attempt.evidence.get("because") or "its attempt has ended")
         failure = FailureClass(attempt.failure_class) if attempt.failure_class else None
@@ -154,7 +156,7 @@ def _move(session: Session, job: Job, chance: random.Random) -> None:
         move = Move(AttemptState.ENDED, outcome, failure, because, evidence)
         verdict = verdict_on(session, job, attempt, move, chance)
     now = seconds(session)
-    before, job.status = job.status, verdict.status
+    status_before, job.status = job.status, verdict.status
     job.spent = dict(verdict.spent)
     if verdict.status is JobStatus.QUEUED:
         job.not_before = max(job.not_before, now + verdict.delay)
@@ -170,7 +172,7 @@ def _move(session: Session, job: Job, chance: random.Random) -> None:
         kind=f"job.{verdict.status}",
         job_id=job.job_id,
         epoch=None if attempt is None else attempt.epoch,
-        before={"status": before},
+        before={"status": status_before},
         after={"status": verdict.status},
         detail={
             "why": "it was running without a live attempt",
@@ -188,7 +190,7 @@ def _move(session: Session, job: Job, chance: random.Random) -> None:
 
 def close_leaked(session: Session) -> int:
     """Close reservations of attempts that are over and have left nothing on any machine; returns how many."""
-    over = (
+    leaked = (
         select(Reservation.reservation_id, Reservation.epoch, Reservation.vm_id, Attempt.job_id)
         .join(Attempt, Attempt.epoch == Reservation.epoch)
         .where(
@@ -200,16 +202,16 @@ def close_leaked(session: Session) -> int:
         .limit(AT_ONCE)
         .with_for_update(skip_locked=True, key_share=True, of=Reservation)
     )
-    found = session.execute(over).all()
-    if not found:
+    rows = session.execute(leaked).all()
+    if not rows:
         return 0
-    numbers = [row.reservation_id for row in found]
+    reservation_ids = [row.reservation_id for row in rows]
     session.execute(
         update(Reservation)
-        .where(Reservation.reservation_id.in_(numbers), Reservation.released_at.is_(None))
+        .where(Reservation.reservation_id.in_(reservation_ids), Reservation.released_at.is_(None))
         .values(released_at=clock())
     )
-    for row in found:
+    for row in rows:
         events.append(
             session,
             actor=ACTOR,
@@ -219,8 +221,8 @@ def close_leaked(session: Session) -> int:
             vm_id=row.vm_id,
             detail={"why": "its attempt is over, and its machine holds nothing of it"},
         )
-    requeue_pending.wake(session, vm_ids={row.vm_id for row in found}, actor=ACTOR)
-    return len(found)
+    requeue_pending.wake(session, vm_ids={row.vm_id for row in rows}, actor=ACTOR)
+    return len(rows)
 
 
 def admit_late(session: Session, secrets: AllowedSecrets) -> int:
@@ -235,29 +237,31 @@ def wake_waiting(session: Session) -> int:
 
 def hold_back(session: Session) -> int:
     """Hold back jobs of untracked attempts that were last seen on machines now silent. Counts as no repair, to avoid repeated reports."""
-    silent = untracked_processes.on_machines(session, silent=True)
-    untracked_processes.hold_back(session, {each["job_id"] for _, each in silent})
+    silent_attempts = untracked_processes.on_machines(session, silent=True)
+    untracked_processes.hold_back(session, {attempt["job_id"] for _, attempt in silent_attempts})
     return 0
 
 
 def shorten_pauses(session: Session) -> int:
     """Shorten pauses that were set before the database's clock was set back; returns how many, until none is left."""
     now = seconds(session)
-    late = select(Job.job_id).where(
+    late_jobs = select(Job.job_id).where(
         Job.status.in_((JobStatus.QUEUED, JobStatus.PENDING, JobStatus.HELD)),
         Job.not_before > now + LONGEST_PAUSE,
     )
     ids = session.scalars(
-        late.order_by(Job.job_id).limit(AT_ONCE).with_for_update(skip_locked=True, key_share=True)
+        late_jobs.order_by(Job.job_id)
+        .limit(AT_ONCE)
+        .with_for_update(skip_locked=True, key_share=True)
     ).all()
     session.execute(update(Job).where(Job.job_id.in_(ids)).values(not_before=now))
     return len(ids)
 
 
-def tell_overdue(session: Session) -> int:
+def report_overdue(session: Session) -> int:
     """Report attempts that are live although their deadman has ended them for certain; each is reported once."""
     # Events are selected by job, since there are many and no index covers their epochs.
-    reported = exists().where(
+    is_reported = exists().where(
         Event.job_id == Attempt.job_id,
         Event.epoch == Attempt.epoch,
         Event.kind == events.ATTEMPT_OVERDUE,
@@ -266,18 +270,20 @@ def tell_overdue(session: Session) -> int:
         select(Attempt.job_id, Attempt.epoch, Member.vm_id, Member.handle)
         .join(Member, Member.epoch == Attempt.epoch)
         .where(
-            Attempt.state != AttemptState.ENDED, Attempt.contact == Contact.UNREACHABLE, ~reported
+            Attempt.state != AttemptState.ENDED,
+            Attempt.contact == Contact.UNREACHABLE,
+            ~is_reported,
         )
         .order_by(Attempt.epoch, Member.rank)
     ).all()
     now = seconds(session)
-    found = {
+    overdue = {
         row.epoch: row
         for row in reversed(rows)
-        if _overdue(row.handle, now)
-        and now - _adopted_at(session, row.job_id, row.epoch) > _patience(row.handle)
+        if _is_overdue(row.handle, now)
+        and now - _adopted_at(session, row.job_id, row.epoch) > _silence_limit(row.handle)
     }
-    for row in found.values():
+    for row in overdue.values():
         logger.error(
             "attempt %s.%d on %s is silent beyond its deadman, and no dispatcher ends it; is one running?",
             row.job_id,
@@ -293,21 +299,21 @@ def tell_overdue(session: Session) -> int:
             vm_id=row.vm_id,
             detail={"why": "silent beyond its deadman, and not ended by a dispatcher"},
         )
-    return min(len(found), AT_ONCE - 1)
+    return min(len(overdue), AT_ONCE - 1)
 
 
-def _overdue(handle: dict[str, Any], now: float) -> bool:
+def _is_overdue(handle: dict[str, Any], now: float) -> bool:
     since = handle.get("silent_since")
-    return "deadman" in handle and since is not None and now > since + _patience(handle)
+    return "deadman" in handle and since is not None and now > since + _silence_limit(handle)
 
 
-def _patience(handle: dict[str, Any]) -> float:
+def _silence_limit(handle: dict[str, Any]) -> float:
     return (handle.get("deadman") or math.inf) + DEADMAN_MARGIN + DRIVEN_LATE
 
 
 def _adopted_at(session: Session, job_id: str, epoch: int) -> float:
     """Time when the attempt was last adopted, since its new owner measures silence from then; 0.0: never."""
-    taken = select(func.max(Event.at)).where(
+    last_adopted = select(func.max(Event.at)).where(
         Event.job_id == job_id, Event.epoch == epoch, Event.kind == events.ATTEMPT_ADOPTED
     )
-    return session.scalar(taken) or 0.0
+    return session.scalar(last_adopted) or 0.0

@@ -37,17 +37,17 @@ class SecretMissing(Exception):
 
 def pattern_problems(pattern: str) -> list[str]:
     """Problems of one of the operator's patterns, as messages."""
-    kind, _, what = pattern.partition(":")
-    if kind == "env" and _VARIABLE.fullmatch(what):
+    kind, _, target = pattern.partition(":")
+    if kind == "env" and _VARIABLE.fullmatch(target):
         return []
-    if kind == "file" and what and _is_plain(what.removeprefix("/")):
+    if kind == "file" and target and _has_plain_parts(target.removeprefix("/")):
         return []
     return [
         f"{pattern!r} is no pattern of secrets: write env:NAME or file:PATH, with `*` for any letters of a name or of one part of a path"
     ]
 
 
-def _is_plain(path: str) -> bool:
+def _has_plain_parts(path: str) -> bool:
     """True if no part of the path is empty, `.` or `..`."""
     return "\0" not in path and all(part not in ("", ".", "..") for part in path.split("/"))
 
@@ -65,68 +65,76 @@ class AllowedSecrets:
         return [
             f"secret {name}: {refusal}"
             for name, reference in references.items()
-            if (refusal := self._refusal(reference)) is not None
+            if (refusal := self._refusal_reason(reference)) is not None
         ]
 
     def read(self, references: Mapping[str, str]) -> dict[str, str]:
         """Read the values; a newline at the end of a file is removed. Raises SecretMissing."""
-        return {name: self._value(name, reference) for name, reference in references.items()}
+        return {name: self._read_secret(name, reference) for name, reference in references.items()}
 
-    def _refusal(self, reference: str) -> str | None:
-        kind, _, what = reference.partition(":")
-        if kind == "env" and any(fnmatchcase(what, each) for each in self._of_kind("env")):
+    def _refusal_reason(self, reference: str) -> str | None:
+        kind, _, target = reference.partition(":")
+        if kind == "env" and any(
+            fnmatchcase(target, pattern) for pattern in self._targets_of_kind("env")
+        ):
             return None
         if (
             kind == "file"
-            and what.startswith("/")
-            and _is_plain(what[1:])
-            and self._matching_patterns(what)
+            and target.startswith("/")
+            and _has_plain_parts(target[1:])
+            and self._matching_patterns(target)
         ):
             return None
-        there = ", ".join(self.patterns) or "nothing"
-        where = "" if self.folder is None else f" in {self.folder}/fleet.yaml"
+        allowed = ", ".join(self.patterns) or "nothing"
+        location = "" if self.folder is None else f" in {self.folder}/fleet.yaml"
         return (
-            f"{reference[:200]!r} is not among what jobs of this fleet may be given: {there}. The fleet's operator adds it to "
-            f"{SETTING}{where}, and restarts its processes."
+            f"{reference[:200]!r} is not among what jobs of this fleet may be given: {allowed}. The fleet's operator adds it to "
+            f"{SETTING}{location}, and restarts its processes."
         )
 
-    def _of_kind(self, kind: str) -> Iterator[str]:
+    def _targets_of_kind(self, kind: str) -> Iterator[str]:
         return (
-            what for each in self.patterns for k, _, what in (each.partition(":"),) if k == kind
+            target
+            for pattern in self.patterns
+            for k, _, target in (pattern.partition(":"),)
+            if k == kind
         )
 
-    def _files(self) -> Iterator[str]:
+    def _file_patterns(self) -> Iterator[str]:
         """Patterns of absolute paths."""
-        for each in self._of_kind("file"):
-            if each.startswith("/"):
-                yield each
+        for pattern in self._targets_of_kind("file"):
+            if pattern.startswith("/"):
+                yield pattern
             elif self.folder is not None:
-                yield f"{self.folder}/{each}"
+                yield f"{self.folder}/{pattern}"
 
     def _matching_patterns(self, path: str) -> list[str]:
         """The patterns that match a path."""
-        return [each for each in self._files() if _matches(path, each)]
+        return [pattern for pattern in self._file_patterns() if _matches(path, pattern)]
 
-    def _value(self, name: str, reference: str) -> str:
-        if (refusal := self._refusal(reference)) is not None:
+    def _read_secret(self, name: str, reference: str) -> str:
+        if (refusal := self._refusal_reason(reference)) is not None:
             raise SecretMissing(f"secret {name}: {refusal}")
-        kind, _, where = reference.partition(":")
-        value = os.environ.get(where) if kind == "env" else self._content(name, where)
+        kind, _, source = reference.partition(":")
+        value = os.environ.get(source) if kind == "env" else self._read_secret_file(name, source)
         if value is None or "\0" in value:
             raise SecretMissing(
                 f"secret {name} is to be read from {reference}, and there is no text that can be read on the control machine"
             )
         return value
 
-    def _content(self, name: str, path: str) -> str | None:
+    def _read_secret_file(self, name: str, path: str) -> str | None:
         """Content of a file; None if it cannot be read. Links are followed only within the folder that a pattern names."""
         try:
-            real = os.path.realpath(path, strict=True)
-            if not any(_is_below(real, _root(each)) for each in self._matching_patterns(path)):
+            real_path = os.path.realpath(path, strict=True)
+            if not any(
+                _is_below(real_path, _fixed_folder(pattern))
+                for pattern in self._matching_patterns(path)
+            ):
                 raise SecretMissing(
                     f"secret {name}: {path} is a link that leads out of the folder that {SETTING} names; put the file itself there"
                 )
-            return _text(real)
+            return _read_regular_file(real_path)
         except (OSError, ValueError):  # ValueError: not a text, or not a valid path
             return None
 
@@ -141,18 +149,18 @@ def _matches(path: str, pattern: str) -> bool:
     return len(parts) == len(patterns) and all(map(fnmatchcase, parts, patterns))
 
 
-def _root(pattern: str) -> str:
+def _fixed_folder(pattern: str) -> str:
     """The folder above the first part with a wildcard; it is the operator's own, and may be a link."""
     parts = pattern.split("/")[:-1]
-    fixed = next((n for n, part in enumerate(parts) if _WILD.search(part)), len(parts))
-    return os.path.realpath("/".join(parts[:fixed]) or "/")
+    fixed_parts = next((n for n, part in enumerate(parts) if _WILD.search(part)), len(parts))
+    return os.path.realpath("/".join(parts[:fixed_parts]) or "/")
 
 
 def _is_below(path: str, folder: str) -> bool:
     return os.path.commonpath((path, folder)) == folder
 
 
-def _text(path: str) -> str:
+def _read_regular_file(path: str) -> str:
     """The text of a file. Raises ValueError if it is not text, OSError if it is no plain file or too long."""
     file = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
     with open(file, "rb") as opened:

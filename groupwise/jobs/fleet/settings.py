@@ -44,18 +44,20 @@ _ADDRESS = re.compile(r"https?://", re.IGNORECASE)
 
 
 def _check_patterns(patterns: tuple[str, ...]) -> tuple[str, ...]:
-    problems = [problem for each in patterns for problem in secrets.pattern_problems(each)]
+    problems = [problem for pattern in patterns for problem in secrets.pattern_problems(pattern)]
     if problems:
         raise ValueError("; ".join(problems))
     return patterns
 
 
-def _checked_nats(url: str | None) -> str | None:
+def _check_nats(url: str | None) -> str | None:
     """Check the URL at start-up: waiting for a server that never comes would look the same as a typing error. Messages contain no part that
     may be secret."""
-    for one in () if url is None or url == OFF else url.split(","):
-        if not _is_nats(one.strip()):
-            visible_url = "one with a user or a token in it" if "@" in one else repr(one.strip())
+    for server in () if url is None or url == OFF else url.split(","):
+        if not _is_nats(server.strip()):
+            visible_url = (
+                "one with a user or a token in it" if "@" in server else repr(server.strip())
+            )
             raise ValueError(
                 f"{visible_url} is no URL of NATS; it is nats://host:4222 or tls://host:4222, several with a comma between, or `{OFF}`"
             )
@@ -83,7 +85,7 @@ class FleetSettings(Strict):
         f"URL of the database, as postgresql://user@host/groupwise; null: SQLite, {DATABASE_FILE} in the folder.",
         min_length=1,
     )
-    nats_url: Annotated[str | None, AfterValidator(_checked_nats)] = setting(
+    nats_url: Annotated[str | None, AfterValidator(_check_nats)] = setting(
         None,
         "URL of NATS, which wakes dispatchers and hears of finished jobs; `off`: without; null: without for an embedded fleet, "
         f"{DEFAULT_NATS} otherwise. No job is ever lost with it or by it.",
@@ -237,9 +239,11 @@ def read_settings(
 ) -> FleetSettings:
     """Read the settings file, if it exists, and apply environment and options. Raises ConfigError."""
     tree = read_yaml(file) if file.exists() else Tree("settings")
-    known = keys_of(FleetSettings)
-    texts = frozenset(key for key in known if known[key].annotation == str | None)
-    lay_environment_over(tree, environment, FleetSettings, ENVIRONMENT, as_text=texts)
+    settings_keys = keys_of(FleetSettings)
+    text_keys = frozenset(
+        key for key in settings_keys if settings_keys[key].annotation == str | None
+    )
+    lay_environment_over(tree, environment, FleetSettings, ENVIRONMENT, as_text=text_keys)
     for key, value in options.items():
         tree.values[key] = value
         tree.origins[(key,)] = f"--{key.replace('_', '-')}"

@@ -19,11 +19,11 @@ async def wait_at_most(seconds: float, event: asyncio.Event) -> None:
 
 async def cancel_and_wait(*tasks: asyncio.Task[Any] | None) -> None:
     """Cancel the tasks that still run, and wait until all have ended. Their errors are dropped: the tasks report them themselves."""
-    running = {task for task in tasks if task is not None}
-    while running:
-        for task in running:
+    running_tasks = {task for task in tasks if task is not None}
+    while running_tasks:
+        for task in running_tasks:
             task.cancel()
-        done, running = await asyncio.wait(running, timeout=AGAIN)
-        for task in done:
+        ended_tasks, running_tasks = await asyncio.wait(running_tasks, timeout=AGAIN)
+        for task in ended_tasks:
             if not task.cancelled():
                 task.exception()

@@ -21,28 +21,28 @@ MOST_PROBLEMS = 10
 _NOT_PASSABLE = re.compile("[\0\ud800-\udfff]")
 
 
-def text_problems(value: Any, place: str) -> Iterator[str]:
+def text_problems(value: Any, path: str) -> Iterator[str]:
     """Yield a message for each text in a document, including keys, that cannot be passed on, with its path."""
     if isinstance(value, str):
-        if (found := _NOT_PASSABLE.search(value)) is not None:
-            what = "a NUL character" if found[0] == "\0" else "bytes that are no UTF-8"
-            yield f"{place}: {what} at position {found.start()}; text without it is wanted"
+        if (match := _NOT_PASSABLE.search(value)) is not None:
+            description = "a NUL character" if match[0] == "\0" else "bytes that are no UTF-8"
+            yield f"{path}: {description} at position {match.start()}; text without it is wanted"
     elif isinstance(value, Mapping):
         for key, inner in cast("Mapping[Any, Any]", value).items():
             name = ascii(key)[1:-1][:80] if isinstance(key, str) else str(key)
-            yield from text_problems(key, f"{place}.{name}" if place else name)
-            yield from text_problems(inner, f"{place}.{name}" if place else name)
+            yield from text_problems(key, f"{path}.{name}" if path else name)
+            yield from text_problems(inner, f"{path}.{name}" if path else name)
     elif isinstance(value, Sequence) and not isinstance(value, bytes):
         for number, inner in enumerate(cast("Sequence[Any]", value)):
-            yield from text_problems(inner, f"{place}.{number}")
+            yield from text_problems(inner, f"{path}.{number}")
 
 
 def require_passable(*names: str, **given: Any) -> None:
     """Raise `invalid_request` unless all values can be passed on. `names`: the names as the user typed them."""
-    texts = [*((ascii(name)[:80], name) for name in names), *given.items()]
-    wrong = [problem for place, value in texts for problem in text_problems(value, place)]
-    if wrong:
-        raise Refusal("invalid_request", "; ".join(wrong[:MOST_PROBLEMS]) + ".")
+    named_values = [*((ascii(name)[:80], name) for name in names), *given.items()]
+    problems = [problem for place, value in named_values for problem in text_problems(value, place)]
+    if problems:
+        raise Refusal("invalid_request", "; ".join(problems[:MOST_PROBLEMS]) + ".")
 
 
 def json_safe(value: Any) -> Any:

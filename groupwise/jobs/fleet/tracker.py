@@ -71,7 +71,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Ended:
+class JobEnd:
     """The end of a job, as it is announced."""
 
     event_id: int
@@ -114,12 +114,12 @@ class Ended:
             "failure_reason": self.failure_reason,
             "log_tail": list(self.log_tail),
         }
-        while len(text := json.dumps(document).encode()) > largest and _cut(document):
+        while len(text := json.dumps(document).encode()) > largest and _shorten(document):
             pass
         return text
 
 
-def _cut(document: dict[str, Any]) -> bool:
+def _shorten(document: dict[str, Any]) -> bool:
     """Shorten the document once; False: nothing can be removed. Hand-written rows may hold texts of any length; our ids stay whole."""
     if document["log_tail"]:
         del document["log_tail"][0]
@@ -139,11 +139,11 @@ class Outlet(Protocol):
     tells_history: bool
     """True if a new outlet also announces jobs that ended before it existed."""
 
-    def place(self, ended: Ended) -> str | None:
+    def destination_of(self, job_end: JobEnd) -> str | None:
         """The destination, if slow ones must not hold up the others; None: there is one destination for all."""
         ...
 
-    async def tell(self, ended: Sequence[Ended]) -> frozenset[int]:
+    async def announce(self, job_ends: Sequence[JobEnd]) -> frozenset[int]:
         """Announce them. Returns the events that are finished; the others are passed again. A missing listener raises nothing."""
         ...
 
@@ -159,45 +159,47 @@ class NatsOutlet:
         self._not_before: dict[str, float] = {}
         """Monotonic time from which a refused subject is tried again, by subject."""
 
-    def place(self, ended: Ended) -> str | None:
+    def destination_of(self, job_end: JobEnd) -> str | None:
         """See `Outlet`."""
         return None
 
-    async def tell(self, ended: Sequence[Ended]) -> frozenset[int]:
+    async def announce(self, job_ends: Sequence[JobEnd]) -> frozenset[int]:
         """See `Outlet`."""
         delivered: set[int] = set()
         for subject in (COMPLETED, ERRORED):  # we may lack permission for one of them
             if self._clock() >= self._not_before.get(subject, 0.0):
-                delivered |= await self._tell([each for each in ended if each.subject == subject])
+                delivered |= await self._publish_subject(
+                    [end for end in job_ends if end.subject == subject]
+                )
         return frozenset(delivered)
 
-    async def _tell(self, ended: Sequence[Ended]) -> set[int]:
+    async def _publish_subject(self, job_ends: Sequence[JobEnd]) -> set[int]:
         """Publish events of one subject, and return those that were accepted."""
         delivered: set[int] = set()
-        for begin in range(0, len(ended), TOLD_AT_ONCE):
-            some = ended[begin : begin + TOLD_AT_ONCE]
+        for begin in range(0, len(job_ends), TOLD_AT_ONCE):
+            portion = job_ends[begin : begin + TOLD_AT_ONCE]
             largest = min(self._link.largest, LARGEST)
-            messages = [(e, e.message(largest)) for e in some]
-            fitting = [(e.subject, text) for e, text in messages if len(text) <= largest]
+            messages = [(e, e.message(largest)) for e in portion]
+            fitting_messages = [(e.subject, text) for e, text in messages if len(text) <= largest]
             try:
-                await self._link.publish(fitting, ACKNOWLEDGED)
+                await self._link.publish(fitting_messages, ACKNOWLEDGED)
             except NatsRefused:  # the link has logged it, and the server repeats it each time
-                self._not_before[some[0].subject] = self._clock() + REFUSED_SECONDS
+                self._not_before[portion[0].subject] = self._clock() + REFUSED_SECONDS
                 break
             except NatsAway as error:
                 logger.debug("%s", error)  # the link warns once about a lost connection
                 break
-            self._warn_of([e for e, text in messages if len(text) > largest], largest)
-            delivered.update(e.event_id for e in some)
+            self._warn_of_skipped([e for e, text in messages if len(text) > largest], largest)
+            delivered.update(e.event_id for e in portion)
         return delivered
 
-    def _warn_of(self, left_out: Sequence[Ended], largest: int) -> None:
+    def _warn_of_skipped(self, left_out: Sequence[JobEnd], largest: int) -> None:
         """Log events that are skipped because they exceed the size limit: waiting for them would block all later ones."""
-        for each in left_out:
+        for end in left_out:
             logger.warning(
                 "%s is not told of the end of %.80s: NATS takes %d bytes of a message, fewer than that needs",
-                each.subject,
-                each.job_id,
+                end.subject,
+                end.job_id,
                 largest,
             )
 
@@ -213,56 +215,56 @@ class Tracker:
         self._database = database
         self._outlet = outlet
         self._interval = interval
-        self._read: int | None = None
+        self._position: int | None = None
         """Number of the last event that was read since this process started."""
         self._newest: Known | None = None
         """The newest event up to `_read`; None: there was none."""
-        self._kept = 0
-        self._untold: dict[int, Ended] = {}
-        self._to_one: Counter[str] = Counter()
+        self._stored_position = 0
+        self._untold: dict[int, JobEnd] = {}
+        self._untold_by_destination: Counter[str] = Counter()
         """Number of announcements in `_untold` for each destination."""
-        self._later: dict[str, deque[int]] = {}
+        self._postponed: dict[str, deque[int]] = {}
         """Numbers of further events for a destination, the oldest first."""
 
     async def run(self) -> None:
         """Announce the ends of jobs until cancelled."""
-        failing = False
+        is_failing = False
         while True:
             try:
-                more = await self.round()
-                failing = False
+                has_more = await self.round()
+                is_failing = False
             except RunError as error:
-                if not failing:
+                if not is_failing:
                     logger.warning("%s: the events cannot be read: %s", self._outlet.name, error)
-                failing, more = True, False
+                is_failing, has_more = True, False
             # an error in one outlet must not stop the others, which run concurrently
             except Exception:
-                if not failing:
+                if not is_failing:
                     logger.exception("%s crashed and goes on", self._outlet.name)
-                failing, more = True, False
-            if not more:
+                is_failing, has_more = True, False
+            if not has_more:
                 await asyncio.sleep(self._interval)
 
     async def round(self) -> bool:
         """Read new events, announce them and those that failed before; returns whether more can be read at once."""
         try:
-            return await self._round()
+            return await self._run_round()
         except _EventsLost:  # start again from the stored position, and forget the events in memory
             logger.warning(
                 "%s: the database has lost events that were there; it is read again from the position that stands in it",
                 self._outlet.name,
             )
-            self._read, self._newest = None, None
+            self._position, self._newest = None, None
             self._untold.clear()
-            self._to_one.clear()
-            self._later.clear()
+            self._untold_by_destination.clear()
+            self._postponed.clear()
             return True
 
-    async def _round(self) -> bool:
-        if self._read is None:
+    async def _run_round(self) -> bool:
+        if self._position is None:
             name, history = self._outlet.name, self._outlet.tells_history
             position, skipped = await self._database.in_thread(lambda s: begin(s, name, history))
-            self._newest = await self._database.in_thread(lambda s: _newest(s, position))
+            self._newest = await self._database.in_thread(lambda s: _newest_event(s, position))
             if skipped:
                 logger.warning(
                     "%s is new in this fleet and begins with what ended in the last hour: "
@@ -270,84 +272,92 @@ class Tracker:
                     name,
                     skipped + 1,
                 )
-            self._read = self._kept = position
-        await self._read_again()
-        full = self._has_room() and await self._read_on(self._read)
+            self._position = self._stored_position = position
+        await self._reload_postponed()
+        is_full = self._has_room() and await self._read_new(self._position)
         if self._untold:
-            for event_id in await self._outlet.tell(list(self._untold.values())):
-                self._forget(event_id)
-        waiting = [*self._untold, *(numbers[0] for numbers in self._later.values())]
-        position = min(waiting) - 1 if waiting else self._read
-        if position > self._kept:
+            for event_id in await self._outlet.announce(list(self._untold.values())):
+                self._remove_untold(event_id)
+        waiting_ids = [*self._untold, *(numbers[0] for numbers in self._postponed.values())]
+        position = min(waiting_ids) - 1 if waiting_ids else self._position
+        if position > self._stored_position:
             await self._database.in_thread(lambda s: self._keep_position(s, position))
-            self._kept = position
-        return full
+            self._stored_position = position
+        return is_full
 
     def _keep_position(self, session: Session, position: int) -> None:
-        _check(session, self._newest)
+        _require_same_history(session, self._newest)
         keep_position(session, self._outlet.name, position)
 
-    async def _read_on(self, position: int) -> bool:
+    async def _read_new(self, position: int) -> bool:
         newest = self._newest
-        read, ends, pruned = await self._database.in_thread(
+        read_events, ends, pruned = await self._database.in_thread(
             lambda s: _next_ends(s, position, newest)
         )
-        self._warn_of(pruned)
-        if read:
-            self._newest = read[-1]
-            self._read, _ = read[-1]
-        for each in ends:
-            place = self._outlet.place(each)
-            if place is not None and (place in self._later or self._to_one[place] >= MOST_TO_ONE):
-                self._later.setdefault(place, deque()).append(each.event_id)
+        self._warn_of_pruned(pruned)
+        if read_events:
+            self._newest = read_events[-1]
+            self._position, _ = read_events[-1]
+        for end in ends:
+            destination = self._outlet.destination_of(end)
+            if destination is not None and (
+                destination in self._postponed
+                or self._untold_by_destination[destination] >= MOST_TO_ONE
+            ):
+                self._postponed.setdefault(destination, deque()).append(end.event_id)
             else:
-                self._keep(each)
-        return len(read) == READ
+                self._add_untold(end)
+        return len(read_events) == READ
 
-    async def _read_again(self) -> None:
+    async def _reload_postponed(self) -> None:
         """Load announcements for destinations at which few wait now."""
         ids: list[int] = []
-        for place, numbers in list(self._later.items()):
-            room = MOST_TO_ONE - self._to_one[place]
+        for destination, numbers in list(self._postponed.items()):
+            room = MOST_TO_ONE - self._untold_by_destination[destination]
             if room >= MOST_TO_ONE // 2 and len(ids) < READ:
                 ids += list(islice(numbers, room))
         if not ids:
             return
         newest = self._newest
 
-        def read_ends(session: Session) -> tuple[list[Ended], list[str]]:
-            _check(session, newest)
+        def read_ends(session: Session) -> tuple[list[JobEnd], list[str]]:
+            _require_same_history(session, newest)
             query = select(Event).where(Event.event_id.in_(ids)).order_by(Event.event_id)
-            return _told_of(session, list(session.scalars(query)))
+            return _ended_jobs(session, list(session.scalars(query)))
 
         ends, pruned = await self._database.read_in_thread(read_ends)
-        self._warn_of(pruned)
-        for each in ends:
-            self._keep(each)
-        read = frozenset(ids)
-        left = {
-            place: deque(n for n in numbers if n not in read)
-            for place, numbers in self._later.items()
+        self._warn_of_pruned(pruned)
+        for end in ends:
+            self._add_untold(end)
+        read_ids = frozenset(ids)
+        remaining = {
+            destination: deque(n for n in numbers if n not in read_ids)
+            for destination, numbers in self._postponed.items()
         }
-        self._later = {place: numbers for place, numbers in left.items() if numbers}
+        self._postponed = {
+            destination: numbers for destination, numbers in remaining.items() if numbers
+        }
 
     def _has_room(self) -> bool:
-        numbers = sum(map(len, self._later.values()))
+        numbers = sum(map(len, self._postponed.values()))
         return len(self._untold) < MOST_UNTOLD and numbers < MOST_NUMBERS
 
-    def _keep(self, ended: Ended) -> None:
-        self._untold[ended.event_id] = ended
-        if (place := self._outlet.place(ended)) is not None:
-            self._to_one[place] += 1
+    def _add_untold(self, job_end: JobEnd) -> None:
+        self._untold[job_end.event_id] = job_end
+        if (destination := self._outlet.destination_of(job_end)) is not None:
+            self._untold_by_destination[destination] += 1
 
-    def _forget(self, event_id: int) -> None:
-        ended = self._untold.pop(event_id, None)
-        if ended is not None and (place := self._outlet.place(ended)) is not None:
-            self._to_one[place] -= 1
-            if not self._to_one[place]:
-                del self._to_one[place]
+    def _remove_untold(self, event_id: int) -> None:
+        job_end = self._untold.pop(event_id, None)
+        if (
+            job_end is not None
+            and (destination := self._outlet.destination_of(job_end)) is not None
+        ):
+            self._untold_by_destination[destination] -= 1
+            if not self._untold_by_destination[destination]:
+                del self._untold_by_destination[destination]
 
-    def _warn_of(self, pruned: Sequence[str]) -> None:
+    def _warn_of_pruned(self, pruned: Sequence[str]) -> None:
         if pruned:
             logger.warning(
                 "%s: %d jobs were pruned before their ends could be told there: %s",
@@ -366,9 +376,9 @@ def begin(session: Session, name: str, tells_history: bool) -> tuple[int, int]:
     """Store and return the reader's position, and the last event that it skips because it is new, or 0."""
     if session.get(Cursor, name) is not None:
         return position_of(session, name), 0
-    first = 0 if tells_history else events.newest(session, seconds(session) - RECENT)
-    keep_position(session, name, first)
-    return position_of(session, name), first
+    first_skipped = 0 if tells_history else events.newest(session, seconds(session) - RECENT)
+    keep_position(session, name, first_skipped)
+    return position_of(session, name), first_skipped
 
 
 def keep_position(session: Session, name: str, position: int) -> None:
@@ -384,35 +394,37 @@ def keep_position(session: Session, name: str, position: int) -> None:
 
 def _next_ends(
     session: Session, position: int, newest: Known | None
-) -> tuple[list[Known], list[Ended], list[str]]:
+) -> tuple[list[Known], list[JobEnd], list[str]]:
     """Events that were read, those that are the end of a job, and ids of ended jobs that have been pruned."""
-    _check(session, newest)
-    read = events.after(session, position, READ)
-    found, pruned = _told_of(session, [event for event in read if event.kind in events.ENDS])
-    return [(event.event_id, event.at) for event in read], found, pruned
+    _require_same_history(session, newest)
+    read_events = events.after(session, position, READ)
+    ends, pruned = _ended_jobs(
+        session, [event for event in read_events if event.kind in events.ENDS]
+    )
+    return [(event.event_id, event.at) for event in read_events], ends, pruned
 
 
-def _check(session: Session, newest: Known | None) -> None:
+def _require_same_history(session: Session, newest: Known | None) -> None:
     """Raise _EventsLost if the newest event that was read is missing or different now."""
-    if newest is not None and _newest(session, newest[0]) != newest:
+    if newest is not None and _newest_event(session, newest[0]) != newest:
         raise _EventsLost
 
 
-def _newest(session: Session, position: int) -> Known | None:
+def _newest_event(session: Session, position: int) -> Known | None:
     """The newest event up to this number; events are never deleted or changed."""
     query = select(Event.event_id, Event.at).where(Event.event_id <= position)
     row = session.execute(query.order_by(Event.event_id.desc()).limit(1)).first()
     return None if row is None else (row.event_id, row.at)
 
 
-def _told_of(session: Session, ends: Sequence[Event]) -> tuple[list[Ended], list[str]]:
+def _ended_jobs(session: Session, end_events: Sequence[Event]) -> tuple[list[JobEnd], list[str]]:
     """The ends of jobs, and the ids of jobs that have been pruned meanwhile."""
-    events_with_jobs = [(event, _ended_job(session, event)) for event in ends]
-    pruned = [str(event.job_id) for event, ended in events_with_jobs if ended is None]
-    return [ended for _, ended in events_with_jobs if ended is not None], pruned
+    events_with_jobs = [(event, _ended_job(session, event)) for event in end_events]
+    pruned = [str(event.job_id) for event, job_end in events_with_jobs if job_end is None]
+    return [job_end for _, job_end in events_with_jobs if job_end is not None], pruned
 
 
-def _ended_job(session: Session, event: Event) -> Ended | None:
+def _ended_job(session: Session, event: Event) -> JobEnd | None:
     """Build the announcement; None: the job has been pruned meanwhile, while its events stay."""
     job = session.get(Job, event.job_id)
     if job is None:
@@ -422,9 +434,9 @@ def _ended_job(session: Session, event: Event) -> Ended | None:
     # Users may write rows by hand; this job may even have been refused because of its webhook.
     request: Any = job.request
     document = cast("dict[str, Any]", request) if isinstance(request, dict) else {}
-    found = document.get("webhook")
-    webhook = found if isinstance(found, str) else None
-    return Ended(
+    webhook_value = document.get("webhook")
+    webhook = webhook_value if isinstance(webhook_value, str) else None
+    return JobEnd(
         event_id=event.event_id,
         job_id=job.job_id,
         status=events.ENDS[event.kind],

@@ -48,7 +48,7 @@ from groupwise.jobs.fleet.attempts.effects import Gateway
 from groupwise.jobs.fleet.attempts.records import Machine
 from groupwise.jobs.fleet.disk_full import NO_ROOM, told_in_words
 from groupwise.jobs.fleet.dispatcher import GlobalJobDispatcher, Parts, Rhythm, Tuning, new_owner
-from groupwise.jobs.fleet.event_listener import Newsreader
+from groupwise.jobs.fleet.event_listener import EventListener
 from groupwise.jobs.fleet.files.artefacts import Collector
 from groupwise.jobs.fleet.files.folders import identity_of
 from groupwise.jobs.fleet.files.log_shipping import Shipper, sink_of
@@ -56,7 +56,7 @@ from groupwise.jobs.fleet.files.logs import LogMirror
 from groupwise.jobs.fleet.files.mirror import CheckpointMirror
 from groupwise.jobs.fleet.machines import packing
 from groupwise.jobs.fleet.machines.clearing import Keeping
-from groupwise.jobs.fleet.machines.reaching import LOCAL, host_of, same_way
+from groupwise.jobs.fleet.machines.reaching import LOCAL, host_of, same_route
 from groupwise.jobs.fleet.notify.composite import doorbell_of
 from groupwise.jobs.fleet.notify.nats import NatsLink, access_from
 from groupwise.jobs.fleet.poller import Pace, Poller
@@ -114,10 +114,10 @@ def run(
         place.keep_private()
         with contextlib.closing(connect(place.database_url)) as database:
             if place.is_embedded:
-                _take(locks, database, place.folder, roles)
+                _take_locks(locks, database, place.folder, roles)
             else:
                 check_schema(database)
-            result = database.run(_at_home(place, roles))
+            result = database.run(_local_machine_update(place, roles))
             if result is not None:
                 say(result)
             keep_what_is_there()
@@ -133,7 +133,7 @@ def keep_what_is_there() -> None:
     gc.freeze()
 
 
-def _take(
+def _take_locks(
     locks: contextlib.ExitStack, database: Database, folder: Path, roles: Sequence[str]
 ) -> None:
     """Lock the roles and check the schema: from here on no other process has these roles, and the tables stay those of this version.
@@ -147,7 +147,9 @@ def _take(
     migrate(database, lambda: processes.who_plays(folder, but=roles))
 
 
-def _at_home(place: FleetPlace, roles: Sequence[str]) -> Callable[[Session], str | None]:
+def _local_machine_update(
+    place: FleetPlace, roles: Sequence[str]
+) -> Callable[[Session], str | None]:
     """Update this machine's row before a role reads it (added, interpreter, folder). The returned function gives a message for users."""
 
     def look(session: Session) -> str | None:
@@ -155,13 +157,13 @@ def _at_home(place: FleetPlace, roles: Sequence[str]) -> Callable[[Session], str
             # This machine is the fleet's first one; if it was removed, it stays removed.
             vm = session.get(VM, LOCAL_MACHINE)
             if vm is None:
-                new = machines.NewMachine(
+                new_machine = machines.NewMachine(
                     LOCAL_MACHINE,
                     transport=LOCAL,
                     workdir=str(place.folder / "work"),
                     python=sys.executable,
                 )
-                machines.add(session, UP, new)
+                machines.add(session, UP, new_machine)
             elif vm.transport == LOCAL and vm.active and not Path(vm.python).exists():
                 machines.change(session, UP, LOCAL_MACHINE, python=sys.executable)
         # with its own database setting, a fleet is not tied to this folder; and an API uses no machine
@@ -177,31 +179,32 @@ def _at_home(place: FleetPlace, roles: Sequence[str]) -> Callable[[Session], str
 
 def _move_work_folder(session: Session, vm: VM, folder: Path) -> str | None:
     """Move this machine's working folder if the fleet was moved. Raises UsageError if two fleets would share it."""
-    old, new = Path(vm.workdir), folder / "work"
-    if old == new or not _is_by_up(session):
+    old_folder, new_folder = Path(vm.workdir), folder / "work"
+    if old_folder == new_folder or not _was_set_by_up(session):
         return None
     with contextlib.suppress(OSError):  # one of them does not exist
-        if old.parent.samefile(folder):
+        if old_folder.parent.samefile(folder):
             return None  # one folder, through links
-    if os.path.exists(old.parent / DATABASE_FILE):
+    if os.path.exists(old_folder.parent / DATABASE_FILE):
         raise UsageError(
-            f"{folder} is a copy of the fleet in {old.parent}, and that one is still there: both would run their jobs in {old}, and take "
-            f"each other's for their own. To go on with {folder} instead of {old.parent}, move {old.parent} away. To have both, give this "
-            f"one a working folder of its own, while no job of it runs: `groupwise fleet vm set --fleet {folder} local --workdir {new}`."
+            f"{folder} is a copy of the fleet in {old_folder.parent}, and that one is still there: both would run their jobs in "
+            f"{old_folder}, and take each other's for their own. To go on with {folder} instead of {old_folder.parent}, move "
+            f"{old_folder.parent} away. To have both, give this one a working folder of its own, while no job of it runs: `groupwise fleet "
+            f"vm set --fleet {folder} local --workdir {new_folder}`."
         )
     try:
-        machines.change(session, UP, LOCAL_MACHINE, workdir=str(new))
+        machines.change(session, UP, LOCAL_MACHINE, workdir=str(new_folder))
     except (
         Refusal
     ) as refusal:  # the supervisor of a job writes its exit record to the path that it knows
         raise UsageError(
-            f"the fleet was moved from {old.parent} to {folder} while jobs were on this machine, and these know the old path alone. "
-            f"`ln -s {folder} {old.parent}` lets them go on; once they have ended the link may go. ({refusal.message})"
+            f"the fleet was moved from {old_folder.parent} to {folder} while jobs were on this machine, and these know the old path alone. "
+            f"`ln -s {folder} {old_folder.parent}` lets them go on; once they have ended the link may go. ({refusal.message})"
         ) from None
-    return f"The fleet was moved from {old.parent}: jobs of this machine run in {new} from now on."
+    return f"The fleet was moved from {old_folder.parent}: jobs of this machine run in {new_folder} from now on."
 
 
-def _is_by_up(session: Session) -> bool:
+def _was_set_by_up(session: Session) -> bool:
     """True if only `up` itself has set this machine's working folder."""
     query = (
         select(Event)
@@ -223,30 +226,32 @@ class Hosts:
     """Connections to machines, opened when first used and kept until the machine's address changes."""
 
     def __init__(self) -> None:
-        self._kept: dict[str, tuple[Machine, Host]] = {}
+        self._connections: dict[str, tuple[Machine, Host]] = {}
         self._replaced: list[Host] = []
 
     def __call__(self, machine: Machine) -> Host:
-        known = self._kept.get(machine.vm_id)
-        if known is not None and same_way(known[0], machine):
-            return known[1]
-        if known is not None:
-            self._replaced.append(known[1])
-        made = host_of(machine)
-        self._kept[machine.vm_id] = machine, made
-        return made
+        connection = self._connections.get(machine.vm_id)
+        if connection is not None and same_route(connection[0], machine):
+            return connection[1]
+        if connection is not None:
+            self._replaced.append(connection[1])
+        host = host_of(machine)
+        self._connections[machine.vm_id] = machine, host
+        return host
 
     def doubt(self, vm_id: str) -> None:
         """Mark connections kept open to this machine as possibly dead."""
-        known = self._kept.get(vm_id)
-        if known is not None and isinstance(known[1], SshHost):
-            known[1].doubt()
+        connection = self._connections.get(vm_id)
+        if connection is not None and isinstance(connection[1], SshHost):
+            connection[1].note_restart()
 
     async def keep_only(self, vm_ids: Collection[str]) -> None:
         """Close connections to all machines but these, and those that were replaced."""
-        removed = [self._kept.pop(vm_id)[1] for vm_id in self._kept.keys() - set(vm_ids)]
-        closing, self._replaced = [*self._replaced, *removed], []
-        await asyncio.gather(*(host.close() for host in closing), return_exceptions=True)
+        removed_hosts = [
+            self._connections.pop(vm_id)[1] for vm_id in self._connections.keys() - set(vm_ids)
+        ]
+        hosts_to_close, self._replaced = [*self._replaced, *removed_hosts], []
+        await asyncio.gather(*(host.close() for host in hosts_to_close), return_exceptions=True)
 
     async def close(self) -> None:
         """Close all connections."""
@@ -291,8 +296,8 @@ class _ControlPlane:
         self._roles = [_Role(name) for name in roles]
         self._say = say
         self._stopping = asyncio.Event()
-        self._asked_at: float | None = None
-        self._began = time.monotonic()
+        self._stop_requested_at: float | None = None
+        self._started_at = time.monotonic()
         self._hosts = Hosts()
         self._identity = processes.identity(os.getpid())
         self._release = packing.version()
@@ -301,11 +306,11 @@ class _ControlPlane:
         self._folder = _identity_of(place.folder) if uses_folder else None
         self._bell = doorbell_of(place.folder, database, place.nats_url, os.environ)
         self._players: Mapping[str, Callable[[_Role], Awaitable[None]]] = {
-            "dispatcher": self._dispatch,
-            "poller": self._poll,
-            "requeue": self._requeue,
-            "tracker": self._track,
-            API: self._answer,
+            "dispatcher": self._play_dispatcher,
+            "poller": self._play_poller,
+            "requeue": self._play_requeue,
+            "tracker": self._play_tracker,
+            API: self._play_api,
         }
 
     async def run(self, address: Address | None) -> int:
@@ -315,17 +320,17 @@ class _ControlPlane:
             loop.add_signal_handler(number, self._asked_to_stop, number)
         self._bell.open()
         try:
-            async with self._answering(address) as url, asyncio.TaskGroup() as group:
-                playing = [group.create_task(self._play(role)) for role in self._roles]
-                beside = [group.create_task(self._heartbeats())]
+            async with self._serve_api(address) as url, asyncio.TaskGroup() as group:
+                role_tasks = [group.create_task(self._run_role(role)) for role in self._roles]
+                other_tasks = [group.create_task(self._heartbeats())]
                 if len(self._roles) == len(ROLES):
-                    news = Newsreader(self._place, self._database, self._say, url)
-                    beside.append(group.create_task(news.run()))
+                    listener = EventListener(self._place, self._database, self._say, url)
+                    other_tasks.append(group.create_task(listener.run()))
                 elif url is not None:
                     self._say(f"The API answers at {url}.")
                 await self._stopping.wait()
-                await asyncio.wait(playing)
-                for task in beside:
+                await asyncio.wait(role_tasks)
+                for task in other_tasks:
                     task.cancel()
         finally:
             await self._bell.close()
@@ -334,7 +339,7 @@ class _ControlPlane:
         return 0
 
     @contextlib.asynccontextmanager
-    async def _answering(self, address: Address | None) -> AsyncGenerator[str | None]:
+    async def _serve_api(self, address: Address | None) -> AsyncGenerator[str | None]:
         """Serve the API if there is an address; yields its URL, or None."""
         if address is None:
             yield None
@@ -346,26 +351,26 @@ class _ControlPlane:
         async with serving(self._place, self._database, self._bell, address) as url:
             yield url
 
-    async def _answer(self, _: _Role) -> None:
-        """Wait for the stop: the API runs in this process regardless of the roles (`_answering`)."""
+    async def _play_api(self, _: _Role) -> None:
+        """Wait for the stop: the API runs in this process regardless of the roles (`_serve_api`)."""
         await self._stopping.wait()
 
     def _asked_to_stop(self, number: int) -> None:
         now = time.monotonic()
-        if self._asked_at is None:
-            self._asked_at = now
-        elif now - self._asked_at > ONE_WISH:  # the operator does not want to wait
+        if self._stop_requested_at is None:
+            self._stop_requested_at = now
+        elif now - self._stop_requested_at > ONE_WISH:  # the operator does not want to wait
             os._exit(128 + number)
         self._stopping.set()
 
     # --- roles ------------------------------------------------------------------------------------
 
-    async def _play(self, role: _Role) -> None:
+    async def _run_role(self, role: _Role) -> None:
         """Run a role until the stop, and restart it after a pause whenever it crashes."""
         backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE, low=1.0)
         loop = asyncio.get_running_loop()
         while not self._stopping.is_set():
-            began = loop.time()
+            started_at = loop.time()
             try:
                 await self._players[role.name](role)
             except RunError as error:
@@ -373,7 +378,7 @@ class _ControlPlane:
             except Exception as error:  # a bug in one role must not end the others
                 log.exception("the %s crashed", role.name)
                 self._note_crash(role, f"{type(error).__name__}: {error}")
-            if loop.time() - began > 2 * LONGEST_PAUSE:
+            if loop.time() - started_at > 2 * LONGEST_PAUSE:
                 backoff.reset()
             if not self._stopping.is_set():
                 await wait_at_most(backoff.next(), self._stopping)
@@ -386,15 +391,15 @@ class _ControlPlane:
     async def _until_stopped(self, work: Awaitable[None]) -> None:
         """Run an endless loop until the stop."""
         task = asyncio.ensure_future(work)
-        stopping = asyncio.ensure_future(self._stopping.wait())
-        await asyncio.wait((task, stopping), return_when=asyncio.FIRST_COMPLETED)
-        for each in (task, stopping):
-            each.cancel()
-        await asyncio.gather(stopping, return_exceptions=True)
+        stop_task = asyncio.ensure_future(self._stopping.wait())
+        await asyncio.wait((task, stop_task), return_when=asyncio.FIRST_COMPLETED)
+        for either in (task, stop_task):
+            either.cancel()
+        await asyncio.gather(stop_task, return_exceptions=True)
         with contextlib.suppress(asyncio.CancelledError):
             await task
 
-    async def _poll(self, role: _Role) -> None:
+    async def _play_poller(self, role: _Role) -> None:
         settings = self._settings
         at_once = settings.concurrency
         unsure = min(Pace().unsure_at_once, at_once)
@@ -402,7 +407,7 @@ class _ControlPlane:
         poller = Poller(self._database, pace=pace, trust_on_first_use=settings.trust_on_first_use)
         await self._until_stopped(poller.run())
 
-    async def _dispatch(self, role: _Role) -> None:
+    async def _play_dispatcher(self, role: _Role) -> None:
         settings = self._settings
         rhythm = Rhythm(
             lease=settings.lease_seconds,
@@ -414,33 +419,33 @@ class _ControlPlane:
         gateway = Gateway(self._database)
         if settings.database is None:
             # the folder's lock shows that the previous dispatcher is gone, so its leases need not run out
-            await self._database.in_thread(records.let_all_go)
-        began: float | None = None
+            await self._database.in_thread(records.end_all_leases)
+        started_at: float | None = None
         if len(self._roles) == len(ROLES):  # its own poller is about to observe all machines
             now = await self._database.read_in_thread(seconds)
-            began = now - (time.monotonic() - self._began)
+            started_at = now - (time.monotonic() - self._started_at)
         dispatcher = GlobalJobDispatcher(
-            self._parts(gateway),
+            self._dispatcher_parts(gateway),
             Tuning(
                 rhythm=rhythm,
                 concurrency=settings.concurrency,
                 keeping=Keeping(
                     3600 * settings.keep_completed_hours, 3600 * settings.keep_failed_hours
                 ),
-                began=began,
+                began=started_at,
             ),
             owner=role.owner,
             gateway=gateway,
         )
         role.dispatcher = dispatcher
-        running = asyncio.ensure_future(dispatcher.run())
-        stopping = asyncio.ensure_future(self._stopping.wait())
-        await asyncio.wait((running, stopping), return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
+        dispatch_task = asyncio.ensure_future(dispatcher.run())
+        stop_task = asyncio.ensure_future(self._stopping.wait())
+        await asyncio.wait((dispatch_task, stop_task), return_when=asyncio.FIRST_COMPLETED)
+        stop_task.cancel()
         dispatcher.stop()
-        await running
+        await dispatch_task
 
-    def _parts(self, gateway: Gateway) -> Parts:
+    def _dispatcher_parts(self, gateway: Gateway) -> Parts:
         place = self._place
         store = BlobStore(place.blobs)
         return Parts(
@@ -457,7 +462,7 @@ class _ControlPlane:
             folders=(place.logs, place.artefacts),
         )
 
-    async def _requeue(self, role: _Role) -> None:
+    async def _play_requeue(self, role: _Role) -> None:
         manager = RequeueManager(
             self._database,
             interval=self._settings.requeue_seconds,
@@ -465,25 +470,25 @@ class _ControlPlane:
         )
         await self._until_stopped(manager.run())
 
-    async def _track(self, role: _Role) -> None:
-        hooks = WebhookOutlet(self._database, allow_private=self._settings.webhooks_to_private)
-        outlets: list[Outlet] = [hooks]
+    async def _play_tracker(self, role: _Role) -> None:
+        webhooks = WebhookOutlet(self._database, allow_private=self._settings.webhooks_to_private)
+        outlets: list[Outlet] = [webhooks]
         link = None
         if (url := self._place.nats_url) is not None:
             # a configured address that fails is an error; the default one need not answer
-            absent = logging.WARNING if self._settings.nats_url else logging.INFO
-            role.link = link = NatsLink(access_from(url, os.environ), absent=absent)
+            absent_level = logging.WARNING if self._settings.nats_url else logging.INFO
+            role.link = link = NatsLink(access_from(url, os.environ), absent=absent_level)
             link.open()
             outlets.append(NatsOutlet(link))
         try:
             async with asyncio.TaskGroup() as group:
                 for outlet in outlets:
                     group.create_task(self._until_stopped(Tracker(self._database, outlet).run()))
-                if (word := self._settings.ship_logs) is not None:
-                    shipper = Shipper(self._database, self._place.logs, sink_of(word))
+                if (log_target := self._settings.ship_logs) is not None:
+                    shipper = Shipper(self._database, self._place.logs, sink_of(log_target))
                     group.create_task(self._until_stopped(shipper.run()))
         finally:
-            await hooks.close()
+            await webhooks.close()
             if link is not None:
                 await link.close()
 
@@ -492,14 +497,14 @@ class _ControlPlane:
     async def _heartbeats(self) -> None:
         while True:
             try:
-                await self._database.in_thread(self._beat)
+                await self._database.in_thread(self._write_heartbeat)
             except RunError as error:  # the roles themselves report an unreachable database
                 log.debug("no heartbeat: %s", error)
             except Exception:  # a bug here ends no role
                 log.exception("no heartbeat")
             await asyncio.sleep(HEARTBEAT_SECONDS)
 
-    def _beat(self, session: Session) -> None:
+    def _write_heartbeat(self, session: Session) -> None:
         now = seconds(session)
         for role in self._roles:
             row = session.get(ControlProcess, role.owner)
@@ -516,29 +521,29 @@ class _ControlPlane:
                 )
                 session.add(row)
             row.seen_at = now
-            row.facts = self._facts(role)
+            row.facts = self._role_facts(role)
 
     def _uses_folder(self, role: _Role) -> bool:
         ships = role.name == "tracker" and self._settings.ship_logs is not None
         return ships or role.name in USE_THE_FOLDER
 
-    def _facts(self, role: _Role) -> dict[str, Any]:
-        found: dict[str, Any] = {
+    def _role_facts(self, role: _Role) -> dict[str, Any]:
+        facts: dict[str, Any] = {
             "crashes": role.crashes,
             "last_error": role.last_error,
             processes.PROCESS: self._identity,
             processes.RELEASE: self._release,
         }
         if self._uses_folder(role):
-            found[processes.FOLDER] = self._folder
+            facts[processes.FOLDER] = self._folder
         # without a configured address there need not be a server
         if role.link is not None and (self._settings.nats_url or role.link.is_there):
-            found[processes.TELLING] = {"trouble": role.link.trouble}
+            facts[processes.TELLING] = {"trouble": role.link.trouble}
         if role.name in SPEAK_WITH_NATS:
-            found[processes.NATS] = self._nats
+            facts[processes.NATS] = self._nats
         if role.dispatcher is not None and role.dispatcher.not_asked:
-            found[processes.NOT_ASKED] = role.dispatcher.not_asked
-        return found
+            facts[processes.NOT_ASKED] = role.dispatcher.not_asked
+        return facts
 
     async def _sign_off(self) -> None:
         """Remove the rows of this process, and report how many jobs are still running."""
@@ -550,17 +555,20 @@ class _ControlPlane:
             return list(session.scalars(query.order_by(Job.created_at)))
 
         try:
-            running = await self._database.in_thread(leave)
+            running_jobs = await self._database.in_thread(leave)
         except GroupwiseError as error:
             log.warning("the end could not be written down: %s", error)
             return
         if len(self._roles) < len(ROLES):
             return
         farewell = "The fleet has ended. Jobs that wait begin when `groupwise fleet up` runs again."
-        if running:
-            more = f" and {len(running) - 3} more" if len(running) > 3 else ""
-            runs = "runs" if len(running) == 1 else "run"
-            farewell = f"The fleet has ended; {', '.join(running[:3])}{more} {runs} on. `groupwise fleet up` picks up where it is then."
+        if running_jobs:
+            rest_note = f" and {len(running_jobs) - 3} more" if len(running_jobs) > 3 else ""
+            verb = "runs" if len(running_jobs) == 1 else "run"
+            farewell = (
+                f"The fleet has ended; {', '.join(running_jobs[:3])}{rest_note} {verb} on. "
+                "`groupwise fleet up` picks up where it is then."
+            )
         with contextlib.suppress(OSError):  # the output has no reader any more
             self._say(farewell)
 

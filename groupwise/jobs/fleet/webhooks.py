@@ -34,7 +34,7 @@ from groupwise.jobs.fleet.queue.request import is_host
 from groupwise.jobs.fleet.store import events
 from groupwise.jobs.fleet.store.database import Database
 from groupwise.jobs.fleet.store.tables import Event
-from groupwise.jobs.fleet.tracker import Ended
+from groupwise.jobs.fleet.tracker import JobEnd
 
 PAUSES = (2.0, 10.0, 60.0, 300.0, 900.0, 1800.0)
 """Seconds before each further attempt; after the last one the delivery is given up."""
@@ -85,7 +85,7 @@ class _Trial:
 class _Destination:
     """A host and port to which webhooks are sent, with the deliveries that wait for it."""
 
-    queue: dict[int, Ended] = field(default_factory=dict[int, Ended])
+    queue: dict[int, JobEnd] = field(default_factory=dict[int, JobEnd])
     workers: set[asyncio.Task[None]] = field(default_factory=set[asyncio.Task[None]])
     failures: int = 0
     """Failed connections in a row."""
@@ -115,9 +115,9 @@ class WebhookOutlet:
         self._resolve = resolve or addresses_of
         self._clock = clock
         self._trials: dict[int, _Trial] = {}
-        self._to: dict[tuple[str, int] | None, _Destination] = {}
-        self._settled: set[int] = set()
-        self._places, self._mute = asyncio.Semaphore(AT_ONCE), asyncio.Semaphore(AT_ONCE_MUTE)
+        self._destinations: dict[tuple[str, int] | None, _Destination] = {}
+        self._settled_ids: set[int] = set()
+        self._slots, self._mute_slots = asyncio.Semaphore(AT_ONCE), asyncio.Semaphore(AT_ONCE_MUTE)
         self._http = httpx2.AsyncClient(
             transport=transport,
             timeout=httpx2.Timeout(ANSWERED, connect=CONNECTED),
@@ -126,95 +126,112 @@ class WebhookOutlet:
             headers={"User-Agent": "groupwise-fleet"},
         )
 
-    def place(self, ended: Ended) -> str | None:
+    def destination_of(self, job_end: JobEnd) -> str | None:
         """See `Outlet`."""
-        found = None if ended.webhook is None else _place(ended.webhook)
-        return None if found is None else f"{found[0]}:{found[1]}"
+        address = None if job_end.webhook is None else _host_and_port(job_end.webhook)
+        return None if address is None else f"{address[0]}:{address[1]}"
 
-    async def tell(self, ended: Sequence[Ended]) -> frozenset[int]:
+    async def announce(self, job_ends: Sequence[JobEnd]) -> frozenset[int]:
         """See `Outlet`. Deliveries in progress continue after this returns."""
-        silent = {e.event_id for e in ended if e.webhook is None}
-        with_webhook = [e for e in ended if e.webhook is not None]
-        new = [e for e in with_webhook if e.event_id not in self._trials]
-        known = await self._settled_deliveries(new) if new else frozenset[int]()
+        silent = {e.event_id for e in job_ends if e.webhook is None}
+        with_webhook = [e for e in job_ends if e.webhook is not None]
+        new_ends = [e for e in with_webhook if e.event_id not in self._trials]
+        settled_ids = await self._settled_deliveries(new_ends) if new_ends else frozenset[int]()
         now = self._clock()
-        for each in with_webhook:
-            if each.event_id in known or each.event_id in self._settled:
+        for end in with_webhook:
+            if end.event_id in settled_ids or end.event_id in self._settled_ids:
                 continue
-            trial = self._trials.setdefault(each.event_id, _Trial())
-            place = self._to.setdefault(_place(each.webhook or ""), _Destination())
-            if not trial.is_queued and max(trial.next_at, place.next_at) <= now:
+            trial = self._trials.setdefault(end.event_id, _Trial())
+            destination = self._destinations.setdefault(
+                _host_and_port(end.webhook or ""), _Destination()
+            )
+            if not trial.is_queued and max(trial.next_at, destination.next_at) <= now:
                 trial.is_queued = True
-                place.queue[each.event_id] = each
-        self._begin()
-        if workers := [worker for place in self._to.values() for worker in place.workers]:
+                destination.queue[end.event_id] = end
+        self._start_workers()
+        if workers := [
+            worker for destination in self._destinations.values() for worker in destination.workers
+        ]:
             await asyncio.wait(workers, timeout=LISTENED)
-        self._end()
-        done, self._settled = silent | known | self._settled, set()
-        for event_id in done:
+        self._remove_ended_workers()
+        finished, self._settled_ids = silent | settled_ids | self._settled_ids, set()
+        for event_id in finished:
             self._trials.pop(event_id, None)
-        return frozenset(done)
+        return frozenset(finished)
 
     async def close(self) -> None:
         """Cancel deliveries in progress, which the next tracker tries again, and close the connections."""
         await tasks.cancel_and_wait(
-            *(worker for place in self._to.values() for worker in place.workers)
+            *(
+                worker
+                for destination in self._destinations.values()
+                for worker in destination.workers
+            )
         )
         await self._http.aclose()
 
-    def _begin(self) -> None:
-        for place in self._to.values():
-            most = min(AT_ONE_PLACE if place.has_answered else 1, len(place.queue))
-            while len(place.workers) < most:
-                place.workers.add(asyncio.create_task(self._work(place)))
+    def _start_workers(self) -> None:
+        for destination in self._destinations.values():
+            max_workers = min(
+                AT_ONE_PLACE if destination.has_answered else 1, len(destination.queue)
+            )
+            while len(destination.workers) < max_workers:
+                destination.workers.add(asyncio.create_task(self._deliver_queued(destination)))
 
-    def _end(self) -> None:
+    def _remove_ended_workers(self) -> None:
         """Forget workers that have ended. Raises the error of one that failed."""
-        failed: BaseException | None = None
-        for place in self._to.values():
-            for worker in [each for each in place.workers if each.done()]:
-                place.workers.remove(worker)
-                failed = worker.exception() or failed
+        failure: BaseException | None = None
+        for destination in self._destinations.values():
+            for worker in [task for task in destination.workers if task.done()]:
+                destination.workers.remove(worker)
+                failure = worker.exception() or failure
         now = self._clock()
-        self._to = {
-            key: place
-            for key, place in self._to.items()
-            if place.workers or place.queue or now < max(place.next_at, place.mute_until)
+        self._destinations = {
+            key: destination
+            for key, destination in self._destinations.items()
+            if destination.workers
+            or destination.queue
+            or now < max(destination.next_at, destination.mute_until)
         }
-        if failed is not None:
-            raise failed
+        if failure is not None:
+            raise failure
 
-    async def _work(self, place: _Destination) -> None:
+    async def _deliver_queued(self, destination: _Destination) -> None:
         """Try the deliveries that wait for a destination one by one, those with the fewest attempts first."""
-        while place.queue:
-            event_id = min(place.queue, key=lambda each: (self._trials[each].attempts, each))
-            ended = place.queue.pop(event_id)
-            async with self._mute if self._clock() < place.mute_until else self._places:
-                trial = self._trials[ended.event_id]
+        while destination.queue:
+            event_id = min(
+                destination.queue,
+                key=lambda queued_id: (self._trials[queued_id].attempts, queued_id),
+            )
+            job_end = destination.queue.pop(event_id)
+            async with self._mute_slots if self._clock() < destination.mute_until else self._slots:
+                trial = self._trials[job_end.event_id]
                 try:
                     if trial.end is None:
                         trial.attempts += 1
-                        await self._ask(ended, trial, place)
+                        await self._try_delivery(job_end, trial, destination)
                     if trial.end is not None:
-                        await self._settle(ended, trial, *trial.end)
+                        await self._record_settled(job_end, trial, *trial.end)
                 finally:
                     trial.is_queued = False
 
-    async def _settled_deliveries(self, ended: Sequence[Ended]) -> frozenset[int]:
+    async def _settled_deliveries(self, job_ends: Sequence[JobEnd]) -> frozenset[int]:
         """Deliveries that were settled before this process started, or by another tracker."""
-        jobs = sorted({e.job_id for e in ended})
+        jobs = sorted({e.job_id for e in job_ends})
         query = select(Event.detail).where(
             Event.job_id.in_(jobs), Event.kind.in_((DELIVERED, GIVEN_UP))
         )
         details = await self._database.read_in_thread(lambda s: list(s.scalars(query)))
-        return frozenset(d["event_id"] for d in details if d) & {e.event_id for e in ended}
+        return frozenset(d["event_id"] for d in details if d) & {e.event_id for e in job_ends}
 
-    async def _ask(self, ended: Ended, trial: _Trial, place: _Destination) -> None:
-        assert ended.webhook is not None
+    async def _try_delivery(
+        self, job_end: JobEnd, trial: _Trial, destination: _Destination
+    ) -> None:
+        assert job_end.webhook is not None
         try:
             async with asyncio.timeout(ANSWERED):
-                status = await self._post(ended.webhook, ended)
-            place.failures, place.has_answered, place.mute_until = 0, True, 0.0
+                status = await self._post_event(job_end.webhook, job_end)
+            destination.failures, destination.has_answered, destination.mute_until = 0, True, 0.0
             problem = f"HTTP {status}"
             if 200 <= status < 300:
                 trial.end = DELIVERED, problem
@@ -224,30 +241,30 @@ class WebhookOutlet:
             return
         except (TimeoutError, httpx2.ReadTimeout, httpx2.WriteTimeout):
             problem = f"no answer within {ANSWERED:g} seconds"
-            self._is_mute(place)
+            self._note_mute(destination)
         except (OSError, httpx2.ConnectError, httpx2.ConnectTimeout) as error:
-            problem = _describe(error)
-            self._is_mute(place)
-            self._is_away(place, problem)
+            problem = _describe_error(error)
+            self._note_mute(destination)
+            self._note_unreachable(destination, problem)
         except Exception as error:  # noqa: BLE001 - submitters choose the addresses, and one must not end the delivery to others
-            problem = _describe(error)
+            problem = _describe_error(error)
         self._note_failure(trial, problem)
 
-    def _is_mute(self, place: _Destination) -> None:
-        place.has_answered, place.mute_until = False, self._clock() + MUTE
+    def _note_mute(self, destination: _Destination) -> None:
+        destination.has_answered, destination.mute_until = False, self._clock() + MUTE
 
-    def _is_away(self, place: _Destination, problem: str) -> None:
+    def _note_unreachable(self, destination: _Destination, problem: str) -> None:
         """The host is unreachable: count a failed attempt for all deliveries that wait for it."""
-        if place.next_at <= self._clock():  # else another delivery has just found this out
-            place.failures += 1
-            place.next_at = self._clock() + _pause(min(place.failures, AWAY))
-        for event_id in list(place.queue):
+        if destination.next_at <= self._clock():  # else another delivery has just found this out
+            destination.failures += 1
+            destination.next_at = self._clock() + _pause(min(destination.failures, AWAY))
+        for event_id in list(destination.queue):
             trial = self._trials[event_id]
             if trial.end is None:
                 trial.attempts += 1
                 self._note_failure(trial, problem)
             if trial.end is None:
-                del place.queue[event_id]
+                del destination.queue[event_id]
                 trial.is_queued = False
 
     def _note_failure(self, trial: _Trial, problem: str) -> None:
@@ -256,40 +273,46 @@ class WebhookOutlet:
         else:
             trial.next_at = self._clock() + _pause(trial.attempts)
 
-    async def _post(self, url: str, ended: Ended) -> int:
-        host, port, scheme = _parts(url)
+    async def _post_event(self, url: str, job_end: JobEnd) -> int:
+        host, port, scheme = _split_address(url)
         address = _allowed_address(await self._resolve(host, port), host, self._allow_private)
         parts = urlsplit(url)
-        shown = f"[{address}]" if ":" in address else address
+        address_text = f"[{address}]" if ":" in address else address
         request = self._http.build_request(
             "POST",
-            parts._replace(netloc=f"{shown}:{port}", fragment="").geturl(),
-            content=ended.message(),
+            parts._replace(netloc=f"{address_text}:{port}", fragment="").geturl(),
+            content=job_end.message(),
             headers={
                 "Host": parts.netloc,
                 "Content-Type": "application/json",
-                "Groupwise-Event": str(ended.event_id),
-                "Idempotency-Key": f"groupwise-{ended.event_id}",
+                "Groupwise-Event": str(job_end.event_id),
+                "Idempotency-Key": f"groupwise-{job_end.event_id}",
             },
             extensions={"sni_hostname": host} if scheme == "https" else {},
         )
-        answer = await self._http.send(request, stream=True)
-        await answer.aclose()  # only the status matters; the body is not read
-        return answer.status_code
+        response = await self._http.send(request, stream=True)
+        await response.aclose()  # only the status matters; the body is not read
+        return response.status_code
 
-    async def _settle(self, ended: Ended, trial: _Trial, kind: str, because: str) -> None:
+    async def _record_settled(
+        self, job_end: JobEnd, trial: _Trial, kind: str, because: str
+    ) -> None:
         if kind == GIVEN_UP:
             logger.warning(
                 "the webhook of %s was not told: %s; given up after %d attempts",
-                ended.job_id,
+                job_end.job_id,
                 because,
                 trial.attempts,
             )
-        detail = {"event_id": ended.event_id, "attempts": trial.attempts, "because": because[:300]}
+        detail = {
+            "event_id": job_end.event_id,
+            "attempts": trial.attempts,
+            "because": because[:300],
+        }
         await self._database.in_thread(
-            lambda s: events.append(s, actor=ACTOR, kind=kind, job_id=ended.job_id, detail=detail)
+            lambda s: events.append(s, actor=ACTOR, kind=kind, job_id=job_end.job_id, detail=detail)
         )
-        self._settled.add(ended.event_id)
+        self._settled_ids.add(job_end.event_id)
 
 
 def _pause(number: int) -> float:
@@ -297,20 +320,20 @@ def _pause(number: int) -> float:
     return PAUSES[number - 1] * random.uniform(0.5, 1.0)
 
 
-def _describe(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
-def _place(url: str) -> tuple[str, int] | None:
+def _host_and_port(url: str) -> tuple[str, int] | None:
     """Host and port; None for an invalid address, which is given up at once."""
     try:
-        host, port, _ = _parts(url)
+        host, port, _ = _split_address(url)
     except Forbidden:
         return None
     return host, port
 
 
-def _parts(url: str) -> tuple[str, int, str]:
+def _split_address(url: str) -> tuple[str, int, str]:
     try:
         parts = urlsplit(url)
         port, host = parts.port, parts.hostname
@@ -339,8 +362,8 @@ def _allowed_address(addresses: list[str], host: str, allow_private: bool) -> st
 
 
 _INNER = [
-    ipaddress.ip_network(each)
-    for each in ("2002::/16", "192.88.99.0/24", "168.63.129.16/32", "3fff::/20")
+    ipaddress.ip_network(network)
+    for network in ("2002::/16", "192.88.99.0/24", "168.63.129.16/32", "3fff::/20")
 ]
 """6to4 relays, which lead into any network that uses them; Azure's virtual address for its machines; addresses for documentation."""
 
@@ -362,5 +385,5 @@ def is_public(address: str) -> bool:
 async def addresses_of(host: str, port: int) -> list[str]:
     """Addresses from the system's resolver, in its order."""
     look_up = partial(socket.getaddrinfo, host, port, type=socket.SOCK_STREAM)
-    found = await asyncio.get_running_loop().run_in_executor(_LOOK_UPS, look_up)
-    return list(dict.fromkeys(str(address[0]) for *_, address in found))
+    results = await asyncio.get_running_loop().run_in_executor(_LOOK_UPS, look_up)
+    return list(dict.fromkeys(str(address[0]) for *_, address in results))

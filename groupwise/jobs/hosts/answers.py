@@ -45,28 +45,28 @@ MOST_EPOCH = (1 << 62) - 1
 """Highest epoch that runners accept. No control plane assigns a higher one, and database columns cannot hold much more."""
 
 
-def _number(value: Any, most: int = MOST) -> int | float:
+def _check_number(value: Any, limit: int = MOST) -> int | float:
     # NaN fails the comparison.
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= most:
-        raise ValueError(f"a number of at most {most} is expected")
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= limit:
+        raise ValueError(f"a number of at most {limit} is expected")
     return value
 
 
-def _texts(value: Any) -> list[str]:
+def _shorten_texts(value: Any) -> list[str]:
     if not isinstance(value, list) or len(cast("list[object]", value)) > MOST_LISTED:
         raise ValueError(f"a list of at most {MOST_LISTED} entries is expected")
     return [str(entry)[:LONGEST] for entry in cast("list[object]", value)[:MOST_SHOWN]]
 
 
-def _numbers(value: Any) -> list[int | float]:
+def _keep_numbers(value: Any) -> list[int | float]:
     entries = cast("list[object]", value) if isinstance(value, list) else []
-    return [each for each in entries if isinstance(each, int | float) and abs(each) <= MOST]
+    return [entry for entry in entries if isinstance(entry, int | float) and abs(entry) <= MOST]
 
 
 def _without_nulls(value: Any) -> Any:
     if not isinstance(value, dict):
         return value
-    return {k: each for k, each in cast("dict[str, Any]", value).items() if each is not None}
+    return {k: entry for k, entry in cast("dict[str, Any]", value).items() if entry is not None}
 
 
 Text = Annotated[StrictStr, AfterValidator(lambda text: text[:LONGEST])]
@@ -74,15 +74,15 @@ Name = Annotated[StrictStr, AfterValidator(lambda text: text[:LONGEST_NAME])]
 Output = Annotated[StrictStr, AfterValidator(lambda text: text[:LONGEST_OUTPUT])]
 Tail = Annotated[StrictStr, AfterValidator(lambda text: text[:LONGEST_OUTPUT][-LONGEST_TAIL:])]
 AnyText = Annotated[str, BeforeValidator(lambda value: str(value)[:LONGEST])]
-Texts = Annotated[tuple[str, ...], BeforeValidator(_texts)]
+Texts = Annotated[tuple[str, ...], BeforeValidator(_shorten_texts)]
 """The first MOST_SHOWN entries of a list; entries that are not strings are converted."""
-Whole = Annotated[int, BeforeValidator(lambda value: int(_number(value)))]
+Whole = Annotated[int, BeforeValidator(lambda value: int(_check_number(value)))]
 """An integer; 3.0 is accepted for 3."""
-Small = Annotated[int, BeforeValidator(lambda value: int(_number(value, MOST_OF_SMALL)))]
-Real = Annotated[float, BeforeValidator(lambda value: float(_number(value)))]
-Read = Annotated[T, BeforeValidator(_without_nulls)]
+Small = Annotated[int, BeforeValidator(lambda value: int(_check_number(value, MOST_OF_SMALL)))]
+Real = Annotated[float, BeforeValidator(lambda value: float(_check_number(value)))]
+JsonObject = Annotated[T, BeforeValidator(_without_nulls)]
 """An object in an answer."""
-Listed = Annotated[tuple[Read[T], ...], Field(max_length=MOST_LISTED)]
+ListOf = Annotated[tuple[JsonObject[T], ...], Field(max_length=MOST_LISTED)]
 
 
 class RunnerState(StrEnum):
@@ -162,7 +162,7 @@ class MemberState:
     """The state of one attempt on one machine."""
 
     job: Text
-    epoch: Annotated[StrictInt, BeforeValidator(_number)]
+    epoch: Annotated[StrictInt, BeforeValidator(_check_number)]
     state: RunnerState
     rank: Whole = 0
     boot_id: Text | None = None
@@ -177,8 +177,8 @@ class MemberState:
     """How many complete checkpoints it has."""
     step: Whole | None = None
     """The step of the newest complete checkpoint."""
-    exit: Read[ExitRecord] | None = None
-    refused: Read[Refusal] | None = None
+    exit: JsonObject[ExitRecord] | None = None
+    refused: JsonObject[Refusal] | None = None
     survivors: Whole | None = None
     """How many of its processes live although its supervisor has ended; None: not counted."""
     place: Text | None = None
@@ -194,7 +194,7 @@ class MemberState:
     engine: Text | None = None
     """The engine that it was laid out for."""
     engine_says: Text = ""
-    """The end of the engine's log of the attempt; from an `EngineRunner`, the reason why it waits."""
+    """The end of the engine's log of the attempt; from an `SchedulerRunner`, the reason why it waits."""
     engine_options: Texts = ()
     """The options that were passed to the engine."""
     engine_has: bool | None = None
@@ -207,12 +207,12 @@ class MemberState:
     """Seconds since its supervisor's last heartbeat, by the file's time; only with an engine."""
 
     @property
-    def lives(self) -> bool:
+    def is_alive(self) -> bool:
         """True if any of its processes live, with or without the supervisor."""
         return self.state in _SUPERVISED or bool(self.survivors)
 
     @property
-    def may_begin(self) -> bool:
+    def may_start(self) -> bool:
         """True if an engine may start it at any moment, without another request."""
         return self.state is RunnerState.QUEUED
 
@@ -324,22 +324,22 @@ class Observation:
 
     boot_id: Name
     time: Real | None = None
-    load: Annotated[tuple[float, ...], BeforeValidator(_numbers)] = ()
+    load: Annotated[tuple[float, ...], BeforeValidator(_keep_numbers)] = ()
     cpus: Whole | None = None
     ram_mb: Whole | None = None
     ram_free_mb: Whole | None = None
     disk_free_mb: Whole | None = None
-    probe: Read[Probe]
-    gpus: Annotated[tuple[Read[SeenGPU], ...], Field(max_length=MOST_GPUS)] = ()
-    apps: Listed[SeenApp] = ()
-    attempts: Listed[MemberState] = ()
-    quarantined: Listed[Stray] = ()
+    probe: JsonObject[Probe]
+    gpus: Annotated[tuple[JsonObject[SeenGPU], ...], Field(max_length=MOST_GPUS)] = ()
+    apps: ListOf[SeenApp] = ()
+    attempts: ListOf[MemberState] = ()
+    quarantined: ListOf[Stray] = ()
     unremoved: Texts = ()
     """Folders of forgotten attempts that contain files which the runner's user may not remove."""
 
 
 @dataclass(frozen=True, slots=True)
-class Ran:
+class ProgramResult:
     """A program's exit status and output."""
 
     code: Whole | None = None
@@ -393,38 +393,38 @@ class Release:
     """The outcome of `release`: clean, or a list of what is still held."""
 
     clean: StrictBool
-    holders: Listed[Holder] = ()
+    holders: ListOf[Holder] = ()
 
 
 @cache
-def _adapter(kind: type[T]) -> TypeAdapter[T]:
+def _type_adapter(kind: type[T]) -> TypeAdapter[T]:
     return TypeAdapter(kind)
 
 
-def _read(kind: type[T], document: object, where: str) -> T:
-    """Validate an object of an answer; `where` names it in messages. Raises BadAnswer."""
+def _validate(kind: type[T], document: object, label: str) -> T:
+    """Validate an object of an answer; `label` names it in messages. Raises BadAnswer."""
     try:
-        return _adapter(kind).validate_python(_without_nulls(document))
+        return _type_adapter(kind).validate_python(_without_nulls(document))
     except ValidationError as error:
-        first = field_errors(error, whole="it")[0]
-        place = f"{where}.{first.field}" if first.field else where
+        first = field_errors(error, document_name="it")[0]
+        place = f"{label}.{first.field}" if first.field else label
         raise BadAnswer(f"{place} is {repr(first.given)[:200]}: {first.message}") from None
 
 
-def member_state(document: object) -> MemberState:
+def parse_member_state(document: object) -> MemberState:
     """Read the state of an attempt. Raises BadAnswer, as all readers below do."""
-    return _complete(_read(MemberState, document, "the state of an attempt"))
+    return _checked_member(_validate(MemberState, document, "the state of an attempt"))
 
 
-def _complete(state: MemberState) -> MemberState:
+def _checked_member(state: MemberState) -> MemberState:
     if state.state is RunnerState.EXITED and state.exit is None:
         raise BadAnswer("the state of an attempt is exited: an exit record is expected")
     return state if state.engine_has is None else replace(state, engine_has=None)
 
 
-def ran(document: object) -> Ran:
+def parse_program_result(document: object) -> ProgramResult:
     """Read the answer to `run`."""
-    return _read(Ran, document, "the answer to run")
+    return _validate(ProgramResult, document, "the answer to run")
 
 
 @dataclass(frozen=True, slots=True)
@@ -439,32 +439,32 @@ class _HelloBody:
 
     protocols: tuple[Any, ...] = ()
     protocol: Whole | None = None
-    cgroup: Read[_CgroupBody] = _CgroupBody()
+    cgroup: JsonObject[_CgroupBody] = _CgroupBody()
 
 
-def hello(document: object) -> Hello:
+def parse_hello(document: object) -> Hello:
     """Read the answer to `hello`."""
-    body = _read(_HelloBody, document, "the answer to hello")
+    body = _validate(_HelloBody, document, "the answer to hello")
     protocols = [n for n in body.protocols if isinstance(n, int)]
     derived = {
         "protocols": protocols or [body.protocol],
         "cgroup": body.cgroup.v2,
         "memory_limits": body.cgroup.memory,
     }
-    return _read(Hello, {**cast("dict[str, Any]", document), **derived}, "the answer to hello")
+    return _validate(Hello, {**cast("dict[str, Any]", document), **derived}, "the answer to hello")
 
 
-def observation(document: object) -> Observation:
+def parse_observation(document: object) -> Observation:
     """Read the answer to `observe`."""
-    seen = _read(Observation, document, "the observation")
+    observed = _validate(Observation, document, "the observation")
     attempts: list[MemberState] = []
-    strays = [*seen.quarantined]
-    for state in map(_complete, seen.attempts):
+    strays = [*observed.quarantined]
+    for state in map(_checked_member, observed.attempts):
         if 0 <= state.epoch <= MOST_EPOCH and JOB_ID.fullmatch(state.job):
             attempts.append(state)
         else:  # a job may create a folder with an invalid name, which must not hide other attempts
             strays.append(Stray("folder", f"{state.job}.{state.epoch}"))
-    return replace(seen, attempts=tuple(attempts), quarantined=tuple(strays[:MOST_SHOWN]))
+    return replace(observed, attempts=tuple(attempts), quarantined=tuple(strays[:MOST_SHOWN]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -486,41 +486,41 @@ class _CheckpointBody:
     files: dict[str, Any] = field(default_factory=dict[str, Any])
 
 
-def work_tree(document: object) -> WorkTree:
+def parse_work_tree(document: object) -> WorkTree:
     """Read the answer to `manifest`. Paths that lead out of the work folder are moved to `refused`: a machine must not be able to write
     elsewhere on our disk."""
-    body = _read(_TreeBody, document, "the manifest")
+    body = _validate(_TreeBody, document, "the manifest")
     refused = list(body.refused)
     checkpoints: list[CheckpointTree] = []
-    for each in body.checkpoints:
-        step = each.get("step")
+    for entry in body.checkpoints:
+        step = entry.get("step")
         if isinstance(step, int) and not 0 <= step <= MOST:
             continue  # older runners report impossible steps
-        found = _read(_CheckpointBody, each, "a checkpoint")
+        checkpoint = _validate(_CheckpointBody, entry, "a checkpoint")
         outside: list[tuple[str, str]] = []
-        files = _files(found.files, outside)
-        if outside or path_problems("checkpoint", found.path):
+        files = _parse_files(checkpoint.files, outside)
+        if outside or path_problems("checkpoint", checkpoint.path):
             raise BadAnswer(
-                f"the checkpoint {found.path[:200]!r} is not inside the work folder, as is expected"
+                f"the checkpoint {checkpoint.path[:200]!r} is not inside the work folder, as is expected"
             )
-        checkpoints.append(CheckpointTree(found.path, found.step, files))
-    files = _files(body.files, refused)
+        checkpoints.append(CheckpointTree(checkpoint.path, checkpoint.step, files))
+    files = _parse_files(body.files, refused)
     return WorkTree(files, tuple(refused), tuple(checkpoints), body.refused_more)
 
 
-def _files(listed: Mapping[str, Any], refused: list[tuple[str, str]]) -> Manifest:
+def _parse_files(entries: Mapping[str, Any], refused: list[tuple[str, str]]) -> Manifest:
     files: dict[str, FileEntry] = {}
-    for path, entry in listed.items():
+    for path, entry in entries.items():
         problems = path_problems("file", path)
         if problems:
             refused.append((path, problems[0]))
             continue
-        found = file_entry(entry)
-        if found is None:
+        file = file_entry(entry)
+        if file is None:
             raise BadAnswer(
                 f"{path[:200]!r} is {repr(entry)[:200]}: [sha256, mode, size] is expected"
             )
-        files[path] = found
+        files[path] = file
     # Refuse paths below another file of the list: only a dishonest machine reports such.
     for path in list(files):
         if not any(str(above) in files for above in PurePosixPath(path).parents):
@@ -530,6 +530,6 @@ def _files(listed: Mapping[str, Any], refused: list[tuple[str, str]]) -> Manifes
     return files
 
 
-def release(document: object) -> Release:
+def parse_release(document: object) -> Release:
     """Read the answer to `release`."""
-    return _read(Release, document, "the answer to release")
+    return _validate(Release, document, "the answer to release")

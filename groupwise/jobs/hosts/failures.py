@@ -121,29 +121,29 @@ def classify(record: ExitRecord, *, gpu_problems: Sequence[str] = ()) -> Diagnos
     if record.oom_kill:
         because = f"the kernel killed {record.oom_kill} of its processes"
         return Diagnosis(FailureClass.HOST_OOM, because)
-    found = _by_log(record) or _by_signal(record)
-    return found or Diagnosis(FailureClass.CRASHED, _with_last_line(by_code, record))
+    diagnosis = _classify_log(record) or _classify_signal(record)
+    return diagnosis or Diagnosis(FailureClass.CRASHED, _with_last_line(by_code, record))
 
 
-def _by_log(record: ExitRecord) -> Diagnosis | None:
+def _classify_log(record: ExitRecord) -> Diagnosis | None:
     tail = record.tail
-    last = "\n".join(tail.splitlines()[-_LAST_LINES:])
+    last_lines = "\n".join(tail.splitlines()[-_LAST_LINES:])
     had_gpu = record.gpus != 0
     for pattern, text, failure in (
         (_GPU_FAULT, tail if had_gpu else "", FailureClass.GPU_FAULT),
         (_GPU_OOM, tail, FailureClass.GPU_OOM),
         (_PREEMPTED, tail, FailureClass.PREEMPTION),
-        (_HOST_OOM, last, FailureClass.HOST_OOM),
-        (_NETWORK, last, FailureClass.NETWORK),
+        (_HOST_OOM, last_lines, FailureClass.HOST_OOM),
+        (_NETWORK, last_lines, FailureClass.NETWORK),
     ):
         if match := pattern.search(text):
-            begin = text.rfind("\n", 0, match.start()) + 1
-            line = text[begin:].partition("\n")[0]
+            start = text.rfind("\n", 0, match.start()) + 1
+            line = text[start:].partition("\n")[0]
             return Diagnosis(failure, _shortened_line(line))
     return None
 
 
-def _by_signal(record: ExitRecord) -> Diagnosis | None:
+def _classify_signal(record: ExitRecord) -> Diagnosis | None:
     if record.signal == SIGTERM or record.code == _SHELL_TERMINATED:
         return Diagnosis(FailureClass.PREEMPTION, "SIGTERM that the control plane had not sent")
     if record.signal == SIGKILL or record.code == _SHELL_KILLED:
@@ -156,8 +156,8 @@ def _by_signal(record: ExitRecord) -> Diagnosis | None:
 def _with_last_line(summary: str, record: ExitRecord) -> str:
     """Add the log's last line to an exit code, since the code alone says little. Programs that give up, and tracebacks, usually end with
     the reason."""
-    last = next((line for line in reversed(record.tail.splitlines()) if line.strip()), None)
-    return summary if last is None else f"{summary}: {_shortened_line(last)}"
+    last_line = next((line for line in reversed(record.tail.splitlines()) if line.strip()), None)
+    return summary if last_line is None else f"{summary}: {_shortened_line(last_line)}"
 
 
 def _shortened_line(line: str) -> str:

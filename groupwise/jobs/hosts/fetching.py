@@ -2,7 +2,7 @@
 
 The machine lists the files (path, sha256, mode, size). Large files are fetched in pieces, small ones many in one call. Each file is
 hashed here and flushed to disk; a file that an earlier try left incomplete is continued. If a file differs from the list, it has changed
-meanwhile: that raises `Changed`, and the caller has to request the list again."""
+meanwhile: that raises `FileChanged`, and the caller has to request the list again."""
 
 from __future__ import annotations
 
@@ -13,35 +13,35 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from groupwise.jobs.hosts.driver import GATHERED, PIECE, Runner, grouped
+from groupwise.jobs.hosts.driver import MAX_GATHERED_FILES, PIECE, Runner, batches_by_size
 from groupwise.jobs.hosts.files import hash_of
 from groupwise.jobs.hosts.port import RunnerRefused
 from groupwise.jobs.hosts.spec import FileEntry, Manifest
 
 T = TypeVar("T")
 
-AT_ONCE = 4
+MAX_CONCURRENT_CALLS = 4
 """Most concurrent calls to the machine, each for a piece of one file or for many small files."""
-CHANGED = frozenset({"not_found", "changed", "refused_path"})
+CHANGED_CODES = frozenset({"not_found", "changed", "refused_path"})
 """Error codes by which a machine refuses a file that it listed before: something has changed the file since."""
 
 
-class Changed(Exception):
+class FileChanged(Exception):
     """A file differs from the machine's list. The message is its path."""
 
 
-class Write(Protocol):
+class DiskWork(Protocol):
     """Runs disk work in a thread; `name` is one word that describes the work."""
 
     def __call__(self, name: str, fn: Callable[[], T], /) -> Awaitable[T]: ...
 
 
-def in_a_thread(name: str, fn: Callable[[], T]) -> Awaitable[T]:
-    """The default `Write`."""
+def run_in_thread(name: str, fn: Callable[[], T]) -> Awaitable[T]:
+    """The default `DiskWork`."""
     return asyncio.to_thread(fn)
 
 
-async def to_its_end(work: Awaitable[T]) -> T:
+async def wait_until_done(work: Awaitable[T]) -> T:
     """Wait for the work's end even if cancelled: a thread cannot be stopped, and another caller may use the folder next."""
     working = asyncio.ensure_future(work)
     try:
@@ -51,30 +51,30 @@ async def to_its_end(work: Awaitable[T]) -> T:
         raise
 
 
-class Fetching:
+class Fetcher:
     """Copies files from the working folder of one attempt into `folder`, which no other caller uses meanwhile."""
 
     def __init__(
-        self, runner: Runner, job: str, epoch: int, folder: Path, write: Write = in_a_thread
+        self, runner: Runner, job: str, epoch: int, folder: Path, write: DiskWork = run_in_thread
     ) -> None:
         self._runner, self._job, self._epoch = runner, job, epoch
         self._folder = folder
-        self._do = write
+        self._run_in_thread = write
 
-    async def files(self, files: Manifest) -> None:
-        """Fetch all `files`. Raises Changed, HostError, OSError; what has been fetched remains for the next try."""
+    async def fetch(self, files: Manifest) -> None:
+        """Fetch all `files`. Raises FileChanged, HostError, OSError; what has been fetched remains for the next try."""
         sized = [(path, files[path].size) for path in sorted(files)]
-        waiting = grouped(sized, PIECE, GATHERED)
+        pending = batches_by_size(sized, PIECE, MAX_GATHERED_FILES)
 
         async def work() -> None:
-            for paths in waiting:
-                parcel = {path: files[path] for path in paths}
+            for paths in pending:
+                batch = {path: files[path] for path in paths}
                 # A file that is not part of the answer has changed or cannot be read. Fetch it alone: then the error gives the reason.
-                single = await self._gather(parcel) if len(parcel) > 1 else parcel
-                for path, entry in single.items():
-                    await self._file(path, entry)
+                remaining = await self._fetch_batch(batch) if len(batch) > 1 else batch
+                for path, entry in remaining.items():
+                    await self._fetch_file(path, entry)
 
-        tasks = [asyncio.create_task(work()) for _ in range(AT_ONCE)]
+        tasks = [asyncio.create_task(work()) for _ in range(MAX_CONCURRENT_CALLS)]
         try:
             await asyncio.gather(*tasks)
         finally:
@@ -82,45 +82,51 @@ class Fetching:
                 task.cancel()
             await asyncio.wait(tasks)
 
-    async def _gather(self, parcel: Manifest) -> Manifest:
+    async def _fetch_batch(self, batch: Manifest) -> Manifest:
         """Fetch several files with one call; returns those that were not fetched."""
-        lacking = await self._write("parcel", partial(_missing_files, self._folder, parcel))
-        if not lacking:
-            return lacking
-        came = await self._runner.gather(self._job, self._epoch, lacking)
-        return await self._write("gathered", partial(_keep, self._folder, lacking, came))
+        missing = await self._run_disk_work("parcel", partial(_missing_files, self._folder, batch))
+        if not missing:
+            return missing
+        contents = await self._runner.gather(self._job, self._epoch, missing)
+        return await self._run_disk_work(
+            "gathered", partial(_write_batch, self._folder, missing, contents)
+        )
 
-    async def _file(self, path: str, entry: FileEntry) -> None:
+    async def _fetch_file(self, path: str, entry: FileEntry) -> None:
         """Fetch a file completely and verify it. If what an earlier try left turns out to be wrong, fetch once more from the start."""
-        here = await self._write("file", partial(_begin, self._folder / path, entry))
-        if here and await self._rest(path, entry, here):
+        offset = await self._run_disk_work(
+            "file", partial(_create_file, self._folder / path, entry)
+        )
+        if offset and await self._fetch_rest(path, entry, offset):
             return
-        if not await self._rest(path, entry, 0):
-            raise Changed(path)
+        if not await self._fetch_rest(path, entry, 0):
+            raise FileChanged(path)
 
-    async def _rest(self, path: str, entry: FileEntry, here: int) -> bool:
-        """Fetch the bytes from offset `here`. False if the result differs from the list; it is then removed."""
-        place = self._folder / path
-        while here < entry.size:
+    async def _fetch_rest(self, path: str, entry: FileEntry, offset: int) -> bool:
+        """Fetch the bytes from offset `offset`. False if the result differs from the list; it is then removed."""
+        target = self._folder / path
+        while offset < entry.size:
             try:
-                data = await self._runner.read(self._job, self._epoch, path, offset=here)
+                data = await self._runner.read(self._job, self._epoch, path, offset=offset)
             except RunnerRefused as error:
-                if error.code in CHANGED:
-                    raise Changed(path) from error
+                if error.code in CHANGED_CODES:
+                    raise FileChanged(path) from error
                 raise
             if not data:
-                raise Changed(path)
-            here = await self._write("piece", partial(_append, place, here, data))
-        return await self._write("verify", partial(_finish, place, entry))
+                raise FileChanged(path)
+            offset = await self._run_disk_work(
+                "piece", partial(_append_bytes, target, offset, data)
+            )
+        return await self._run_disk_work("verify", partial(_verify_file, target, entry))
 
-    async def _write(self, name: str, fn: Callable[[], T]) -> T:
-        return await to_its_end(self._do(name, fn))
+    async def _run_disk_work(self, name: str, fn: Callable[[], T]) -> T:
+        return await wait_until_done(self._run_in_thread(name, fn))
 
 
-def _begin(place: Path, entry: FileEntry) -> int:
+def _create_file(path: Path, entry: FileEntry) -> int:
     """Create the file if necessary; returns how many bytes of it exist already."""
-    place.parent.mkdir(parents=True, exist_ok=True)
-    with place.open("ab") as file:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
         size = os.fstat(file.fileno()).st_size
         if size > entry.size:
             file.truncate(0)
@@ -128,38 +134,38 @@ def _begin(place: Path, entry: FileEntry) -> int:
     return size
 
 
-def _missing_files(folder: Path, parcel: Manifest) -> Manifest:
+def _missing_files(folder: Path, batch: Manifest) -> Manifest:
     """The files that an earlier try has not fetched completely and correctly."""
 
     def is_here(path: str, entry: FileEntry) -> bool:
-        place = folder / path
-        return _begin(place, entry) == entry.size and _finish(place, entry)
+        target = folder / path
+        return _create_file(target, entry) == entry.size and _verify_file(target, entry)
 
-    return {path: entry for path, entry in parcel.items() if not is_here(path, entry)}
+    return {path: entry for path, entry in batch.items() if not is_here(path, entry)}
 
 
-def _keep(folder: Path, lacking: Manifest, came: Mapping[str, bytes]) -> Manifest:
+def _write_batch(folder: Path, missing: Manifest, contents: Mapping[str, bytes]) -> Manifest:
     """Write the fetched files; returns those that are still missing."""
-    for path, data in came.items():
-        _append(folder / path, 0, data)
-    whole = {path for path in came if _finish(folder / path, lacking[path])}
-    return {path: entry for path, entry in lacking.items() if path not in whole}
+    for path, data in contents.items():
+        _append_bytes(folder / path, 0, data)
+    verified = {path for path in contents if _verify_file(folder / path, missing[path])}
+    return {path: entry for path, entry in missing.items() if path not in verified}
 
 
-def _append(place: Path, offset: int, data: bytes) -> int:
-    with place.open("r+b" if offset else "wb") as file:
+def _append_bytes(path: Path, offset: int, data: bytes) -> int:
+    with path.open("r+b" if offset else "wb") as file:
         file.seek(offset)
         file.write(data)
     return offset + len(data)
 
 
-def _finish(place: Path, entry: FileEntry) -> bool:
+def _verify_file(path: Path, entry: FileEntry) -> bool:
     """True if the file is correct, in which case it is flushed to disk; a wrong file is removed."""
-    place.touch()  # an empty file has not been written yet
-    if hash_of(place) != entry.sha256:
-        place.unlink()
+    path.touch()  # an empty file has not been written yet
+    if hash_of(path) != entry.sha256:
+        path.unlink()
         return False
-    with place.open("rb") as file:
+    with path.open("rb") as file:
         set_mode(file.fileno(), entry)
         os.fsync(file.fileno())
     return True

@@ -67,26 +67,26 @@ class BlobBusy(BlobError):
 def files_below(root: Path, paths: Iterable[str] = (".",)) -> dict[str, Path]:
     """All regular files among those files and folders, by path relative to `root`. Raises UsageError, with a list, if any entry is not
     regular."""
-    found: dict[str, Path] = {}
+    files: dict[str, Path] = {}
     refused: list[str] = []
     for path in paths:
         if path == ".":
-            _walk(root, root, found, refused)
+            _collect_folder(root, root, files, refused)
             continue
         refused += path_problems("file", path)
         if not path_problems("file", path):
-            _take(root, root / path, found, refused)
+            _collect_path(root, root / path, files, refused)
     if refused:
-        listed = "".join(f"\n  {why}" for why in refused[:20])
+        listed = "".join(f"\n  {reason}" for reason in refused[:20])
         raise UsageError(f"only regular files can be sent to a machine:{listed}")
-    if len(found) > MOST_FILES:
+    if len(files) > MOST_FILES:
         raise UsageError(
-            f"{len(found)} files in {root}; at most {MOST_FILES} are sent: pack them into one"
+            f"{len(files)} files in {root}; at most {MOST_FILES} are sent: pack them into one"
         )
-    return found
+    return files
 
 
-def _take(root: Path, path: Path, found: dict[str, Path], refused: list[str]) -> None:
+def _collect_path(root: Path, path: Path, files: dict[str, Path], refused: list[str]) -> None:
     name = path.relative_to(root).as_posix()
     try:
         mode = path.lstat().st_mode
@@ -94,22 +94,22 @@ def _take(root: Path, path: Path, found: dict[str, Path], refused: list[str]) ->
         refused.append(f"{name}: {error.strerror}")
         return
     if stat.S_ISDIR(mode):
-        _walk(root, path, found, refused)
+        _collect_folder(root, path, files, refused)
     elif stat.S_ISREG(mode):
-        found[name] = path
+        files[name] = path
     else:
         kinds = {stat.S_IFLNK: "a link", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
         refused.append(f"{name} is {kinds.get(stat.S_IFMT(mode), 'a device')}")
 
 
-def _walk(root: Path, folder: Path, found: dict[str, Path], refused: list[str]) -> None:
+def _collect_folder(root: Path, folder: Path, files: dict[str, Path], refused: list[str]) -> None:
     try:
         entries = sorted(folder.iterdir())
     except OSError as error:
         refused.append(f"{folder}: {error.strerror}")
         return
     for entry in entries:
-        _take(root, entry, found, refused)
+        _collect_path(root, entry, files, refused)
 
 
 def hash_of(path: Path) -> str:
@@ -145,7 +145,7 @@ class BlobStore:
 
         `marked`: the caller is about to fetch the missing blobs itself; marked blobs stay marked."""
         with self._shared_lock():
-            return [each for each in dict.fromkeys(hashes) if not self._spare(each, marked)]
+            return [sha256 for sha256 in dict.fromkeys(hashes) if not self._renew(sha256, marked)]
 
     @contextlib.contextmanager
     def needed(self, hashes: Iterable[str]) -> Generator[None]:
@@ -165,28 +165,28 @@ class BlobStore:
     def all_needed(self) -> set[str]:
         """Blobs that any process has declared as needed. Read these before reading which blobs the records name: a declaration ends only
         after a record names its blobs."""
-        found: set[str] = set()
+        hashes: set[str] = set()
         for path in (self.root / NEEDED).glob("*"):
             with contextlib.suppress(FileNotFoundError), path.open() as file:
                 if path.stat().st_mtime + SPARED_MARKED < self.now() and not _is_locked(file):
                     path.unlink()
                 else:  # a new file may not be locked yet
-                    found.update(file.read().split())
-        return found
+                    hashes.update(file.read().split())
+        return hashes
 
     def put(self, data: bytes) -> str:
         """Store these bytes; returns their sha256."""
         sha256 = hashlib.sha256(data).hexdigest()
         self._check_size(len(data), sha256)
         with self._shared_lock():
-            if not self._spare(sha256):
-                self._publish(self._write_temporary((data,)), sha256)
+            if not self._renew(sha256):
+                self._publish_blob(self._write_temporary((data,)), sha256)
         return sha256
 
-    def put_file(self, source: Path, more: Callable[[int], None] | None = None) -> FileEntry:
+    def put_file(self, source: Path, on_progress: Callable[[int], None] | None = None) -> FileEntry:
         """Store a copy of a file. It is hashed while it is copied, so a file that changes meanwhile is stored as it was read.
 
-        `more` is called after each piece with its number of bytes."""
+        `on_progress` is called after each piece with its number of bytes."""
         digest = hashlib.sha256()
         size = 0
 
@@ -196,28 +196,28 @@ class BlobStore:
                 size += len(piece)
                 self._check_size(size, file.name)
                 digest.update(piece)
-                if more is not None:
-                    more(len(piece))
+                if on_progress is not None:
+                    on_progress(len(piece))
                 yield piece
 
         with source.open("rb") as file, self._shared_lock():
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o777
             temporary = self._write_temporary(pieces(file))
             sha256 = digest.hexdigest()
-            if self._spare(sha256):
+            if self._renew(sha256):
                 temporary.unlink()
             else:
-                self._publish(temporary, sha256)
+                self._publish_blob(temporary, sha256)
         return FileEntry(sha256, mode, size)
 
     def put_files(
-        self, files: Mapping[str, Path], more: Callable[[str, int], None] | None = None
+        self, files: Mapping[str, Path], on_progress: Callable[[str, int], None] | None = None
     ) -> dict[str, FileEntry]:
-        """Store copies of all files; returns the manifest. `more` is called after each piece with the file's name and the piece's number of
-        bytes."""
+        """Store copies of all files; returns the manifest. `on_progress` is called after each piece with the file's name and the piece's
+        number of bytes."""
 
         def stored(name: str, path: Path) -> FileEntry:
-            return self.put_file(path, None if more is None else partial(more, name))
+            return self.put_file(path, None if on_progress is None else partial(on_progress, name))
 
         return {name: stored(name, path) for name, path in files.items()}
 
@@ -232,11 +232,11 @@ class BlobStore:
             while data := file.read(piece):
                 digest.update(data)
                 yield data
-        found = digest.hexdigest()
-        if found != sha256:
+        actual = digest.hexdigest()
+        if actual != sha256:
             self.path(sha256).unlink(missing_ok=True)
             raise BlobError(
-                f"the blob {sha256} in {self.root} had other contents (sha256 {found}): it was damaged on the disk and has been removed"
+                f"the blob {sha256} in {self.root} had other contents (sha256 {actual}): it was damaged on the disk and has been removed"
             )
 
     def part(self, sha256: str, offset: int, length: int) -> bytes:
@@ -293,7 +293,7 @@ class BlobStore:
     def adopt(self, temporary: Path, sha256: str, *, marked: bool = False) -> None:
         """Turn a verified file, flushed to the store's own disk, into a blob."""
         with self._shared_lock():
-            self._publish(temporary, sha256, marked)
+            self._publish_blob(temporary, sha256, marked)
 
     def now(self) -> float:
         """The current time, by the clock that dates blobs: that of the store's file system."""
@@ -330,24 +330,24 @@ class BlobStore:
         """Lock against collection while a blob is put."""
         return self._lock(fcntl.LOCK_SH)
 
-    def _marking(self) -> contextlib.AbstractContextManager[None]:
+    def _mark_lock(self) -> contextlib.AbstractContextManager[None]:
         """Lock for one process at a time to decide whether a blob is marked."""
         return self._lock(fcntl.LOCK_EX, ".marking")
 
     @contextlib.contextmanager
-    def _lock(self, how: int, name: str = ".lock") -> Generator[None]:
+    def _lock(self, mode: int, name: str = ".lock") -> Generator[None]:
         # Open for reading and writing: on NFS a shared lock requires a readable file, an exclusive lock a writable one.
         with (self.root / name).open("a+b") as lock:
-            fcntl.flock(lock, how)
+            fcntl.flock(lock, mode)
             yield
 
-    def _spare(self, sha256: str, marked: bool = False) -> bool:
+    def _renew(self, sha256: str, marked: bool = False) -> bool:
         """Set a blob's time to now and remove its mark, unless `marked`. False if the store lacks the blob."""
         path = self.path(sha256)
         try:
             os.utime(path)
             if not marked and path.stat().st_mode & MARK:
-                with self._marking():
+                with self._mark_lock():
                     path.chmod(0o400)
         except FileNotFoundError:
             return False
@@ -379,15 +379,15 @@ class BlobStore:
         folder.mkdir(exist_ok=True)
         return folder
 
-    def _publish(self, temporary: Path, sha256: str, marked: bool = False) -> None:
+    def _publish_blob(self, temporary: Path, sha256: str, marked: bool = False) -> None:
         target = self.path(sha256)
         if not target.parent.is_dir():
             target.parent.mkdir(exist_ok=True)
             sync_folder(self.root)
-        with self._marking():
+        with self._mark_lock():
             # A blob that is stored without a mark stays unmarked: another process relies on it.
-            counted_on = target.exists() and not target.stat().st_mode & MARK
-            temporary.chmod(0o400 | MARK if marked and not counted_on else 0o400)
+            is_relied_on = target.exists() and not target.stat().st_mode & MARK
+            temporary.chmod(0o400 | MARK if marked and not is_relied_on else 0o400)
             os.utime(temporary)  # its last piece may have arrived long ago
             temporary.replace(target)
         sync_folder(target.parent)
@@ -434,10 +434,10 @@ class Incoming:
     def finish(self) -> None:
         """Turn the received bytes into a blob if their hash is right; otherwise discard them and raise BlobError."""
         self._file.seek(0)
-        found = hashlib.file_digest(self._file, "sha256").hexdigest()
-        if found != self.sha256:
+        actual = hashlib.file_digest(self._file, "sha256").hexdigest()
+        if actual != self.sha256:
             self.restart()
-            raise BlobError(f"what came for the blob {self.sha256} has the sha256 {found}")
+            raise BlobError(f"what came for the blob {self.sha256} has the sha256 {actual}")
         os.fsync(self._file.fileno())
         path = Path(self._file.name)
         if not _is_at(self._file, path):

@@ -89,30 +89,30 @@ class AnswerReader:
         self._buffer += data
         if self._body_length is None and not self._find_header():
             return False
-        return self._take_answer()
+        return self._parse_answer()
 
-    def noise(self, most: int = 2000) -> str:
+    def noise(self, max_bytes: int = 2000) -> str:
         """The end of the output received before an answer, for messages."""
-        return bytes(self._buffer[-most:]).decode("utf-8", "replace").strip()
+        return bytes(self._buffer[-max_bytes:]).decode("utf-8", "replace").strip()
 
     def _find_header(self) -> bool:
-        found = _HEADER.search(self._buffer)
-        if found is None:
+        match = _HEADER.search(self._buffer)
+        if match is None:
             # Keep what may be the start of a header; count and discard the rest.
-            spare = len(self._buffer) - max(_LONGEST_HEADER, 2000)
-            if spare > 0:
-                del self._buffer[:spare]
-                self._noise += spare
+            surplus = len(self._buffer) - max(_LONGEST_HEADER, 2000)
+            if surplus > 0:
+                del self._buffer[:surplus]
+                self._noise += surplus
             if self._noise > MOST_NOISE:
                 raise BadAnswer(
                     f"more than {MOST_NOISE} bytes came from the machine before any answer: does a start-up file of its shell"
                     f" print without end? The last of it: {self.noise(200)!r}"
                 )
             return False
-        protocol, length, digest, payload = found.groups()
+        protocol, length, digest, payload = match.groups()
         self._body_length, self._payload_length, self._digest = int(length), int(payload), digest
-        self._noise += found.start()
-        del self._buffer[: found.end()]
+        self._noise += match.start()
+        del self._buffer[: match.end()]
         if int(protocol) not in SPOKEN:
             raise BadAnswer(
                 f"the machine's runner answers in protocol {int(protocol)}; this control plane speaks"
@@ -126,7 +126,7 @@ class AnswerReader:
             )
         return True
 
-    def _take_answer(self) -> bool:
+    def _parse_answer(self) -> bool:
         assert self._body_length is not None
         if len(self._buffer) < self._body_length + self._payload_length:
             return False
@@ -143,7 +143,7 @@ class AnswerReader:
             # Decode here: for bytes, json would also accept UTF-16, and lone surrogates.
             text = document.decode("utf-8")
             body: object = json.loads(text, parse_constant=no_constant, parse_float=finite)
-            body = _storable(body) if b"\\u" in document else body
+            body = _replace_unstorable(body) if b"\\u" in document else body
         except (ValueError, RecursionError) as error:
             raise BadAnswer(f"the answer is no JSON: {error}") from None
         if not isinstance(body, dict):
@@ -154,14 +154,17 @@ class AnswerReader:
         return True
 
 
-def _storable(value: Any) -> Any:
+def _replace_unstorable(value: Any) -> Any:
     """Replace characters that databases reject. A job may print any text, and the end of its log is part of answers."""
     if isinstance(value, str):
         return value.replace("\0", "\N{REPLACEMENT CHARACTER}").encode(errors="replace").decode()
     if isinstance(value, list):
-        return [_storable(each) for each in cast("list[Any]", value)]
+        return [_replace_unstorable(item) for item in cast("list[Any]", value)]
     if isinstance(value, dict):
-        return {_storable(k): _storable(v) for k, v in cast("dict[Any, Any]", value).items()}
+        return {
+            _replace_unstorable(k): _replace_unstorable(v)
+            for k, v in cast("dict[Any, Any]", value).items()
+        }
     return value
 
 
@@ -176,17 +179,17 @@ def checked_answer(answer: RunnerResponse) -> RunnerResponse:
     )
 
 
-def no_answer(request: Request, place: object, timeout: float) -> str:
+def timeout_message(request: Request, host: object, timeout: float) -> str:
     """The message for a call that timed out."""
     since = "" if request.longest is None else " of the last sign that it gets on"
-    return f"no answer to {request.verb} from {place} within {timeout:g} s{since}"
+    return f"no answer to {request.verb} from {host} within {timeout:g} s{since}"
 
 
 CANNOT_EXECUTE = frozenset({126, 127})
 """Exit statuses of a shell that does not find the program, or may not execute it."""
 
 
-def without_answer(reader: AnswerReader, status: int | None, complaints: str) -> HostError:
+def incomplete_answer_error(reader: AnswerReader, status: int | None, complaints: str) -> HostError:
     """The error for a command that ended on the machine without a complete answer. `complaints` is its standard error."""
     text = _last_line(complaints) or _last_line(reader.noise())
     if status in CANNOT_EXECUTE and reader.answer is None:
@@ -194,8 +197,8 @@ def without_answer(reader: AnswerReader, status: int | None, complaints: str) ->
             "no_python",
             f"python3 cannot be run there: {text or 'not found'}; install Python 3.8 or later",
         )
-    ended = "the connection ended" if status is None else f"the runner ended with status {status}"
-    return OutcomeUnknown(f"{ended} before its answer was whole" + (f": {text}" if text else ""))
+    cause = "the connection ended" if status is None else f"the runner ended with status {status}"
+    return OutcomeUnknown(f"{cause} before its answer was whole" + (f": {text}" if text else ""))
 
 
 def _last_line(text: str) -> str:
@@ -213,15 +216,15 @@ class Exchange:
         self._reader = AnswerReader(request)
         self._complaints = b""
         self._limit: asyncio.Timeout | None = None
-        self._patience = self._end = 0.0
+        self._idle_timeout = self._deadline = 0.0
 
-    def limit(self, patience: float, longest: float | None) -> asyncio.Timeout:
-        """The timeout of the call: `patience` seconds from now. With `longest`, `patience` counts from the last output, and `longest`
-        limits the whole call."""
+    def limit(self, idle_timeout: float, longest: float | None) -> asyncio.Timeout:
+        """The timeout of the call: `idle_timeout` seconds from now. With `longest`, `idle_timeout` counts from the last output, and
+        `longest` limits the whole call."""
         now = asyncio.get_running_loop().time()
-        limit = asyncio.timeout_at(now + patience)
+        limit = asyncio.timeout_at(now + idle_timeout)
         if longest is not None:
-            self._limit, self._patience, self._end = limit, patience, now + longest
+            self._limit, self._idle_timeout, self._deadline = limit, idle_timeout, now + longest
         return limit
 
     @property
@@ -229,19 +232,19 @@ class Exchange:
         """True once the complete answer was received."""
         return self._reader.answer is not None
 
-    def heard(self, data: bytes) -> None:
+    def take_stdout(self, data: bytes) -> None:
         """Handle a piece of standard output, which extends the timeout if there is a `longest`."""
         if self.answer.done():
             return
         if self._limit is not None and not self._limit.expired():
             now = asyncio.get_running_loop().time()
-            self._limit.reschedule(min(now + self._patience, self._end))
+            self._limit.reschedule(min(now + self._idle_timeout, self._deadline))
         try:
-            whole = self._reader.feed(data)
+            is_complete = self._reader.feed(data)
         except BadAnswer as error:
             self.fail(error)
             return
-        if whole:
+        if is_complete:
             assert self._reader.answer is not None
             self.answer.set_result(self._reader.answer)
 
@@ -254,10 +257,12 @@ class Exchange:
         if not self.answer.done():
             self.answer.set_exception(error)
 
-    def over(self) -> None:
+    def end_of_output(self) -> None:
         """End the call because there will be no more output."""
         self.fail(
-            without_answer(self._reader, self.status, self._complaints.decode("utf-8", "replace"))
+            incomplete_answer_error(
+                self._reader, self.status, self._complaints.decode("utf-8", "replace")
+            )
         )
 
     def drop(self) -> None:

@@ -1,6 +1,6 @@
 """SSH host keys, and host aliases of an ssh config.
 
-A machine is trusted by its key, which is stored in its row as `ssh-ed25519 AAAA…`. `scan` reads the key that a machine shows, and
+A machine is trusted by its key, which is stored in its row as `ssh-ed25519 AAAA…`. `scan_host_key` reads the key that a machine shows, and
 disconnects before the login; a person decides by the fingerprint whether it is the right key.
 
 `resolve_alias` asks OpenSSH once what an alias means: host, port, user, key, jump host. Afterwards the ssh config is never read again,
@@ -35,7 +35,7 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
 
 TrustedKeys = tuple[list[asyncssh.SSHKey], list[asyncssh.SSHKey], list[asyncssh.SSHKey]]
 """Trusted keys, trusted authorities, revoked keys."""
-NOBODY: TrustedKeys = ([], [], [])
+NO_TRUSTED_KEYS: TrustedKeys = ([], [], [])
 """Trust no key. Not None, which would mean trusting every key."""
 
 
@@ -63,7 +63,7 @@ class HostKey:
             raise UsageError(f"the host key {self} cannot be read: {error}") from error
 
 
-def parse(line: str) -> HostKey:
+def parse_host_key(line: str) -> HostKey:
     """Parse a key of the form `type base64`, with or without a comment, or a line of a `.pub` file or of `ssh-keyscan`. Raises
     UsageError."""
     words = line.split()
@@ -88,19 +88,21 @@ def key_of(public: asyncssh.SSHKey) -> HostKey:
     return HostKey(public.get_algorithm(), public.public_data)
 
 
-def trusting(key: HostKey) -> TrustedKeys:
+def trust_only(key: HostKey) -> TrustedKeys:
     """Trust this key and no other."""
     return ([key.public()], [], [])
 
 
-def signatures(pinned: HostKey | None) -> list[str]:
+def signature_algorithms(pinned: HostKey | None) -> list[str]:
     """Signature algorithms to request from a machine. Those of the pinned type come first: a machine with several keys then shows that
     one."""
-    first = [*ALGORITHMS[pinned.type]] if pinned else []
-    return first + [name for names in ALGORITHMS.values() for name in names if name not in first]
+    preferred = [*ALGORITHMS[pinned.type]] if pinned else []
+    return preferred + [
+        name for names in ALGORITHMS.values() for name in names if name not in preferred
+    ]
 
 
-class KeyWitness(asyncssh.SSHClient):
+class HostKeyRecorder(asyncssh.SSHClient):
     """Rejects the host key of a machine that is not trusted, and keeps it in `seen`."""
 
     def __init__(self) -> None:
@@ -117,7 +119,7 @@ class KeyWitness(asyncssh.SSHClient):
         self.lost.set()
 
 
-async def scan(
+async def scan_host_key(
     address: str,
     port: int,
     *,
@@ -125,7 +127,7 @@ async def scan(
     tunnel: asyncssh.SSHClientConnection | None = None,
 ) -> HostKey:
     """The host key that a machine shows; nothing else is requested. Raises HostUnreachable."""
-    witness = KeyWitness()
+    witness = HostKeyRecorder()
     try:
         connection, _ = await asyncssh.create_connection(
             lambda: witness,
@@ -134,8 +136,8 @@ async def scan(
             tunnel=tunnel,
             username="nobody",
             client_keys=None,
-            known_hosts=NOBODY,
-            server_host_key_algs=signatures(None),
+            known_hosts=NO_TRUSTED_KEYS,
+            server_host_key_algs=signature_algorithms(None),
             config=None,
             agent_path=None,
             connect_timeout=timeout,
@@ -157,17 +159,17 @@ KNOWN_HOSTS = ("~/.ssh/known_hosts", "/etc/ssh/ssh_known_hosts")
 
 def known_host_key(host: str, port: int, files: Sequence[str] = KNOWN_HOSTS) -> HostKey | None:
     """The best accepted key by which the user's OpenSSH trusts this host; None: it knows no such key, or the key is revoked."""
-    paths = [str(path) for each in files if (path := Path(each).expanduser()).is_file()]
+    paths = [str(path) for file in files if (path := Path(file).expanduser()).is_file()]
     if not paths:
         return None
     try:
-        found = asyncssh.match_known_hosts(asyncssh.read_known_hosts(paths), host, "", port)
+        matches = asyncssh.match_known_hosts(asyncssh.read_known_hosts(paths), host, "", port)
     except (OSError, ValueError):  # unreadable, or with invalid lines
         return None
-    trusted, revoked = found[0], found[2]
-    keys = [key_of(each) for each in trusted if each not in revoked]
-    usable = [each for each in keys if each.type in ALGORITHMS]
-    return min(usable, key=lambda each: [*ALGORITHMS].index(each.type), default=None)
+    trusted, revoked = matches[0], matches[2]
+    keys = [key_of(key) for key in trusted if key not in revoked]
+    usable = [key for key in keys if key.type in ALGORITHMS]
+    return min(usable, key=lambda key: [*ALGORITHMS].index(key.type), default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,15 +194,15 @@ def resolve_alias(name: str, *, config: Path | None = None, jumps: int = 1) -> A
             f"{name} is reached by a command of the ssh config (ProxyCommand {command}), which is not run here;"
             " give the machine a ProxyJump, or an address that can be reached"
         )
-    through = settings.get("proxyjump", ["none"])[0]
+    jump_spec = settings.get("proxyjump", ["none"])[0]
     jump = None
-    if through != "none":
-        if jumps < 1 or "," in through:
+    if jump_spec != "none":
+        if jumps < 1 or "," in jump_spec:
             raise UsageError(
-                f"{name} is reached through several jump hosts ({through}); one is supported"
+                f"{name} is reached through several jump hosts ({jump_spec}); one is supported"
             )
-        login, _, rest = through.removeprefix("ssh://").rpartition("@")
-        jump_host, jump_port = _host_and_port(rest)
+        login, _, jump_address = jump_spec.removeprefix("ssh://").rpartition("@")
+        jump_host, jump_port = _host_and_port(jump_address)
         jump = resolve_alias(jump_host, config=config, jumps=jumps - 1)
         jump = replace(jump, port=jump_port or jump.port, user=login or jump.user, jump=None)
     paths = (Path(f).expanduser() for f in settings.get("identityfile", []))
@@ -211,8 +213,8 @@ def resolve_alias(name: str, *, config: Path | None = None, jumps: int = 1) -> A
 def _host_and_port(text: str) -> tuple[str, int | None]:
     """Parse `host`, `host:port`, `[v6]`, `[v6]:port`, or a bare IPv6 address."""
     if text.startswith("["):
-        host, _, rest = text[1:].partition("]")
-        return host, int(rest[1:]) if rest[1:].isdecimal() else None
+        host, _, suffix = text[1:].partition("]")
+        return host, int(suffix[1:]) if suffix[1:].isdecimal() else None
     host, colon, port = text.rpartition(":")
     if colon and port.isdecimal() and ":" not in host:
         return host, int(port)
@@ -228,13 +230,20 @@ def _ssh_settings(name: str, config: Path | None) -> dict[str, list[str]]:
             "there is no ssh on PATH to read its config with; give the address, port, user and key of the machine instead"
         )
     command = [program, "-G", *(["-F", str(config)] if config else []), "--", name]
-    ran = subprocess.run(  # the name is a separate argument after `--`, so it cannot be an option
-        command, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False, timeout=20
+    result = (
+        subprocess.run(  # the name is a separate argument after `--`, so it cannot be an option
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=20,
+        )
     )
-    if ran.returncode:
-        raise UsageError(f"ssh cannot say what {name} is: {ran.stderr.strip()}")
+    if result.returncode:
+        raise UsageError(f"ssh cannot say what {name} is: {result.stderr.strip()}")
     settings: dict[str, list[str]] = {}
-    for line in ran.stdout.splitlines():
+    for line in result.stdout.splitlines():
         key, _, value = line.partition(" ")
         settings.setdefault(key.lower(), []).append(value)
     return settings

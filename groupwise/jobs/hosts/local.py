@@ -16,13 +16,22 @@ import sys
 from collections.abc import Iterable, Mapping, Sequence
 
 from groupwise.jobs.hosts.bootstrap import BOOTSTRAP, FLAGS
-from groupwise.jobs.hosts.framing import Exchange, checked_answer, no_answer, request_bytes
+from groupwise.jobs.hosts.framing import Exchange, checked_answer, request_bytes, timeout_message
 from groupwise.jobs.hosts.port import HostUnreachable, OutcomeUnknown, Request, RunnerResponse
 
 STANDARD_OUTPUT, STANDARD_ERROR = 1, 2
-ENDS_BY_ITSELF = 2.0
+EXIT_GRACE = 2.0
 """Seconds that the runner has to end by itself after its answer."""
-PASSED_ON = ("HOME", "USER", "LOGNAME", "PATH", "LANG", "TMPDIR", "XDG_RUNTIME_DIR", "SLURM_CONF")
+PASSED_VARIABLES = (
+    "HOME",
+    "USER",
+    "LOGNAME",
+    "PATH",
+    "LANG",
+    "TMPDIR",
+    "XDG_RUNTIME_DIR",
+    "SLURM_CONF",
+)
 """Variables that a login sets. All others, such as keys of the control plane, are withheld: the started process may outlive it."""
 
 
@@ -34,15 +43,16 @@ class LocalHost:
         python: str = sys.executable,
         *,
         environment: Mapping[str, str] | None = None,
-        also: Iterable[str] = (),
+        extra_variables: Iterable[str] = (),
     ) -> None:
-        """`python` runs the bootstrap with `environment`; None: with those variables of this process that are in PASSED_ON or `also`."""
+        """`python` runs the bootstrap with `environment`; None: with those variables of this process that are in PASSED_VARIABLES or
+        `extra_variables`."""
         self._command = (python, *FLAGS, "-c", BOOTSTRAP)
         if environment is None:
-            names = (*PASSED_ON, *also)
+            names = (*PASSED_VARIABLES, *extra_variables)
             environment = {name: os.environ[name] for name in names if name in os.environ}
         self._environment = dict(environment)
-        self._under_way: set[_Process] = set()
+        self._processes: set[_Process] = set()
         self._closed = False
 
     async def call(self, request: Request, *, timeout: float) -> RunnerResponse:
@@ -51,23 +61,23 @@ class LocalHost:
             raise HostUnreachable("this connection has been closed")
         process = _Process(request)
         try:
-            await process.begin(self._command, self._environment, request_bytes(request))
+            await process.start(self._command, self._environment, request_bytes(request))
         except OSError as error:
             raise HostUnreachable(f"{self._command[0]} cannot be started here: {error}") from error
-        self._under_way.add(process)
+        self._processes.add(process)
         try:
             async with process.exchange.limit(timeout, request.longest):
                 return checked_answer(await process.exchange.answer)
         except TimeoutError:
-            raise OutcomeUnknown(no_answer(request, "this machine", timeout)) from None
+            raise OutcomeUnknown(timeout_message(request, "this machine", timeout)) from None
         finally:
-            self._under_way.discard(process)
+            self._processes.discard(process)
             await process.end()
 
     async def close(self) -> None:
         """See `Host.close`."""
         self._closed = True
-        for process in tuple(self._under_way):
+        for process in tuple(self._processes):
             process.exchange.fail(
                 OutcomeUnknown("the connection to this machine was closed meanwhile")
             )
@@ -85,25 +95,25 @@ class _Process:
         self._open = {STANDARD_OUTPUT, STANDARD_ERROR}
         self._exited = asyncio.Event()
 
-    async def begin(
+    async def start(
         self, command: Sequence[str], environment: Mapping[str, str], request: bytes
     ) -> None:
         """Start the process, and send it the request. If this fails or is cancelled, the process is ended. Raises OSError."""
-        child = self._start(command, environment)
+        child = self._spawn(command, environment)
         assert child.stdin is not None
         assert child.stdout is not None
         assert child.stderr is not None
         loop = asyncio.get_running_loop()
         try:
             for number, pipe in ((STANDARD_OUTPUT, child.stdout), (STANDARD_ERROR, child.stderr)):
-                reading, _ = await loop.connect_read_pipe(
+                reader, _ = await loop.connect_read_pipe(
                     functools.partial(_Pipe, self, number), pipe
                 )
-                self._pipes.append(reading)
-            writing, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, child.stdin)
-            self._pipes.append(writing)
-            writing.write(request)
-            writing.write_eof()
+                self._pipes.append(reader)
+            writer, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, child.stdin)
+            self._pipes.append(writer)
+            writer.write(request)
+            writer.write_eof()
         except BaseException:
             try:
                 await self.end()
@@ -112,7 +122,7 @@ class _Process:
                     pipe.close()
             raise
 
-    def _start(
+    def _spawn(
         self, command: Sequence[str], environment: Mapping[str, str]
     ) -> subprocess.Popen[bytes]:
         # In its own session: Ctrl-C in the control plane's terminal must not reach the runner.
@@ -134,7 +144,7 @@ class _Process:
             os.close(handle)
             self.exchange.status = child.wait()  # returns at once
             self._exited.set()
-            self._perhaps_over()
+            self._check_for_end()
 
         loop.add_reader(handle, has_ended)
         return child
@@ -143,35 +153,35 @@ class _Process:
         """Stop watching the process. If it does not end by itself, it is killed; processes that it has started are not."""
         self.exchange.drop()
         try:
-            await self._exits(within=ENDS_BY_ITSELF if self.exchange.is_answered else 0)
+            await self._wait_for_exit(within=EXIT_GRACE if self.exchange.is_answered else 0)
         finally:
-            for each in self._pipes:
-                each.close()
+            for pipe in self._pipes:
+                pipe.close()
             assert self._child is not None
             if not self._exited.is_set():
                 self._child.kill()
-        await self._exits(within=ENDS_BY_ITSELF)
+        await self._wait_for_exit(within=EXIT_GRACE)
 
-    async def _exits(self, within: float) -> None:
+    async def _wait_for_exit(self, within: float) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(within):
                 await self._exited.wait()
 
-    def heard(self, number: int, data: bytes) -> None:
+    def take_output(self, number: int, data: bytes) -> None:
         """Handle a piece of its standard output or error."""
         if number == STANDARD_ERROR:
             self.exchange.take_stderr(data)
         else:
-            self.exchange.heard(data)
+            self.exchange.take_stdout(data)
 
-    def note_closed(self, number: int) -> None:
+    def output_closed(self, number: int) -> None:
         """Record that this output has ended."""
         self._open.discard(number)
-        self._perhaps_over()
+        self._check_for_end()
 
-    def _perhaps_over(self) -> None:
+    def _check_for_end(self) -> None:
         if self._exited.is_set() and not self._open:
-            self.exchange.over()
+            self.exchange.end_of_output()
 
 
 class _Pipe(asyncio.Protocol):
@@ -181,7 +191,7 @@ class _Pipe(asyncio.Protocol):
         self._process, self._number = process, number
 
     def data_received(self, data: bytes) -> None:
-        self._process.heard(self._number, data)
+        self._process.take_output(self._number, data)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._process.note_closed(self._number)
+        self._process.output_closed(self._number)

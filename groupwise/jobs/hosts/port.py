@@ -44,7 +44,7 @@ class RunnerRefused(HostError):
         self.message = message
 
 
-USUAL_BODY = 8 << 20
+DEFAULT_MAX_BODY = 8 << 20
 """Default limit of an answer's body in bytes. Bodies are parsed on the event loop that serves all machines; this size takes a tenth of a
 second."""
 
@@ -61,7 +61,7 @@ class Request:
     """Values that are sent with the body and never logged."""
     longest: float | None = None
     """Limit of the whole call in seconds, if the runner sends signs of life; the timeout then limits only the time between them."""
-    most_body: int = USUAL_BODY
+    most_body: int = DEFAULT_MAX_BODY
     """Most bytes of the answer's body. The caller sets it, because a machine is not trusted to limit its answers."""
     most_payload: int = 0
     """Most raw bytes after the body: as many as the request asks for."""

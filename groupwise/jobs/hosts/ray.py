@@ -1,11 +1,11 @@
 """The runner for a machine that can reach the head of a Ray cluster: attempts are laid out on its disk, which the nodes share, and started
 as Ray jobs.
 
-`engines.py` describes when an engine is asked and how reliable its answers are. Ray is called through the HTTP API of its head (the Jobs
+`schedulers.py` describes when an engine is asked and how reliable its answers are. Ray is called through the HTTP API of its head (the Jobs
 API). The attempt's name is the job's id, so Ray has each attempt at most once. Ray keeps all its state in the head: after a restart it
 has forgotten the waiting jobs, and it gives up a job that has waited for a quarter of an hour. In both cases the next caller that reads
 the state submits the job again: the options are stored with the attempt, and its token ensures that it starts once. A caller that
-watches its attempts (`tended`) does this itself."""
+watches its attempts (`caller_watches`) does this itself."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from typing import Any
 from urllib.parse import quote, urlsplit
 
 from groupwise.jobs.hosts.answers import MemberState
-from groupwise.jobs.hosts.engines import EngineRunner, name_of
 from groupwise.jobs.hosts.port import Host, HostUnreachable, RunnerRefused
+from groupwise.jobs.hosts.schedulers import SchedulerRunner, scheduler_job_name
 
 NAME = "ray"
 ADDRESS = "http://127.0.0.1:8265"
 """The default address of the head."""
-TOKENS = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
+TOKEN_VARIABLES = ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH")
 """Environment variables in which Ray expects its token."""
-HERE = frozenset({"127.0.0.1", "localhost", "::1"})
+LOCAL_NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
 CALL_SECONDS = 15.0
 STOP_SECONDS = 30
 """Seconds between Ray's TERM and its KILL. Ray's default of 3 is too short for a checkpoint; the supervisor needs 25 (EVICT_GRACE)."""
 LIVING = frozenset({"PENDING", "RUNNING"})
-SAY_ENOUGH = frozenset({"PENDING", "RUNNING", "SUCCEEDED"})
+WITHOUT_MESSAGE = frozenset({"PENDING", "RUNNING", "SUCCEEDED"})
 """States whose message adds no information."""
 GAVE_UP = "JOB_SUPERVISOR_ACTOR_START_TIMEOUT"
 """Ray's error for a job that waited longer than the head's RAY_JOB_START_TIMEOUT_SECONDS (900)."""
-WANTED = {
+RESOURCE_NAMES = {
     "entrypoint_num_cpus": "CPU",
     "entrypoint_num_gpus": "GPU",
     "entrypoint_memory": "memory",
@@ -46,7 +46,7 @@ WANTED = {
 GANG = "gang"
 """Our own option for a job on several machines at once, which the Jobs API does not support (`ray_gang.py`)."""
 
-Call = tuple[str, str, Mapping[str, Any] | None]
+ApiCall = tuple[str, str, Mapping[str, Any] | None]
 """One HTTP call: method, path, body."""
 
 
@@ -56,27 +56,29 @@ class RayJob:
 
     name: str
     status: str
-    why: str = ""
+    reason: str = ""
     gave_up: bool = False
     """True if Ray gave the job up because it had waited too long."""
-    has: Mapping[str, tuple[float, float]] = field(default_factory=dict[str, tuple[float, float]])
+    resources: Mapping[str, tuple[float, float]] = field(
+        default_factory=dict[str, tuple[float, float]]
+    )
     """Ray's resources by name: amount in use, and total."""
 
     @property
-    def lives(self) -> bool:
+    def is_alive(self) -> bool:
         """True if the job waits, runs, or is ending."""
         return self.status in LIVING
 
     def __str__(self) -> str:
-        why = f" ({self.why})" if self.why else ""
-        return f"job {self.name} of Ray is {self.status.lower()}{why}"
+        suffix = f" ({self.reason})" if self.reason else ""
+        return f"job {self.name} of Ray is {self.status.lower()}{suffix}"
 
 
-class RayRunner(EngineRunner[RayJob]):
-    """The `EngineRunner` for Ray."""
+class RayRunner(SchedulerRunner[RayJob]):
+    """The `SchedulerRunner` for Ray."""
 
     title = "Ray"
-    _word: str | None = None
+    _engine_id: str | None = None
 
     def __init__(
         self,
@@ -84,36 +86,37 @@ class RayRunner(EngineRunner[RayJob]):
         *,
         root: str = "groupwise-fleet",
         python: str = "python3",
-        tended: bool = False,
+        caller_watches: bool = False,
         address: str = ADDRESS,
     ) -> None:
         """`address`: URL of Ray's head, as seen from the machine."""
-        super().__init__(host, root=root, python=python, tended=tended)
+        super().__init__(host, root=root, python=python, caller_watches=caller_watches)
         self.address = address
 
-    async def word(self) -> str:
-        """See `EngineRunner.word`. The name includes the machine: machines that share a folder may each have their own Ray under the same
-        address.
+    async def engine_id(self) -> str:
+        """See `SchedulerRunner.engine_id`. The name includes the machine: machines that share a folder may each have their own Ray under
+        the same address.
 
         No other engine uses a fleet's folder: its attempts keep the plain name, so they remain its own if Ray's address changes."""
-        if self.tended:
+        if self.caller_watches:
             return NAME
-        if self._word is None:
-            where = urlsplit(self.address)
-            here = where.hostname in HERE
-            name = (await self.hello()).hostname if here else where.hostname
-            self._word = f"{NAME}:{name}:{where.port or ''}"
-        return self._word
+        if self._engine_id is None:
+            url = urlsplit(self.address)
+            is_local = url.hostname in LOCAL_NAMES
+            name = (await self.hello()).hostname if is_local else url.hostname
+            self._engine_id = f"{NAME}:{name}:{url.port or ''}"
+        return self._engine_id
 
     async def find_jobs(self, attempts: Iterable[MemberState]) -> Sequence[RayJob]:
-        """See `EngineRunner.find_jobs`."""
-        names = [name_of(each) for each in attempts]
-        of_each = await self._call(
-            *(("GET", _path(name), None) for name in names), ("GET", "/api/cluster_status", None)
+        """See `SchedulerRunner.find_jobs`."""
+        names = [scheduler_job_name(attempt) for attempt in attempts]
+        responses = await self._call_api(
+            *(("GET", _job_path(name), None) for name in names),
+            ("GET", "/api/cluster_status", None),
         )
-        *jobs, (_, cluster) = of_each
-        has = _resources(cluster)
-        found: list[RayJob] = []
+        *jobs, (_, cluster) = responses
+        resources = _parse_resources(cluster)
+        ray_jobs: list[RayJob] = []
         for name, (status, text) in zip(names, jobs, strict=True):
             if status == 404 and "does not exist" in text:
                 continue
@@ -123,35 +126,45 @@ class RayRunner(EngineRunner[RayJob]):
             except (ValueError, KeyError, TypeError):
                 message = f"Ray does not say what became of {name}: {status} {_last_line(text)}"
                 raise HostUnreachable(message) from None
-            why = "" if state in SAY_ENOUGH else _gist(str(job.get("message") or ""))
-            found.append(RayJob(name, state, why, job.get("error_type") == GAVE_UP, has))
-        return found
+            reason = (
+                ""
+                if state in WITHOUT_MESSAGE
+                else _summarize_message(str(job.get("message") or ""))
+            )
+            ray_jobs.append(
+                RayJob(name, state, reason, job.get("error_type") == GAVE_UP, resources)
+            )
+        return ray_jobs
 
-    async def free(self) -> str:
+    async def free_resources(self) -> str:
         """Ray's free resources as text. Raises HostUnreachable if no Ray answers."""
-        (status, version), (_, cluster) = await self._call(
+        (status, version), (_, cluster) = await self._call_api(
             ("GET", "/api/version", None), ("GET", "/api/cluster_status", None)
         )
         if status != 200 or "ray_version" not in version:
-            raise self._no_answer(status, version)
-        return _free(_resources(cluster), ("CPU", "GPU")) or "nothing yet"
+            raise self._unexpected_answer(status, version)
+        return _format_free(_parse_resources(cluster), ("CPU", "GPU")) or "nothing yet"
 
     async def try_options(self, options: Sequence[str]) -> str:
         """Describe a job with these options and the free resources. Ray never rejects a job for asking too much: it waits for a node that
         may join."""
-        return f"try {options[0]}; free: {await self.free()}"
+        return f"try {options[0]}; free: {await self.free_resources()}"
 
-    def _waits_for(self, state: MemberState, job: RayJob) -> str:
-        """See `EngineRunner._waits_for`. Lists requested and free resources, because Ray does not say what a job lacks."""
-        wanted = _job_options(state.engine_options)
-        gang: dict[str, Any] | None = wanted.get(GANG)
-        wants: Mapping[str, float] = (
-            gang["bundle"] if gang is not None else _requested_resources(wanted)
+    def _waiting_reason(self, state: MemberState, job: RayJob) -> str:
+        """See `SchedulerRunner._waiting_reason`. Lists requested and free resources, because Ray does not say what a job lacks."""
+        options = _job_options(state.engine_options)
+        gang: dict[str, Any] | None = options.get(GANG)
+        requested: Mapping[str, float] = (
+            gang["bundle"] if gang is not None else _requested_resources(options)
         )
-        words = ", ".join(f"{_number(amount)} {word}" for word, amount in wants.items())
-        on = "" if gang is None else f" on each of {gang['nodes']} nodes at once"
-        free = _free(job.has, wants)
-        return f"{job}: it wants {words}{on}" + (f"; free: {free}" if free else "")
+        amounts = ", ".join(
+            f"{_format_amount(amount)} {name}" for name, amount in requested.items()
+        )
+        placement = "" if gang is None else f" on each of {gang['nodes']} nodes at once"
+        free_text = _format_free(job.resources, requested)
+        return f"{job}: it wants {amounts}{placement}" + (
+            f"; free: {free_text}" if free_text else ""
+        )
 
     # --- giving ---------------------------------------------------------------------------------
 
@@ -161,80 +174,83 @@ class RayRunner(EngineRunner[RayJob]):
         options: Sequence[str],
         secrets: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
-        """See `EngineRunner._submit`."""
-        wanted = _job_options(options)
-        begin, log = (shlex.quote(f"{state.folder}/{name}") for name in ("begin.sh", "engine.log"))
-        if (gang := wanted.pop(GANG, None)) is not None:
+        """See `SchedulerRunner._submit`."""
+        job_options = _job_options(options)
+        script, log = (shlex.quote(f"{state.folder}/{name}") for name in ("begin.sh", "engine.log"))
+        if (gang := job_options.pop(GANG, None)) is not None:
             # The entrypoint waits for all machines, and itself uses no resources.
-            program, argument = _text("ray_gang.py"), json.dumps({"folder": state.folder, **gang})
+            program, argument = (
+                _program_text("ray_gang.py"),
+                json.dumps({"folder": state.folder, **gang}),
+            )
             entrypoint = f"exec python3 -c {shlex.quote(program)} {shlex.quote(argument)}"
-        elif wanted.get("entrypoint_num_gpus"):
-            entrypoint = f"exec sh {begin}"
+        elif job_options.get("entrypoint_num_gpus"):
+            entrypoint = f"exec sh {script}"
         else:  # hide the GPUs: otherwise the job would see those of its node
-            entrypoint = f"CUDA_VISIBLE_DEVICES= exec sh {begin}"
+            entrypoint = f"CUDA_VISIBLE_DEVICES= exec sh {script}"
         variables = {
             "RAY_JOB_STOP_SIGNAL": "SIGTERM",
             "RAY_JOB_STOP_WAIT_TIME_S": str(STOP_SECONDS),
         }
         body = {
-            "submission_id": name_of(state),
+            "submission_id": scheduler_job_name(state),
             "entrypoint": f"{entrypoint} >>{log} 2>&1",
             "runtime_env": {"env_vars": variables},
-            **wanted,
+            **job_options,
         }
-        [(status, text)] = await self._call(("POST", "/api/jobs/", body))
+        [(status, text)] = await self._call_api(("POST", "/api/jobs/", body))
         if status == 200 or "already exists" in text:
             return
         if status in (400, 422):
             raise RunnerRefused("engine", f"Ray would not have it: {_last_line(text)}")
-        raise self._no_answer(status, text)
+        raise self._unexpected_answer(status, text)
 
     async def _cancel(self, jobs: Iterable[RayJob]) -> None:
         """Stop jobs, including waiting ones; Ray stops these only once it has started them."""
-        calls = [("POST", f"{_path(each.name)}/stop", None) for each in jobs if each.lives]
-        await self._call(*calls)
+        calls = [("POST", f"{_job_path(job.name)}/stop", None) for job in jobs if job.is_alive]
+        await self._call_api(*calls)
 
-    async def _not_queued(self, state: MemberState, jobs: Sequence[RayJob]) -> MemberState:
+    async def _judge_unqueued(self, state: MemberState, jobs: Sequence[RayJob]) -> MemberState:
         """Submit a job again that Ray has forgotten or given up; meanwhile it counts as being submitted."""
-        if any(not each.gave_up for each in jobs):
-            return await self._never_begins(state, str(jobs[-1]))
-        await self._call(*(("DELETE", _path(each.name), None) for each in jobs))
+        if any(not job.gave_up for job in jobs):
+            return await self._void_unstarted(state, str(jobs[-1]))
+        await self._call_api(*(("DELETE", _job_path(job.name), None) for job in jobs))
         state = replace(state, engine_says="it is on its way to Ray")
-        if self.tended:
+        if self.caller_watches:
             return replace(state, engine_has=False)
         try:
             await self._submit(state, state.engine_options)
         except RunnerRefused as refusal:
-            return await self._never_begins(state, refusal.message)
+            return await self._void_unstarted(state, refusal.message)
         return state
 
-    async def _call(self, *calls: Call) -> list[tuple[int, str]]:
+    async def _call_api(self, *calls: ApiCall) -> list[tuple[int, str]]:
         """Make HTTP calls from the machine; returns status and text of each. Raises HostUnreachable if one got no answer, or Ray rejects
         the token."""
         if not calls:
             return []
         request = {"address": self.address, "seconds": CALL_SECONDS, "calls": calls}
-        ran = await self.run(
-            ("python3", "-I", "-S", "-c", _text("ray_call.py"), json.dumps(request))
+        result = await self.run(
+            ("python3", "-I", "-S", "-c", _program_text("ray_call.py"), json.dumps(request))
         )
-        if ran.code != 0:
-            message = _last_line(ran.err) or "no answer in time"
+        if result.code != 0:
+            message = _last_line(result.err) or "no answer in time"
             raise HostUnreachable(f"Ray does not answer there at {self.address}: {message}")
-        answers = [(int(status), str(text)) for status, text in json.loads(ran.out)]
+        answers = [(int(status), str(text)) for status, text in json.loads(result.out)]
         if any(status in (401, 403) for status, _ in answers):
             raise HostUnreachable(
-                f"Ray at {self.address} does not take its token, which is read there from {', '.join(TOKENS)} or ~/.ray/auth_token"
+                f"Ray at {self.address} does not take its token, which is read there from {', '.join(TOKEN_VARIABLES)} or ~/.ray/auth_token"
             )
         return answers
 
-    def _no_answer(self, status: int, text: str) -> HostUnreachable:
+    def _unexpected_answer(self, status: int, text: str) -> HostUnreachable:
         return HostUnreachable(
             f"what answers there at {self.address} is no head of Ray, or not well: {status} {_last_line(text)}"
         )
 
 
 @cache
-def _text(program: str) -> str:
+def _program_text(program: str) -> str:
     return Path(__file__).with_name(program).read_text("utf-8")
 
 
@@ -243,45 +259,46 @@ def _job_options(options: Sequence[str]) -> dict[str, Any]:
     return json.loads(options[0]) if options else {}
 
 
-def _requested_resources(wanted: Mapping[str, Any]) -> dict[str, float]:
+def _requested_resources(options: Mapping[str, Any]) -> dict[str, float]:
     """The resources that a job on one machine requests, by Ray's resource names."""
-    wants: dict[str, float] = {
-        word: wanted[name] for name, word in WANTED.items() if name in wanted
+    resources: dict[str, float] = {
+        resource: options[name] for name, resource in RESOURCE_NAMES.items() if name in options
     }
-    return {**wants, **wanted.get("entrypoint_resources", {})}
+    return {**resources, **options.get("entrypoint_resources", {})}
 
 
-def _path(name: str) -> str:
+def _job_path(name: str) -> str:
     return f"/api/jobs/{quote(name, safe='')}"
 
 
-def _free(has: Mapping[str, tuple[float, float]], words: Iterable[str]) -> str:
-    known = ((word, *has[word]) for word in words if word in has)
+def _format_free(resources: Mapping[str, tuple[float, float]], names: Iterable[str]) -> str:
+    amounts = ((name, *resources[name]) for name in names if name in resources)
     return ", ".join(
-        f"{_number(total - used)} of {_number(total)} {word}" for word, used, total in known
+        f"{_format_amount(total - used)} of {_format_amount(total)} {word}"
+        for word, used, total in amounts
     )
 
 
-def _resources(cluster: str) -> dict[str, tuple[float, float]]:
+def _parse_resources(cluster: str) -> dict[str, tuple[float, float]]:
     """Used and total amounts by resource name; empty if Ray does not report them, since they appear in messages only."""
     try:
         usage = json.loads(cluster)["data"]["clusterStatus"]["loadMetricsReport"]["usage"]
-        return {str(word): (float(used), float(total)) for word, (used, total) in usage.items()}
+        return {str(name): (float(used), float(total)) for name, (used, total) in usage.items()}
     except (ValueError, KeyError, TypeError, AttributeError):
         return {}
 
 
-def _number(amount: float) -> str:
+def _format_amount(amount: float) -> str:
     return f"{amount:g}" if amount < 1e6 else f"{amount / 2**30:.1f}G"
 
 
-def _gist(text: str) -> str:
+def _summarize_message(text: str) -> str:
     """The first line of a message. If the message continues with the end of a log, add its last line; leave out a traceback."""
-    first = text.partition("\n")[0].strip()
-    if "Full traceback" in first:
-        return first.removesuffix(" Full traceback:")
-    before, goes_on, _ = first.partition(", last available logs")
-    return f"{before}: {_last_line(text)}" if goes_on else first
+    first_line = text.partition("\n")[0].strip()
+    if "Full traceback" in first_line:
+        return first_line.removesuffix(" Full traceback:")
+    summary, has_log, _ = first_line.partition(", last available logs")
+    return f"{summary}: {_last_line(text)}" if has_log else first_line
 
 
 def _last_line(text: str) -> str:

@@ -20,7 +20,7 @@ TOKEN = os.path.join("~", ".ray", "auth_token")
 """Ray's token file, if the environment names none (RAY_AUTH_TOKEN, RAY_AUTH_TOKEN_PATH)."""
 
 
-class Stays(HTTPRedirectHandler):
+class NoRedirects(HTTPRedirectHandler):
     """Follows no redirect: the token must not reach another server."""
 
     def redirect_request(
@@ -33,13 +33,13 @@ def main() -> int:
     """Make the calls; returns the exit code."""
     arguments = json.loads(sys.argv[1])
     # Use no proxy: the head is inside the cluster.
-    opener = build_opener(ProxyHandler({}), Stays())
+    opener = build_opener(ProxyHandler({}), NoRedirects())
     answers: list[tuple[int, str]] = []
     for method, path, body in arguments["calls"]:
         data = None if body is None else json.dumps(body).encode()
         request = Request(arguments["address"] + path, data=data, method=method, headers=headers())
         try:
-            answers.append(answer(opener, request, arguments["seconds"]))
+            answers.append(send(opener, request, arguments["seconds"]))
         except (URLError, OSError, ValueError) as error:
             sys.stderr.write(str(getattr(error, "reason", error)))
             return NO_ANSWER
@@ -47,11 +47,11 @@ def main() -> int:
     return 0
 
 
-def answer(opener: OpenerDirector, request: Request, seconds: float) -> tuple[int, str]:
+def send(opener: OpenerDirector, request: Request, seconds: float) -> tuple[int, str]:
     """Send the request; returns status and text for any status."""
     try:
-        with opener.open(request, timeout=seconds) as found:
-            return found.status, found.read(LARGEST).decode("utf-8", "replace")
+        with opener.open(request, timeout=seconds) as response:
+            return response.status, response.read(LARGEST).decode("utf-8", "replace")
     except HTTPError as refusal:
         with refusal:
             return refusal.code, refusal.read(LARGEST).decode("utf-8", "replace")
@@ -59,7 +59,7 @@ def answer(opener: OpenerDirector, request: Request, seconds: float) -> tuple[in
 
 def headers() -> dict[str, str]:
     """Request headers, including the token if there is one; a head without authentication ignores it."""
-    found = {"Content-Type": "application/json"}
+    fields = {"Content-Type": "application/json"}
     token = os.environ.get("RAY_AUTH_TOKEN")
     if not token:
         path = os.path.expanduser(os.environ.get("RAY_AUTH_TOKEN_PATH") or TOKEN)
@@ -69,8 +69,8 @@ def headers() -> dict[str, str]:
         except (OSError, UnicodeDecodeError):
             token = ""
     if token:
-        found["Authorization"] = f"Bearer {token}"
-    return found
+        fields["Authorization"] = f"Bearer {token}"
+    return fields
 
 
 if __name__ == "__main__":

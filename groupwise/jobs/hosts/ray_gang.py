@@ -54,7 +54,7 @@ machines' order."""
 
 ADDRESS = "RAY_ADDRESS"
 """Variable by which `ray.init()` finds the cluster. Ray sets it for jobs, but not for workers."""
-OF_WORKERS = frozenset({"RAY_JOB_ID", "RAY_RAYLET_PID"})
+WORKER_VARIABLES = frozenset({"RAY_JOB_ID", "RAY_RAYLET_PID"})
 """Variables that Ray itself removes from the environment of jobs (RAY_INTERNAL_FLAGS)."""
 
 
@@ -76,9 +76,11 @@ class Machine:
         if self._child is not None:
             return True
         with open(os.path.join(folder, "engine.log"), "ab") as log:
-            begins = ["sh", os.path.join(folder, "begin.sh")]
-            own = {name: word for name, word in os.environ.items() if name not in OF_WORKERS}
-            self._begin(begins, {**own, **variables}, log, "/")
+            command = ["sh", os.path.join(folder, "begin.sh")]
+            inherited = {
+                name: value for name, value in os.environ.items() if name not in WORKER_VARIABLES
+            }
+            self._start_process(command, {**inherited, **variables}, log, "/")
         return True
 
     def follow(self, path: str, rank: int) -> bool | str:
@@ -106,7 +108,7 @@ class Machine:
         }
         try:
             with open(f"{path}.{rank}.log", "ab") as log:
-                self._begin(order["arguments"], environment, log, order["folder"])
+                self._start_process(order["arguments"], environment, log, order["folder"])
         except OSError as error:
             return f"it cannot begin {order['arguments'][0]} in {order['folder']} ({error.strerror}): {SHARED}"
         return True
@@ -118,14 +120,16 @@ class Machine:
 
     def evict(self, folder: str) -> None:
         """Make the attempt on this machine end: its supervisor checks for the file `evict`."""
-        new = os.path.join(folder, "evict.new")
-        with open(new, "w", encoding="ascii") as file:
+        temporary = os.path.join(folder, "evict.new")
+        with open(temporary, "w", encoding="ascii") as file:
             file.write(f"{EVICTED:g}")
-        os.replace(new, os.path.join(folder, "evict"))
+        os.replace(temporary, os.path.join(folder, "evict"))
 
-    def _begin(self, words: list[str], environment: dict[str, str], log: Any, folder: str) -> None:
+    def _start_process(
+        self, command: list[str], environment: dict[str, str], log: Any, folder: str
+    ) -> None:
         self._child = subprocess.Popen(
-            [sys.executable, "-I", "-S", "-c", ENDS_WITH_RAY, *words],
+            [sys.executable, "-I", "-S", "-c", ENDS_WITH_RAY, *command],
             env=environment,
             cwd=folder,
             stdin=subprocess.DEVNULL,
@@ -147,12 +151,12 @@ class Machine:
     def kill(self) -> None:
         """Kill the started process and all its descendants."""
         if self._child is not None and self._child.poll() is None:
-            for pid in below(self._child.pid):
+            for pid in process_tree(self._child.pid):
                 with contextlib.suppress(OSError):
                     os.kill(pid, signal.SIGKILL)
 
 
-def below(first: int) -> list[int]:
+def process_tree(root_pid: int) -> list[int]:
     """A process and all its descendants."""
     children: dict[int, list[int]] = {}
     for name in filter(str.isdigit, os.listdir("/proc")):
@@ -162,10 +166,10 @@ def below(first: int) -> list[int]:
         except OSError:
             continue
         children.setdefault(parent, []).append(int(name))
-    found = [first]
-    for pid in found:
-        found += children.get(pid, [])
-    return found
+    pids = [root_pid]
+    for pid in pids:
+        pids += children.get(pid, [])
+    return pids
 
 
 def remove(path: str) -> None:
@@ -180,19 +184,19 @@ class Gang:
     def __init__(self, ray: Any, machines: list[Any], folder: str, stops: list[int]) -> None:
         """`stops`: filled by a signal handler once Ray wants the job ended."""
         self._ray, self._stops = ray, stops
-        self._first, self._others = machines[0], machines[1:]
+        self._first, self._followers = machines[0], machines[1:]
         self._folder = folder
         self._order = os.path.join(folder, f"order.{os.urandom(8).hex()}.json")
-        self._followed: set[int] = set()
-        self._cannot: set[int] = set()
-        self._missed: float | None = None
+        self._started: set[int] = set()
+        self._failed: set[int] = set()
+        self._first_end_at: float | None = None
         """Monotonic time at which one of the other machines was found to have ended."""
 
     def run(self) -> int:
         """Run the job to its end; returns the exit code."""
         if not (host := self._call_until_answer(self._first.host)):
             return LOST
-        variables = {NODES: str(len(self._others) + 1), HOST: host, ORDER: self._order}
+        variables = {NODES: str(len(self._followers) + 1), HOST: host, ORDER: self._order}
         if ADDRESS in os.environ:
             variables[ADDRESS] = os.environ[ADDRESS]
         if not self._call_until_answer(self._first.lead, self._folder, variables):
@@ -200,70 +204,72 @@ class Gang:
         try:
             code = self._until_first_ends()
         finally:  # the other machines get TERM, and KILL after SAVING seconds
-            until = time.monotonic() + SAVING
-            for each in self._others:
-                self._result(each.end.remote())
-            living = [rank - 1 for rank in self._followed]
-            while living and time.monotonic() < until:
+            deadline = time.monotonic() + SAVING
+            for machine in self._followers:
+                self._await_result(machine.end.remote())
+            living = [rank - 1 for rank in self._started]
+            while living and time.monotonic() < deadline:
                 living = [
-                    each
-                    for each in living
-                    if self._result(self._others[each].ended.remote(), LOST) is None
+                    index
+                    for index in living
+                    if self._await_result(self._followers[index].ended.remote(), LOST) is None
                 ]
                 time.sleep(TICK)
-            for each in living:
-                self._result(self._others[each].kill.remote())
+            for machine in living:
+                self._await_result(self._followers[machine].kill.remote())
             remove(self._order)
         return code
 
     def _until_first_ends(self) -> int:
         evicted = False
         while True:
-            code = self._result(self._first.ended.remote(), LOST)
+            code = self._await_result(self._first.ended.remote(), LOST)
             if code is not None:
                 return int(code)
-            self._have_others_follow()
-            ended = [self._result(each.ended.remote(), LOST) for each in self._others]
-            if self._missed is None and any(code is not None for code in ended):
-                self._missed = time.monotonic()
-            late = self._missed is not None and time.monotonic() - self._missed > NOTICE
+            self._start_followers()
+            exit_codes = [
+                self._await_result(machine.ended.remote(), LOST) for machine in self._followers
+            ]
+            if self._first_end_at is None and any(code is not None for code in exit_codes):
+                self._first_end_at = time.monotonic()
+            late = self._first_end_at is not None and time.monotonic() - self._first_end_at > NOTICE
             if (self._stops or late) and not evicted:
                 evicted = True
-                self._result(self._first.evict.remote(self._folder))
+                self._await_result(self._first.evict.remote(self._folder))
             time.sleep(TICK)
 
-    def _have_others_follow(self) -> None:
-        if len(self._followed | self._cannot) == len(self._others):
+    def _start_followers(self) -> None:
+        if len(self._started | self._failed) == len(self._followers):
             return
-        for rank, other in enumerate(self._others, 1):
-            if rank in self._followed | self._cannot:
+        for rank, machine in enumerate(self._followers, 1):
+            if rank in self._started | self._failed:
                 continue
-            follows = self._result(other.follow.remote(self._order, rank))
-            if isinstance(follows, str):
+            outcome = self._await_result(machine.follow.remote(self._order, rank))
+            if isinstance(outcome, str):
                 # The job needs all machines: end it at once.
-                self._cannot.add(rank)
-                line = f"Machine {rank + 1} of {len(self._others) + 1} cannot begin its part: {follows}\n"
-                self._result(self._first.note.remote(self._folder, line))
-                self._missed = -math.inf
-            elif follows:
-                self._followed.add(rank)
-        if len(self._followed) == len(self._others):
+                self._failed.add(rank)
+                line = f"Machine {rank + 1} of {len(self._followers) + 1} cannot begin its part: {outcome}\n"
+                self._await_result(self._first.note.remote(self._folder, line))
+                self._first_end_at = -math.inf
+            elif outcome:
+                self._started.add(rank)
+        if len(self._started) == len(self._followers):
             remove(self._order)
 
     def _call_until_answer(self, method: Any, *arguments: Any) -> Any:
         """Call repeatedly until the machine answers; None: it is lost."""
-        while (answer := self._result(method.remote(*arguments), False)) is None:
+        while (answer := self._await_result(method.remote(*arguments), False)) is None:
             time.sleep(TICK)
         return answer or None
 
-    def _result(self, answer: Any, if_gone: Any = None) -> Any:
-        """A machine's answer; None if it does not answer at the moment, `if_gone` if its actor has ended, perhaps with its node."""
+    def _await_result(self, reference: Any, if_ended: Any = None) -> Any:
+        """A machine's answer; None if it does not answer at the moment, `if_ended` if its actor has ended, perhaps with its node."""
         try:
-            return self._ray.get(answer)
+            return self._ray.get(reference)
         except self._ray.exceptions.ActorUnavailableError:
             return None
         except self._ray.exceptions.RayError:
-            return if_gone
+            return if_ended
 
 
 def main() -> int:
@@ -294,9 +300,9 @@ def main() -> int:
 
 def start_actors(ray: Any, group: Any, arguments: dict[str, Any]) -> list[Any]:
     """Start one actor in each bundle, which uses all of the bundle's resources."""
-    places = import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
+    strategy = import_module("ray.util.scheduling_strategies").PlacementGroupSchedulingStrategy
     bundle = dict(arguments["bundle"])
-    cpus, gpus, memory = (bundle.pop(word, None) for word in ("CPU", "GPU", "memory"))
+    cpus, gpus, memory = (bundle.pop(name, None) for name in ("CPU", "GPU", "memory"))
     return [
         ray.remote(Machine)
         .options(
@@ -305,7 +311,7 @@ def start_actors(ray: Any, group: Any, arguments: dict[str, Any]) -> list[Any]:
             memory=memory,
             resources=bundle,
             max_restarts=0,
-            scheduling_strategy=places(group, placement_group_bundle_index=index),
+            scheduling_strategy=strategy(group, placement_group_bundle_index=index),
         )
         .remote()
         for index in range(arguments["nodes"])

@@ -24,10 +24,10 @@ def seal(folder: str | Path, step: int) -> Path:
 
     All files of the checkpoint are flushed to disk first. Call it from one process of a job, rank 0, once all writing processes have
     finished (a barrier). Raises ValueError if the folder contains anything that cannot be sent: a link, a socket."""
-    top = Path(folder)
-    manifest, new = top / MANIFEST, top / (MANIFEST + ".new")
+    root = Path(folder)
+    manifest, new = root / MANIFEST, root / (MANIFEST + ".new")
     files: dict[str, dict[str, int | str]] = {}
-    for path in sorted(top.rglob("*")):
+    for path in sorted(root.rglob("*")):
         if path in (manifest, new) or (path.is_dir() and not path.is_symlink()):
             continue
         if path.is_symlink() or not path.is_file():
@@ -41,10 +41,10 @@ def seal(folder: str | Path, step: int) -> Path:
                 size += len(piece)
             os.fsync(stream.fileno())
         entry: dict[str, int | str] = {"size": size, "sha256": sha256.hexdigest()}
-        files[path.relative_to(top).as_posix()] = entry
+        files[path.relative_to(root).as_posix()] = entry
     if not files:
         raise ValueError(
-            f"{top} holds no file: what is to be sealed is the folder of one checkpoint."
+            f"{root} holds no file: what is to be sealed is the folder of one checkpoint."
         )
     with open(new, "w", encoding="utf-8") as file:
         json.dump({"step": step, "files": files}, file)

@@ -101,45 +101,49 @@ class JobSpec:
 def problems(spec: JobSpec) -> list[str]:
     """All problems of a spec, as messages for its author; empty if it is valid."""
     arguments = spec.arguments
-    found: list[str] = []
+    messages: list[str] = []
     if not arguments or not arguments[0]:
-        found.append("there is no command: the first argument is the program")
-    found += [
+        messages.append("there is no command: the first argument is the program")
+    messages += [
         f"argument {n} has a NUL character in it" for n, a in enumerate(arguments) if "\0" in a
     ]
     if len(arguments) > MOST_ARGUMENTS:
-        found.append(f"{len(arguments)} arguments; at most {MOST_ARGUMENTS} are passed on")
+        messages.append(f"{len(arguments)} arguments; at most {MOST_ARGUMENTS} are passed on")
     if any(len(a.encode("utf-8", "replace")) > LONGEST_ARGUMENT for a in arguments):
-        found.append(f"an argument is longer than {LONGEST_ARGUMENT} bytes; put it into a file")
-    found += name_problems("environment", spec.environment)
-    found += name_problems("secret", spec.secrets)
+        messages.append(f"an argument is longer than {LONGEST_ARGUMENT} bytes; put it into a file")
+    messages += name_problems("environment", spec.environment)
+    messages += name_problems("secret", spec.secrets)
     for name, value in spec.environment.items():
         if "\0" in value:
-            found.append(f"environment variable {name} has a NUL character in its value")
+            messages.append(f"environment variable {name} has a NUL character in its value")
         if name in spec.secrets:
-            found.append(
+            messages.append(
                 f"{name} is given as a secret and as a plain variable; give one of the two"
             )
-    named = {"file": spec.files, "artefact": spec.artefacts, "checkpoint folder": spec.checkpoints}
-    for what, paths in named.items():
+    paths_by_kind = {
+        "file": spec.files,
+        "artefact": spec.artefacts,
+        "checkpoint folder": spec.checkpoints,
+    }
+    for kind, paths in paths_by_kind.items():
         for path in paths:
-            found += path_problems(what, path)
-    return found
+            messages += path_problems(kind, path)
+    return messages
 
 
 def name_problems(what: str, names: Iterable[str]) -> list[str]:
     """Problems with the names of variables that a job sets, as messages; empty if there are none."""
-    found: list[str] = []
+    messages: list[str] = []
     for name in names:
         if not ENVIRONMENT_NAME.fullmatch(name):
-            found.append(
+            messages.append(
                 f"{what} {name[:80]!r}: this is no name of an environment variable: letters, digits and _, no digit first"
             )
         elif name in RESERVED_NAMES or name.startswith(RESERVED_PREFIXES):
-            found.append(
+            messages.append(
                 f"{what} {name}: this variable is not for jobs to set: it decides which program runs, or the runner sets it"
             )
-    return found
+    return messages
 
 
 def path_problems(what: str, path: str) -> list[str]:

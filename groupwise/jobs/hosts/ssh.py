@@ -25,8 +25,15 @@ from asyncssh.constants import EXTENDED_DATA_STDERR
 
 from groupwise.core.errors import UsageError
 from groupwise.jobs.hosts.bootstrap import COMMAND
-from groupwise.jobs.hosts.framing import Exchange, checked_answer, no_answer, request_bytes
-from groupwise.jobs.hosts.keys import HostKey, KeyWitness, parse, scan, signatures, trusting
+from groupwise.jobs.hosts.framing import Exchange, checked_answer, request_bytes, timeout_message
+from groupwise.jobs.hosts.keys import (
+    HostKey,
+    HostKeyRecorder,
+    parse_host_key,
+    scan_host_key,
+    signature_algorithms,
+    trust_only,
+)
 from groupwise.jobs.hosts.port import (
     HostError,
     HostKeyError,
@@ -36,7 +43,7 @@ from groupwise.jobs.hosts.port import (
     RunnerResponse,
 )
 
-CONNECTS_AT_ONCE = 20
+MAX_CONCURRENT_CONNECTS = 20
 """Most connections that this process opens at the same time, to all machines together. Each costs a key exchange here, and file
 descriptors."""
 SESSIONS = 9
@@ -45,7 +52,7 @@ CONNECTIONS = 4
 """Most connections to one machine. More than one is needed for calls that wait on the machine for long."""
 ATTEMPTS = 2
 """How many connections are tried for a call if none of them opens a session."""
-ENDS_BY_ITSELF = 2.0
+EXIT_GRACE = 2.0
 """Seconds that the runner has to end by itself after its answer."""
 
 _connects: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
@@ -99,13 +106,13 @@ class _Session(asyncssh.SSHClientSession[bytes]):
         self.sent = False
         self._changed = changed
         self._link: _Link | None = None
-        self._holds_place = False
+        self._holds_slot = False
         self._channel: _Channel | None = None
-        self._patience_ends: asyncio.TimerHandle | None = None
+        self._abort_timer: asyncio.TimerHandle | None = None
 
     async def open_on(self, link: _Link) -> None:
         """Run the bootstrap on that connection. Raises asyncssh's exceptions."""
-        self._link, self._holds_place = link, True
+        self._link, self._holds_slot = link, True
         link.sessions += 1
         link.waiting.add(self)
         connection = cast(_Connection, link.connection)
@@ -122,24 +129,24 @@ class _Session(asyncssh.SSHClientSession[bytes]):
         self.sent = True
         self._channel.write_eof()
 
-    def leave(self) -> None:
+    def end_call(self) -> None:
         """End the call. After an answer the process on the machine gets time to end by itself; otherwise the session is aborted."""
         self.exchange.drop()
         if self._link is not None:
             self._link.waiting.discard(self)
         if self._channel is None:
-            self.give_up_place()
-        elif self.exchange.is_answered and self._holds_place:
+            self.release_slot()
+        elif self.exchange.is_answered and self._holds_slot:
             loop = asyncio.get_running_loop()
-            self._patience_ends = loop.call_later(ENDS_BY_ITSELF, self._channel.abort)
+            self._abort_timer = loop.call_later(EXIT_GRACE, self._channel.abort)
         else:
             self._channel.abort()
         self._changed()
 
-    def give_up_place(self) -> None:
+    def release_slot(self) -> None:
         """Free the session's place on the connection, because the machine no longer counts it."""
-        if self._link is not None and self._holds_place:
-            self._holds_place = False
+        if self._link is not None and self._holds_slot:
+            self._holds_slot = False
             self._link.sessions -= 1
             self._link.waiting.discard(self)
             self._changed()
@@ -153,17 +160,17 @@ class _Session(asyncssh.SSHClientSession[bytes]):
         if datatype == EXTENDED_DATA_STDERR:
             self.exchange.take_stderr(data)
         else:
-            self.exchange.heard(data)
+            self.exchange.take_stdout(data)
 
     def exit_status_received(self, status: int) -> None:
         self.exchange.status = status
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._patience_ends is not None:
-            self._patience_ends.cancel()
-        if self.sent:  # otherwise the call never started, and `SshHost._begin` tries again
-            self.exchange.over()
-        self.give_up_place()
+        if self._abort_timer is not None:
+            self._abort_timer.cancel()
+        if self.sent:  # otherwise the call never started, and `SshHost._open_session` tries again
+            self.exchange.end_of_output()
+        self.release_slot()
 
 
 @dataclass(slots=True, eq=False)
@@ -173,7 +180,7 @@ class _Link:
     connection: asyncssh.SSHClientConnection
     lost: asyncio.Event
     jump: asyncssh.SSHClientConnection | None = None
-    room: int = SESSIONS
+    capacity: int = SESSIONS
     sessions: int = 0
     """Sessions that count towards the machine's limit: each until its process has ended, a little after the answer."""
     waiting: set[_Session] = field(default_factory=set[_Session])
@@ -218,18 +225,18 @@ class SshHost:
         session = _Session(request, self._sessions_changed)
         try:
             async with session.exchange.limit(timeout, request.longest):
-                await self._begin(session)
+                await self._open_session(session)
                 session.send(request_bytes(request))
                 return checked_answer(await session.exchange.answer)
         except TimeoutError:
             session.retire_link()
-            message = no_answer(request, self.address, timeout)
+            message = timeout_message(request, self.address, timeout)
             error = OutcomeUnknown(message) if session.sent else HostUnreachable(message)
             raise error from None
         finally:
-            session.leave()
+            session.end_call()
 
-    def doubt(self) -> None:
+    def note_restart(self) -> None:
         """Fail the calls on all open connections, and put no new calls on them: the machine may have restarted."""
         for link in self._links:
             link.retired = True
@@ -251,28 +258,30 @@ class SshHost:
                 )
             await link.end()
 
-    async def _begin(self, session: _Session) -> None:
+    async def _open_session(self, session: _Session) -> None:
         """Start the bootstrap on the machine, which then waits for a request. Any failure here means that nothing was sent."""
-        broken = 0
+        broken_links = 0
         while True:
             link = await self._link_with_room()
             try:
                 await session.open_on(link)
                 return
             except asyncssh.ChannelOpenError as error:
-                session.give_up_place()
-                why = error.reason
-                link.room = link.sessions
+                session.release_slot()
+                reason = error.reason
+                link.capacity = link.sessions
             except (OSError, asyncssh.Error) as error:
                 # A connection that breaks when it is used again may have been dead for hours: open another one.
-                session.give_up_place()
-                why = str(error) or type(error).__name__
-                link.room = 0
-            if link.room < 1:
+                session.release_slot()
+                reason = str(error) or type(error).__name__
+                link.capacity = 0
+            if link.capacity < 1:
                 link.retired = True
-                broken += 1
-            if broken == ATTEMPTS:
-                raise HostUnreachable(f"{self.address} opens no session to run a command in: {why}")
+                broken_links += 1
+            if broken_links == ATTEMPTS:
+                raise HostUnreachable(
+                    f"{self.address} opens no session to run a command in: {reason}"
+                )
 
     async def _link_with_room(self) -> _Link:
         while True:
@@ -280,13 +289,13 @@ class SshHost:
                 raise HostUnreachable(f"the connection to {self.address} has been closed")
             usable = [link for link in self._links if link.usable]
             for link in usable:
-                if link.sessions < link.room:
+                if link.sessions < link.capacity:
                     return link
             if len(usable) < CONNECTIONS:
                 # All callers that need a connection now wait for the same one; a failure reaches all of them.
                 if self._opening is None or self._opening.done():
                     self._opening = asyncio.create_task(self._connect())
-                    self._opening.add_done_callback(_mark_as_seen)
+                    self._opening.add_done_callback(_retrieve_exception)
                 opening = self._opening
                 # `wait` does not cancel the task if this caller is cancelled: others wait for it too.
                 await asyncio.wait({opening})
@@ -300,21 +309,21 @@ class SshHost:
                 await self._changed.wait()
 
     async def _connect(self) -> _Link:
-        async with connecting():
+        async with connect_semaphore():
             jump = None
             if self._jump is not None:
-                jump, _ = await self._connected(self._jump, None)
+                jump, _ = await self._connect_to(self._jump, None)
             try:
-                connection, lost = await self._connected(self.address, jump)
+                connection, lost_event = await self._connect_to(self.address, jump)
             except BaseException:
                 if jump is not None:
                     jump.abort()
                 raise
-        link = _Link(connection, lost, jump)
+        link = _Link(connection, lost_event, jump)
         self._links.append(link)
         return link
 
-    async def _connected(
+    async def _connect_to(
         self, address: Address, tunnel: asyncssh.SSHClientConnection | None
     ) -> tuple[asyncssh.SSHClientConnection, asyncio.Event]:
         return await connect(
@@ -336,15 +345,17 @@ class SshHost:
         self._links = [link for link in self._links if link.usable or link.waiting]
 
 
-def _mark_as_seen(opening: asyncio.Task[_Link]) -> None:
+def _retrieve_exception(opening: asyncio.Task[_Link]) -> None:
     """Retrieve the exception: if every caller was cancelled before the failure, asyncio would log it as never retrieved."""
     if not opening.cancelled():
         opening.exception()
 
 
-def connecting() -> asyncio.Semaphore:
+def connect_semaphore() -> asyncio.Semaphore:
     """The semaphore that limits how many connections are opened at once, one for each event loop."""
-    return _connects.setdefault(asyncio.get_running_loop(), asyncio.Semaphore(CONNECTS_AT_ONCE))
+    return _connects.setdefault(
+        asyncio.get_running_loop(), asyncio.Semaphore(MAX_CONCURRENT_CONNECTS)
+    )
 
 
 async def connect(
@@ -358,7 +369,7 @@ async def connect(
     HostUnreachable or HostKeyError."""
     timeouts = timeouts or SshTimeouts()
     pinned = _pinned_key(address)
-    witness = KeyWitness()
+    witness = HostKeyRecorder()
     try:
         async with _client_keys(address, agent_path) as client_keys:
             connection, _ = await asyncssh.create_connection(
@@ -368,8 +379,8 @@ async def connect(
                 tunnel=tunnel,
                 username=address.user,
                 client_keys=client_keys,
-                known_hosts=trusting(pinned),
-                server_host_key_algs=signatures(pinned),
+                known_hosts=trust_only(pinned),
+                server_host_key_algs=signature_algorithms(pinned),
                 config=None,
                 agent_path=None,
                 preferred_auth="publickey",
@@ -382,7 +393,7 @@ async def connect(
             f"the private key {address.key_path} cannot be used: {error}. A key without a passphrase, in a format of OpenSSH, is wanted"
         ) from error
     except (OSError, asyncssh.Error) as error:
-        raise _why_not(address, pinned, witness, error) from error
+        raise _connect_error(address, pinned, witness, error) from error
     except (ValueError, OverflowError) as error:  # an invalid host name or port
         raise HostUnreachable(
             f"{address.host!a} port {address.port} as {address.user!a} is no place to connect to: {error}"
@@ -397,7 +408,7 @@ def _pinned_key(address: Address) -> HostKey:
             " Look at the fingerprint that it shows, and trust it"
         )
     try:
-        return parse(address.host_key)
+        return parse_host_key(address.host_key)
     except UsageError as error:
         raise HostKeyError(
             f"the key pinned for {address.host} port {address.port}: {error}"
@@ -410,7 +421,7 @@ async def _client_keys(
 ) -> AsyncGenerator[list[str] | list[asyncssh.SSHKeyPair]]:
     """Keys for the login: one key file, or the keys of the agent."""
     if address.key_path is not None:
-        yield [_private_file(address.key_path)]
+        yield [_checked_key_path(address.key_path)]
         return
     if agent_path is None:
         raise HostUnreachable(
@@ -425,20 +436,22 @@ async def _client_keys(
         yield keys
 
 
-def _private_file(name: str) -> str:
+def _checked_key_path(name: str) -> str:
     """Check a key file's permissions, as ssh does; returns its path. Raises HostUnreachable."""
     try:
         path = Path(name).expanduser()
         mode = path.stat().st_mode
     except (OSError, RuntimeError, ValueError) as error:  # also for an invalid path
-        why = error.strerror if isinstance(error, OSError) else error
-        raise HostUnreachable(f"the private key {name} cannot be read: {why}") from error
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise HostUnreachable(f"the private key {name} cannot be read: {reason}") from error
     if stat.S_IMODE(mode) & 0o077:
         raise HostUnreachable(f"the private key {path} can be read by others; chmod 600 {path}")
     return str(path)
 
 
-def _why_not(address: Address, pinned: HostKey, witness: KeyWitness, error: Exception) -> HostError:
+def _connect_error(
+    address: Address, pinned: HostKey, witness: HostKeyRecorder, error: Exception
+) -> HostError:
     if witness.seen is not None:
         return HostKeyError(
             f"{address.host} port {address.port} shows the key {witness.seen.fingerprint} ({witness.seen.type}); the pinned one is"
@@ -466,11 +479,11 @@ async def read_host_key(
 ) -> HostKey:
     """The host key that a machine shows, read through `jump` if given. Raises HostUnreachable; HostKeyError for the jump host's key."""
     timeouts = timeouts or SshTimeouts()
-    async with connecting():
+    async with connect_semaphore():
         if jump is None:
-            return await scan(host, port, timeout=timeouts.connect)
+            return await scan_host_key(host, port, timeout=timeouts.connect)
         tunnel, _ = await connect(jump, agent_path=agent_path, timeouts=timeouts)
         try:
-            return await scan(host, port, timeout=timeouts.connect, tunnel=tunnel)
+            return await scan_host_key(host, port, timeout=timeouts.connect, tunnel=tunnel)
         finally:
             tunnel.abort()

@@ -35,17 +35,17 @@ def main() -> None:
         sys.exit(NOT_FOUND)
 
 
-def make_environment(here: str) -> str:
+def make_environment(folder: str) -> str:
     """Create the environment; returns its interpreter. Ends the job if that fails; the builder has printed the reason."""
-    path = os.path.join(here, "order.json")
+    path = os.path.join(folder, "order.json")
     with open(path, encoding="utf-8") as file:
         order = json.load(file)
     order["folder"] = os.path.expanduser(order["folder"])
     with open(path, "w", encoding="utf-8") as file:
         json.dump(order, file)
-    if subprocess.call([sys.executable, "-I", "builder.py"], cwd=here, stdin=subprocess.DEVNULL):
+    if subprocess.call([sys.executable, "-I", "builder.py"], cwd=folder, stdin=subprocess.DEVNULL):
         sys.exit(UNAVAILABLE)
-    with open(os.path.join(here, "result.json"), encoding="utf-8") as file:
+    with open(os.path.join(folder, "result.json"), encoding="utf-8") as file:
         return str(json.load(file)["python"])
 
 

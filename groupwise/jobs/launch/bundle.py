@@ -28,7 +28,7 @@ LARGEST = 2 << 30
 """Most bytes of a bundle. Larger files are data, which should be downloaded where they are used."""
 MAX_FILES_LISTED = 10
 """Most files that a message lists."""
-MADE = {
+EXCLUDED_MARKERS = {
     (RECORD, "config.json"): "the folder of a run",
     (MARKER,): "what came back of launched jobs",
     (RESULT,): "what came back of a launched job",
@@ -53,7 +53,7 @@ SECRET_FILES = tuple(
 SECRET_FOLDERS = tuple(
     ".aws .docker .ssh .gnupg .kube .azure .gcloud gcloud .env .secrets .vault .password-store".split()
 )
-SHOW_HOW = ("*.example", "*.sample", "*.template", "*.pub")
+EXAMPLE_NAMES = ("*.example", "*.sample", "*.template", "*.pub")
 """Names that match SECRET_FILES, but belong to examples or public keys."""
 PRIVATE_KEY = re.compile(rb"-----BEGIN [A-Z ]*PRIVATE KEY(?: BLOCK)?-----")
 RULES_LEFT_OUT = frozenset(
@@ -72,15 +72,15 @@ PIECE, OVERLAP = 1000, 400
 token."""
 LONG_RUN = re.compile(rb"([A-Za-z0-9+/_-]{400})[A-Za-z0-9+/_-]+")
 """A run of characters longer than any token, such as a picture in a notebook; only its first characters are searched."""
-SEARCHED = 16 << 20
+SECRET_SEARCH_BYTES = 16 << 20
 """Most bytes of a file that are searched for the values of secrets: files written by people are shorter."""
 SHORTEST_SECRET = 8
 """Length of the shortest value that is searched for: shorter ones appear in files by chance."""
-LOOKED_AT = 32 << 20
+CREDENTIAL_SEARCH_BYTES = 32 << 20
 """Most bytes of a file that are searched for text that looks like a credential."""
 LONGEST_HEAD = 65_536
 """How many bytes at the start of a file are used to decide whether it is a text."""
-CONTROLS = tuple(bytes([each]) for each in (*range(1, 9), *range(14, 27), *range(28, 32)))
+CONTROLS = tuple(bytes([code]) for code in (*range(1, 9), *range(14, 27), *range(28, 32)))
 """Control characters, which are rare in texts."""
 
 
@@ -110,12 +110,14 @@ def bundle(
         raise UsageError(f"{root} is no folder, so there is no project to take along.")
     files: dict[str, Path] = {}
     left_out: dict[str, str] = {}
-    wanted = {path for each in take for path in _files_to_take(root, each)}
-    named = {Path(os.path.normpath(each)).as_posix() for each in take}
-    for path in dict.fromkeys([*_of_project(root), *sorted(wanted)]):
-        if path not in wanted and (around := _around(root, path)) is not None:
-            left_out[around[0]] = around[1]
-        elif reason := _why_not(root, path, wanted=path in wanted, named=path in named):
+    selected = {path for name in take for path in _files_to_take(root, name)}
+    named_paths = {Path(os.path.normpath(name)).as_posix() for name in take}
+    for path in dict.fromkeys([*_project_files(root), *sorted(selected)]):
+        if path not in selected and (excluded := _excluded_parent(root, path)) is not None:
+            left_out[excluded[0]] = excluded[1]
+        elif reason := _exclusion_reason(
+            root, path, is_selected=path in selected, is_named=path in named_paths
+        ):
             left_out[path] = reason
         else:
             files[path] = root / path
@@ -134,7 +136,7 @@ def bundle(
             "them into one."
         )
     _refuse_secrets(files, secrets or {})
-    _refuse_what_looks_secret({path: file for path, file in files.items() if path not in wanted})
+    _refuse_what_looks_secret({path: file for path, file in files.items() if path not in selected})
     return Bundle(root, files, left_out, sum(sizes.values()))
 
 
@@ -143,42 +145,42 @@ def bundle(
 # ---------------------------------------------------------------------------------------------------------------------------------------
 
 
-def _of_project(root: Path) -> Iterator[str]:
+def _project_files(root: Path) -> Iterator[str]:
     """Paths of the project's files and links, including those in submodules."""
-    known = _of_git(root)
-    if known is None:
+    tracked = _git_files(root)
+    if tracked is None:
         for folder, inside, names in os.walk(root):
-            inside[:] = sorted(each for each in inside if not _is_one_of(each, MADE_BY_TOOLS))
-            links = [each for each in inside if Path(folder, each).is_symlink()]
+            inside[:] = sorted(name for name in inside if not _matches_any(name, MADE_BY_TOOLS))
+            links = [name for name in inside if Path(folder, name).is_symlink()]
             yield from (
-                Path(folder, each).relative_to(root).as_posix() for each in sorted([*names, *links])
+                Path(folder, name).relative_to(root).as_posix() for name in sorted([*names, *links])
             )
         return
-    for path in known:
-        place = root / path
-        if place.is_dir() and not place.is_symlink():  # a nested repository
-            yield from (f"{path.rstrip('/')}/{each}" for each in _of_project(place))
-        elif os.path.lexists(place):  # otherwise it was deleted without telling git
+    for path in tracked:
+        target = root / path
+        if target.is_dir() and not target.is_symlink():  # a nested repository
+            yield from (f"{path.rstrip('/')}/{name}" for name in _project_files(target))
+        elif os.path.lexists(target):  # otherwise it was deleted without telling git
             yield path
 
 
-def _files_to_take(root: Path, given: str) -> list[str]:
+def _files_to_take(root: Path, selected: str) -> list[str]:
     """Paths in the project of the files that the user selected with --file."""
-    place = root / given
-    inside = os.path.relpath(os.path.abspath(place), os.path.abspath(root))
-    if inside == ".." or inside.startswith("../"):
+    target = root / selected
+    relative = os.path.relpath(os.path.abspath(target), os.path.abspath(root))
+    if relative == ".." or relative.startswith("../"):
         raise UsageError(
-            f"--file {given}: this is outside of the project in {root}, of which a job has a copy. Copy it into the project."
+            f"--file {selected}: this is outside of the project in {root}, of which a job has a copy. Copy it into the project."
         )
-    if not place.exists():
-        raise UsageError(f"--file {given}: there is no such file or folder in {root}.")
-    if place.is_file():
-        return [Path(inside).as_posix()]
-    found = [Path(folder, name) for folder, _, names in os.walk(place) for name in names]
-    return sorted(path.relative_to(root).as_posix() for path in found)
+    if not target.exists():
+        raise UsageError(f"--file {selected}: there is no such file or folder in {root}.")
+    if target.is_file():
+        return [Path(relative).as_posix()]
+    paths = [Path(folder, name) for folder, _, names in os.walk(target) for name in names]
+    return sorted(path.relative_to(root).as_posix() for path in paths)
 
 
-def _of_git(root: Path) -> list[str] | None:
+def _git_files(root: Path) -> list[str] | None:
     """Tracked files, and untracked ones that are not ignored; None if the folder does not belong to git."""
     command = [
         "git",
@@ -193,21 +195,21 @@ def _of_git(root: Path) -> list[str] | None:
         "--exclude-standard",
         "--deduplicate",
     ]
-    is_gits = any((each / ".git").exists() for each in (root, *root.resolve().parents))
+    is_gits = any((folder / ".git").exists() for folder in (root, *root.resolve().parents))
     try:
-        found = subprocess.run(command, capture_output=True, check=False)
+        result = subprocess.run(command, capture_output=True, check=False)
     except OSError:
         if is_gits:
             raise UsageError(
                 f"{root} is a project of git, and there is no git here to say which of its files are ignored. Install git."
             ) from None
         return None
-    if found.returncode != 0:
+    if result.returncode != 0:
         if is_gits:
-            message = found.stderr.decode(errors="replace").strip()
+            message = result.stderr.decode(errors="replace").strip()
             raise UsageError(f"git does not say which files of {root} are its own: {message}")
         return None
-    return [os.fsdecode(each) for each in found.stdout.split(b"\0") if each]
+    return [os.fsdecode(name) for name in result.stdout.split(b"\0") if name]
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------------
@@ -215,88 +217,90 @@ def _of_git(root: Path) -> list[str] | None:
 # ---------------------------------------------------------------------------------------------------------------------------------------
 
 
-def _around(root: Path, path: str) -> tuple[str, str] | None:
+def _excluded_parent(root: Path, path: str) -> tuple[str, str] | None:
     """The topmost parent folder that is left out as a whole, and the reason; None if there is none."""
     # From the top; the last one, left out, is the project itself.
     for folder in reversed(Path(path).parents[:-1]):
-        for mark, why in MADE.items():
-            if all((root / folder / name).is_file() for name in mark):
-                return f"{folder.as_posix()}/", why
+        for marker, reason in EXCLUDED_MARKERS.items():
+            if all((root / folder / name).is_file() for name in marker):
+                return f"{folder.as_posix()}/", reason
     return None
 
 
-def _why_not(root: Path, path: str, *, wanted: bool, named: bool) -> str:
-    """Why a file is not sent; empty if it is. `wanted`: the user selected it, even if a run made it; `named`: the user named this very
-    file, so its content is not checked."""
-    if not named and (reason := _secret_by_name(path)):
+def _exclusion_reason(root: Path, path: str, *, is_selected: bool, is_named: bool) -> str:
+    """Why a file is not sent; empty if it is. `is_selected`: the user selected it, even if a run made it; `is_named`: the user named this
+    very file, so its content is not checked."""
+    if not is_named and (reason := _secret_by_name(path)):
         return reason
-    place, within = root / path, root.resolve()
+    file, project = root / path, root.resolve()
     try:
-        target = place.resolve()
+        target = file.resolve()
     except RuntimeError:
         return "a link that leads round in a circle"
-    if not target.is_relative_to(within):
+    if not target.is_relative_to(project):
         return "a link to what is outside of the project"
     # For a link the content of its target would be sent, under the link's name: so check the target.
-    real = target.relative_to(within).as_posix()
+    real = target.relative_to(project).as_posix()
     if real != path:
         if reason := _secret_by_name(real):
             return f"a link to {real}: {reason}"
-        if not wanted and (around := _around(within, real)) is not None:
-            return f"a link into {around[0]}: {around[1]}"
-    if not place.is_file():
-        return "a link to a folder" if place.is_dir() else "no file"
-    if not named and PRIVATE_KEY.match(_beginning(place, 4096).lstrip()):
+        if not is_selected and (excluded := _excluded_parent(project, real)) is not None:
+            return f"a link into {excluded[0]}: {excluded[1]}"
+    if not file.is_file():
+        return "a link to a folder" if file.is_dir() else "no file"
+    if not is_named and PRIVATE_KEY.match(_read_head(file, 4096).lstrip()):
         return "a private key"
     return ""
 
 
 def _secret_by_name(path: str) -> str:
     *folders, name = path.split("/")
-    if any(each.lower() in SECRET_FOLDERS for each in folders):
+    if any(folder.lower() in SECRET_FOLDERS for folder in folders):
         return "in a folder of credentials"
-    if _is_one_of(name, SECRET_FILES) and not _is_one_of(name, SHOW_HOW):
+    if _matches_any(name, SECRET_FILES) and not _matches_any(name, EXAMPLE_NAMES):
         return "credentials, by its name"
     return ""
 
 
-def _is_one_of(name: str, patterns: Iterable[str]) -> bool:
-    return any(fnmatchcase(name.lower(), each) for each in patterns)
+def _matches_any(name: str, patterns: Iterable[str]) -> bool:
+    return any(fnmatchcase(name.lower(), pattern) for pattern in patterns)
 
 
-def _beginning(file: Path, length: int) -> bytes:
+def _read_head(file: Path, length: int) -> bytes:
     with file.open("rb") as stream:
         return stream.read(length)
 
 
 def _refuse_secrets(files: Mapping[str, Path], secrets: Mapping[str, str]) -> None:
     """Raise UsageError if a file contains the value of a secret; secrets are sent separately."""
-    wanted = {
+    values = {
         name: value.encode() for name, value in secrets.items() if len(value) >= SHORTEST_SECRET
     }
-    if not wanted:
+    if not values:
         return
-    found: list[tuple[str, str]] = []
+    matches: list[tuple[str, str]] = []
     for path, file in files.items():
-        data = _beginning(file, SEARCHED).replace(b"\0", b"")
-        found += [(path, f"the value of {name}") for name, value in wanted.items() if value in data]
-    if found:
+        data = _read_head(file, SECRET_SEARCH_BYTES).replace(b"\0", b"")
+        matches += [
+            (path, f"the value of {name}") for name, value in values.items() if value in data
+        ]
+    if matches:
         raise UsageError(
             "files of the project hold the values of secrets, and would take them to a place where others may read them. Take them out, or "
-            f"name the files in .gitignore:{_file_lines(found[:MAX_FILES_LISTED])}"
+            f"name the files in .gitignore:{_file_lines(matches[:MAX_FILES_LISTED])}"
         )
 
 
 def _refuse_what_looks_secret(files: Mapping[str, Path]) -> None:
-    found = [path for path, file in files.items() if _looks_secret(file)]
-    if not found:
+    paths = [path for path, file in files.items() if _looks_secret(file)]
+    if not paths:
         return
-    listed = found[:MAX_FILES_LISTED]
-    if len(found) > len(listed):
-        listed.append(f"and {len(found) - len(listed)} more")
+    listed = paths[:MAX_FILES_LISTED]
+    if len(paths) > len(listed):
+        listed.append(f"and {len(paths) - len(listed)} more")
     raise UsageError(
         "files of the project have lines that look like credentials, and would take them to a place where others may read them:"
-        + "".join(f"\n  {each}" for each in listed)
+        + "".join(f"\n  {line}" for line in listed)
         + f"\nTake the credentials out, name the files in .gitignore, write `{ALLOWLISTED}` into lines that hold none, or let the "
         "files travel as they are: --file PATH."
     )
@@ -304,23 +308,25 @@ def _refuse_what_looks_secret(files: Mapping[str, Path]) -> None:
 
 def _looks_secret(file: Path) -> bool:
     """True if a text file contains a string in the format of a credential."""
-    data = _beginning(file, LOOKED_AT).replace(b"\0", b"")  # removes the NUL bytes of UTF-16
+    data = _read_head(file, CREDENTIAL_SEARCH_BYTES).replace(
+        b"\0", b""
+    )  # removes the NUL bytes of UTF-16
     head = data[:LONGEST_HEAD]
-    if sum(head.count(each) for each in CONTROLS) * 100 > len(head):
+    if sum(head.count(control) for control in CONTROLS) * 100 > len(head):
         return False  # not a text: a picture or weights
     shortened = LONG_RUN.sub(rb"\1", data)
     lines = shortened.decode(errors="replace").split("\n")
     text = "\n".join(line for line in lines if ALLOWLISTED not in line)
     if PRIVATE_KEY.search(text.encode()) is not None or holds_secret(PLACEHOLDER.sub("", text)):
         return True
-    of_short_lines = max(map(len, lines)) <= PIECE
-    starts = (0,) if of_short_lines else range(0, len(text), PIECE)
-    length = len(text) if of_short_lines else PIECE + OVERLAP
-    return any(rule.search(text, at, at + length) for at in starts for rule in _rules())
+    has_short_lines = max(map(len, lines)) <= PIECE
+    starts = (0,) if has_short_lines else range(0, len(text), PIECE)
+    length = len(text) if has_short_lines else PIECE + OVERLAP
+    return any(rule.search(text, at, at + length) for at in starts for rule in _secret_patterns())
 
 
 @cache
-def _rules() -> tuple[re.Pattern[str], ...]:
+def _secret_patterns() -> tuple[re.Pattern[str], ...]:
     """detect-secrets' patterns for tokens of services."""
     from detect_secrets.core.plugins.util import get_mapping_from_secret_type_to_class
     from detect_secrets.plugins.base import RegexBasedDetector
@@ -334,5 +340,5 @@ def _rules() -> tuple[re.Pattern[str], ...]:
     return tuple(rules)
 
 
-def _file_lines(lines: Iterable[Sequence[str]]) -> str:
-    return "".join(f"\n  {path}: {what}" for path, what in lines)
+def _file_lines(entries: Iterable[Sequence[str]]) -> str:
+    return "".join(f"\n  {path}: {detail}" for path, detail in entries)

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 from groupwise.core.errors import ConfigError, TaskError
-from groupwise.jobs.fleet.queue.request import beyond_from_document
+from groupwise.jobs.fleet.queue.request import request_document_from
 from groupwise.jobs.hosts.spec import JobSpec, path_problems
 from groupwise.jobs.launch.train_grpo import DEFAULTS, KEYS, Flags, arguments_of, config_of
 from groupwise.jobs.launch.train_grpo import problems as flag_problems
@@ -33,12 +33,12 @@ from groupwise.training.sft_config import load_sft_config
 
 Row = Mapping[str, Any]
 
-SENT = "file:"
+SENT_PREFIX = "file:"
 """Prefix of a dataset whose file is sent with the job; the path in the working folder follows."""
 RESULT = "evaluation.json"
 
 MICROBATCH = "training.max_tokens_per_microbatch"
-SLOTS = "sampler.max_num_seqs"
+MAX_NUM_SEQS = "sampler.max_num_seqs"
 LEAST_MICROBATCH = 256
 """Tokens; a smaller microbatch would only be slower."""
 SMALL_SLOTS = 32
@@ -59,7 +59,7 @@ class TrainingKind:
 
     expand: Callable[[Row], JobSpec]
     """Builds the command of a row. Raises `TaskError`, a `UsageError`, with one line for each problem."""
-    shrinks: tuple[str, ...]
+    shrinkable_keys: tuple[str, ...]
     """Keys whose values can be reduced to save memory; this changes only the last bits of results."""
 
     def smaller(self, row: Row) -> Row | None:
@@ -67,31 +67,31 @@ class TrainingKind:
 
         The training batch is not reduced: the user requested it, and a job cannot resume from checkpoints of another batch size.
         """
-        given = _flat(row.get("hyperparams") or {})
-        smaller = dict(given)
-        if MICROBATCH in self.shrinks:
-            tokens = given.get(MICROBATCH, 4096)
+        hyperparams = _flatten(row.get("hyperparams") or {})
+        smaller = dict(hyperparams)
+        if MICROBATCH in self.shrinkable_keys:
+            tokens = hyperparams.get(MICROBATCH, 4096)
             if not isinstance(tokens, int) or tokens <= LEAST_MICROBATCH:
                 return None
             smaller[MICROBATCH] = max(LEAST_MICROBATCH, tokens // 2)
             smaller["training.gradient_checkpointing"] = True
-        if SLOTS in self.shrinks:
-            slots = given.get(SLOTS)
+        if MAX_NUM_SEQS in self.shrinkable_keys:
+            slots = hyperparams.get(MAX_NUM_SEQS)
             if not isinstance(slots, int):
-                smaller[SLOTS] = SMALL_SLOTS
+                smaller[MAX_NUM_SEQS] = SMALL_SLOTS
             elif slots > LEAST_SLOTS:
-                smaller[SLOTS] = max(LEAST_SLOTS, slots // 2)
-        return None if smaller == given else {**row, "hyperparams": smaller}
+                smaller[MAX_NUM_SEQS] = max(LEAST_SLOTS, slots // 2)
+        return None if smaller == hyperparams else {**row, "hyperparams": smaller}
 
 
 def _grpo(row: Row) -> JobSpec:
-    found = [
-        *_missing(row, "reward_function"),
+    problems = [
+        *_missing_columns(row, "reward_function"),
         *_unknown_rewards(row),
         *_place_problems(row),
         *_idle_resources(row, "GRPO", (CALLBACKS, IN_PROCESS)),
     ]
-    hyperparams = _flat(row.get("hyperparams") or {})
+    hyperparams = _flatten(row.get("hyperparams") or {})
     # Two flags have no column: take them out of the hyperparams, under either of their names.
     lengths: dict[str, int] = {}
     for flag in ("max_prompt_length", "max_completion_length"):
@@ -101,12 +101,14 @@ def _grpo(row: Row) -> JobSpec:
                 if isinstance(value, int) and not isinstance(value, bool):
                     lengths[flag] = value
                 else:
-                    found.append(f"hyperparams: {name} is {value!r:.60}; it must be a whole number")
+                    problems.append(
+                        f"hyperparams: {name} is {value!r:.60}; it must be a whole number"
+                    )
     flags = Flags(
         **lengths,
         model=row.get("model") or "",
-        dataset=_dataset_word(row),
-        reward_function=_rewards(row),
+        dataset=_dataset_argument(row),
+        reward_function=_reward_names(row),
         preprocessing_pipeline=row["preprocessing_pipeline"],
         max_steps=row["max_steps"],
         learning_rate=float(row["learning_rate"]),
@@ -115,91 +117,91 @@ def _grpo(row: Row) -> JobSpec:
         output_dir=row["output_dir"],
         use_unsloth=bool(row["use_unsloth"]),
     )
-    words = _words(hyperparams, found)
-    if not found:
-        found += flag_problems(flags, words)
-    _refuse(found, lambda: load_config(config_of(flags), words))
-    return _spec(arguments_of(flags, words), row)
+    overrides = _overrides(hyperparams, problems)
+    if not problems:
+        problems += flag_problems(flags, overrides)
+    _raise_problems(problems, lambda: load_config(config_of(flags), overrides))
+    return _job_spec(arguments_of(flags, overrides), row)
 
 
 def _sft(row: Row) -> JobSpec:
-    found = [
-        *_missing(row),
+    problems = [
+        *_missing_columns(row),
         *_place_problems(row),
         *_idle_resources(row, "SFT", (CALLBACKS,)),
         *_without_effect(row, "SFT", ("num_generations",)),
     ]
     if row.get("reward_function"):
-        found.append(
+        problems.append(
             "reward_function has no effect on SFT, which learns from given answers. Leave it out."
         )
-    given = {
+    config = {
         KEYS["model"]: row.get("model"),
-        KEYS["dataset"]: _dataset_word(row),
+        KEYS["dataset"]: _dataset_argument(row),
         KEYS["preprocessing_pipeline"]: row["preprocessing_pipeline"],
         KEYS["max_steps"]: row["max_steps"],
         KEYS["learning_rate"]: float(row["learning_rate"]),
         "training.examples_per_step": row["batch_size"],
         KEYS["output_dir"]: row["output_dir"],
         "run.name": "sft",
-        **_backend(row),
+        **_backend_override(row),
     }
-    words = _all_words(row, given, found)
-    _refuse(found, lambda: load_sft_config({}, words))
-    return _spec(("groupwise", "sft", *words), row)
+    overrides = _all_overrides(row, config, problems)
+    _raise_problems(problems, lambda: load_sft_config({}, overrides))
+    return _job_spec(("groupwise", "sft", *overrides), row)
 
 
 def _eval(row: Row) -> JobSpec:
     idle = ("max_steps", "learning_rate", "batch_size", "num_generations")
-    found = [
-        *_missing(row, "reward_function"),
+    problems = [
+        *_missing_columns(row, "reward_function"),
         *_unknown_rewards(row),
         *_place_problems(row),
         *_idle_resources(row, "EVAL", (IN_PROCESS,)),
         *_without_effect(row, "EVAL", idle),
     ]
-    given: dict[str, Any] = {
+    config: dict[str, Any] = {
         KEYS["model"]: row.get("model"),
-        KEYS["dataset"]: _dataset_word(row),
-        KEYS["reward_function"]: list(_rewards(row)),
+        KEYS["dataset"]: _dataset_argument(row),
+        KEYS["reward_function"]: list(_reward_names(row)),
         KEYS["preprocessing_pipeline"]: row["preprocessing_pipeline"],
-        **_backend(row),
+        **_backend_override(row),
     }
     held_out = {"data.dataset_test_split", "data.test_split_size"}
-    if not held_out & _flat(row.get("hyperparams") or {}).keys():
-        given["data.dataset_test_split"] = "test" if _is_of_hub(row.get("dataset")) else "train"
-    words = _all_words(row, given, found)
-    _refuse(found, lambda: load_config({}, words))
+    if not held_out & _flatten(row.get("hyperparams") or {}).keys():
+        config["data.dataset_test_split"] = "test" if _is_of_hub(row.get("dataset")) else "train"
+    overrides = _all_overrides(row, config, problems)
+    _raise_problems(problems, lambda: load_config({}, overrides))
     output = f"--output={row['output_dir']}/{RESULT}"
-    return _spec(("groupwise", "eval", output, *words), row)
+    return _job_spec(("groupwise", "eval", output, *overrides), row)
 
 
-GRPO = TrainingKind(_grpo, (MICROBATCH, SLOTS))
+GRPO = TrainingKind(_grpo, (MICROBATCH, MAX_NUM_SEQS))
 SFT = TrainingKind(_sft, (MICROBATCH,))
-EVAL = TrainingKind(_eval, (SLOTS,))
+EVAL = TrainingKind(_eval, (MAX_NUM_SEQS,))
 
 
-def _spec(arguments: Sequence[str], row: Row) -> JobSpec:
+def _job_spec(arguments: Sequence[str], row: Row) -> JobSpec:
     folder = row["output_dir"]
     return JobSpec(tuple(arguments), artefacts=(folder,), checkpoints=(folder,))
 
 
-def _refuse(found: list[str], load: Callable[[], LoadedConfig]) -> None:
+def _raise_problems(problems: list[str], load: Callable[[], LoadedConfig]) -> None:
     """Raise TaskError with all problems: those found so far; if there are none, those that the command itself would report."""
-    if not found:
+    if not problems:
         try:
             load()
         except ConfigError as error:
-            found.append(error.message)
-    if found:
-        raise TaskError("\n".join(found))
+            problems.append(error.message)
+    if problems:
+        raise TaskError("\n".join(problems))
 
 
 # --- columns -------------------------------------------------------------------------------------
 
 
-def _missing(row: Row, *more: str) -> Iterator[str]:
-    for column in ("model", "dataset", *more):
+def _missing_columns(row: Row, *columns: str) -> Iterator[str]:
+    for column in ("model", "dataset", *columns):
         if not row.get(column):
             yield f"{column} is missing"
 
@@ -208,8 +210,8 @@ def _place_problems(row: Row) -> Iterator[str]:
     """Problems with paths: a job can read only files that are on its machine or are sent with it."""
     yield from path_problems("output_dir", row["output_dir"])
     dataset = row.get("dataset") or ""
-    if dataset.startswith(SENT):
-        yield from path_problems("dataset", dataset.removeprefix(SENT))
+    if dataset.startswith(SENT_PREFIX):
+        yield from path_problems("dataset", dataset.removeprefix(SENT_PREFIX))
     elif dataset and not dataset.startswith("/") and not _is_of_hub(dataset):
         yield (
             f"dataset {dataset!r} is neither an absolute path on the machine nor OWNER/NAME of the hub. `groupwise fleet submit` sends a "
@@ -219,19 +221,19 @@ def _place_problems(row: Row) -> Iterator[str]:
         yield f"model {row['model']!r}: a folder on the machine is named by its absolute path"
 
 
-def _idle_resources(row: Row, kind: str, further: Sequence[str]) -> Iterator[str]:
-    """Problems with machines and GPUs that would be idle. Code set by the keys in `further` may use GPUs of its own."""
-    needs = beyond_from_document(row.get("request") or {}).resources.settled(1)
+def _idle_resources(row: Row, kind: str, gpu_keys: Sequence[str]) -> Iterator[str]:
+    """Problems with machines and GPUs that would be idle. Code set by the keys in `gpu_keys` may use GPUs of its own."""
+    needs = request_document_from(row.get("request") or {}).resources.settled(1)
     if needs.machines > 1:
         yield (
             f"resources.machines is {needs.machines}, but {kind} knows nothing of the others: each machine would do the same. Leave it "
             "out. Several machines are for commands that share their work out, such as `groupwise fleet submit --machines 2 -- torchrun …`."
         )
-    hyperparams = _flat(row.get("hyperparams") or {})
-    if needs.gpu_count > 1 and not any(hyperparams.get(key) for key in further):
+    hyperparams = _flatten(row.get("hyperparams") or {})
+    if needs.gpu_count > 1 and not any(hyperparams.get(key) for key in gpu_keys):
         yield (
             f"resources: {needs.gpu_count} GPUs are asked for, but {kind} computes on one: ask for one (--gpus 1, --gpus VM:0), or leave "
-            f"it out. Only with {' or '.join(further)} in its hyperparams may a job use others."
+            f"it out. Only with {' or '.join(gpu_keys)} in its hyperparams may a job use others."
         )
 
 
@@ -239,24 +241,24 @@ def _is_of_hub(dataset: str | None) -> bool:
     return bool(_HUB_ID.fullmatch(dataset or ""))
 
 
-def _dataset_word(row: Row) -> str:
+def _dataset_argument(row: Row) -> str:
     """The dataset in the form that the command expects: `./` marks a path in the working folder."""
     dataset: str = row.get("dataset") or ""
-    return f"./{dataset.removeprefix(SENT)}" if dataset.startswith(SENT) else dataset
+    return f"./{dataset.removeprefix(SENT_PREFIX)}" if dataset.startswith(SENT_PREFIX) else dataset
 
 
-def _backend(row: Row) -> dict[str, str]:
+def _backend_override(row: Row) -> dict[str, str]:
     """The override for the backend that loads the model, if the row sets `use_unsloth`."""
     return {KEYS["use_unsloth"]: "unsloth"} if row["use_unsloth"] else {}
 
 
-def _rewards(row: Row) -> tuple[str, ...]:
-    given: str = row.get("reward_function") or ""
-    return tuple(name.strip() for name in given.split(",")) if given else ()
+def _reward_names(row: Row) -> tuple[str, ...]:
+    names: str = row.get("reward_function") or ""
+    return tuple(name.strip() for name in names.split(",")) if names else ()
 
 
 def _unknown_rewards(row: Row) -> Iterator[str]:
-    for name in _rewards(row):
+    for name in _reward_names(row):
         if name and (problem := unknown_reward(name)):
             yield f"reward_function: {' '.join(problem.splitlines())}"
 
@@ -270,7 +272,7 @@ def _without_effect(row: Row, kind: str, columns: Sequence[str]) -> Iterator[str
 # --- hyperparams ---------------------------------------------------------------------------------
 
 
-def _flat(hyperparams: Mapping[str, Any]) -> dict[str, Any]:
+def _flatten(hyperparams: Mapping[str, Any]) -> dict[str, Any]:
     """Flatten sections: `{"algorithm": {"beta": 1}}` becomes `{"algorithm.beta": 1}`."""
     flat: dict[str, Any] = {}
     for name, value in hyperparams.items():
@@ -282,42 +284,44 @@ def _flat(hyperparams: Mapping[str, Any]) -> dict[str, Any]:
     return flat
 
 
-def _words(hyperparams: Mapping[str, Any], found: list[str]) -> tuple[str, ...]:
-    """The hyperparams as config overrides; problems with them are appended to `found`."""
-    words: list[str] = []
+def _overrides(hyperparams: Mapping[str, Any], problems: list[str]) -> tuple[str, ...]:
+    """The hyperparams as config overrides; problems with them are appended to `problems`."""
+    overrides: list[str] = []
     for name, value in hyperparams.items():
         if not _KEY.fullmatch(name):
-            found.append(f"hyperparams: {name!r:.60} is no key of a config, as algorithm.beta is")
+            problems.append(
+                f"hyperparams: {name!r:.60} is no key of a config, as algorithm.beta is"
+            )
             continue
         try:
-            words.append(f"{name}={as_word(value)}")
+            overrides.append(f"{name}={override_value(value)}")
         except ValueError:
-            found.append(f"hyperparams: {name} is no finite number")
-    return tuple(words)
+            problems.append(f"hyperparams: {name} is no finite number")
+    return tuple(overrides)
 
 
-def _all_words(row: Row, given: Mapping[str, Any], found: list[str]) -> tuple[str, ...]:
+def _all_overrides(row: Row, config: Mapping[str, Any], problems: list[str]) -> tuple[str, ...]:
     """Overrides for the columns, then for the hyperparams, which may not repeat a column."""
     columns = {key: name for name, key in KEYS.items()} | {
         "training.examples_per_step": "batch_size"
     }
-    hyperparams = _flat(row.get("hyperparams") or {})
-    found += [
+    hyperparams = _flatten(row.get("hyperparams") or {})
+    problems += [
         f"hyperparams: {name} is the column {columns[key]}; give it there"
         for name in hyperparams
-        for key in given
+        for key in config
         if key in columns and (name == key or key.startswith(f"{name}."))
     ]
-    own = (f"{key}={as_word(value)}" for key, value in given.items())
-    return (*own, *_words(hyperparams, found))
+    column_overrides = (f"{key}={override_value(value)}" for key, value in config.items())
+    return (*column_overrides, *_overrides(hyperparams, problems))
 
 
-def as_word(value: Any) -> str:
+def override_value(value: Any) -> str:
     """A value in the syntax of overrides: JSON that is also valid YAML, in visible ASCII only. Raises ValueError for NaN."""
 
-    def escaped(found: re.Match[str]) -> str:
-        code = ord(found[0])
+    def escape(match: re.Match[str]) -> str:
+        code = ord(match[0])
         return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
 
     text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-    return re.sub(r"[^\x20-\x7e]", escaped, text)
+    return re.sub(r"[^\x20-\x7e]", escape, text)

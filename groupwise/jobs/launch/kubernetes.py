@@ -38,9 +38,9 @@ LEAVING_SECONDS = 30
 """Seconds for a pod to end, in addition to the time for writing a training's checkpoint."""
 
 LABEL = r"[a-z0-9]([-a-z0-9]*[a-z0-9])?"
-Name = Annotated[str, Field(pattern=rf"^{LABEL}$", max_length=63)]
+DnsLabel = Annotated[str, Field(pattern=rf"^{LABEL}$", max_length=63)]
 """A DNS label, RFC 1123."""
-Names = Annotated[str, Field(pattern=rf"^{LABEL}(\.{LABEL})*$", max_length=253)]
+DnsName = Annotated[str, Field(pattern=rf"^{LABEL}(\.{LABEL})*$", max_length=253)]
 """A DNS subdomain, RFC 1123."""
 Quantity = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$")]
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
@@ -52,7 +52,7 @@ Image = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:@-]*$", max_len
 class ManifestOptions:
     """The values in the manifest."""
 
-    name: Names
+    name: DnsName
     command: Annotated[tuple[str, ...], Field(min_length=1)]
     image: Image
     """An image that contains groupwise, and the project in `workdir`."""
@@ -60,10 +60,10 @@ class ManifestOptions:
     nodes: Annotated[int, Field(ge=1, le=100_000)] = 1
     gpus: Annotated[int, Field(ge=0)] = 1
     """GPUs of each node."""
-    namespace: Name | None = None
-    pvc: Names | None = None
+    namespace: DnsLabel | None = None
+    pvc: DnsName | None = None
     """An existing PersistentVolumeClaim, mounted at the folder of runs."""
-    secret: Names | None = None
+    secret: DnsName | None = None
     """Name of an existing Secret."""
     variables: tuple[Variable, ...] = ()
     """Keys of the Secret, which become environment variables of the same names."""
@@ -82,9 +82,9 @@ def manifests(options: ManifestOptions) -> list[dict[str, Any]]:
         raise UsageError(
             f"--name {options.name}: several nodes find each other by it, without dots."
         )
-    for word in options.command:
+    for argument in options.command:
         try:
-            is_text = "\0" not in word.encode("utf-8").decode()
+            is_text = "\0" not in argument.encode("utf-8").decode()
         except UnicodeEncodeError:  # lone surrogates
             is_text = False
         if not is_text:
@@ -92,7 +92,10 @@ def manifests(options: ManifestOptions) -> list[dict[str, Any]]:
     try:
         TypeAdapter(ManifestOptions).validate_python(asdict(options))
     except ValidationError as error:
-        lines = [f"\n  {each.field} {each.given!r}: {each.message}" for each in field_errors(error)]
+        lines = [
+            f"\n  {field_error.field} {field_error.given!r}: {field_error.message}"
+            for field_error in field_errors(error)
+        ]
         raise UsageError("Kubernetes would not take this:" + "".join(lines)) from None
     labels = {"app.kubernetes.io/name": "groupwise", "app.kubernetes.io/instance": options.name}
     metadata: dict[str, Any] = {"name": options.name, "labels": labels}
@@ -121,13 +124,13 @@ def manifests(options: ManifestOptions) -> list[dict[str, Any]]:
             "backoffLimit": 0,
             "podReplacementPolicy": "Failed",
             "activeDeadlineSeconds": math.ceil(options.hours * 3600),
-            "template": {"metadata": {"labels": labels}, "spec": _pod(options)},
+            "template": {"metadata": {"labels": labels}, "spec": _pod_spec(options)},
         },
     }
     return [service, job] if options.nodes > 1 else [job]
 
 
-def _pod(options: ManifestOptions) -> dict[str, Any]:
+def _pod_spec(options: ManifestOptions) -> dict[str, Any]:
     gpus = str(options.gpus) if options.gpus else None
     limits = {"nvidia.com/gpu": gpus, "cpu": options.cpus, "memory": options.memory}
     # Worker processes and NCCL use /dev/shm, which is small by default in containers.
@@ -139,8 +142,8 @@ def _pod(options: ManifestOptions) -> dict[str, Any]:
         volumes.append({"name": "results", "persistentVolumeClaim": {"claimName": options.pvc}})
     ranks = [{"name": RANK, "valueFrom": {"fieldRef": {"fieldPath": INDEX}}}]
     keys = [
-        {"name": each, "valueFrom": {"secretKeyRef": {"name": options.secret, "key": each}}}
-        for each in sorted(options.variables)
+        {"name": variable, "valueFrom": {"secretKeyRef": {"name": options.secret, "key": variable}}}
+        for variable in sorted(options.variables)
     ]
     container = {
         "name": "job",
@@ -148,7 +151,7 @@ def _pod(options: ManifestOptions) -> dict[str, Any]:
         "command": [*command(options)],
         "workingDir": options.workdir,
         "env": [*(ranks if options.nodes > 1 else ()), *keys],
-        "resources": {"limits": {name: each for name, each in limits.items() if each}},
+        "resources": {"limits": {name: value for name, value in limits.items() if value}},
         "volumeMounts": mounts,
     }
     return {
@@ -162,9 +165,9 @@ def _pod(options: ManifestOptions) -> dict[str, Any]:
 
 def command(options: ManifestOptions) -> tuple[str, ...]:
     """The container's command, with `$` doubled. Several nodes connect through torchrun, at the first of them."""
-    words = tuple(each.replace("$", "$$") for each in options.command)
+    arguments = tuple(argument.replace("$", "$$") for argument in options.command)
     if options.nodes == 1:
-        return words
+        return arguments
     meeting = (
         f"--nnodes={options.nodes}",
         f"--nproc-per-node={max(1, options.gpus)}",
@@ -172,7 +175,7 @@ def command(options: ManifestOptions) -> tuple[str, ...]:
         f"--master-addr={options.name}-0.{options.name}",
         f"--master-port={PORT}",
     )
-    return ("torchrun", *meeting, "--no-python", *words)
+    return ("torchrun", *meeting, "--no-python", *arguments)
 
 
 def as_yaml(documents: Sequence[Mapping[str, Any]]) -> str:
@@ -180,13 +183,13 @@ def as_yaml(documents: Sequence[Mapping[str, Any]]) -> str:
 
     def quoted(value: Any) -> Any:
         if isinstance(value, dict):
-            return {k: quoted(each) for k, each in cast("dict[str, Any]", value).items()}
+            return {k: quoted(item) for k, item in cast("dict[str, Any]", value).items()}
         if isinstance(value, list):
-            return [quoted(each) for each in cast("list[Any]", value)]
+            return [quoted(item) for item in cast("list[Any]", value)]
         return DoubleQuotedScalarString(value) if isinstance(value, str) else value
 
     writer, text = YAML(), io.StringIO()
     writer.explicit_start, writer.width = True, sys.maxsize
     writer.indent(mapping=2, sequence=4, offset=2)
-    writer.dump_all([quoted(each) for each in documents], text)  # pyright: ignore[reportUnknownMemberType]
+    writer.dump_all([quoted(document) for document in documents], text)  # pyright: ignore[reportUnknownMemberType]
     return text.getvalue()

@@ -20,22 +20,22 @@ from groupwise.jobs.launch.bundle import SHORTEST_SECRET, Bundle, bundle
 from groupwise.jobs.launch.results import RESULT
 from groupwise.runs.folder import RECORD
 
-OWN = ".groupwise"
+OWN_FOLDER = ".groupwise"
 """The subfolder of the working folder with the files that create the environment."""
-BEGIN = ("python3", "-I", f"{OWN}/bootstrap.py")
-NODE = ("python", "-m", "groupwise.engine.learner.launch_node")
+BOOTSTRAP_COMMAND = ("python3", "-I", f"{OWN_FOLDER}/bootstrap.py")
+NODE_COMMAND = ("python", "-m", "groupwise.engine.learner.launch_node")
 """The command that starts the processes of one of several machines."""
-RESULTS = ("runs", "results", "generated", "outputs")
+DEFAULT_RESULTS = ("runs", "results", "generated", "outputs")
 """Folders that are always fetched: trainings, evaluations, `generate` and job scripts write to them."""
 MOST_RESULTS_MB = 10_000_000
 """Larger than any disk: all results of a job are fetched."""
-OURS = (RESULT, EARLIER, INCOMING, NODES)
+RESERVED_NAMES = (RESULT, EARLIER, INCOMING, NODES)
 """Reserved names in the folder of results, which the job may not use."""
 GRACE_SECONDS = 60.0
 """Seconds between TERM and KILL: enough to finish the current step and write its checkpoint."""
 
 
-def files_here() -> BlobStore:
+def local_store() -> BlobStore:
     """The store of files that are sent to machines; files that were not used for a day are removed."""
     folder = cache_folder("launch")
     folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -67,16 +67,16 @@ class LaunchRequest:
     environment: Plan | None = None
     """The environment to install at the place; None: the place has one already."""
     results: tuple[str, ...] = ()
-    """Paths in the working folder that are fetched in addition to RESULTS."""
+    """Paths in the working folder that are fetched in addition to DEFAULT_RESULTS."""
     take: tuple[str, ...] = ()
     """Paths in the project that are sent although git ignores them or a run made them."""
     needs: tuple[str, ...] = ()
     """Files and folders on this machine that the command reads."""
-    elsewhere: bool = True
+    is_remote: bool = True
     """True if the job runs on other disks than those of this machine."""
     root: str = f"~/{ROOT}"
     """The runner's folder at the place; environments are created below it."""
-    asks: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    place_options: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Options that only this kind of place knows."""
     python: str | None = None
     """See `groupwise.jobs.clouds.backend.Order`."""
@@ -97,25 +97,25 @@ def pack(request: LaunchRequest, store: BlobStore) -> PackedJob:
     """Turn a request into an order, with its files in `store`. Raises UsageError for a project that cannot be sent, and for results that
     cannot be fetched."""
     project = bundle(request.project, request.secrets, request.take)
-    if any(PurePosixPath(path).parts[0] == OWN for path in project.files):
+    if any(PurePosixPath(path).parts[0] == OWN_FOLDER for path in project.files):
         raise UsageError(
-            f"{project.root / OWN} travels with the project, and the job needs a folder of this name for itself: give yours another name, "
-            "or name it in .gitignore."
+            f"{project.root / OWN_FOLDER} travels with the project, and the job needs a folder of this name for itself: give yours another "
+            "name, or name it in .gitignore."
         )
-    _refuse_lacking(project, request.needs, elsewhere=request.elsewhere)
+    _refuse_missing(project, request.needs, is_remote=request.is_remote)
     refuse_shown_secrets(request.command, request.secrets)
-    results = tuple(dict.fromkeys((*RESULTS, *map(_inside, request.results))))
+    results = tuple(dict.fromkeys((*DEFAULT_RESULTS, *map(_checked_output, request.results))))
     files = dict(store.put_files(project.files))
     if request.environment is not None:
-        begin = Path(__file__).with_name("bootstrap.py")
+        bootstrap = Path(__file__).with_name("bootstrap.py")
         environment_files = sent_files(request.environment, f"{request.root}/environments", store)
-        found = {"bootstrap.py": store.put_file(begin), **environment_files}
-        files |= {f"{OWN}/{name}": entry for name, entry in found.items()}
+        setup_files = {"bootstrap.py": store.put_file(bootstrap), **environment_files}
+        files |= {f"{OWN_FOLDER}/{name}": entry for name, entry in setup_files.items()}
     command = request.command
     if request.nodes > 1:
-        command = (*NODE, "--processes", str(request.processes), "--", *command)
+        command = (*NODE_COMMAND, "--processes", str(request.processes), "--", *command)
     spec = JobSpec(
-        arguments=command if request.environment is None else (*BEGIN, *command),
+        arguments=command if request.environment is None else (*BOOTSTRAP_COMMAND, *command),
         files=files,
         secrets=tuple(sorted(request.secrets)),
         artefacts=results,
@@ -133,7 +133,7 @@ def pack(request: LaunchRequest, store: BlobStore) -> PackedJob:
         request.gpus,
         request.nodes,
         secrets=request.secrets,
-        asks=request.asks,
+        place_options=request.place_options,
         python=request.python,
         meets_at=request.meets_at,
     )
@@ -155,21 +155,21 @@ def refuse_shown_secrets(command: Sequence[str], secrets: Mapping[str, str]) -> 
         )
 
 
-def _refuse_lacking(project: Bundle, needs: Iterable[str], *, elsewhere: bool) -> None:
+def _refuse_missing(project: Bundle, needs: Iterable[str], *, is_remote: bool) -> None:
     """Raise UsageError for a path that the command reads here and that would be missing on the machine."""
     root = project.root.resolve()
     for need in needs:
-        place = (root / need).resolve()
-        if not place.is_relative_to(root):
-            if not elsewhere and Path(need).is_absolute():
+        target = (root / need).resolve()
+        if not target.is_relative_to(root):
+            if not is_remote and Path(need).is_absolute():
                 continue
             raise UsageError(
                 f"the command reads {need}, which is outside of the project, so that the job would not find it. Copy it into the project, "
                 "upload it to the hub, or name one that the other machine has and say --no-preflight."
             )
         # A path in a run counts as the whole run, because commands name a run by any such path.
-        above = (each for each in (place, *place.parents) if each.is_relative_to(root))
-        needed = next((each for each in above if (each / RECORD).is_file()), place)
+        parents = (folder for folder in (target, *target.parents) if folder.is_relative_to(root))
+        needed = next((folder for folder in parents if (folder / RECORD).is_file()), target)
         inside = needed.relative_to(root).as_posix()
         if not any(path == inside or path.startswith(f"{inside}/") for path in project.files):
             raise UsageError(
@@ -177,20 +177,20 @@ def _refuse_lacking(project: Bundle, needs: Iterable[str], *, elsewhere: bool) -
             )
 
 
-def _inside(path: str) -> str:
+def _checked_output(path: str) -> str:
     """Normalize a path of --output. Raises UsageError if it is not in the working folder: nothing else is fetched."""
-    place = PurePosixPath(path)
-    if place.parts and place.parts[0] in OURS:
+    parts = PurePosixPath(path)
+    if parts.parts and parts.parts[0] in RESERVED_NAMES:
         raise UsageError(
             f"{path}: this name is taken in the folder that results come to; call it otherwise."
         )
-    if path and not place.parts:
+    if path and not parts.parts:
         raise UsageError(
             "--output .: the whole project does not come back; name what the job makes."
         )
-    if place.is_absolute() or ".." in place.parts or not place.parts:
+    if parts.is_absolute() or ".." in parts.parts or not parts.parts:
         raise UsageError(
             f"{path} is outside of the project: what a job leaves there does not come back. Give a path relative to the project's folder; "
             "for a run that is the key run.dir, which may be set behind the verb: run.dir=runs."
         )
-    return place.as_posix()
+    return parts.as_posix()

@@ -18,18 +18,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from groupwise.jobs.clouds.backend import Backend
-from groupwise.jobs.clouds.engines import EngineBackend
 from groupwise.jobs.clouds.gang import GangBackend
 from groupwise.jobs.clouds.machine import ROOT, MachineBackend
 from groupwise.jobs.clouds.modal.backend import ModalBackend
 from groupwise.jobs.clouds.modal.live import LiveModal
 from groupwise.jobs.clouds.modal.runner import ModalRunner
 from groupwise.jobs.clouds.ray import ray_options
+from groupwise.jobs.clouds.schedulers import SchedulerBackend
 from groupwise.jobs.clouds.slurm import sbatch_options
 from groupwise.jobs.hosts.driver import Runner
 from groupwise.jobs.hosts.local import LocalHost
 from groupwise.jobs.hosts.port import Host
-from groupwise.jobs.hosts.ray import ADDRESS, TOKENS, RayRunner
+from groupwise.jobs.hosts.ray import ADDRESS, TOKEN_VARIABLES, RayRunner
 from groupwise.jobs.hosts.slurm import SlurmRunner
 
 if TYPE_CHECKING:
@@ -38,9 +38,9 @@ if TYPE_CHECKING:
 AGENT = "SSH_AUTH_SOCK"
 """The environment variable with the socket of the ssh agent. The socket differs after each login, so it is not stored."""
 LOCAL, SSH, SLURM, RAY, AWS, MODAL = "local", "ssh", "slurm", "ray", "aws", "modal"
-OF_HERE = frozenset({LOCAL, SLURM, RAY})
+LOCAL_KINDS = frozenset({LOCAL, SLURM, RAY})
 """Kinds of places that can be this machine itself."""
-RENTING = frozenset({AWS})
+RENTING_KINDS = frozenset({AWS})
 """Kinds of places whose backends rent machines (`groupwise.jobs.clouds.backend.Renting`), which can be left running by mistake.
 
 Modal's containers cost money too, but end with their calls."""
@@ -59,17 +59,17 @@ class JobBackend:
         if "region" in detail:
             return f"{self.kind}:{detail['region']}"
         machines = [detail, *self.others] if "host" in detail else []
-        there = ",".join("{user}@{host}:{port}".format(**each) for each in machines)
+        addresses = ",".join("{user}@{host}:{port}".format(**machine) for machine in machines)
         address = f",{detail['address']}" if detail.get("address") else ""
-        word = f"{there}{detail.get('shared') or ''}{detail.get('profile') or ''}{address}"
-        return f"{self.kind}:{word}" if word else self.kind
+        suffix = f"{addresses}{detail.get('shared') or ''}{detail.get('profile') or ''}{address}"
+        return f"{self.kind}:{suffix}" if suffix else self.kind
 
     def is_same(self, other: JobBackend) -> bool:
         """True if both are the same place, i.e. jobs of one name are the same job, regardless of the access options. A machine is
         identified by its key, because one address may lead through tunnels to several machines."""
 
         def identity(place: JobBackend) -> tuple[Any, ...]:
-            keys = [each.get("host_key") for each in (place.detail, *place.others)]
+            keys = [machine.get("host_key") for machine in (place.detail, *place.others)]
             return str(place), place.detail.get("profile"), keys
 
         return identity(self) == identity(other)
@@ -77,7 +77,7 @@ class JobBackend:
     @property
     def is_here(self) -> bool:
         """True if its runner is a process of this machine, with the same disks."""
-        return self.kind in OF_HERE and "host" not in self.detail
+        return self.kind in LOCAL_KINDS and "host" not in self.detail
 
     @property
     def root(self) -> str:
@@ -110,36 +110,36 @@ def state_folder(kind: str) -> Path:
 
 def reach(place: JobBackend) -> Backend:
     """Create a backend for this place."""
-    return WAYS[place.kind](place)
+    return BACKENDS[place.kind](place)
 
 
-def _machine(place: JobBackend) -> Backend:
+def _machine_backend(place: JobBackend) -> Backend:
     host, where, python = _called_host(place)
     runner = Runner(host, root=place.root, python=python)
     if place.meets_at is None:
         return MachineBackend(place.kind, runner, where)
     machines = [(runner, where)]
     for detail in place.others:
-        other, its_name = _ssh(detail)
+        other_host, its_name = _ssh_host(detail)
         python = detail.get("python") or "python3"
-        machines.append((Runner(other, root=place.root, python=python), its_name))
+        machines.append((Runner(other_host, root=place.root, python=python), its_name))
     return GangBackend(place.kind, machines, place.meets_at)
 
 
-def _slurm(place: JobBackend) -> Backend:
+def _slurm_backend(place: JobBackend) -> Backend:
     host, where, python = _called_host(place)
     runner = SlurmRunner(host, root=place.root, python=python)
-    return EngineBackend(place.kind, runner, f"Slurm, by {where}", sbatch_options)
+    return SchedulerBackend(place.kind, runner, f"Slurm, by {where}", sbatch_options)
 
 
-def _ray(place: JobBackend) -> Backend:
-    host, where, python = _called_host(place, also=TOKENS)
+def _ray_backend(place: JobBackend) -> Backend:
+    host, where, python = _called_host(place, variables=TOKEN_VARIABLES)
     address = place.detail.get("address") or ADDRESS
     runner = RayRunner(host, root=place.root, python=python, address=address)
-    return EngineBackend(place.kind, runner, f"Ray, by {where}", ray_options)
+    return SchedulerBackend(place.kind, runner, f"Ray, by {where}", ray_options)
 
 
-def _aws(place: JobBackend) -> Backend:
+def _aws_backend(place: JobBackend) -> Backend:
     from groupwise.jobs.clouds.aws import AwsBackend
     from groupwise.jobs.clouds.aws_checks import Access
     from groupwise.jobs.clouds.aws_state import JobRecords
@@ -159,24 +159,30 @@ def _ec2(region: str, profile: str | None) -> Ec2:
     return Ec2(region, profile)
 
 
-def _modal(place: JobBackend) -> Backend:
+def _modal_backend(place: JobBackend) -> Backend:
     profile = cast("str | None", place.detail.get("profile"))
     where = f"Modal (profile {profile})" if profile else "Modal"
     return ModalBackend(place.kind, ModalRunner(LiveModal(profile)), where)
 
 
-def _called_host(place: JobBackend, also: Iterable[str] = ()) -> tuple[Host, str, str]:
-    """The machine as a host, its name in messages, and its interpreter. `also`: variables to pass on to a runner on this machine."""
-    host, where = (LocalHost(also=also), "this machine") if place.is_here else _ssh(place.detail)
+def _called_host(place: JobBackend, variables: Iterable[str] = ()) -> tuple[Host, str, str]:
+    """The machine as a host, its name in messages, and its interpreter. `variables`: variables to pass on to a runner on this machine."""
+    host, where = (
+        (LocalHost(extra_variables=variables), "this machine")
+        if place.is_here
+        else _ssh_host(place.detail)
+    )
     return host, where, place.python or "python3"
 
 
-def _ssh(detail: Mapping[str, Any]) -> tuple[Host, str]:
+def _ssh_host(detail: Mapping[str, Any]) -> tuple[Host, str]:
     """A machine over SSH, and its name in messages."""
     from groupwise.jobs.hosts.ssh import Address, SshHost
 
-    def address(of: Mapping[str, Any]) -> Address:
-        return Address(of["host"], of["user"], of["port"], of["key"], of["host_key"])
+    def address(machine: Mapping[str, Any]) -> Address:
+        return Address(
+            machine["host"], machine["user"], machine["port"], machine["key"], machine["host_key"]
+        )
 
     jump = cast("Mapping[str, Any] | None", detail.get("jump"))
     agent, socket_path = cast("bool | str | None", detail.get("agent")), None
@@ -190,12 +196,12 @@ def _ssh(detail: Mapping[str, Any]) -> tuple[Host, str]:
     return host, str(address(detail))
 
 
-WAYS: dict[str, Callable[[JobBackend], Backend]] = {
-    LOCAL: _machine,
-    SSH: _machine,
-    SLURM: _slurm,
-    RAY: _ray,
-    AWS: _aws,
-    MODAL: _modal,
+BACKENDS: dict[str, Callable[[JobBackend], Backend]] = {
+    LOCAL: _machine_backend,
+    SSH: _machine_backend,
+    SLURM: _slurm_backend,
+    RAY: _ray_backend,
+    AWS: _aws_backend,
+    MODAL: _modal_backend,
 }
 """The function that creates the backend, by kind of place."""

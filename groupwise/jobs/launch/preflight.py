@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.core.errors import UsageError
-from groupwise.jobs.hosts.local import PASSED_ON
+from groupwise.jobs.hosts.local import PASSED_VARIABLES
 
 VERBS = ("rl", "sft", "eval", "generate")
 """Subcommands of groupwise that may be launched."""
 OUTPUT = "--output"
 """The option of `eval` and `generate` for their output folder."""
-TRIED = 600.0
+DRY_RUN_TIMEOUT = 600.0
 """Timeout in seconds: a data set may have to be downloaded."""
 
 
@@ -41,10 +41,10 @@ class DryRunReport:
 def check_verb(words: Sequence[str]) -> None:
     """Raise UsageError if the words are not a groupwise command that may be launched."""
     if not words or words[0] not in VERBS:
-        given = f"`{words[0]}` is none" if words else "there is nothing"
+        problem = f"`{words[0]}` is none" if words else "there is nothing"
         raise UsageError(
-            f"behind `--` a command of groupwise is wanted, {', '.join(VERBS)}: {given}. Any other program is launched as a script of the "
-            "project: --script PATH."
+            f"behind `--` a command of groupwise is wanted, {', '.join(VERBS)}: {problem}. Any other program is launched as a script of "
+            "the project: --script PATH."
         )
     for word in NOT_FOR_JOBS:
         if word in words:
@@ -58,43 +58,44 @@ NOT_FOR_JOBS = ("--help", "--dry-run")
 
 def try_verb(words: Sequence[str], project: Path, environment: Mapping[str, str]) -> DryRunReport:
     """Run the command with --dry-run. Raises UsageError with the command's own message if it would fail."""
-    verb, *rest = words
-    for path in map(Path, _values(rest)):
+    verb, *arguments = words
+    for path in map(Path, _option_values(arguments)):
         if path.is_absolute() and path.is_relative_to(project) and path.exists():
             raise UsageError(
                 f"{path} is named by its absolute path, and the job runs in a copy of the project: name it relative to {project}, "
                 f"{path.relative_to(project)}."
             )
     # Equivalent to the program `groupwise`: the project is not on the import path (-P).
-    command = [sys.executable, "-P", "-m", "groupwise", verb, "--dry-run", *rest]
+    command = [sys.executable, "-P", "-m", "groupwise", verb, "--dry-run", *arguments]
     # Leave out variables that are set only in this terminal, because the job does not have them either.
-    login = {name: os.environ[name] for name in PASSED_ON if name in os.environ}
+    login = {name: os.environ[name] for name in PASSED_VARIABLES if name in os.environ}
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             command,
             cwd=project,
             env={**login, **environment},
             stdin=subprocess.DEVNULL,
             capture_output=True,
-            timeout=TRIED,
+            timeout=DRY_RUN_TIMEOUT,
             check=False,
         )
     except subprocess.TimeoutExpired:
         raise UsageError(
-            f"`groupwise {shlex.join(words)}` did not say what it would do within {TRIED:.0f} s. --no-preflight launches it untried."
+            f"`groupwise {shlex.join(words)}` did not say what it would do within {DRY_RUN_TIMEOUT:.0f} s. "
+            "--no-preflight launches it untried."
         ) from None
-    if done.returncode:
-        message = done.stderr.decode(errors="replace").strip() or f"exit code {done.returncode}"
+    if result.returncode:
+        message = result.stderr.decode(errors="replace").strip() or f"exit code {result.returncode}"
         raise UsageError(
             f"tried here, `groupwise {shlex.join(words)}` would fail, so nothing was launched. It gets the variables of --env and "
             "--env-file, none that are only set here. --no-preflight launches it untried, for data or packages that only the machine "
             "has. It said:"
             f"\n{message}"
         )
-    return _read_description(verb, rest, done.stdout, project)
+    return _read_description(verb, arguments, result.stdout, project)
 
 
-def first_of(machines: int, processes: int) -> dict[str, str]:
+def first_rank_variables(machines: int, processes: int) -> dict[str, str]:
     """The variables that torchrun will set for the first of `processes` on each of `machines`: a config for another number is then
     rejected."""
     return {
@@ -110,16 +111,18 @@ def first_of(machines: int, processes: int) -> dict[str, str]:
 def results_of(words: Sequence[str]) -> tuple[str, ...]:
     """Folders to which an untried command writes, as far as its words name them."""
     folders = (word.removeprefix("run.dir=") for word in words if word.startswith("run.dir="))
-    return (*folders, *_output_of(words))
+    return (*folders, *_output_paths(words))
 
 
-def _read_description(verb: str, rest: Sequence[str], output: bytes, project: Path) -> DryRunReport:
+def _read_description(
+    verb: str, arguments: Sequence[str], output: bytes, project: Path
+) -> DryRunReport:
     """Parse the description that the command printed as JSON; a task may have printed other text before it."""
     text = output.decode(errors="replace")
     document: dict[str, Any] | None = None
-    for found in re.finditer(r"^\{", text, re.MULTILINE):
+    for match in re.finditer(r"^\{", text, re.MULTILINE):
         with suppress(ValueError):
-            document = json.loads(text[found.start() :])
+            document = json.loads(text[match.start() :])
             break
     if document is None:
         raise UsageError(
@@ -131,28 +134,30 @@ def _read_description(verb: str, rest: Sequence[str], output: bytes, project: Pa
         steps = f", {plan['steps']} steps" if plan.get("steps") is not None else ""
         config = document["config"]
         return DryRunReport(
-            (config["run"]["dir"],), f"{plan['task']}{steps}", _needs(project, rest, config)
+            (config["run"]["dir"],),
+            f"{plan['task']}{steps}",
+            _local_paths(project, arguments, config),
         )
     if verb == "eval" and plan:
         summary = f"{plan['prompts']} prompts for {', '.join(plan['policies'])}"
-        needs = (*plan["folders"], *_needs(project, rest, document["config"]))
+        needs = (*plan["folders"], *_local_paths(project, arguments, document["config"]))
         root, results = project.resolve(), list[str]()
-        for each in plan["results"]:
-            place = (project / each).resolve()
-            inside = place.is_relative_to(root)
-            results.append(place.relative_to(root).as_posix() if inside else each)
+        for folder in plan["results"]:
+            target = (project / folder).resolve()
+            inside = target.is_relative_to(root)
+            results.append(target.relative_to(root).as_posix() if inside else folder)
         return DryRunReport(tuple(results), f"{plan['task']}, {summary}", needs)
-    return DryRunReport(_output_of(rest), f"`groupwise {verb}` says what it would ask")
+    return DryRunReport(_output_paths(arguments), f"`groupwise {verb}` says what it would ask")
 
 
-def _needs(project: Path, words: Sequence[str], config: Mapping[str, Any]) -> tuple[str, ...]:
+def _local_paths(project: Path, words: Sequence[str], config: Mapping[str, Any]) -> tuple[str, ...]:
     """Existing paths among the words, and the model and its adapter if they are local folders."""
     model = config["model"]
-    names = (model["name"], model["adapter"], *_values(words))
-    return tuple(each for each in names if each and (project / each).exists())
+    names = (model["name"], model["adapter"], *_option_values(words))
+    return tuple(name for name in names if name and (project / name).exists())
 
 
-def _values(words: Sequence[str]) -> Iterator[str]:
+def _option_values(words: Sequence[str]) -> Iterator[str]:
     """The values of `--option VALUE`, `--option=VALUE` and `key=value`; only the path, if a run's step or a function in a file follows
     it."""
     for word in words:
@@ -161,12 +166,12 @@ def _values(words: Sequence[str]) -> Iterator[str]:
         yield path.partition("@")[0]
 
 
-def _output_of(words: Sequence[str]) -> tuple[str, ...]:
+def _output_paths(words: Sequence[str]) -> tuple[str, ...]:
     """Paths given by the output option, without datasets of the hub."""
     pairs = zip(words, [*words[1:], ""], strict=True)
-    found = [
-        each.removeprefix(f"{OUTPUT}=") if each != OUTPUT else following
-        for each, following in pairs
-        if each == OUTPUT or each.startswith(f"{OUTPUT}=")
+    values = [
+        word.removeprefix(f"{OUTPUT}=") if word != OUTPUT else following
+        for word, following in pairs
+        if word == OUTPUT or word.startswith(f"{OUTPUT}=")
     ]
-    return tuple(each for each in found if each and not each.startswith("hub:"))
+    return tuple(value for value in values if value and not value.startswith("hub:"))

@@ -19,7 +19,7 @@ from groupwise.jobs.clouds.backend import (
     Handle,
     Outcome,
     Priced,
-    Rented,
+    RentedMachine,
     Renting,
     Status,
 )
@@ -30,15 +30,15 @@ from groupwise.jobs.launch import results
 class SweepResult:
     """The result of a sweep."""
 
-    overdue: tuple[Rented, ...]
+    overdue: tuple[RentedMachine, ...]
     """Machines that were ended, or would be in a dry run."""
-    left: tuple[Rented, ...]
+    kept: tuple[RentedMachine, ...]
     """Machines that are kept, because their deadlines are in the future."""
     failed: tuple[str, ...] = ()
     """Messages about machines that could not be ended."""
 
 
-async def after(
+async def end_or_keep(
     backend: Backend, handle: Handle, status: Status, folder: Path, say: Callable[[str], None]
 ) -> None:
     """End the machine of a job whose results were just fetched to `folder`, or report that it is kept, with its price.
@@ -48,42 +48,42 @@ async def after(
     """
     if status.ending is None or not isinstance(backend, Renting):
         return
-    found = await of_job(backend, handle.name)
-    if not found:
+    machines = await machines_of_job(backend, handle.name)
+    if not machines:
         return
     order = await backend.order(handle)
     if status.ending.outcome is Outcome.SUCCEEDED:
-        ends = bool(order.asks.get(TERMINATE_AFTER))
+        should_end = bool(order.place_options.get(TERMINATE_AFTER))
     else:
-        ends = not order.asks.get(KEEP_ON_FAILURE)
-    if ends and not results.is_all_of(folder, handle):
+        should_end = not order.place_options.get(KEEP_ON_FAILURE)
+    if should_end and not results.is_all_of(folder, handle):
         say(f"not all of what {handle.name} has made is in {folder}, so what it ran on stays")
-        ends = False
-    for rented in found:
-        if ends:
+        should_end = False
+    for rented in machines:
+        if should_end:
             await backend.give_back(rented)
             say(f"{rented.id} is ended")
         else:
-            say(f"{stays(rented)}; `groupwise launch remove {handle.name}` ends it")
+            say(f"{kept_message(rented)}; `groupwise launch remove {handle.name}` ends it")
 
 
-async def of_job(backend: Renting, name: str) -> list[Rented]:
+async def machines_of_job(backend: Renting, name: str) -> list[RentedMachine]:
     """Machines rented for this job."""
-    return [each for each in await backend.rented() if each.job == name]
+    return [machine for machine in await backend.rented() if machine.job == name]
 
 
 async def cost_of(backend: Backend, handle: Handle) -> dict[str, Any]:
     """The cost fields of a result document: dollars so far, and what they cover. Empty if unknown."""
-    found = await backend.cost(handle) if isinstance(backend, Priced) else None
-    return {} if found is None else {"cost": found.dollars, "cost_counts": found.counts}
+    cost = await backend.cost(handle) if isinstance(backend, Priced) else None
+    return {} if cost is None else {"cost": cost.dollars, "cost_counts": cost.counts}
 
 
-def stays(rented: Rented) -> str:
+def kept_message(rented: RentedMachine) -> str:
     """The message that a machine is kept: its address, deadline and price."""
     price = "" if rented.price_per_hour is None else f", ${rented.price_per_hour:.2f} an hour"
     address = f" ({rented.address})" if rented.address else ""
-    until = time.strftime("%Y-%m-%d %H:%M", time.localtime(rented.deadline))
-    return f"{rented.id}{address} stays until {until}{price}"
+    deadline = time.strftime("%Y-%m-%d %H:%M", time.localtime(rented.deadline))
+    return f"{rented.id}{address} stays until {deadline}{price}"
 
 
 async def sweep(
@@ -91,18 +91,18 @@ async def sweep(
 ) -> SweepResult:
     """End machines whose deadlines have passed; with `name`, all machines of that job regardless of their deadlines."""
     moment = time.time() if now is None else now
-    found = await backend.rented()
+    machines = await backend.rented()
     if name is None:
-        overdue = tuple(each for each in found if each.deadline <= moment)
+        overdue = tuple(machine for machine in machines if machine.deadline <= moment)
     else:
-        overdue = tuple(each for each in found if each.job == name)
-    failed: dict[Rented, str] = {}
+        overdue = tuple(machine for machine in machines if machine.job == name)
+    failed: dict[RentedMachine, str] = {}
     if not dry_run:
-        for each in overdue:
+        for machine in overdue:
             try:
-                await backend.give_back(each)
+                await backend.give_back(machine)
             except CloudError as error:
-                failed[each] = f"{each.id} of {each.job}: {error.message}"
-    ended = tuple(each for each in overdue if each not in failed)
-    left = tuple(each for each in found if each not in overdue)
-    return SweepResult(ended, left, tuple(failed.values()))
+                failed[machine] = f"{machine.id} of {machine.job}: {error.message}"
+    ended_machines = tuple(machine for machine in overdue if machine not in failed)
+    kept = tuple(machine for machine in machines if machine not in overdue)
+    return SweepResult(ended_machines, kept, tuple(failed.values()))

@@ -8,7 +8,7 @@ from typing import Any
 
 from groupwise.core import atomic_files
 from groupwise.core.errors import StoreError
-from groupwise.jobs.clouds.backend import Fetched, Handle, Status
+from groupwise.jobs.clouds.backend import FetchedResults, Handle, Status
 from groupwise.jobs.clouds.folder import set_aside as set_files_aside
 from groupwise.runs.folder import RECORD, read_summary
 
@@ -41,7 +41,7 @@ def set_aside(folder: Path) -> Path | None:
     return aside
 
 
-def result(handle: Handle, place: str, status: Status, fetched: Fetched) -> dict[str, Any]:
+def result(handle: Handle, place: str, status: Status, fetched: FetchedResults) -> dict[str, Any]:
     """The document of a job's outcome; its cost is filled in later."""
     ending = status.ending
     runs: list[dict[str, Any]] = []
@@ -79,10 +79,10 @@ def result(handle: Handle, place: str, status: Status, fetched: Fetched) -> dict
 def is_all_of(folder: Path, handle: Handle) -> bool:
     """True if the folder contains all results of this attempt: it had ended, and no file was left out."""
     try:
-        found: dict[str, Any] = json.loads((folder / RESULT).read_bytes())
-        same = (found["name"], found["attempt"]) == (handle.name, handle.attempt)
-        lost = set(found["left_out"].values()) - set(NOTHING_IN_IT)
-        return same and found["exit_known"] and not lost
+        document: dict[str, Any] = json.loads((folder / RESULT).read_bytes())
+        is_same_attempt = (document["name"], document["attempt"]) == (handle.name, handle.attempt)
+        missing = set(document["left_out"].values()) - set(NOTHING_IN_IT)
+        return is_same_attempt and document["exit_known"] and not missing
     except (OSError, ValueError, KeyError, TypeError):
         return False
 

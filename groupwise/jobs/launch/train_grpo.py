@@ -45,7 +45,7 @@ KEYS = {
 }
 """The config key of each flag."""
 
-BESIDE: Mapping[str, Any] = {
+EXTRA_KEYS: Mapping[str, Any] = {
     "algorithm.type": "grpo",
     "run.name": RUN,
 }
@@ -81,38 +81,38 @@ DEFAULTS: dict[str, Any] = {field.name: field.default for field in fields(Flags)
 def problems(flags: Flags, overrides: Sequence[str] = ()) -> list[str]:
     """Problems with the flags, as messages for the user, except those that the config itself will report."""
     texts = ("model", "dataset", "preprocessing_pipeline", "output_dir")
-    found = [f"--{name} is empty." for name in texts if not getattr(flags, name)]
+    messages = [f"--{name} is empty." for name in texts if not getattr(flags, name)]
     if not flags.reward_function:
-        found.append("--reward_function is missing: name a reward.")
+        messages.append("--reward_function is missing: name a reward.")
     if "" in flags.reward_function:
-        found.append("--reward_function is empty.")
+        messages.append("--reward_function is empty.")
     sizes = ("batch_size", "num_generations", "max_prompt_length", "max_completion_length")
-    found += [
+    messages += [
         f"--{name} is {value}; it must be a whole number, 1 or more."
         for name in ("max_steps", *sizes)
         if (value := getattr(flags, name)) < 1
     ]
     rate = flags.learning_rate
     if not 0 < rate < math.inf:
-        found.append(f"--learning_rate is {rate:g}; it must be a number above 0, such as 5e-6.")
+        messages.append(f"--learning_rate is {rate:g}; it must be a number above 0, such as 5e-6.")
     for key in (word.partition("=")[0] for word in overrides):
         if (flag := next((flag for flag in KEYS if KEYS[flag] == key), None)) is not None:
-            found.append(f"{key} is --{flag} here; give it as that.")
-        elif any(each.startswith(f"{key}.") for each in KEYS.values()):
-            found.append(
+            messages.append(f"{key} is --{flag} here; give it as that.")
+        elif any(config_key.startswith(f"{key}.") for config_key in KEYS.values()):
+            messages.append(
                 f"{key} as a whole would replace what the flags say of it; give single keys, as in {key.partition('.')[0]}.KEY=value."
             )
-    return found
+    return messages
 
 
 def config_of(flags: Flags) -> dict[str, Any]:
     """The config of `groupwise rl` that corresponds to the flags."""
     config: dict[str, Any] = {}
-    given = {KEYS[name]: getattr(flags, name) for name in KEYS if name != "use_unsloth"}
-    given[KEYS["reward_function"]] = list(flags.reward_function)
+    values = {KEYS[name]: getattr(flags, name) for name in KEYS if name != "use_unsloth"}
+    values[KEYS["reward_function"]] = list(flags.reward_function)
     if flags.use_unsloth:
-        given[KEYS["use_unsloth"]] = "unsloth"
-    for key, value in {**BESIDE, **given}.items():
+        values[KEYS["use_unsloth"]] = "unsloth"
+    for key, value in {**EXTRA_KEYS, **values}.items():
         section, _, name = key.partition(".")
         config.setdefault(section, {})[name] = value
     return config
@@ -120,10 +120,10 @@ def config_of(flags: Flags) -> dict[str, Any]:
 
 def arguments_of(flags: Flags, overrides: Sequence[str] = ()) -> tuple[str, ...]:
     """The command line. Each flag and its value form one word, so a value may contain anything, even a leading dash."""
-    words = [f"--{name}={getattr(flags, name)}" for name in KEYS if name not in _NOT_ONE_WORD]
+    arguments = [f"--{name}={getattr(flags, name)}" for name in KEYS if name not in _NOT_ONE_WORD]
     rewards = [f"--reward_function={name}" for name in flags.reward_function]
     unsloth = ["--use_unsloth"] if flags.use_unsloth else []
-    return (PROGRAM, *words, *rewards, *unsloth, *overrides)
+    return (PROGRAM, *arguments, *rewards, *unsloth, *overrides)
 
 
 _NOT_ONE_WORD = ("reward_function", "use_unsloth")
@@ -144,8 +144,8 @@ def train_grpo(
     """
     from groupwise.training.loops.rl_start import rl
 
-    if found := problems(flags, overrides):
-        raise UsageError("\n".join(found))
+    if messages := problems(flags, overrides):
+        raise UsageError("\n".join(messages))
     result = rl(
         config_of(flags),
         overrides=tuple(overrides),
@@ -156,11 +156,11 @@ def train_grpo(
     if dry_run or result.summary["state"] != "finished":
         return result
     model = Path(flags.output_dir)
-    put_whole_model(result.folder, model)
+    write_merged_model(result.folder, model)
     return replace(result, summary={**result.summary, "model": str(model)})
 
 
-def put_whole_model(run: Path, into: Path) -> None:
+def write_merged_model(run: Path, into: Path) -> None:
     """Write the final weights of a run, merged into their base model, and the tokenizer into a folder; other files there are kept.
 
     The model's config is written last: without it no program takes the folder for a model. Files of an earlier model are removed.
@@ -173,13 +173,13 @@ def put_whole_model(run: Path, into: Path) -> None:
         atomic_files.explaining_disk_errors(into),
         tempfile.TemporaryDirectory(dir=into, prefix=atomic_files.BUILDING) as building,
     ):
-        made = Path(building) / into.resolve().name
-        files = export(str(run), "merged", made, keep_change=True, trust_remote_code=True).files
+        merged = Path(building) / into.resolve().name
+        files = export(str(run), "merged", merged, keep_change=True, trust_remote_code=True).files
         config = MODEL[0]
         atomic_files.remove_file(into / config)
         for pattern in (*MODEL, *TOKENIZER, CARD):
-            for old in into.glob(pattern):
-                if old.name not in files and old.is_file():
-                    atomic_files.remove_file(old)
+            for stale in into.glob(pattern):
+                if stale.name not in files and stale.is_file():
+                    atomic_files.remove_file(stale)
         for name in sorted(files, key=lambda name: name == config):
-            atomic_files.publish_file(made / name, into / name)
+            atomic_files.publish_file(merged / name, into / name)

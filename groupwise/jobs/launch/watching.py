@@ -17,7 +17,7 @@ from groupwise.jobs.clouds.backend import (
     Backend,
     Busy,
     CloudError,
-    Fetched,
+    FetchedResults,
     Handle,
     Status,
     Unreachable,
@@ -27,9 +27,9 @@ PIECE = 1 << 20
 """Most bytes of a log that are read at once."""
 LOOK_SECONDS = 20.0
 """Seconds for which one `wait` call waits for changes."""
-AGAIN_SECONDS = 5.0
+RETRY_SECONDS = 5.0
 """Seconds before a request without an answer is repeated."""
-PATIENCE_SECONDS = 900.0
+RETRY_TIMEOUT = 900.0
 """Seconds without an answer after which watching is given up."""
 
 Result = TypeVar("Result")
@@ -46,12 +46,12 @@ class Watch:
         self._offset = 0
         self._waited_for = ""
 
-    async def until_ended(self, backend: Backend, handle: Handle) -> tuple[Status, Fetched]:
+    async def until_ended(self, backend: Backend, handle: Handle) -> tuple[Status, FetchedResults]:
         """Watch the job to its end; writes its whole log and fetches its results. Returns how it ended. Raises CloudError.
 
         If called again, even with another backend of the same place, it continues at the same offset.
         """
-        status = await self._patiently(lambda: backend.status(handle))
+        status = await self._with_retries(lambda: backend.status(handle))
         fetched_of: tuple[int, int | None] = (0, None)
         while True:
             if status.waits_for != self._waited_for:
@@ -60,29 +60,31 @@ class Watch:
                     f"waits: {status.waits_for}" if status.waits_for else "it has left the queue"
                 )
             while self._offset < status.log_size:
-                part = await self._patiently(lambda: backend.log(handle, self._offset, PIECE))
+                part = await self._with_retries(lambda: backend.log(handle, self._offset, PIECE))
                 if not part.data:
                     break
                 self._write(part.data)
                 self._offset += len(part.data)
-            now = (status.checkpoints, status.step)
+            progress = (status.checkpoints, status.step)
             if status.ending is not None:
-                return status, await self._patiently(lambda: backend.fetch(handle, self._results))
-            if status.checkpoints and now != fetched_of:
+                return status, await self._with_retries(
+                    lambda: backend.fetch(handle, self._results)
+                )
+            if status.checkpoints and progress != fetched_of:
                 # If it saves faster than files are transferred, the next fetch gets the later ones.
                 with suppress(Busy):
-                    await patiently(
+                    await with_retries(
                         lambda: backend.fetch(handle, self._results), self._say, (Unreachable,)
                     )
-            fetched_of = now
-            status = await self._patiently(partial(backend.wait, handle, status, LOOK_SECONDS))
+            fetched_of = progress
+            status = await self._with_retries(partial(backend.wait, handle, status, LOOK_SECONDS))
 
-    async def _patiently(self, ask: Callable[[], Awaitable[Result]]) -> Result:
-        return await patiently(ask, self._say)
+    async def _with_retries(self, call: Callable[[], Awaitable[Result]]) -> Result:
+        return await with_retries(call, self._say)
 
 
-async def patiently(
-    ask: Callable[[], Awaitable[Result]],
+async def with_retries(
+    call: Callable[[], Awaitable[Result]],
     say: Callable[[str], None],
     passing: tuple[type[CloudError], ...] = (Unreachable, Busy),
 ) -> Result:
@@ -91,14 +93,14 @@ async def patiently(
     waited = 0.0
     while True:
         try:
-            answer = await ask()
+            answer = await call()
         except passing as error:
-            if waited >= PATIENCE_SECONDS:
+            if waited >= RETRY_TIMEOUT:
                 raise
             if not waited:
                 say(f"{error.message} Asking again.")
-            await asyncio.sleep(AGAIN_SECONDS)
-            waited += AGAIN_SECONDS
+            await asyncio.sleep(RETRY_SECONDS)
+            waited += RETRY_SECONDS
             continue
         if waited:
             say("it answers again")

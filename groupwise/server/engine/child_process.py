@@ -26,7 +26,7 @@ from typing import Any, NoReturn
 from groupwise.core.errors import GroupwiseError
 from groupwise.core.plugins import load
 from groupwise.core.processes.family import MARK, tie_to_parent
-from groupwise.engine.distributed.rank import tell_log
+from groupwise.engine.distributed.rank import send_log
 from groupwise.server.engine.messages import (
     CANCELLED_VERBS,
     MAKING,
@@ -53,9 +53,9 @@ def main(descriptor: int, factory: str, parent: int, log_level: int, beat_every:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _ignore_signal)
     line = MessageChannel(socket.socket(fileno=descriptor))
-    tell_log(line, log_level)
+    send_log(line, log_level)
     try:
-        asyncio.run(_Serving(line, beat_every).forever(factory))
+        asyncio.run(_EngineServer(line, beat_every).forever(factory))
     except BaseException:  # noqa: BLE001 — threads of the engine must not keep the process from ending
         traceback.print_exc()
     os._exit(1)
@@ -65,11 +65,11 @@ def _ignore_signal(number: int, frame: object) -> None:
     """Ignore the signal. A function rather than SIG_IGN, because programs that the engine starts would inherit SIG_IGN."""
 
 
-class _Serving:
+class _EngineServer:
     """The calls in progress."""
 
     def __init__(self, line: MessageChannel, beat_every: float) -> None:
-        self._line = line
+        self._channel = line
         self._beat_every = beat_every
         self._engine: Any = None
         self._tasks: dict[int, asyncio.Task[None]] = {}
@@ -78,50 +78,50 @@ class _Serving:
     async def forever(self, factory: str) -> None:
         """Create the engine and answer calls; returns only if the engine cannot be created."""
         loop = asyncio.get_running_loop()
-        threading.Thread(target=self._read, args=(loop,), daemon=True).start()
+        threading.Thread(target=self._read_messages, args=(loop,), daemon=True).start()
         try:
             self._engine = load(factory, kind="engine", instantiate=False).object()
         except BaseException as error:  # noqa: BLE001 — any error is reported to the parent
-            self._send(Failed(MAKING, pack_error(error)))
+            self._send_message(Failed(MAKING, pack_error(error)))
             return
         while True:
-            self._send(Beat(self._progress, len(self._tasks)))
+            self._send_message(Beat(self._progress, len(self._tasks)))
             await asyncio.sleep(self._beat_every)
 
-    def _read(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _read_messages(self, loop: asyncio.AbstractEventLoop) -> None:
         try:
             while True:
-                loop.call_soon_threadsafe(self._take, self._line.receive())
+                loop.call_soon_threadsafe(self._handle_message, self._channel.receive())
         finally:  # the connection has ended: end the whole process group, including this process
             os.killpg(0, signal.SIGKILL)
 
-    def _take(self, message: Call | Cancel) -> None:
+    def _handle_message(self, message: Call | Cancel) -> None:
         match message:
             case Call():
                 self._progress += 1
-                task = self._tasks[message.id] = asyncio.create_task(self._answer(message))
-                task.add_done_callback(lambda ended: self._over(message.id, ended))
+                task = self._tasks[message.id] = asyncio.create_task(self._answer_call(message))
+                task.add_done_callback(lambda ended: self._finish_task(message.id, ended))
             case Cancel(number):
                 if number in self._tasks:
                     self._tasks[number].cancel()
 
-    def _over(self, number: int, task: asyncio.Task[None]) -> None:
+    def _finish_task(self, number: int, task: asyncio.Task[None]) -> None:
         del self._tasks[number]
         self._progress += 1
-        if task.cancelled():  # cancelled before it started, so `_answer` has sent nothing
-            self._send(Failed(number, pack_error(asyncio.CancelledError())))
+        if task.cancelled():  # cancelled before it started, so `_answer_call` has sent nothing
+            self._send_message(Failed(number, pack_error(asyncio.CancelledError())))
 
-    async def _answer(self, call: Call) -> None:
+    async def _answer_call(self, call: Call) -> None:
         try:
-            answer = Answered(call.id, pack(await self._carry_out(call)))
+            answer = Answered(call.id, pack(await self._execute(call)))
         except BaseException as error:  # raised in the caller, in the HTTP process
             # Callers receive only the error's message, so log the traceback of unexpected errors.
             if not isinstance(error, GroupwiseError | asyncio.CancelledError):
                 logger.error("`%s` failed in the engine", call.verb, exc_info=error)
             answer = Failed(call.id, pack_error(error))
-        self._send(answer)
+        self._send_message(answer)
 
-    async def _carry_out(self, call: Call) -> Any:
+    async def _execute(self, call: Call) -> Any:
         arguments = unpack(call.body)
         work = attrgetter(call.verb)(self._engine)(*arguments)
         if call.verb not in CANCELLED_VERBS:
@@ -137,9 +137,9 @@ class _Serving:
                 f"`{call.verb}` was not done by its deadline and has been given up; the engine is well. Ask for less, or again."
             ) from None
 
-    def _send(self, message: Beat | Answered | Failed) -> None:
+    def _send_message(self, message: Beat | Answered | Failed) -> None:
         with suppress(OSError):  # the parent is gone, and the reader ends this process
-            self._line.send(message)
+            self._channel.send(message)
 
 
 if __name__ == "__main__":

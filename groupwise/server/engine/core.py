@@ -69,8 +69,8 @@ from groupwise.training.loops.resume import (
     keep_start,
     open_folder,
     restore_checkpoint,
-    start_to_keep,
-    with_start_of,
+    start_weights_to_copy,
+    use_copied_start,
 )
 from groupwise.training.loops.rl import publish, take_step
 from groupwise.training.loops.run import StepBatch
@@ -89,7 +89,7 @@ INCOMPLETE = "\ufffd"
 
 
 @dataclass(frozen=True, slots=True)
-class _Open:
+class _LoadedRun:
     """An open run and the parts that it was built from."""
 
     run: ServedRun
@@ -115,12 +115,12 @@ class EngineCore:
     """A `groupwise.server.engine.engine_protocol.Engine` whose model and run are in this process."""
 
     def __init__(self) -> None:
-        self._opened: _Open | None = None
+        self._opened: _LoadedRun | None = None
         self._scope = AsyncExitStack()
         self._sampled_tokens = 0
         self._fresh_tokens = 0
         """Tokens sampled since the last step."""
-        self._undone: dict[int, dict[str, float]] = {}
+        self._undone_metrics: dict[int, dict[str, float]] = {}
         """Metrics, by step, of steps that were committed after the checkpoint and are undone by resuming from it."""
         self._oldest = 0
         """Step count of the oldest checkpoint that is kept; 0 if there is none."""
@@ -128,31 +128,31 @@ class EngineCore:
         """Models trained alongside the run, or without one."""
         self.parts = EngineParts(self._scope)
         """Sampler and learner for a training loop in another process, in an engine without a run."""
-        self._turn = asyncio.Lock()
+        self._run_lock = asyncio.Lock()
         """Held while the run is changed: one step, save or end at a time."""
 
     async def open(self, order: OpenRun) -> Opened:
         """See `Engine.open`. Only once: another run gets another engine."""
-        async with self._turn:
+        async with self._run_lock:
             assert self._opened is None, "an engine hosts one run; a new run gets a new engine"
             try:
-                return await self._open(order)
+                return await self._load_run(order)
             except BaseException:
                 await self._scope.aclose()
                 raise
 
-    async def _open(self, order: OpenRun) -> Opened:
+    async def _load_run(self, order: OpenRun) -> Opened:
         loaded = load_config(dict(order.config))
         refuse_on_server(loaded.config)
         build.expect_ranks(loaded.config)
-        self._scope.callback(prefork.give_up)
+        self._scope.callback(prefork.end_zygote)
         point = find_resume_point(loaded, True, order.run) if order.run is not None else None
-        manifests, self._undone = _committed_steps(point)
+        manifests, self._undone_metrics = _committed_steps(point)
         if point is not None:
-            loaded = with_start_of(loaded, point)
-        prepared = _prepare(loaded, order.longest_prompt)
+            loaded = use_copied_start(loaded, point)
+        prepared = _prepare_run(loaded, order.longest_prompt)
         resumption = check_resume(point, prepared) if point is not None else None
-        folder, prepared = self._folder(prepared, point)
+        folder, prepared = self._open_run_folder(prepared, point)
         config = prepared.config
         publications = build.publication_folder(folder.path, build.publication_bytes(config))
         self._scope.callback(build.remove_publications, publications)
@@ -169,7 +169,7 @@ class EngineCore:
         await publish(run, run.policy.version)
         run.gate.open()
         progress.phase("ready")
-        self._opened = _Open(
+        self._opened = _LoadedRun(
             run,
             prepared,
             parts,
@@ -178,7 +178,7 @@ class EngineCore:
             max(map(len, run.tokenizer.get_vocab())),
             time.perf_counter(),
         )
-        self._look_for_checkpoints()
+        self._note_oldest_checkpoint()
         inexact = None
         if prepared.layout.device != "cpu":
             inexact = f"steps taken again on {prepared.layout.device} differ in their last bits"
@@ -198,7 +198,7 @@ class EngineCore:
             inexact=inexact,
         )
 
-    def _folder(
+    def _open_run_folder(
         self, prepared: _Prepared, point: ResumePoint | None
     ) -> tuple[RunFolder, _Prepared]:
         """The run's folder, locked until the engine ends. The adapter that a new run starts from is copied into it."""
@@ -218,7 +218,7 @@ class EngineCore:
                 atomic_files.remove_folder(folder.path)
 
         self._scope.callback(release)
-        weights = start_to_keep(point) if point is not None else adapter
+        weights = start_weights_to_copy(point) if point is not None else adapter
         if weights is not None:
             start = keep_start(folder, prepared.loaded, Path(weights))
             prepared = replace(prepared, loaded=start)
@@ -240,7 +240,7 @@ class EngineCore:
         )
 
     @property
-    def _current(self) -> _Open:
+    def _loaded_run(self) -> _LoadedRun:
         if self._opened is None:
             raise UsageError("No run is open in this engine.")
         return self._opened
@@ -249,9 +249,9 @@ class EngineCore:
 
     async def sample(self, order: SampleOrder) -> Sampled:
         """See `Engine.sample`."""
-        run = self._current.run
-        ids = self._ids(order)
-        params = self._params(order, len(ids))
+        run = self._loaded_run.run
+        ids = self._prompt_ids(order)
+        params = self._sampling_params(order, len(ids))
         training = run.config.training
         seed, draw = training.seed, order.draw
         if order.sampling.seed is not None:  # the same completions, for any draw
@@ -278,35 +278,39 @@ class EngineCore:
 
     async def partial(self, draw: int) -> tuple[str, ...]:
         """See `Engine.partial`."""
-        so_far = getattr(self._current.run.sampler, "so_far", None)
+        so_far = getattr(self._loaded_run.run.sampler, "so_far", None)
         if so_far is None:
             return ()
-        found = so_far(draw)
-        members: tuple[tuple[int, ...], ...] = await found if inspect.isawaitable(found) else found
-        tokenizer = self._current.run.tokenizer
+        texts_so_far = so_far(draw)
+        members: tuple[tuple[int, ...], ...] = (
+            await texts_so_far if inspect.isawaitable(texts_so_far) else texts_so_far
+        )
+        tokenizer = self._loaded_run.run.tokenizer
         return tuple(completion_text(tokenizer, ids).rstrip(INCOMPLETE) for ids in members)
 
     async def token_texts(self, token_ids: tuple[int, ...]) -> tuple[str, ...]:
         """See `Engine.token_texts`."""
-        tokenizer = self._current.run.tokenizer
+        tokenizer = self._loaded_run.run.tokenizer
         return tuple(render_prompt(tokenizer, [token]) for token in token_ids)
 
-    def _ids(self, order: SampleOrder) -> tuple[int, ...]:
+    def _prompt_ids(self, order: SampleOrder) -> tuple[int, ...]:
         """The prompt's tokens. Raises WrongOrder if there are too many, or if they differ from the client's."""
-        prompt, current = order.prompt, self._current
+        prompt, current = order.prompt, self._loaded_run
         longest = current.longest_prompt
         try:
             if not isinstance(prompt, str):
                 prompt = messages_of(prompt)
             # Tokenising megabytes takes seconds and blocks other requests, so reject by length in characters first.
             texts = (
-                [prompt] if isinstance(prompt, str) else [str(each["content"]) for each in prompt]
+                [prompt]
+                if isinstance(prompt, str)
+                else [str(message["content"]) for message in prompt]
             )
-            count, most = sum(map(len, texts)), longest * current.longest_token
-            if count > most:
+            count, max_characters = sum(map(len, texts)), longest * current.longest_token
+            if count > max_characters:
                 raise WrongOrder(
                     f"The prompt has {count:,} characters, and this run takes at most {longest} tokens (max_prompt_length), which are "
-                    f"never more than {most:,} characters. Shorten it, or start the run with a higher one.",
+                    f"never more than {max_characters:,} characters. Shorten it, or start the run with a higher one.",
                     "prompt",
                     "prompt_too_long",
                 )
@@ -329,11 +333,11 @@ class EngineCore:
             )
         return ids
 
-    def _params(self, order: SampleOrder, prompt_length: int) -> SamplingParams:
+    def _sampling_params(self, order: SampleOrder, prompt_length: int) -> SamplingParams:
         """The run's sampling settings, overridden by those of the order. Raises UsageError for impossible combinations."""
-        current, wanted = self._current, order.sampling
+        current, requested = self._loaded_run, order.sampling
         if order.trains:
-            _refuse_unlearnable(wanted)
+            _refuse_unlearnable(requested)
         sampler = current.run.config.sampler
         params = SamplingParams(
             max_tokens=sampler.max_completion_length,
@@ -343,8 +347,10 @@ class EngineCore:
             min_tokens=sampler.min_completion_length,
         )
         names = ("temperature", "max_tokens", "min_tokens", "stop", "top_p", "top_k", "min_p")
-        own = {name: getattr(wanted, name) for name in names}
-        params = replace(params, **{name: each for name, each in own.items() if each is not None})
+        overrides = {name: getattr(requested, name) for name in names}
+        params = replace(
+            params, **{name: value for name, value in overrides.items() if value is not None}
+        )
         room = current.prepared.layout.key_length - prompt_length
         if params.max_tokens > room:
             raise WrongOrder(
@@ -363,8 +369,8 @@ class EngineCore:
 
     async def step(self, plan: Plan) -> StepDone:
         """See `Engine.step`."""
-        async with self._turn:
-            run = self._current.run
+        async with self._run_lock:
+            run = self._loaded_run.run
             if plan.step != run.step:
                 raise UsageError(
                     f"The plan is for step {plan.step}, but the run stands after {run.step} steps."
@@ -378,33 +384,35 @@ class EngineCore:
                 metrics = await take_step(run, batch, time.perf_counter(), plan.learning_rate)
             if run.step % run.config.run.save_steps == 0:
                 self._save()
-            self._current.progress.phase("ready")
+            self._loaded_run.progress.phase("ready")
             record = run.folder.store.step(run.step - 1)
             return StepDone(record, metrics, run.policy, self._oldest, tuple(run.warned))
 
     def _save(self) -> None:
-        save_checkpoint(self._current.run)
-        self._look_for_checkpoints()
+        save_checkpoint(self._loaded_run.run)
+        self._note_oldest_checkpoint()
 
-    def _look_for_checkpoints(self) -> None:
-        found_checkpoints = checkpoints.complete(self._current.run.folder.checkpoints)
+    def _note_oldest_checkpoint(self) -> None:
+        found_checkpoints = checkpoints.complete(self._loaded_run.run.folder.checkpoints)
         self._oldest = found_checkpoints[0].step if found_checkpoints else 0
 
     async def metrics_of(self, step: int) -> Mapping[str, float]:
         """See `Engine.metrics_of`."""
-        return self._undone.get(step) or self._current.run.folder.store.step_metrics(step)
+        return self._undone_metrics.get(step) or self._loaded_run.run.folder.store.step_metrics(
+            step
+        )
 
     async def save(self) -> Saved:
         """See `Engine.save`."""
-        async with self._turn:
-            run = self._current.run
+        async with self._run_lock:
+            run = self._loaded_run.run
             self._save()
             return Saved(run.step, str(run.folder.checkpoints / f"step-{run.step}"))
 
     async def close_run(self, finished: bool) -> str:
         """See `Engine.close_run`."""
-        async with self._turn:
-            current = self._current
+        async with self._run_lock:
+            current = self._loaded_run
             run = current.run
             self._save()
 
@@ -426,7 +434,7 @@ class EngineCore:
 
     async def tokens_of(self, prompt: Prompt) -> tuple[int, ...]:
         """See `Engine.tokens_of`."""
-        return prompt_ids(self._current.run.tokenizer, prompt)
+        return prompt_ids(self._loaded_run.run.tokenizer, prompt)
 
     async def tokenizer_files(self) -> Mapping[str, bytes]:
         """See `Engine.tokenizer_files`."""
@@ -435,7 +443,7 @@ class EngineCore:
     @cached_property
     def _tokenizer_files(self) -> dict[str, bytes]:
         with tempfile.TemporaryDirectory() as folder:
-            self._current.run.tokenizer.save_pretrained(folder)
+            self._loaded_run.run.tokenizer.save_pretrained(folder)
             files = sorted(path for path in Path(folder).rglob("*") if path.is_file())
             return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
@@ -481,7 +489,7 @@ def _committed_steps(
         return steps, {step: store.step_metrics(step) for step in undone}
 
 
-def _prepare(loaded: LoadedConfig, longest_prompt: int) -> _Prepared:
+def _prepare_run(loaded: LoadedConfig, longest_prompt: int) -> _Prepared:
     """Check everything in a config that can be wrong before the model is loaded."""
     config = loaded.config
     check_start(loaded)
@@ -536,26 +544,30 @@ def _assemble_run(
     )
 
 
-def _refuse_unlearnable(wanted: Sampling) -> None:
-    restricting = [key for key in ("top_p", "top_k", "min_p") if getattr(wanted, key) is not None]
+def _refuse_unlearnable(sampling: Sampling) -> None:
+    restricting = [key for key in ("top_p", "top_k", "min_p") if getattr(sampling, key) is not None]
     if restricting:
         raise UsageError(
             f"{', '.join(restricting)} would draw completions from another distribution than the one whose log-probabilities the learner "
             "computes, so nothing could be learnt from them. Leave it out, or ask for completions that are not kept."
         )
-    if wanted.temperature == 0:
+    if sampling.temperature == 0:
         raise WrongOrder(
             "temperature 0 draws the same completion each time, from which nothing can be learnt. Give one above 0.",
             "temperature",
         )
 
 
-def _first_difference(given: tuple[int, ...], own: tuple[int, ...]) -> str:
-    place = next(
-        (index for index, pair in enumerate(zip(given, own, strict=False)) if pair[0] != pair[1]),
-        min(len(given), len(own)),
+def _first_difference(client_ids: tuple[int, ...], server_ids: tuple[int, ...]) -> str:
+    position = next(
+        (
+            index
+            for index, pair in enumerate(zip(client_ids, server_ids, strict=False))
+            if pair[0] != pair[1]
+        ),
+        min(len(client_ids), len(server_ids)),
     )
     return (
-        f"{len(given)} tokens were given and {len(own)} are expected, and they differ from token {place} on "
-        f"({list(given[place : place + 3])} instead of {list(own[place : place + 3])})"
+        f"{len(client_ids)} tokens were given and {len(server_ids)} are expected, and they differ from token {position} on "
+        f"({list(client_ids[position : position + 3])} instead of {list(server_ids[position : position + 3])})"
     )

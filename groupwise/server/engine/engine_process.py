@@ -33,7 +33,7 @@ from typing import Any
 
 from groupwise.core.errors import GroupwiseError
 from groupwise.core.plugins import explain
-from groupwise.core.processes.family import MARK, end_family, has_ended, how_it_ended
+from groupwise.core.processes.family import MARK, describe_exit, end_family, has_ended
 from groupwise.core.processes.output import Output
 from groupwise.core.types import Prompt
 from groupwise.engine.models.memory import REMEDY
@@ -96,13 +96,13 @@ START_LIMIT = 300.0
 
 _BEAT_EVERY = 1.0
 """Longest interval between beats in seconds; it is shorter if the silence limit is short."""
-_TICK = 0.2
+_CHECK_INTERVAL = 0.2
 """Seconds between two checks of the limits, and of whether the engine has ended while another process holds its socket open."""
-_LAST_BREATH = 1.0
+_EXIT_GRACE = 1.0
 """Seconds that a process gets to exit by itself after its connection has ended, so that we see its own exit code."""
 _END_LIMIT = 10.0
 """Seconds that killed processes may take to end (they may hang in the kernel)."""
-_LOOK_EVERY = 0.005
+_EXIT_POLL = 0.005
 """Seconds between two checks for the end of a process that is about to end."""
 _ENVIRONMENT = {"PYTHONFAULTHANDLER": "1", "PYTHONUNBUFFERED": "1"}
 """Print the stack if a native library crashes, and do not buffer output."""
@@ -119,7 +119,7 @@ def log_here(record: logging.LogRecord) -> None:
 
 
 @dataclass(slots=True)
-class _Pending:
+class _PendingCall:
     """A call that the engine has not answered, even if its caller no longer waits."""
 
     verb: str
@@ -164,23 +164,23 @@ class EngineProcess:
         self._mark = secrets.token_hex(8)
         self._numbers = itertools.count(MAKING + 1)
         self._lock = threading.Lock()
-        self._pending: dict[int, _Pending] = {}
+        self._pending: dict[int, _PendingCall] = {}
         self._reason: str | None = None
         """Why calls are no longer possible; None while they are."""
-        self._stop: str | None = None
+        self._stop_reason: str | None = None
         """Why this side ends the engine; None if it does not."""
         self._ready: Future[None] = Future()
-        self._gone: Future[str] = Future()
+        self._ended: Future[str] = Future()
         self._closing: asyncio.Task[None] | None = None
         self._beat: Beat | None = None
         self._beat_at = time.monotonic()
         ours, self._theirs = socket.socketpair()
-        self._line = MessageChannel(ours)
+        self._channel = MessageChannel(ours)
         self._process: Popen[bytes] | None = None
         self._output: Output | None = None
         self._outbox: queue.SimpleQueue[Call | Cancel | None] = queue.SimpleQueue()
-        self._writer = threading.Thread(target=self._write, name="engine writer", daemon=True)
-        self._thread = threading.Thread(target=self._attend, name="engine", daemon=True)
+        self._writer = threading.Thread(target=self._write_calls, name="engine writer", daemon=True)
+        self._thread = threading.Thread(target=self._supervise, name="engine", daemon=True)
 
     async def start(self) -> EngineProcess:
         """Start the process and wait until the engine is ready; returns this object.
@@ -192,7 +192,7 @@ class EngineProcess:
         try:
             await asyncio.wrap_future(self._ready)
         except BaseException:
-            self._end(_CLOSED)
+            self._request_stop(_CLOSED)
             await self.ended()
             raise
         return self
@@ -215,7 +215,7 @@ class EngineProcess:
 
     async def ended(self) -> str:
         """Wait until the engine and all its descendants are gone; returns the reason."""
-        return await asyncio.shield(asyncio.wrap_future(self._gone))
+        return await asyncio.shield(asyncio.wrap_future(self._ended))
 
     async def open(self, order: OpenRun) -> Opened:
         """See `Engine.open`."""
@@ -277,7 +277,7 @@ class EngineProcess:
                     with suppress(GroupwiseError, TimeoutError):  # it is ended in any case
                         await asyncio.wait_for(self.call("close"), self._limits["close"])
             finally:
-                self._end(_CLOSED)
+                self._request_stop(_CLOSED)
                 await self.ended()
 
         if self._closing is None:
@@ -290,7 +290,7 @@ class EngineProcess:
         Cancelling the wait cancels the call if it changes nothing (`CANCELLED_VERBS`); otherwise the call continues.
         """
         limit = self._limits.get(verb, self._limits["step"])
-        pending = _Pending(verb, time.monotonic() + limit, limit)
+        pending = _PendingCall(verb, time.monotonic() + limit, limit)
         number = next(self._numbers)
         call = Call(number, verb, pending.deadline, pack(arguments))
         with self._lock:
@@ -307,20 +307,20 @@ class EngineProcess:
                 self._outbox.put(Cancel(number))
             raise
 
-    def _end(self, reason: str) -> None:
+    def _request_stop(self, reason: str) -> None:
         """Stop the engine by ending its connection. The first reason given is kept."""
-        if self._stop is None:
-            self._stop = reason
-        self._line.end()
+        if self._stop_reason is None:
+            self._stop_reason = reason
+        self._channel.end()
 
     # --- methods that run in the threads -----------------------------------------------------------
 
-    def _write(self) -> None:
+    def _write_calls(self) -> None:
         while (message := self._outbox.get()) is not None:
             with suppress(OSError):  # the engine has ended, and the other thread reports why
-                self._line.send(message)
+                self._channel.send(message)
 
-    def _attend(self) -> None:
+    def _supervise(self) -> None:
         """Start the engine, handle its messages while it lives, then fail all open calls with the reason of its end."""
         try:
             reason = self._run_process()
@@ -329,14 +329,14 @@ class EngineProcess:
         self._outbox.put(None)
         if self._writer.ident is not None:
             self._writer.join()
-        self._line.close()
+        self._channel.close()
         with self._lock:
             self._reason = reason
             pending, self._pending = self._pending, {}
-        _fail(self._ready, EngineLost(reason))
-        for each in pending.values():
-            _fail(each.answer, EngineLost(reason))
-        self._gone.set_result(reason)
+        _set_exception(self._ready, EngineLost(reason))
+        for call in pending.values():
+            _set_exception(call.answer, EngineLost(reason))
+        self._ended.set_result(reason)
 
     def _run_process(self) -> str:
         """Start the engine, handle its messages, and on any return or error reap it and all its descendants. Returns how it ended."""
@@ -362,44 +362,48 @@ class EngineProcess:
         try:
             self._output = Output(process, "engine")
             self._writer.start()
-            self._listen(process)
+            self._handle_messages(process)
         finally:
-            self._line.end()
-            how = self._reap(process)
-        words = self._output.last_words()
-        if self._stop is not None:
-            return self._stop if self._stop == _CLOSED else self._stop + words
-        return f"The engine ended: {how}{words}"
+            self._channel.end()
+            exit_description = self._reap(process)
+        last_words = self._output.last_output()
+        if self._stop_reason is not None:
+            return (
+                self._stop_reason
+                if self._stop_reason == _CLOSED
+                else self._stop_reason + last_words
+            )
+        return f"The engine ended: {exit_description}{last_words}"
 
-    def _listen(self, process: Popen[bytes]) -> None:
+    def _handle_messages(self, process: Popen[bytes]) -> None:
         """Handle messages until the engine is gone or is to be ended."""
         self._beat_at = time.monotonic()
         with selectors.DefaultSelector() as selector:
-            selector.register(self._line, selectors.EVENT_READ)
-            while self._stop is None:
-                over = has_ended(
+            selector.register(self._channel, selectors.EVENT_READ)
+            while self._stop_reason is None:
+                ended = has_ended(
                     process
                 )  # before the socket is read, so that its last messages are read
-                if selector.select(0 if over else _TICK):
+                if selector.select(0 if ended else _CHECK_INTERVAL):
                     try:
-                        messages = self._line.receive_available()
+                        messages = self._channel.receive_available()
                     except EOFError:
                         return
                     for message in messages:
-                        self._take(message)
-                elif over:  # a descendant holds the socket open
+                        self._handle_message(message)
+                elif ended:  # a descendant holds the socket open
                     return
-                hangs = self._what_hangs()
-                if hangs is not None and self._stop is None:
-                    self._stop = hangs
+                hangs = self._find_hang()
+                if hangs is not None and self._stop_reason is None:
+                    self._stop_reason = hangs
 
-    def _take(self, message: Beat | Answered | Failed | LogRecordMessage) -> None:
+    def _handle_message(self, message: Beat | Answered | Failed | LogRecordMessage) -> None:
         match message:
             case Beat():
                 self._beat, self._beat_at = message, time.monotonic()
                 with suppress(InvalidStateError):  # it was ready before
                     self._ready.set_result(None)
-                for pending in self._under_way():
+                for pending in self._pending_calls():
                     if pending.overdue_since is None and self._beat_at > pending.deadline:
                         pending.overdue_since = self._beat_at
             case LogRecordMessage(record):
@@ -414,19 +418,19 @@ class EngineProcess:
                         pending.answer.set_result(body)
             case Failed(number, error):
                 pending = self._take_pending(number)
-                failed = self._ready if number == MAKING else pending and pending.answer
-                if failed is not None:
-                    _fail(failed, unpack_error(error))
+                failed_future = self._ready if number == MAKING else pending and pending.answer
+                if failed_future is not None:
+                    _set_exception(failed_future, unpack_error(error))
 
-    def _take_pending(self, number: int) -> _Pending | None:
+    def _take_pending(self, number: int) -> _PendingCall | None:
         with self._lock:
             return self._pending.pop(number, None)
 
-    def _under_way(self) -> list[_Pending]:
+    def _pending_calls(self) -> list[_PendingCall]:
         with self._lock:
             return [*self._pending.values()]
 
-    def _what_hangs(self) -> str | None:
+    def _find_hang(self) -> str | None:
         """Why the engine has to be killed; None if it is healthy."""
         now = time.monotonic()
         silent = now - self._beat_at
@@ -435,33 +439,33 @@ class EngineProcess:
                 return None
             return f"The engine was killed: it was not ready after {self._start_limit:g} s."
         if silent > self._silence_limit:
-            verbs = Counter(pending.verb for pending in self._under_way())
+            verbs = Counter(pending.verb for pending in self._pending_calls())
             doing = ", ".join(f"{count} × {verb}" for verb, count in sorted(verbs.items()))
             return (
                 f"The engine was killed: nothing was heard of its event loop for {self._silence_limit:g} s, "
                 f"with {doing or 'no call'} under way."
             )
-        for pending in self._under_way():
+        for pending in self._pending_calls():
             if pending.overdue_since is not None and now - pending.overdue_since > self._grace:
                 return f"The engine was killed: `{pending.verb}` was not done {self._grace:g} s after its limit of {pending.limit:g} s."
         return None
 
     def _reap(self, process: Popen[bytes]) -> str:
         """Kill the engine, unless it is about to end by itself, and all its descendants; returns how it ended."""
-        deadline = time.monotonic() + (_LAST_BREATH if self._stop is None else 0.0)
+        deadline = time.monotonic() + (_EXIT_GRACE if self._stop_reason is None else 0.0)
         while not has_ended(process) and time.monotonic() < deadline:
-            time.sleep(_LOOK_EVERY)
+            time.sleep(_EXIT_POLL)
         by_itself = has_ended(process)
         end_family(process.pid, self._mark)
         with suppress(TimeoutExpired):
             process.wait(_END_LIMIT)
-        if not by_itself and self._stop is None:
+        if not by_itself and self._stop_reason is None:
             return "it closed its connection."
-        how = f"{how_it_ended(process.returncode)}."
-        return f"{how} {REMEDY}" if process.returncode == -signal.SIGKILL else how
+        description = f"{describe_exit(process.returncode)}."
+        return f"{description} {REMEDY}" if process.returncode == -signal.SIGKILL else description
 
 
-def _fail(future: Future[Any], error: BaseException) -> None:
+def _set_exception(future: Future[Any], error: BaseException) -> None:
     """Raise `error` in the waiting caller, unless the future is already done."""
     with suppress(InvalidStateError):
         future.set_exception(error)

@@ -49,12 +49,12 @@ from groupwise.training.sft_config import SftConfig, load_sft_config
 PUBLISHED = "published"
 """Subfolder of the parts' folder for the weights that the learner publishes."""
 
-Made = build.Parts | build.LearningParts | build.ServingParts
+BuiltParts = build.Parts | build.LearningParts | build.ServingParts
 
 
 @dataclass(frozen=True, slots=True)
-class _Open:
-    made: Made
+class _OpenedParts:
+    parts: BuiltParts
     folder: Path
     vocabulary: int
     longest: int
@@ -62,15 +62,15 @@ class _Open:
 
     @property
     def sampler(self) -> Sampler:
-        if isinstance(self.made, build.LearningParts):
+        if isinstance(self.parts, build.LearningParts):
             raise UsageError("These parts were opened as `supervised` and have no sampler.")
-        return self.made.sampler
+        return self.parts.sampler
 
     @property
     def learner(self) -> Learner:
-        if isinstance(self.made, build.ServingParts):
+        if isinstance(self.parts, build.ServingParts):
             raise UsageError("These parts were opened as `serving` and have no learner.")
-        return self.made.learner
+        return self.parts.learner
 
 
 class EngineParts:
@@ -79,7 +79,7 @@ class EngineParts:
     def __init__(self, scope: AsyncExitStack) -> None:
         """Everything opened here is closed with `scope`."""
         self._scope = scope
-        self._opened: _Open | None = None
+        self._opened: _OpenedParts | None = None
         self._opening = asyncio.Lock()
 
     async def plan(
@@ -92,45 +92,47 @@ class EngineParts:
         """The layout that `open` would use, as a mapping. ModelError if `described` must not be read."""
         if described is not None:
             check_sent(Path(described))
-        return asdict(_layout(_read(kind, config), longest_prompt))
+        return asdict(_choose_layout(_load_parts_config(kind, config), longest_prompt))
 
     async def open(self, order: OpenParts) -> PartsOpened:
         """Load the model and build the parts; once. UsageError if config or model are wrong."""
         async with self._opening:
-            return await self._open(order)
+            return await self._load_parts(order)
 
-    async def _open(self, order: OpenParts) -> PartsOpened:
+    async def _load_parts(self, order: OpenParts) -> PartsOpened:
         if self._opened is not None:
             raise UsageError("The model is loaded already; open other parts for another one.")
         folder = Path(order.folder)
         check_sent(folder)
-        config = _read(order.kind, order.config)
+        config = _load_parts_config(order.kind, order.config)
         # Only the base is compared: `order.base` is its fingerprint without an adapter.
-        plain = config.model.model_copy(update={"adapter": None})
-        if order.base is not None and (own := identity(plain)) != order.base:
+        base_config = config.model.model_copy(update={"adapter": None})
+        if order.base is not None and (fingerprint := identity(base_config)) != order.base:
             raise ModelError(
-                f"{config.model.name} has other weights on the server ({own}) than where the loop runs ({order.base}): numbers of the two "
-                "would be mixed. Put the same files in both places, or name a hub id with a revision."
+                f"{config.model.name} has other weights on the server ({fingerprint}) than where the loop runs ({order.base}): "
+                "numbers of the two would be mixed. Put the same files in both places, or name a hub id with a revision."
             )
-        layout = _layout(config, order.longest_prompt)
+        layout = _choose_layout(config, order.longest_prompt)
         build.expect_ranks(config)
-        self._scope.callback(prefork.give_up)
+        self._scope.callback(prefork.end_zygote)
         published = folder / PUBLISHED
         if isinstance(config, SftConfig):
-            made = await build.start_supervised(config, layout, order.run, published)
+            parts = await build.start_supervised(config, layout, order.run, published)
         elif order.kind == "training":
-            made = await build.start_training(config, layout, order.run, published)
+            parts = await build.start_training(config, layout, order.run, published)
         else:
             weights = None if order.weights is None else Path(order.weights)
-            made = await build.start_serving(config, layout, weights)
-        self._scope.callback(made.close)
-        stops = () if isinstance(made, build.LearningParts) else made.stop_token_ids
-        self._opened = _Open(made, folder, prefork.vocabulary(config.model), layout.key_length)
+            parts = await build.start_serving(config, layout, weights)
+        self._scope.callback(parts.close)
+        stops = () if isinstance(parts, build.LearningParts) else parts.stop_token_ids
+        self._opened = _OpenedParts(
+            parts, folder, prefork.vocabulary(config.model), layout.key_length
+        )
         serving = "" if order.kind == "supervised" else self._opened.sampler.fingerprint()
         return PartsOpened(stops, asdict(layout), serving)
 
     @property
-    def _here(self) -> _Open:
+    def _ready_parts(self) -> _OpenedParts:
         if self._opened is None:
             raise UsageError("The model is not loaded yet: `open` comes first.")
         return self._opened
@@ -139,21 +141,21 @@ class EngineParts:
 
     async def generate(self, request: GroupRequest) -> tuple[Completion, ...]:
         """See `groupwise.core.types.Sampler.generate`."""
-        here = self._here
-        sampler = here.sampler
-        check_request(request, here.vocabulary, here.longest)
+        current = self._ready_parts
+        sampler = current.sampler
+        check_request(request, current.vocabulary, current.longest)
         return await sampler.generate(request)
 
     async def load(self, policy: Policy) -> str:
         """See `groupwise.core.types.Sampler.load`; returns the new `fingerprint`."""
-        sampler, there = self._here.sampler, self._there(policy.path)
-        check_sent(there)
-        await sampler.load(replace(policy, path=str(there)))
+        sampler, folder = self._ready_parts.sampler, self._existing_folder(policy.path)
+        check_sent(folder)
+        await sampler.load(replace(policy, path=str(folder)))
         return sampler.fingerprint()
 
     async def fingerprint(self) -> str:
         """See `groupwise.core.types.Sampler.fingerprint`."""
-        return self._here.sampler.fingerprint()
+        return self._ready_parts.sampler.fingerprint()
 
     # --- the learner -----------------------------------------------------------------------------
 
@@ -161,8 +163,8 @@ class EngineParts:
         self, rows: Sequence[Row], loss: LossSpec, denominators: Mapping[str, float]
     ) -> dict[str, float]:
         """See `groupwise.core.types.Learner.forward_backward`."""
-        learner = self._here.learner
-        check_rows(rows, self._here.vocabulary)
+        learner = self._ready_parts.learner
+        check_rows(rows, self._ready_parts.vocabulary)
         check_loss(loss, denominators)
         try:
             return await learner.forward_backward(rows, loss, denominators)
@@ -176,86 +178,87 @@ class EngineParts:
 
     async def trained_logprobs(self) -> list[tuple[float, ...]] | None:
         """See `groupwise.core.types.Learner.trained_logprobs`."""
-        return await self._here.learner.trained_logprobs()
+        return await self._ready_parts.learner.trained_logprobs()
 
     async def update(self, params: OptimiserParams) -> UpdateResult:
         """See `groupwise.core.types.Learner.update`."""
-        learner = self._here.learner
+        learner = self._ready_parts.learner
         check_optimiser(params)
         return await learner.update(params)
 
     async def discard(self) -> None:
         """See `groupwise.core.types.Learner.discard`."""
-        self._here.learner.discard()
+        self._ready_parts.learner.discard()
 
     async def publish(self, version: int) -> Policy:
         """See `groupwise.core.types.Learner.publish`; the path is within the folder of the parts."""
-        policy = await self._here.learner.publish(version)
-        return replace(policy, path=str(Path(policy.path).relative_to(self._here.folder)))
+        policy = await self._ready_parts.learner.publish(version)
+        return replace(policy, path=str(Path(policy.path).relative_to(self._ready_parts.folder)))
 
     async def logprobs(self, rows: Sequence[Row], role: PolicyRole) -> list[tuple[float, ...]]:
         """See `groupwise.core.types.Learner.logprobs`."""
-        learner = self._here.learner
-        check_rows(rows, self._here.vocabulary)
+        learner = self._ready_parts.learner
+        check_rows(rows, self._ready_parts.vocabulary)
         return await learner.logprobs(rows, role)
 
     async def predictions(self, rows: Sequence[Row]) -> list[Prediction]:
         """See `groupwise.core.types.Learner.predictions`."""
-        learner = self._here.learner
-        check_rows(rows, self._here.vocabulary)
+        learner = self._ready_parts.learner
+        check_rows(rows, self._ready_parts.vocabulary)
         return await learner.predictions(rows)
 
     async def save_state(self, folder: str) -> None:
         """See `groupwise.core.types.Learner.save`; the folder is created and must be new."""
-        learner = self._here.learner
-        place = self._here.folder / folder
-        if place.exists():
+        learner = self._ready_parts.learner
+        target = self._ready_parts.folder / folder
+        if target.exists():
             raise UsageError(f"There is a folder {folder} already; choose another name.")
-        place.mkdir(parents=True)
+        target.mkdir(parents=True)
         try:
-            learner.save(str(place))
+            learner.save(str(target))
         except BaseException:
-            shutil.rmtree(place, ignore_errors=True)
+            shutil.rmtree(target, ignore_errors=True)
             raise
 
     async def load_state(self, folder: str) -> None:
         """See `groupwise.core.types.Learner.load`."""
-        self._here.learner.load(str(self._there(folder)))
+        self._ready_parts.learner.load(str(self._existing_folder(folder)))
 
-    def _there(self, path: str) -> Path:
+    def _existing_folder(self, path: str) -> Path:
         """An existing subfolder of the parts' folder. UsageError if it is missing."""
-        place = self._here.folder / path
-        if not place.is_dir():
+        folder = self._ready_parts.folder / path
+        if not folder.is_dir():
             raise UsageError(
                 f"There is no folder {path}: it was never sent or published, or is kept no longer."
             )
-        return place
+        return folder
 
 
-def _read(kind: PartsKind, config: Mapping[str, Any]) -> RunConfig | SftConfig:
-    read = load_sft_config if kind == "supervised" else load_config
-    found = read(config).config
-    if isinstance(found, RunConfig):
-        build.refuse_servers(found, "a training server samples itself")
-    return found
+def _load_parts_config(kind: PartsKind, config: Mapping[str, Any]) -> RunConfig | SftConfig:
+    loader = load_sft_config if kind == "supervised" else load_config
+    parts_config = loader(config).config
+    if isinstance(parts_config, RunConfig):
+        build.refuse_servers(parts_config, "a training server samples itself")
+    return parts_config
 
 
-def _layout(config: RunConfig | SftConfig, longest_prompt: int | None) -> Layout:
+def _choose_layout(config: RunConfig | SftConfig, longest_prompt: int | None) -> Layout:
     placement.refuse_on_server(config)
-    most = max(placement.MAX_PROCESSES, 2 * available_cores())
-    if (config.run.processes or 1) > most:
+    max_processes = max(placement.MAX_PROCESSES, 2 * available_cores())
+    if (config.run.processes or 1) > max_processes:
         raise UsageError(
-            f"run.processes is {config.run.processes}, but the server's machine has {available_cores()} cores and begins at most {most}."
+            f"run.processes is {config.run.processes}, but the server's machine has {available_cores()} cores and begins at "
+            f"most {max_processes}."
         )
     if isinstance(config, SftConfig):
         return placement.supervised_layout(config)
     if longest_prompt is None:
         raise UsageError("longest_prompt is missing: what samples has to know it.")
     room = prefork.prompt_room(config.model, 0)
-    needed = placement.key_length(config, longest_prompt)
+    key_length = placement.key_length(config, longest_prompt)
     if longest_prompt > room:
         raise UsageError(
-            f"longest_prompt is {longest_prompt}, for which {needed} tokens would be kept, but {config.model.name} has positions for "
+            f"longest_prompt is {longest_prompt}, for which {key_length} tokens would be kept, but {config.model.name} has positions for "
             f"{room}."
         )
     return placement.choose_layout(config, longest_prompt)

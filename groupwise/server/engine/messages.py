@@ -17,7 +17,7 @@ from typing import Any
 from groupwise.core.errors import GroupwiseError, RunError, StoreError
 from groupwise.core.plugins import explain
 from groupwise.engine.distributed.messages import LogRecordMessage, MessageChannel
-from groupwise.engine.models.memory import lacks_memory, out_of_memory
+from groupwise.engine.models.memory import is_out_of_memory, out_of_memory
 
 __all__ = [
     "CANCELLED_VERBS",
@@ -127,12 +127,12 @@ def pack_error(error: BaseException) -> bytes:
     """
     if isinstance(error, GroupwiseError):
         try:
-            written = pack(error)
-            unpack(written)
+            packed = pack(error)
+            unpack(packed)
         except Exception:  # noqa: BLE001 — user code may have derived a class whose pickling fails in any way
             return pack(RunError(f"The engine failed: {error}"))
-        return written
-    if lacks_memory(error):
+        return packed
+    if is_out_of_memory(error):
         return pack(out_of_memory(error))
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return pack(StoreError(f"The engine could not write: {error}"))

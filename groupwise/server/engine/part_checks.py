@@ -38,11 +38,11 @@ def check_request(request: GroupRequest, vocabulary: int, longest: int) -> None:
         _require(
             value is None or 0 < value <= 1, name, f"is {value}; above 0 and at most 1 is needed"
         )
-    needed = len(request.prompt_ids) + params.max_tokens
+    length = len(request.prompt_ids) + params.max_tokens
     _require(
-        needed <= longest,
+        length <= longest,
         "max_tokens",
-        f"would make up to {needed} tokens with the prompt; the parts were opened for {longest} (longest_prompt and "
+        f"would make up to {length} tokens with the prompt; the parts were opened for {longest} (longest_prompt and "
         "sampler.max_completion_length)",
     )
     check_tokens(request.prompt_ids, vocabulary, "prompt_ids")
@@ -72,21 +72,21 @@ def check_rows(rows: Sequence[Row], vocabulary: int) -> None:
             f"is {row.temperature}; a number above 0 is needed",
         )
         check_tokens((*row.prompt_ids, *row.completion_ids), vocabulary, where)
-        others = row.others
+        siblings = row.others
         _require(
-            others is None or 0 <= others.tokens < 2**53,
+            siblings is None or 0 <= siblings.tokens < 2**53,
             f"{where}.others.tokens",
             "is no number of tokens",
         )
         end = 0
-        for each in sorted(row.withheld, key=lambda withheld: withheld.start):
+        for span in sorted(row.withheld, key=lambda withheld: withheld.start):
             _require(
-                end <= each.start < each.end <= length,
+                end <= span.start < span.end <= length,
                 f"{where}.withheld",
-                f"names the tokens {each.start} to {each.end} of {length}; stretches lie within the completion and do not overlap",
+                f"names the tokens {span.start} to {span.end} of {length}; stretches lie within the completion and do not overlap",
             )
-            check_tokens(each.token_ids, vocabulary, f"{where}.withheld")
-            end = each.end
+            check_tokens(span.token_ids, vocabulary, f"{where}.withheld")
+            end = span.end
 
 
 def check_loss(loss: LossSpec, denominators: Mapping[str, float]) -> None:
@@ -115,14 +115,14 @@ def check_optimiser(params: OptimiserParams) -> None:
 
 def check_tokens(tokens: Sequence[int], vocabulary: int, where: str) -> None:
     """Check that all tokens are within the model's vocabulary."""
-    beyond = next((token for token in tokens if not 0 <= token < vocabulary), None)
+    unknown = next((token for token in tokens if not 0 <= token < vocabulary), None)
     _require(
-        beyond is None,
+        unknown is None,
         where,
-        f"has the token {beyond}; those of the model are 0 to {vocabulary - 1}",
+        f"has the token {unknown}; those of the model are 0 to {vocabulary - 1}",
     )
 
 
-def _require(true: bool, where: str, wrong: str) -> None:
-    if not true:
-        raise UsageError(f"{where} {wrong}.")
+def _require(condition: bool, field: str, problem: str) -> None:
+    if not condition:
+        raise UsageError(f"{field} {problem}.")

@@ -43,29 +43,31 @@ class SavedFolders:
     def __init__(self, root: Path) -> None:
         self._root = root
 
-    def place(self, stored: Stored) -> Path:
+    def path_of(self, stored: Stored) -> Path:
         """Path of its folder, which need not exist."""
-        return self._of(stored.model) / stored.kind / stored.name
+        return self._model_folder(stored.model) / stored.kind / stored.name
 
-    def automatic(self, model: str, call: int) -> Path:
+    def automatic_path(self, model: str, call: int) -> Path:
         """Path of the state after a call, which need not exist."""
-        return self._of(model) / AUTOMATIC / f"{call:09d}"
+        return self._model_folder(model) / AUTOMATIC / f"{call:09d}"
 
     def read(self, stored: Stored) -> Saved:
         """Read its description; raises UsageError if it is missing."""
-        path = self.place(stored) / DESCRIPTION
+        path = self.path_of(stored) / DESCRIPTION
         try:
-            found: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+            description: Mapping[str, Any] = json.loads(path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             raise UsageError(
                 f"There is nothing saved as {stored.kind}/{stored.name} by {stored.model}. It has saved: "
-                f"{', '.join(self._names(stored)) or 'nothing of this kind'}."
+                f"{', '.join(self._saved_names(stored)) or 'nothing of this kind'}."
             ) from None
-        return Saved(ModelSpec(**found["spec"]), found["fingerprint"], found["call"])
+        return Saved(
+            ModelSpec(**description["spec"]), description["fingerprint"], description["call"]
+        )
 
     def check_free(self, stored: Stored, call: int) -> None:
         """Raise UsageError if the name is taken, unless by this same call."""
-        if not self.place(stored).is_dir() or self.read(stored).call == call:
+        if not self.path_of(stored).is_dir() or self.read(stored).call == call:
             return
         raise UsageError(f"There is something saved as {stored.name} already; choose another name.")
 
@@ -76,26 +78,26 @@ class SavedFolders:
 
     def forget(self, stored: Stored) -> None:
         """Delete the weights, if they exist."""
-        if self.place(stored).is_dir():
-            atomic_files.remove_folder(self.place(stored))
+        if self.path_of(stored).is_dir():
+            atomic_files.remove_folder(self.path_of(stored))
 
     def forget_automatic(self, model: str, *, before: int | None = None) -> None:
         """Delete the automatic states of a model. With `before`, only those of earlier calls are deleted, and so many stay that
         `AUTOMATIC_KEPT` remain, counting the state of that call.
         """
-        folder = self._of(model) / AUTOMATIC
+        folder = self._model_folder(model) / AUTOMATIC
         if before is None:
             shutil.rmtree(folder, ignore_errors=True)
             return
-        older = sorted(path for path in folder.glob("[0-9]*") if int(path.name) < before)
-        for path in older[: max(0, len(older) - (AUTOMATIC_KEPT - 1))]:
+        older_states = sorted(path for path in folder.glob("[0-9]*") if int(path.name) < before)
+        for path in older_states[: max(0, len(older_states) - (AUTOMATIC_KEPT - 1))]:
             atomic_files.remove_folder(path)
 
-    def _of(self, model: str) -> Path:
+    def _model_folder(self, model: str) -> Path:
         return self._root / model.replace(":", "_")
 
-    def _names(self, stored: Stored) -> list[str]:
-        folder = self._of(stored.model) / stored.kind
+    def _saved_names(self, stored: Stored) -> list[str]:
+        folder = self._model_folder(stored.model) / stored.kind
         return sorted(
             path.name for path in folder.glob("[A-Za-z0-9]*") if (path / DESCRIPTION).is_file()
         )

@@ -21,5 +21,5 @@ def scored_group(group: Group, rewards: Sequence[float | None]) -> Group:
         return replace(rollout, outcome="scored", reward=reward, parts=(RewardPart(PART, reward),))
 
     return replace(
-        group, rollouts=tuple(score(*each) for each in zip(group.rollouts, rewards, strict=True))
+        group, rollouts=tuple(score(*pair) for pair in zip(group.rollouts, rewards, strict=True))
     )

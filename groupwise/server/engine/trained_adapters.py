@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.core import atomic_files
-from groupwise.core.condition import Pulse
+from groupwise.core.condition import ChangeNotifier
 from groupwise.core.errors import UsageError
 from groupwise.core.types import GroupRequest, LossSpec, OptimiserParams, Policy, Row, UpdateResult
 from groupwise.engine.distributed import prefork
@@ -64,7 +64,7 @@ class FullFineTuning(UsageError):
 
 
 @dataclass(frozen=True, slots=True)
-class _Open:
+class _OpenBase:
     base: Base
     models: Models
     folders: SavedFolders
@@ -102,12 +102,12 @@ class EngineModels:
         self._shared = shared
         self._scope = scope
         self._opening = asyncio.Lock()
-        self._opened: _Open | None = None
+        self._opened: _OpenBase | None = None
         self._models: dict[str, _Model] = {}
         self._samplers: list[_Sampler] = []
-        self._placing = asyncio.Lock()
+        self._assigning = asyncio.Lock()
         """Held while a sampler is assigned other weights."""
-        self._free = Pulse()
+        self._free = ChangeNotifier()
         self._numbers = itertools.count()
 
     async def open(self, order: OpenModels) -> Base:
@@ -118,27 +118,27 @@ class EngineModels:
         async with self._opening:
             shared = self._shared()
             if shared is not None:
-                _refuse_other(order.base, shared.model.name, f"the run {shared.name}")
+                _refuse_other_base(order.base, shared.model.name, f"the run {shared.name}")
             if self._opened is None:
                 if shared is not None:
                     self._opened = self._share_base(order, shared)
                 else:
                     self._opened = await self._load_base(order)
-            _refuse_other(order.base, self._opened.base.name, "other models")
+            _refuse_other_base(order.base, self._opened.base.name, "other models")
             return self._opened.base
 
-    def _share_base(self, order: OpenModels, shared: Shared) -> _Open:
+    def _share_base(self, order: OpenModels, shared: Shared) -> _OpenBase:
         if shared.trains_all:
             raise FullFineTuning(
                 f"The run {shared.name} trains all weights of {shared.model.name}, so nothing else can be trained beside it. Stop "
                 "it first, or have it train an adapter."
             )
-        most = order.most + SAMPLERS
-        models = build.models_over(shared.parts, most, shared.name)
+        max_models = order.most + SAMPLERS
+        models = build.models_over(shared.parts, max_models, shared.name)
         stops = shared.parts.stop_token_ids
-        return _open(order, shared.model, shared.layout, models, stops, order.most - 1)
+        return _describe_base(order, shared.model, shared.layout, models, stops, order.most - 1)
 
-    async def _load_base(self, order: OpenModels) -> _Open:
+    async def _load_base(self, order: OpenModels) -> _OpenBase:
         config = load_config(
             {
                 "model": {"name": order.base},
@@ -147,16 +147,16 @@ class EngineModels:
             }
         ).config
         build.expect_ranks(config)
-        self._scope.callback(prefork.give_up)
+        self._scope.callback(prefork.end_zygote)
         longest = min(order.longest, prefork.prompt_room(config.model, 0))
         layout = placement.choose_layout(config, longest - 1)
         parts = await build.start_base(config, layout)
         self._scope.callback(parts.close)
         models = build.models_over(parts, order.most + SAMPLERS)
-        return _open(order, config.model, layout, models, parts.stop_token_ids, order.most)
+        return _describe_base(order, config.model, layout, models, parts.stop_token_ids, order.most)
 
     @property
-    def _here(self) -> _Open:
+    def _base_state(self) -> _OpenBase:
         if self._opened is None:
             raise UsageError("No base is open in this engine.")
         return self._opened
@@ -165,38 +165,38 @@ class EngineModels:
 
     async def create_model(self, model: str, spec: ModelSpec, kept: int | None = None) -> None:
         """Create a new adapter; with `kept`, load the state that was kept after that call."""
-        here = self._here
-        if len(self._models) >= here.room:
+        current = self._base_state
+        if len(self._models) >= current.room:
             raise UsageError(
-                f"The model {model} would be one more than the {here.room} that there is room for ({', '.join(self._models)}). End the "
+                f"The model {model} would be one more than the {current.room} that there is room for ({', '.join(self._models)}). End the "
                 "session of one that is not needed any more, or let there be more (max_models)."
             )
-        lora = await self._shape(spec)
-        parts = await here.models.add(model, _new(model, spec.seed, lora))
+        lora = await self._lora_config(spec)
+        parts = await current.models.add(model, _new_model(model, spec.seed, lora))
         try:
             if kept is not None:
-                parts.learner.load(str(here.folders.automatic(model, kept)))
+                parts.learner.load(str(current.folders.automatic_path(model, kept)))
         except BaseException:
-            await here.models.drop(model)
+            await current.models.drop(model)
             raise
         self._models[model] = _Model(spec, parts)
 
     async def drop(self, model: str) -> None:
         """Release a model; its saved weights stay. A missing model is no error."""
         if self._models.pop(model, None) is not None:
-            await self._here.models.drop(model)
+            await self._base_state.models.drop(model)
 
     async def forward(self, model: str, rows: Sequence[Row], loss: LossSpec) -> Computed:
         """See `VerbEngine.forward`."""
-        parts = self._model(model).parts
-        self._check(rows)
+        parts = self._find_model(model).parts
+        self._check_rows(rows)
         sums, logprobs = await parts.model.call("learner.measure", [*rows], loss)
         return Computed(tuple(logprobs), sums)
 
     async def forward_backward(self, model: str, rows: Sequence[Row], loss: LossSpec) -> Computed:
         """See `VerbEngine.forward_backward`."""
-        learner = self._model(model).parts.learner
-        self._check(rows)
+        learner = self._find_model(model).parts.learner
+        self._check_rows(rows)
         logprobs = await learner.logprobs(rows)
         sums = await learner.forward_backward(rows, loss, UNDIVIDED)
         return Computed(tuple(logprobs), sums)
@@ -205,70 +205,70 @@ class EngineModels:
         self, model: str, params: OptimiserParams, keep_as: int | None = None
     ) -> UpdateResult:
         """See `VerbEngine.optim_step`."""
-        result = await self._model(model).parts.learner.update(params)
-        self._keep(model, keep_as)
+        result = await self._find_model(model).parts.learner.update(params)
+        self._keep_state(model, keep_as)
         return result
 
     async def save_state(self, model: str, name: str, overwrite: bool, call: int) -> None:
         """See `VerbEngine.save_state`."""
-        learner = self._model(model).parts.learner
+        learner = self._find_model(model).parts.learner
         stored = Stored(model, "weights", name)
         if not overwrite:
-            self._here.folders.check_free(stored, call)
-        self._write(stored, call, lambda folder: learner.save(str(folder)))
+            self._base_state.folders.check_free(stored, call)
+        self._write_saved(stored, call, lambda folder: learner.save(str(folder)))
 
     async def save_for_sampler(self, model: str, name: str, call: int) -> None:
         """See `VerbEngine.save_for_sampler`."""
-        handle = self._model(model).parts.model
+        handle = self._find_model(model).parts.model
         stored = Stored(model, "sampler_weights", name)
-        self._here.folders.check_free(stored, call)
-        self._write(stored, call, lambda folder: handle.call_now("trained.save", folder))
+        self._base_state.folders.check_free(stored, call)
+        self._write_saved(stored, call, lambda folder: handle.call_now("trained.save", folder))
 
     async def load_state(
         self, model: str, stored: Stored, with_optimiser: bool, keep_as: int | None = None
     ) -> None:
         """See `VerbEngine.load_state`."""
-        held = self._model(model)
-        saved = self._here.folders.read(stored)
+        model_state = self._find_model(model)
+        saved = self._base_state.folders.read(stored)
         if stored.kind != "weights":
             raise UsageError(
                 f"{stored.name} is for samplers alone; save_state keeps what can be trained on."
             )
-        there, own = saved.spec, held.spec
-        if replace(there, seed=own.seed) != own:
+        saved_spec, own_spec = saved.spec, model_state.spec
+        if replace(saved_spec, seed=own_spec.seed) != own_spec:
             raise UsageError(
-                f"{stored.name} was saved by a model on {there.base} with rank {there.rank}, attn {there.train_attn}, mlp "
-                f"{there.train_mlp}, unembed {there.train_unembed}; this model is on {own.base} with rank {own.rank}, attn "
-                f"{own.train_attn}, mlp {own.train_mlp}, unembed {own.train_unembed}. They must be equal."
+                f"{stored.name} was saved by a model on {saved_spec.base} with rank {saved_spec.rank}, attn {saved_spec.train_attn}, mlp "
+                f"{saved_spec.train_mlp}, unembed {saved_spec.train_unembed}; this model is on {own_spec.base} with rank {own_spec.rank}, "
+                f"attn {own_spec.train_attn}, mlp {own_spec.train_mlp}, unembed {own_spec.train_unembed}. They must be equal."
             )
-        folder = self._here.folders.place(stored)
+        folder = self._base_state.folders.path_of(stored)
         if with_optimiser:
-            held.parts.learner.load(str(folder))
+            model_state.parts.learner.load(str(folder))
         else:
-            held.parts.model.call_now("learner.load_weights", str(folder))
-        self._keep(model, keep_as)
+            model_state.parts.model.call_now("learner.load_weights", str(folder))
+        self._keep_state(model, keep_as)
 
-    def _model(self, name: str) -> _Model:
+    def _find_model(self, name: str) -> _Model:
         if name not in self._models:
             raise UsageError(f"There is no model {name!r} in this engine.")
         return self._models[name]
 
-    def _check(self, rows: Sequence[Row]) -> None:
+    def _check_rows(self, rows: Sequence[Row]) -> None:
         """UsageError for rows that would otherwise fail in the middle, with half a gradient accumulated."""
-        here = self._here
+        current = self._base_state
         for index, row in enumerate(rows):
             length = len(row.prompt_ids) + len(row.completion_ids)
-            if length > here.longest_row:
+            if length > current.longest_row:
                 raise UsageError(
-                    f"data[{index}] has {length} tokens; {here.base.name} has room for {here.longest_row}."
+                    f"data[{index}] has {length} tokens; {current.base.name} has room for {current.longest_row}."
                 )
-            _check_tokens((*row.prompt_ids, *row.completion_ids), here, f"data[{index}]")
+            _check_tokens((*row.prompt_ids, *row.completion_ids), current, f"data[{index}]")
 
-    async def _shape(self, spec: ModelSpec) -> LoraConfig:
+    async def _lora_config(self, spec: ModelSpec) -> LoraConfig:
         """The adapter that a client requests."""
         if spec.train_attn and spec.train_mlp and not spec.train_unembed:
             return LoraConfig(r=spec.rank)
-        kinds = await self._here.models.layer_kinds()
+        kinds = await self._base_state.models.layer_kinds()
         trained = {
             "attention": spec.train_attn,
             "mlp": spec.train_mlp,
@@ -277,36 +277,40 @@ class EngineModels:
         paths = [path for kind, is_trained in trained.items() if is_trained for path in kinds[kind]]
         return LoraConfig(r=spec.rank, target_modules=tuple(paths))
 
-    def _keep(self, model: str, call: int | None) -> None:
+    def _keep_state(self, model: str, call: int | None) -> None:
         """Save the state after a call, so that later calls can be repeated from it; older states are deleted."""
         if call is None:
             return
-        learner, folders = self._model(model).parts.learner, self._here.folders
-        place = folders.automatic(model, call)
-        atomic_files.make_folder(place, lambda folder: learner.save(str(folder)), replace=True)
+        learner, folders = self._find_model(model).parts.learner, self._base_state.folders
+        folder_of_state = folders.automatic_path(model, call)
+        atomic_files.make_folder(
+            folder_of_state, lambda folder: learner.save(str(folder)), replace=True
+        )
         folders.forget_automatic(model, before=call)
 
-    def _write(self, stored: Stored, call: int, write: Callable[[Path], Any]) -> None:
-        held, folders = self._model(stored.model), self._here.folders
-        saved = Saved(held.spec, held.parts.model.call_now("learner.fingerprint"), call)
+    def _write_saved(self, stored: Stored, call: int, write: Callable[[Path], Any]) -> None:
+        model_state, folders = self._find_model(stored.model), self._base_state.folders
+        saved = Saved(
+            model_state.spec, model_state.parts.model.call_now("learner.fingerprint"), call
+        )
 
         def fill(folder: Path) -> None:
             write(folder)
             folders.describe(folder, saved)
 
-        atomic_files.make_folder(folders.place(stored), fill, replace=True)
+        atomic_files.make_folder(folders.path_of(stored), fill, replace=True)
 
     # --- sampling --------------------------------------------------------------------------------
 
     async def sample(self, stored: Stored | None, order: VerbSample) -> VerbSampled:
         """Complete a prompt with saved weights, or with the base if `stored` is None. See `VerbEngine.sample`."""
-        here = self._here
-        needed = len(order.prompt_ids) + order.params.max_tokens
-        if needed > here.base.longest:
+        current = self._base_state
+        length = len(order.prompt_ids) + order.params.max_tokens
+        if length > current.base.longest:
             raise UsageError(
-                f"Prompt and completion would have up to {needed} tokens; there is room for {here.base.longest}."
+                f"Prompt and completion would have up to {length} tokens; there is room for {current.base.longest}."
             )
-        _check_tokens(order.prompt_ids, here, "prompt")
+        _check_tokens(order.prompt_ids, current, "prompt")
         request = GroupRequest(next(self._numbers), order.prompt_ids, order.seeds, order.params)
         sampler = await self._take_sampler(stored)
         try:
@@ -314,28 +318,31 @@ class EngineModels:
             if not order.prompt_logprobs:
                 return VerbSampled(completions)
             if sampler.weights is not None and not sampler.learner_reads:
-                folder = here.folders.place(sampler.weights)
+                folder = current.folders.path_of(sampler.weights)
                 sampler.parts.model.call_now("learner.load_weights", str(folder))
                 sampler.learner_reads = True
-            first, after = order.prompt_ids[:1], order.prompt_ids[1:]
-            row = Row(first, after, (1,) * len(after), (0.0,) * len(after), 0.0, 1.0)
-            logprobs = (await sampler.parts.learner.logprobs([row]))[0] if after else ()
+            first, rest = order.prompt_ids[:1], order.prompt_ids[1:]
+            row = Row(first, rest, (1,) * len(rest), (0.0,) * len(rest), 0.0, 1.0)
+            logprobs = (await sampler.parts.learner.logprobs([row]))[0] if rest else ()
             return VerbSampled(completions, logprobs)
         finally:
             sampler.users -= 1
-            self._free.beat()
+            self._free.notify()
 
     async def _take_sampler(self, weights: Stored | None) -> _Sampler:
         """A sampler that serves these weights, with its user count raised; waits while all samplers are in use."""
         while True:
-            beat = self._free.next
-            async with self._placing:
-                sampler = next((each for each in self._samplers if each.weights == weights), None)
+            beat = self._free.next_event
+            async with self._assigning:
+                sampler = next(
+                    (candidate for candidate in self._samplers if candidate.weights == weights),
+                    None,
+                )
                 is_full = len(self._samplers) >= SAMPLERS and all(
-                    each.users for each in self._samplers
+                    sampler.users for sampler in self._samplers
                 )
                 if sampler is None and not is_full:
-                    sampler = await self._place(weights)
+                    sampler = await self._assign_sampler(weights)
                 if sampler is not None:
                     sampler.users += 1
                     self._samplers.remove(sampler)
@@ -343,54 +350,58 @@ class EngineModels:
                     return sampler
             await beat.wait()
 
-    async def _place(self, weights: Stored | None) -> _Sampler:
+    async def _assign_sampler(self, weights: Stored | None) -> _Sampler:
         """Assign these weights to an idle sampler or to a new one."""
-        saved = None if weights is None else self._here.folders.read(weights)
-        shape = _PLAIN if saved is None else await self._shape(saved.spec)
-        idle = [each for each in self._samplers if not each.users]
-        fitting = [each for each in idle if each.shape == shape]
+        saved = None if weights is None else self._base_state.folders.read(weights)
+        shape = _UNTRAINED_ADAPTER if saved is None else await self._lora_config(saved.spec)
+        idle = [sampler for sampler in self._samplers if not sampler.users]
+        fitting = [sampler for sampler in idle if sampler.shape == shape]
         full = len(self._samplers) >= SAMPLERS
         if full and fitting and saved is not None:
             sampler = fitting[0]  # same shape: only its weights are replaced
         else:
             if full:
                 self._samplers.remove(idle[0])
-                await self._here.models.drop(idle[0].name)
+                await self._base_state.models.drop(idle[0].name)
             name = f"sampler {next(self._numbers)}"
-            sampler = _Sampler(name, shape, await self._here.models.add(name, _new(name, 0, shape)))
+            sampler = _Sampler(
+                name, shape, await self._base_state.models.add(name, _new_model(name, 0, shape))
+            )
             self._samplers.append(sampler)
         if weights is not None and saved is not None:
-            folder = str(self._here.folders.place(weights))
+            folder = str(self._base_state.folders.path_of(weights))
             policy = Policy(weights.model, 0, saved.fingerprint, "adapter", folder)
             self._samplers.remove(sampler)  # a failed read leaves it in an unknown state
             try:
                 await sampler.parts.sampler.load(policy)
             except BaseException:
-                await self._here.models.drop(sampler.name)
+                await self._base_state.models.drop(sampler.name)
                 raise
             self._samplers.append(sampler)
         sampler.weights, sampler.learner_reads = weights, False
         return sampler
 
 
-_PLAIN = LoraConfig(r=1)
+_UNTRAINED_ADAPTER = LoraConfig(r=1)
 """Shape of the untrained adapter with which the plain base is served; it adds nothing."""
 
 
-def _open(
+def _describe_base(
     order: OpenModels,
     config: ModelConfig,
     layout: Layout,
     models: Models,
     stop_token_ids: tuple[int, ...],
     room: int,
-) -> _Open:
+) -> _OpenBase:
     longest_row = prefork.prompt_room(config, 0)
     location = resolve(config)
     architecture = config.name
     if location.local:
-        described = json.loads(Path(location.location, "config.json").read_text(encoding="utf-8"))
-        architecture = str(described.get("model_type", ""))
+        model_config = json.loads(
+            Path(location.location, "config.json").read_text(encoding="utf-8")
+        )
+        architecture = str(model_config.get("model_type", ""))
     base = Base(
         name=order.base,
         longest=min(layout.key_length, longest_row),
@@ -399,25 +410,25 @@ def _open(
         tokenizer=BUNDLED[config.name].hub_id if config.name in BUNDLED else location.location,
     )
     folders = SavedFolders(Path(order.folder))
-    return _Open(base, models, folders, prefork.vocabulary(config), longest_row, room)
+    return _OpenBase(base, models, folders, prefork.vocabulary(config), longest_row, room)
 
 
-def _new(name: str, seed: int, lora: LoraConfig) -> NewModel:
+def _new_model(name: str, seed: int, lora: LoraConfig) -> NewModel:
     # Nothing is published: samplers serve saved weights.
     return NewModel(run=name, folder="", seed=seed, lora=lora)
 
 
-def _refuse_other(wanted: str, loaded: str, by: str) -> None:
-    if wanted != loaded:
+def _refuse_other_base(requested: str, loaded: str, user: str) -> None:
+    if requested != loaded:
         raise UsageError(
-            f"The base model {wanted} cannot be had now: {loaded} is in memory, for {by}, and there is one base at a time. Take {loaded}, "
-            "or wait until it is not needed any more."
+            f"The base model {requested} cannot be had now: {loaded} is in memory, for {user}, and there is one base at a time. "
+            f"Take {loaded}, or wait until it is not needed any more."
         )
 
 
-def _check_tokens(tokens: Sequence[int], here: _Open, where: str) -> None:
-    beyond = next((token for token in tokens if not 0 <= token < here.vocabulary), None)
-    if beyond is not None:
+def _check_tokens(tokens: Sequence[int], base_state: _OpenBase, where: str) -> None:
+    unknown = next((token for token in tokens if not 0 <= token < base_state.vocabulary), None)
+    if unknown is not None:
         raise UsageError(
-            f"{where} has the token {beyond}; those of {here.base.name} are 0 to {here.vocabulary - 1}."
+            f"{where} has the token {unknown}; those of {base_state.base.name} are 0 to {base_state.vocabulary - 1}."
         )

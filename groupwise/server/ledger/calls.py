@@ -1,8 +1,8 @@
 """Sessions, models, samplers and calls of clients that train by verbs, with each call's outcome; see `groupwise.server.tinker`.
 
 A call is stored before it is acknowledged, and its result before the client gets it. A client's loop therefore survives the end of any
-process: the engine's models are recreated from their last kept state by repeating the calls that followed it (`to_repeat`); a new server
-restores the sessions, models and samplers, and does the calls that still wait.
+process: the engine's models are recreated from their last kept state by repeating the calls that followed it (`calls_to_repeat`); a new
+server restores the sessions, models and samplers, and does the calls that still wait.
 
 A call's content is deleted once it will not be repeated; its outcome is deleted when its session ends or too many are kept.
 """
@@ -91,10 +91,10 @@ class SamplerRow:
 
 def add_session(transaction: Transaction, id: str, name: str | None) -> str:
     """Open a session. Returns the id of an earlier session with the same `name` (Idempotency-Key), if there is one."""
-    before = transaction.value("SELECT id FROM verb_sessions WHERE name = ?", (name,))
-    if before is None:
+    existing = transaction.value("SELECT id FROM verb_sessions WHERE name = ?", (name,))
+    if existing is None:
         transaction.insert("verb_sessions", id=id, name=name)
-    return before or id
+    return existing or id
 
 
 def end_session(transaction: Transaction, id: str) -> None:
@@ -120,7 +120,7 @@ def add_sampler(
     )
 
 
-def accept(transaction: Transaction, call: CallRow) -> None:
+def insert_call(transaction: Transaction, call: CallRow) -> None:
     """Store a call. It is ignored if its session has ended meanwhile."""
     transaction.execute(
         """INSERT INTO verb_calls (id, session, line, sequence, kind, digest, content)
@@ -129,12 +129,12 @@ def accept(transaction: Transaction, call: CallRow) -> None:
     )
 
 
-def settle(transaction: Transaction, id: str, outcome: Outcome) -> None:
+def record_outcome(transaction: Transaction, id: str, outcome: Outcome) -> None:
     """Store a call's outcome, and delete contents that need not be repeated any more."""
     row = transaction.first("SELECT line, sequence FROM verb_calls WHERE id = ?", (id,))
     if row is None:  # its session has ended
         return
-    line, sequence = row
+    queue, sequence = row
     transaction.execute(
         """UPDATE verb_calls SET state = ?, changed = ?, media_type = ?, body = ?,
         content = CASE WHEN ? THEN content END WHERE id = ?""",
@@ -146,22 +146,22 @@ def settle(transaction: Transaction, id: str, outcome: Outcome) -> None:
     if (step := outcome.step) is not None:
         transaction.insert(
             "verb_steps",
-            model=line,
-            step=transaction.value("SELECT count(*) FROM verb_steps WHERE model = ?", (line,)),
+            model=queue,
+            step=transaction.value("SELECT count(*) FROM verb_steps WHERE model = ?", (queue,)),
             learning_rate=step.learning_rate,
             grad_norm=step.grad_norm,
             metrics=pack_json(step.metrics),
             at=transaction.now,
         )
     if outcome.kept is not None:
-        transaction.execute("UPDATE verb_models SET kept = ? WHERE id = ?", (outcome.kept, line))
+        transaction.execute("UPDATE verb_models SET kept = ? WHERE id = ?", (outcome.kept, queue))
         transaction.execute(
             "UPDATE verb_calls SET content = NULL WHERE line = ? AND sequence <= ? AND content IS NOT NULL AND state <> 'waiting'",
-            (line, sequence),
+            (queue, sequence),
         )
 
 
-def to_repeat(transaction: Transaction, model: str, after: int) -> list[tuple[str, bytes]]:
+def calls_to_repeat(transaction: Transaction, model: str, after: int) -> list[tuple[str, bytes]]:
     """Kind and content of the calls after this number that changed the model, in order."""
     rows = transaction.all(
         """SELECT kind, content FROM verb_calls
@@ -171,7 +171,7 @@ def to_repeat(transaction: Transaction, model: str, after: int) -> list[tuple[st
     return [(kind, content) for kind, content in rows]
 
 
-def forget_answers(transaction: Transaction, ids: Sequence[str]) -> None:
+def delete_answers(transaction: Transaction, ids: Sequence[str]) -> None:
     """Delete answers that are no longer needed. Calls that may be repeated stay, and so does the last call of each line, whose number
     `all_models` reads.
     """
@@ -213,7 +213,9 @@ def all_models(transaction: Transaction) -> list[ModelRow]:
             (SELECT max(sequence) FROM verb_calls WHERE line = verb_models.id AND state <> 'waiting'), -1)
         FROM verb_models ORDER BY position"""
     )
-    return [ModelRow(id, session, unpack_json(spec), *rest) for id, session, spec, *rest in rows]
+    return [
+        ModelRow(id, session, unpack_json(spec), *columns) for id, session, spec, *columns in rows
+    ]
 
 
 def all_samplers(transaction: Transaction) -> list[SamplerRow]:

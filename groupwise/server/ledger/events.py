@@ -13,7 +13,7 @@ from typing import Any
 from groupwise.runs.encoding import pack_json, unpack_json
 from groupwise.server.ledger.transaction import LARGEST_INTEGER, Transaction
 
-KEPT = 10_000
+MAX_EVENTS = 10_000
 """Number of events kept; a client that was away for longer reads the status again."""
 
 
@@ -35,16 +35,16 @@ def add_event(transaction: Transaction, run: str | None, kind: str, data: Mappin
     added = transaction.insert(
         "events", run=run, kind=kind, data=pack_json(data), at=transaction.now
     )
-    transaction.execute("DELETE FROM events WHERE id <= ?", (added - KEPT,))
+    transaction.execute("DELETE FROM events WHERE id <= ?", (added - MAX_EVENTS,))
     return added
 
 
 def add_event_once(transaction: Transaction, run: str, kind: str, data: Mapping[str, Any]) -> None:
     """Add an event, unless the run already has an equal one among the kept events."""
-    before = transaction.first(
+    existing = transaction.first(
         "SELECT 1 FROM events WHERE run = ? AND kind = ? AND data = ?", (run, kind, pack_json(data))
     )
-    if before is None:
+    if existing is None:
         add_event(transaction, run, kind, data)
 
 

@@ -3,7 +3,7 @@
 A group is *open* from its sampling until its client posts rewards. Then it is *rewarded* and waits for a step, or *held* until a step names
 it. A step's plan takes it (*planned*), and the step's commit ends it as *trained*. All other groups end as *expired* (the lease ran out),
 *given_up* (by the client), *stale* (the policy moved on) or *quarantined* (the step ended the engine twice). Every other transition is a
-bug in the server: `after` refuses it here, and a trigger made from the same table refuses it in the database
+bug in the server: `next_state` refuses it here, and a trigger made from the same table refuses it in the database
 (`groupwise.server.ledger.schema`).
 """
 
@@ -61,7 +61,7 @@ TABLE: dict[State, dict[Event, State]] = {
 }
 """State -> event -> next state. Missing entries are impossible transitions."""
 
-ENDS: tuple[State, ...] = tuple(state for state, events in TABLE.items() if not events)
+FINAL_STATES: tuple[State, ...] = tuple(state for state, events in TABLE.items() if not events)
 """The final states."""
 
 
@@ -71,23 +71,23 @@ class MoveError(UsageError, ValueError):
     code = "group_state"
 
 
-def after(state: State, event: Event) -> State:
+def next_state(state: State, event: Event) -> State:
     """The state after an event; MoveError if the event is impossible."""
     events = TABLE[state]
     if event in events:
         return events[event]
-    possible = ", ".join(f"{name} (-> {then})" for name, then in events.items())
+    possible = ", ".join(f"{name} (-> {state_after})" for name, state_after in events.items())
     raise MoveError(
         f"a group that is {state} cannot {event}: "
         + (f"it can only {possible}." if possible else "that state is an end.")
     )
 
 
-def before(event: Event) -> tuple[State, ...]:
+def states_before(event: Event) -> tuple[State, ...]:
     """The states in which an event is possible."""
     return tuple(state for state, events in TABLE.items() if event in events)
 
 
-def moves() -> tuple[tuple[State, State], ...]:
+def transitions() -> tuple[tuple[State, State], ...]:
     """All transitions as pairs of states, each once, in the order of the table."""
     return tuple(dict.fromkeys((old, new) for old in TABLE for new in TABLE[old].values()))

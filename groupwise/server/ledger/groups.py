@@ -16,8 +16,8 @@ from typing import Any
 from groupwise.api.schemas.problems import Refusal
 from groupwise.core.types import Group, Prompt, from_json, to_json
 from groupwise.runs.encoding import label
-from groupwise.server.ledger.group_states import TABLE, State, after, before
-from groupwise.server.ledger.runs import need_active
+from groupwise.server.ledger.group_states import TABLE, State, next_state, states_before
+from groupwise.server.ledger.runs import require_active
 from groupwise.server.ledger.schema import FREE, sql_list
 from groupwise.server.ledger.transaction import Row, Transaction
 
@@ -87,27 +87,27 @@ def add_groups(
 
     Refuses with `draw_taken` if a living group has one of the draws, with `finished` if the run has ended meanwhile.
     """
-    need_active(transaction, run)
-    for new in groups:
-        need_free_draw(transaction, run, new.group.draw)
+    require_active(transaction, run)
+    for group in groups:
+        need_free_draw(transaction, run, group.group.draw)
         transaction.insert(
             "groups",
-            id=new.id,
+            id=group.id,
             run=run,
-            draw=new.group.draw,
+            draw=group.group.draw,
             state="open",
-            sampled_step=new.sampled_step,
-            version=new.version,
-            fingerprint=new.fingerprint,
-            members=len(new.group.rollouts),
-            prompt=json.dumps(new.group.example.prompt),
-            content=content_hash(echo_of(new.group)),
+            sampled_step=group.sampled_step,
+            version=group.version,
+            fingerprint=group.fingerprint,
+            members=len(group.group.rollouts),
+            prompt=json.dumps(group.group.example.prompt),
+            content=content_hash(echo_of(group.group)),
             key_id=key_id,
             opened_at=transaction.now,
             lease_end=transaction.uptime + lease,
         )
-        transaction.insert("records", id=new.id, record=to_json(new.group))
-    return [read_group(transaction, new.id) for new in groups]
+        transaction.insert("records", id=group.id, record=to_json(group.group))
+    return [read_group(transaction, new_group.id) for new_group in groups]
 
 
 def first_unused_draw(transaction: Transaction, run: str) -> int:
@@ -120,7 +120,7 @@ def read_group(transaction: Transaction, group: str) -> GroupRow:
     row = transaction.first(f"SELECT {_COLUMNS} FROM groups WHERE id = ?", (label(group),))
     if row is None:
         raise Refusal("unknown_group", f"no group of this server has the id {group[:80]!r}.")
-    return _group(row)
+    return _group_row(row)
 
 
 def read_record(transaction: Transaction, group: str) -> bytes | None:
@@ -131,9 +131,9 @@ def read_record(transaction: Transaction, group: str) -> bytes | None:
 def groups_in(transaction: Transaction, run: str, states: Sequence[State]) -> list[GroupRow]:
     """The run's groups in these states, in the order in which their rewards were accepted; groups without rewards are sorted by draw."""
     return [
-        _group(row)
+        _group_row(row)
         for row in transaction.all(
-            f"SELECT {_COLUMNS} FROM groups WHERE run = ? AND state IN ({_marks(states)}) ORDER BY accepted, draw",
+            f"SELECT {_COLUMNS} FROM groups WHERE run = ? AND state IN ({_placeholders(states)}) ORDER BY accepted, draw",
             (run, *states),
         )
     ]
@@ -143,11 +143,11 @@ LIVING: tuple[State, ...] = ("open", "rewarded", "held", "planned")
 """States of groups that a step may still train."""
 
 
-def living(transaction: Transaction, run: str, most: int) -> list[GroupRow]:
+def living_groups(transaction: Transaction, run: str, most: int) -> list[GroupRow]:
     """The run's groups that have not ended, oldest first."""
-    return _rows(
+    return _select_groups(
         transaction,
-        f"run = ? AND state IN ({_marks(LIVING)}) ORDER BY opened_at, draw LIMIT ?",
+        f"run = ? AND state IN ({_placeholders(LIVING)}) ORDER BY opened_at, draw LIMIT ?",
         (run, *LIVING, most),
     )
 
@@ -156,15 +156,15 @@ def count_groups(
     transaction: Transaction, run: str, states: Sequence[State] = tuple(TABLE)
 ) -> dict[State, int]:
     """Number of the run's groups in each of these states."""
-    counted = transaction.all(
-        f"SELECT state, count(*) FROM groups WHERE run = ? AND state IN ({_marks(states)}) GROUP BY state",
+    rows = transaction.all(
+        f"SELECT state, count(*) FROM groups WHERE run = ? AND state IN ({_placeholders(states)}) GROUP BY state",
         (run, *states),
     )
-    numbers: dict[State, int] = dict(counted)
+    numbers: dict[State, int] = dict(rows)
     return {state: numbers.get(state, 0) for state in states}
 
 
-def matching(transaction: Transaction, run: str, echo: Echo) -> GroupRow | None:
+def find_by_echo(transaction: Transaction, run: str, echo: Echo) -> GroupRow | None:
     """The group that an echo refers to: the oldest open one with this content, else the one rewarded last, else the newest."""
     rows = transaction.all(
         f"""SELECT {_COLUMNS} FROM groups WHERE content = ? AND run = ?
@@ -173,7 +173,7 @@ def matching(transaction: Transaction, run: str, echo: Echo) -> GroupRow | None:
                  accepted DESC, rowid DESC""",
         (content_hash(echo), run, transaction.uptime, transaction.uptime),
     )
-    for row in map(_group, rows):
+    for row in map(_group_row, rows):
         record = None if echo.completion_tokens is None else read_record(transaction, row.id)
         if record is None:  # tokens are not sent, or no longer stored
             return row
@@ -192,34 +192,34 @@ def give_up(transaction: Transaction, group: str) -> GroupRow:
         return row
     if row.state == "expired":
         raise Refusal("lease_expired", f"the lease of group {row.id} has expired: it is over.")
-    if row.state not in before("give_up"):
+    if row.state not in states_before("give_up"):
         raise Refusal(
             "group_in_use", f"group {row.id} is {row.state}: it can no longer be given up."
         )
-    move(transaction, [row], after(row.state, "give_up"))
+    set_group_state(transaction, [row], next_state(row.state, "give_up"))
     return read_group(transaction, row.id)
 
 
 def expire_overdue(transaction: Transaction) -> list[GroupRow]:
     """End all open groups, of every run, whose lease has expired; returns them."""
-    overdue = _rows(
+    overdue = _select_groups(
         transaction, "state = 'open' AND lease_end <= ? ORDER BY lease_end", (transaction.uptime,)
     )
-    move(transaction, overdue, after("open", "expire"))
+    set_group_state(transaction, overdue, next_state("open", "expire"))
     return overdue
 
 
 def go_stale(transaction: Transaction, run: str, sampled_before: int) -> list[GroupRow]:
     """End the run's waiting and held groups that were sampled at a step before `sampled_before`; returns them with their earlier states."""
-    states = before("go_stale")
-    outrun = _rows(
+    states = states_before("go_stale")
+    outrun = _select_groups(
         transaction,
-        f"run = ? AND state IN ({_marks(states)}) AND sampled_step < ? ORDER BY accepted",
+        f"run = ? AND state IN ({_placeholders(states)}) AND sampled_step < ? ORDER BY accepted",
         (run, *states, sampled_before),
     )
     reason = f"sampled before step {sampled_before}"
     for row in outrun:
-        move(transaction, [row], after(row.state, "go_stale"), reason)
+        set_group_state(transaction, [row], next_state(row.state, "go_stale"), reason)
     return outrun
 
 
@@ -245,13 +245,13 @@ def prune_records(transaction: Transaction, run: str, before_step: int) -> int:
 _NEVER_TRAINED: tuple[State, ...] = (*FREE, "stale")
 
 
-def move(
+def set_group_state(
     transaction: Transaction, groups: Iterable[GroupRow], state: State, reason: str | None = None
 ) -> None:
-    """Set the state of groups, as computed by `group_states.after`; the database refuses impossible transitions."""
+    """Set the state of groups, as computed by `group_states.next_state`; the database refuses impossible transitions."""
     transaction.connection.executemany(
         "UPDATE groups SET state = ?, reason = ? WHERE id = ?",
-        [(state, None if reason is None else label(reason), each.id) for each in groups],
+        [(state, None if reason is None else label(reason), group.id) for group in groups],
     )
 
 
@@ -261,7 +261,7 @@ def echo_of(group: Group) -> Echo:
         group.example.prompt,
         tuple(rollout.completion for rollout in group.rollouts),
         tuple(
-            tuple(token for part in rollout.segments for token in part.token_ids)
+            tuple(token for segment in rollout.segments for token in segment.token_ids)
             for rollout in group.rollouts
         ),
     )
@@ -286,18 +286,18 @@ def need_free_draw(transaction: Transaction, run: str, draw: int) -> None:
         )
 
 
-def _rows(transaction: Transaction, condition: str, values: Row) -> list[GroupRow]:
+def _select_groups(transaction: Transaction, condition: str, values: Row) -> list[GroupRow]:
     return [
-        _group(row)
+        _group_row(row)
         for row in transaction.all(f"SELECT {_COLUMNS} FROM groups WHERE {condition}", values)
     ]
 
 
-def _marks(values: Sequence[object]) -> str:
+def _placeholders(values: Sequence[object]) -> str:
     return ", ".join("?" * len(values))
 
 
-def _group(row: Row) -> GroupRow:
+def _group_row(row: Row) -> GroupRow:
     values = dict(zip(_FIELDS, row, strict=True))
     values["prompt"] = json.loads(values["prompt"])
     if values["rewards"] is not None:

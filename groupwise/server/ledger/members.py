@@ -19,7 +19,7 @@ from groupwise.api.schemas.problems import FieldError, Refusal
 from groupwise.runs.encoding import pack_json, unpack_json
 from groupwise.server.ledger.groups import GroupRow, read_group
 from groupwise.server.ledger.rewards import Include, Post, Posted, accept_rewards
-from groupwise.server.ledger.runs import need_active
+from groupwise.server.ledger.runs import require_active
 from groupwise.server.ledger.transaction import Transaction
 
 GRACE = 1.0
@@ -29,7 +29,7 @@ _ID = re.compile(r"(?:chatcmpl-|cmpl-)?(?P<group>g-[A-Za-z0-9]+)(?:-(?P<member>[
 
 
 @dataclass(frozen=True, slots=True)
-class Named:
+class CompletionId:
     """The parsed id of a group, or of one completion of a group."""
 
     group: str
@@ -53,19 +53,19 @@ class Member:
     """A group's member, for one call."""
 
     row: GroupRow
-    place: int
+    index: int
 
 
-def parse_id(id: str) -> Named:
+def parse_id(id: str) -> CompletionId:
     """Parse the id of a group, of its completion (`chatcmpl-…`), or of one of its members."""
     match = _ID.fullmatch(id)
     if match is None:
-        return Named(id)
+        return CompletionId(id)
     member = match["member"]
-    return Named(match["group"], None if member is None else int(member))
+    return CompletionId(match["group"], None if member is None else int(member))
 
 
-def share(transaction: Transaction, gathering: Gathering, group: str) -> Member:
+def share_group(transaction: Transaction, gathering: Gathering, group: str) -> Member:
     """Register a newly opened group to be shared by these calls; its first member goes to the current call."""
     transaction.insert(
         "handed_out",
@@ -85,64 +85,64 @@ def next_member(transaction: Transaction, gathering: Gathering, oldest: int) -> 
     A new group is needed if all members are handed out, the group has ended, or it was sampled before step `oldest`. Refuses with
     `settings_conflict` if the calls that share the group had a different prompt or settings.
     """
-    found = transaction.first(
+    row = transaction.first(
         """SELECT handed_out.id, asked, given FROM handed_out JOIN groups ON groups.id = handed_out.id
         WHERE handed_out.run = ? AND handed_out.key_id = ? AND name = ?
         AND state = 'open' AND lease_end > ? AND sampled_step >= ? AND given < members
         ORDER BY groups.rowid DESC""",
         (gathering.run, gathering.key_id, gathering.name, transaction.uptime, oldest),
     )
-    if found is None:
+    if row is None:
         return None
-    group, common, given = found
+    group, common, handed_out = row
     if common != gathering.common:
         raise Refusal(
             "settings_conflict",
             f"the group {gathering.name[:80]!r} was begun with another prompt, size or way of sampling, and its members are compared "
             "with each other. Ask the same in each of its calls, or use another name.",
         )
-    return Member(read_group(transaction, group), given)
+    return Member(read_group(transaction, group), handed_out)
 
 
-def give(transaction: Transaction, member: Member) -> bool:
+def hand_out(transaction: Transaction, member: Member) -> bool:
     """Record that a call gets the member; False if another call got it, or the group ended, meanwhile."""
-    changed = transaction.execute(
+    cursor = transaction.execute(
         """UPDATE handed_out SET given = given + 1 WHERE id = ? AND given = ?
         AND (SELECT state FROM groups WHERE groups.id = handed_out.id) = 'open'""",
-        (member.row.id, member.place),
+        (member.row.id, member.index),
     )
-    return changed.rowcount == 1
+    return cursor.rowcount == 1
 
 
 # --- rewards --------------------------------------------------------------------------------------
 
 
-def accept(transaction: Transaction, run: str, post: Post) -> Posted:
+def accept_post(transaction: Transaction, run: str, post: Post) -> Posted:
     """Accept the rewards of a group, or the reward of one member; see `rewards.accept_rewards`, also for the refusals.
 
     A post for the whole group must agree with rewards already accepted for members; otherwise it is refused with `already_rewarded`.
     """
     if not isinstance(post.group, str):
         return accept_rewards(transaction, run, post)
-    meant = parse_id(post.group)
-    whole = replace(post, group=meant.group)
-    if meant.member is not None:
-        return _accept_one(transaction, run, whole, meant.member)
-    for place, (reward, _) in _rewards(transaction, meant.group).items():
-        if place < len(post.rewards) and post.rewards[place] != reward:
-            raise _other(f"{meant.group}-{place}", reward)
-    return accept_rewards(transaction, run, whole)
+    completion = parse_id(post.group)
+    group_post = replace(post, group=completion.group)
+    if completion.member is not None:
+        return _accept_one(transaction, run, group_post, completion.member)
+    for index, (reward, _) in _member_rewards(transaction, completion.group).items():
+        if index < len(post.rewards) and post.rewards[index] != reward:
+            raise _already_rewarded(f"{completion.group}-{index}", reward)
+    return accept_rewards(transaction, run, group_post)
 
 
 def _accept_one(transaction: Transaction, run: str, post: Post, member: int) -> Posted:
-    row = _check_given(transaction, post, member)
-    before = transaction.first(
+    row = _handed_out_group(transaction, post, member)
+    stored = transaction.first(
         "SELECT reward, answer FROM member_rewards WHERE id = ? AND member = ?", (row.id, member)
     )
-    if before is not None:
-        reward, answer = before
+    if stored is not None:
+        reward, answer = stored
         if reward != post.rewards[0]:
-            raise _other(f"{row.id}-{member}", reward)
+            raise _already_rewarded(f"{row.id}-{member}", reward)
         return Posted(row.id, False, row.state, unpack_json(answer))
     if row.rewards is not None and row.rewards[member] == post.rewards[0]:
         return Posted(row.id, False, row.state, dict(post.answer))
@@ -155,21 +155,21 @@ def _accept_one(transaction: Transaction, run: str, post: Post, member: int) -> 
         include=post.include,
         answer=pack_json(post.answer),
     )
-    if len(_rewards(transaction, row.id)) == row.members:
-        row = _complete(transaction, run, row)
+    if len(_member_rewards(transaction, row.id)) == row.members:
+        row = _reward_group(transaction, run, row)
     return Posted(row.id, True, row.state, dict(post.answer))
 
 
-def _check_given(transaction: Transaction, post: Post, member: int) -> GroupRow:
+def _handed_out_group(transaction: Transaction, post: Post, member: int) -> GroupRow:
     """The group of a member that was handed out to a call."""
     group = str(post.group)
-    given = transaction.value("SELECT given FROM handed_out WHERE id = ?", (group,))
-    if given is None or member >= given:
+    handed_out = transaction.value("SELECT given FROM handed_out WHERE id = ?", (group,))
+    if handed_out is None or member >= handed_out:
         raise Refusal("unknown_group", f"no completion has the id {group}-{member}.")
     if len(post.rewards) != 1:
-        wrong = f"{group}-{member} is one completion, but {len(post.rewards)} rewards came."
+        problem = f"{group}-{member} is one completion, but {len(post.rewards)} rewards came."
         raise Refusal(
-            "invalid_request", wrong, errors=[FieldError(field=post.field, message=wrong)]
+            "invalid_request", problem, errors=[FieldError(field=post.field, message=problem)]
         )
     return read_group(transaction, group)
 
@@ -180,8 +180,8 @@ def _check_open(transaction: Transaction, row: GroupRow, member: int) -> None:
             "group_given_up", f"group {row.id} was given up; no rewards are taken for it."
         )
     if row.rewards is not None:
-        raise _other(f"{row.id}-{member}", row.rewards[member])
-    need_active(transaction, row.run)
+        raise _already_rewarded(f"{row.id}-{member}", row.rewards[member])
+    require_active(transaction, row.run)
     if row.state == "expired" or row.lease_end <= transaction.uptime:
         raise Refusal(
             "lease_expired",
@@ -189,11 +189,14 @@ def _check_open(transaction: Transaction, row: GroupRow, member: int) -> None:
         )
 
 
-def _complete(transaction: Transaction, run: str, row: GroupRow) -> GroupRow:
+def _reward_group(transaction: Transaction, run: str, row: GroupRow) -> GroupRow:
     """Reward the group with its members' rewards; members without one count as failed."""
-    found = _rewards(transaction, row.id)
-    rewards = tuple(found[place][0] if place in found else None for place in range(row.members))
-    is_held = any(include == "hold" for _, include in found.values())
+    member_rewards = _member_rewards(transaction, row.id)
+    rewards = tuple(
+        member_rewards[index][0] if index in member_rewards else None
+        for index in range(row.members)
+    )
+    is_held = any(include == "hold" for _, include in member_rewards.values())
     include: Include = "hold" if is_held else "next"
     answer = {
         "model_version": [row.run, row.sampled_step],
@@ -214,24 +217,26 @@ def settle_overdue(transaction: Transaction) -> list[GroupRow]:
         WHERE groups.state = 'open' AND lease_end <= ? AND runs.state = 'active'""",
         (transaction.uptime,),
     )
-    settled: list[GroupRow] = []
+    groups: list[GroupRow] = []
     for (group,) in overdue:
         # `accept_rewards` refuses a group whose lease has expired.
         lease_end = transaction.uptime + GRACE
         transaction.execute("UPDATE groups SET lease_end = ? WHERE id = ?", (lease_end, group))
         row = read_group(transaction, group)
-        settled.append(_complete(transaction, row.run, row))
-    return settled
+        groups.append(_reward_group(transaction, row.run, row))
+    return groups
 
 
-def _rewards(transaction: Transaction, group: str) -> dict[int, tuple[float | None, Include]]:
-    found = transaction.all(
+def _member_rewards(
+    transaction: Transaction, group: str
+) -> dict[int, tuple[float | None, Include]]:
+    rows = transaction.all(
         "SELECT member, reward, include FROM member_rewards WHERE id = ?", (group,)
     )
-    return {member: (reward, include) for member, reward, include in found}
+    return {member: (reward, include) for member, reward, include in rows}
 
 
-def _other(completion: str, reward: float | None) -> Refusal:
+def _already_rewarded(completion: str, reward: float | None) -> Refusal:
     return Refusal(
         "already_rewarded",
         f"another reward was accepted for {completion} before: {'null' if reward is None else reward}. That one stands.",

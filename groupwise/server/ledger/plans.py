@@ -14,9 +14,9 @@ from typing import Any, Literal
 from groupwise.api.schemas.problems import FieldError, Refusal
 from groupwise.core import atomic_files
 from groupwise.runs.encoding import label, pack_json, unpack_json
-from groupwise.server.ledger.group_states import MoveError, after, before
-from groupwise.server.ledger.groups import GroupRow, move, read_group
-from groupwise.server.ledger.runs import need_active
+from groupwise.server.ledger.group_states import MoveError, next_state, states_before
+from groupwise.server.ledger.groups import GroupRow, read_group, set_group_state
+from groupwise.server.ledger.runs import require_active
 from groupwise.server.ledger.transaction import Transaction
 
 PlanState = Literal["planned", "trained", "quarantined"]
@@ -69,10 +69,10 @@ def make_plan(
     or named twice), or with the way in which the group ended; with `finished` if the run has ended. A second living plan of a step is a bug
     in the caller: MoveError.
     """
-    need_active(transaction, run)
-    if (other := living_plan(transaction, run, step)) is not None:
+    require_active(transaction, run)
+    if (existing := living_plan(transaction, run, step)) is not None:
         raise MoveError(
-            f"step {step} of run {run} has a plan already, of {len(other.groups)} groups; it is {other.state}."
+            f"step {step} of run {run} has a plan already, of {len(existing.groups)} groups; it is {existing.state}."
         )
     plan = transaction.insert(
         "plans",
@@ -82,24 +82,24 @@ def make_plan(
         made_at=transaction.now,
     )
     for position, group in enumerate(groups):
-        row = _trainable(transaction, run, group)
+        row = _trainable_group(transaction, run, group)
         transaction.execute(
             "UPDATE groups SET state = ?, plan = ?, position = ? WHERE id = ?",
-            (after(row.state, "plan"), plan, position, row.id),
+            (next_state(row.state, "plan"), plan, position, row.id),
         )
-    return _read(transaction, plan)
+    return _read_plan(transaction, plan)
 
 
 def count_loss(transaction: Transaction, run: str, step: int) -> int:
     """Count that an engine was lost while taking this step; returns the count since the step was last trained."""
-    plan = _need(transaction, run, step)
+    plan = _require_plan(transaction, run, step)
     transaction.execute("UPDATE plans SET losses = losses + 1 WHERE id = ?", (plan.id,))
     return plan.losses + 1
 
 
 def mark_trained(transaction: Transaction, run: str, step: int, trained: Trained) -> PlanRow:
     """Store the result of a step that the engine has committed; a repeated step gets its new result."""
-    plan = _need(transaction, run, step)
+    plan = _require_plan(transaction, run, step)
     transaction.execute(
         """UPDATE plans SET state = 'trained', losses = 0, fingerprint_out = ?, version_out = ?, policy_path = ?,
         metrics = ?, trained_at = ? WHERE id = ?""",
@@ -113,13 +113,13 @@ def mark_trained(transaction: Transaction, run: str, step: int, trained: Trained
         ),
     )
     if plan.state == "planned":
-        move(transaction, groups_of(transaction, plan), after("planned", "train"))
-    return _read(transaction, plan.id)
+        set_group_state(transaction, groups_of(transaction, plan), next_state("planned", "train"))
+    return _read_plan(transaction, plan.id)
 
 
 def quarantine(transaction: Transaction, run: str, step: int, reason: str) -> PlanRow:
     """Quarantine the plan of a step and its groups; the step number can be used again. MoveError if it was trained before."""
-    plan = _need(transaction, run, step)
+    plan = _require_plan(transaction, run, step)
     if plan.state != "planned":
         raise MoveError(
             f"the plan of step {step} of run {run} is {plan.state}: it cannot be quarantined."
@@ -127,47 +127,49 @@ def quarantine(transaction: Transaction, run: str, step: int, reason: str) -> Pl
     transaction.execute(
         "UPDATE plans SET state = 'quarantined', reason = ? WHERE id = ?", (label(reason), plan.id)
     )
-    move(transaction, groups_of(transaction, plan), after("planned", "quarantine"), reason)
-    return _read(transaction, plan.id)
+    set_group_state(
+        transaction, groups_of(transaction, plan), next_state("planned", "quarantine"), reason
+    )
+    return _read_plan(transaction, plan.id)
 
 
 def living_plan(transaction: Transaction, run: str, step: int) -> PlanRow | None:
     """The plan of a step that is planned or trained (not quarantined)."""
-    found = transaction.value(
+    plan_id = transaction.value(
         "SELECT id FROM plans WHERE run = ? AND step = ? AND state <> 'quarantined'", (run, step)
     )
-    return None if found is None else _read(transaction, found)
+    return None if plan_id is None else _read_plan(transaction, plan_id)
 
 
 def plans_ahead(transaction: Transaction, run: str) -> list[PlanRow]:
     """Plans that are not trained yet, in order."""
-    found = transaction.all(
+    rows = transaction.all(
         "SELECT id FROM plans WHERE run = ? AND state = 'planned' ORDER BY step", (run,)
     )
-    return [_read(transaction, plan) for (plan,) in found]
+    return [_read_plan(transaction, plan) for (plan,) in rows]
 
 
 def plans_from(transaction: Transaction, run: str, step: int) -> list[PlanRow]:
     """The living plans of a run from a step on, in order. An engine that resumes at `step` has to take them again."""
-    found = transaction.all(
+    rows = transaction.all(
         "SELECT id FROM plans WHERE run = ? AND step >= ? AND state <> 'quarantined' ORDER BY step",
         (run, step),
     )
-    return [_read(transaction, plan) for (plan,) in found]
+    return [_read_plan(transaction, plan) for (plan,) in rows]
 
 
 def quarantined_plans(transaction: Transaction, run: str) -> list[PlanRow]:
     """Quarantined plans, in the order of their creation."""
-    found = transaction.all(
+    rows = transaction.all(
         "SELECT id FROM plans WHERE run = ? AND state = 'quarantined' ORDER BY id", (run,)
     )
-    return [_read(transaction, plan) for (plan,) in found]
+    return [_read_plan(transaction, plan) for (plan,) in rows]
 
 
 def plan_of(transaction: Transaction, group: str) -> PlanRow | None:
     """The plan that a group is or was part of; None if there is none."""
     plan = read_group(transaction, group).plan
-    return None if plan is None else _read(transaction, plan)
+    return None if plan is None else _read_plan(transaction, plan)
 
 
 def last_trained_step(transaction: Transaction, run: str) -> int | None:
@@ -185,23 +187,25 @@ def groups_of(transaction: Transaction, plan: PlanRow) -> list[GroupRow]:
     return [read_group(transaction, group) for group in plan.groups]
 
 
-def _trainable(transaction: Transaction, run: str, group: str) -> GroupRow:
+def _trainable_group(transaction: Transaction, run: str, group: str) -> GroupRow:
     row = read_group(transaction, group)
     if row.run != run:
         raise Refusal("unknown_group", f"group {group} is of run {row.run}, not of {run}.")
-    if row.state in before("plan"):
+    if row.state in states_before("plan"):
         return row
-    if row.state in _OVER:
-        raise Refusal(_OVER[row.state], f"group {group} is {row.state}: no step can train it.")
-    if row.state == "open":
-        wrong = f"group {group} has no rewards yet; post them first."
+    if row.state in _PROBLEM_CODES:
         raise Refusal(
-            "invalid_request", wrong, errors=[FieldError(field="group_ids", message=wrong)]
+            _PROBLEM_CODES[row.state], f"group {group} is {row.state}: no step can train it."
+        )
+    if row.state == "open":
+        problem = f"group {group} has no rewards yet; post them first."
+        raise Refusal(
+            "invalid_request", problem, errors=[FieldError(field="group_ids", message=problem)]
         )
     raise Refusal("group_in_use", f"group {group} is {row.state}: a step has it already.")
 
 
-_OVER = {
+_PROBLEM_CODES = {
     "expired": "lease_expired",
     "given_up": "group_given_up",
     "stale": "group_stale",
@@ -209,14 +213,14 @@ _OVER = {
 }
 
 
-def _need(transaction: Transaction, run: str, step: int) -> PlanRow:
+def _require_plan(transaction: Transaction, run: str, step: int) -> PlanRow:
     plan = living_plan(transaction, run, step)
     if plan is None:
         raise MoveError(f"step {step} of run {run} has no plan; make one first.")
     return plan
 
 
-def _read(transaction: Transaction, id: int) -> PlanRow:
+def _read_plan(transaction: Transaction, id: int) -> PlanRow:
     row = transaction.first(f"SELECT {_COLUMNS} FROM plans WHERE id = ?", (id,))
     assert row is not None
     _, run, step, state, parameters, losses, reason, fingerprint, version, path, metrics = row

@@ -14,9 +14,9 @@ from typing import Any, Literal
 
 from groupwise.api.schemas.problems import FieldError, Refusal
 from groupwise.runs.encoding import pack_json, unpack_json
-from groupwise.server.ledger.group_states import State, after
-from groupwise.server.ledger.groups import Echo, GroupRow, matching, read_group
-from groupwise.server.ledger.runs import need_active
+from groupwise.server.ledger.group_states import State, next_state
+from groupwise.server.ledger.groups import Echo, GroupRow, find_by_echo, read_group
+from groupwise.server.ledger.runs import require_active
 from groupwise.server.ledger.transaction import Transaction
 
 Include = Literal["next", "hold"]
@@ -60,8 +60,8 @@ def accept_rewards(transaction: Transaction, run: str, post: Post) -> Posted:
     """
     if isinstance(post.group, str):
         group = read_group(transaction, post.group)
-    elif (found := matching(transaction, run, post.group)) is not None:
-        group = found
+    elif (matching_group := find_by_echo(transaction, run, post.group)) is not None:
+        group = matching_group
     else:
         raise Refusal(
             "unknown_group",
@@ -69,11 +69,11 @@ def accept_rewards(transaction: Transaction, run: str, post: Post) -> Posted:
             "Send `group_id`, or the echo exactly as /completions gave it.",
         )
     if len(post.rewards) != group.members:
-        wrong = f"group {group.id} has {group.members} completions, but {len(post.rewards)} rewards came."
+        problem = f"group {group.id} has {group.members} completions, but {len(post.rewards)} rewards came."
         raise Refusal(
             "invalid_request",
-            f"{wrong} Send one for each completion, in order; null where it failed.",
-            errors=[FieldError(field=post.field, message=wrong)],
+            f"{problem} Send one for each completion, in order; null where it failed.",
+            errors=[FieldError(field=post.field, message=problem)],
         )
     if group.state == "given_up":
         raise Refusal(
@@ -85,14 +85,14 @@ def accept_rewards(transaction: Transaction, run: str, post: Post) -> Posted:
 
 
 def _accept_first(transaction: Transaction, group: GroupRow, post: Post) -> Posted:
-    need_active(transaction, group.run)
+    require_active(transaction, group.run)
     if group.state == "expired" or group.lease_end <= transaction.uptime:
         raise Refusal(
             "lease_expired",
             f"the lease of group {group.id} has expired: its rewards came too late. Ask for completions again; "
             "`lease_seconds` of /start sets the time.",
         )
-    state = after(group.state, "hold" if post.include == "hold" else "reward")
+    state = next_state(group.state, "hold" if post.include == "hold" else "reward")
     rewards = json.dumps(post.rewards, allow_nan=False)
     transaction.execute(
         """UPDATE groups SET state = ?, rewards = ?, answer = ?,
@@ -110,8 +110,8 @@ def _accept_again(transaction: Transaction, group: GroupRow, post: Post) -> Post
             f"other rewards were accepted for group {group.id} before: {json.dumps(group.rewards)}. Those stand.",
         )
     if group.state == "held" and post.include == "next":
-        need_active(transaction, group.run)
-        state = after(group.state, "release")
+        require_active(transaction, group.run)
+        state = next_state(group.state, "release")
         transaction.execute(
             "UPDATE groups SET state = ?, answer = ? WHERE id = ?",
             (state, pack_json(post.answer), group.id),

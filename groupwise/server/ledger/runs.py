@@ -53,10 +53,10 @@ def add_run(
     tokenizer: Tokenizer | None = None,
 ) -> RunRow:
     """Add a run and make it the active one. Refuses with `run_active` if another run is active."""
-    if (other := active_run(transaction)) is not None:
+    if (active := active_run(transaction)) is not None:
         raise Refusal(
             "run_active",
-            f"the run {other.run} is active. Stop it first, or start with `replace: true`, which stops it cleanly.",
+            f"the run {active.run} is active. Stop it first, or start with `replace: true`, which stops it cleanly.",
         )
     transaction.insert(
         "runs",
@@ -75,25 +75,27 @@ def read_run(transaction: Transaction, run: str) -> RunRow:
     """Read one run; refuses with `unknown_run` if there is none of this name."""
     row = transaction.first(f"SELECT {_COLUMNS} FROM runs WHERE run = ?", (label(run),))
     if row is None:
-        known = ", ".join(each.run for each in list_runs(transaction)) or "none yet"
+        names = ", ".join(row.run for row in list_runs(transaction)) or "none yet"
         raise Refusal(
-            "unknown_run", f"there is no run {run!r} on this server; its runs are: {known}."
+            "unknown_run", f"there is no run {run!r} on this server; its runs are: {names}."
         )
-    return _run(row)
+    return _run_row(row)
 
 
 def active_run(transaction: Transaction) -> RunRow | None:
     """The run that groups are sampled for; None if there is none."""
     row = transaction.first(f"SELECT {_COLUMNS} FROM runs WHERE state = 'active'")
-    return None if row is None else _run(row)
+    return None if row is None else _run_row(row)
 
 
 def list_runs(transaction: Transaction) -> list[RunRow]:
     """All runs, in the order in which they were started."""
-    return [_run(row) for row in transaction.all(f"SELECT {_COLUMNS} FROM runs ORDER BY position")]
+    return [
+        _run_row(row) for row in transaction.all(f"SELECT {_COLUMNS} FROM runs ORDER BY position")
+    ]
 
 
-def go_on(
+def reactivate_run(
     transaction: Transaction,
     run: str,
     settings: Mapping[str, Any],
@@ -114,9 +116,11 @@ def set_run_state(
 ) -> RunRow:
     """Make the run active again, or end it with a reason. Refuses with `run_active` if another run is active."""
     read_run(transaction, run)
-    other = active_run(transaction)
-    if state == "active" and other is not None and other.run != run:
-        raise Refusal("run_active", f"the run {other.run} is active. Stop it before {run} goes on.")
+    active = active_run(transaction)
+    if state == "active" and active is not None and active.run != run:
+        raise Refusal(
+            "run_active", f"the run {active.run} is active. Stop it before {run} goes on."
+        )
     transaction.execute(
         "UPDATE runs SET state = ?, reason = ?, ended_at = ? WHERE run = ?",
         (
@@ -135,7 +139,7 @@ def new_incarnation(transaction: Transaction, run: str) -> int:
     return read_run(transaction, run).incarnation
 
 
-def need_active(transaction: Transaction, run: str) -> None:
+def require_active(transaction: Transaction, run: str) -> None:
     """Refuse with `finished` if the run is not the active one."""
     row = read_run(transaction, run)
     if row.state != "active":
@@ -146,17 +150,17 @@ def need_active(transaction: Transaction, run: str) -> None:
         )
 
 
-def _run(row: Row) -> RunRow:
-    run, folder, settings, config, *rest, tokenizer = row
-    read = unpack_json(settings), unpack_json(config)
-    return RunRow(run, folder, *read, *rest, tokenizer=_tokenizer(tokenizer))
+def _run_row(row: Row) -> RunRow:
+    run, folder, settings, config, *columns, tokenizer = row
+    documents = unpack_json(settings), unpack_json(config)
+    return RunRow(run, folder, *documents, *columns, tokenizer=_unpack_tokenizer(tokenizer))
 
 
 def _pack_tokenizer(tokenizer: Tokenizer | None) -> str | None:
     return None if tokenizer is None else pack_json(asdict(tokenizer))
 
 
-def _tokenizer(packed: str | None) -> Tokenizer | None:
+def _unpack_tokenizer(packed: str | None) -> Tokenizer | None:
     if packed is None:
         return None
     facts = unpack_json(packed)

@@ -12,7 +12,7 @@ one column changes.
 
 from __future__ import annotations
 
-from groupwise.server.ledger.group_states import TABLE, State, moves
+from groupwise.server.ledger.group_states import TABLE, State, transitions
 
 APPLICATION_ID = 0x47525053
 """Marks the file as the ledger of a training server (`GRPS`)."""
@@ -32,7 +32,7 @@ def sql_list(states: tuple[State, ...]) -> str:
 
 
 def _moves_trigger() -> str:
-    pairs = ", ".join(f"('{old}', '{new}')" for old, new in moves())
+    pairs = ", ".join(f"('{old}', '{new}')" for old, new in transitions())
     return f"""
     CREATE TRIGGER group_moves BEFORE UPDATE OF state ON groups
     WHEN (OLD.state, NEW.state) NOT IN (VALUES {pairs})

@@ -30,18 +30,18 @@ class Tokenizer:
 
 def tokenizer_answer(folder: Path, tokenizer: Tokenizer) -> TokenizerAnswer:
     """Describe the tokenizer files in this folder."""
-    text, config = folder / "tokenizer.json", folder / "tokenizer_config.json"
-    facts: dict[str, Any] = json.loads(config.read_text()) if config.is_file() else {}
+    tokenizer_file, config_file = folder / "tokenizer.json", folder / "tokenizer_config.json"
+    facts: dict[str, Any] = json.loads(config_file.read_text()) if config_file.is_file() else {}
     template = folder / TEMPLATE
     return TokenizerAnswer(
         hash=tokenizer.hash,
         chat_template=template.read_text() if template.is_file() else facts.get("chat_template"),
-        tokenizer_json=text.read_text() if text.is_file() else None,
-        special_tokens={role: _content(facts[role]) for role in ROLES if facts.get(role)},
+        tokenizer_json=tokenizer_file.read_text() if tokenizer_file.is_file() else None,
+        special_tokens={role: _token_text(facts[role]) for role in ROLES if facts.get(role)},
         stop_token_ids=list(tokenizer.stop_token_ids),
     )
 
 
-def _content(token: Any) -> str:
+def _token_text(token: Any) -> str:
     """Text of a special token, given as a string or as an object with `content`."""
     return token if isinstance(token, str) else str(token["content"])

@@ -69,8 +69,8 @@ class Ledger:
             self._uptime_before = uptime.stored_uptime(connection) - timing.clock()
         self._queue: list[_Job] = []
         self._closing = False
-        self._changed = threading.Condition()
-        self._thread = threading.Thread(target=self._serve, name="ledger", daemon=True)
+        self._condition = threading.Condition()
+        self._thread = threading.Thread(target=self._run_batches, name="ledger", daemon=True)
         self._thread.start()
 
     @classmethod
@@ -91,13 +91,13 @@ class Ledger:
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         name = getattr(operation, "__name__", "operation")
         job = _Job(name, lambda transaction: operation(transaction, *args, **kwargs), future)
-        with self._changed:
+        with self._condition:
             if self._closing:
                 raise StoreError(
                     f"the server's ledger {self.path} is closed; start the server again."
                 )
             self._queue.append(job)
-            self._changed.notify()
+            self._condition.notify()
         return await future
 
     async def do_when_writable(
@@ -113,43 +113,43 @@ class Ledger:
 
     async def close(self) -> None:
         """Finish the queued operations, store the uptime, and close the file. Repeating it is harmless."""
-        await asyncio.to_thread(self._close)
+        await asyncio.to_thread(self._stop_thread)
 
-    def _close(self) -> None:
-        with self._changed:
+    def _stop_thread(self) -> None:
+        with self._condition:
             self._closing = True
-            self._changed.notify()
+            self._condition.notify()
         self._thread.join()
 
-    def _serve(self) -> None:
+    def _run_batches(self) -> None:
         while True:
-            with self._changed:
-                self._changed.wait_for(lambda: self._queue or self._closing)
+            with self._condition:
+                self._condition.wait_for(lambda: self._queue or self._closing)
                 batch = self._queue[:LARGEST_BATCH]
                 del self._queue[:LARGEST_BATCH]
             if not batch:  # closed, and all operations are done
                 break
-            self._settle(batch)
+            self._run_batch(batch)
             _resolve(batch)
-        self._leave()
+        self._store_uptime_and_close()
 
-    def _settle(self, batch: Sequence[_Job]) -> None:
+    def _run_batch(self, batch: Sequence[_Job]) -> None:
         """Set the result or error of each job; never raises, because the thread must survive."""
         try:
             self._connection.execute("BEGIN IMMEDIATE")
             transaction = self._transaction()
-            changed = {job.name for job in batch if self._perform(job, transaction)}
-            if changed:
-                atomic_files.commit(self._connection, "+".join(sorted(changed)))
+            changed_names = {job.name for job in batch if self._run_operation(job, transaction)}
+            if changed_names:
+                atomic_files.commit(self._connection, "+".join(sorted(changed_names)))
             else:
                 self._connection.execute("ROLLBACK")
         except sqlite3.Error as error:
-            self._undo()
+            self._rollback()
             for job in batch:
                 # One exception per job: an exception raised in several tasks would collect the tracebacks of all.
                 job.error = explanation(self.path, error)
         except BaseException as error:  # noqa: BLE001 — the callers wait for any error
-            self._undo()
+            self._rollback()
             for job in batch:
                 job.error = error
 
@@ -160,7 +160,7 @@ class Ledger:
             uptime=self._uptime_before + self._timing.clock(),
         )
 
-    def _perform(self, job: _Job, transaction: Transaction) -> bool:
+    def _run_operation(self, job: _Job, transaction: Transaction) -> bool:
         """Run one operation, undoing only its changes if it raises; True if it changed anything."""
         changes = self._connection.total_changes
         self._connection.execute("SAVEPOINT operation")
@@ -176,21 +176,21 @@ class Ledger:
         self._connection.execute("RELEASE operation")
         return job.error is None and self._connection.total_changes > changes
 
-    def _undo(self) -> None:
+    def _rollback(self) -> None:
         try:
             if self._connection.in_transaction:
                 self._connection.execute("ROLLBACK")
         except sqlite3.Error:  # already rolled back; if not, the next BEGIN fails and reports it
             return
 
-    def _leave(self) -> None:
+    def _store_uptime_and_close(self) -> None:
         """Store the uptime if the disk allows it; otherwise leases last slightly longer."""
         try:
             self._connection.execute("BEGIN IMMEDIATE")
             uptime.tick(self._transaction())
             atomic_files.commit(self._connection, "tick")
         except sqlite3.Error:
-            self._undo()
+            self._rollback()
         finally:
             self._connection.close()
 

@@ -25,7 +25,7 @@ from groupwise.api.schemas.openai import (
     Usage,
 )
 from groupwise.core.plugins import printable
-from groupwise.server.openai.completed import Completed, Written
+from groupwise.server.openai.completed import Completed, CompletionChoice
 
 Kind = Literal["chat", "text"]
 PREFIX: dict[Kind, str] = {"chat": "chatcmpl-", "text": "cmpl-"}
@@ -35,38 +35,41 @@ INCOMPLETE = "\ufffd"
 """Contained in the text of a token that holds only part of a character."""
 
 
-def whole(kind: Kind, completed: Completed) -> ChatCompletion | TextCompletion:
+def full_response(kind: Kind, completed: Completed) -> ChatCompletion | TextCompletion:
     """The complete response, without streaming."""
-    common: dict[str, Any] = {**_about(kind, completed), "usage": _usage(completed)}
+    metadata: dict[str, Any] = {
+        **_response_metadata(kind, completed),
+        "usage": _token_usage(completed),
+    }
     if kind == "text":
         texts = [
             TextChoice(
-                index=place,
-                text=each.text,
-                finish_reason=each.finish_reason,
-                token_ids=list(each.token_ids),
-                logprobs=_text_logprobs(each),
+                index=index,
+                text=choice.text,
+                finish_reason=choice.finish_reason,
+                token_ids=list(choice.token_ids),
+                logprobs=_text_logprobs(choice),
             )
-            for place, each in enumerate(completed.choices)
+            for index, choice in enumerate(completed.choices)
         ]
-        return TextCompletion(**common, choices=texts)
+        return TextCompletion(**metadata, choices=texts)
     chats: list[ChatChoice] = []
-    for place, each in enumerate(completed.choices):
-        calls = _calls(completed.id, place, each)
-        content = None if calls and not each.text else each.text
+    for index, choice in enumerate(completed.choices):
+        calls = _tool_calls(completed.id, index, choice)
+        content = None if calls and not choice.text else choice.text
         chats.append(
             ChatChoice(
-                index=place,
+                index=index,
                 message=Reply(content=content, tool_calls=calls or None),
-                finish_reason=each.finish_reason,
-                token_ids=list(each.token_ids),
-                logprobs=_chat_logprobs(each),
+                finish_reason=choice.finish_reason,
+                token_ids=list(choice.token_ids),
+                logprobs=_chat_logprobs(choice),
             )
         )
-    return ChatCompletion(**common, choices=chats)
+    return ChatCompletion(**metadata, choices=chats)
 
 
-def _about(kind: Kind, completed: Completed) -> dict[str, Any]:
+def _response_metadata(kind: Kind, completed: Completed) -> dict[str, Any]:
     return {
         "id": PREFIX[kind] + completed.id,
         "created": int(completed.created),
@@ -77,28 +80,28 @@ def _about(kind: Kind, completed: Completed) -> dict[str, Any]:
     }
 
 
-def _usage(completed: Completed) -> Usage:
+def _token_usage(completed: Completed) -> Usage:
     prompt, completion = completed.prompt_tokens, completed.completion_tokens
     return Usage(
         prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion
     )
 
 
-def _calls(id: str, place: int, each: Written) -> list[ToolCallData]:
+def _tool_calls(id: str, choice_index: int, choice: CompletionChoice) -> list[ToolCallData]:
     return [
         ToolCallData(
-            id=f"call_{id}-{place}-{number}",
+            id=f"call_{id}-{choice_index}-{number}",
             function=CalledFunction(
                 name=printable(call.name),
                 arguments=printable(json.dumps(call.arguments, ensure_ascii=False)),
             ),
         )
-        for number, call in enumerate(each.calls)
+        for number, call in enumerate(choice.calls)
     ]
 
 
-def _chat_logprobs(each: Written) -> ChatLogprobs | None:
-    if each.token_texts is None:
+def _chat_logprobs(choice: CompletionChoice) -> ChatLogprobs | None:
+    if choice.token_texts is None:
         return None
     return ChatLogprobs(
         content=[
@@ -107,83 +110,87 @@ def _chat_logprobs(each: Written) -> ChatLogprobs | None:
                 logprob=logprob,
                 bytes=None if INCOMPLETE in text else list(text.encode()),
             )
-            for text, logprob in zip(each.token_texts, each.logprobs, strict=True)
+            for text, logprob in zip(choice.token_texts, choice.logprobs, strict=True)
         ]
     )
 
 
-def _text_logprobs(each: Written) -> TextLogprobs | None:
-    if each.token_texts is None:
+def _text_logprobs(choice: CompletionChoice) -> TextLogprobs | None:
+    if choice.token_texts is None:
         return None
-    lengths = accumulate(map(len, each.token_texts), initial=0)
-    offsets = [offset for offset, _ in zip(lengths, each.token_texts, strict=False)]
+    lengths = accumulate(map(len, choice.token_texts), initial=0)
+    offsets = [offset for offset, _ in zip(lengths, choice.token_texts, strict=False)]
     return TextLogprobs(
-        tokens=list(each.token_texts), token_logprobs=list(each.logprobs), text_offset=offsets
+        tokens=list(choice.token_texts), token_logprobs=list(choice.logprobs), text_offset=offsets
     )
 
 
-class Pieces:
+class StreamEncoder:
     """The encoded chunks of one stream."""
 
     def __init__(self, kind: Kind, model: str, created: int, *, usage: bool) -> None:
         """`model` is the requested model name; `usage`: whether the last chunk contains token counts."""
         self._kind: Kind = kind
-        self._usage = usage
+        self._token_usage = usage
         self._id = ""
         self._model = model
         self._created = created
 
-    def begin(self, id: str, choices: int) -> Iterator[bytes]:
+    def first_chunks(self, id: str, choices: int) -> Iterator[bytes]:
         """The chunks that precede all text."""
         self._id = PREFIX[self._kind] + id
         if self._kind == "chat":
-            for place in range(choices):
-                yield self._piece([self._choice(place, "", role="assistant")])
+            for index in range(choices):
+                yield self._encode_chunk([self._choice_delta(index, "", role="assistant")])
 
-    def more(self, place: int, text: str) -> bytes:
+    def text_chunk(self, index: int, text: str) -> bytes:
         """A chunk with more text of a choice."""
-        return self._piece([self._choice(place, text)])
+        return self._encode_chunk([self._choice_delta(index, text)])
 
-    def end(self, completed: Completed) -> Iterator[bytes]:
+    def last_chunks(self, completed: Completed) -> Iterator[bytes]:
         """The final chunk of each choice, then the end of the stream."""
-        about = _about(self._kind, completed)
-        for place, each in enumerate(completed.choices):
-            logprobs = _chat_logprobs(each) if self._kind == "chat" else _text_logprobs(each)
-            ended = {
-                **self._choice(place, ""),
-                "finish_reason": each.finish_reason,
-                "token_ids": each.token_ids,
+        metadata = _response_metadata(self._kind, completed)
+        for index, choice in enumerate(completed.choices):
+            logprobs = _chat_logprobs(choice) if self._kind == "chat" else _text_logprobs(choice)
+            final_choice = {
+                **self._choice_delta(index, ""),
+                "finish_reason": choice.finish_reason,
+                "token_ids": choice.token_ids,
                 "logprobs": None if logprobs is None else logprobs.model_dump(),
             }
             if self._kind == "chat":
-                ended["delta"] = {}
-                for number, call in enumerate(_calls(completed.id, place, each)):
+                final_choice["delta"] = {}
+                for number, call in enumerate(_tool_calls(completed.id, index, choice)):
                     delta = {"tool_calls": [{"index": number, **call.model_dump()}]}
-                    yield self._piece([{**self._choice(place, ""), "delta": delta}])
-            yield self._piece([ended], about)
-        if self._usage:
-            yield self._piece([], {**about, "usage": _usage(completed).model_dump()})
+                    yield self._encode_chunk([{**self._choice_delta(index, ""), "delta": delta}])
+            yield self._encode_chunk([final_choice], metadata)
+        if self._token_usage:
+            yield self._encode_chunk(
+                [], {**metadata, "usage": _token_usage(completed).model_dump()}
+            )
         yield DONE
 
-    def _choice(self, place: int, text: str, **delta: str) -> dict[str, Any]:
+    def _choice_delta(self, index: int, text: str, **delta: str) -> dict[str, Any]:
         if self._kind == "text":
-            return {"index": place, "text": text, "logprobs": None, "finish_reason": None}
+            return {"index": index, "text": text, "logprobs": None, "finish_reason": None}
         delta = {**delta, "content": text}
-        return {"index": place, "delta": delta, "logprobs": None, "finish_reason": None}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
 
-    def _piece(self, choices: list[dict[str, Any]], about: dict[str, Any] | None = None) -> bytes:
-        piece: dict[str, Any] = {
+    def _encode_chunk(
+        self, choices: list[dict[str, Any]], metadata: dict[str, Any] | None = None
+    ) -> bytes:
+        chunk: dict[str, Any] = {
             "id": self._id,
             "object": "chat.completion.chunk" if self._kind == "chat" else "text_completion",
             "created": self._created,
             "model": self._model,
             "choices": choices,
         }
-        if self._usage:
-            piece["usage"] = None
-        return event(piece | (about or {}))
+        if self._token_usage:
+            chunk["usage"] = None
+        return encode_event(chunk | (metadata or {}))
 
 
-def event(data: Any) -> bytes:
+def encode_event(data: Any) -> bytes:
     """Encode a server-sent event."""
     return b"data: " + json.dumps(data, ensure_ascii=False).encode() + b"\n\n"

@@ -1,4 +1,4 @@
-"""Converts a request in OpenAI's format into an `Ask` for the engine.
+"""Converts a request in OpenAI's format into a `GenerationRequest` for the engine.
 
 Whether a completion is stored can be set in the body or by headers, because not every client library allows extra fields in the body.
 """
@@ -43,7 +43,7 @@ ReadCalls = Literal["none", "first", "all"]
 
 
 @dataclass(frozen=True, slots=True)
-class Ask:
+class GenerationRequest:
     """The prompts to complete, and how."""
 
     model: str
@@ -74,12 +74,14 @@ class Ask:
         return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-def ask_of(request: ChatRequest | TextRequest, headers: StorageHeaders) -> Ask:
+def parse_request(request: ChatRequest | TextRequest, headers: StorageHeaders) -> GenerationRequest:
     """Convert a request. Raises a refusal that names the field if the completions cannot be stored as requested."""
     columns: dict[str, Any] = {}
     read_calls: ReadCalls = "none"
     if isinstance(request, ChatRequest):
-        prompts: tuple[Prompt, ...] = ([_for_template(each) for each in request.messages],)
+        prompts: tuple[Prompt, ...] = (
+            [_template_message(messages) for messages in request.messages],
+        )
         columns = columns_of(tools := request.offered_tools, request.chat_template_kwargs)
         if tools:
             read_calls = "first" if request.parallel_tool_calls is False else "all"
@@ -87,7 +89,7 @@ def ask_of(request: ChatRequest | TextRequest, headers: StorageHeaders) -> Ask:
         prompts = request.prompts
     store = bool(request.store) or headers.store
     restrictions: Mapping[str, Any] = request.restrictions
-    gather = _gather(request, headers, store)
+    gather = _parse_gathering(request, headers, store)
     if store:
         _refuse_unlearnable(request, restrictions, len(prompts))
     sampling = Sampling(
@@ -97,7 +99,7 @@ def ask_of(request: ChatRequest | TextRequest, headers: StorageHeaders) -> Ask:
         seed=request.seed,
         **restrictions,
     )
-    return Ask(
+    return GenerationRequest(
         model=request.model,
         prompts=prompts,
         n=request.choices,
@@ -110,30 +112,32 @@ def ask_of(request: ChatRequest | TextRequest, headers: StorageHeaders) -> Ask:
     )
 
 
-def _for_template(given: ChatMessage) -> dict[str, Any]:
-    message = given.plain()
-    if given.tool_calls:
-        message["tool_calls"] = [with_arguments(call) for call in given.tool_calls]
+def _template_message(chat_message: ChatMessage) -> dict[str, Any]:
+    message = chat_message.plain()
+    if chat_message.tool_calls:
+        message["tool_calls"] = [with_arguments(call) for call in chat_message.tool_calls]
     return message
 
 
-def _gather(
+def _parse_gathering(
     request: ChatRequest | TextRequest, headers: StorageHeaders, store: bool
 ) -> Gather | None:
     metadata = request.metadata or {}
-    given = {
+    options = {
         "X-Groupwise-Group": headers.group,
         "X-Groupwise-Size": headers.size,
         f"metadata.{GROUP}": metadata.get(GROUP),
         f"metadata.{SIZE}": metadata.get(SIZE),
     }
-    for field, value in given.items():
+    for field, value in options.items():
         if value is None:
             continue
         if not store:
-            raise _wrong(field, "has no effect without `store: true` (or X-Groupwise-Store: true)")
+            raise _field_refusal(
+                field, "has no effect without `store: true` (or X-Groupwise-Store: true)"
+            )
         if request.choices > 1:
-            raise _wrong(
+            raise _field_refusal(
                 field,
                 f"gathers calls with n = 1; the {request.choices} completions of this one are a group by themselves",
             )
@@ -141,46 +145,48 @@ def _gather(
         return None
     name = headers.group or metadata.get(GROUP)
     if name == "":
-        raise _wrong(f"metadata.{GROUP}", "is empty; give a name, or leave it out")
-    return Gather(name, headers.size or _size(metadata.get(SIZE)))
+        raise _field_refusal(f"metadata.{GROUP}", "is empty; give a name, or leave it out")
+    return Gather(name, headers.size or _parse_group_size(metadata.get(SIZE)))
 
 
-def _size(given: str | None) -> int | None:
-    if given is None:
+def _parse_group_size(text: str | None) -> int | None:
+    if text is None:
         return None
-    if given.isascii() and given.isdecimal() and len(given) <= 4:
-        size = int(given)
+    if text.isascii() and text.isdecimal() and len(text) <= 4:
+        size = int(text)
         if 1 <= size <= MAX_COMPLETIONS:
             return size
-    raise _wrong(f"metadata.{SIZE}", f"is a number from 1 to {MAX_COMPLETIONS}, as text: '8'")
+    raise _field_refusal(
+        f"metadata.{SIZE}", f"is a number from 1 to {MAX_COMPLETIONS}, as text: '8'"
+    )
 
 
 def _refuse_unlearnable(
     request: ChatRequest | TextRequest, restrictions: Mapping[str, Any], prompts: int
 ) -> None:
     for field in restrictions:
-        raise _wrong(
+        raise _field_refusal(
             field,
             "draws from another distribution than the one that is learnt; leave it out, or ask without `store`",
         )
     if request.temperature == 0:
-        raise _wrong(
+        raise _field_refusal(
             "temperature",
             "is 0, with which all completions are the same, so that nothing can be learnt; give one above 0, or ask without `store`",
         )
     if request.seed is not None:
-        raise _wrong(
+        raise _field_refusal(
             "seed",
             "has no place with `store`: the seeds of what is kept follow from its draw, so that the run repeats; leave it out",
         )
     if prompts > 1:
-        raise _wrong(
+        raise _field_refusal(
             "prompt",
             f"has {prompts} texts; with `store` each is a group of its own: ask one by one",
         )
 
 
-def _wrong(field: str, problem: str) -> Refusal:
+def _field_refusal(field: str, problem: str) -> Refusal:
     return Refusal(
         "invalid_request", f"{field}: {problem}.", errors=[FieldError(field=field, message=problem)]
     )

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from groupwise.api.schemas.openai import FinishReason
 from groupwise.core.types import Rollout
-from groupwise.server.openai.asking import Ask
-from groupwise.server.openai.texts import cut, showable
+from groupwise.server.openai.asking import GenerationRequest
+from groupwise.server.openai.stop_strings import cut_at_stop, streamable_prefix
 from groupwise.tasks.tools import HermesCalls, ToolCall
 
 TokenTexts = tuple[str, ...]
@@ -15,7 +15,7 @@ TokenTexts = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Written:
+class CompletionChoice:
     """One completion."""
 
     text: str
@@ -44,7 +44,7 @@ class Completed:
     created: float
     """Seconds since 1970."""
     prompt_tokens: int
-    choices: tuple[Written, ...]
+    choices: tuple[CompletionChoice, ...]
 
     @property
     def model(self) -> str:
@@ -54,19 +54,21 @@ class Completed:
     @property
     def completion_tokens(self) -> int:
         """Total over all choices."""
-        return sum(len(each.token_ids) for each in self.choices)
+        return sum(len(choice.token_ids) for choice in self.choices)
 
 
-def write_completion(rollout: Rollout, ask: Ask, texts: TokenTexts | None) -> Written:
+def write_completion(
+    rollout: Rollout, ask: GenerationRequest, texts: TokenTexts | None
+) -> CompletionChoice:
     """Convert a sampled completion: cut it at the stop text, and extract tool calls if requested."""
     logprobs = (
         logprob for segment in rollout.segments for logprob in segment.sampling_logprobs or ()
     )
-    text, calls = cut(rollout.completion, ask.stops), list[ToolCall]()
+    text, calls = cut_at_stop(rollout.completion, ask.stops), list[ToolCall]()
     if ask.read_calls != "none":
-        rest, calls = HermesCalls().split(text)
-        text = rest.rstrip() if calls else text
-    return Written(
+        text_without_calls, calls = HermesCalls().split(text)
+        text = text_without_calls.rstrip() if calls else text
+    return CompletionChoice(
         text=text,
         token_ids=rollout.completion_ids,
         logprobs=tuple(logprobs),
@@ -76,8 +78,8 @@ def write_completion(rollout: Rollout, ask: Ask, texts: TokenTexts | None) -> Wr
     )
 
 
-def showable_of(text: str, ask: Ask) -> str:
+def streamable_text(text: str, ask: GenerationRequest) -> str:
     """The part of an unfinished text that is certain to be a prefix of the choice's final text."""
     if ask.read_calls == "none":
-        return showable(text, ask.stops)
-    return showable(text, (*ask.stops, HermesCalls.BEGIN)).rstrip()
+        return streamable_prefix(text, ask.stops)
+    return streamable_prefix(text, (*ask.stops, HermesCalls.BEGIN)).rstrip()

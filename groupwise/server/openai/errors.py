@@ -63,8 +63,8 @@ class OpenAIErrors:
         async def translate(message: Message) -> None:
             nonlocal start, body
             if message["type"] == "http.response.start":
-                kind = dict(message["headers"]).get(b"content-type", b"")
-                start = message if kind.decode("latin-1") == MEDIA_TYPE else None
+                media_type = dict(message["headers"]).get(b"content-type", b"")
+                start = message if media_type.decode("latin-1") == MEDIA_TYPE else None
             if start is None:
                 await send(message)
             elif message is not start:
@@ -86,7 +86,7 @@ async def _send_error(send: Send, start: Message, problem: Problem) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-def as_documented(document: dict[str, Any]) -> None:
+def document_errors(document: dict[str, Any]) -> None:
     """In an OpenAPI document, replace the problem responses of the /v1 routes by OpenAI's errors."""
     schemas = ErrorAnswer.model_json_schema(ref_template="#/components/schemas/{model}")
     document["components"]["schemas"].update(schemas.pop("$defs"))
@@ -94,19 +94,19 @@ def as_documented(document: dict[str, Any]) -> None:
     for path, operations in document["paths"].items():
         if path.startswith(PREFIX):
             for operation in operations.values():
-                operation["responses"] = _as_errors(operation["responses"])
+                operation["responses"] = _error_responses(operation["responses"])
 
 
-def _as_errors(responses: dict[str, Any]) -> dict[str, Any]:
+def _error_responses(responses: dict[str, Any]) -> dict[str, Any]:
     errors: dict[str, Any] = {}
     for status, response in responses.items():
         if MEDIA_TYPE not in response.get("content", {}):
             errors[status] = response
             continue
         code = str(status_of(int(status)))
-        before = errors.get(code, {}).get("description", "")
+        description = errors.get(code, {}).get("description", "")
         errors[code] = {
-            "description": f"{before}\n\n{response['description']}".strip(),
+            "description": f"{description}\n\n{response['description']}".strip(),
             "content": {
                 "application/json": {"schema": {"$ref": "#/components/schemas/ErrorAnswer"}}
             },

@@ -28,19 +28,19 @@ from groupwise.core.interruption import gather_all
 from groupwise.core.types import Rollout
 from groupwise.server.engine.engine_protocol import Engine, Sampled, SampleOrder
 from groupwise.server.ledger import runs
-from groupwise.server.ledger.answers import StoredResponse
+from groupwise.server.ledger.idempotency import StoredResponse
 from groupwise.server.ledger.members import Gathering
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.openai import storing
-from groupwise.server.openai.asking import Ask
+from groupwise.server.openai.asking import GenerationRequest
 from groupwise.server.openai.completed import (
     Completed,
+    CompletionChoice,
     TokenTexts,
-    Written,
-    showable_of,
+    streamable_text,
     write_completion,
 )
-from groupwise.server.openai.storing import Keeping, Kept, Render
+from groupwise.server.openai.storing import Render, StoredCompletion, StoreOptions
 from groupwise.server.run.conductor import Conductor, RunStatus
 from groupwise.server.run.policy_versions import LATEST
 from groupwise.server.settings import ServerConfig
@@ -69,7 +69,7 @@ class Host(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
+class TextDelta:
     """More text of one choice, in a stream."""
 
     choice: int
@@ -77,7 +77,7 @@ class Piece:
 
 
 @dataclass(frozen=True, slots=True)
-class Begun:
+class StreamStarted:
     """The first item of a stream, with its id; sent just before the first text."""
 
     id: str
@@ -99,9 +99,9 @@ class _Progress:
         if self.engine is None:
             return []
         with suppress(GroupwiseError):  # raised where the completions are awaited
-            found = await gather_all(self.engine.partial(draw) for draw in self.draws)
-            if all(len(each) >= self.n for each in found):
-                return [text for each in found for text in each[: self.n]]
+            texts_by_draw = await gather_all(self.engine.partial(draw) for draw in self.draws)
+            if all(len(texts) >= self.n for texts in texts_by_draw):
+                return [text for texts in texts_by_draw for text in texts[: self.n]]
         return []
 
 
@@ -115,113 +115,126 @@ class OpenAIService:
         self._draws = itertools.count(MAX_DRAW)
         """Draws for completions that are only sampled: above the largest draw of groups."""
         self._sampling = 0
-        self._turns: dict[Gathering, tuple[asyncio.Lock, int]] = {}
+        self._gathering_locks: dict[Gathering, tuple[asyncio.Lock, int]] = {}
         """For each gathering a lock and the number of calls that use it."""
 
     # --- models ----------------------------------------------------------------------------------
 
     async def models(self) -> list[ModelData]:
         """The models now served: the newest policy, under its versioned name and as `latest`. Empty if nothing is served."""
-        now = self._now()
-        if now is None:
+        status = self._run_status()
+        if status is None:
             return []
-        run_row = await self._ledger.do(runs.read_run, now.run)
+        run_row = await self._ledger.do(runs.read_run, status.run)
         return [
             ModelData(
                 id=name,
                 created=int(run_row.started_at),
-                owned_by=now.run,
-                fingerprint=now.policy.fingerprint,
+                owned_by=status.run,
+                fingerprint=status.policy.fingerprint,
             )
-            for name in _names(now)
+            for name in _model_names(status)
         ]
 
     async def model(self, name: str) -> ModelData:
         """One of the models; refuses with `unknown_model`."""
-        for each in await self.models():
-            if each.id == name:
-                return each
+        for model in await self.models():
+            if model.id == name:
+                return model
         raise self._unknown_model(name)
 
-    def _now(self) -> RunStatus | None:
+    def _run_status(self) -> RunStatus | None:
         try:
-            return self._host.active().now
+            return self._host.active().status
         except Refusal as refusal:
             if refusal.code not in ("not_started", "finished"):
                 raise
             return None
 
     def _unknown_model(self, name: str) -> Refusal:
-        now = self._now()
-        there = "none, because no run is active" if now is None else ", ".join(_names(now))
+        status = self._run_status()
+        names = (
+            "none, because no run is active" if status is None else ", ".join(_model_names(status))
+        )
         return Refusal(
             "unknown_model",
-            f"no policy is served under the name {name[:200]!r}. There are: {there}. An older one can be had as files (GET /model).",
+            f"no policy is served under the name {name[:200]!r}. There are: {names}. An older one can be had as files (GET /model).",
         )
 
     # --- completions -----------------------------------------------------------------------------
 
-    async def answer(self, ask: Ask, caller: Caller, render: Render) -> StoredResponse:
+    async def answer(
+        self, ask: GenerationRequest, caller: Caller, render: Render
+    ) -> StoredResponse:
         """The complete response. Stored completions are on disk before it is returned."""
         return (await self._sample_and_store(ask, caller, render, _Progress())).answer
 
-    async def stream(self, ask: Ask, caller: Caller) -> AsyncGenerator[Begun | Piece | Completed]:
-        """Yields `Begun`, then texts as they are written, then the complete result. Stored completions are on disk before the last item.
+    async def stream(
+        self, ask: GenerationRequest, caller: Caller
+    ) -> AsyncGenerator[StreamStarted | TextDelta | Completed]:
+        """Yields `StreamStarted`, then texts as they are written, then the complete result. Stored completions are on disk before the last
+        item.
 
         Refusals before the first text are raised by the first iteration. Closing the generator ends the sampling.
         """
         assert caller.answer_key is None, "a stream is not sent again"
         progress = _Progress()
         texts_sent = [""] * (len(ask.prompts) * ask.n)
-        work = asyncio.create_task(self._sample_and_store(ask, caller, _nothing, progress))
-        begun = False
+        work = asyncio.create_task(self._sample_and_store(ask, caller, _no_response, progress))
+        started = False
         try:
             while not work.done():
                 await asyncio.wait((work,), timeout=POLL)
-                texts = [showable_of(text, ask) for text in await progress.texts()]
-                if any(texts) and not begun:
-                    begun = True
-                    yield Begun(progress.id)
-                for piece in _news(texts_sent, texts):
-                    yield piece
+                texts = [streamable_text(text, ask) for text in await progress.texts()]
+                if any(texts) and not started:
+                    started = True
+                    yield StreamStarted(progress.id)
+                for delta in _text_deltas(texts_sent, texts):
+                    yield delta
             completed = work.result().completed
             assert completed is not None, "it does not name itself"
-            if not begun:
-                yield Begun(completed.id)
-            for piece in _news(texts_sent, [each.text for each in completed.choices]):
-                yield piece
+            if not started:
+                yield StreamStarted(completed.id)
+            for delta in _text_deltas(texts_sent, [choice.text for choice in completed.choices]):
+                yield delta
             yield completed
         finally:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
 
     async def _sample_and_store(
-        self, ask: Ask, caller: Caller, render: Render, progress: _Progress
-    ) -> Kept:
+        self, ask: GenerationRequest, caller: Caller, render: Render, progress: _Progress
+    ) -> StoredCompletion:
         conductor = self._host.active()
         _ = conductor.engine  # raises early if the engine is unavailable
-        if ask.model not in _names(conductor.now):
+        if ask.model not in _model_names(conductor.status):
             raise self._unknown_model(ask.model)
-        keeping = Keeping(caller, conductor.request.lease_seconds, render)
+        options = StoreOptions(caller, conductor.request.lease_seconds, render)
         if not ask.store:
-            return await self._only_sampled(ask, conductor, keeping, progress)
+            return await self._sample_only(ask, conductor, options, progress)
         if ask.gather is None:
-            return await self._group(ask, ask.n, None, conductor, keeping, progress)
+            return await self._sample_group(ask, ask.n, None, conductor, options, progress)
         size = ask.gather.size or conductor.request.num_completions_per_prompt
-        common = ask.hash_with(size)
-        name = f"same:{common}" if ask.gather.name is None else f"name:{ask.gather.name}"
-        gathering = Gathering(conductor.now.run, caller.key_id, name, common)
-        async with self._turn(gathering):
-            kept = await self._member(ask, gathering, conductor, keeping)
-            if kept is None:
-                kept = await self._group(ask, size, gathering, conductor, keeping, progress)
-            return kept
+        settings_hash = ask.hash_with(size)
+        name = f"same:{settings_hash}" if ask.gather.name is None else f"name:{ask.gather.name}"
+        gathering = Gathering(conductor.status.run, caller.key_id, name, settings_hash)
+        async with self._one_at_a_time(gathering):
+            completion = await self._next_member(ask, gathering, conductor, options)
+            if completion is None:
+                completion = await self._sample_group(
+                    ask, size, gathering, conductor, options, progress
+                )
+            return completion
 
     # --- completions that are only sampled --------------------------------------------------------
 
-    async def _only_sampled(
-        self, ask: Ask, conductor: Conductor, keeping: Keeping, progress: _Progress
-    ) -> Kept:
+    async def _sample_only(
+        self,
+        ask: GenerationRequest,
+        conductor: Conductor,
+        options: StoreOptions,
+        progress: _Progress,
+    ) -> StoredCompletion:
         completions = len(ask.prompts) * ask.n
         if self._sampling and self._sampling + completions > MOST_SAMPLING:
             raise Refusal(
@@ -240,76 +253,80 @@ class OpenAIService:
             orders.append(SampleOrder(draw, prompt, ask.n, sampling, columns=columns, trains=False))
         self._sampling += completions
         try:
-            found = await self._sample_orders(ask, orders, ask.n, conductor, progress)
+            samples = await self._sample_orders(ask, orders, ask.n, conductor, progress)
         finally:
             self._sampling -= completions
-        rollouts = [rollout for each in found for rollout in each.group.rollouts]
-        first = found[0]
+        rollouts = [rollout for sample in samples for rollout in sample.group.rollouts]
+        first = samples[0]
         completed = Completed(
             id=progress.id,
             group=None,
-            run=conductor.now.run,
+            run=conductor.status.run,
             step=first.step,
             fingerprint=first.fingerprint,
             created=time.time(),
-            prompt_tokens=sum(len(each.group.rollouts[0].prompt_ids) for each in found),
+            prompt_tokens=sum(len(sample.group.rollouts[0].prompt_ids) for sample in samples),
             choices=tuple(await self._write_choices(ask, rollouts, conductor)),
         )
-        if keeping.caller.answer_key is None:
-            return Kept(completed, keeping.render(completed))
-        return await self._ledger.do(storing.keep_answer, keeping, completed)
+        if options.caller.answer_key is None:
+            return StoredCompletion(completed, options.render(completed))
+        return await self._ledger.do(storing.keep_answer, options, completed)
 
     # --- stored completions -----------------------------------------------------------------------
 
-    async def _group(
+    async def _sample_group(
         self,
-        ask: Ask,
+        ask: GenerationRequest,
         size: int,
         gathering: Gathering | None,
         conductor: Conductor,
-        keeping: Keeping,
+        options: StoreOptions,
         progress: _Progress,
-    ) -> Kept:
+    ) -> StoredCompletion:
         """Sample and store a new group; with `gathering` the call gets only the first member."""
         group = f"g-{secrets.token_hex(10)}"
         progress.id = group if gathering is None else f"{group}-0"
         wait = self._config.completions_wait
-        async with conductor.room.admit((None,), wait, keeping.caller.key_id) as (draw,):
+        async with conductor.room.admit((None,), wait, options.caller.key_id) as (draw,):
             order = SampleOrder(draw, ask.prompts[0], size, ask.sampling, columns=ask.columns)
             (sampled,) = await self._sample_orders(ask, [order], ask.n, conductor, progress)
             choices = await self._write_choices(ask, sampled.group.rollouts[: ask.n], conductor)
-            stored = await self._ledger.do(
+            completion = await self._ledger.do(
                 storing.keep_group,
-                conductor.now.run,
+                conductor.status.run,
                 group,
                 sampled,
                 choices,
                 gathering,
-                keeping,
+                options,
             )
             await conductor.recount()
-            return stored
+            return completion
 
-    async def _member(
-        self, ask: Ask, gathering: Gathering, conductor: Conductor, keeping: Keeping
-    ) -> Kept | None:
+    async def _next_member(
+        self,
+        ask: GenerationRequest,
+        gathering: Gathering,
+        conductor: Conductor,
+        options: StoreOptions,
+    ) -> StoredCompletion | None:
         """The next member of an open shared group; None if a new group is needed."""
-        now = conductor.now
-        oldest = now.step if ask.model != LATEST else now.step - conductor.request.staleness
-        found = await self._ledger.do(storing.next_member, gathering, oldest)
-        if found is None:
+        status = conductor.status
+        oldest = status.step if ask.model != LATEST else status.step - conductor.request.staleness
+        member_and_rollout = await self._ledger.do(storing.next_member, gathering, oldest)
+        if member_and_rollout is None:
             return None
-        member, rollout = found
+        member, rollout = member_and_rollout
         (choice,) = await self._write_choices(ask, [rollout], conductor)
         return await self._ledger.do(
-            storing.give_member, member, len(rollout.prompt_ids), choice, keeping
+            storing.give_member, member, len(rollout.prompt_ids), choice, options
         )
 
     @asynccontextmanager
-    async def _turn(self, gathering: Gathering) -> AsyncGenerator[None]:
+    async def _one_at_a_time(self, gathering: Gathering) -> AsyncGenerator[None]:
         """Admit one call of a gathering at a time, so that the first can sample their group while the others wait."""
-        lock, calls = self._turns.get(gathering, (asyncio.Lock(), 0))
-        self._turns[gathering] = (lock, calls + 1)
+        lock, calls = self._gathering_locks.get(gathering, (asyncio.Lock(), 0))
+        self._gathering_locks[gathering] = (lock, calls + 1)
         try:
             async with asyncio.timeout(self._config.sampling_time_limit) as limit, lock:
                 limit.reschedule(None)  # the work inside has its own limits
@@ -317,31 +334,31 @@ class OpenAIService:
         except TimeoutError:
             raise Refusal("timed_out") from None
         finally:
-            lock, calls = self._turns[gathering]
+            lock, calls = self._gathering_locks[gathering]
             if calls == 1:
-                del self._turns[gathering]
+                del self._gathering_locks[gathering]
             else:
-                self._turns[gathering] = (lock, calls - 1)
+                self._gathering_locks[gathering] = (lock, calls - 1)
 
     # --- the engine -------------------------------------------------------------------------------
 
     async def _sample_orders(
         self,
-        ask: Ask,
+        ask: GenerationRequest,
         orders: Sequence[SampleOrder],
-        shown: int,
+        members_shown: int,
         conductor: Conductor,
         progress: _Progress,
     ) -> list[Sampled]:
-        """Sample the orders; meanwhile `progress` gives access to the texts of the first `shown` members of each."""
+        """Sample the orders; meanwhile `progress` gives access to the texts of the first `members_shown` members of each."""
         engine = conductor.engine
-        progress.draws, progress.n = tuple(order.draw for order in orders), shown
+        progress.draws, progress.n = tuple(order.draw for order in orders), members_shown
         progress.engine = engine
-        found = await self._host.await_engine(
+        samples = await self._host.await_engine(
             gather_all(engine.sample(order) for order in orders), conductor
         )
         progress.engine = None
-        steps = {each.step for each in found}
+        steps = {sample.step for sample in samples}
         if ask.model != LATEST and steps != {int(ask.model.rpartition("@")[2])}:
             raise self._unknown_model(
                 ask.model
@@ -352,36 +369,37 @@ class OpenAIService:
                 "the policy has moved on between two of the prompts. Ask again.",
                 retry_after=TRY_AGAIN,
             )
-        return list(found)
+        return list(samples)
 
     async def _write_choices(
-        self, ask: Ask, rollouts: Sequence[Rollout], conductor: Conductor
-    ) -> list[Written]:
+        self, ask: GenerationRequest, rollouts: Sequence[Rollout], conductor: Conductor
+    ) -> list[CompletionChoice]:
         texts: Sequence[TokenTexts | None] = [None] * len(rollouts)
         if ask.logprobs:
             engine = conductor.engine
-            asked = (engine.token_texts(rollout.completion_ids) for rollout in rollouts)
-            texts = await self._host.await_engine(gather_all(asked), conductor)
+            requests = (engine.token_texts(rollout.completion_ids) for rollout in rollouts)
+            texts = await self._host.await_engine(gather_all(requests), conductor)
         return [
-            write_completion(each, ask, text) for each, text in zip(rollouts, texts, strict=True)
+            write_completion(rollout, ask, text)
+            for rollout, text in zip(rollouts, texts, strict=True)
         ]
 
 
-def _names(now: RunStatus) -> tuple[str, ...]:
+def _model_names(status: RunStatus) -> tuple[str, ...]:
     """Model names of the policy now served."""
-    return f"{now.run}@{now.step}", LATEST
+    return f"{status.run}@{status.step}", LATEST
 
 
-def _news(texts_sent: list[str], texts: Sequence[str]) -> list[Piece]:
+def _text_deltas(texts_sent: list[str], texts: Sequence[str]) -> list[TextDelta]:
     """The text added since `texts_sent`, which is updated to include it."""
-    pieces: list[Piece] = []
+    deltas: list[TextDelta] = []
     for choice, text in enumerate(texts):
         if len(text) > len(texts_sent[choice]) and text.startswith(texts_sent[choice]):
-            pieces.append(Piece(choice, text[len(texts_sent[choice]) :]))
+            deltas.append(TextDelta(choice, text[len(texts_sent[choice]) :]))
             texts_sent[choice] = text
-    return pieces
+    return deltas
 
 
-def _nothing(_: Completed) -> StoredResponse:
-    """A stream needs no rendered response: `Pieces` encodes its chunks."""
+def _no_response(_: Completed) -> StoredResponse:
+    """A stream needs no rendered response: `StreamEncoder` encodes its chunks."""
     return StoredResponse(200, b"")

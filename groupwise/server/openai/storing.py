@@ -9,18 +9,18 @@ from groupwise.api.schemas.keys import Caller
 from groupwise.core.types import Group, Rollout, from_json
 from groupwise.server.engine.engine_protocol import Sampled
 from groupwise.server.ledger import counters, groups, members
-from groupwise.server.ledger.answers import StoredResponse, once
 from groupwise.server.ledger.groups import GroupRow, NewGroup
+from groupwise.server.ledger.idempotency import StoredResponse, run_idempotent
 from groupwise.server.ledger.members import Gathering, Member
 from groupwise.server.ledger.transaction import Transaction
-from groupwise.server.openai.completed import Completed, Written
+from groupwise.server.openai.completed import Completed, CompletionChoice
 
 Render = Callable[[Completed], StoredResponse]
 """Builds the response sent to the client."""
 
 
 @dataclass(frozen=True, slots=True)
-class Keeping:
+class StoreOptions:
     """How a request's completions are stored: for which caller, with which lease in seconds, and how the response is built."""
 
     caller: Caller
@@ -29,7 +29,7 @@ class Keeping:
 
 
 @dataclass(frozen=True, slots=True)
-class Kept:
+class StoredCompletion:
     """The stored result of a request."""
 
     completed: Completed | None
@@ -37,11 +37,13 @@ class Kept:
     answer: StoredResponse
 
 
-def keep_answer(transaction: Transaction, keeping: Keeping, completed: Completed) -> Kept:
+def keep_answer(
+    transaction: Transaction, options: StoreOptions, completed: Completed
+) -> StoredCompletion:
     """Store only the response, if the request has an Idempotency-Key; the completions themselves are not stored."""
-    stored = _store_once(transaction, keeping, lambda: completed)
-    assert stored is not None
-    return stored
+    completion = _store_once(transaction, options, lambda: completed)
+    assert completion is not None
+    return completion
 
 
 def keep_group(
@@ -49,25 +51,29 @@ def keep_group(
     run: str,
     group: str,
     sampled: Sampled,
-    choices: Sequence[Written],
+    choices: Sequence[CompletionChoice],
     gathering: Gathering | None,
-    keeping: Keeping,
-) -> Kept:
+    options: StoreOptions,
+) -> StoredCompletion:
     """Store a sampled group under this id. With `gathering` its members are handed out to one call each, and this call gets the first."""
 
     def work() -> Completed:
-        new = NewGroup(group, sampled.group, sampled.step, sampled.version, sampled.fingerprint)
+        new_group = NewGroup(
+            group, sampled.group, sampled.step, sampled.version, sampled.fingerprint
+        )
         (row,) = groups.add_groups(
-            transaction, run, [new], key_id=keeping.caller.key_id, lease=keeping.lease
+            transaction, run, [new_group], key_id=options.caller.key_id, lease=options.lease
         )
         counters.count(transaction, run, counters.COMPLETION_REQUESTS)
-        member = None if gathering is None else members.share(transaction, gathering, group).place
+        member = (
+            None if gathering is None else members.share_group(transaction, gathering, group).index
+        )
         prompt = len(sampled.group.rollouts[0].prompt_ids)
         return _completed_answer(transaction, row, member, prompt, choices)
 
-    stored = _store_once(transaction, keeping, work)
-    assert stored is not None
-    return stored
+    completion = _store_once(transaction, options, work)
+    assert completion is not None
+    return completion
 
 
 def next_member(
@@ -79,21 +85,25 @@ def next_member(
         return None
     record = groups.read_record(transaction, member.row.id)
     assert record is not None, "an open group has what it was sampled with"
-    return member, from_json(Group, record).rollouts[member.place]
+    return member, from_json(Group, record).rollouts[member.index]
 
 
 def give_member(
-    transaction: Transaction, member: Member, prompt_tokens: int, choice: Written, keeping: Keeping
-) -> Kept | None:
+    transaction: Transaction,
+    member: Member,
+    prompt_tokens: int,
+    choice: CompletionChoice,
+    options: StoreOptions,
+) -> StoredCompletion | None:
     """Hand out the member to a call; None if another call got it, or the group ended, meanwhile."""
 
     def work() -> Completed | None:
-        if not members.give(transaction, member):
+        if not members.hand_out(transaction, member):
             return None
         counters.count(transaction, member.row.run, counters.COMPLETION_REQUESTS)
-        return _completed_answer(transaction, member.row, member.place, prompt_tokens, [choice])
+        return _completed_answer(transaction, member.row, member.index, prompt_tokens, [choice])
 
-    return _store_once(transaction, keeping, work)
+    return _store_once(transaction, options, work)
 
 
 def _completed_answer(
@@ -101,7 +111,7 @@ def _completed_answer(
     row: GroupRow,
     member: int | None,
     prompt_tokens: int,
-    choices: Sequence[Written],
+    choices: Sequence[CompletionChoice],
 ) -> Completed:
     return Completed(
         id=row.id if member is None else f"{row.id}-{member}",
@@ -116,14 +126,14 @@ def _completed_answer(
 
 
 def _store_once(
-    transaction: Transaction, keeping: Keeping, work: Callable[[], Completed | None]
-) -> Kept | None:
+    transaction: Transaction, options: StoreOptions, work: Callable[[], Completed | None]
+) -> StoredCompletion | None:
     completed: Completed | None = None
 
     def answer() -> StoredResponse | None:
         nonlocal completed
         completed = work()
-        return None if completed is None else keeping.render(completed)
+        return None if completed is None else options.render(completed)
 
-    found = once(transaction, keeping.caller, answer)
-    return None if found is None else Kept(completed, found)
+    response = run_idempotent(transaction, options.caller, answer)
+    return None if response is None else StoredCompletion(completed, response)

@@ -17,7 +17,7 @@ from typing import Any
 
 from groupwise.api.schemas.parts import AnyVerb, CallAnswer, CallError, CallRequest
 from groupwise.api.schemas.problems import Refusal
-from groupwise.core.condition import Pulse
+from groupwise.core.condition import ChangeNotifier
 from groupwise.core.errors import GroupwiseError, UsageError
 
 MOST_CALLS = 4096
@@ -59,7 +59,7 @@ class Calls:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`do` does one call. `longest_wait`: seconds for which a call waits for earlier calls. `most_bytes`: largest request body."""
-        self._do = do
+        self._run_call = do
         self._longest_wait = longest_wait
         self._most_bytes = MOST_BODIES * most_bytes
         self._clock = clock
@@ -70,7 +70,7 @@ class Calls:
         """The highest number that a call has named in `after`: the client knows the outcome of all calls up to it."""
         self._forgotten = 0
         """The highest ordered number whose answer is no longer kept."""
-        self._over = Pulse()
+        self._call_ended = ChangeNotifier()
         """Beats when an ordered call is over."""
 
     async def make(
@@ -86,7 +86,7 @@ class Calls:
             self._named = max(self._named, request.after or 0)
             self._refuse_more(len(content))
             task = asyncio.create_task(
-                self._do_in_turn(number, request), name=f"parts {request.do.verb}"
+                self._run_in_order(number, request), name=f"parts {request.do.verb}"
             )
             # Retrieve the error, so that asyncio does not log it as never retrieved.
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
@@ -133,13 +133,13 @@ class Calls:
 
     def forget(self) -> None:
         """Delete answers that the client has received."""
-        before = self._clock() - KEPT_AFTER_DELIVERY
+        oldest_kept = self._clock() - KEPT_AFTER_DELIVERY
         for number, call in [*self._calls.items()]:
             if not call.over:
                 continue
             if call.ordered and number <= self._named:
                 self._forgotten = max(self._forgotten, number)
-            elif call.ordered or call.delivered is None or call.delivered >= before:
+            elif call.ordered or call.delivered is None or call.delivered >= oldest_kept:
                 continue
             del self._calls[number]
 
@@ -155,20 +155,20 @@ class Calls:
                 retry_after=1.0,
             )
 
-    async def _do_in_turn(self, number: int, request: CallRequest) -> Any:
+    async def _run_in_order(self, number: int, request: CallRequest) -> Any:
         try:
             if request.after is not None:
-                await self._after(request.after)
-            return await self._do(request.do)
+                await self._wait_for_earlier(request.after)
+            return await self._run_call(request.do)
         finally:
             if request.after is not None:
                 asyncio.get_running_loop().call_soon(self._note_over, number)  # once it is done
 
-    async def _after(self, number: int) -> None:
+    async def _wait_for_earlier(self, number: int) -> None:
         try:
             async with asyncio.timeout(self._longest_wait):
                 while not self._is_over(number):
-                    await self._over.next.wait()
+                    await self._call_ended.next_event.wait()
         except TimeoutError:
             raise UsageError(
                 f"The call {number}, after which this one was to be done, was not over within {self._longest_wait:g} seconds."
@@ -179,12 +179,14 @@ class Calls:
         if self._reached < number:
             return False
         return all(
-            call.over for before, call in self._calls.items() if call.ordered and before <= number
+            call.over
+            for earlier_number, call in self._calls.items()
+            if call.ordered and earlier_number <= number
         )
 
     def _note_over(self, number: int) -> None:
         self._reached = max(self._reached, number)
-        self._over.beat()
+        self._call_ended.notify()
 
     async def _state_of(self, number: int, call: _Call, wait: float) -> CallAnswer:
         task = call.task

@@ -43,33 +43,33 @@ class Files:
                 errors=[FieldError(field="path", message=problem)],
             )
 
-    def place(self, path: str) -> Path:
+    def path_in_root(self, path: str) -> Path:
         """Path of the file, which need not exist."""
         self.check(path)
         return self.root / path
 
     def folder(self, path: str) -> Path:
         """An existing folder; refuses with `unknown_file` if it is missing."""
-        place = self.place(path)
-        if not place.is_dir():
-            raise _not_there(path)
-        return place
+        folder = self.path_in_root(path)
+        if not folder.is_dir():
+            raise _unknown_file(path)
+        return folder
 
     def file(self, path: str) -> Path:
         """An existing file; refuses with `unknown_file` if it is missing."""
-        place = self.place(path)
-        if not place.is_file():
-            raise _not_there(path)
-        return place
+        file = self.path_in_root(path)
+        if not file.is_file():
+            raise _unknown_file(path)
+        return file
 
     def list(self, path: str) -> FolderAnswer:
         """The files of a folder, sorted by name, with their sizes."""
         folder = self.folder(path)
         return FolderAnswer(
             files=[
-                FileFacts(path=str(each.relative_to(folder)), size=each.stat().st_size)
-                for each in sorted(folder.rglob("*"))
-                if each.is_file()
+                FileFacts(path=str(path.relative_to(folder)), size=path.stat().st_size)
+                for path in sorted(folder.rglob("*"))
+                if path.is_file()
             ]
         )
 
@@ -83,12 +83,12 @@ class Files:
         """Accept no more files in these folders, because their checked contents are being loaded, possibly several times. Returns them, for
         `unseal`.
         """
-        given = [path for path in paths if path is not None]
-        for path in given:
+        folders = [path for path in paths if path is not None]
+        for path in folders:
             self.check(path)
         with self._changing:
-            self._sealed.update(given)
-        return given
+            self._sealed.update(folders)
+        return folders
 
     def unseal(self, paths: Iterable[str]) -> None:
         """Undo a seal after a failed load: the files may be replaced again, unless another call has loaded them or is loading them."""
@@ -98,10 +98,10 @@ class Files:
 
     def write(self, path: str, offset: int, content: bytes) -> FolderAnswer:
         """Write a piece of a file at `offset`, at most at its end; the file then ends with this piece. Returns the new size."""
-        place = self.place(path)
+        file = self.path_in_root(path)
         with self._changing:
             if self._removed:
-                raise _not_there(path)
+                raise _unknown_file(path)
             if {path, *map(str, Path(path).parents)} & self._sealed.keys():
                 problem = "is in a folder that was loaded, which stays as it is; send it to another"
                 raise Refusal(
@@ -109,12 +109,12 @@ class Files:
                     f"{path} {problem}.",
                     errors=[FieldError(field="path", message=problem)],
                 )
-            return self._append(place, path, offset, content)
+            return self._write_piece(file, path, offset, content)
 
-    def _append(self, place: Path, path: str, offset: int, content: bytes) -> FolderAnswer:
+    def _write_piece(self, target: Path, path: str, offset: int, content: bytes) -> FolderAnswer:
         try:
-            place.parent.mkdir(parents=True, exist_ok=True)
-            with place.open("ab") as file:
+            target.parent.mkdir(parents=True, exist_ok=True)
+            with target.open("ab") as file:
                 if (size := file.tell()) < offset:
                     problem = f"is {offset}, but the file has {size} bytes so far; send the pieces in their order"
                     raise Refusal(
@@ -126,11 +126,11 @@ class Files:
                 file.write(content)
         except OSError as error:
             raise _refusal_of(path, error) from None
-        return FolderAnswer(files=[FileFacts(path=place.name, size=offset + len(content))])
+        return FolderAnswer(files=[FileFacts(path=target.name, size=offset + len(content))])
 
     def delete(self, path: str) -> None:
         """Delete a folder; a missing one is no error."""
-        shutil.rmtree(self.place(path), ignore_errors=True)
+        shutil.rmtree(self.path_in_root(path), ignore_errors=True)
 
     def remove(self) -> None:
         """Delete all files, and accept no more."""
@@ -148,7 +148,7 @@ def _refusal_of(path: str, error: OSError) -> Refusal:
     )
 
 
-def _not_there(path: str) -> Refusal:
+def _unknown_file(path: str) -> Refusal:
     return Refusal(
         "unknown_file",
         f"There is no {path}: it was never sent, saved or published, or is kept no longer.",

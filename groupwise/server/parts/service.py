@@ -45,12 +45,12 @@ from groupwise.server.parts.calls import Calls
 from groupwise.server.parts.files import Files
 from groupwise.server.run.engine_errors import refusal_of
 from groupwise.server.run.engine_supervisor import EngineSupervisor
-from groupwise.server.run.run_config import Allowed, allowed_model
+from groupwise.server.run.run_config import AllowedModels, allowed_model
 
 logger = logging.getLogger(__name__)
 
 NAME = "parts"
-"""Name under which the parts ask for the machine (see `Service.beside`), and of their folder."""
+"""Name under which the parts ask for the machine (see `Service.machine_users`), and of their folder."""
 GONE_KEPT = 100
 """Number of ended parts for which the reason of their end is kept."""
 LOOK_EVERY = 5.0
@@ -70,7 +70,7 @@ class Runs(Protocol):
     async def make_room(self, whom: str) -> None: ...
 
 
-class Called(Protocol):
+class CallableEngine(Protocol):
     """An engine whose parts can be called by name."""
 
     @property
@@ -82,18 +82,18 @@ class Called(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class _Gone:
+class _EndedParts:
     why: str
     code: GoneCode
     """Code of later refusals: whether the parts were lost (`parts_gone`) or ended on purpose (`parts_taken`)."""
 
 
 @dataclass(eq=False, slots=True)
-class _Parts:
+class _OpenParts:
     id: str
     owner: str
     files: Files
-    engine: Called
+    engine: CallableEngine
     seen: float
     ready: bool = False
     calls: Calls = field(init=False)
@@ -107,7 +107,7 @@ class PartsService:
         *,
         runs: Runs,
         make_engine: Callable[[], Awaitable[Engine]],
-        allowed: Allowed,
+        allowed: AllowedModels,
         folder: Path,
         silence: float,
         longest_wait: float,
@@ -126,20 +126,20 @@ class PartsService:
         self._longest_wait = longest_wait
         self._most_bytes = most_bytes
         self._clock = clock
-        self._parts: _Parts | None = None
-        self._spare: Called | None = None
+        self._parts: _OpenParts | None = None
+        self._spare: CallableEngine | None = None
         """A running engine in which nothing is open yet, e.g. one started for a plan."""
         self._spare_until = 0.0
         self._planning = asyncio.Lock()
         """Held while a plan is made: one at a time."""
-        self._gone: OrderedDict[str, _Gone] = OrderedDict()
+        self._gone: OrderedDict[str, _EndedParts] = OrderedDict()
         self._watch: asyncio.Task[None] | None = None
         self._cleaning: asyncio.Task[None] | None = None
 
     async def begin(self) -> None:
         """Delete the files of an earlier process, and start checking for silent parts."""
         await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
-        self._watch = asyncio.create_task(self._look(), name="silent parts")
+        self._watch = asyncio.create_task(self._watch_silence(), name="silent parts")
 
     async def shut_down(self) -> None:
         """End the parts and all engines, because the server shuts down."""
@@ -147,21 +147,21 @@ class PartsService:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
         async with self._runs.turn:
-            await self._end("the server was shut down")
+            await self._end_parts("the server was shut down")
         await self._supervisor.end()
 
-    async def make_way(self) -> None:
+    async def release_machine(self) -> None:
         """Called before a run or models start. Refuses with `run_active` while there are parts; see
-        `groupwise.server.run.lifecycle.Beside`.
+        `groupwise.server.run.lifecycle.MachineUser`.
         """
         await self._end_if_silent()
         if self._parts is not None:
             raise _taken_refusal(self._parts)
         await self._end_spare()
 
-    async def let_go(self) -> None:
-        """Called before a run is started with `replace: true`; see `groupwise.server.run.lifecycle.Beside`."""
-        await self._end("a run of the server was started in their place", "parts_taken")
+    async def release_for_replacement(self) -> None:
+        """Called before a run is started with `replace: true`; see `groupwise.server.run.lifecycle.MachineUser`."""
+        await self._end_parts("a run of the server was started in their place", "parts_taken")
 
     async def _end_spare(self) -> None:
         if self._spare is not None:
@@ -183,13 +183,13 @@ class PartsService:
     async def open(self, id: str, request: PartsRequest) -> PartsAnswer:
         """Open parts under this id, with an engine; repeating it returns their state."""
         async with self._runs.turn:
-            known = self._parts
-            if known is not None and known.id == id:
-                return self._answer(known)
+            current = self._parts
+            if current is not None and current.id == id:
+                return self._parts_answer(current)
             if id in self._gone:
                 raise self._ended_refusal(id)
-            if known is not None and known.owner == request.owner:
-                await self._end(f"{request.owner} has opened other parts", "parts_taken")
+            if current is not None and current.owner == request.owner:
+                await self._end_parts(f"{request.owner} has opened other parts", "parts_taken")
             await self._end_if_silent()
             if self._parts is not None:
                 raise _taken_refusal(self._parts)
@@ -200,12 +200,12 @@ class PartsService:
                 self._spare = None  # planning may take long, so use another engine
             engine, self._spare = await self._fresh_engine(), None
             files = Files(self._folder / id)
-            parts = self._parts = _Parts(id, request.owner, files, engine, self._clock())
+            parts = self._parts = _OpenParts(id, request.owner, files, engine, self._clock())
             parts.calls = Calls(
-                partial(self._do, parts), self._longest_wait, self._most_bytes, self._clock
+                partial(self._run_call, parts), self._longest_wait, self._most_bytes, self._clock
             )
             logger.info("parts %s are opened for %s", id, request.owner)
-            return self._answer(parts)
+            return self._parts_answer(parts)
 
     async def plan(self, request: PlanRequest) -> PlanAnswer:
         """How the work would be laid out on this machine. An engine started for this is kept for the next parts."""
@@ -223,10 +223,10 @@ class PartsService:
                     await cast("Engine", engine).close()
 
     async def _plan_answer(
-        self, engine: Called, request: PlanRequest, described: str | None
+        self, engine: CallableEngine, request: PlanRequest, described: str | None
     ) -> PlanAnswer:
         try:
-            config = self._config(request.kind, request.config, described)
+            config = self._checked_config(request.kind, request.config, described)
             layout = await engine.call(
                 "parts.plan", request.kind, config, request.longest_prompt, described
             )
@@ -248,39 +248,39 @@ class PartsService:
             (Path(folder) / "config.json").write_text(text, encoding="utf-8")
             yield folder
 
-    async def _engine_to_plan(self) -> Called:
+    async def _engine_to_plan(self) -> CallableEngine:
         """The spare engine; if parts are open, a separate engine, because a plan may take long or crash its engine."""
         if self._parts is not None:
-            return await _started(self._make_engine())
+            return await _await_engine(self._make_engine())
         if self._runs.conducted() is not None:
             raise _run_is_active()
         await self._runs.make_room(NAME)
         return await self._fresh_engine()
 
-    async def _fresh_engine(self) -> Called:
+    async def _fresh_engine(self) -> CallableEngine:
         """A running engine in which nothing is open."""
         if self._spare is None or self._spare.reason is not None:
             self._spare = None
-            self._spare = await _started(self._supervisor.begin())
+            self._spare = await _await_engine(self._supervisor.begin())
         return self._spare
 
     def look(self, id: str) -> PartsAnswer:
         """The state of parts; the request also counts as a sign of life."""
-        return self._answer(self._of(id))
+        return self._parts_answer(self._require_open(id))
 
     async def close(self, id: str) -> None:
         """End parts that their loop no longer needs. Repeating it is harmless."""
         async with self._runs.turn:
             if self._parts is not None and self._parts.id == id:
-                await self._end("they were closed", "parts_taken")
+                await self._end_parts("they were closed", "parts_taken")
             elif id not in self._gone:
                 raise self._ended_refusal(id)
 
     def files(self, id: str) -> Files:
         """The files of some parts: sent, saved and published."""
-        return self._of(id).files
+        return self._require_open(id).files
 
-    async def _look(self) -> None:
+    async def _watch_silence(self) -> None:
         while True:
             await asyncio.sleep(LOOK_EVERY)
             self.forget_delivered()
@@ -291,29 +291,29 @@ class PartsService:
                     if self._clock() > self._spare_until:
                         await self._end_spare()
 
-    def _is_silent(self, parts: _Parts | None) -> bool:
+    def _is_silent(self, parts: _OpenParts | None) -> bool:
         return parts is not None and parts.seen < self._clock() - self._silence
 
     async def _end_if_silent(self) -> None:
         if self._is_silent(self._parts):
-            await self._end(f"nothing was heard of their loop for {self._silence:g} seconds")
+            await self._end_parts(f"nothing was heard of their loop for {self._silence:g} seconds")
 
-    async def _end(self, why: str, code: GoneCode = "parts_gone") -> None:
+    async def _end_parts(self, reason: str, code: GoneCode = "parts_gone") -> None:
         parts, self._parts = self._parts, None
         if parts is None:
             return
-        self._note_gone(parts, why, code)
+        self._note_gone(parts, reason, code)
         await parts.calls.end()
         await self._supervisor.end()
         await asyncio.to_thread(parts.files.remove)
 
-    def _note_gone(self, parts: _Parts, why: str, code: GoneCode) -> None:
-        self._gone[parts.id] = _Gone(why, code)
+    def _note_gone(self, parts: _OpenParts, reason: str, code: GoneCode) -> None:
+        self._gone[parts.id] = _EndedParts(reason, code)
         while len(self._gone) > GONE_KEPT:
             self._gone.popitem(last=False)
-        logger.info("parts %s of %s are ended: %s", parts.id, parts.owner, why)
+        logger.info("parts %s of %s are ended: %s", parts.id, parts.owner, reason)
 
-    def _of(self, id: str) -> _Parts:
+    def _require_open(self, id: str) -> _OpenParts:
         parts = self._parts
         if parts is None or parts.id != id:
             raise self._ended_refusal(id)
@@ -334,7 +334,7 @@ class PartsService:
             "training goes on from its last checkpoint.",
         )
 
-    def _answer(self, parts: _Parts) -> PartsAnswer:
+    def _parts_answer(self, parts: _OpenParts) -> PartsAnswer:
         parts.seen = self._clock()
         return PartsAnswer(
             id=parts.id,
@@ -349,20 +349,20 @@ class PartsService:
         self, id: str, number: int, request: CallRequest, content: bytes, wait: float
     ) -> CallAnswer:
         """See `Calls.make`."""
-        parts = self._of(id)
+        parts = self._require_open(id)
         return await self._await_answer(parts, parts.calls.make(number, request, content, wait))
 
     async def answer(self, id: str, number: int, wait: float) -> CallAnswer:
         """See `Calls.answer`."""
-        parts = self._of(id)
+        parts = self._require_open(id)
         return await self._await_answer(parts, parts.calls.answer(number, wait))
 
     async def give_up(self, id: str, number: int) -> CallAnswer:
         """See `Calls.give_up`."""
-        parts = self._of(id)
+        parts = self._require_open(id)
         return await self._await_answer(parts, parts.calls.give_up(number))
 
-    async def _await_answer(self, parts: _Parts, work: Awaitable[CallAnswer]) -> CallAnswer:
+    async def _await_answer(self, parts: _OpenParts, work: Awaitable[CallAnswer]) -> CallAnswer:
         """Await an answer; if the parts have ended meanwhile, raise the reason."""
         try:
             answer = await work
@@ -378,7 +378,7 @@ class PartsService:
         if self._parts is not None:
             self._parts.calls.forget()
 
-    async def _do(self, parts: _Parts, do: AnyVerb) -> Any:
+    async def _run_call(self, parts: _OpenParts, do: AnyVerb) -> Any:
         """Pass a call to the engine. Folders with client files that the call loads are sealed first."""
         call = parts.engine.call
         loads: tuple[str | None, ...] = ()
@@ -391,7 +391,7 @@ class PartsService:
         sealed = await asyncio.to_thread(parts.files.seal, *loads)
         try:
             if isinstance(do, wire.Open):
-                opened: PartsOpened = await call("parts.open", self._order(parts, do))
+                opened: PartsOpened = await call("parts.open", self._open_order(parts, do))
                 parts.ready = True
                 return asdict(opened)
             arguments = [getattr(do, name) for name in type(do).model_fields if name != "verb"]
@@ -399,29 +399,29 @@ class PartsService:
         except GroupwiseError as error:
             await asyncio.to_thread(parts.files.unseal, sealed)
             if isinstance(error, EngineLost):
-                self._lose(parts, str(error))
+                self._drop_lost(parts, str(error))
             raise
 
     def notice_loss(self) -> None:
         """Release parts whose engine has ended between calls."""
-        if self._parts is not None and (why := self._parts.engine.reason) is not None:
-            self._lose(self._parts, why)
+        if self._parts is not None and (reason := self._parts.engine.reason) is not None:
+            self._drop_lost(self._parts, reason)
 
-    def _lose(self, parts: _Parts, why: str) -> None:
+    def _drop_lost(self, parts: _OpenParts, reason: str) -> None:
         """The engine has ended, with all the state of the parts. Calls in progress fail with the same reason."""
         if self._parts is parts:
             self._parts = None
-            self._note_gone(parts, why, "parts_gone")
+            self._note_gone(parts, reason, "parts_gone")
             self._cleaning = asyncio.create_task(asyncio.to_thread(parts.files.remove))
 
-    def _order(self, parts: _Parts, do: wire.Open) -> OpenParts:
+    def _open_order(self, parts: _OpenParts, do: wire.Open) -> OpenParts:
         model, adapter, weights = (
             None if path is None else str(parts.files.folder(path))
             for path in (do.model, do.adapter, do.weights)
         )
         return OpenParts(
             kind=do.kind,
-            config=self._config(do.kind, do.config, model, adapter),
+            config=self._checked_config(do.kind, do.config, model, adapter),
             run=do.run,
             folder=str(parts.files.root),
             longest_prompt=do.longest_prompt,
@@ -429,17 +429,17 @@ class PartsService:
             base=do.base,
         )
 
-    def _config(
+    def _checked_config(
         self,
         kind: PartsKind,
-        given: Mapping[str, Any],
+        client_config: Mapping[str, Any],
         described_model: str | None = None,
         adapter: str | None = None,
     ) -> dict[str, Any]:
         """The sections of the client's config that the parts are built from. Only models that clients may load are accepted."""
-        config = {key: given[key] for key in SECTIONS[kind] if key in given}
-        of_run = _section(given, "run")
-        model = dict(_section(given, "model"))
+        config = {key: client_config[key] for key in SECTIONS[kind] if key in client_config}
+        of_run = _config_section(client_config, "run")
+        model = dict(_config_section(client_config, "model"))
         if model.get("trust_remote_code"):
             raise UsageError(
                 "model.trust_remote_code would run code of the model's author on the server, which it never does. Leave it out."
@@ -459,9 +459,9 @@ class PartsService:
         return {**config, "model": model, "run": run}
 
 
-async def _started(engine: Awaitable[Engine]) -> Called:
+async def _await_engine(engine: Awaitable[Engine]) -> CallableEngine:
     try:
-        return cast("Called", await engine)
+        return cast("CallableEngine", await engine)
     except GroupwiseError as error:  # memory for it may be free again soon
         raise refusal_of(error, otherwise="engine_recovering", retry_after=5.0) from None
 
@@ -473,12 +473,12 @@ def _run_is_active() -> Refusal:
     )
 
 
-def _section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    found = config.get(name)
-    return cast("Mapping[str, Any]", found) if isinstance(found, Mapping) else {}
+def _config_section(config: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+    section = config.get(name)
+    return cast("Mapping[str, Any]", section) if isinstance(section, Mapping) else {}
 
 
-def _taken_refusal(parts: _Parts) -> Refusal:
+def _taken_refusal(parts: _OpenParts) -> Refusal:
     return Refusal(
         "run_active",
         f"The loop {parts.owner} drives sampler and learner of this server from elsewhere (parts {parts.id}). It frees them when it ends "

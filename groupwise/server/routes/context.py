@@ -38,8 +38,8 @@ from groupwise.api.schemas.training import (
     StopAnswer,
     TokenizerAnswer,
 )
-from groupwise.server.ledger.answers import StoredResponse, UnderWay
 from groupwise.server.ledger.file import DiskFull
+from groupwise.server.ledger.idempotency import InFlightRequests, StoredResponse
 from groupwise.server.run.activity import known_clients
 from groupwise.server.run.downloads import OpenVersion
 from groupwise.server.run.engine_supervisor import FULL_SECONDS
@@ -160,7 +160,7 @@ class Serving(Shared):
         super().__init__(limits)
         self.service = service
         self.config = config
-        self.under_way = UnderWay()
+        self.in_flight = InFlightRequests()
 
     async def activity(self) -> ActivityAnswer:
         """Current activity, including the clients."""
@@ -176,8 +176,8 @@ class Serving(Shared):
 
     async def refused(self, facts: Facts) -> None:
         """Count a refusal in the run's counters. This writes to the disk, so only refused work of authorised callers counts."""
-        known = facts.caller is not None and facts.route is not None and facts.route.works
-        if known and facts.code not in ("", "forbidden", "rate_limited", "internal"):
+        counts = facts.caller is not None and facts.route is not None and facts.route.works
+        if counts and facts.code not in ("", "forbidden", "rate_limited", "internal"):
             await self.service.count_refusal(facts.code)
 
 
@@ -193,7 +193,7 @@ class RequestContext:
         """The service that does the work."""
         return self.serving.service
 
-    async def once(
+    async def run_idempotent(
         self,
         work: Callable[[], Awaitable[StoredResponse]],
         wait_on: Callable[[StoredResponse], Awaitable[StoredResponse]] | None = None,
@@ -204,19 +204,19 @@ class RequestContext:
         `wait_on`: for requests that may wait after their work is done. For a repeated request it waits again, and builds
         the answer from the stored one.
         """
-        if (given := await self.serving.under_way.answer(self.caller)) is not None:
-            return response_of(given, replayed=True)
-        async with self.serving.under_way.first(self.caller) as future:
+        if (response := await self.serving.in_flight.wait_for_first(self.caller)) is not None:
+            return response_of(response, replayed=True)
+        async with self.serving.in_flight.register(self.caller) as future:
             if self.caller.answer_key is not None:
-                before = await self.service.remembered(self.caller)
-                if before is not None:
+                stored = await self.service.remembered(self.caller)
+                if stored is not None:
                     if wait_on is not None:
-                        before = await wait_on(before)
-                    future.set_result(before)
-                    return response_of(before, replayed=True)
-            answer = await work()
-            future.set_result(answer)
-        return response_of(answer)
+                        stored = await wait_on(stored)
+                    future.set_result(stored)
+                    return response_of(stored, replayed=True)
+            fresh = await work()
+            future.set_result(fresh)
+        return response_of(fresh)
 
 
 async def request_context(request: Request) -> RequestContext:

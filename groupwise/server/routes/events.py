@@ -44,13 +44,13 @@ async def stream_slot(context: Context, last_event_id: LastEventId = None) -> As
 
     Refusals are raised here, because after the start of a stream the status can no longer be changed.
     """
-    metrics, most = context.serving.metrics, context.serving.config.max_event_streams
+    metrics, max_streams = context.serving.metrics, context.serving.config.max_event_streams
     if context.serving.ending.is_set():
         raise Refusal("shutting_down")
-    if metrics.event_streams >= most:
+    if metrics.event_streams >= max_streams:
         raise Refusal(
             "rate_limited",
-            f"{most} streams of events are open already, which is max_event_streams of the server. "
+            f"{max_streams} streams of events are open already, which is max_event_streams of the server. "
             "GET /status tells the same, once.",
             retry_after=TRY_AGAIN,
         )
@@ -75,13 +75,13 @@ async def events(
                 raw_data=event.model_dump_json(), event=event.kind, id=str(event.id)
             )
             after = event.id
-        await _next(serving, after)
+        await _wait_for_event(serving, after)
 
 
-async def _next(serving: Serving, after: int) -> None:
+async def _wait_for_event(serving: Serving, last_id: int) -> None:
     """Wait until there is another event, or the server shuts down."""
     waits: list[asyncio.Task[Any]] = [
-        asyncio.create_task(serving.service.next_event(after, LONGEST_WAIT)),
+        asyncio.create_task(serving.service.next_event(last_id, LONGEST_WAIT)),
         asyncio.create_task(serving.ending.wait()),
     ]
     try:

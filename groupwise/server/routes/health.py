@@ -25,10 +25,10 @@ async def readyz(request: Request) -> Response:
     """Answer 200 while requests are served, else 503 with the reason."""
     serving: Serving = request.app.state.shared
     ending = "the server is shutting down" if serving.ending.is_set() else None
-    why = ending or serving.service.ready()
-    if why is None:
+    reason = ending or serving.service.ready()
+    if reason is None:
         return json_response(HealthAnswer(status="ok"))
-    return json_response(HealthAnswer(status="not_ready", detail=why), 503)
+    return json_response(HealthAnswer(status="not_ready", detail=reason), 503)
 
 
 async def metrics(context: Context) -> Response:

@@ -22,7 +22,7 @@ from groupwise.api.schemas.training import (
     ModelRequest,
     TokenizerAnswer,
 )
-from groupwise.server.ledger.answers import StoredResponse
+from groupwise.server.ledger.idempotency import StoredResponse
 from groupwise.server.routes.context import Context
 from groupwise.server.routes.training import OF_ENGINE
 from groupwise.server.run.downloads import OpenVersion, zip_pieces
@@ -60,10 +60,10 @@ class ZipResponse(Response):
         try:
             head = {"status": self.status_code, "headers": self.raw_headers}
             await send({"type": "http.response.start", **head})
-            async with aclosing(zip_pieces(self._version)) as pieces:
-                async for piece in pieces:
+            async with aclosing(zip_pieces(self._version)) as chunks:
+                async for chunk in chunks:
                     async with asyncio.timeout(STALLED):
-                        await send({"type": "http.response.body", "body": piece, "more_body": True})
+                        await send({"type": "http.response.body", "body": chunk, "more_body": True})
             await send({"type": "http.response.body", "body": b""})
         except TimeoutError:
             raise ClientGone from None
@@ -110,7 +110,7 @@ async def save_checkpoint(body: CheckpointRequest, context: Context) -> Response
     async def work() -> StoredResponse:
         return answer_of(await context.service.save_checkpoint(body.name, context.caller))
 
-    return await context.once(work)
+    return await context.run_idempotent(work)
 
 
 OF_VERSIONS = ("not_started", "unknown_version", "version_gone", "unknown_run", *OF_ENGINE)

@@ -1,8 +1,8 @@
 """The OpenAI-compatible routes: models, chats and plain completions, complete or as streams.
 
-`openai_routes` returns the routes of a service, for `make_app(…, also=…)`; `attach` then converts the errors of everything under /v1 to
-OpenAI's format. A stream starts with the first text: earlier refusals are ordinary errors; a later failure is an error within the stream,
-which then has no final `[DONE]`.
+`openai_routes` returns the routes of a service, for `make_app(…, also=…)`; `attach_openai_errors` then converts the errors of everything
+under /v1 to OpenAI's format. A stream starts with the first text: earlier refusals are ordinary errors; a later failure is an error within
+the stream, which then has no final `[DONE]`.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from groupwise.api.schemas.openai import (
 )
 from groupwise.api.schemas.problems import FieldError, Refusal
 from groupwise.api.schemas.training import MAX_ADDRESS, MAX_COMPLETIONS
-from groupwise.server.ledger.answers import StoredResponse
-from groupwise.server.openai.answers import Kind, Pieces, event, whole
-from groupwise.server.openai.asking import StorageHeaders, ask_of
+from groupwise.server.ledger.idempotency import StoredResponse
+from groupwise.server.openai.answers import Kind, StreamEncoder, encode_event, full_response
+from groupwise.server.openai.asking import StorageHeaders, parse_request
 from groupwise.server.openai.completed import Completed
-from groupwise.server.openai.errors import OpenAIErrors, as_documented, error_of_refusal
-from groupwise.server.openai.service import Begun, OpenAIService, Piece
+from groupwise.server.openai.errors import OpenAIErrors, document_errors, error_of_refusal
+from groupwise.server.openai.service import OpenAIService, StreamStarted, TextDelta
 from groupwise.server.routes.context import Context, RequestContext
 from groupwise.server.routes.training import OF_ENGINE, OF_RUN
 
@@ -65,14 +65,14 @@ ModelName = Annotated[
 ]
 
 
-async def _complete(
+async def _completion_response(
     service: OpenAIService,
     kind: Kind,
     body: ChatRequest | TextRequest,
     storage: StorageHeaders,
     context: RequestContext,
 ) -> Response:
-    ask = ask_of(body, storage)
+    ask = parse_request(body, storage)
     if body.stream and context.caller.answer_key is not None:
         problem = "names an answer that can be sent again, which a stream cannot; leave it out, or ask without `stream`"
         raise Refusal(
@@ -81,14 +81,14 @@ async def _complete(
             errors=[FieldError(field=IDEMPOTENCY_KEY, message=problem)],
         )
     if body.stream:
-        pieces = Pieces(kind, body.model, int(time.time()), usage=body.includes_usage)
+        encoder = StreamEncoder(kind, body.model, int(time.time()), usage=body.includes_usage)
         choices = len(ask.prompts) * ask.n
-        return StreamedResponse(service.stream(ask, context.caller), pieces, choices)
+        return StreamedResponse(service.stream(ask, context.caller), encoder, choices)
 
     def stored(done: Completed) -> StoredResponse:
-        return StoredResponse(200, whole(kind, done).model_dump_json().encode())
+        return StoredResponse(200, full_response(kind, done).model_dump_json().encode())
 
-    return await context.once(lambda: service.answer(ask, context.caller, stored))
+    return await context.run_idempotent(lambda: service.answer(ask, context.caller, stored))
 
 
 class StreamedResponse(Response):
@@ -98,14 +98,14 @@ class StreamedResponse(Response):
 
     def __init__(
         self,
-        stream: AsyncGenerator[Begun | Piece | Completed],
-        pieces: Pieces,
+        stream: AsyncGenerator[StreamStarted | TextDelta | Completed],
+        encoder: StreamEncoder,
         choices: int,
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]  # unknown before the end
         self._stream = stream
-        self._pieces = pieces
+        self._encoder = encoder
         self._choices = choices
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -113,24 +113,24 @@ class StreamedResponse(Response):
             first = await anext(stream)  # a refusal here is an ordinary error response
             head = {"status": self.status_code, "headers": self.raw_headers}
             await send({"type": "http.response.start", **head})
-            await self._send(send, first)
+            await self._send_output(send, first)
             try:
-                async for each in stream:
-                    await self._send(send, each)
+                async for output in stream:
+                    await self._send_output(send, output)
             except Refusal as refusal:
-                await _send_body(send, event(error_of_refusal(refusal).model_dump()))
+                await _send_body(send, encode_event(error_of_refusal(refusal).model_dump()))
         await send({"type": "http.response.body", "body": b""})
 
-    async def _send(self, send: Send, each: Begun | Piece | Completed) -> None:
-        match each:
-            case Begun(id):
-                for piece in self._pieces.begin(id, self._choices):
-                    await _send_body(send, piece)
-            case Piece(choice, text):
-                await _send_body(send, self._pieces.more(choice, text))
+    async def _send_output(self, send: Send, output: StreamStarted | TextDelta | Completed) -> None:
+        match output:
+            case StreamStarted(id):
+                for chunk in self._encoder.first_chunks(id, self._choices):
+                    await _send_body(send, chunk)
+            case TextDelta(choice, text):
+                await _send_body(send, self._encoder.text_chunk(choice, text))
             case Completed():
-                for piece in self._pieces.end(each):
-                    await _send_body(send, piece)
+                for chunk in self._encoder.last_chunks(output):
+                    await _send_body(send, chunk)
 
 
 async def _send_body(send: Send, body: bytes) -> None:
@@ -150,11 +150,11 @@ def openai_routes(service: OpenAIService) -> tuple[Route, ...]:
 
     async def chat_completions(body: ChatRequest, context: Context, storage: Storage) -> Response:
         """Continue a chat."""
-        return await _complete(service, "chat", body, storage, context)
+        return await _completion_response(service, "chat", body, storage, context)
 
     async def text_completions(body: TextRequest, context: Context, storage: Storage) -> Response:
         """Continue a text."""
-        return await _complete(service, "text", body, storage, context)
+        return await _completion_response(service, "text", body, storage, context)
 
     chat = {"model": "latest", "messages": [{"role": "user", "content": "Sort: pear, apple"}]}
     text = {"model": "latest", "prompt": "Sort these words: pear, apple"}
@@ -177,12 +177,12 @@ def openai_routes(service: OpenAIService) -> tuple[Route, ...]:
             answer=ModelData,
             codes=("unknown_model", "invalid_request", "shutting_down", *OF_ENGINE),
         ),
-        _sampling("/v1/chat/completions", chat_completions, ChatCompletion, chat),
-        _sampling("/v1/completions", text_completions, TextCompletion, text),
+        _completion_route("/v1/chat/completions", chat_completions, ChatCompletion, chat),
+        _completion_route("/v1/completions", text_completions, TextCompletion, text),
     )
 
 
-def _sampling(path: str, handler: Any, answer: Any, example: Any) -> Route:
+def _completion_route(path: str, handler: Any, answer: Any, example: Any) -> Route:
     return Route(
         method="POST",
         path=path,
@@ -207,7 +207,7 @@ def _sampling(path: str, handler: Any, answer: Any, example: Any) -> Route:
     )
 
 
-def attach(app: FastAPI) -> None:
+def attach_openai_errors(app: FastAPI) -> None:
     """Answer refusals under /v1 in OpenAI's format. Call it before the first request."""
     app.add_middleware(cast("Any", OpenAIErrors))
-    as_documented(app.openapi())
+    document_errors(app.openapi())

@@ -48,7 +48,7 @@ Number = Annotated[int, PathOf(description="Of the call.", ge=1, lt=MAX_CALLS)]
 Wait = Annotated[
     float, Query(description="Seconds for which the answer is waited for.", ge=0, le=MAX_CALL_WAIT)
 ]
-Place = Annotated[
+FolderPath = Annotated[
     str, PathOf(description="Within the folder of the parts.", min_length=1, max_length=MAX_PATH)
 ]
 Offset = Annotated[int, Query(description="Where the piece begins in the file.", ge=0, lt=MAX_SIZE)]
@@ -88,7 +88,7 @@ class _Handlers:
         """Call the sampler or the learner. A call that is sent again with the same content is done once, and gets the same answer."""
         content = await request.body()
         try:
-            call = CallRequest.model_validate(await strict_json.parse_aside(content))
+            call = CallRequest.model_validate(await strict_json.parse_in_thread(content))
         except NotStrict as error:
             raise Refusal(
                 "invalid_request", f"the body is no JSON as it is taken here: {error.msg}"
@@ -107,16 +107,18 @@ class _Handlers:
         """Give a call up. Sampling ends; a call that changes the learner goes on to its end; one that has not begun is not done."""
         return _call_response(await self.service.give_up(id, number))
 
-    async def look_into_folder(self, id: Id, path: Place, context: Context) -> Response:
+    async def look_into_folder(self, id: Id, path: FolderPath, context: Context) -> Response:
         """The files of a folder, with their sizes."""
         return json_response(await asyncio.to_thread(self.service.files(id).list, path))
 
-    async def delete_folder(self, id: Id, path: Place, context: Context) -> Response:
+    async def delete_folder(self, id: Id, path: FolderPath, context: Context) -> Response:
         """Delete a folder that is needed no longer. Repeating it is harmless."""
         await asyncio.to_thread(self.service.files(id).delete, path)
         return json_response(EndedAnswer(id=id))
 
-    async def get_file(self, id: Id, path: Place, context: Context, offset: Offset = 0) -> Response:
+    async def get_file(
+        self, id: Id, path: FolderPath, context: Context, offset: Offset = 0
+    ) -> Response:
         """A piece of a file, of at most 8 MiB."""
         return Response(
             await asyncio.to_thread(self.service.files(id).read, path, offset),
@@ -124,7 +126,7 @@ class _Handlers:
         )
 
     async def put_file(
-        self, id: Id, path: Place, request: Request, context: Context, offset: Offset = 0
+        self, id: Id, path: FolderPath, request: Request, context: Context, offset: Offset = 0
     ) -> Response:
         """Write a piece of a file, which then ends with this piece."""
         content = await request.body()

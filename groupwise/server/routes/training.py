@@ -35,7 +35,7 @@ from groupwise.api.schemas.training import (
     StopAnswer,
 )
 from groupwise.core.settings.field_errors import GROUP_ID_PATTERN
-from groupwise.server.ledger.answers import StoredResponse
+from groupwise.server.ledger.idempotency import StoredResponse
 from groupwise.server.routes.context import Context
 from groupwise.server.run.responses import (
     answer_of,
@@ -61,7 +61,7 @@ async def start(body: StartRequest, context: Context) -> Response:
     async def work() -> Any:
         return answer_of(await context.service.start(body, context.caller))
 
-    return await context.once(work)
+    return await context.run_idempotent(work)
 
 
 async def stop(
@@ -78,7 +78,7 @@ async def completions(body: CompletionsRequest, context: Context) -> Response:
     async def work() -> Any:
         return completions_answer(body, await context.service.completions(body, context.caller))
 
-    return await context.once(work)
+    return await context.run_idempotent(work)
 
 
 GroupIdInPath = Annotated[
@@ -100,13 +100,13 @@ async def rewards(body: RewardsRequest, context: Context) -> Response:
     async def work() -> Any:
         return rewards_answer(request, await context.service.rewards(request, context.caller))
 
-    async def wait_on(before: StoredResponse) -> Any:
-        answer = rewards_of(request, before)
+    async def wait_on(stored: StoredResponse) -> Any:
+        answers = rewards_of(request, stored)
         return rewards_answer(
-            request, await context.service.rewards_trained(answer, request.timeout)
+            request, await context.service.rewards_trained(answers, request.timeout)
         )
 
-    return await context.once(work, wait_on if request.wait else None)
+    return await context.run_idempotent(work, wait_on if request.wait else None)
 
 
 async def step(body: StepRequest, context: Context) -> Response:
@@ -119,7 +119,7 @@ async def step(body: StepRequest, context: Context) -> Response:
         answer = StepAnswer.model_validate_json(before.body)
         return step_answer(body, await context.service.step_taken(answer, body.timeout))
 
-    return await context.once(work, wait_on if body.wait else None)
+    return await context.run_idempotent(work, wait_on if body.wait else None)
 
 
 async def status(context: Context) -> Response:

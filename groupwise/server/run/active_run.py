@@ -10,7 +10,7 @@ import time
 from pathlib import Path
 
 from groupwise.api.schemas.problems import Refusal
-from groupwise.core.condition import Pulse
+from groupwise.core.condition import ChangeNotifier
 from groupwise.runs import find
 from groupwise.server.ledger.runs import RunRow
 from groupwise.server.ledger.tokenizers import Tokenizer
@@ -25,7 +25,7 @@ ENDED = ("finished", "stopped", "failed")
 """Phases of a run that accepts nothing more."""
 
 
-class Current:
+class ActiveRun:
     """The current or most recent run, and whether the server accepts anything new for it."""
 
     def __init__(self, config: ServerConfig) -> None:
@@ -34,7 +34,7 @@ class Current:
         """The conductor of the newest run that this process has run; None before the first."""
         self.latest: RunRow | None = None
         """The current or most recent run; None before the first."""
-        self.changed = Pulse()
+        self.changed = ChangeNotifier()
         """Beats at every change that a waiting client may be interested in."""
         self.shutting_down = False
 
@@ -64,9 +64,9 @@ class Current:
             raise Refusal("shutting_down", retry_after=5)
 
     @property
-    def standing(self) -> RunStatus | None:
+    def last_status(self) -> RunStatus | None:
         """The run's status; None if no engine has opened it since the server started."""
-        return self.conductor.standing if self.conductor else None
+        return self.conductor.last_status if self.conductor else None
 
     async def next_beat(self, beat: asyncio.Event, deadline: float) -> bool:
         """Wait for a beat of `changed`; False if the deadline (monotonic clock) comes first."""
@@ -88,14 +88,14 @@ class Current:
 
     def versions(self, row: RunRow) -> Versions:
         """The readable policy versions of a run."""
-        standing = self.standing
+        status = self.last_status
         named_checkpoints = NamedCheckpoints(self.config.folder).of_run(row.run)
-        if standing is None or standing.run != row.run:
+        if status is None or status.run != row.run:
             folder = self.config.folder / row.folder
             steps, published, tokenizer = find.run_info(folder).steps, {}, row.tokenizer
         else:
-            folder, tokenizer = standing.folder, Tokenizer.of(standing.opened)
-            steps, published = standing.step, dict(standing.versions)
+            folder, tokenizer = status.folder, Tokenizer.of(status.opened)
+            steps, published = status.step, dict(status.versions)
         tokenizer_folder = self.tokenizer_folder(tokenizer.hash if tokenizer else "")
         return Versions(row.run, folder, steps, published, named_checkpoints, tokenizer_folder)
 

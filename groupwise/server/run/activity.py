@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping, Sequence
 
-from groupwise.api.http.shared_state import Seen
+from groupwise.api.http.shared_state import KeyActivity
 from groupwise.api.schemas.activity import (
     MOST_EVENTS,
     MOST_GROUPS,
@@ -22,38 +22,38 @@ from groupwise.server.ledger import calls, events, groups, plans
 from groupwise.server.ledger.groups import GroupRow
 from groupwise.server.ledger.transaction import Transaction
 from groupwise.server.ledger.writer import Ledger
-from groupwise.server.run.active_run import Current
+from groupwise.server.run.active_run import ActiveRun
 from groupwise.server.run.queries import event_data
 
 
 async def activity_of(
-    current: Current, ledger: Ledger, sessions: Sequence[Session]
+    active_run: ActiveRun, ledger: Ledger, sessions: Sequence[Session]
 ) -> ActivityAnswer:
     """Activity of the current or last run, and of the clients' open sessions.
 
     `clients` is left empty; the HTTP layer fills it in. `sessions` are passed without their models' steps, which are added here.
     """
-    run = None if current.latest is None else current.latest.run
-    conductor = current.conductor
+    run = None if active_run.latest is None else active_run.latest.run
+    conductor = active_run.conductor
     room = None if conductor is None else conductor.admission
     now = time.monotonic()
     waiting = [
         WaitingRequest(
-            key_id=each.who,
-            groups=len(each.draws),
-            draws=[draw for draw in each.draws if draw is not None],
-            seconds=now - each.since,
+            key_id=request.who,
+            groups=len(request.draws),
+            draws=[draw for draw in request.draws if draw is not None],
+            seconds=now - request.since,
         )
-        for each in (() if room is None else room.in_line())
+        for request in (() if room is None else room.queued_requests())
     ]
 
     def look(transaction: Transaction) -> ActivityAnswer:
-        living = () if run is None else groups.living(transaction, run, MOST_GROUPS)
+        living_groups = () if run is None else groups.living_groups(transaction, run, MOST_GROUPS)
         planned = () if run is None or conductor is None else plans.plans_ahead(transaction, run)
         return ActivityAnswer(
             at=transaction.now,
             run_id=run,
-            groups=[_group(each, transaction.uptime) for each in living],
+            groups=[_living_group(group, transaction.uptime) for group in living_groups],
             capacity=None if room is None else room.room.capacity,
             sampling=0 if room is None else room.sampling,
             waiting=waiting,
@@ -61,31 +61,31 @@ async def activity_of(
                 PlannedStep(step=plan.step, group_ids=list(plan.groups), engines_lost=plan.losses)
                 for plan in planned
             ],
-            events=[event_data(each) for each in events.newest_events(transaction, MOST_EVENTS)],
+            events=[event_data(event) for event in events.newest_events(transaction, MOST_EVENTS)],
             sessions=_with_steps(sessions, calls.steps_done(transaction)),
         )
 
     return await ledger.do(look)
 
 
-def known_clients(seen: Sequence[Seen], now: float) -> list[KnownClient]:
+def known_clients(seen: Sequence[KeyActivity], now: float) -> list[KnownClient]:
     """Convert seen clients for the answer; `now` must be read from the clock that stamped `Seen.last`."""
     return [
         KnownClient(
-            key_id=each.key_id,
-            role=each.role.word,
-            requests=each.requests,
-            refused=each.refused,
-            last_request=each.last_request,
-            last_problem=each.last_problem,
-            idle_seconds=max(0.0, now - each.last),
+            key_id=client.key_id,
+            role=client.role.word,
+            requests=client.requests,
+            refused=client.refused,
+            last_request=client.last_request,
+            last_problem=client.last_problem,
+            idle_seconds=max(0.0, now - client.last),
         )
-        for each in seen
+        for client in seen
     ]
 
 
-def _group(row: GroupRow, uptime: float) -> LivingGroup:
-    rewards = [each for each in row.rewards or () if each is not None]
+def _living_group(row: GroupRow, uptime: float) -> LivingGroup:
+    rewards = [reward for reward in row.rewards or () if reward is not None]
     assert row.state in ("open", "rewarded", "held", "planned"), "the others have ended"
     return LivingGroup(
         group_id=row.id,

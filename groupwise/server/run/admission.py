@@ -29,7 +29,7 @@ IDLE_SECONDS = 3.0
 
 
 @dataclass(slots=True, kw_only=True)
-class Room:
+class Capacity:
     """Limits on the groups in progress."""
 
     groups_per_step: int
@@ -64,14 +64,14 @@ class Traffic:
 
 
 @dataclass(eq=False, slots=True)
-class Waiting:
+class QueuedRequest:
     """A waiting request."""
 
     draws: tuple[int | None, ...]
     who: str
     """Id of the API key of the request."""
     since: float = field(default_factory=time.monotonic)
-    let_in: asyncio.Future[None] = field(
+    admitted: asyncio.Future[None] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
 
@@ -79,14 +79,14 @@ class Waiting:
 class Admission:
     """Admits requests for completions of one run. Used in one event loop only."""
 
-    def __init__(self, room: Room, traffic: Traffic, next_draw: int) -> None:
+    def __init__(self, room: Capacity, traffic: Traffic, next_draw: int) -> None:
         """`next_draw`: the first draw that is not assigned to a group yet."""
         self.room = room
         self.sampling = 0
         """Number of groups being sampled."""
         self._traffic = traffic
         self._next_draw = next_draw
-        self._queue: deque[Waiting] = deque()
+        self._queue: deque[QueuedRequest] = deque()
         self._ended: Refusal | None = None
 
     @property
@@ -94,21 +94,21 @@ class Admission:
         """Number of waiting requests."""
         return len(self._queue)
 
-    def in_line(self) -> tuple[Waiting, ...]:
+    def queued_requests(self) -> tuple[QueuedRequest, ...]:
         """The waiting requests, in order of arrival."""
         return tuple(self._queue)
 
-    def now(self, traffic: Traffic) -> None:
+    def update(self, traffic: Traffic) -> None:
         """Update the counts after a step, or after groups were added or removed."""
         self._traffic = traffic
-        self._let_in()
+        self._admit_waiting()
 
     def end(self, refusal: Refusal) -> None:
         """Admit no more requests, and raise this refusal in those that wait."""
         self._ended = refusal
         for waiting in self._queue:
-            if not waiting.let_in.done():
-                waiting.let_in.set_exception(refusal)
+            if not waiting.admitted.done():
+                waiting.admitted.set_exception(refusal)
         self._queue.clear()
 
     @asynccontextmanager
@@ -118,98 +118,103 @@ class Admission:
         """Wait for room for these groups, at most `limit` seconds; yields their draws, with free ones chosen for None. `who`: id of the API
         key.
 
-        Within the context the groups count as being sampled; a caller that has kept groups calls `now` before leaving it. Raises Refusal:
-        `too_busy` when the time is over, or nothing brings the turn of a named draw nearer; `invalid_request` for more groups than there
-        can ever be room for.
+        Within the context the groups count as being sampled; a caller that has kept groups calls `update` before leaving it. Raises
+        Refusal: `too_busy` when the time is over, or nothing brings the turn of a named draw nearer; `invalid_request` for more groups than
+        there can ever be room for.
         """
         if len(draws) > self.room.capacity:
-            why = (
+            limit_text = (
                 "may be open at once"
                 if self.room.manual
                 else f"can be under way: groups_per_step × (staleness + 1) = {self.room.groups_per_step} × "
                 f"{self.room.staleness + 1}"
             )
             message = (
-                f"{len(draws)} prompts were sent at once, but only {self.room.capacity} groups {why}. Send fewer at once, or start with "
-                "higher settings."
+                f"{len(draws)} prompts were sent at once, but only {self.room.capacity} groups {limit_text}. "
+                "Send fewer at once, or start with higher settings."
             )
             error = FieldError(field="prompts", message=message)
             raise Refusal("invalid_request", message, errors=[error])
         await self._wait_for_turn(draws, limit, who)
         self.sampling += len(draws)
-        numbered: list[int] = []
+        assigned: list[int] = []
         for draw in draws:
-            numbered.append(self._next_draw if draw is None else draw)
-            self._next_draw = max(self._next_draw, numbered[-1] + 1)
+            assigned.append(self._next_draw if draw is None else draw)
+            self._next_draw = max(self._next_draw, assigned[-1] + 1)
         try:
-            yield tuple(numbered)
+            yield tuple(assigned)
         finally:
             self.sampling -= len(draws)
-            self._let_in()
+            self._admit_waiting()
 
-    async def _wait_for_turn(self, draws: Sequence[int | None], limit: float, who: str) -> None:
+    async def _wait_for_turn(self, draws: Sequence[int | None], limit: float, key_id: str) -> None:
         if self._ended is not None:
             raise self._ended
-        waiting = Waiting(tuple(draws), who)
+        waiting = QueuedRequest(tuple(draws), key_id)
         self._queue.append(waiting)
-        self._let_in()
-        first = min(limit, IDLE_SECONDS)
+        self._admit_waiting()
+        idle_limit = min(limit, IDLE_SECONDS)
         try:
             with suppress(TimeoutError):
-                async with asyncio.timeout(first):
-                    await asyncio.shield(waiting.let_in)  # a timeout must not cancel it
-            under_way = self._traffic.under_way + self.sampling + self._expected()
-            if not waiting.let_in.done() and not under_way:
+                async with asyncio.timeout(idle_limit):
+                    await asyncio.shield(waiting.admitted)  # a timeout must not cancel it
+            under_way = self._traffic.under_way + self.sampling + self._admitted_groups()
+            if not waiting.admitted.done() and not under_way:
                 raise TimeoutError  # nothing can bring the draw's turn nearer
-            async with asyncio.timeout(limit - first):
-                await waiting.let_in
+            async with asyncio.timeout(limit - idle_limit):
+                await waiting.admitted
         except BaseException as error:
             self._leave_queue(waiting)
-            self._let_in()  # this request may have been admitted already, so its room is free again
+            self._admit_waiting()  # this request may have been admitted already, so its room is free again
             if isinstance(error, TimeoutError):
                 raise self._too_busy(waiting) from None
             raise
         self._leave_queue(waiting)
 
-    def _too_busy(self, waiting: Waiting) -> Refusal:
-        early = [draw for draw in waiting.draws if draw is not None and not self._is_due(draw)]
-        if not early:
+    def _too_busy(self, waiting: QueuedRequest) -> Refusal:
+        early_draws = [
+            draw for draw in waiting.draws if draw is not None and not self._is_due(draw)
+        ]
+        if not early_draws:
             return Refusal("too_busy", retry_after=RETRY_SECONDS)
-        room, done = self.room, self._traffic.steps_done
-        below = room.first_too_early(done, self._traffic.lost)
+        room, steps_done = self.room, self._traffic.steps_done
+        first_too_early = room.first_too_early(steps_done, self._traffic.lost)
         under_way = self._traffic.under_way + self.sampling
         return Refusal(
             "too_busy",
-            f"it is not the turn of draw {min(early)}: {done} steps are done, and with groups_per_step {room.groups_per_step} and "
-            f"staleness {room.staleness} the draws below {below} may be sampled; {under_way or 'none'} of their groups "
-            f"{'is' if under_way == 1 else 'are'} under way. Ask for the draws before it, post their rewards, and ask again; or leave "
+            f"it is not the turn of draw {min(early_draws)}: {steps_done} steps are done, and "
+            f"with groups_per_step {room.groups_per_step} and staleness {room.staleness} the draws below {first_too_early} may "
+            f"be sampled; {under_way or 'none'} of their groups {'is' if under_way == 1 else 'are'} under way. "
+            "Ask for the draws before it, post their rewards, and ask again; or leave "
             "`draw` out for the next free one.",
             retry_after=RETRY_SECONDS,
         )
 
-    def _leave_queue(self, waiting: Waiting) -> None:
+    def _leave_queue(self, waiting: QueuedRequest) -> None:
         if waiting in self._queue:
             self._queue.remove(waiting)
 
-    def _let_in(self) -> None:
+    def _admit_waiting(self) -> None:
         """Admit all requests that fit, in order of arrival; one whose named draws are not due yet does not block others."""
-        room = self.room.capacity - self._traffic.under_way - self.sampling - self._expected()
+        room = (
+            self.room.capacity - self._traffic.under_way - self.sampling - self._admitted_groups()
+        )
         for waiting in list(self._queue):
-            if waiting.let_in.done():
+            if waiting.admitted.done():
                 continue
             if not all(self._is_due(draw) for draw in waiting.draws):
                 continue
             if len(waiting.draws) > room:
                 return
             room -= len(waiting.draws)
-            waiting.let_in.set_result(None)
+            waiting.admitted.set_result(None)
 
-    def _expected(self) -> int:
+    def _admitted_groups(self) -> int:
         """Groups of requests that were admitted but have not resumed yet."""
         return sum(
             len(waiting.draws)
             for waiting in self._queue
-            if waiting.let_in.done() and not waiting.let_in.cancelled()
+            if waiting.admitted.done() and not waiting.admitted.cancelled()
         )
 
     def _is_due(self, draw: int | None) -> bool:

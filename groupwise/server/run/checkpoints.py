@@ -14,18 +14,18 @@ from groupwise.server.ledger import runs
 from groupwise.server.ledger.runs import RunRow
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.run import ledger_operations, named_checkpoints, steps
-from groupwise.server.run.active_run import ENDED, Current
+from groupwise.server.run.active_run import ENDED, ActiveRun
 from groupwise.server.run.engine_errors import await_engine
-from groupwise.server.run.named_checkpoints import Beginning, NamedCheckpoints
+from groupwise.server.run.named_checkpoints import NamedCheckpoints, StartCheckpoint
 
 
 class Checkpoints:
     """Checkpoints of one server."""
 
-    def __init__(self, current: Current, ledger: Ledger) -> None:
-        self._current = current
+    def __init__(self, active_run: ActiveRun, ledger: Ledger) -> None:
+        self._active_run = active_run
         self._ledger = ledger
-        self._named = NamedCheckpoints(current.config.folder)
+        self._named = NamedCheckpoints(active_run.config.folder)
 
     async def list_checkpoints(self) -> CheckpointsAnswer:
         """All checkpoints: the automatic ones of every run, then the named ones."""
@@ -33,9 +33,9 @@ class Checkpoints:
 
         def look() -> list[CheckpointAnswer]:
             automatic = [
-                named_checkpoints.answer_of(row, each)
+                named_checkpoints.checkpoint_answer(row, checkpoint)
                 for row in rows
-                for each in self._named.automatic(row)
+                for checkpoint in self._named.automatic(row)
             ]
             return [*automatic, *self._named.list_checkpoints()]
 
@@ -43,29 +43,29 @@ class Checkpoints:
 
     async def save(self, name: str, caller: Caller) -> CheckpointAnswer:
         """Save the run's current state under a name: after the step in progress, or as the run ended."""
-        row = self._current.any_run()
-        earlier = self._named.kept_for(
+        row = self._active_run.any_run()
+        checkpoint = self._named.saved_by_request(
             name, caller
         )  # saved for this same request by a server that ended before it could answer
-        if earlier is None:
+        if checkpoint is None:
             self._named.refuse_taken(name)
-        while earlier is None:
-            path = await self._newest(row)
+        while checkpoint is None:
+            path = await self._newest_state(row)
             try:
-                earlier = await asyncio.to_thread(self._named.keep, name, path, row, caller)
+                checkpoint = await asyncio.to_thread(self._named.keep, name, path, row, caller)
             except (FileNotFoundError, CheckpointError):
                 if path.is_dir():
                     raise  # the folder was not pruned meanwhile, so the checkpoint is damaged
-        await self._ledger.do(ledger_operations.keep_checkpoint, earlier, caller)
-        self._current.changed.beat()
-        return earlier
+        await self._ledger.do(ledger_operations.keep_checkpoint, checkpoint, caller)
+        self._active_run.changed.notify()
+        return checkpoint
 
-    async def _newest(self, row: RunRow) -> Path:
+    async def _newest_state(self, row: RunRow) -> Path:
         """Path of the run's newest state on disk; an active run is saved first."""
-        conductor = self._current.conductor
+        conductor = self._active_run.conductor
         if conductor is not None and conductor.phase not in ENDED:
             saved = await await_engine(
-                conductor.engine.save(), conductor, self._current.config.sampling_time_limit
+                conductor.engine.save(), conductor, self._active_run.config.sampling_time_limit
             )
             await self._ledger.do(steps.note_checkpoint, row.run, saved.step)
             return Path(saved.path)
@@ -74,16 +74,20 @@ class Checkpoints:
             raise Refusal("unknown_checkpoint", f"the run {row.run} has no checkpoint.")
         return automatic[-1].path
 
-    def beginning(self, name: str, rows: Mapping[str, RunRow]) -> Beginning:
+    def beginning(self, name: str, rows: Mapping[str, RunRow]) -> StartCheckpoint:
         """The checkpoint that a new run starts from: a named one, or `run@step`. Refuses with `unknown_checkpoint`."""
-        found = self._named.find(name)
+        start = self._named.find(name)
         run, _, step = name.rpartition("@")
-        if found is None and run in rows:
-            by_step = {str(each.step): each for each in self._named.automatic(rows[run])}
+        if start is None and run in rows:
+            by_step = {
+                str(checkpoint.step): checkpoint for checkpoint in self._named.automatic(rows[run])
+            }
             if step in by_step:
-                found = Beginning(by_step[step].path, rows[run].settings, run, by_step[step].step)
-        if found is not None:
-            return found
+                start = StartCheckpoint(
+                    by_step[step].path, rows[run].settings, run, by_step[step].step
+                )
+        if start is not None:
+            return start
         raise Refusal(
             "unknown_checkpoint",
             f"there is neither a checkpoint nor a run {name!r}. GET /checkpoints lists the checkpoints; runs that can be gone on with: "

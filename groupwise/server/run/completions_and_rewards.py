@@ -28,35 +28,37 @@ from groupwise.server.engine.engine_protocol import OrderField, SampleOrder, Sam
 from groupwise.server.ledger import groups
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.run import ledger_operations
-from groupwise.server.run.active_run import Current
+from groupwise.server.run.active_run import ActiveRun
 from groupwise.server.run.engine_errors import await_engine, naming_field
 
 T = TypeVar("T")
 
 
-class AskPost:
+class CompletionsAndRewards:
     """The ask/post operations on the current run."""
 
-    def __init__(self, current: Current, ledger: Ledger) -> None:
-        self._current = current
-        self._config = current.config
+    def __init__(self, active_run: ActiveRun, ledger: Ledger) -> None:
+        self._active_run = active_run
+        self._config = active_run.config
         self._ledger = ledger
 
     # --- completions -----------------------------------------------------------------------------
 
     async def completions(self, request: CompletionsRequest, caller: Caller) -> list[GroupAnswer]:
         """Sample groups, store them, and only then answer."""
-        conductor = self._current.active()
+        conductor = self._active_run.active()
         _ = conductor.engine  # raises early if the engine is unavailable
-        own = conductor.now.opened.tokenizer_hash
-        if request.tokenizer_hash not in (None, own):
+        server_hash = conductor.status.opened.tokenizer_hash
+        if request.tokenizer_hash not in (None, server_hash):
             message = (
-                f"tokenizer_hash is {request.tokenizer_hash!r}, but the server's tokenizer and template have {own!r}. "
+                f"tokenizer_hash is {request.tokenizer_hash!r}, but the server's tokenizer and template have {server_hash!r}. "
                 "GET /tokenizer has them."
             )
             error = FieldError(field="tokenizer_hash", message=message)
             raise Refusal("tokenizer_mismatch", message, errors=[error])
-        await self._ledger.do(ledger_operations.check_draws, conductor.now.run, request.all_draws)
+        await self._ledger.do(
+            ledger_operations.check_draws, conductor.status.run, request.all_draws
+        )
         wait = self._config.completions_wait
         async with conductor.room.admit(request.all_draws, wait, caller.key_id) as draws:
             orders = [
@@ -66,15 +68,15 @@ class AskPost:
             engine = conductor.engine
             sampled = await await_engine(
                 gather_all(
-                    naming_field(engine.sample(order), _fields(request, place))
-                    for place, order in enumerate(orders)
+                    naming_field(engine.sample(order), _request_field_names(request, index))
+                    for index, order in enumerate(orders)
                 ),
                 conductor,
                 self._config.sampling_time_limit,
             )
             answers = await self._ledger.do(
                 ledger_operations.keep_groups,
-                conductor.now.run,
+                conductor.status.run,
                 sampled,
                 conductor.request.lease_seconds,
                 request,
@@ -86,8 +88,8 @@ class AskPost:
     async def give_up(self, group: str) -> None:
         """End a group that its client no longer needs."""
         await self._ledger.do(groups.give_up, group)
-        if self._current.conductor is not None:
-            await self._current.conductor.recount()
+        if self._active_run.conductor is not None:
+            await self._active_run.conductor.recount()
 
     # --- rewards and steps -----------------------------------------------------------------------
 
@@ -95,16 +97,16 @@ class AskPost:
         self, request: RewardsOfOne | RewardsOfSeveral, caller: Caller
     ) -> list[RewardAnswer]:
         """Store rewards, and only then answer; with `wait`, after the step that learns from them."""
-        run = self._current.any_run()
-        if request.wait and self._current.is_manual():
+        run = self._active_run.any_run()
+        if request.wait and self._active_run.is_manual():
             raise Refusal("manual_mode")
-        standing = self._current.standing
-        steps_done = standing.step if standing else None  # None: no engine has opened the run yet
+        status = self._active_run.last_status
+        steps_done = status.step if status else None  # None: no engine has opened the run yet
         answers = await self._ledger.do(
             ledger_operations.keep_rewards, run.run, steps_done, request, caller
         )
-        if self._current.conductor is not None:
-            self._current.conductor.nudge()
+        if self._active_run.conductor is not None:
+            self._active_run.conductor.nudge()
         if not request.wait:
             return answers
         return await self.rewards_trained(answers, request.timeout)
@@ -115,21 +117,21 @@ class AskPost:
         """The answers after the step that learnt from the groups, or as they are when the time is over."""
         return await self._wait_until(
             lambda: self._ledger.do(ledger_operations.after_step, answers),
-            lambda found: all(each.status == "trained" for each in found),
+            lambda current: all(group.status == "trained" for group in current),
             seconds,
         )
 
     async def step(self, request: StepRequest, caller: Caller) -> StepAnswer:
         """Take a step with the named groups, or with the rewarded ones that wait."""
-        conductor = self._current.active()
-        if request.group_ids is None and not self._current.is_manual():
+        conductor = self._active_run.active()
+        if request.group_ids is None and not self._active_run.is_manual():
             raise Refusal("auto_mode")
         deadline = time.monotonic() + request.timeout
         while True:
-            beat = self._current.changed.next
+            beat = self._active_run.changed.next_event
             answer = await self._ledger.do(
                 ledger_operations.keep_plan,
-                conductor.now.run,
+                conductor.status.run,
                 request,
                 conductor.request.prompts_per_step,
                 conductor.request.staleness,
@@ -137,7 +139,7 @@ class AskPost:
             )
             if answer is not None:
                 break
-            if not await self._current.next_beat(beat, deadline):
+            if not await self._active_run.next_beat(beat, deadline):
                 raise Refusal(
                     "too_busy", "another step is still being taken; ask again.", retry_after=2
                 )
@@ -150,28 +152,28 @@ class AskPost:
         """The answer after the planned step was taken, or as it is when the time is over."""
         return await self._wait_until(
             lambda: self._ledger.do(ledger_operations.step_after, answer),
-            lambda found: found.status == "trained",
+            lambda current: current.status == "trained",
             seconds,
         )
 
     async def _wait_until(
-        self, look: Callable[[], Awaitable[T]], done: Callable[[T], bool], seconds: float
+        self, read: Callable[[], Awaitable[T]], is_done: Callable[[T], bool], seconds: float
     ) -> T:
-        """Call `look` at each beat, and return its result once it is done, the time is over, or no more steps will be taken."""
+        """Call `read` at each beat, and return its result once it is done, the time is over, or no more steps will be taken."""
         deadline = time.monotonic() + seconds
         while True:
-            beat = self._current.changed.next
-            found = await look()
-            if done(found) or self._current.is_over():
-                return found
-            if not await self._current.next_beat(beat, deadline):
-                return found
+            beat = self._active_run.changed.next_event
+            result = await read()
+            if is_done(result) or self._active_run.is_over():
+                return result
+            if not await self._active_run.next_beat(beat, deadline):
+                return result
 
 
-def _fields(request: CompletionsRequest, place: int) -> Mapping[OrderField, str]:
+def _request_field_names(request: CompletionsRequest, index: int) -> Mapping[OrderField, str]:
     """The request's field names for the fields of a `SampleOrder`."""
     return {
-        "prompt": "prompt" if request.prompts is None else f"prompts.{place}",
+        "prompt": "prompt" if request.prompts is None else f"prompts.{index}",
         "prompt_ids": "prompt_tokens",
         "max_tokens": "max_completion_length",
         "min_tokens": "min_completion_length",

@@ -26,7 +26,7 @@ from typing import Any, Literal
 
 from groupwise.api.schemas.problems import Refusal
 from groupwise.api.schemas.training import EventKind, Phase, StartRequest
-from groupwise.core.condition import Pulse
+from groupwise.core.condition import ChangeNotifier
 from groupwise.core.errors import GroupwiseError, StoreError, UsageError
 from groupwise.core.types import Policy
 from groupwise.runs.folder import CHECKPOINTS
@@ -36,7 +36,7 @@ from groupwise.server.ledger.plans import PlanRow
 from groupwise.server.ledger.runs import RunState
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.run import steps
-from groupwise.server.run.admission import Admission, Room
+from groupwise.server.run.admission import Admission, Capacity
 from groupwise.server.run.engine_supervisor import EngineSupervisor, TooManyRestarts, is_full
 
 logger = logging.getLogger(__name__)
@@ -44,10 +44,10 @@ logger = logging.getLogger(__name__)
 RECENT = 0.2
 """Weight of the newest step in the moving average of seconds per step."""
 
-Leaving = Literal["stop", "replace", "shut down"]
+StopReason = Literal["stop", "replace", "shut down"]
 """Why no further step is taken. `shut down`: the run resumes when the server starts again."""
 
-_STATES: Mapping[Leaving, RunState] = {"stop": "stopped", "replace": "replaced"}
+_STATES: Mapping[StopReason, RunState] = {"stop": "stopped", "replace": "replaced"}
 
 
 @dataclass(slots=True)
@@ -84,13 +84,15 @@ class RunStatus:
         """Version of the policy now served: run, and number of completed steps."""
         return self.run, self.step
 
-    def move_on(self, done: StepDone, checkpoints_kept: int) -> None:
+    def record_step(self, done: StepDone, checkpoints_kept: int) -> None:
         """Update the status after a step; the files of `checkpoints_kept` policies before the newest one are kept."""
         now = time.monotonic()
         if self.stepped_at is not None:
-            took = now - self.stepped_at
-            before = self.seconds_per_step
-            self.seconds_per_step = took if before is None else before + RECENT * (took - before)
+            seconds = now - self.stepped_at
+            average = self.seconds_per_step
+            self.seconds_per_step = (
+                seconds if average is None else average + RECENT * (seconds - average)
+            )
         self.stepped_at = now
         self.step, self.policy, self.metrics = done.record.step + 1, done.policy, done.metrics
         self.versions[self.step] = done.policy
@@ -109,7 +111,7 @@ class Conductor:
         order: OpenRun,
         *,
         most_open: int,
-        changed: Pulse,
+        changed: ChangeNotifier,
     ) -> None:
         """`most_open`: maximum number of groups in progress with manual steps. `changed` beats at every change that a waiting client may be
         interested in.
@@ -117,7 +119,7 @@ class Conductor:
         self.request = request
         self.phase: Phase = "starting"
         self.last_error: str | None = None
-        self.standing: RunStatus | None = None
+        self.last_status: RunStatus | None = None
         self.admission: Admission | None = None
         self._ledger = ledger
         self._supervisor = supervisor
@@ -126,7 +128,7 @@ class Conductor:
         self._changed = changed
         self._engine: Engine | None = None
         self._nudged = asyncio.Event()
-        self._leaving: Leaving | None = None
+        self._stop_reason: StopReason | None = None
         self._task: asyncio.Task[None] | None = None
 
     # --- called by the service --------------------------------------------------------------------
@@ -149,11 +151,11 @@ class Conductor:
         return self._order.config["model"]["name"]
 
     @property
-    def now(self) -> RunStatus:
+    def status(self) -> RunStatus:
         """The run's status; raises a Refusal until an engine has opened the run."""
-        if self.standing is None:
+        if self.last_status is None:
             raise self.refusal()
-        return self.standing
+        return self.last_status
 
     @property
     def room(self) -> Admission:
@@ -167,7 +169,7 @@ class Conductor:
         if self.phase == "failed":
             return Refusal("engine_failed", self.last_error)
         if self.phase in ("stopping", "stopped", "finished"):
-            shutting_down = self._leaving == "shut down"
+            shutting_down = self._stop_reason == "shut down"
             return Refusal("shutting_down", retry_after=5) if shutting_down else Refusal("finished")
         return Refusal("engine_recovering", retry_after=2)
 
@@ -177,39 +179,39 @@ class Conductor:
 
     async def recount(self) -> None:
         """Count the groups again after some were added or removed: waiting requests may be admitted."""
-        if self.standing is not None and self.admission is not None:
-            self.admission.now(await self._ledger.do(steps.traffic, self.standing.run))
+        if self.last_status is not None and self.admission is not None:
+            self.admission.update(await self._ledger.do(steps.count_traffic, self.last_status.run))
 
     async def begin(self) -> RunStatus:
         """Open the run with its first engine. On an error nothing of a new run remains."""
         if self._order.run is None:
             self._engine, opened = await self._supervisor.open(self._order)
             self._order = replace(self._order, run=opened.run)
-            self._place(opened)
+            self._set_opened(opened)
         else:
             self._engine = await self._recover()
-        await self._ready()
-        return self.now
+        await self._accept_requests()
+        return self.status
 
     async def tokenizer_files(self) -> Mapping[str, bytes]:
         """Tokenizer files of the started engine."""
         assert self._engine is not None, "it has begun"
         return await self._engine.tokenizer_files()
 
-    def go_on(self) -> None:
+    def start_steps(self) -> None:
         """Take steps, in a task of its own, until the run ends."""
         self._task = asyncio.create_task(self._conduct(), name="conductor")
 
-    async def last_words(self) -> None:
+    async def wait_if_finishing(self) -> None:
         """If all steps are done, wait until the final weights are written; otherwise return at once."""
-        if self._task is not None and self.now.step >= self.now.max_steps:
+        if self._task is not None and self.status.step >= self.status.max_steps:
             await asyncio.wait((self._task,))
 
-    async def leave(self, why: Leaving, seconds: float) -> None:
+    async def end(self, why: StopReason, seconds: float) -> None:
         """Finish the step in progress and take no other. If that takes longer than `seconds`, the engine is killed."""
         if self.phase in ("finished", "stopped", "failed"):
             return
-        self._leaving, self.phase = why, "stopping"
+        self._stop_reason, self.phase = why, "stopping"
         self._close_room()
         self.nudge()
         if self._task is None:
@@ -225,14 +227,14 @@ class Conductor:
         state = _STATES.get(why)
         if self.phase == "stopping" and state is not None:
             self.phase = "stopped"  # stopped without its engine, which is gone
-            step = self.standing.step if self.standing else 0
-            await self._ledger.do(steps.end_run, self._run, state, EventKind.STOPPED, step)
+            step = self.last_status.step if self.last_status else 0
+            await self._ledger.do(steps.end_run, self._run_name, state, EventKind.STOPPED, step)
 
     # --- the run's single task --------------------------------------------------------------------
 
     async def _conduct(self) -> None:
         try:
-            while not await self._by_one_engine():
+            while not await self._run_on_engine():
                 pass
         except Exception as error:
             logger.exception("the run cannot go on")
@@ -241,74 +243,76 @@ class Conductor:
             self._engine = None
             await self._supervisor.end()
             self._close_room()
-            self._changed.beat()
+            self._changed.notify()
 
-    async def _by_one_engine(self) -> bool:
+    async def _run_on_engine(self) -> bool:
         """Take steps until the engine is lost, or the run is over or left; returns False if another engine should continue."""
         try:
             engine = self._engine or await self._recover()
-            await self._ready()
-            await self._tell_checkpoint()
+            await self._accept_requests()
+            await self._announce_checkpoint()
             await self._take_steps(engine)
-            await self._end(engine)
+            await self._close_run(engine)
         except UsageError as error:  # the next engine would fail in the same way
             await self._fail(str(error))
         except GroupwiseError as error:
-            return not await self._may_begin_another(error)
+            return not await self._prepare_restart(error)
         return True
 
-    async def _may_begin_another(self, error: GroupwiseError) -> bool:
+    async def _prepare_restart(self, error: GroupwiseError) -> bool:
         self._engine = None
         self.last_error = str(error)
         await self._supervisor.end()
-        if self._leaving is not None:
+        if self._stop_reason is not None:
             logger.warning("the engine was lost while the run was left: %s", error)
             return False
         self.phase = "recovering"
         logger.warning("the engine is begun again: %s", error)
-        self._changed.beat()
+        self._changed.notify()
         try:
             if is_full(error):
-                await self._supervisor.room_on(self.now.folder)
+                await self._supervisor.wait_for_disk(self.status.folder)
             else:
                 await self._supervisor.pause(error)
-            await self._tell(EventKind.ENGINE_LOST, message=str(error))
+            await self._add_event(EventKind.ENGINE_LOST, message=str(error))
         except TooManyRestarts as too_many:
             await self._fail(str(too_many))
             return False
         except StoreError as full:  # the disk is full again, as it would be for the next engine
-            return await self._may_begin_another(full)
+            return await self._prepare_restart(full)
         return True
 
     async def _fail(self, reason: str) -> None:
         self.phase, self.last_error = "failed", reason
         logger.error("the run has failed: %s", reason)
-        step = self.standing.step if self.standing else 0
+        step = self.last_status.step if self.last_status else 0
         with suppress(
             StoreError
         ):  # clients see the failure anyway, and the next server tries again
             await self._ledger.do(
-                steps.end_run, self._run, "failed", EventKind.FAILED, step, reason
+                steps.end_run, self._run_name, "failed", EventKind.FAILED, step, reason
             )
 
-    async def _end(self, engine: Engine) -> None:
-        """Close the run as `leave` asked for, or as finished."""
-        now = self.now
-        if now.step >= now.max_steps:
+    async def _close_run(self, engine: Engine) -> None:
+        """Close the run as `end` asked for, or as finished."""
+        status = self.status
+        if status.step >= status.max_steps:
             await engine.close_run(finished=True)
-            await self._tell_checkpoint()
+            await self._announce_checkpoint()
             self.phase = "finished"
-            await self._ledger.do(steps.end_run, now.run, "finished", EventKind.FINISHED, now.step)
-        elif self._leaving == "shut down":
+            await self._ledger.do(
+                steps.end_run, status.run, "finished", EventKind.FINISHED, status.step
+            )
+        elif self._stop_reason == "shut down":
             await engine.save()
-            await self._tell_checkpoint()
+            await self._announce_checkpoint()
         else:
             await engine.close_run(finished=False)
-            await self._tell_checkpoint()
+            await self._announce_checkpoint()
             self.phase = "stopped"
-            assert self._leaving is not None, "it takes steps until then"
-            state = _STATES[self._leaving]
-            await self._ledger.do(steps.end_run, now.run, state, EventKind.STOPPED, now.step)
+            assert self._stop_reason is not None, "it takes steps until then"
+            state = _STATES[self._stop_reason]
+            await self._ledger.do(steps.end_run, status.run, state, EventKind.STOPPED, status.step)
 
     # --- recovery ---------------------------------------------------------------------------------
 
@@ -316,23 +320,23 @@ class Conductor:
         """Start a new engine and bring the run back to where it was."""
         self.phase = "recovering"
         engine, opened = await self._supervisor.open(self._order)
-        self._place(opened)
+        self._set_opened(opened)
         await self._note_committed(engine, opened)
         exact = True
         for plan in await self._ledger.do(plans.plans_from, opened.run, opened.step):
             if plan.trained is not None:
-                exact = await self._take(engine, plan) and exact
-        why = self.last_error or "it ended the engine"
-        await self._ledger.do(steps.put_aside, opened.run, why)
+                exact = await self._take_step(engine, plan) and exact
+        reason = self.last_error or "it ended the engine"
+        await self._ledger.do(steps.quarantine_failing, opened.run, reason)
         await self._ledger.do(steps.note_recovery, opened.run, exact, opened.inexact)
         self._engine = engine
         return engine
 
     async def _note_committed(self, engine: Engine, opened: Opened) -> None:
         """Record steps that were committed when the engine, or this process, ended before the ledger was updated."""
-        known = await self._ledger.do(steps.next_step, opened.run)
+        next_step = await self._ledger.do(steps.next_step, opened.run)
         for manifest in opened.manifests:
-            if manifest.step >= known:
+            if manifest.step >= next_step:
                 metrics = await engine.metrics_of(manifest.step)
                 await self._ledger.do(steps.note_committed, opened.run, manifest, metrics)
         if opened.step > await self._ledger.do(steps.next_step, opened.run):
@@ -341,29 +345,31 @@ class Conductor:
                 "Restore the one that belongs to the run."
             )
 
-    def _place(self, opened: Opened) -> None:
-        before = self.standing
-        self.standing = RunStatus(opened, opened.step, opened.policy, {opened.step: opened.policy})
-        if before is not None:
-            self.standing.metrics = before.metrics
+    def _set_opened(self, opened: Opened) -> None:
+        previous = self.last_status
+        self.last_status = RunStatus(
+            opened, opened.step, opened.policy, {opened.step: opened.policy}
+        )
+        if previous is not None:
+            self.last_status.metrics = previous.metrics
 
-    async def _ready(self) -> None:
+    async def _accept_requests(self) -> None:
         """Update the admission, and accept requests again."""
-        run = self.now.run
-        traffic = await self._ledger.do(steps.traffic, run)
+        run = self.status.run
+        traffic = await self._ledger.do(steps.count_traffic, run)
         if self.admission is None:
             draw = await self._ledger.do(groups.first_unused_draw, run)
-            room = Room(
+            room = Capacity(
                 groups_per_step=self.request.prompts_per_step,
                 staleness=self.request.staleness,
                 manual=self.request.steps == "manual",
                 most=self._most_open,
             )
             self.admission = Admission(room, traffic, draw)
-        self.admission.now(traffic)
-        if self._leaving is None:
+        self.admission.update(traffic)
+        if self._stop_reason is None:
             self.phase = "running"
-        self._changed.beat()
+        self._changed.notify()
 
     # --- steps ------------------------------------------------------------------------------------
 
@@ -371,52 +377,52 @@ class Conductor:
         """Take steps when they are due, until the last one is done or the run is to be left."""
         # Number of rewarded groups that make a step due; None: only clients request steps.
         size = None if self.request.steps == "manual" else self.request.prompts_per_step
-        while self._leaving is None and self.now.step < self.now.max_steps:
+        while self._stop_reason is None and self.status.step < self.status.max_steps:
             self._nudged.clear()
             plan = await self._ledger.do(
-                steps.plan_when_due, self._run, size, self.request.staleness
+                steps.plan_when_due, self._run_name, size, self.request.staleness
             )
             if plan is None:
-                await self._nudged_or_lost(engine)
+                await self._wait_for_nudge(engine)
             else:
-                await self._take(engine, plan)
+                await self._take_step(engine, plan)
 
-    async def _take(self, engine: Engine, plan: PlanRow) -> bool:
+    async def _take_step(self, engine: Engine, plan: PlanRow) -> bool:
         """Take one step, stored in the ledger before and after; False if a repeated step gave a different result."""
-        learnt_from = await self._ledger.do(steps.groups_to_train, plan)
+        scored_groups = await self._ledger.do(steps.groups_to_train, plan)
         rate = plan.parameters.get(steps.LEARNING_RATE)
         try:
-            done = await engine.step(Plan(plan.step, learnt_from, rate))
+            done = await engine.step(Plan(plan.step, scored_groups, rate))
         except GroupwiseError as error:
             if not is_full(error):
                 await self._ledger.do(plans.count_loss, plan.run, plan.step)
             raise
         exact = await self._ledger.do(steps.note_trained, plan, done)
-        self.now.move_on(done, self.request.staleness)
-        await self._tell_checkpoint()
+        self.status.record_step(done, self.request.staleness)
+        await self._announce_checkpoint()
         self._log_step()
         await self.recount()
-        self._changed.beat()
+        self._changed.notify()
         return exact
 
     def _log_step(self) -> None:
         """Log one line about the step, every `logging_steps` steps."""
-        now, metrics = self.now, self.now.metrics
-        if now.step % self.request.logging_steps and now.step != now.max_steps:
+        status, metrics = self.status, self.status.metrics
+        if status.step % self.request.logging_steps and status.step != status.max_steps:
             return
         loss = metrics.get("loss", math.nan)  # no loss is reported if nothing was learnt
         logger.info(
             "%s: step %d/%d  reward %.3f ±%.3f  %s%.1f s",
-            now.run,
-            now.step,
-            now.max_steps,
+            status.run,
+            status.step,
+            status.max_steps,
             metrics.get("reward", math.nan),
             metrics.get("reward_std", math.nan),
             f"loss {loss:.4f}  " if math.isfinite(loss) else "",
-            now.seconds_per_step or metrics.get("time/step", math.nan),
+            status.seconds_per_step or metrics.get("time/step", math.nan),
         )
 
-    async def _nudged_or_lost(self, engine: Engine) -> None:
+    async def _wait_for_nudge(self, engine: Engine) -> None:
         """Wait for a nudge. Raises EngineLost if the engine ends first."""
         nudged = asyncio.ensure_future(self._nudged.wait())
         lost = asyncio.ensure_future(engine.lost())
@@ -425,12 +431,12 @@ class Conductor:
             if lost.done():
                 raise lost.result()
         finally:
-            for each in (nudged, lost):
-                each.cancel()
+            for task in (nudged, lost):
+                task.cancel()
             await asyncio.gather(nudged, lost, return_exceptions=True)
 
     @property
-    def _run(self) -> str:
+    def _run_name(self) -> str:
         assert self._order.run is not None, "it was opened"
         return self._order.run
 
@@ -438,12 +444,12 @@ class Conductor:
         if self.admission is not None:
             self.admission.end(self.refusal())
 
-    async def _tell_checkpoint(self) -> None:
+    async def _announce_checkpoint(self) -> None:
         """Report the checkpoint of the current step to clients, if the engine has written one."""
-        now = self.now
-        if (now.folder / CHECKPOINTS / f"step-{now.step}").is_dir():
-            await self._ledger.do(steps.note_checkpoint, now.run, now.step)
-            self._changed.beat()
+        status = self.status
+        if (status.folder / CHECKPOINTS / f"step-{status.step}").is_dir():
+            await self._ledger.do(steps.note_checkpoint, status.run, status.step)
+            self._changed.notify()
 
-    async def _tell(self, kind: EventKind, **data: Any) -> None:
-        await self._ledger.do(events.add_event, self._run, kind, data)
+    async def _add_event(self, kind: EventKind, **data: Any) -> None:
+        await self._ledger.do(events.add_event, self._run_name, kind, data)

@@ -58,35 +58,35 @@ class OpenVersion:
 
 async def zip_pieces(version: OpenVersion) -> AsyncGenerator[bytes]:
     """The zip file in pieces of about `CHUNK` bytes. Files are read in a thread, so a slow disk does not block the event loop."""
-    pieces = _pieces(version.files)
+    chunks = _zip_chunks(version.files)
     while True:
-        reading = asyncio.ensure_future(asyncio.to_thread(next, pieces, None))
+        reading = asyncio.ensure_future(asyncio.to_thread(next, chunks, None))
         try:
-            piece = await asyncio.shield(reading)
+            chunk = await asyncio.shield(reading)
         except asyncio.CancelledError:
             await asyncio.wait((reading,))  # else the files would be closed during the read
             raise
-        if piece is None:
+        if chunk is None:
             return
-        if piece:
-            yield piece
+        if chunk:
+            yield chunk
 
 
-def _pieces(files: Sequence[OpenFile]) -> Iterator[bytes]:
+def _zip_chunks(files: Sequence[OpenFile]) -> Iterator[bytes]:
     out = _Pipe()
     with zipfile.ZipFile(out, "w") as archive:
         for entry in files:
-            with archive.open(_info(entry), "w", force_zip64=entry.size >= LARGE) as inside:
+            with archive.open(_zip_info(entry), "w", force_zip64=entry.size >= LARGE) as target:
                 while chunk := entry.file.read(CHUNK):
-                    inside.write(chunk)
+                    target.write(chunk)
                     yield out.take()
     yield out.take()
 
 
-def _info(entry: OpenFile) -> zipfile.ZipInfo:
+def _zip_info(entry: OpenFile) -> zipfile.ZipInfo:
     info = zipfile.ZipInfo(entry.name, FIRST_DATE)
-    stored = entry.name.endswith(STORED)
-    info.compress_type = zipfile.ZIP_STORED if stored else zipfile.ZIP_DEFLATED
+    is_stored = entry.name.endswith(STORED)
+    info.compress_type = zipfile.ZIP_STORED if is_stored else zipfile.ZIP_DEFLATED
     info.external_attr = READABLE << 16
     info.file_size = entry.size
     return info
@@ -96,10 +96,10 @@ class _Pipe:
     """A file object for `zipfile` to write to: it cannot seek, and `taken` returns the written bytes."""
 
     def __init__(self) -> None:
-        self._held: list[bytes] = []
+        self._buffered: list[bytes] = []
 
     def write(self, data: bytes) -> int:
-        self._held.append(bytes(data))
+        self._buffered.append(bytes(data))
         return len(data)
 
     def flush(self) -> None:
@@ -110,5 +110,5 @@ class _Pipe:
 
     def take(self) -> bytes:
         """Bytes written since the last call."""
-        held, self._held = self._held, []
-        return b"".join(held)
+        chunks, self._buffered = self._buffered, []
+        return b"".join(chunks)

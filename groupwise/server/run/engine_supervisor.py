@@ -104,7 +104,7 @@ class EngineSupervisor:
         if pauses:
             await self._timing.sleep(doubled(FIRST_PAUSE, pauses, LONGEST_PAUSE))
 
-    async def room_on(self, folder: Path) -> None:
+    async def wait_for_disk(self, folder: Path) -> None:
         """Wait until a full disk can be written to again. If the write fails for another reason, return at once."""
         while _is_still_full(folder):
             await self._timing.sleep(LOOK_AT_DISK)
@@ -118,9 +118,13 @@ def is_full(error: BaseException) -> bool:
     """True if an error came from a full disk. Errors of an engine have crossed a socket, so only their message is left to check."""
     if isinstance(error, OSError):
         return error.errno in (errno.ENOSPC, errno.EDQUOT)
-    full = (os.strerror(errno.ENOSPC), os.strerror(errno.EDQUOT), "database or disk is full")
+    full_messages = (
+        os.strerror(errno.ENOSPC),
+        os.strerror(errno.EDQUOT),
+        "database or disk is full",
+    )
     return isinstance(error, StoreError | CheckpointError) and any(
-        text in str(error) for text in full
+        message in str(error) for message in full_messages
     )
 
 

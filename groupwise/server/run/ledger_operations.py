@@ -24,9 +24,9 @@ from groupwise.api.schemas.training import (
 from groupwise.core.types import Group, from_json
 from groupwise.server.engine.engine_protocol import Opened, Sampled
 from groupwise.server.ledger import counters, events, groups, members, plans, runs, uptime
-from groupwise.server.ledger.answers import StoredResponse, once
 from groupwise.server.ledger.group_states import State
 from groupwise.server.ledger.groups import Echo, GroupRow, NewGroup
+from groupwise.server.ledger.idempotency import StoredResponse, run_idempotent
 from groupwise.server.ledger.plans import PlanRow
 from groupwise.server.ledger.rewards import Post
 from groupwise.server.ledger.runs import RunRow
@@ -59,13 +59,13 @@ def start_run(
 
     def work() -> StoredResponse:
         if goes_on:
-            runs.go_on(transaction, run, settings, config, tokenizer)
+            runs.reactivate_run(transaction, run, settings, config, tokenizer)
         else:
             runs.add_run(transaction, run, folder, settings, config, tokenizer)
         events.add_event(transaction, run, EventKind.STARTED, {"step": opened.step})
         return answer
 
-    once(transaction, caller, work)
+    run_idempotent(transaction, caller, work)
     return runs.read_run(transaction, run)
 
 
@@ -91,20 +91,25 @@ def keep_groups(
     answers: list[GroupAnswer] = []
 
     def work() -> StoredResponse:
-        new = [
+        new_groups = [
             NewGroup(
-                f"g-{secrets.token_hex(10)}", each.group, each.step, each.version, each.fingerprint
+                f"g-{secrets.token_hex(10)}",
+                sample.group,
+                sample.step,
+                sample.version,
+                sample.fingerprint,
             )
-            for each in sampled
+            for sample in sampled
         ]
-        rows = groups.add_groups(transaction, run, new, key_id=caller.key_id, lease=lease)
+        rows = groups.add_groups(transaction, run, new_groups, key_id=caller.key_id, lease=lease)
         counters.count(transaction, run, counters.COMPLETION_REQUESTS)
         answers.extend(
-            group_answer(transaction, row, each.group) for row, each in zip(rows, new, strict=True)
+            group_answer(transaction, row, new_group.group)
+            for row, new_group in zip(rows, new_groups, strict=True)
         )
         return completions_answer(request, answers)
 
-    once(transaction, caller, work)
+    run_idempotent(transaction, caller, work)
     return answers
 
 
@@ -143,18 +148,18 @@ def keep_rewards(
 
     def work() -> StoredResponse:
         done = steps.next_step(transaction, run) if steps_done is None else steps_done
-        for number, given in enumerate(request.all_groups):
-            if given.group_id is not None:
-                _check_echo(transaction, given)
-            status = "held" if given.include == "hold" else "accepted"
-            posted = members.accept(
+        for number, group_rewards in enumerate(request.all_groups):
+            if group_rewards.group_id is not None:
+                _check_echo(transaction, group_rewards)
+            status = "held" if group_rewards.include == "hold" else "accepted"
+            posted = members.accept_post(
                 transaction,
                 run,
                 Post(
-                    given.group_id or _echo(given),
-                    tuple(given.rewards),
+                    group_rewards.group_id or _echo_of_request(group_rewards),
+                    tuple(group_rewards.rewards),
                     {"model_version": [run, done], "status": status},
-                    given.include,
+                    group_rewards.include,
                     "rewards" if isinstance(request, RewardsOfOne) else f"groups.{number}.rewards",
                 ),
             )
@@ -170,51 +175,57 @@ def keep_rewards(
         counters.count(transaction, run, counters.REWARD_REQUESTS)
         return rewards_answer(request, answers)
 
-    once(transaction, caller, work)
+    run_idempotent(transaction, caller, work)
     return answers
 
 
-def _echo(given: GroupRewards) -> Echo:
-    assert given.echoed_prompt is not None, "it is needed where there is no id"
-    assert given.completions is not None, "likewise"
-    tokens = given.completion_tokens
+def _echo_of_request(group_rewards: GroupRewards) -> Echo:
+    assert group_rewards.echoed_prompt is not None, "it is needed where there is no id"
+    assert group_rewards.completions is not None, "likewise"
+    tokens = group_rewards.completion_tokens
     return Echo(
-        given.echoed_prompt,
-        tuple(given.completions),
+        group_rewards.echoed_prompt,
+        tuple(group_rewards.completions),
         None if tokens is None else tuple(map(tuple, tokens)),
     )
 
 
-def _check_echo(transaction: Transaction, given: GroupRewards) -> None:
+def _check_echo(transaction: Transaction, group_rewards: GroupRewards) -> None:
     """Compare the texts sent along with an id to the sampled ones, if these are still stored."""
-    assert given.group_id is not None
-    record = groups.read_record(transaction, members.parse_id(given.group_id).group)
-    if record is None or (given.prompt, given.completions, given.completion_tokens) == (None,) * 3:
+    assert group_rewards.group_id is not None
+    record = groups.read_record(transaction, members.parse_id(group_rewards.group_id).group)
+    if (
+        record is None
+        or (group_rewards.prompt, group_rewards.completions, group_rewards.completion_tokens)
+        == (None,) * 3
+    ):
         return
-    own = groups.echo_of(from_json(Group, record))
+    sampled = groups.echo_of(from_json(Group, record))
     compared: dict[str, tuple[Any, Any]] = {
-        "prompt": (given.echoed_prompt, own.prompt),
-        "completions": (given.completions, list(own.completions)),
+        "prompt": (group_rewards.echoed_prompt, sampled.prompt),
+        "completions": (group_rewards.completions, list(sampled.completions)),
         "completion_tokens": (
-            given.completion_tokens,
-            [list(ids) for ids in own.completion_tokens or ()],
+            group_rewards.completion_tokens,
+            [list(ids) for ids in sampled.completion_tokens or ()],
         ),
     }
-    for name, (echoed, stored) in compared.items():
-        if echoed is not None and echoed != stored:
+    for name, (echoed, expected) in compared.items():
+        if echoed is not None and echoed != expected:
             raise Refusal(
                 "echo_mismatch",
-                f"{name} of group {given.group_id} are not what the server has sampled. Leave them out, or send them as they came.",
+                f"{name} of group {group_rewards.group_id} are not what the server has sampled. Leave them out, or send them as they came.",
             )
 
 
 def after_step(transaction: Transaction, answers: Sequence[RewardAnswer]) -> list[RewardAnswer]:
     """The answers as of now: `trained` if a step has learnt from the group. Refuses if a group ended without training."""
-    now: list[RewardAnswer] = []
+    current_answers: list[RewardAnswer] = []
     for answer in answers:
         row = groups.read_group(transaction, answer.group_id)
-        if row.state in _LEFT_OUT:
-            raise Refusal(_LEFT_OUT[row.state], f"group {row.id} is {row.state}: {row.reason}.")
+        if row.state in _UNTRAINED_CODES:
+            raise Refusal(
+                _UNTRAINED_CODES[row.state], f"group {row.id} is {row.state}: {row.reason}."
+            )
         plan = plans.plan_of(transaction, row.id)
         changes: dict[str, Any] = {}
         if plan is not None and plan.trained is not None:
@@ -224,11 +235,11 @@ def after_step(transaction: Transaction, answers: Sequence[RewardAnswer]) -> lis
                 "metrics": dict(plan.trained.metrics),
                 "model_version": (row.run, plan.step + 1),
             }
-        now.append(answer.model_copy(update=changes))
-    return now
+        current_answers.append(answer.model_copy(update=changes))
+    return current_answers
 
 
-_LEFT_OUT: dict[State, str] = {"stale": "group_stale", "quarantined": "group_quarantined"}
+_UNTRAINED_CODES: dict[State, str] = {"stale": "group_stale", "quarantined": "group_quarantined"}
 
 
 # --- steps ----------------------------------------------------------------------------------------
@@ -243,20 +254,20 @@ def keep_plan(
     caller: Caller,
 ) -> StepAnswer | None:
     """Store the plan of a requested step and the answer about it; None if another plan is waiting already."""
-    made: list[StepAnswer] = []
+    step_answers: list[StepAnswer] = []
     rate = request.learning_rate
     parameters = {} if rate is None else {steps.LEARNING_RATE: rate}
 
     def work() -> StoredResponse | None:
-        runs.need_active(transaction, run)
+        runs.require_active(transaction, run)
         plan = steps.plan_of_named(transaction, run, request.group_ids, most, staleness, parameters)
         if plan is None:
             return None
-        made.append(_step_answer(plan))
-        return step_answer(request, made[0])
+        step_answers.append(_step_answer(plan))
+        return step_answer(request, step_answers[0])
 
-    once(transaction, caller, work)
-    return made[0] if made else None
+    run_idempotent(transaction, caller, work)
+    return step_answers[0] if step_answers else None
 
 
 def step_after(transaction: Transaction, answer: StepAnswer) -> StepAnswer:
@@ -292,7 +303,7 @@ def keep_checkpoint(transaction: Transaction, checkpoint: CheckpointAnswer, call
         )
         return answer_of(checkpoint)
 
-    once(transaction, caller, work)
+    run_idempotent(transaction, caller, work)
 
 
 # --- time and status ------------------------------------------------------------------------------
@@ -325,9 +336,9 @@ class RunSnapshot:
     @property
     def refusals_by_code(self) -> dict[str, int]:
         """Number of refused requests, by code."""
-        begin = "refused/"
-        found = self.counters.items()
-        return {name.removeprefix(begin): n for name, n in found if name.startswith(begin)}
+        prefix = "refused/"
+        counts = self.counters.items()
+        return {name.removeprefix(prefix): n for name, n in counts if name.startswith(prefix)}
 
 
 def snapshot_of(transaction: Transaction, run: str) -> RunSnapshot:

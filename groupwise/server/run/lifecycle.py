@@ -27,106 +27,112 @@ from groupwise.server.ledger import runs
 from groupwise.server.ledger.runs import RunRow
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.run import ledger_operations, steps
-from groupwise.server.run.active_run import ENDED, Current
+from groupwise.server.run.active_run import ENDED, ActiveRun
 from groupwise.server.run.checkpoints import Checkpoints
-from groupwise.server.run.conductor import Conductor, Leaving, RunStatus
+from groupwise.server.run.conductor import Conductor, RunStatus, StopReason
 from groupwise.server.run.engine_errors import refusal_of
 from groupwise.server.run.engine_supervisor import EngineSupervisor
 from groupwise.server.run.responses import answer_of
-from groupwise.server.run.run_config import RUNS, Allowed, order_of
+from groupwise.server.run.run_config import RUNS, AllowedModels, open_order
 
 logger = logging.getLogger(__name__)
 
 
-class Beside(Protocol):
+class MachineUser(Protocol):
     """Another user of the machine: models that clients drive by verbs, or parts for a training loop in another process."""
 
-    async def make_way(self) -> None:
+    async def release_machine(self) -> None:
         """Release the machine for something else. Refuses with `run_active` if this is in use."""
         ...
 
-    async def let_go(self) -> None:
+    async def release_for_replacement(self) -> None:
         """End everything that would prevent a run started with `replace: true`. Called while `turn` is held."""
         ...
 
 
-class StartStop:
+class RunLifecycle:
     """Starting and ending of runs."""
 
     def __init__(
         self,
-        current: Current,
+        active_run: ActiveRun,
         ledger: Ledger,
         supervisor: EngineSupervisor,
         checkpoints: Checkpoints,
     ) -> None:
-        config = current.config
-        self._current = current
+        config = active_run.config
+        self._active_run = active_run
         self._config = config
         self._ledger = ledger
         self._supervisor = supervisor
         self._checkpoints = checkpoints
-        self._allowed = Allowed(Path(config.model_dir).expanduser(), tuple(config.allowed_models))
+        self._allowed = AllowedModels(
+            Path(config.model_dir).expanduser(), tuple(config.allowed_models)
+        )
         self.turn = asyncio.Lock()
         """Held while a run, or an engine for something else, is started or ended."""
 
     # --- starting --------------------------------------------------------------------------------
 
-    async def go_on(self) -> None:
+    async def resume_active_run(self) -> None:
         """Resume the run that was active when the last server ended; in the background, because it takes a while."""
-        known = await self._ledger.do(runs.list_runs)
-        self._current.latest = known[-1] if known else None
+        all_runs = await self._ledger.do(runs.list_runs)
+        self._active_run.latest = all_runs[-1] if all_runs else None
         active = await self._ledger.do(runs.active_run)
         if active is None:
             return
-        self._current.latest = active
+        self._active_run.latest = active
         request = StartRequest.model_validate_json(json.dumps(active.settings))
-        order = OpenRun(self._here(active.config), request.max_prompt_length, run=active.run)
-        self._current.conductor = self._conductor_of(request, order)
-        self._current.conductor.go_on()
+        order = OpenRun(
+            self._with_this_folder(active.config), request.max_prompt_length, run=active.run
+        )
+        self._active_run.conductor = self._conductor_of(request, order)
+        self._active_run.conductor.start_steps()
         logger.info("going on with the run %s", active.run)
 
     async def start(
-        self, request: StartRequest, caller: Caller, beside: Sequence[Beside]
+        self, request: StartRequest, caller: Caller, machine_users: Sequence[MachineUser]
     ) -> StartAnswer:
-        """Start or resume a run. `beside`: other users of the machine, which may have to make room."""
+        """Start or resume a run. `machine_users`: other users of the machine, which may have to make room."""
         async with self.turn:
-            self._current.refuse_when_shutting_down()
+            self._active_run.refuse_when_shutting_down()
             replacing = request.replace
-            order, request, old = await self._order(request)
-            if replacing or self._current.active_conductor() is None:
-                for each in beside:
+            order, request, resumed_row = await self._resolve_order(request)
+            if replacing or self._active_run.active_conductor() is None:
+                for user in machine_users:
                     if replacing:
-                        await each.let_go()
-                    await each.make_way()
-            await self._make_way(replacing)
+                        await user.release_for_replacement()
+                    await user.release_machine()
+            await self._end_current(replacing)
             conductor = self._conductor_of(request, order)
-            standing = await self._begin_within_limit(conductor)
+            status = await self._begin_within_limit(conductor)
             answer = StartAnswer(
-                run_id=standing.run,
-                model_version=standing.version,
-                fingerprint=standing.policy.fingerprint,
-                max_steps=standing.max_steps,
+                run_id=status.run,
+                model_version=status.version,
+                fingerprint=status.policy.fingerprint,
+                max_steps=status.max_steps,
                 groups_per_step=request.prompts_per_step,
-                tokenizer_hash=standing.opened.tokenizer_hash,
+                tokenizer_hash=status.opened.tokenizer_hash,
             )
-            await self._keep_tokenizer(conductor, standing)
+            await self._keep_tokenizer(conductor, status)
             row = await self._ledger.do(
                 ledger_operations.start_run,
-                standing.run,
-                f"{RUNS}/{standing.run}",
+                status.run,
+                f"{RUNS}/{status.run}",
                 request.model_dump(mode="json", exclude_unset=True),
                 dict(order.config),
-                old is not None,
-                standing.opened,
+                resumed_row is not None,
+                status.opened,
                 caller,
                 answer_of(answer),
             )
-            self._current.conductor, self._current.latest = conductor, row
-            conductor.go_on()
+            self._active_run.conductor, self._active_run.latest = conductor, row
+            conductor.start_steps()
             return answer
 
-    async def _order(self, request: StartRequest) -> tuple[OpenRun, StartRequest, RunRow | None]:
+    async def _resolve_order(
+        self, request: StartRequest
+    ) -> tuple[OpenRun, StartRequest, RunRow | None]:
         """The order for the engine, the effective request, and the ledger row if a run is resumed. A resumed run keeps its own settings,
         overridden by those of the request.
         """
@@ -134,18 +140,22 @@ class StartStop:
             order = await self._checked_order(request)
             return self._open_under_free_name(order), request, None
         rows = {row.run: row for row in await self._ledger.do(runs.list_runs)}
-        if (old := rows.get(request.resume_from)) is not None:
-            if request.run_name not in (None, old.run):
+        if (row_of_run := rows.get(request.resume_from)) is not None:
+            if request.run_name not in (None, row_of_run.run):
                 message = (
-                    f"has no effect with resume_from: {old.run}, because the run goes on under its own name. Leave it out, or begin a "
-                    f"new run from a checkpoint of it, such as resume_from: {old.run}@<step> (GET /checkpoints lists them)"
+                    f"has no effect with resume_from: {row_of_run.run}, because the run goes on under its own name. Leave it out, or "
+                    f"begin a new run from a checkpoint of it, such as resume_from: {row_of_run.run}@<step> (GET /checkpoints lists them)"
                 )
                 error = FieldError(field="run_name", message=message)
                 raise Refusal("settings_conflict", f"run_name {message}.", errors=[error])
-            merged = _merge_settings(old.settings, request)
+            merged = _merge_settings(row_of_run.settings, request)
             order = await self._checked_order(merged)
-            config = _with_run(order.config, name=old.run)
-            return OpenRun(config, merged.max_prompt_length, run=old.run), merged, old
+            config = _with_run(order.config, name=row_of_run.run)
+            return (
+                OpenRun(config, merged.max_prompt_length, run=row_of_run.run),
+                merged,
+                row_of_run,
+            )
         beginning = self._checkpoints.beginning(request.resume_from, rows)
         merged = _merge_settings(beginning.settings, request)
         _refuse_other_weights(request.resume_from, beginning.settings, merged)
@@ -154,34 +164,34 @@ class StartStop:
 
     async def _checked_order(self, request: StartRequest) -> OpenRun:
         """Convert the request to an order. Runs in a thread, because checking a config takes a while."""
-        return await asyncio.to_thread(order_of, request, self._allowed, self._config.folder)
+        return await asyncio.to_thread(open_order, request, self._allowed, self._config.folder)
 
     def _open_under_free_name(self, order: OpenRun) -> OpenRun:
         """Give a new run a name that no run has had: a stopped run is resumed only by `resume_from`, not because a name was reused."""
-        wanted = order.config["run"]["name"]
-        name, number = wanted, 1
+        base_name = order.config["run"]["name"]
+        name, number = base_name, 1
         while (self._config.folder / RUNS / name).exists():
             number += 1
-            name = f"{wanted}-{number}"
+            name = f"{base_name}-{number}"
         return replace(order, config=_with_run(order.config, name=name))
 
-    def _here(self, config: Mapping[str, Any]) -> dict[str, Any]:
+    def _with_this_folder(self, config: Mapping[str, Any]) -> dict[str, Any]:
         """Point the config to this output folder, which may have been moved since."""
         return _with_run(config, dir=str(self._config.folder / RUNS))
 
-    async def _make_way(self, replacing: bool) -> None:
-        conductor = self._current.conductor
+    async def _end_current(self, replacing: bool) -> None:
+        conductor = self._active_run.conductor
         if conductor is not None:
-            await conductor.last_words()
+            await conductor.wait_if_finishing()
         if conductor is None or conductor.phase in ENDED:
             return
         if not replacing:
-            run = self._current.latest.run if self._current.latest else "the run"
+            run = self._active_run.latest.run if self._active_run.latest else "the run"
             raise Refusal(
                 "run_active",
                 f"{run} is active. Stop it first (POST /stop), or start with `replace: true`, which stops it cleanly.",
             )
-        await self._leave(conductor, "replace")
+        await self._stop_run(conductor, "replace")
 
     async def _begin_within_limit(self, conductor: Conductor) -> RunStatus:
         limit = self._config.start_time_limit
@@ -203,10 +213,10 @@ class StartStop:
             await self._supervisor.end()
             raise refusal_of(error, otherwise="engine_failed") from None
 
-    async def _keep_tokenizer(self, conductor: Conductor, standing: RunStatus) -> None:
+    async def _keep_tokenizer(self, conductor: Conductor, status: RunStatus) -> None:
         """Store the tokenizer in the server's output, so that it can be served without an engine."""
-        place = self._current.tokenizer_folder(standing.opened.tokenizer_hash)
-        if place.is_dir():
+        target = self._active_run.tokenizer_folder(status.opened.tokenizer_hash)
+        if target.is_dir():
             return
         files = await conductor.tokenizer_files()
 
@@ -215,7 +225,7 @@ class StartStop:
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 (folder / name).write_bytes(content)
 
-        await asyncio.to_thread(atomic_files.make_folder, place, fill, replace=True)
+        await asyncio.to_thread(atomic_files.make_folder, target, fill, replace=True)
 
     def _conductor_of(self, request: StartRequest, order: OpenRun) -> Conductor:
         return Conductor(
@@ -224,7 +234,7 @@ class StartStop:
             request,
             order,
             most_open=self._config.max_open_groups,
-            changed=self._current.changed,
+            changed=self._active_run.changed,
         )
 
     # --- ending ----------------------------------------------------------------------------------
@@ -232,16 +242,16 @@ class StartStop:
     async def stop(self) -> StopAnswer:
         """End the run after the step in progress, with a checkpoint; repeating it is harmless."""
         async with self.turn:
-            if self._current.conductor is not None:
-                await self._leave(self._current.conductor, "stop")
-            row = self._current.latest
+            if self._active_run.conductor is not None:
+                await self._stop_run(self._active_run.conductor, "stop")
+            row = self._active_run.latest
             if row is None:
                 return StopAnswer()
             return StopAnswer(run_id=row.run, step=await self._ledger.do(steps.next_step, row.run))
 
-    async def _leave(self, conductor: Conductor, why: Leaving) -> None:
-        await conductor.leave(why, self._config.step_time_limit)
-        self._current.changed.beat()
+    async def _stop_run(self, conductor: Conductor, why: StopReason) -> None:
+        await conductor.end(why, self._config.step_time_limit)
+        self._active_run.changed.notify()
 
 
 def _with_run(config: Mapping[str, Any], **changes: Any) -> dict[str, Any]:
@@ -255,17 +265,19 @@ def _refuse_other_weights(name: str, settings: Mapping[str, Any], request: Start
     """
     had_all = _merge_settings(settings, StartRequest()).trains_all
     if had_all != request.trains_all:
-        was, now = ("all weights", "an adapter") if had_all else ("an adapter", "all weights")
-        mend = "adapter: full" if had_all else "adapter: new"
+        old_kind, new_kind = (
+            ("all weights", "an adapter") if had_all else ("an adapter", "all weights")
+        )
+        remedy = "adapter: full" if had_all else "adapter: new"
         message = (
-            f"the checkpoint {name} has {was}, and {now} would be trained. Give `{mend}`, or leave adapter and lora out, to go on with "
-            "it; without resume_from the training begins anew"
+            f"the checkpoint {name} has {old_kind}, and {new_kind} would be trained. Give `{remedy}`, or leave adapter and lora "
+            "out, to go on with it; without resume_from the training begins anew"
         )
         error = FieldError(field="adapter", message=message)
         raise Refusal("resume_mismatch", f"adapter: {message}.", errors=[error])
 
 
-_OURS = ("resume_from", "replace")
+_REQUEST_ONLY = ("resume_from", "replace")
 """Keys of a start request that are not settings of the run."""
 _REPLACED: Mapping[str, tuple[str, ...]] = {
     "groups_per_step": ("training_batch_size", "gradient_accumulation_steps"),
@@ -277,15 +289,20 @@ _REPLACED: Mapping[str, tuple[str, ...]] = {
 
 def _merge_settings(settings: Mapping[str, Any], request: StartRequest) -> StartRequest:
     """Override an earlier run's settings with those of the request. Refuses with `settings_conflict` if the result is invalid."""
-    given = request.model_dump(mode="json", exclude_unset=True)
-    fresh = {key: value for key, value in given.items() if key not in _OURS}
-    gone = {
-        *_OURS,
-        *(old for key in fresh if fresh[key] is not None for old in _REPLACED.get(key, ())),
+    requested = request.model_dump(mode="json", exclude_unset=True)
+    fresh = {key: value for key, value in requested.items() if key not in _REQUEST_ONLY}
+    dropped_keys = {
+        *_REQUEST_ONLY,
+        *(
+            replaced
+            for key in fresh
+            if fresh[key] is not None
+            for replaced in _REPLACED.get(key, ())
+        ),
     }
-    kept = {key: value for key, value in settings.items() if key not in gone}
+    inherited = {key: value for key, value in settings.items() if key not in dropped_keys}
     try:
-        return StartRequest.model_validate_json(json.dumps({**kept, **fresh}))
+        return StartRequest.model_validate_json(json.dumps({**inherited, **fresh}))
     except ValidationError as error:
         refusal = Refusal.of_fields(error, StartRequest)
         raise Refusal(

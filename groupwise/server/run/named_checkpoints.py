@@ -25,7 +25,7 @@ SAVED = "saved.json"
 
 
 @dataclass(frozen=True, slots=True)
-class Beginning:
+class StartCheckpoint:
     """A checkpoint that a new run can start from."""
 
     folder: Path
@@ -50,7 +50,7 @@ class NamedCheckpoints:
                 f"there is a checkpoint {name!r} already; choose another name.",
             )
 
-    def kept_for(self, name: str, caller: Caller) -> CheckpointAnswer | None:
+    def saved_by_request(self, name: str, caller: Caller) -> CheckpointAnswer | None:
         """The checkpoint of this name, if this same request (by its Idempotency-Key) has made it."""
         file = self._root / name / SAVED
         if caller.answer_key is None or not file.is_file():
@@ -63,7 +63,7 @@ class NamedCheckpoints:
     def keep(self, name: str, checkpoint: Path, row: RunRow, caller: Caller) -> CheckpointAnswer:
         """Save a checkpoint under a name. FileNotFoundError if it is pruned meanwhile."""
         self.refuse_taken(name)
-        found = checkpoints.read(checkpoint)
+        saved_checkpoint = checkpoints.read(checkpoint)
 
         def fill(folder: Path) -> None:
             for file in sorted(checkpoint.rglob("*")):
@@ -71,11 +71,11 @@ class NamedCheckpoints:
                     copy = folder / file.relative_to(checkpoint)
                     copy.parent.mkdir(parents=True, exist_ok=True)
                     atomic_files.keep_file(file, copy)
-            facts = {"run": row.run, "step": found.step, "settings": row.settings}
+            facts = {"run": row.run, "step": saved_checkpoint.step, "settings": row.settings}
             (folder / SAVED).write_text(json.dumps({**facts, "asked": _request_name(caller)}))
 
         atomic_files.make_folder(self._root / name, fill, replace=False)
-        return CheckpointAnswer(name=name, run_id=row.run, step=found.step, address=name)
+        return CheckpointAnswer(name=name, run_id=row.run, step=saved_checkpoint.step, address=name)
 
     def list_checkpoints(self) -> Iterator[CheckpointAnswer]:
         """All named checkpoints, sorted by name."""
@@ -90,17 +90,21 @@ class NamedCheckpoints:
         """The automatic checkpoints in a run's folder, oldest first."""
         return list(checkpoints.complete(self._output / row.folder / CHECKPOINTS))
 
-    def find(self, name: str) -> Beginning | None:
+    def find(self, name: str) -> StartCheckpoint | None:
         """The named checkpoint; None if it does not exist."""
         folder = self._root / name
         if folder.parent != self._root or not (folder / SAVED).is_file():
             return None
         facts = json.loads((folder / SAVED).read_text())
-        return Beginning(folder, facts["settings"], facts["run"], facts["step"])
+        return StartCheckpoint(folder, facts["settings"], facts["run"], facts["step"])
 
     def of_run(self, run: str) -> list[Path]:
         """The folders of a run's named checkpoints."""
-        return [self._root / each.address for each in self.list_checkpoints() if each.run_id == run]
+        return [
+            self._root / checkpoint.address
+            for checkpoint in self.list_checkpoints()
+            if checkpoint.run_id == run
+        ]
 
 
 def _request_name(caller: Caller) -> list[str] | None:
@@ -108,7 +112,7 @@ def _request_name(caller: Caller) -> list[str] | None:
     return None if caller.answer_key is None else [caller.key_id, caller.answer_key.key]
 
 
-def answer_of(row: RunRow, checkpoint: Checkpoint) -> CheckpointAnswer:
+def checkpoint_answer(row: RunRow, checkpoint: Checkpoint) -> CheckpointAnswer:
     """The checkpoint's entry in the list."""
     step = checkpoint.step
     return CheckpointAnswer(run_id=row.run, step=step, address=f"{row.run}@{step}")

@@ -8,11 +8,11 @@ from contextlib import suppress
 
 from groupwise.core.errors import GroupwiseError
 from groupwise.server.engine.engine_protocol import Probe
-from groupwise.server.ledger.answers import forget_old_answers
+from groupwise.server.ledger.idempotency import delete_expired
 from groupwise.server.ledger.uptime import TICK_SECONDS
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.run import ledger_operations
-from groupwise.server.run.active_run import Current
+from groupwise.server.run.active_run import ActiveRun
 
 FORGET_EVERY = 600.0
 """Seconds between two deletions of expired answers."""
@@ -23,10 +23,10 @@ PROBE_EVERY = 2.0
 class PeriodicTasks:
     """Two background tasks, independent of requests."""
 
-    def __init__(self, current: Current, ledger: Ledger) -> None:
+    def __init__(self, active_run: ActiveRun, ledger: Ledger) -> None:
         self.probed: Probe | None = None
         """The engine's latest probe; None if there is none."""
-        self._current = current
+        self._active_run = active_run
         self._ledger = ledger
         self._tasks: tuple[asyncio.Task[None], ...] = ()
 
@@ -39,8 +39,8 @@ class PeriodicTasks:
 
     async def stop(self) -> None:
         """Stop both tasks."""
-        for each in self._tasks:
-            each.cancel()
+        for task in self._tasks:
+            task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _tick(self) -> None:
@@ -50,18 +50,18 @@ class PeriodicTasks:
             await asyncio.sleep(TICK_SECONDS)
             with suppress(GroupwiseError):  # a full disk is reported to callers that write
                 if await self._ledger.do(ledger_operations.tick):
-                    self._current.changed.beat()
-                    if self._current.conductor is not None:
-                        self._current.conductor.nudge()
-                        await self._current.conductor.recount()
+                    self._active_run.changed.notify()
+                    if self._active_run.conductor is not None:
+                        self._active_run.conductor.nudge()
+                        await self._active_run.conductor.recount()
                 if time.monotonic() - forgotten > FORGET_EVERY:
-                    await self._ledger.do(forget_old_answers)
+                    await self._ledger.do(delete_expired)
                     forgotten = time.monotonic()
 
     async def _probe(self) -> None:
         """Probe the engine every few seconds, so that status requests need not wait for a busy engine."""
         while True:
-            conductor, probed = self._current.conductor, None
+            conductor, probed = self._active_run.conductor, None
             if conductor is not None and conductor.phase == "running":
                 with suppress(GroupwiseError):  # its loss is handled by the conductor
                     probed = await conductor.engine.probe()

@@ -25,7 +25,7 @@ from groupwise.server.run.downloads import OpenFile, OpenVersion
 LATEST = "latest"
 OTHERS = "GET /checkpoints lists those of earlier runs, and those with a name."
 
-Place = tuple[Path, str]
+WeightsFolder = tuple[Path, str]
 """A folder with weights, and the fingerprint of the weights."""
 
 
@@ -47,7 +47,7 @@ class Versions:
     def steps(self) -> list[int]:
         """Step counts of all readable versions, in order."""
         published = (step for step, policy in self.published.items() if Path(policy.path).is_dir())
-        return sorted({*published, *self._saved_places()})
+        return sorted({*published, *self._saved_weights()})
 
     def open(self, version: str | None) -> OpenVersion:
         """Open the files of a version: its weights, the tokenizer, and a model card.
@@ -57,18 +57,20 @@ class Versions:
         step = self.step
         if version is not None and version != LATEST:
             run, _, number = version.rpartition("@")
-            here = run in ("", self.run) and number.isascii() and number.isdecimal()
-            if not here or (int(number) > self.step and int(number) not in self._saved_places()):
+            of_this_run = run in ("", self.run) and number.isascii() and number.isdecimal()
+            if not of_this_run or (
+                int(number) > self.step and int(number) not in self._saved_weights()
+            ):
                 raise Refusal(
                     "unknown_version",
                     f"there is no version {version!r}: the run is {self.run}, and it has done {self.step} steps. Versions that can be "
                     f"read: {self._list_steps()}. {OTHERS}",
                 )
             step = int(number)
-        for place in (self._published_place(step), self._saved_places().get(step)):
-            if place is not None:
+        for weights in (self._published_weights(step), self._saved_weights().get(step)):
+            if weights is not None:
                 try:
-                    return self._open_version(step, *place)
+                    return self._open_version(step, *weights)
                 except FileNotFoundError:  # it was deleted meanwhile
                     continue
         raise Refusal(
@@ -77,18 +79,23 @@ class Versions:
             "name to keep one.",
         )
 
-    def _published_place(self, step: int) -> Place | None:
+    def _published_weights(self, step: int) -> WeightsFolder | None:
         policy = self.published.get(step)
         return None if policy is None else (Path(policy.path), policy.fingerprint)
 
-    def _saved_places(self) -> dict[int, Place]:
+    def _saved_weights(self) -> dict[int, WeightsFolder]:
         """Folders by step count: checkpoints, or the final weights in place of the checkpoint at the same step."""
-        named = [found for path in self.named if (found := _whole(path)) is not None]
+        named = [
+            complete for path in self.named if (complete := _complete_checkpoint(path)) is not None
+        ]
         automatic = checkpoints.complete(self.folder / CHECKPOINTS)
         saved = {
-            each.step: (each.path, str(each.extra["position"]["policy"]["fingerprint"]))
-            for each in (*named, *automatic)
-            if "position" in each.extra
+            checkpoint.step: (
+                checkpoint.path,
+                str(checkpoint.extra["position"]["policy"]["fingerprint"]),
+            )
+            for checkpoint in (*named, *automatic)
+            if "position" in checkpoint.extra
         }
         final = self.folder / FINAL
         if saved and final.is_dir() and (self.folder / RECORD).is_file():
@@ -106,12 +113,12 @@ class Versions:
         if not any(path.suffix == ".safetensors" for path in weights):
             raise FileNotFoundError(folder)
         kind: Literal["adapter", "full"] = "adapter" if is_adapter(folder) else "full"
-        with ExitStack() as opened:
+        with ExitStack() as stack:
             files = [
-                OpenFile(path.name, path.stat().st_size, opened.enter_context(path.open("rb")))
+                OpenFile(path.name, path.stat().st_size, stack.enter_context(path.open("rb")))
                 for path in (*weights, *tokenizer_files(self.tokenizer))
             ]
-            opened.pop_all()
+            stack.pop_all()
         if (self.folder / RECORD).is_file():  # a named checkpoint may outlive its run
             card = model_card(self.folder, folder, step).encode()
             files.append(OpenFile(CARD, len(card), io.BytesIO(card)))
@@ -121,7 +128,7 @@ class Versions:
         return ", ".join(f"{self.run}@{step}" for step in self.steps()) or "none"
 
 
-def _whole(folder: Path) -> checkpoints.Checkpoint | None:
+def _complete_checkpoint(folder: Path) -> checkpoints.Checkpoint | None:
     """A named checkpoint; None if it is being deleted, or is damaged."""
     try:
         return checkpoints.read(folder)

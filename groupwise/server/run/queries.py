@@ -12,7 +12,7 @@ from groupwise.server.ledger.runs import RunRow
 from groupwise.server.ledger.tokenizers import Tokenizer, tokenizer_answer
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.run import ledger_operations
-from groupwise.server.run.active_run import Current
+from groupwise.server.run.active_run import ActiveRun
 from groupwise.server.run.downloads import OpenVersion
 from groupwise.server.run.engine_supervisor import EngineSupervisor
 from groupwise.server.run.named_checkpoints import NamedCheckpoints
@@ -31,22 +31,22 @@ class Queries:
 
     def __init__(
         self,
-        current: Current,
+        active_run: ActiveRun,
         ledger: Ledger,
         supervisor: EngineSupervisor,
         periodic: PeriodicTasks,
     ) -> None:
         self._supervisor = supervisor
         self._periodic = periodic
-        self._current = current
+        self._active_run = active_run
         self._ledger = ledger
 
     async def status(self) -> StatusAnswer:
         """Status of server and run."""
-        row, conductor = self._current.latest, self._current.conductor
+        row, conductor = self._active_run.latest, self._active_run.conductor
         if row is None:
             return StatusAnswer(phase="idle")
-        versions = await asyncio.to_thread(lambda: self._current.versions(row).steps())
+        versions = await asyncio.to_thread(lambda: self._active_run.versions(row).steps())
         # Read the ledger last, right before the phase, so that the two match.
         snapshot = await self._ledger.do(ledger_operations.snapshot_of, row.run)
         return status_of(
@@ -57,8 +57,8 @@ class Queries:
         """Up to `limit` events after this one, oldest first. None: no past events."""
         if after is None:
             return []
-        found = await self._ledger.do(events.events_after, after, limit)
-        return [event_data(each) for each in found]
+        rows = await self._ledger.do(events.events_after, after, limit)
+        return [event_data(event) for event in rows]
 
     async def last_event(self) -> int:
         """The id of the newest event."""
@@ -68,40 +68,42 @@ class Queries:
         """Wait until there is an event after this one, the time is over, or the server shuts down."""
         deadline = time.monotonic() + seconds
         while True:
-            beat = self._current.changed.next
-            if self._current.shutting_down or await self.last_event() > after:
+            beat = self._active_run.changed.next_event
+            if self._active_run.shutting_down or await self.last_event() > after:
                 return
-            if not await self._current.next_beat(beat, deadline):
+            if not await self._active_run.next_beat(beat, deadline):
                 return
 
     async def open_version(self, version: str | None) -> OpenVersion:
         """Open the files of a version."""
-        row, meant = await self._meant(version)
+        row, version_in_run = await self._resolve_version(version)
 
         def opened() -> OpenVersion:
-            return self._current.versions(row).open(meant)
+            return self._active_run.versions(row).open(version_in_run)
 
         return await asyncio.to_thread(opened)
 
-    async def _meant(self, version: str | None) -> tuple[RunRow, str | None]:
+    async def _resolve_version(self, version: str | None) -> tuple[RunRow, str | None]:
         """The run that a version belongs to, and its name within that run. `version` may name a checkpoint, another run, or the current
         run.
         """
-        latest = self._current.any_run()
+        latest = self._active_run.any_run()
         if version is None or version == LATEST or version.isdecimal():
             return latest, version
         rows = {row.run: row for row in await self._ledger.do(runs.list_runs)}
-        saved = await asyncio.to_thread(NamedCheckpoints(self._current.config.folder).find, version)
+        saved = await asyncio.to_thread(
+            NamedCheckpoints(self._active_run.config.folder).find, version
+        )
         if saved is not None and saved.run in rows:
             return rows[saved.run], str(saved.step)
         return rows.get(version.rpartition("@")[0], latest), version
 
     async def tokenizer(self) -> TokenizerAnswer:
         """The data that a client needs to render and tokenise like the server."""
-        row, standing = self._current.any_run(), self._current.standing
-        tokenizer = Tokenizer.of(standing.opened) if standing else row.tokenizer
+        row, status = self._active_run.any_run(), self._active_run.last_status
+        tokenizer = Tokenizer.of(status.opened) if status else row.tokenizer
         if tokenizer is None:  # the run was started by an older version of the server
-            conductor = self._current.conductor
+            conductor = self._active_run.conductor
             raise conductor.refusal() if conductor else Refusal("not_started")
-        folder = self._current.tokenizer_folder(tokenizer.hash)
+        folder = self._active_run.tokenizer_folder(tokenizer.hash)
         return await asyncio.to_thread(tokenizer_answer, folder, tokenizer)

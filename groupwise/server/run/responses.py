@@ -17,7 +17,7 @@ from groupwise.api.schemas.training import (
     StepAnswer,
     StepRequest,
 )
-from groupwise.server.ledger.answers import StoredResponse
+from groupwise.server.ledger.idempotency import StoredResponse
 
 
 def answer_of(model: BaseModel, status: int = 200) -> StoredResponse:

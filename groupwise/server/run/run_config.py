@@ -48,7 +48,7 @@ FLAT: Mapping[str, str] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Allowed:
+class AllowedModels:
     """Models that clients may load."""
 
     model_dir: Path
@@ -56,7 +56,7 @@ class Allowed:
     """Names allowed in addition to the built-in aliases and the folders under `model_dir`."""
 
 
-def order_of(request: StartRequest, allowed: Allowed, output_dir: Path) -> OpenRun:
+def open_order(request: StartRequest, allowed: AllowedModels, output_dir: Path) -> OpenRun:
     """Convert the request into an order.
 
     Raises Refusal: `model_not_allowed`; `invalid_request` if a section has unknown keys or invalid values; `settings_conflict` if settings
@@ -65,7 +65,7 @@ def order_of(request: StartRequest, allowed: Allowed, output_dir: Path) -> OpenR
     runs = output_dir / RUNS
     model = {"name": allowed_model("model_id", request.model_id, allowed)}
     if request.adapter_path is not None:
-        model["adapter"] = _adapter(request.adapter_path, allowed, runs)
+        model["adapter"] = _adapter_folder(request.adapter_path, allowed, runs)
     algorithm = request.algorithm
     plain_name = re.sub(r"[^A-Za-z0-9._-]+", "-", request.model_id.rstrip("/").rsplit("/", 1)[-1])
     config = {
@@ -97,11 +97,11 @@ def order_of(request: StartRequest, allowed: Allowed, output_dir: Path) -> OpenR
     try:
         load_config(config)
     except ConfigError as error:
-        raise _refusal(error, request) from None
+        raise _refusal_of_config_error(error, request) from None
     return OpenRun(config, request.max_prompt_length)
 
 
-def _refusal(error: ConfigError, request: StartRequest) -> Refusal:
+def _refusal_of_config_error(error: ConfigError, request: StartRequest) -> Refusal:
     """Convert a config error with one line per problem: `algorithm.foo is not a key; …`, `training: the lag is …`.
 
     A line without a colon after its key is about that key alone; a line with a colon is about several keys.
@@ -126,22 +126,22 @@ _ORIGIN = re.compile(r"^(config: )+")
 """Prefixes that name the config as the origin of a key. Clients send no config, so they are removed."""
 
 
-def allowed_model(field: str, name: str, allowed: Allowed) -> str:
+def allowed_model(field: str, name: str, allowed: AllowedModels) -> str:
     """Name or folder to load: an alias or an allowed name, else a folder under `model_dir`. Refuses with `model_not_allowed`."""
     if name in ALIASES or name in allowed.models:
         return name
-    if (folder := _inside(allowed.model_dir, name)) is not None:
+    if (folder := _folder_inside(allowed.model_dir, name)) is not None:
         return str(folder)
-    there = ", ".join(folders_in(allowed.model_dir)) or "no folders"
+    folders = ", ".join(folders_in(allowed.model_dir)) or "no folders"
     raise Refusal(
         "model_not_allowed",
         f"{field}: {name!r} may not be loaded. Allowed are the built-in models ({', '.join(ALIASES)}), the folders in the server's "
-        f"model_dir ({there}), and what its setting allowed_models names ({', '.join(allowed.models) or 'nothing'}). Put the model "
+        f"model_dir ({folders}), and what its setting allowed_models names ({', '.join(allowed.models) or 'nothing'}). Put the model "
         "there, or have it added to allowed_models.",
     )
 
 
-def _inside(root: Path, name: str) -> Path | None:
+def _folder_inside(root: Path, name: str) -> Path | None:
     """The folder of that name in `root`; None if it is missing or a link leads outside `root`."""
     top = root.resolve()
     try:
@@ -156,7 +156,7 @@ def folders_in(root: Path) -> list[str]:
     return sorted(path.name for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
 
 
-def _adapter(name: str, allowed: Allowed, runs: Path) -> str:
+def _adapter_folder(name: str, allowed_models: AllowedModels, runs: Path) -> str:
     """Folder of an adapter: `run@step` of a run of this server, otherwise named like a model."""
     if re.fullmatch(r"[A-Za-z0-9._-]+@\d+", name):
         try:
@@ -165,22 +165,22 @@ def _adapter(name: str, allowed: Allowed, runs: Path) -> str:
             raise Refusal("unknown_checkpoint", str(error)) from None
         assert address.checkpoint is not None, "a step was named"
         return str(address.checkpoint.path)
-    return allowed_model("adapter_path", name, allowed)
+    return allowed_model("adapter_path", name, allowed_models)
 
 
 def _checked_sampler(sampler: Mapping[str, Any]) -> Mapping[str, Any]:
     """Refuse with `settings_conflict`: keys that would make this machine send requests to addresses chosen by a client, and a temperature
     schedule, because each request may set its own temperature.
     """
-    why = "this server samples itself, and asks no other one for a client."
-    refused = [key for key in SERVER_KEYS if key in sampler]
+    reason = "this server samples itself, and asks no other one for a client."
+    refused_keys = [key for key in SERVER_KEYS if key in sampler]
     if sampler.get("engine", "torch") == "vllm":
-        refused.append("engine")
-    if not refused and "temperature_schedule" in sampler:
-        refused = ["temperature_schedule"]
-        why = "give `temperature` with each request for completions."
-    if refused:
-        key = f"sampler.{refused[0]}"
-        message = f"{key} has no place in a served run: {why}"
+        refused_keys.append("engine")
+    if not refused_keys and "temperature_schedule" in sampler:
+        refused_keys = ["temperature_schedule"]
+        reason = "give `temperature` with each request for completions."
+    if refused_keys:
+        key = f"sampler.{refused_keys[0]}"
+        message = f"{key} has no place in a served run: {reason}"
         raise Refusal("settings_conflict", message, errors=[FieldError(field=key, message=message)])
     return sampler

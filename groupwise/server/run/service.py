@@ -29,16 +29,16 @@ from groupwise.api.schemas.training import (
 from groupwise.core.errors import GroupwiseError
 from groupwise.server.engine.engine_protocol import Engine
 from groupwise.server.ledger import counters
-from groupwise.server.ledger.answers import StoredResponse, stored_answer
+from groupwise.server.ledger.idempotency import StoredResponse, stored_response
 from groupwise.server.ledger.writer import Ledger
-from groupwise.server.run.active_run import Current
+from groupwise.server.run.active_run import ActiveRun
 from groupwise.server.run.activity import activity_of
 from groupwise.server.run.checkpoints import Checkpoints
-from groupwise.server.run.completions_and_rewards import AskPost
+from groupwise.server.run.completions_and_rewards import CompletionsAndRewards
 from groupwise.server.run.conductor import Conductor
 from groupwise.server.run.engine_errors import await_engine
 from groupwise.server.run.engine_supervisor import EngineSupervisor, Limits
-from groupwise.server.run.lifecycle import Beside, StartStop
+from groupwise.server.run.lifecycle import MachineUser, RunLifecycle
 from groupwise.server.run.periodic_tasks import PeriodicTasks
 from groupwise.server.run.queries import Queries
 from groupwise.server.settings import ServerConfig
@@ -61,15 +61,15 @@ class Service:
         self._supervisor = EngineSupervisor(
             make_engine, Limits(restarts=config.max_engine_restarts, window=config.restart_window)
         )
-        current = self._current = Current(config)
-        self._periodic = PeriodicTasks(current, ledger)
-        checkpoints = Checkpoints(current, ledger)
-        self._start_stop = StartStop(current, ledger, self._supervisor, checkpoints)
-        self._queries = Queries(current, ledger, self._supervisor, self._periodic)
-        ask_post = AskPost(current, ledger)
+        active_run = self._active_run = ActiveRun(config)
+        self._periodic = PeriodicTasks(active_run, ledger)
+        checkpoints = Checkpoints(active_run, ledger)
+        self._lifecycle = RunLifecycle(active_run, ledger, self._supervisor, checkpoints)
+        self._queries = Queries(active_run, ledger, self._supervisor, self._periodic)
+        ask_post = CompletionsAndRewards(active_run, ledger)
 
         # Methods called by the routes, taken from the part that implements them.
-        self.stop = self._start_stop.stop
+        self.stop = self._lifecycle.stop
         self.completions = ask_post.completions
         self.give_up = ask_post.give_up
         self.rewards = ask_post.rewards
@@ -85,11 +85,11 @@ class Service:
         self.save_checkpoint = checkpoints.save
 
         # Called by the other protocols (OpenAI, Tinker, parts).
-        self.conducted = current.active_conductor
-        self.active = current.active
-        self.turn = self._start_stop.turn
+        self.conducted = active_run.active_conductor
+        self.active = active_run.active
+        self.turn = self._lifecycle.turn
         """Held while a run, or an engine for something else, is started or ended."""
-        self.beside: dict[str, Beside] = {}
+        self.machine_users: dict[str, MachineUser] = {}
         """Other users of the machine, by name: models that clients train by verbs, parts for a training loop in another process."""
         self.by_verbs: Callable[[], ByVerbs] = ByVerbs
         """Returns the status of the models trained by verbs; by default there are none."""
@@ -102,23 +102,23 @@ class Service:
 
     async def begin(self) -> None:
         """Resume the run that was active when the server ended, and start the periodic tasks."""
-        await self._start_stop.go_on()
+        await self._lifecycle.resume_active_run()
         self._periodic.start()
 
     async def shut_down(self, seconds: float) -> None:
         """Accept nothing new, finish the step in progress within `seconds`, and end the engine. The run resumes at the next start."""
-        self._current.shutting_down = True
-        self._current.changed.beat()
-        if self._current.conductor is not None:
-            await self._current.conductor.leave("shut down", seconds)
+        self._active_run.shutting_down = True
+        self._active_run.changed.notify()
+        if self._active_run.conductor is not None:
+            await self._active_run.conductor.end("shut down", seconds)
         await self._periodic.stop()
         await self._supervisor.end()
         await self._ledger.close()
 
     def ready(self) -> str | None:
         """None if the server is ready, else why requests would be refused."""
-        conductor = self._current.conductor
-        if self._current.shutting_down:
+        conductor = self._active_run.conductor
+        if self._active_run.shutting_down:
             return "the server is shutting down"
         if conductor is not None and conductor.phase in ("starting", "recovering"):
             return f"the engine is {conductor.phase}"
@@ -130,28 +130,28 @@ class Service:
 
     async def start(self, request: StartRequest, caller: Caller) -> StartAnswer:
         """Start or resume a run."""
-        return await self._start_stop.start(request, caller, tuple(self.beside.values()))
+        return await self._lifecycle.start(request, caller, tuple(self.machine_users.values()))
 
     async def status(self) -> StatusAnswer:
         """Status of server and run."""
         loop = self.loop_elsewhere()
-        beside = {"verbs": self.by_verbs(), "loop_elsewhere": loop and loop.owner}
-        return (await self._queries.status()).model_copy(update=beside)
+        others = {"verbs": self.by_verbs(), "loop_elsewhere": loop and loop.owner}
+        return (await self._queries.status()).model_copy(update=others)
 
     async def activity(self) -> ActivityAnswer:
         """Current activity."""
-        found = await activity_of(self._current, self._ledger, self.sessions())
-        return found.model_copy(update={"loop_elsewhere": self.loop_elsewhere()})
+        activity = await activity_of(self._active_run, self._ledger, self.sessions())
+        return activity.model_copy(update={"loop_elsewhere": self.loop_elsewhere()})
 
     async def remembered(self, caller: Caller) -> StoredResponse | None:
         """The stored answer to this request; refuses if its key was used with another body."""
         if caller.answer_key is None:
             return None
-        return await self._ledger.do(stored_answer, caller)
+        return await self._ledger.do(stored_response, caller)
 
     async def count_refusal(self, code: str) -> None:
         """Count a refused request in the counters of the run."""
-        latest = self._current.latest
+        latest = self._active_run.latest
         if latest is not None:
             with suppress(GroupwiseError):  # a counter is not worth a failure
                 await self._ledger.do(counters.count_refusal, latest.run, code)
@@ -162,9 +162,9 @@ class Service:
         """Make the other users release the machine for `whom`. Refuses with `run_active` if one of them is in use. Call while holding
         `turn`.
         """
-        for name, other in self.beside.items():
+        for name, user in self.machine_users.items():
             if name != whom:
-                await other.make_way()
+                await user.release_machine()
 
     async def await_engine(self, work: Awaitable[T], conductor: Conductor) -> T:
         """Await an engine's answer. A request that the engine refuses is the client's fault, a lost engine is not."""

@@ -41,7 +41,7 @@ def status_of(
 ) -> StatusAnswer:
     """The answer about the current or most recent run."""
     row = snapshot.row
-    standing = conductor.standing if conductor else None
+    status = conductor.last_status if conductor else None
     training = row.config["training"]
     return StatusAnswer(
         training_settings=row.settings,
@@ -49,11 +49,11 @@ def status_of(
         reward_requests_served=snapshot.counters.get(counters.REWARD_REQUESTS, 0),
         phase=conductor.phase if conductor else PHASES[row.state],
         run_id=row.run,
-        step=standing.step if standing else snapshot.step,
+        step=status.step if status else snapshot.step,
         max_steps=training["max_steps"],
         groups_per_step=training["prompts_per_step"],
-        model_version=standing.version if standing else (row.run, snapshot.step),
-        fingerprint=standing.policy.fingerprint if standing else None,
+        model_version=status.version if status else (row.run, snapshot.step),
+        fingerprint=status.policy.fingerprint if status else None,
         incarnation=row.incarnation,
         engine_restarts=restarts,
         counters=Counters(
@@ -65,9 +65,9 @@ def status_of(
         last_error=(conductor.last_error if conductor else None) or row.reason,
         throughput=Throughput(
             sampled_tokens=probe.sampled_tokens if probe else 0,
-            sampled_tokens_per_second=standing.metrics.get(SAMPLED) if standing else None,
-            trained_tokens_per_second=standing.metrics.get(LEARNED) if standing else None,
-            seconds_per_step=standing.seconds_per_step if standing else None,
+            sampled_tokens_per_second=status.metrics.get(SAMPLED) if status else None,
+            trained_tokens_per_second=status.metrics.get(LEARNED) if status else None,
+            seconds_per_step=status.seconds_per_step if status else None,
         ),
         memory=Memory(
             server_bytes=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10,
@@ -78,6 +78,6 @@ def status_of(
             Quarantined(step=plan.step, group_ids=list(plan.groups), reason=plan.reason or "")
             for plan in snapshot.quarantined
         ],
-        metrics=steps.finite(standing.metrics) if standing and standing.metrics else None,
+        metrics=steps.finite(status.metrics) if status and status.metrics else None,
         last_event_id=snapshot.last_event,
     )

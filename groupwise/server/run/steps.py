@@ -26,13 +26,13 @@ UNDER_WAY: tuple[State, ...] = ("open", "rewarded", "planned")
 """States of groups that a step may still train. Held groups are not counted, because they wait for their client."""
 LOST: tuple[State, ...] = ("stale", "quarantined")
 """States of groups that no step will train."""
-MOST_LOSSES = 2
+MAX_LOSSES = 2
 """Number of engines that a plan may end before it is quarantined."""
 LEARNING_RATE = "learning_rate"
 """Plan parameter that overrides the schedule's learning rate."""
 
 
-def traffic(transaction: Transaction, run: str) -> Traffic:
+def count_traffic(transaction: Transaction, run: str) -> Traffic:
     """Count the groups that a step may still train, and those that none will."""
     counts = groups.count_groups(transaction, run, (*UNDER_WAY, *LOST))
     return Traffic(
@@ -66,7 +66,7 @@ def plan_when_due(
     if waiting is not None:
         return waiting
     step = next_step(transaction, run)
-    _leave_behind(transaction, run, step - staleness)
+    _mark_stale(transaction, run, step - staleness)
     if size is None:
         return None
     rewarded = sorted(groups.groups_in(transaction, run, ("rewarded",)), key=lambda row: row.draw)
@@ -90,7 +90,7 @@ def plan_of_named(
     if pending_plan(transaction, run) is not None:
         return None
     step = next_step(transaction, run)
-    _leave_behind(transaction, run, step - staleness)
+    _mark_stale(transaction, run, step - staleness)
     if group_ids is None:
         rewarded = groups.groups_in(transaction, run, ("rewarded",))
         group_ids = [row.id for row in sorted(rewarded, key=lambda row: row.draw)][:most]
@@ -99,7 +99,7 @@ def plan_of_named(
     return plans.make_plan(transaction, run, step, group_ids, parameters)
 
 
-def _leave_behind(transaction: Transaction, run: str, sampled_before: int) -> None:
+def _mark_stale(transaction: Transaction, run: str, sampled_before: int) -> None:
     stale = groups.go_stale(transaction, run, sampled_before)
     if stale:
         data = {"message": "too old to be trained", "data": {"stale": [row.id for row in stale]}}
@@ -130,8 +130,8 @@ def note_trained(transaction: Transaction, plan: PlanRow, done: StepDone) -> boo
 
     Sampling records that no checkpoint needs any more are dropped.
     """
-    before = plan.trained
-    exact = before is None or before.fingerprint_out == done.record.fingerprint_out
+    previous = plan.trained
+    exact = previous is None or previous.fingerprint_out == done.record.fingerprint_out
     trained = Trained(
         done.record.fingerprint_out,
         done.record.version_out,
@@ -139,7 +139,7 @@ def note_trained(transaction: Transaction, plan: PlanRow, done: StepDone) -> boo
         finite(done.metrics),
     )
     plans.mark_trained(transaction, plan.run, plan.step, trained)
-    if before is None:
+    if previous is None:
         _add_step_event(transaction, plan, done.metrics)
     for message in done.warnings:
         events.add_event(transaction, plan.run, EventKind.WARNING, {"message": message})
@@ -187,10 +187,10 @@ def note_committed(
     return True
 
 
-def put_aside(transaction: Transaction, run: str, reason: str) -> PlanRow | None:
+def quarantine_failing(transaction: Transaction, run: str, reason: str) -> PlanRow | None:
     """Quarantine the pending plan, with its groups, if it has ended too many engines; None if it has not."""
     plan = pending_plan(transaction, run)
-    if plan is None or plan.losses < MOST_LOSSES:
+    if plan is None or plan.losses < MAX_LOSSES:
         return None
     quarantined = plans.quarantine(transaction, run, plan.step, reason)
     data = {"step": plan.step, "message": reason, "data": {"group_ids": list(plan.groups)}}

@@ -319,14 +319,14 @@ training = client.create_lora_training_client("tiny", rank=8, seed=1).result()
 prompt = [21, 22, 23]
 
 
-def rollout(drawn, advantage):
-    tokens, before = prompt + drawn.tokens, [0.0] * (len(prompt) - 1)
+def rollout(sequence, advantage):
+    tokens, before = prompt + sequence.tokens, [0.0] * (len(prompt) - 1)
     return types.Datum(
         model_input=types.ModelInput.from_ints(tokens[:-1]),
         loss_fn_inputs={
             "target_tokens": tokens[1:],
-            "logprobs": before + drawn.logprobs,
-            "advantages": before + [advantage] * len(drawn.tokens),
+            "logprobs": before + sequence.logprobs,
+            "advantages": before + [advantage] * len(sequence.tokens),
         },
     )
 
@@ -336,10 +336,10 @@ for step in range(15):
     sampling = training.save_weights_and_get_sampling_client().result()
     params = types.SamplingParams(max_tokens=6, temperature=1.0, seed=step, stop=[])
     request = types.ModelInput.from_ints(prompt)
-    drawn = sampling.sample(request, num_samples=16, sampling_params=params).result().sequences
-    rewards = [each.tokens.count(LETTER) / len(each.tokens) for each in drawn]
+    sequences = sampling.sample(request, num_samples=16, sampling_params=params).result().sequences
+    rewards = [sequence.tokens.count(LETTER) / len(sequence.tokens) for sequence in sequences]
     means.append(sum(rewards) / len(rewards))
-    data = [rollout(each, reward - means[-1]) for each, reward in zip(drawn, rewards)]
+    data = [rollout(sequence, reward - means[-1]) for sequence, reward in zip(sequences, rewards)]
     learning = training.forward_backward(data, "importance_sampling")
     training.optim_step(types.AdamParams(learning_rate=0.1)).result()
     learning.result()
@@ -364,39 +364,39 @@ INTERNAL: tuple[tuple[str, str, str], ...] = (
 def refused_route(method: str, path: str) -> Unsupported | None:
     """Why a route of the protocol is refused; None if the protocol has no such route."""
     owners = [
-        f"{each.owner}.{each.name}"
-        for each in METHODS
-        if any(_fits(route, method, path) for route in each.routes)
+        f"{entry.owner}.{entry.name}"
+        for entry in METHODS
+        if any(_fits(route, method, path) for route in entry.routes)
     ]
     if owners:
-        reason = next(each.note for each in METHODS if f"{each.owner}.{each.name}" == owners[0])
+        reason = next(entry.note for entry in METHODS if f"{entry.owner}.{entry.name}" == owners[0])
         return Unsupported(f"{' and '.join(owners)}: not supported by this server; {reason}.")
-    for known, route, reason in INTERNAL:
-        if _fits((known, route), method, path):
+    for internal_method, route, reason in INTERNAL:
+        if _fits((internal_method, route), method, path):
             return Unsupported(f"{method} {route} is not supported by this server: {reason}.")
     return None
 
 
 def page() -> str:
     """The documentation page, in Markdown."""
-    return "\n".join(_lines()) + "\n"
+    return "\n".join(_page_lines()) + "\n"
 
 
-def _lines() -> Iterator[str]:
+def _page_lines() -> Iterator[str]:
     yield "# The Tinker client"
     yield ""
     yield from INTRODUCTION.format(version=CLIENT_VERSION).splitlines()
     for title, program in EXAMPLES:
         yield from ("", f"## {title}", "", "```python", *program.splitlines(), "```")
-    for owner in dict.fromkeys(each.owner for each in METHODS):
+    for owner in dict.fromkeys(method.owner for method in METHODS):
         yield ""
         yield f"## {owner}"
         yield ""
         yield "| method | works | |"
         yield "|---|---|---|"
-        for each in METHODS:
-            if each.owner == owner:
-                yield f"| `{each.name}` | {'yes' if each.works else 'no'} | {each.note} |"
+        for entry in METHODS:
+            if entry.owner == owner:
+                yield f"| `{entry.name}` | {'yes' if entry.works else 'no'} | {entry.note} |"
 
 
 def _fits(route: tuple[str, str], method: str, path: str) -> bool:

@@ -33,19 +33,19 @@ def document() -> dict[str, Any]:
         "operationId": "verbs_healthz",
         "x-role": None,
         "security": [],
-        "responses": {"200": _json(answers.Healthy)},
+        "responses": {"200": _json_content(answers.Healthy)},
     }
     return {
         "tags": [{"name": TAG, "description": DESCRIPTION}],
         "paths": {
-            **{f"{PREFIX}{route.path}": _path(route) for route in ROUTES},
+            **{f"{PREFIX}{route.path}": _operation(route) for route in ROUTES},
             f"{PREFIX}/healthz": {"get": healthz},
         },
         "components": {"schemas": _schemas()},
     }
 
 
-def _path(route: VerbRoute) -> dict[str, Any]:
+def _operation(route: VerbRoute) -> dict[str, Any]:
     role = Role.READ if route.method == "GET" else Role.TRAIN
     operation: dict[str, Any] = {
         "tags": [TAG],
@@ -54,12 +54,12 @@ def _path(route: VerbRoute) -> dict[str, Any]:
         "operationId": f"verbs_{route.handler.__name__}",
         "x-role": role.word,
         "parameters": _parameters(route),
-        "responses": {"200": _answer(route), **_refusals(route.all_codes)},
+        "responses": {"200": _success_response(route), **_refusals(route.all_codes)},
     }
     if route.answer is None:
-        operation["responses"]["408"] = _json(answers.TryAgain)
+        operation["responses"]["408"] = _json_content(answers.TryAgain)
     if route.reads is not None:
-        content = {_JSON: {"schema": _name(route.reads)}}
+        content = {_JSON: {"schema": _schema_ref(route.reads)}}
         operation["requestBody"] = {"required": True, "content": content}
     elif route.bytes:
         content = {_PROTOBUF: {"schema": _BYTES}}
@@ -74,12 +74,12 @@ def _path(route: VerbRoute) -> dict[str, Any]:
 def _parameters(route: VerbRoute) -> list[dict[str, Any]]:
     """Path parameters, and the idempotency header of `create_session`."""
     names = [part[1:-1] for part in route.path.split("/") if part.startswith("{")]
-    found: list[dict[str, Any]] = [
+    parameters: list[dict[str, Any]] = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         for name in names
     ]
     if route.path == "/create_session":
-        found.append(
+        parameters.append(
             {
                 "name": "X-Idempotency-Key",
                 "in": "header",
@@ -88,12 +88,12 @@ def _parameters(route: VerbRoute) -> list[dict[str, Any]]:
                 "schema": {"type": "string"},
             }
         )
-    return found
+    return parameters
 
 
-def _answer(route: VerbRoute) -> dict[str, Any]:
+def _success_response(route: VerbRoute) -> dict[str, Any]:
     if route.answer is not None:
-        return _json(route.answer)
+        return _json_content(route.answer)
     return {
         "description": "What the call came to: for passes and samples the client's protobuf message `ForwardBackwardOutput` or "
         "`SampleResponse`; a call that came to nothing says why.",
@@ -110,41 +110,49 @@ def _refusals(codes: tuple[str, ...]) -> dict[str, Any]:
         by_status.setdefault(str(CODES[code].status), []).append(code)
     return {
         status: {
-            "description": "\n\n".join(f"`{code}`: {CODES[code].meaning}" for code in named),
+            "description": "\n\n".join(
+                f"`{code}`: {CODES[code].meaning}" for code in codes_of_status
+            ),
             "content": {
                 _JSON: {
-                    "schema": _name(answers.Refused),
+                    "schema": _schema_ref(answers.Refused),
                     "examples": {
                         code: {"value": {"code": code, "message": CODES[code].meaning}}
-                        for code in named
+                        for code in codes_of_status
                     },
                 }
             },
         }
-        for status, named in sorted(by_status.items())
+        for status, codes_of_status in sorted(by_status.items())
     }
 
 
-def _json(model: type[BaseModel]) -> dict[str, Any]:
+def _json_content(model: type[BaseModel]) -> dict[str, Any]:
     return {
         "description": inspect.getdoc(model) or "",
-        "content": {_JSON: {"schema": _name(model)}},
+        "content": {_JSON: {"schema": _schema_ref(model)}},
     }
 
 
-def _name(model: type[Any]) -> dict[str, str]:
+def _schema_ref(model: type[Any]) -> dict[str, str]:
     return {"$ref": NAMES.format(model=model.__name__)}
 
 
 def _schemas() -> dict[str, Any]:
     """Schemas of all bodies and answers, prefixed with `Verbs.` in the document."""
-    read = [route.reads for route in ROUTES if route.reads is not None]
-    sent = [route.answer for route in ROUTES if route.answer is not None]
-    both: list[type[BaseModel]] = [*read, *sent, answers.Healthy, answers.TryAgain, answers.Refused]
-    models: list[tuple[Any, JsonSchemaMode]] = [
-        (each, "validation") for each in dict.fromkeys(both)
+    bodies = [route.reads for route in ROUTES if route.reads is not None]
+    response_models = [route.answer for route in ROUTES if route.answer is not None]
+    all_models: list[type[BaseModel]] = [
+        *bodies,
+        *response_models,
+        answers.Healthy,
+        answers.TryAgain,
+        answers.Refused,
     ]
-    _, found = models_json_schema(models, ref_template=NAMES)
+    models: list[tuple[Any, JsonSchemaMode]] = [
+        (model, "validation") for model in dict.fromkeys(all_models)
+    ]
+    _, generated = models_json_schema(models, ref_template=NAMES)
     result = TypeAdapter[Any](answers.Result).json_schema(ref_template=NAMES)
-    schemas = {**found["$defs"], **result.pop("$defs"), "Result": result}
+    schemas = {**generated["$defs"], **result.pop("$defs"), "Result": result}
     return {f"Verbs.{name}": schema for name, schema in schemas.items()}

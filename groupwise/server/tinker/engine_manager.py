@@ -36,17 +36,17 @@ from groupwise.server.ledger import calls
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.run.conductor import Conductor
 from groupwise.server.run.engine_supervisor import EngineSupervisor, is_full
-from groupwise.server.run.run_config import Allowed, allowed_model, folders_in
+from groupwise.server.run.run_config import AllowedModels, allowed_model, folders_in
 from groupwise.server.tinker import requests, translate
 from groupwise.server.tinker.training import FORWARD_BACKWARD, optimiser_of
 
 logger = logging.getLogger(__name__)
 
 NAME = "verbs"
-"""Name under which the verbs ask for the machine; see `Service.beside`."""
+"""Name under which the verbs ask for the machine; see `Service.machine_users`."""
 LOSSES = 3
 """Number of engines that may be lost to one call before the call fails."""
-LOOK_AGAIN = 0.2
+RETRY_INTERVAL = 0.2
 """Seconds between two checks of a run that is starting, recovering or ending."""
 
 
@@ -66,17 +66,17 @@ class Runs(Protocol):
 
 
 @runtime_checkable
-class Called(Protocol):
+class CallableEngine(Protocol):
     """An engine whose parts can be called by name."""
 
     async def call(self, verb: str, *arguments: Any) -> Any: ...
 
 
 @dataclass(eq=False, slots=True)
-class _Standing:
+class _LoadedEngine:
     """An engine that has the base in memory."""
 
-    engine: Called
+    engine: CallableEngine
     base: Base
     loads: str
     """The base's name or folder, as the engine loads it."""
@@ -97,7 +97,7 @@ class _Model:
     moving: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
-class Host:
+class VerbEngineHost:
     """A `groupwise.server.engine.verb_protocol.VerbEngine` that uses the active run's engine, or one of its own."""
 
     def __init__(
@@ -106,7 +106,7 @@ class Host:
         runs: Runs,
         supervisor: EngineSupervisor,
         ledger: Ledger,
-        allowed: Allowed,
+        allowed: AllowedModels,
         folder: str,
         most: int,
         longest: int,
@@ -123,8 +123,8 @@ class Host:
         self._longest = longest
         self._folders = SavedFolders(Path(folder))
         self._models: dict[str, _Model] = {}
-        self._standing: _Standing | None = None
-        self._turn = asyncio.Lock()
+        self._loaded_engine: _LoadedEngine | None = None
+        self._engine_lock = asyncio.Lock()
         """Held while an engine is being found or started."""
 
     async def open(self) -> None:
@@ -132,20 +132,20 @@ class Host:
         for row in await self._ledger.do(calls.all_models):
             self._models[row.id] = _Model(ModelSpec(**row.spec), row.kept)
 
-    async def make_way(self, sessions: Mapping[str, str]) -> None:
+    async def release_machine(self, sessions: Mapping[str, str]) -> None:
         """Called before a run starts in an engine of its own. Refuses with `run_active` while there are models; `sessions` describes their
         owners.
         """
         if self._models:
-            whose = "; ".join(sessions.values()) or ", ".join(self._models)
+            owners = "; ".join(sessions.values()) or ", ".join(self._models)
             raise Refusal(
                 "run_active",
-                f"Clients that train by verbs have models in memory ({whose}). A run begins in an engine of its "
+                f"Clients that train by verbs have models in memory ({owners}). A run begins in an engine of its "
                 "own: end their sessions first, or start with `replace: true`, which ends them; what they have saved stays. Once it is "
                 "active, models can be made beside it.",
             )
-        if self._standing is not None and self._standing.run is None:
-            self._standing = None
+        if self._loaded_engine is not None and self._loaded_engine.run is None:
+            self._loaded_engine = None
         await self._supervisor.end()
 
     async def close(self) -> None:
@@ -163,9 +163,9 @@ class Host:
 
     def admit(self, base: str) -> None:
         """See `VerbEngine.admit`."""
-        loads = self._loads(base)
+        loads = self._load_name(base)
         bound = self._required_base()
-        if bound is not None and self._loads(bound[0]) != loads:
+        if bound is not None and self._load_name(bound[0]) != loads:
             raise UsageError(
                 f"The base model {base!r} cannot be had now: {bound[0]} is in memory, for {bound[1]}, and there is one base at a time. "
                 f"Take {bound[0]}, or wait until it is not needed any more."
@@ -180,7 +180,7 @@ class Host:
             return next(iter(self._models.values())).spec.base, "models of other clients"
         return None
 
-    def _loads(self, base: str) -> str:
+    def _load_name(self, base: str) -> str:
         """Name or folder to load; raises UsageError if it is not allowed."""
         run = self._runs.conducted()
         if run is not None and base in (run.model, run.loads):
@@ -192,71 +192,71 @@ class Host:
 
     async def base(self, name: str) -> Base:
         """See `VerbEngine.base`."""
-        standing = await self._engine_with(name)
-        return replace(standing.base, name=name)
+        engine = await self._engine_with(name)
+        return replace(engine.base, name=name)
 
     # --- models ----------------------------------------------------------------------------------
 
     async def create_model(self, model: str, spec: ModelSpec) -> None:
         """See `VerbEngine.create_model`. If the model exists already, it was created by an earlier attempt of the same call."""
-        new = model not in self._models
-        if new:
+        is_new = model not in self._models
+        if is_new:
             run = self._runs.conducted()
-            there = [*self._models, *([] if run is None else ["the run"])]
-            if len(there) >= self._most:
+            users = [*self._models, *([] if run is None else ["the run"])]
+            if len(users) >= self._most:
                 raise UsageError(
-                    f"There are {len(there)} models in memory already ({', '.join(there)}), as many as there may be (max_models of the "
+                    f"There are {len(users)} models in memory already ({', '.join(users)}), as many as there may be (max_models of the "
                     "server). End the session of one that is not needed any more."
                 )
             self.admit(spec.base)
             self._models[model] = _Model(spec)
         try:
-            await self._of(model, None)
+            await self._call_model(model, None)
         except BaseException:
-            if new:
+            if is_new:
                 del self._models[model]
             raise
 
     async def drop(self, model: str) -> None:
         """See `VerbEngine.drop`."""
         self._models.pop(model, None)
-        standing = self._standing
-        if standing is not None and model in standing.there:
-            standing.there.discard(model)
+        engine = self._loaded_engine
+        if engine is not None and model in engine.there:
+            engine.there.discard(model)
             with suppress(EngineLost):
-                await standing.call("drop", model)
+                await engine.call("drop", model)
         await asyncio.to_thread(self._folders.forget_automatic, model)
 
     async def forward(self, model: str, rows: Sequence[Row], loss: LossSpec) -> Computed:
         """See `VerbEngine.forward`."""
-        return await self._of(model, "forward", [*rows], loss)
+        return await self._call_model(model, "forward", [*rows], loss)
 
     async def forward_backward(self, model: str, rows: Sequence[Row], loss: LossSpec) -> Computed:
         """See `VerbEngine.forward_backward`."""
-        return await self._of(model, "forward_backward", [*rows], loss)
+        return await self._call_model(model, "forward_backward", [*rows], loss)
 
     async def optim_step(
         self, model: str, params: OptimiserParams, keep_as: int | None = None
     ) -> UpdateResult:
         """See `VerbEngine.optim_step`."""
-        result = await self._of(model, "optim_step", params, keep_as)
+        result = await self._call_model(model, "optim_step", params, keep_as)
         self._note_kept(model, keep_as)
         return result
 
     async def save_state(self, model: str, name: str, *, overwrite: bool, call: int) -> None:
         """See `VerbEngine.save_state`."""
-        await self._of(model, "save_state", name, overwrite, call)
+        await self._call_model(model, "save_state", name, overwrite, call)
 
     async def load_state(
         self, model: str, stored: Stored, *, with_optimiser: bool, keep_as: int
     ) -> None:
         """See `VerbEngine.load_state`."""
-        await self._of(model, "load_state", stored, with_optimiser, keep_as)
+        await self._call_model(model, "load_state", stored, with_optimiser, keep_as)
         self._note_kept(model, keep_as)
 
     async def save_for_sampler(self, model: str, name: str, call: int) -> None:
         """See `VerbEngine.save_for_sampler`."""
-        await self._of(model, "save_for_sampler", name, call)
+        await self._call_model(model, "save_for_sampler", name, call)
 
     def _note_kept(self, model: str, call: int | None) -> None:
         if call is not None and model in self._models:
@@ -278,97 +278,99 @@ class Host:
         base = weights if isinstance(weights, str) else (await self.saved(weights)).base
         losses = 0
         while True:
-            standing = await self._engine_with(base)
+            engine = await self._engine_with(base)
             try:
-                return await standing.call("sample", stored, order)
+                return await engine.call("sample", stored, order)
             except EngineLost as error:
                 losses += 1
-                await self._release_lost(standing, error)
+                await self._release_lost(engine, error)
                 if losses == LOSSES:
                     raise
 
     # --- engines ---------------------------------------------------------------------------------
 
-    async def _of(self, model: str, verb: str | None, *arguments: Any) -> Any:
+    async def _call_model(self, model: str, verb: str | None, *arguments: Any) -> Any:
         """Run a verb on a model, after recreating it in an engine if necessary; without a verb only recreate it."""
         losses = 0
         while True:
             if model not in self._models:
                 raise UsageError(f"There is no model {model!r}: its session has ended.")
             model_state = self._models[model]
-            standing = await self._engine_with(model_state.spec.base)
+            engine = await self._engine_with(model_state.spec.base)
             try:
-                await self._bring(standing, model, model_state)
-                return None if verb is None else await standing.call(verb, model, *arguments)
+                await self._recreate(engine, model, model_state)
+                return None if verb is None else await engine.call(verb, model, *arguments)
             except EngineLost as error:
                 losses += 1
-                await self._release_lost(standing, error)
+                await self._release_lost(engine, error)
                 if losses == LOSSES:
                     raise
             except UsageError:
                 raise  # nothing was done
             except GroupwiseError:
-                await self._take_back(standing, model)
+                await self._drop_half_done(engine, model)
                 raise
 
-    async def _bring(self, standing: _Standing, model: str, model_state: _Model) -> None:
+    async def _recreate(self, engine: _LoadedEngine, model: str, model_state: _Model) -> None:
         """Recreate the model in this engine, in its current state."""
         async with model_state.moving:
-            if model in standing.there:
+            if model in engine.there:
                 return
-            after = -1 if model_state.kept is None else model_state.kept
-            repeated = await self._ledger.do(calls.to_repeat, model, after)
-            await standing.call("create_model", model, model_state.spec, model_state.kept)
-            standing.there.add(model)
+            last_kept = -1 if model_state.kept is None else model_state.kept
+            calls_to_repeat = await self._ledger.do(calls.calls_to_repeat, model, last_kept)
+            await engine.call("create_model", model, model_state.spec, model_state.kept)
+            engine.there.add(model)
             try:
-                for kind, content in repeated:
-                    await _repeat(standing, model, kind, content)
+                for kind, content in calls_to_repeat:
+                    await _repeat_call(engine, model, kind, content)
             except BaseException:
-                await self._take_back(standing, model)
+                await self._drop_half_done(engine, model)
                 raise
-        if repeated or model_state.kept is not None:
-            logger.info("the model %s was made again, with %d calls", model, len(repeated))
+        if calls_to_repeat or model_state.kept is not None:
+            logger.info("the model %s was made again, with %d calls", model, len(calls_to_repeat))
 
-    async def _take_back(self, standing: _Standing, model: str) -> None:
+    async def _drop_half_done(self, engine: _LoadedEngine, model: str) -> None:
         """A call failed half done: drop the model, so that it is recreated before its next call."""
-        standing.there.discard(model)
+        engine.there.discard(model)
         with suppress(GroupwiseError):  # the engine is gone, and the model with it
-            await standing.call("drop", model)
+            await engine.call("drop", model)
 
-    async def _engine_with(self, base: str) -> _Standing:
-        loads = self._loads(base)
+    async def _engine_with(self, base: str) -> _LoadedEngine:
+        loads = self._load_name(base)
         while True:
-            async with self._turn:
+            async with self._engine_lock:
                 run = self._runs.conducted()
-                found = await (self._own(base, loads) if run is None else self._of_run(run, loads))
-            if found is not None:
-                return found
-            await asyncio.sleep(LOOK_AGAIN)
+                engine = await (
+                    self._own_engine(base, loads) if run is None else self._run_engine(run, loads)
+                )
+            if engine is not None:
+                return engine
+            await asyncio.sleep(RETRY_INTERVAL)
 
-    async def _of_run(self, run: Conductor, loads: str) -> _Standing | None:
+    async def _run_engine(self, run: Conductor, loads: str) -> _LoadedEngine | None:
         """The run's engine; None while it accepts no calls."""
         if run.phase != "running":
             return None
         engine = cast("object", run.engine)
-        standing = self._standing
-        if standing is not None and standing.engine is engine:
-            if standing.loads != loads:
+        loaded = self._loaded_engine
+        if loaded is not None and loaded.engine is engine:
+            if loaded.loads != loads:
                 raise UsageError(
-                    f"The base model {loads} cannot be had now: {standing.loads} is in memory, and there is one base at a time."
+                    f"The base model {loads} cannot be had now: {loaded.loads} is in memory, and there is one base at a time."
                 )
-            return standing
-        if not isinstance(engine, Called):
+            return loaded
+        if not isinstance(engine, CallableEngine):
             raise UsageError("The engine of the active run trains nothing beside it.")
         try:
             return await self._open_base(engine, loads, run)
         except EngineLost:
             return None
 
-    async def _own(self, base: str, loads: str) -> _Standing | None:
+    async def _own_engine(self, base: str, loads: str) -> _LoadedEngine | None:
         """The verbs' own engine; None if a run has started meanwhile, or the engine ended before it was ready."""
-        standing = self._standing
-        if standing is not None and standing.run is None and standing.loads == loads:
-            return standing
+        loaded = self._loaded_engine
+        if loaded is not None and loaded.run is None and loaded.loads == loads:
+            return loaded
         async with self._runs.turn:
             if self._runs.conducted() is not None:
                 return None
@@ -377,8 +379,8 @@ class Host:
             except Refusal as refusal:
                 raise UsageError(refusal.message) from None
             self.admit(base)
-            self._standing = None
-            engine = cast("Called", await self._supervisor.begin())
+            self._loaded_engine = None
+            engine = cast("CallableEngine", await self._supervisor.begin())
             try:
                 return await self._open_base(engine, loads, None)
             except EngineLost as error:
@@ -388,34 +390,36 @@ class Host:
                 await self._supervisor.end()
                 raise
 
-    async def _open_base(self, engine: Called, loads: str, run: Conductor | None) -> _Standing:
+    async def _open_base(
+        self, engine: CallableEngine, loads: str, run: Conductor | None
+    ) -> _LoadedEngine:
         order = OpenModels(loads, self._folder, self._most, self._longest)
         base: Base = await engine.call("models.open", order)
-        self._standing = _Standing(engine, base, loads, run)
-        return self._standing
+        self._loaded_engine = _LoadedEngine(engine, base, loads, run)
+        return self._loaded_engine
 
-    async def _release_lost(self, standing: _Standing, error: EngineLost) -> None:
+    async def _release_lost(self, lost: _LoadedEngine, error: EngineLost) -> None:
         """Forget an engine that has ended. Raises TooManyRestarts if that has happened too often."""
-        async with self._turn:
-            if self._standing is not standing:
+        async with self._engine_lock:
+            if self._loaded_engine is not lost:
                 return
-            self._standing = None
-            if standing.run is not None:  # its conductor starts the next engine, or ends
-                await asyncio.sleep(LOOK_AGAIN)
+            self._loaded_engine = None
+            if lost.run is not None:  # its conductor starts the next engine, or ends
+                await asyncio.sleep(RETRY_INTERVAL)
             elif not is_full(error):
                 logger.warning("the engine of the models is begun again: %s", error)
                 await self._supervisor.pause(error)
 
 
-async def _repeat(standing: _Standing, model: str, kind: str, content: bytes) -> None:
+async def _repeat_call(engine: _LoadedEngine, model: str, kind: str, content: bytes) -> None:
     """Repeat a call whose answer the client already has."""
     if kind == FORWARD_BACKWARD:
-        forward = (await translate.read_aside(content)).forward
+        forward = (await translate.parse_in_thread(content)).forward
         assert isinstance(forward, translate.Forward)  # because it was answered
-        await standing.call("forward_backward", model, [*forward.rows], forward.loss)
+        await engine.call("forward_backward", model, [*forward.rows], forward.loss)
     elif kind == requests.OptimStep.__name__:
         params = optimiser_of(requests.OptimStep.model_validate_json(content))
-        await standing.call("optim_step", model, params)
+        await engine.call("optim_step", model, params)
     else:
         # Every other kind of call keeps the model's state at once, so it never has to be repeated.
         raise AssertionError(f"{kind} cannot be repeated")

@@ -30,9 +30,8 @@ log = logging.getLogger(__name__)
 
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
-GAP_PATIENCE = 600.0
-"""Seconds that a call queue waits for a missing number. The client repeats a request for five minutes, so the number can no longer arrive.
-"""
+GAP_TIMEOUT = 600.0
+"""Seconds that a call queue waits for a missing number: twice the five minutes for which the client repeats a request."""
 
 Work = Callable[[], Awaitable[Outcome]]
 
@@ -49,7 +48,7 @@ class UnknownAnswer(UsageError):
     code = "unknown_answer"
 
 
-class NotKept(GroupwiseError):
+class LedgerUnavailable(GroupwiseError):
     """The call cannot be written to the ledger at the moment; the client may send it again later."""
 
     code = "not_kept"
@@ -74,24 +73,24 @@ class Limits:
     waiting_bytes: int = 512 * 2**20
 
 
-Key = tuple[str, int]
-"""The scope in which a call's number is unique, and the number."""
+CallKey = tuple[str, int]
+"""The queue (or other scope) in which a call's number is unique, and the number."""
 
 
 @dataclass(eq=False, slots=True)
 class _Call:
     id: str
-    key: Key
+    key: CallKey
     digest: bytes
     size: int
     """Size in bytes: of the request while it waits, then of the answer."""
     caller: str
-    over: asyncio.Event = field(default_factory=asyncio.Event)
+    settled: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when there is an outcome, or when this process will not produce one."""
     finishing: bool = False
     """True once the outcome is known and about to be written to the ledger."""
     outcome: Outcome | None = None
-    accepted: asyncio.Task[None] | None = None
+    persisted: asyncio.Task[None] | None = None
     """Done when the call is in the ledger; None if it was already there when this process started."""
 
 
@@ -101,13 +100,13 @@ class Futures:
     def __init__(self, ledger: Ledger, limits: Limits | None = None) -> None:
         self._ledger = ledger
         self._limits = limits or Limits()
-        self._restored: dict[Key, str] = {}
+        self._restored: dict[CallKey, str] = {}
         """Unfinished calls of an earlier process; the key identifies the call when it is added again."""
         self._suspended = False
         self._boot = secrets.token_hex(4)
         self._issued = 0
         self._calls: dict[str, _Call] = {}
-        self._by_key: dict[Key, _Call] = {}
+        self._by_key: dict[CallKey, _Call] = {}
         self._unfetched: dict[str, _Call] = {}
         """Answered calls, the oldest first; likewise `_fetched`."""
         self._fetched: dict[str, _Call] = {}
@@ -116,7 +115,7 @@ class Futures:
         self._waiting_bytes = 0
         self._waiting_of: Counter[str] = Counter()
         self.callers: dict[str, str] = {}
-        """API key id of the caller that opened each session. Sessions of an earlier process have no key and share one limit."""
+        """API key id of the caller that opened each session. Sessions of an earlier process have no key and share one quota."""
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -124,7 +123,7 @@ class Futures:
         """Calls waiting or in progress."""
         return self._waiting
 
-    def earlier(self, key: Key, digest: bytes) -> str | None:
+    def find_repeated(self, key: CallKey, digest: bytes) -> str | None:
         """The id of an earlier call with this key; None if there is none. UsageError if its content was different."""
         call = self._by_key.get(key)
         if call is None:
@@ -145,7 +144,7 @@ class Futures:
         assert row.media_type is not None
         assert row.body is not None
         self._by_key[call.key] = call
-        self._finish(call, Outcome(row.state, row.media_type, row.body))
+        self._mark_answered(call, Outcome(row.state, row.media_type, row.body))
 
     def abandon(self, id: str, error: Exception) -> None:
         """Fail a call of an earlier process if it was not started again."""
@@ -155,18 +154,18 @@ class Futures:
             self.fail(id, error)
 
     def add(
-        self, key: Key, digest: bytes, kind: str, content: bytes, *, wanted_next: bool = False
+        self, key: CallKey, digest: bytes, kind: str, content: bytes, *, wanted_next: bool = False
     ) -> str:
         """Register a new call without starting it. Raises TooManyCalls if too many calls wait, unless other calls wait for this one
-        (`wanted_next`); NotKept if this process is shutting down.
+        (`wanted_next`); LedgerUnavailable if this process is shutting down.
 
         `kind` and `content` are stored so that another process can start the call again.
         """
-        if (restored := self._restored.pop(key, None)) is not None:
-            self._by_key[key] = self._calls[restored]
-            return restored
+        if (id := self._restored.pop(key, None)) is not None:
+            self._by_key[key] = self._calls[id]
+            return id
         if self._suspended:
-            raise NotKept("The server is shutting down. Send this one again later.")
+            raise LedgerUnavailable("The server is shutting down. Send this one again later.")
         full = (
             self._waiting >= self._limits.waiting
             or self._waiting_of[self._caller_of(key)] >= self._limits.waiting_of_one
@@ -179,48 +178,48 @@ class Futures:
         self._issued += 1
         call = self._new_call(f"f-{self._boot}-{self._issued}", key, digest, len(content))
         self._by_key[key] = call
-        line, sequence = key
-        row = CallRow(call.id, line.partition(":")[0], line, sequence, kind, digest, content)
-        call.accepted = self._task(self._ledger.do_when_writable(calls.accept, row))
+        queue, sequence = key
+        row = CallRow(call.id, queue.partition(":")[0], queue, sequence, kind, digest, content)
+        call.persisted = self._spawn(self._ledger.do_when_writable(calls.insert_call, row))
         return call.id
 
-    async def accepted(self, id: str, patience: float) -> None:
-        """Wait until a call is in the ledger. Raises NotKept if that takes longer than `patience` seconds."""
+    async def wait_until_persisted(self, id: str, timeout: float) -> None:
+        """Wait until a call is in the ledger. Raises LedgerUnavailable if that takes longer than `timeout` seconds."""
         call = self._calls.get(id)
-        if call is None or call.accepted is None:
+        if call is None or call.persisted is None:
             return
-        done, _ = await asyncio.wait((call.accepted,), timeout=patience)
+        done, _ = await asyncio.wait((call.persisted,), timeout=timeout)
         if not done:
-            raise NotKept(
+            raise LedgerUnavailable(
                 "The server cannot write the call down at the moment. Send it again later."
             )
-        call.accepted.result()
+        call.persisted.result()
 
-    def begin(self, id: str, work: Work) -> None:
+    def start(self, id: str, work: Work) -> None:
         """Start the work of a call in a task of its own."""
-        self._task(self.do(id, work))
+        self._spawn(self.run(id, work))
 
-    async def do(self, id: str, work: Work | Exception) -> None:
+    async def run(self, id: str, work: Work | Exception) -> None:
         """Do the work of a call once it is in the ledger, and record its outcome. An exception in place of the work is recorded as a
         failure.
         """
         call = self._calls[id]
-        if call.accepted is not None:
-            await asyncio.shield(call.accepted)
+        if call.persisted is not None:
+            await asyncio.shield(call.persisted)
         try:
             if isinstance(work, Exception):
                 raise work
             outcome = await work()
         # Any error must reach the client that waits for this answer, and must not stop the queue of its model.
         except Exception as error:  # noqa: BLE001
-            outcome = _failure(error)
+            outcome = _outcome_of_error(error)
         await self._write_outcome(call, outcome)
 
     def fail(self, id: str, error: Exception) -> None:
-        """Fail a call that needs no work. If this process is shutting down, the call is left to the next one."""
+        """Fail a call that needs no work. If this process is shutting down, the next process handles the call."""
         call = self._calls[id]
         if not (call.finishing or self._suspended):
-            self._task(self._write_outcome(call, _failure(error)))
+            self._spawn(self._write_outcome(call, _outcome_of_error(error)))
 
     def suspend(self) -> None:
         """Stop, because this process is shutting down. Unfinished calls are left to the next process, and waiting clients are told to ask
@@ -228,7 +227,7 @@ class Futures:
         """
         self._suspended = True
         for call in self._calls.values():
-            call.over.set()
+            call.settled.set()
 
     async def _write_outcome(self, call: _Call, outcome: Outcome) -> None:
         """Write a call's outcome to the ledger, then publish it to its client. This continues even if the caller is cancelled, because the
@@ -236,28 +235,28 @@ class Futures:
         """
 
         async def write() -> None:
-            if call.accepted is not None:
-                await asyncio.shield(call.accepted)
-            await self._ledger.do_when_writable(calls.settle, call.id, outcome)
-            self._finish(call, outcome)
+            if call.persisted is not None:
+                await asyncio.shield(call.persisted)
+            await self._ledger.do_when_writable(calls.record_outcome, call.id, outcome)
+            self._mark_answered(call, outcome)
 
         call.finishing = True
-        await asyncio.shield(self._task(write()))
+        await asyncio.shield(self._spawn(write()))
 
-    def _task(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
         return task
 
-    async def answer(self, id: str, patience: float) -> Outcome | None:
-        """The answer, or None if there is none within `patience` seconds or before this process shuts down. Raises AnswerGone or
+    async def wait_for_answer(self, id: str, timeout: float) -> Outcome | None:
+        """The answer, or None if there is none within `timeout` seconds or before this process shuts down. Raises AnswerGone or
         UnknownAnswer if there will never be one.
         """
         if id not in self._calls:
             boot, _, number = id.removeprefix("f-").partition("-")
-            known = id.startswith("f-") and number.isdecimal()
-            if not known or (boot == self._boot and int(number) > self._issued):
+            well_formed = id.startswith("f-") and number.isdecimal()
+            if not well_formed or (boot == self._boot and int(number) > self._issued):
                 raise UnknownAnswer(f"There is no request {id!r}.")
             if boot != self._boot:
                 raise AnswerGone(f"The request {id} was made to a server that has ended since.")
@@ -266,8 +265,8 @@ class Futures:
             )
         call = self._calls[id]
         try:
-            async with asyncio.timeout(patience):
-                await call.over.wait()
+            async with asyncio.timeout(timeout):
+                await call.settled.wait()
         except TimeoutError:
             return None
         if self._unfetched.pop(id, None) is not None:
@@ -280,7 +279,7 @@ class Futures:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def _new_call(self, id: str, key: Key, digest: bytes, size: int) -> _Call:
+    def _new_call(self, id: str, key: CallKey, digest: bytes, size: int) -> _Call:
         """Register a waiting call."""
         call = self._calls[id] = _Call(id, key, digest, size, self._caller_of(key))
         self._waiting += 1
@@ -288,10 +287,10 @@ class Futures:
         self._waiting_of[call.caller] += 1
         return call
 
-    def _caller_of(self, key: Key) -> str:
+    def _caller_of(self, key: CallKey) -> str:
         return self.callers.get(key[0].partition(":")[0], "")
 
-    def _finish(self, call: _Call, outcome: Outcome) -> None:
+    def _mark_answered(self, call: _Call, outcome: Outcome) -> None:
         """Mark a call as answered. Drops the oldest answers until the rest fits; the newest always stays, even if it is larger than the
         limit.
         """
@@ -301,10 +300,10 @@ class Futures:
         self._waiting_of[call.caller] -= 1
         call.size = len(outcome.body)
         call.outcome = outcome
-        call.over.set()
+        call.settled.set()
         self._unfetched[call.id] = call
         self._answer_bytes += call.size
-        finished: list[str] = []
+        evicted: list[str] = []
         while (
             len(self._fetched) + len(self._unfetched) > self._limits.answers
             or self._answer_bytes > self._limits.answer_bytes
@@ -317,25 +316,25 @@ class Futures:
             self._answer_bytes -= oldest.size
             del self._calls[oldest.id]
             del self._by_key[oldest.key]
-            finished.append(oldest.id)
-        if finished:
-            self._task(self._ledger.do_when_writable(calls.forget_answers, finished))
+            evicted.append(oldest.id)
+        if evicted:
+            self._spawn(self._ledger.do_when_writable(calls.delete_answers, evicted))
 
 
 class CallQueue:
     """The calls of one model, in the order of their sequence numbers, starting at 0.
 
-    If a number is missing for `patience` seconds, the calls after it fail: the client will not send the missing one any more.
+    If a number is missing for `gap_timeout` seconds, the calls after it fail: the client will not send the missing one any more.
     """
 
     def __init__(
-        self, name: str, futures: Futures, *, patience: float = GAP_PATIENCE, first: int = 0
+        self, name: str, futures: Futures, *, gap_timeout: float = GAP_TIMEOUT, first: int = 0
     ) -> None:
         """`first`: the number of the next call to be done."""
         self.name = name
         self._futures = futures
-        self._patience = patience
-        self._turns: dict[int, tuple[str, Work | Exception]] = {}
+        self._gap_timeout = gap_timeout
+        self._queued: dict[int, tuple[str, Work | Exception]] = {}
         """Id and work of each call that is waiting or in progress, by sequence number."""
         self._next = first
         self._worker: asyncio.Task[None] | None = None
@@ -344,7 +343,7 @@ class CallQueue:
     @property
     def pending(self) -> int:
         """Calls waiting or in progress."""
-        return len(self._turns)
+        return len(self._queued)
 
     def submit(self, sequence: int, content: bytes, work: Work | Exception, kind: str) -> str:
         """Queue the call with this number and return its id; its work starts when all calls before it are done.
@@ -354,16 +353,16 @@ class CallQueue:
         """
         key = (self.name, sequence)
         digest = digest_of(kind, content)
-        if (earlier := self._futures.earlier(key, digest)) is not None:
-            return earlier
+        if (repeated := self._futures.find_repeated(key, digest)) is not None:
+            return repeated
         if sequence < self._next:
             raise AnswerGone(
                 f"Request {sequence} of {self.name} has been applied; its answer is no longer kept."
             )
         id = self._futures.add(key, digest, kind, content, wanted_next=sequence == self._next)
-        self._turns[sequence] = (id, work)
+        self._queued[sequence] = (id, work)
         if self._worker is None or self._worker.done():
-            self._worker = asyncio.get_running_loop().create_task(self._work())
+            self._worker = asyncio.get_running_loop().create_task(self._run_calls())
         return id
 
     async def close(self) -> None:
@@ -374,22 +373,24 @@ class CallQueue:
             await asyncio.gather(self._worker, return_exceptions=True)
         self._fail_all(f"The model {self.name} is no longer there: its session has ended.")
 
-    async def _work(self) -> None:
+    async def _run_calls(self) -> None:
         """Do the calls that are next in order. If calls remain after a gap, start the timer for the missing number."""
         self._stop_timer()
-        while self._next in self._turns:
-            id, work = self._turns[self._next]
-            await self._futures.do(id, work)
-            del self._turns[self._next]
+        while self._next in self._queued:
+            id, work = self._queued[self._next]
+            await self._futures.run(id, work)
+            del self._queued[self._next]
             self._next += 1
-        if self._turns:
-            self._timer = asyncio.get_running_loop().call_later(self._patience, self._give_up)
+        if self._queued:
+            self._timer = asyncio.get_running_loop().call_later(
+                self._gap_timeout, self._skip_missing
+            )
 
-    def _give_up(self) -> None:
+    def _skip_missing(self) -> None:
         missing = self._next
-        self._next = max(self._turns) + 1
+        self._next = max(self._queued) + 1
         self._fail_all(
-            f"Request {missing} of {self.name} has not come within {self._patience:g} seconds, so those after it cannot be applied. Go "
+            f"Request {missing} of {self.name} has not come within {self._gap_timeout:g} seconds, so those after it cannot be applied. Go "
             "on from the last saved state in a new training client."
         )
 
@@ -399,8 +400,8 @@ class CallQueue:
             self._timer = None
 
     def _fail_all(self, reason: str) -> None:
-        for sequence in sorted(self._turns):
-            self._futures.fail(self._turns.pop(sequence)[0], UsageError(reason))
+        for sequence in sorted(self._queued):
+            self._futures.fail(self._queued.pop(sequence)[0], UsageError(reason))
 
 
 def digest_of(kind: str, content: bytes) -> bytes:
@@ -408,15 +409,15 @@ def digest_of(kind: str, content: bytes) -> bytes:
     return hashlib.sha256(kind.encode() + content).digest()
 
 
-def failed(message: str, category: Literal["user", "server"]) -> Outcome:
+def failed_outcome(message: str, category: Literal["user", "server"]) -> Outcome:
     """The outcome of a call that failed and left its model unchanged."""
     return Outcome("failed", category, message.encode())
 
 
-def _failure(error: Exception) -> Outcome:
+def _outcome_of_error(error: Exception) -> Outcome:
     if isinstance(error, UsageError):
-        return failed(str(error), "user")
+        return failed_outcome(str(error), "user")
     if isinstance(error, GroupwiseError):
-        return failed(str(error), "server")
+        return failed_outcome(str(error), "server")
     log.error("a call failed", exc_info=error)
-    return failed(f"The server failed at this call: {type(error).__name__}.", "server")
+    return failed_outcome(f"The server failed at this call: {type(error).__name__}.", "server")

@@ -24,14 +24,14 @@ def messages() -> Any:
     if MODULE in sys.modules:
         return sys.modules[MODULE]
     package = find_spec("tinker")
-    places = list(package.submodule_search_locations or ()) if package is not None else []
-    found = [path for place in places if (path := Path(place) / "proto" / FILE).is_file()]
-    if not found:
+    folders = list(package.submodule_search_locations or ()) if package is not None else []
+    files = [path for folder in folders if (path := Path(folder) / "proto" / FILE).is_file()]
+    if not files:
         raise UsageError(
             "The verbs read the messages of the Tinker client with classes from its package `tinker`, which is not installed. "
             "Run: pip install 'groupwise[tinker]'"
         )
-    spec = spec_from_file_location("groupwise_tinker_messages", found[0])
+    spec = spec_from_file_location("groupwise_tinker_messages", files[0])
     assert spec is not None
     assert spec.loader is not None
     module = module_from_spec(spec)

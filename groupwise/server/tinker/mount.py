@@ -14,7 +14,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from groupwise.api.http.bodies import SHUTTING_DOWN_RETRY
-from groupwise.api.http.middleware import Observed, RouteTable
+from groupwise.api.http.middleware import RequestMiddleware, RouteTable
 from groupwise.api.http.origins import check_local
 from groupwise.api.http.shared_state import facts_of
 from groupwise.api.schemas.keys import Keyring, Role, caller_of
@@ -23,10 +23,10 @@ from groupwise.server.engine.engine_protocol import Engine
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.routes.context import Serving
 from groupwise.server.run.engine_supervisor import EngineSupervisor, Limits
-from groupwise.server.run.run_config import Allowed
+from groupwise.server.run.run_config import AllowedModels
 from groupwise.server.run.service import Service
 from groupwise.server.settings import ServerConfig
-from groupwise.server.tinker.engine_manager import NAME, Host
+from groupwise.server.tinker.engine_manager import NAME, VerbEngineHost
 from groupwise.server.tinker.routes import PREFIX, Authorise, verb_routes
 from groupwise.server.tinker.service import VerbService
 
@@ -47,35 +47,37 @@ class Verbs:
         make_engine: Callable[[], Awaitable[Engine]],
     ) -> None:
         limits = Limits(restarts=config.max_engine_restarts, window=config.restart_window)
-        self._host = Host(
+        self._host = VerbEngineHost(
             runs=runs,
             supervisor=EngineSupervisor(make_engine, limits),
             ledger=ledger,
-            allowed=Allowed(Path(config.model_dir).expanduser(), tuple(config.allowed_models)),
+            allowed=AllowedModels(
+                Path(config.model_dir).expanduser(), tuple(config.allowed_models)
+            ),
             folder=str(config.folder / FOLDER),
             most=config.max_models,
             longest=config.max_context_length,
         )
         self.service = VerbService(self._host, ledger, keep_every=config.keep_models_every)
-        runs.beside[NAME] = self
+        runs.machine_users[NAME] = self
         runs.by_verbs = self.service.status
-        runs.sessions = self.service.opened.list_sessions
+        runs.sessions = self.service.registry.list_sessions
 
     async def begin(self) -> None:
         """Load the sessions, models and calls of earlier processes, and continue the calls."""
         await self._host.open()
         await self.service.open()
 
-    async def make_way(self) -> None:
-        """See `groupwise.server.run.lifecycle.Beside.make_way`."""
-        await self.service.opened.end_silent_sessions()
-        await self._host.make_way(self.service.opened.with_models())
+    async def release_machine(self) -> None:
+        """See `groupwise.server.run.lifecycle.MachineUser.release_machine`."""
+        await self.service.registry.end_silent_sessions()
+        await self._host.release_machine(self.service.registry.with_models())
 
-    async def let_go(self) -> None:
-        """See `groupwise.server.run.lifecycle.Beside.let_go`."""
-        for session in self.service.opened.with_models():
+    async def release_for_replacement(self) -> None:
+        """See `groupwise.server.run.lifecycle.MachineUser.release_for_replacement`."""
+        for session in self.service.registry.with_models():
             logger.warning("the session %s ends for a run that is started with `replace`", session)
-            await self.service.opened.finish(session)
+            await self.service.registry.finish(session)
 
     async def shut_down(self) -> None:
         """End the engine; waiting calls are left to the next server."""
@@ -83,7 +85,7 @@ class Verbs:
         await self._host.close()
 
 
-class InFront:
+class VerbsMiddleware:
     """Routes requests below `PREFIX` to the verbs, and all others to the wrapped application."""
 
     def __init__(
@@ -93,7 +95,7 @@ class InFront:
         self._behind = app
         routes = verb_routes(service, authorising(serving, keys), bodies=serving.bodies)
         # One name in the metrics for all of them, because most requests are polls that return 408.
-        self._verbs = Observed(Starlette(routes=routes), serving, RouteTable(()), PREFIX)
+        self._verbs = RequestMiddleware(Starlette(routes=routes), serving, RouteTable(()), PREFIX)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handle a request to the verbs, or pass it to the application."""
@@ -107,10 +109,10 @@ def authorising(serving: Serving, keys: Keyring | None) -> Authorise:
     def authorise(request: Request) -> None:
         if keys is None:
             check_local(request.headers)
-        known = caller_of(keys, request.headers)
-        facts_of(request.scope).caller = known
-        serving.count(known.key_id)
-        known.require(Role.READ if request.method in ("GET", "HEAD") else Role.TRAIN)
+        caller = caller_of(keys, request.headers)
+        facts_of(request.scope).caller = caller
+        serving.count(caller.key_id)
+        caller.require(Role.READ if request.method in ("GET", "HEAD") else Role.TRAIN)
         if serving.ending.is_set():
             raise Refusal("shutting_down", retry_after=SHUTTING_DOWN_RETRY)
 

@@ -12,8 +12,13 @@ from groupwise.api.schemas.problems import KINDS, Kind, Refusal
 from groupwise.core.errors import GroupwiseError, RunError, StoreError, UsageError
 from groupwise.server.ledger.file import DiskFull
 from groupwise.server.tinker.compatibility import Unsupported
-from groupwise.server.tinker.futures import AnswerGone, NotKept, TooManyCalls, UnknownAnswer
-from groupwise.server.tinker.sessions import NotThere
+from groupwise.server.tinker.futures import (
+    AnswerGone,
+    LedgerUnavailable,
+    TooManyCalls,
+    UnknownAnswer,
+)
+from groupwise.server.tinker.sessions import NotFound
 
 OF_OTHERS = (
     "unauthorised",
@@ -70,13 +75,13 @@ CODES: Mapping[str, Kind] = {
 }
 """Every code that a request can be refused with."""
 
-_OF: Mapping[type[GroupwiseError], str] = {
-    NotThere: "not_there",
+_CODE_OF_ERROR: Mapping[type[GroupwiseError], str] = {
+    NotFound: "not_there",
     UnknownAnswer: "unknown_answer",
     AnswerGone: "answer_gone",
     Unsupported: "unsupported",
     TooManyCalls: "too_many_calls",
-    NotKept: "not_kept",
+    LedgerUnavailable: "not_kept",
     DiskFull: "disk_full",
     StoreError: "not_kept",
     RunError: "engine_failed",
@@ -89,4 +94,7 @@ def code_of(error: Exception) -> str:
     """Code of an exception; `internal` for an error of the server itself."""
     if isinstance(error, Refusal):
         return error.code
-    return next((code for kind, code in _OF.items() if isinstance(error, kind)), "internal")
+    return next(
+        (code for error_class, code in _CODE_OF_ERROR.items() if isinstance(error, error_class)),
+        "internal",
+    )

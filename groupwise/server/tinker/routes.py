@@ -31,7 +31,7 @@ from groupwise.server.tinker import answers, requests, translate
 from groupwise.server.tinker.compatibility import refused_route
 from groupwise.server.tinker.refusals import CODES, code_of
 from groupwise.server.tinker.service import VerbService
-from groupwise.server.tinker.sessions import NotThere
+from groupwise.server.tinker.sessions import NotFound
 
 logger = logging.getLogger(__name__)
 
@@ -120,102 +120,110 @@ class _Handlers:
 
     async def capabilities(self, request: Request) -> Response:
         """The base models of the server."""
-        found = {"supported_models": self._service.capabilities()}
-        return _json_response(answers.Capabilities.model_validate(found))
+        answer = {"supported_models": self._service.capabilities()}
+        return _json_response(answers.Capabilities.model_validate(answer))
 
     async def create_session(self, request: Request) -> Response:
         """Open a session; the same one for the same X-Idempotency-Key, caller and body."""
-        body = await self._read(request, requests.CreateSession)
+        body = await self._parse_body(request, requests.CreateSession)
         name = request.headers.get("x-idempotency-key") or request.headers.get("idempotency-key")
         facts: Facts | None = request.scope.get(SCOPE)
         caller = "" if facts is None or facts.caller is None else facts.caller.key_id
         identity = [name, caller, body.model_dump_json()]
         key = hashlib.sha256(json.dumps(identity).encode()).hexdigest() if name else None
-        session = await self._service.opened.create_session(key, caller)
+        session = await self._service.registry.create_session(key, caller)
         return _json_response(answers.SessionMade(session_id=session))
 
     async def heartbeat(self, request: Request) -> Response:
         """The client is there."""
-        self._service.opened.heartbeat((await self._read(request, requests.Heartbeat)).session_id)
+        self._service.registry.heartbeat(
+            (await self._parse_body(request, requests.Heartbeat)).session_id
+        )
         return _json_response(answers.Heard())
 
     async def finish(self, request: Request) -> Response:
         """The client is done: its models are let go of. A body is not read; repeating it is harmless."""
-        await self._service.opened.finish(request.path_params["session"])
+        await self._service.registry.finish(request.path_params["session"])
         return _json_response(answers.Finished())
 
     async def telemetry(self, request: Request) -> Response:
         """Taken and thrown away: the client sends it wherever it is pointed to."""
-        await self._body(request)
+        await self._read_body(request)
         return _json_response(answers.Thrown())
 
     async def create_model(self, request: Request) -> Response:
         """Make a model with a new adapter."""
-        return await self._promise(
-            *self._service.training.create_model(await self._read(request, requests.CreateModel))
+        return await self._promise_answer(
+            *self._service.training.create_model(
+                await self._parse_body(request, requests.CreateModel)
+            )
         )
 
     async def get_info(self, request: Request) -> Response:
         """A model's base and adapter."""
-        model = (await self._read(request, requests.GetInfo)).model_id
+        model = (await self._parse_body(request, requests.GetInfo)).model_id
         return _json_response(answers.Info.model_validate(await self._service.training.info(model)))
 
     async def forward_backward(self, request: Request) -> Response:
         """Log-probabilities and loss of some data, with or without gradient."""
-        forward = await translate.read_aside(await self._body(request))
-        return await self._promise(*self._service.training.forward_backward(forward))
+        forward = await translate.parse_in_thread(await self._read_body(request))
+        return await self._promise_answer(*self._service.training.forward_backward(forward))
 
     async def optim_step(self, request: Request) -> Response:
         """Update a model with the gradient that has gathered."""
-        return await self._promise(
-            *self._service.training.optim_step(await self._read(request, requests.OptimStep))
+        return await self._promise_answer(
+            *self._service.training.optim_step(await self._parse_body(request, requests.OptimStep))
         )
 
     async def save_weights(self, request: Request) -> Response:
         """Save a model's weights and optimiser under a name."""
-        return await self._promise(
-            *self._service.training.save_weights(await self._read(request, requests.SaveWeights))
+        return await self._promise_answer(
+            *self._service.training.save_weights(
+                await self._parse_body(request, requests.SaveWeights)
+            )
         )
 
     async def load_weights(self, request: Request) -> Response:
         """Load what was saved, into a model or a new one."""
-        return await self._promise(
-            *self._service.training.load_weights(await self._read(request, requests.LoadWeights))
+        return await self._promise_answer(
+            *self._service.training.load_weights(
+                await self._parse_body(request, requests.LoadWeights)
+            )
         )
 
     async def save_for_sampler(self, request: Request) -> Response:
         """Save a model's weights to be sampled with."""
-        body = await self._read(request, requests.SaveForSampler)
-        return await self._promise(*self._service.training.save_for_sampler(body))
+        body = await self._parse_body(request, requests.SaveForSampler)
+        return await self._promise_answer(*self._service.training.save_for_sampler(body))
 
     async def create_sampler(self, request: Request) -> Response:
         """Make a sampler of what was saved, or of a base."""
         sampler = await self._service.sampling.create_sampler(
-            await self._read(request, requests.CreateSampler)
+            await self._parse_body(request, requests.CreateSampler)
         )
         return _json_response(answers.SamplerMade(sampling_session_id=sampler))
 
     async def sampler(self, request: Request) -> Response:
         """The model of a sampler."""
-        found = self._service.sampling.sampler(request.path_params["sampler"])
-        return _json_response(answers.SamplerInfo.model_validate(found))
+        description = self._service.sampling.sampler(request.path_params["sampler"])
+        return _json_response(answers.SamplerInfo.model_validate(description))
 
     async def weights_info(self, request: Request) -> Response:
         """The kind of model that saved the weights at a path."""
-        path = (await self._read(request, requests.WeightsInfo)).tinker_path
-        found = await self._service.training.weights_info(path)
-        return _json_response(answers.AboutWeights.model_validate(found))
+        path = (await self._parse_body(request, requests.WeightsInfo)).tinker_path
+        description = await self._service.training.weights_info(path)
+        return _json_response(answers.AboutWeights.model_validate(description))
 
     async def sample(self, request: Request) -> Response:
         """Complete a prompt, or tell its log-probabilities."""
-        body = await self._read(request, requests.Sample)
+        body = await self._parse_body(request, requests.Sample)
         id, sequences = await self._service.sampling.sample(body)
-        await self._service.accepted(id)
+        await self._service.wait_until_persisted(id)
         return _json_response(answers.SamplePromise(request_id=id, sample_sequence_ids=sequences))
 
     async def retrieve(self, request: Request) -> Response:
         """The result of a call; 408 if it has none after a while."""
-        id = (await self._read(request, requests.Retrieve)).request_id
+        id = (await self._parse_body(request, requests.Retrieve)).request_id
         answer = await self._service.answer(id, self._poll)
         if answer is None:
             return _json_response(answers.TryAgain(request_id=id), 408)
@@ -226,37 +234,37 @@ class _Handlers:
 
     async def refuse(self, request: Request) -> Response:
         """Everything else."""
-        await self._body(request)
+        await self._read_body(request)
         path = request.url.path.removeprefix(PREFIX)
-        raise refused_route(request.method, path) or NotThere(
+        raise refused_route(request.method, path) or NotFound(
             f"There is no route {request.method} {request.url.path[:200]}."
         )
 
-    async def _promise(self, model: str, id: str) -> Response:
-        await self._service.accepted(id)
+    async def _promise_answer(self, model: str, id: str) -> Response:
+        await self._service.wait_until_persisted(id)
         return _json_response(answers.Promise(request_id=id, model_id=model))
 
-    async def _read(self, request: Request, kind: type[BodyT]) -> BodyT:
+    async def _parse_body(self, request: Request, kind: type[BodyT]) -> BodyT:
         try:
-            body = await self._body(request)
-            given = await strict_json.parse_aside(body)
+            body = await self._read_body(request)
+            values = await strict_json.parse_in_thread(body)
             if len(body) > LARGE:
-                return await asyncio.to_thread(kind.model_validate, given)
-            return kind.model_validate(given)
+                return await asyncio.to_thread(kind.model_validate, values)
+            return kind.model_validate(values)
         except NotStrict as error:
             raise UsageError(
                 f"The body is no JSON as it is taken here: {error.msg} (at {error.pos})."
             ) from None
         except ValidationError as error:
-            wrong = [
-                f"{each} (given: {reprlib.repr(each.given)})"
-                for each in field_errors(error, kind)[:10]
+            problems = [
+                f"{field_error} (given: {reprlib.repr(field_error.given)})"
+                for field_error in field_errors(error, kind)[:10]
             ]
             raise UsageError(
-                f"{kind.__name__} is not what this server takes. " + "; ".join(wrong)
+                f"{kind.__name__} is not what this server takes. " + "; ".join(problems)
             ) from error
 
-    async def _body(self, request: Request) -> bytes:
+    async def _read_body(self, request: Request) -> bytes:
         """Read the uncompressed body. It is kept in the request's state, because `VerbService.refused` needs it."""
         encoding = request.headers.get("content-encoding", "identity")
         if encoding != "identity":

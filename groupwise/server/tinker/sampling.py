@@ -16,7 +16,7 @@ from groupwise.server.tinker import requests, translate
 from groupwise.server.tinker.futures import PROTOBUF, Futures, digest_of
 from groupwise.server.tinker.paths import stored_at
 from groupwise.server.tinker.requests import content_of, kind_of
-from groupwise.server.tinker.sessions import Opened, Sampler
+from groupwise.server.tinker.sessions import Sampler, SessionRegistry
 from groupwise.tasks.rollouts.seeds import derive
 
 
@@ -24,16 +24,16 @@ class SamplingCalls:
     """The sampling calls of all samplers."""
 
     def __init__(
-        self, opened: Opened, engine: VerbEngine, futures: Futures, ledger: Ledger
+        self, registry: SessionRegistry, engine: VerbEngine, futures: Futures, ledger: Ledger
     ) -> None:
-        self._opened = opened
+        self._registry = registry
         self._engine = engine
         self._futures = futures
         self._ledger = ledger
 
     async def create_sampler(self, body: requests.CreateSampler) -> str:
         """Create a sampler of saved weights or of a base model, and return its id. A repeated request gets the same id."""
-        self._opened.session(body.session_id)
+        self._registry.session(body.session_id)
         id = f"{body.session_id}:sample:{body.sampling_session_seq_id}"
         if body.model_path is None:
             if body.base_model is None:
@@ -48,7 +48,7 @@ class SamplingCalls:
                     f"{body.model_path} was trained on {base}, not on {body.base_model}."
                 )
             sampler = Sampler(id, base, stored, body.model_path)
-        self._opened.add_sampler(sampler)
+        self._registry.add_sampler(sampler)
         weights = None if sampler.weights is None else asdict(sampler.weights)
         await self._ledger.do_when_writable(
             calls.add_sampler, id, body.session_id, sampler.base, weights
@@ -57,39 +57,39 @@ class SamplingCalls:
 
     def sampler(self, id: str) -> dict[str, Any]:
         """Describe a sampler for the client: its base, and the path of its weights if it has any."""
-        found = self._opened.sampler(id)
-        path = {} if found.path is None else {"model_path": found.path}
-        return {"sampler_id": id, "base_model": found.base, **path}
+        sampler = self._registry.sampler(id)
+        path = {} if sampler.path is None else {"model_path": sampler.path}
+        return {"sampler_id": id, "base_model": sampler.base, **path}
 
     async def sample(self, body: requests.Sample) -> tuple[str, list[str]]:
         """Start a sample; returns the id of the call, and one id for each sequence."""
-        sampler = self._opened.sampler(body.sampling_session_id)
+        sampler = self._registry.sampler(body.sampling_session_id)
         sequences = [f"{sampler.id}:{body.seq_id}:{index}" for index in range(body.num_samples)]
-        _order(body, await self._engine.base(sampler.base))  # refuse early
+        _sample_order(body, await self._engine.base(sampler.base))  # refuse early
         return self.begin_sample(body), sequences
 
     def begin_sample(self, body: requests.Sample) -> str:
         """Start a sample, or find the same earlier one; returns the id of the call."""
-        sampler = self._opened.sampler(body.sampling_session_id)
+        sampler = self._registry.sampler(body.sampling_session_id)
         key = (sampler.id, body.seq_id)
         kind, content = kind_of(body), content_of(body)
         digest = digest_of(kind, content)
-        if (earlier := self._futures.earlier(key, digest)) is not None:
-            return earlier
+        if (repeated := self._futures.find_repeated(key, digest)) is not None:
+            return repeated
         weights = sampler.weights or sampler.base
 
         async def work() -> Outcome:
-            order = _order(body, await self._engine.base(sampler.base))
+            order = _sample_order(body, await self._engine.base(sampler.base))
             result = await self._engine.sample(weights, order)
             length, last = len(order.prompt_ids), body.prompt_logprobs_last_n
             return Outcome("answered", PROTOBUF, translate.sample_response(result, length, last))
 
         id = self._futures.add(key, digest, kind, content)
-        self._futures.begin(id, work)
+        self._futures.start(id, work)
         return id
 
 
-def _order(body: requests.Sample, base: Base) -> VerbSample:
+def _sample_order(body: requests.Sample, base: Base) -> VerbSample:
     prompt = tuple(token for chunk in body.prompt.chunks for token in chunk.tokens)
     settings = body.sampling_params
     room = base.longest - len(prompt)
@@ -105,12 +105,15 @@ def _order(body: requests.Sample, base: Base) -> VerbSample:
             f"prompt_logprobs_last_n is {last}; it needs prompt_logprobs, and to be less than the prompt's {len(prompt)} tokens."
         )
     return VerbSample(
-        prompt, _seeds(body), _params(settings, base, room), bool(body.prompt_logprobs)
+        prompt,
+        _sample_seeds(body),
+        _sampling_params(settings, base, room),
+        bool(body.prompt_logprobs),
     )
 
 
-def _params(settings: requests.SamplingSettings, base: Base, room: int) -> SamplingParams:
-    texts, tokens = _stops(settings.stop, base)
+def _sampling_params(settings: requests.SamplingSettings, base: Base, room: int) -> SamplingParams:
+    texts, tokens = _split_stops(settings.stop, base)
     return SamplingParams(
         max_tokens=settings.max_tokens or room,
         temperature=settings.temperature,
@@ -121,7 +124,7 @@ def _params(settings: requests.SamplingSettings, base: Base, room: int) -> Sampl
     )
 
 
-def _stops(
+def _split_stops(
     stop: str | list[str] | list[int] | None, base: Base
 ) -> tuple[tuple[str, ...], tuple[int, ...]]:
     """Texts and token ids that end a completion."""
@@ -129,14 +132,14 @@ def _stops(
         return (), base.stop_token_ids
     if not stop:
         return (), ()
-    given = [stop] if isinstance(stop, str) else stop
-    texts = tuple(each for each in given if isinstance(each, str))
-    tokens = tuple(each for each in given if isinstance(each, int))
+    stops = [stop] if isinstance(stop, str) else stop
+    texts = tuple(stop for stop in stops if isinstance(stop, str))
+    tokens = tuple(stop for stop in stops if isinstance(stop, int))
     return texts, (*base.stop_token_ids, *tokens)
 
 
-def _seeds(body: requests.Sample) -> tuple[int, ...]:
+def _sample_seeds(body: requests.Sample) -> tuple[int, ...]:
     """Distinct seeds: from the client's seed, or random if it gives none."""
     seed = body.sampling_params.seed
-    chosen = secrets.randbits(64) if seed is None else seed
-    return tuple(derive("verbs", chosen, index) for index in range(body.num_samples))
+    base_seed = secrets.randbits(64) if seed is None else seed
+    return tuple(derive("verbs", base_seed, index) for index in range(body.num_samples))

@@ -27,7 +27,7 @@ from groupwise.server.ledger.writer import Ledger
 from groupwise.server.tinker import requests, translate
 from groupwise.server.tinker.futures import AnswerGone, Futures, Limits, TooManyCalls
 from groupwise.server.tinker.sampling import SamplingCalls
-from groupwise.server.tinker.sessions import Opened
+from groupwise.server.tinker.sessions import SessionRegistry
 from groupwise.server.tinker.training import FORWARD_BACKWARD, TrainingCalls
 
 BodyT = TypeVar("BodyT", bound=requests.Body)
@@ -59,24 +59,24 @@ class VerbService:
         self._engine = engine
         self._ledger = ledger
         self.futures = Futures(ledger, limits)
-        self.opened = Opened(engine, self.futures, ledger, clock)
-        self.training = TrainingCalls(self.opened, engine, ledger, keep_every)
-        self.sampling = SamplingCalls(self.opened, engine, self.futures, ledger)
+        self.registry = SessionRegistry(engine, self.futures, ledger, clock)
+        self.training = TrainingCalls(self.registry, engine, ledger, keep_every)
+        self.sampling = SamplingCalls(self.registry, engine, self.futures, ledger)
 
     async def open(self) -> None:
         """Restore the sessions and models of earlier processes, and continue their calls; call before the first request."""
-        self.opened.restore(
+        self.registry.restore(
             await self._ledger.do(calls.all_sessions),
             await self._ledger.do(calls.all_models),
             await self._ledger.do(calls.all_samplers),
         )
-        found = await self._ledger.do(calls.all_calls)
-        for row in found:
+        rows = await self._ledger.do(calls.all_calls)
+        for row in rows:
             self.futures.restore(row)
-        for row in found:
+        for row in rows:
             if row.state == "waiting":
                 try:
-                    self._begin_again(row)
+                    self._restart_call(row)
                 except UsageError as error:
                     # A refused request has taken its number again, so `abandon` does nothing. A call whose model is gone fails here.
                     self.futures.abandon(row.id, error)
@@ -84,41 +84,41 @@ class VerbService:
                     logger.exception("the call %s of an earlier process cannot go on", row.id)
                     self.futures.abandon(row.id, UsageError(f"It cannot go on: {error}"))
 
-    def _begin_again(self, row: CallRow) -> None:
+    def _restart_call(self, row: CallRow) -> None:
         """Start a call again that had no outcome when the last process ended."""
         assert row.content is not None
-        begin: Mapping[str, Callable[[bytes], Any]] = {
+        start_by_kind: Mapping[str, Callable[[bytes], Any]] = {
             FORWARD_BACKWARD: lambda content: self.training.forward_backward(
                 translate.read(content)
             ),
-            "CreateModel": _reading(requests.CreateModel, self.training.create_model),
-            "OptimStep": _reading(requests.OptimStep, self.training.optim_step),
-            "SaveWeights": _reading(requests.SaveWeights, self.training.save_weights),
-            "LoadWeights": _reading(requests.LoadWeights, self.training.load_weights),
-            "SaveForSampler": _reading(requests.SaveForSampler, self.training.save_for_sampler),
-            "Sample": _reading(requests.Sample, self.sampling.begin_sample),
+            "CreateModel": _parse_then(requests.CreateModel, self.training.create_model),
+            "OptimStep": _parse_then(requests.OptimStep, self.training.optim_step),
+            "SaveWeights": _parse_then(requests.SaveWeights, self.training.save_weights),
+            "LoadWeights": _parse_then(requests.LoadWeights, self.training.load_weights),
+            "SaveForSampler": _parse_then(requests.SaveForSampler, self.training.save_for_sampler),
+            "Sample": _parse_then(requests.Sample, self.sampling.begin_sample),
         }
         if row.kind == REFUSED:
             error = UsageError("This request was refused before.")
-            self.opened.model(row.line).line.submit(row.sequence, row.content, error, REFUSED)
+            self.registry.model(row.line).queue.submit(row.sequence, row.content, error, REFUSED)
         else:
-            begin[row.kind](row.content)
+            start_by_kind[row.kind](row.content)
 
-    async def accepted(self, id: str) -> None:
-        """Wait until a call is in the ledger, so that its client may get the id. Raises NotKept if that takes too long."""
-        await self.futures.accepted(id, ACCEPTED_WITHIN)
+    async def wait_until_persisted(self, id: str) -> None:
+        """Wait until a call is in the ledger, so that its client may get the id. Raises LedgerUnavailable if that takes too long."""
+        await self.futures.wait_until_persisted(id, ACCEPTED_WITHIN)
 
     async def close(self) -> None:
         """Stop all calls; the engine stays."""
         self.futures.suspend()
-        for model in self.opened.models.values():
-            await model.line.close()
+        for model in self.registry.models.values():
+            await model.queue.close()
         await self.futures.close()
 
     def status(self) -> ByVerbs:
         """The verbs' part of the server's status."""
-        made = [model.id for model in self.opened.models.values() if model.spec is not None]
-        return ByVerbs(sessions=self.opened.sessions, models=made, waiting=self.futures.waiting)
+        models = [model.id for model in self.registry.models.values() if model.spec is not None]
+        return ByVerbs(sessions=self.registry.sessions, models=models, waiting=self.futures.waiting)
 
     def capabilities(self) -> list[dict[str, Any]]:
         """The available bases, in the client's format."""
@@ -132,22 +132,26 @@ class VerbService:
         continues with the next number, which would otherwise wait forever.
         """
         try:
-            given: Any = await strict_json.parse_aside(body)
-            model, sequence = given["model_id"], given["seq_id"]
+            values: Any = await strict_json.parse_in_thread(body)
+            model, sequence = values["model_id"], values["seq_id"]
         except (ValueError, TypeError, KeyError):
             return
-        found = self.opened.models.get(model) if isinstance(model, str) else None
-        if found is None or type(sequence) is not int or not 1 <= sequence < requests.MOST_CALLS:
+        model_state = self.registry.models.get(model) if isinstance(model, str) else None
+        if (
+            model_state is None
+            or type(sequence) is not int
+            or not 1 <= sequence < requests.MOST_CALLS
+        ):
             return
         # If the number was used before, the request was refused for that reason.
         with contextlib.suppress(UsageError, AnswerGone, TooManyCalls):
-            found.line.submit(sequence, body, error, REFUSED)
+            model_state.queue.submit(sequence, body, error, REFUSED)
 
-    async def answer(self, id: str, patience: float) -> Outcome | None:
+    async def answer(self, id: str, timeout: float) -> Outcome | None:
         """See `Futures.answer`."""
-        return await self.futures.answer(id, patience)
+        return await self.futures.wait_for_answer(id, timeout)
 
 
-def _reading(kind: type[BodyT], begin: Callable[[BodyT], Any]) -> Callable[[bytes], Any]:
+def _parse_then(kind: type[BodyT], start: Callable[[BodyT], Any]) -> Callable[[bytes], Any]:
     """Returns a function that starts a call from its stored content."""
-    return lambda content: begin(kind.model_validate_json(content))
+    return lambda content: start(kind.model_validate_json(content))

@@ -27,7 +27,7 @@ SESSION_SILENCE = 600.0
 """Seconds without a heartbeat after which a session's models may be released; clients send one every ten seconds."""
 
 
-class NotThere(UsageError):
+class NotFound(UsageError):
     """There is no session, model or sampler with this id."""
 
     code = "not_there"
@@ -47,7 +47,7 @@ class Model:
     """A model that a client trains."""
 
     id: str
-    line: CallQueue
+    queue: CallQueue
     spec: ModelSpec | None = None
     """None until the model has been created."""
     ephemeral: list[Stored] = field(default_factory=list[Stored])
@@ -68,7 +68,7 @@ class Sampler:
     path: str | None
 
 
-class Opened:
+class SessionRegistry:
     """All open sessions, models and samplers of this server."""
 
     def __init__(
@@ -90,20 +90,20 @@ class Opened:
         for id in sessions:
             self._sessions[id] = Session(id, self._clock())
         for row in models:
-            line = CallQueue(row.id, self._futures, first=row.done + 1)
-            self.models[row.id] = Model(row.id, line, ModelSpec(**row.spec))
+            queue = CallQueue(row.id, self._futures, first=row.done + 1)
+            self.models[row.id] = Model(row.id, queue, ModelSpec(**row.spec))
             self._sessions[row.session].models.add(row.id)
         for row in samplers:
             weights = None if row.weights is None else Stored(**row.weights)
-            self.know_sampler(row.id, row.base, weights)
+            self.register_sampler(row.id, row.base, weights)
 
     # --- sessions --------------------------------------------------------------------------------
 
     async def create_session(self, idempotency_key: str | None, caller: str = "") -> str:
         """Open a session and return its id. A request repeated after a lost connection has the same key and gets the same session."""
         await self.end_silent_sessions()
-        new = f"s-{secrets.token_hex(8)}"
-        id = await self._ledger.do(calls.add_session, new, idempotency_key)
+        new_id = f"s-{secrets.token_hex(8)}"
+        id = await self._ledger.do(calls.add_session, new_id, idempotency_key)
         self._sessions.setdefault(id, Session(id, self._clock()))
         self._futures.callers[id] = caller
         return id
@@ -114,17 +114,17 @@ class Opened:
 
     async def finish(self, session: str) -> None:
         """End a session and release its models. Repeating it is harmless."""
-        found = self._sessions.pop(session, None)
+        ended = self._sessions.pop(session, None)
         self._futures.callers.pop(session, None)
-        for id in sorted(found.models) if found is not None else ():
+        for id in sorted(ended.models) if ended is not None else ():
             model = self.models.pop(id)
-            await model.line.close()
+            await model.queue.close()
             for stored in model.ephemeral:
                 await self._engine.drop_sampler(stored)
             await self._engine.drop(id)
         for id in [id for id in self._samplers if id.startswith(f"{session}:")]:
             del self._samplers[id]
-        if found is not None:
+        if ended is not None:
             await self._ledger.do_when_writable(calls.end_session, session)
             self._sessions.pop(
                 session, None
@@ -133,7 +133,7 @@ class Opened:
     async def end_silent_sessions(self) -> None:
         """End the sessions of clients that have sent no heartbeat for `SESSION_SILENCE` seconds."""
         silent = self._clock() - SESSION_SILENCE
-        for session in [each.id for each in self._sessions.values() if each.seen < silent]:
+        for session in [session.id for session in self._sessions.values() if session.seen < silent]:
             await self.finish(session)
 
     def with_models(self) -> dict[str, str]:
@@ -141,14 +141,14 @@ class Opened:
         now = self._clock()
 
         def models_of(session: Session) -> str:
-            made = [id for id in sorted(session.models) if self.models[id].spec is not None]
-            return ", ".join(made) or f"{session.id}, whose model is being made"
+            names = [id for id in sorted(session.models) if self.models[id].spec is not None]
+            return ", ".join(names) or f"{session.id}, whose model is being made"
 
         return {
-            each.id: f"{models_of(each)}: heard of {now - each.seen:.0f} seconds ago, let go of in "
-            f"{max(each.seen + SESSION_SILENCE - now, 0):.0f} unless it is heard of again"
-            for each in self._sessions.values()
-            if each.models
+            session.id: f"{models_of(session)}: heard of {now - session.seen:.0f} seconds ago, let go of in "
+            f"{max(session.seen + SESSION_SILENCE - now, 0):.0f} unless it is heard of again"
+            for session in self._sessions.values()
+            if session.models
         }
 
     def list_sessions(self) -> list[wire.Session]:
@@ -157,27 +157,27 @@ class Opened:
         samplers = Counter(session_of(id) for id in self._samplers)
         return [
             wire.Session(
-                id=each.id,
-                silent_seconds=max(now - each.seen, 0.0),
-                let_go_seconds=max(each.seen + SESSION_SILENCE - now, 0.0),
+                id=session.id,
+                silent_seconds=max(now - session.seen, 0.0),
+                let_go_seconds=max(session.seen + SESSION_SILENCE - now, 0.0),
                 models=[
                     wire.SessionModel(
                         id=model.id,
                         base=None if model.spec is None else model.spec.base,
                         rank=None if model.spec is None else model.spec.rank,
-                        waiting=model.line.pending,
+                        waiting=model.queue.pending,
                     )
-                    for model in (self.models[id] for id in sorted(each.models))
+                    for model in (self.models[id] for id in sorted(session.models))
                 ],
-                samplers=samplers[each.id],
+                samplers=samplers[session.id],
             )
-            for each in self._sessions.values()
+            for session in self._sessions.values()
         ]
 
     def session(self, id: str) -> Session:
         """Note that a session is alive, and return it. Raises NotThere if there is none."""
         if id not in self._sessions:
-            raise NotThere(
+            raise NotFound(
                 f"There is no session {id!r}: it was finished, has been silent for {SESSION_SILENCE:g} seconds, or had to make way for "
                 "a run that was started with `replace`. Make a new ServiceClient; what was saved can be loaded by its path."
             )
@@ -204,7 +204,7 @@ class Opened:
         """A model of an open session. Raises NotThere if it is missing."""
         self.session(session_of(id))
         if id not in self.models:
-            raise NotThere(f"There is no model {id!r} in its session.")
+            raise NotFound(f"There is no model {id!r} in its session.")
         return self.models[id]
 
     # --- samplers --------------------------------------------------------------------------------
@@ -214,7 +214,7 @@ class Opened:
         if self._samplers.setdefault(sampler.id, sampler) != sampler:
             raise UsageError(f"The sampler {sampler.id} exists already, with other weights.")
 
-    def know_sampler(self, id: str, base: str, weights: Stored | None) -> None:
+    def register_sampler(self, id: str, base: str, weights: Stored | None) -> None:
         """Register a sampler that is in the ledger. If it is known already, this is a repeated call."""
         if id in self._samplers:
             return
@@ -228,7 +228,7 @@ class Opened:
     def sampler(self, id: str) -> Sampler:
         """A sampler by id. Raises NotThere if it is missing."""
         if id not in self._samplers:
-            raise NotThere(
+            raise NotFound(
                 f"There is no sampler {id!r}: its session has ended, or the server was restarted. Make a new sampling client."
             )
         return self._samplers[id]

@@ -19,10 +19,10 @@ from groupwise.server.ledger import calls
 from groupwise.server.ledger.calls import Outcome, StepRow
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.tinker import requests, translate
-from groupwise.server.tinker.futures import JSON, PROTOBUF, Work, failed
+from groupwise.server.tinker.futures import JSON, PROTOBUF, Work, failed_outcome
 from groupwise.server.tinker.paths import path_of, stored_at
 from groupwise.server.tinker.requests import content_of, kind_of
-from groupwise.server.tinker.sessions import EPHEMERAL, Model, NotThere, Opened, session_of
+from groupwise.server.tinker.sessions import EPHEMERAL, Model, NotFound, SessionRegistry, session_of
 from groupwise.tasks.rollouts.seeds import derive
 
 EPHEMERAL_KEPT = 8
@@ -34,9 +34,11 @@ FORWARD_BACKWARD = "forward_backward"
 class TrainingCalls:
     """The training calls of all models."""
 
-    def __init__(self, opened: Opened, engine: VerbEngine, ledger: Ledger, keep_every: int) -> None:
+    def __init__(
+        self, registry: SessionRegistry, engine: VerbEngine, ledger: Ledger, keep_every: int
+    ) -> None:
         """`keep_every`: number of updates after which a model's state is kept."""
-        self._opened = opened
+        self._registry = registry
         self._engine = engine
         self._ledger = ledger
         self._keep_every = keep_every
@@ -49,7 +51,7 @@ class TrainingCalls:
         lora = body.lora_config
         if not (lora.train_attn or lora.train_mlp or lora.train_unembed):
             raise UsageError("lora_config trains nothing: all of its train_ settings are false.")
-        model = self._opened.new_model(body.session_id, body.model_seq_id)
+        model = self._registry.new_model(body.session_id, body.model_seq_id)
         spec = ModelSpec(
             base=body.base_model,
             rank=lora.rank,
@@ -60,14 +62,14 @@ class TrainingCalls:
         )
 
         async def make() -> Outcome:
-            await self._make(model, spec)
-            return _json({"model_id": model.id, "type": "create_model"})
+            await self._create(model, spec)
+            return _json_outcome({"model_id": model.id, "type": "create_model"})
 
-        return model.id, model.line.submit(0, content_of(body), make, kind_of(body))
+        return model.id, model.queue.submit(0, content_of(body), make, kind_of(body))
 
-    async def _make(self, model: Model, spec: ModelSpec) -> None:
+    async def _create(self, model: Model, spec: ModelSpec) -> None:
         # Their models may occupy the room that this one needs.
-        await self._opened.end_silent_sessions()
+        await self._registry.end_silent_sessions()
         await self._engine.create_model(model.id, spec)
         await self._ledger.do_when_writable(
             calls.add_model, model.id, session_of(model.id), asdict(spec)
@@ -76,10 +78,10 @@ class TrainingCalls:
 
     async def info(self, model: str) -> dict[str, Any]:
         """Describe a created model for the client."""
-        found = self._opened.model(model)
-        if found.spec is None:
-            raise NotThere(f"The model {model} has not been made yet.")
-        base = await self._engine.base(found.spec.base)
+        state = self._registry.model(model)
+        if state.spec is None:
+            raise NotFound(f"The model {model} has not been made yet.")
+        base = await self._engine.base(state.spec.base)
         return {
             "type": "get_info",
             "model_id": model,
@@ -90,18 +92,18 @@ class TrainingCalls:
                 "tokenizer_id": base.tokenizer,
             },
             "is_lora": True,
-            "lora_rank": found.spec.rank,
+            "lora_rank": state.spec.rank,
         }
 
     # --- training ---------------------------------------------------------------------------------
 
     def forward_backward(self, request: translate.ForwardRequest) -> tuple[str, str]:
         """Queue a pass with or without gradient. A malformed request is refused at once, but has used its sequence number."""
-        model = self._opened.model(request.model)
+        model = self._registry.model(request.model)
         forward = request.forward
         if isinstance(forward, UsageError):
             if request.sequence >= 1:
-                model.line.submit(request.sequence, request.content, forward, FORWARD_BACKWARD)
+                model.queue.submit(request.sequence, request.content, forward, FORWARD_BACKWARD)
             raise forward
 
         async def work() -> Outcome:
@@ -113,13 +115,13 @@ class TrainingCalls:
                 model.sums[name] = model.sums.get(name, 0.0) + value
             return Outcome("answered", PROTOBUF, translate.outputs(computed), changed=True)
 
-        return model.id, self._submit(
+        return model.id, self._submit_call(
             model, request.sequence, request.content, work, FORWARD_BACKWARD
         )
 
     def optim_step(self, body: requests.OptimStep) -> tuple[str, str]:
         """Queue an update with the accumulated gradient."""
-        model = self._opened.model(body.model_id)
+        model = self._registry.model(body.model_id)
         params = optimiser_of(body)
 
         async def work() -> Outcome:
@@ -132,37 +134,41 @@ class TrainingCalls:
             finite = result.applied and math.isfinite(result.grad_norm)
             norm = result.grad_norm if finite else None
             finite_sums = {name: value for name, value in sums.items() if math.isfinite(value)}
-            outcome = _json({"metrics": {"grad_norm": norm}})
+            outcome = _json_outcome({"metrics": {"grad_norm": norm}})
             if norm is None:  # the call has failed, but has changed the model: its gradient is gone
-                outcome = failed(
+                outcome = failed_outcome(
                     f"The gradient was not finite (norm {result.grad_norm}), so the update was left out and the gradient cleared.",
                     "server",
                 )
             step = StepRow(params.learning_rate, norm, finite_sums)
             return replace(outcome, changed=True, kept=keep_as, step=step)
 
-        return model.id, self._submit(model, body.seq_id, content_of(body), work, kind_of(body))
+        return model.id, self._submit_call(
+            model, body.seq_id, content_of(body), work, kind_of(body)
+        )
 
     # --- saving and loading weights ---------------------------------------------------------------
 
     def save_weights(self, body: requests.SaveWeights) -> tuple[str, str]:
         """Queue saving the adapter and optimiser under a name."""
-        model = self._opened.model(body.model_id)
+        model = self._registry.model(body.model_id)
         stored = Stored(model.id, "weights", body.path)
 
         async def work() -> Outcome:
             await self._engine.save_state(
                 model.id, body.path, overwrite=body.overwrite, call=body.seq_id
             )
-            return _json({"path": path_of(stored), "type": "save_weights"})
+            return _json_outcome({"path": path_of(stored), "type": "save_weights"})
 
-        return model.id, self._submit(model, body.seq_id, content_of(body), work, kind_of(body))
+        return model.id, self._submit_call(
+            model, body.seq_id, content_of(body), work, kind_of(body)
+        )
 
     def load_weights(self, body: requests.LoadWeights) -> tuple[str, str]:
         """Queue loading a saved state into an existing model, or into a new one created for it."""
         stored = stored_at(body.path)
         if body.session_id is not None and body.model_seq_id is not None:
-            new = self._opened.new_model(body.session_id, body.model_seq_id)
+            new = self._registry.new_model(body.session_id, body.model_seq_id)
 
             async def make() -> Outcome:
                 spec = await self._engine.saved(stored)
@@ -170,22 +176,22 @@ class TrainingCalls:
                     raise UsageError(
                         f"{body.path} was trained on {spec.base}; it cannot go on with {body.base_model}."
                     )
-                await self._make(new, spec)
-                return await self._load(new, body, 0, stored)
+                await self._create(new, spec)
+                return await self._load_weights(new, body, 0, stored)
 
-            return new.id, new.line.submit(0, content_of(body), make, kind_of(body))
+            return new.id, new.queue.submit(0, content_of(body), make, kind_of(body))
         if body.model_id is None or body.seq_id is None:
             raise UsageError(
                 "load_weights needs model_id and seq_id, or session_id and model_seq_id."
             )
-        model, number = self._opened.model(body.model_id), body.seq_id
+        model, number = self._registry.model(body.model_id), body.seq_id
 
         async def work() -> Outcome:
-            return await self._load(model, body, number, stored)
+            return await self._load_weights(model, body, number, stored)
 
-        return model.id, self._submit(model, number, content_of(body), work, kind_of(body))
+        return model.id, self._submit_call(model, number, content_of(body), work, kind_of(body))
 
-    async def _load(
+    async def _load_weights(
         self, model: Model, body: requests.LoadWeights, call: int, stored: Stored
     ) -> Outcome:
         """Load a state. The model's state is kept at once, because the saved weights could be different by the time this call were
@@ -193,7 +199,7 @@ class TrainingCalls:
         """
         await self._engine.load_state(model.id, stored, with_optimiser=body.optimizer, keep_as=call)
         model.sums.clear()
-        answer = _json({"path": body.path, "type": "load_weights"})
+        answer = _json_outcome({"path": body.path, "type": "load_weights"})
         return replace(answer, changed=True, kept=call)
 
     async def weights_info(self, path: str) -> dict[str, Any]:
@@ -210,7 +216,7 @@ class TrainingCalls:
 
     def save_for_sampler(self, body: requests.SaveForSampler) -> tuple[str, str]:
         """Queue saving the model's current weights, under a name or for one new sampler only."""
-        model = self._opened.model(body.model_id)
+        model = self._registry.model(body.model_id)
         number = body.sampling_session_seq_id
         if (body.path is None) == (number is None):
             raise UsageError(
@@ -221,7 +227,7 @@ class TrainingCalls:
             assert body.path is not None
             await self._engine.save_for_sampler(model.id, body.path, body.seq_id)
             path = path_of(Stored(model.id, "sampler_weights", body.path))
-            return _json({"path": path, "type": "save_weights_for_sampler"})
+            return _json_outcome({"path": path, "type": "save_weights_for_sampler"})
 
         async def for_a_sampler() -> Outcome:
             assert model.spec is not None
@@ -232,20 +238,26 @@ class TrainingCalls:
             await self._ledger.do_when_writable(
                 calls.add_sampler, sampler, session, base, asdict(stored)
             )
-            self._opened.know_sampler(sampler, base, stored)
+            self._registry.register_sampler(sampler, base, stored)
             while len(model.ephemeral) > EPHEMERAL_KEPT:
                 await self._engine.drop_sampler(model.ephemeral.pop(0))
-            return _json({"sampling_session_id": sampler, "type": "save_weights_for_sampler"})
+            return _json_outcome(
+                {"sampling_session_id": sampler, "type": "save_weights_for_sampler"}
+            )
 
         work = named if body.path is not None else for_a_sampler
-        return model.id, self._submit(model, body.seq_id, content_of(body), work, kind_of(body))
+        return model.id, self._submit_call(
+            model, body.seq_id, content_of(body), work, kind_of(body)
+        )
 
-    def _submit(self, model: Model, sequence: int, content: bytes, work: Work, kind: str) -> str:
+    def _submit_call(
+        self, model: Model, sequence: int, content: bytes, work: Work, kind: str
+    ) -> str:
         if sequence < 1:
             raise UsageError(
                 f"seq_id is {sequence}; it counts the calls of a model from 1, because 0 makes the model."
             )
-        return model.line.submit(sequence, content, work, kind)
+        return model.queue.submit(sequence, content, work, kind)
 
 
 def optimiser_of(body: requests.OptimStep) -> OptimiserParams:
@@ -261,5 +273,5 @@ def optimiser_of(body: requests.OptimStep) -> OptimiserParams:
     )
 
 
-def _json(value: Mapping[str, Any]) -> Outcome:
+def _json_outcome(value: Mapping[str, Any]) -> Outcome:
     return Outcome("answered", JSON, json.dumps(value).encode())

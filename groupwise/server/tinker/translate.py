@@ -80,7 +80,7 @@ def read(body: bytes) -> ForwardRequest:
     return ForwardRequest(message.model_id, message.seq_id, content, forward)
 
 
-async def read_aside(body: bytes) -> ForwardRequest:
+async def parse_in_thread(body: bytes) -> ForwardRequest:
     """See `read`; in a thread if the body is large."""
     return await asyncio.to_thread(read, body) if len(body) > LARGE else read(body)
 
@@ -89,23 +89,23 @@ def parse_forward_backward(body: bytes) -> Any:
     """The message `ForwardBackwardRequest`; UsageError if the body is not one, or has more than MOST_FIELDS."""
     from google.protobuf.message import DecodeError
 
-    found = messages().ForwardBackwardRequest()
+    message = messages().ForwardBackwardRequest()
     try:
-        _check_number(body, found.DESCRIPTOR)
-        found.ParseFromString(body)
+        _check_field_count(body, message.DESCRIPTOR)
+        message.ParseFromString(body)
     except (DecodeError, IndexError) as error:
         raise UsageError(
             f"The body of forward_backward is no protobuf message ForwardBackwardRequest: {error}."
         ) from error
-    return found
+    return message
 
 
-def _check_number(body: bytes, descriptor: Any) -> None:
+def _check_field_count(body: bytes, descriptor: Any) -> None:
     """UsageError for more than MOST_FIELDS, before any of them is created; IndexError if the body ends too early."""
-    left = [(0, len(body), descriptor)]
+    pending = [(0, len(body), descriptor)]
     number = 0
-    while left:
-        at, end, kind = left.pop()
+    while pending:
+        at, end, kind = pending.pop()
         while at < end:
             number += 1
             if number > MOST_FIELDS:
@@ -124,7 +124,7 @@ def _check_number(body: bytes, descriptor: Any) -> None:
                     size, at = _varint(body, at)
                     field = kind.fields_by_number.get(tag >> 3)
                     if field is not None and field.message_type is not None:
-                        left.append((at, min(at + size, end), field.message_type))
+                        pending.append((at, min(at + size, end), field.message_type))
                     at += size
                 case _:  # the start or end of a group
                     pass
@@ -144,11 +144,11 @@ def _varint(body: bytes, at: int) -> tuple[int, int]:
 
 def forward_of(message: Any) -> Forward:
     """Rows and loss of a request. UsageError names the invalid datum and field."""
-    loss = loss_of(message.loss_fn, _settings(message))
+    loss = loss_of(message.loss_fn, _loss_settings(message))
     if not message.data:
         raise UsageError("forward_backward has no data; it needs at least one datum.")
     kind = LOSSES[message.loss_fn]
-    rows = tuple(_row(datum, kind, index) for index, datum in enumerate(message.data))
+    rows = tuple(_datum_row(datum, kind, index) for index, datum in enumerate(message.data))
     return Forward(rows, loss, message.forward_only)
 
 
@@ -160,11 +160,11 @@ def loss_of(name: str, settings: Mapping[str, float]) -> LossSpec:
             "client itself with forward_backward_custom."
         )
     kind = LOSSES[name]
-    for given in settings:
-        if given not in kind.settings:
-            known = ", ".join(kind.settings) or "none"
+    for setting in settings:
+        if setting not in kind.settings:
+            setting_names = ", ".join(kind.settings) or "none"
             raise UsageError(
-                f"The loss {name!r} has no setting {given!r} in loss_fn_config here. There are: {known}."
+                f"The loss {name!r} has no setting {setting!r} in loss_fn_config here. There are: {setting_names}."
             )
     low = settings.get("clip_low_threshold", 0.8)
     high = settings.get("clip_high_threshold", 1.2)
@@ -173,7 +173,7 @@ def loss_of(name: str, settings: Mapping[str, float]) -> LossSpec:
             f"The loss {name!r} is to clip the ratio to [{low:g}, {high:g}]. Both are bounds of the ratio itself: clip_low_threshold "
             "lies between 0 and 1, clip_high_threshold at 1 or above, for example 0.8 and 1.2."
         )
-    knobs = {kind.settings[given]: value for given, value in settings.items()}
+    knobs = {kind.settings[setting]: value for setting, value in settings.items()}
     return LossSpec("given", {"surrogate": kind.surrogate, **knobs})
 
 
@@ -199,8 +199,10 @@ def outputs(computed: Computed) -> bytes:
 def metrics(sums: Mapping[str, float]) -> dict[str, float]:
     """Rename the sums for the client: the suffix after the colon tells it how to combine the values of several requests."""
     loss = math.fsum(value for name, value in sums.items() if name.startswith("loss/"))
-    others = {f"{name}:sum": value for name, value in sums.items() if not name.startswith("loss/")}
-    return {"loss:sum": loss, **others}
+    sums_by_name = {
+        f"{name}:sum": value for name, value in sums.items() if not name.startswith("loss/")
+    }
+    return {"loss:sum": loss, **sums_by_name}
 
 
 def sample_response(result: VerbSampled, prompt_length: int, last: int | None) -> bytes:
@@ -214,9 +216,9 @@ def sample_response(result: VerbSampled, prompt_length: int, last: int | None) -
         sequence.tokens = struct.pack(f"<{len(completion.token_ids)}i", *completion.token_ids)
         sequence.logprobs = _float32(completion.logprobs)
     if result.prompt_logprobs is not None:
-        known = [math.nan, *result.prompt_logprobs]
-        unasked = 0 if last is None else prompt_length - last
-        message.prompt_logprobs = _float32([math.nan] * unasked + known[unasked:])
+        logprobs = [math.nan, *result.prompt_logprobs]
+        left_out = 0 if last is None else prompt_length - last
+        message.prompt_logprobs = _float32([math.nan] * left_out + logprobs[left_out:])
     return cast(bytes, message.SerializeToString())
 
 
@@ -228,13 +230,13 @@ def text_tokens(chunks: Iterable[Any], where: str) -> tuple[int, ...]:
         if kind != "encoded_text":
             raise UsageError(f"{where} holds a chunk {kind!r}; this server takes text alone.")
         tokens.extend(_unpack(chunk.encoded_text.tokens, "i", where))
-    for place, token in enumerate(tokens):
+    for index, token in enumerate(tokens):
         if token < 0:
-            raise UsageError(f"{where} has the token {token} at {place}; a token is 0 or more.")
+            raise UsageError(f"{where} has the token {token} at {index}; a token is 0 or more.")
     return tuple(tokens)
 
 
-def _row(datum: Any, kind: ClientLoss, index: int) -> Row:
+def _datum_row(datum: Any, kind: ClientLoss, index: int) -> Row:
     where = f"data[{index}]"
     inputs = text_tokens(datum.model_input, f"{where}.model_input")
     for name in datum.loss_fn_inputs:
@@ -242,7 +244,9 @@ def _row(datum: Any, kind: ClientLoss, index: int) -> Row:
             raise UsageError(
                 f"{where}.loss_fn_inputs has {name!r}, which this loss does not take. It takes: {', '.join(kind.inputs)}."
             )
-    values = {name: _tensor(datum.loss_fn_inputs, name, len(inputs), where) for name in kind.inputs}
+    values = {
+        name: _input_values(datum.loss_fn_inputs, name, len(inputs), where) for name in kind.inputs
+    }
     targets = tuple(int(value) for value in values["target_tokens"])
     _check_targets(inputs, targets, where)
     credits = tuple(values[kind.inputs[-1]])
@@ -261,10 +265,10 @@ def _row(datum: Any, kind: ClientLoss, index: int) -> Row:
 def _check_targets(inputs: Sequence[int], targets: Sequence[int], where: str) -> None:
     if not inputs:
         raise UsageError(f"{where}.model_input is empty; it needs at least one token.")
-    for place, (target, following) in enumerate(zip(targets, inputs[1:], strict=False)):
+    for index, (target, following) in enumerate(zip(targets, inputs[1:], strict=False)):
         if target != following:
             raise UsageError(
-                f"{where}.loss_fn_inputs['target_tokens'][{place}] is {target}, but the input goes on with {following}. This server "
+                f"{where}.loss_fn_inputs['target_tokens'][{index}] is {target}, but the input goes on with {following}. This server "
                 "computes the log-probability of the tokens that follow: give tokens[:-1] as the input and tokens[1:] as the targets, "
                 "and the weight or advantage 0 where a token should not teach."
             )
@@ -274,16 +278,16 @@ def _check_targets(inputs: Sequence[int], targets: Sequence[int], where: str) ->
         )
 
 
-def _tensor(tensors: Mapping[str, Any], name: str, length: int, where: str) -> list[float]:
+def _input_values(tensors: Mapping[str, Any], name: str, length: int, where: str) -> list[float]:
     """The values of an input, which must be dense, finite and as long as the model input."""
-    place = f"{where}.loss_fn_inputs[{name!r}]"
+    name_of_input = f"{where}.loss_fn_inputs[{name!r}]"
     if name not in tensors:
-        raise UsageError(f"{place} is missing; this loss needs it.")
+        raise UsageError(f"{name_of_input} is missing; this loss needs it.")
     tensor = tensors[name]
     shape = list(tensor.shape)
     if tensor.WhichOneof("encoding") == "sparse_csr" or len(shape) > 1:
         raise UsageError(
-            f"{place} has the shape {shape}; this server takes one number for each token, so {[length]}."
+            f"{name_of_input} has the shape {shape}; this server takes one number for each token, so {[length]}."
         )
     classes = messages()
     formats = {
@@ -293,28 +297,28 @@ def _tensor(tensors: Mapping[str, Any], name: str, length: int, where: str) -> l
     }
     if tensor.dtype not in formats or (name == "target_tokens" and formats[tensor.dtype] == "f"):
         dtype = "int64" if name == "target_tokens" else "float32"
-        raise UsageError(f"{place} has a dtype that does not fit; it must be {dtype}.")
-    values = _unpack(tensor.dense, formats[tensor.dtype], place)
+        raise UsageError(f"{name_of_input} has a dtype that does not fit; it must be {dtype}.")
+    values = _unpack(tensor.dense, formats[tensor.dtype], name_of_input)
     if len(values) != length:
         raise UsageError(
-            f"{place} has {len(values)} numbers, but the model input has {length} tokens; they must be as many."
+            f"{name_of_input} has {len(values)} numbers, but the model input has {length} tokens; they must be as many."
         )
     for at, value in enumerate(values):
         if not math.isfinite(value):
-            raise UsageError(f"{place}[{at}] is {value}; it must be a finite number.")
+            raise UsageError(f"{name_of_input}[{at}] is {value}; it must be a finite number.")
     return values
 
 
-def _settings(message: Any) -> dict[str, float]:
+def _loss_settings(message: Any) -> dict[str, float]:
     """`loss_fn_config_v2` if it is set, else the older field."""
     if not message.loss_fn_config_v2:
         return dict(message.loss_fn_config)
-    found: dict[str, float] = {}
+    settings: dict[str, float] = {}
     for name, value in message.loss_fn_config_v2.items():
         if value.WhichOneof(value.DESCRIPTOR.oneofs[0].name) != "number":
             raise UsageError(f"loss_fn_config[{name!r}] is a text; the losses here take numbers.")
-        found[name] = value.number
-    return found
+        settings[name] = value.number
+    return settings
 
 
 def _unpack(data: bytes, kind: str, where: str) -> list[Any]:

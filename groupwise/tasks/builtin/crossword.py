@@ -3,12 +3,12 @@
     task:
       source: my_clues.jsonl    # or a hub id; without it, 185 clues of general knowledge that come with the package
 
-Rows have the columns `clue`, `answer` and perhaps `enumeration`; `task.columns` names them where a source calls them otherwise. An
-enumeration that stands at the end of the clue is taken from there, one that stands nowhere is counted. Rows that cannot be used are
-left out and counted by the reason, or refused with `task.strict`.
+Rows have the columns `clue`, `answer` and perhaps `enumeration`; `task.columns` maps other column names. Without the
+column, the enumeration is read from the end of the clue, or else counted from the answer. Rows that cannot be used are left
+out and counted by the reason, or refused with `task.strict`.
 
-The reward is `pure_accuracy`, 1 for the answer alone between its tags. No answer occurs in two splits, whatever its clues, and neither
-does any clue.
+The reward is `pure_accuracy`, 1 for the answer alone between its tags. No answer and no clue occurs in two
+splits.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from groupwise.core.settings.tree import copy_plain
 from groupwise.tasks.data.chat import Account, Rows
 from groupwise.tasks.data.messages import Unusable
 from groupwise.tasks.data.order import Stream
-from groupwise.tasks.data.source_rows import usable
+from groupwise.tasks.data.source_rows import keep_usable
 from groupwise.tasks.data.sources import read_source
 from groupwise.tasks.rewards.crossword import PureAccuracy, letters
 from groupwise.tasks.rewards.registry import get_reward_funcs as rewards_named
@@ -84,22 +84,22 @@ def get_config_schema() -> type[BaseModel]:
 
 def get_rl_dataset(config: Any) -> Rows:
     """The training rows, with the columns `clue`, `answer` and `enumeration`."""
-    return _split(_own(config), "train")
+    return _rows_of_split(_task_config(config), "train")
 
 
 def get_eval_dataset(config: Any) -> Rows:
     """The held-out rows. They are drawn first, so they do not depend on the sizes of the other splits."""
-    return _split(_own(config), "eval")
+    return _rows_of_split(_task_config(config), "eval")
 
 
 def get_sft_dataset(config: Any, tokenizer: Any) -> Rows:
     """The training rows with a completion that states the number of letters of the answer, then the answer."""
-    return _sft_rows(get_rl_dataset(config))
+    return _with_completions(get_rl_dataset(config))
 
 
 def get_sft_eval_dataset(config: Any, tokenizer: Any) -> Rows:
     """The validation rows, with completions in the same form."""
-    return _sft_rows(_split(_own(config), "validation"))
+    return _with_completions(_rows_of_split(_task_config(config), "validation"))
 
 
 def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[RewardCallable, float]]:
@@ -107,7 +107,7 @@ def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[RewardCallable, 
 
     If the prompt lists answers to choose from, merely mentioning the right one earns nothing.
     """
-    unpaid = {} if _own(config).choices is None else {"word_bonus": 0.0, "occurrence": 0.0}
+    unpaid = {} if _task_config(config).choices is None else {"word_bonus": 0.0, "occurrence": 0.0}
     return rewards_named([{"name": "pure_accuracy", **unpaid}], config)
 
 
@@ -119,7 +119,9 @@ def compute_metrics(
     tokenizer: Any,
 ) -> dict[str, Any]:
     """Shares of answers that are correct (as judged by the reward), that have the right number of letters, and that are present at all."""
-    answers = [letters(THINK.last_answer(completion_text(each)) or "") for each in completions]
+    answers = [
+        letters(THINK.last_answer(completion_text(completion)) or "") for completion in completions
+    ]
     golds = [letters(row["answer"]) for row in dataset_rows]
     pairs = list(zip(answers, golds, strict=True))
     exact = PureAccuracy(word_bonus=0.0, occurrence=0.0)
@@ -141,78 +143,91 @@ def compute_metrics(
 # --- splits --------------------------------------------------------------------------------------
 
 
-def _own(config: Any) -> TaskConfig:
+def _task_config(config: Any) -> TaskConfig:
     return TaskConfig.model_validate(copy_plain(config.get("task") or {}))
 
 
-def _split(own: TaskConfig, split_name: str) -> Rows:
+def _rows_of_split(task_config: TaskConfig, split_name: str) -> Rows:
     """The rows of one split. Rows with the same answer stay together, and a clue that is in an earlier split is left out."""
-    for ours in own.columns:
-        if ours not in COLUMNS:
-            raise TaskError(f"task.columns: {ours!r} is none of {', '.join(COLUMNS)}.")
-    found = read_source(
-        own.source or str(INCLUDED),
-        own.source_config,
-        own.source_split,
-        own.columns,
-        revision=own.source_revision,
+    for column in task_config.columns:
+        if column not in COLUMNS:
+            raise TaskError(f"task.columns: {column!r} is none of {', '.join(COLUMNS)}.")
+    source_rows = read_source(
+        task_config.source or str(INCLUDED),
+        task_config.source_config,
+        task_config.source_split,
+        task_config.columns,
+        revision=task_config.source_revision,
     )
-    rows, left_out = usable(
-        found,
-        _row,
+    rows, left_out = keep_usable(
+        source_rows,
+        _clue_row,
         lambda row: (_normalise_case(row["clue"]), letters(row["answer"])),
-        source=_name(own),
-        strict=own.strict,
+        source=_source_name(task_config),
+        strict=task_config.strict,
         remedy="Name those of clue and answer with task.columns.clue=NAME and task.columns.answer=NAME.",
     )
     by_answer: dict[str, list[dict[str, Any]]] = {}
     for row in rows:
         by_answer.setdefault(letters(row["answer"]), []).append(row)
-    groups = iter(Stream("crossword", own.seed).sample(list(by_answer.values()), len(by_answer)))
-    sizes = {"eval": own.eval_size, "validation": own.validation_size, "train": own.train_size}
-    met: set[str] = set()
+    groups = iter(
+        Stream("crossword", task_config.seed).sample(list(by_answer.values()), len(by_answer))
+    )
+    sizes = {
+        "eval": task_config.eval_size,
+        "validation": task_config.validation_size,
+        "train": task_config.train_size,
+    }
+    used_clues: set[str] = set()
     for split, size in sizes.items():
-        chosen: list[dict[str, Any]] = []
-        while (size is None or len(chosen) < size) and (group := next(groups, None)):
-            fresh = [row for row in group if _normalise_case(row["clue"]) not in met]
+        split_rows: list[dict[str, Any]] = []
+        while (size is None or len(split_rows) < size) and (group := next(groups, None)):
+            fresh = [row for row in group if _normalise_case(row["clue"]) not in used_clues]
             left_out["another split has the clue, with another answer"] += len(group) - len(fresh)
-            chosen.extend(fresh)
-        if len(chosen) < (size or 1):
-            raise TaskError(_too_few(own, len(rows)))
+            split_rows.extend(fresh)
+        if len(split_rows) < (size or 1):
+            raise TaskError(_too_few_message(task_config, len(rows)))
         if split == split_name:
-            return Rows(_with_choices(chosen[:size], own), Account(dict(+left_out)))
-        met.update(_normalise_case(row["clue"]) for row in chosen[:size])
+            return Rows(_with_choices(split_rows[:size], task_config), Account(dict(+left_out)))
+        used_clues.update(_normalise_case(row["clue"]) for row in split_rows[:size])
     raise AssertionError(split_name)
 
 
-def _with_choices(rows: list[dict[str, Any]], own: TaskConfig) -> list[dict[str, Any]]:
+def _with_choices(rows: list[dict[str, Any]], task_config: TaskConfig) -> list[dict[str, Any]]:
     """The rows; if `task.choices` is set, each prompt also lists answers of the same split, one of which is right.
 
     The wrong ones are about as long as the right one, so counting letters does not reveal the answer.
     """
-    if own.choices is None:
+    if task_config.choices is None:
         return rows
     answers = list(dict.fromkeys(row["answer"].lower() for row in rows))
-    found: list[dict[str, Any]] = []
+    rows_with_choices: list[dict[str, Any]] = []
     for row in rows:
-        stream = Stream("crossword choices", own.seed, row["clue"])
+        stream = Stream("crossword choices", task_config.seed, row["clue"])
         answer = row["answer"].lower()
-        others = stream.sample([other for other in answers if other != answer], len(answers) - 1)
-        others.sort(key=lambda other: abs(len(letters(other)) - len(letters(answer))))
-        choices = stream.among(answer, others[: own.choices - 1], own.choices)
+        wrong_answers = stream.sample(
+            [other for other in answers if other != answer], len(answers) - 1
+        )
+        wrong_answers.sort(key=lambda other: abs(len(letters(other)) - len(letters(answer))))
+        choices = stream.among(
+            answer, wrong_answers[: task_config.choices - 1], task_config.choices
+        )
         system, question = row["prompt"]
         content = f"{question['content']}\nOne of: {', '.join(choices)}"
-        found.append(
+        rows_with_choices.append(
             {**row, "prompt": [system, {**question, "content": content}], "choices": choices}
         )
-    return found
+    return rows_with_choices
 
 
-def _too_few(own: TaskConfig, there: int) -> str:
-    requested = "what is left" if own.train_size is None else f"train_size {own.train_size}"
+def _too_few_message(task_config: TaskConfig, count: int) -> str:
+    training_part = (
+        "what is left" if task_config.train_size is None else f"train_size {task_config.train_size}"
+    )
     return (
-        f"{_name(own)} has {there} usable clues, too few for eval_size {own.eval_size}, validation_size {own.validation_size} and "
-        f"{requested} to train on; clues with the same answer go together. Make the splits smaller, or name a larger source."
+        f"{_source_name(task_config)} has {count} usable clues, too few for eval_size {task_config.eval_size}, "
+        f"validation_size {task_config.validation_size} and {training_part} to train on; clues with the same "
+        "answer go together. Make the splits smaller, or name a larger source."
     )
 
 
@@ -223,16 +238,18 @@ def _normalise_case(text: str) -> str:
 # --- rows ----------------------------------------------------------------------------------------
 
 
-def _row(given: Mapping[str, Any]) -> dict[str, Any]:
-    clue, answer = _text(given, "clue"), _text(given, "answer")
+def _clue_row(source_row: Mapping[str, Any]) -> dict[str, Any]:
+    clue, answer = _required_text(source_row, "clue"), _required_text(source_row, "answer")
     if unscorable := _unscorable({"answer": answer}):
         raise Unusable("the answer is not made of letters A–Z") from unscorable
-    behind = _AT_THE_END.search(clue)
-    clue = clue[: behind.start()].rstrip() if behind else clue
+    ending = _AT_THE_END.search(clue)
+    clue = clue[: ending.start()].rstrip() if ending else clue
     if not clue:
         raise Unusable("the clue is empty")
-    told = _cell_text(given.get("enumeration"))
-    enumeration = told or (behind.group(1).strip() if behind else _letter_counts(answer))
+    enumeration_cell = _cell_text(source_row.get("enumeration"))
+    enumeration = enumeration_cell or (
+        ending.group(1).strip() if ending else _letter_counts(answer)
+    )
     if unscorable := _unscorable({"answer": answer, "enumeration": enumeration}):
         raise Unusable("the enumeration does not fit the answer") from unscorable
     return {
@@ -255,8 +272,8 @@ def _unscorable(row: Mapping[str, Any]) -> ValueError | None:
     return None
 
 
-def _text(given: Mapping[str, Any], column: str) -> str:
-    value = given.get(column)
+def _required_text(source_row: Mapping[str, Any], column: str) -> str:
+    value = source_row.get(column)
     if not isinstance(value, str) or not value.strip():
         raise Unusable(f"the {column} is {'no text' if value else 'empty or missing'}")
     return value.strip()
@@ -265,7 +282,7 @@ def _text(given: Mapping[str, Any], column: str) -> str:
 def _cell_text(value: Any) -> str:
     """A column's enumeration as text, from text, a number or a list of numbers; empty if the cell is empty."""
     if isinstance(value, list | tuple):
-        return ",".join(_cell_text(each) for each in cast("Sequence[Any]", value))
+        return ",".join(_cell_text(item) for item in cast("Sequence[Any]", value))
     if isinstance(value, float):  # tables turn an integer column with gaps into floats
         return str(int(value)) if value.is_integer() else ""
     return "" if value is None else str(value).strip().strip("()[]").strip()
@@ -281,15 +298,15 @@ def _letter_counts(answer: str) -> str:
     return "".join(parts)
 
 
-def _sft_rows(rows: Rows) -> Rows:
-    return Rows([{**row, "completion": _completion(row)} for row in rows], rows.account)
+def _with_completions(rows: Rows) -> Rows:
+    return Rows([{**row, "completion": _gold_completion(row)} for row in rows], rows.account)
 
 
-def _completion(row: Mapping[str, Any]) -> str:
+def _gold_completion(row: Mapping[str, Any]) -> str:
     answer = row["answer"].lower() if "choices" in row else row["answer"].upper()
     thought = f"{len(letters(answer))} letters: {answer}."
     return f"<think>\n{thought}\n</think>\n<answer>{answer}</answer>"
 
 
-def _name(own: TaskConfig) -> str:
-    return f"The source {own.source!r}" if own.source else "The included source"
+def _source_name(task_config: TaskConfig) -> str:
+    return f"The source {task_config.source!r}" if task_config.source else "The included source"

@@ -4,7 +4,7 @@ A completion is to think between `<think>` and `</think>` and to answer between 
 at most:
 
     math_answer    1      the answer is right: the last answer tag, or else the last \boxed{}, against the gold answer by value
-    soft_format    0.1    both pairs of tags are there, in order and with content (`task.format_weight`)
+    soft_format    0.1    both pairs of tags, in order and with content (`task.format_weight`)
 
 With `task.strict` the first is `pure_accuracy_math`: the completion must begin with the tags, and the answer must be
 the gold one as it is written.
@@ -17,8 +17,8 @@ Generated problems have five levels:
     4    brackets, and divisions without a rest                    (12 + 9) × 4 - 7, (32 + 24) ÷ 8
     5    a sum, difference or product of two fractions             2/3 + 3/4
 
-No problem occurs twice, in whatever order of its summands or factors: neither in one split nor in two. Those of a source are told
-apart by their text.
+No problem occurs twice, within a split or across splits; generated problems that differ only in the order of summands or factors
+count as the same. Problems of a source are compared by their text.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from groupwise.core.settings.view import View
 from groupwise.tasks.data.chat import Account, Rows
 from groupwise.tasks.data.messages import Unusable
 from groupwise.tasks.data.order import Stream
-from groupwise.tasks.data.source_rows import question_key, usable
+from groupwise.tasks.data.source_rows import keep_usable, question_key
 from groupwise.tasks.data.sources import read_source
 from groupwise.tasks.rewards.formats import SoftFormat
 from groupwise.tasks.rewards.gold import at_mark, marked_answer
@@ -105,7 +105,7 @@ class TaskConfig(Strict):
     seed: int = setting(0, "Of the examples; the run has a seed of its own.", ge=0)
 
     @model_validator(mode="after")
-    def _check(self) -> TaskConfig:
+    def _check_options(self) -> TaskConfig:
         if self.min_level > self.max_level:
             raise ValueError("min_level is greater than max_level")
         if unknown := set(self.columns) - set(COLUMNS):
@@ -131,29 +131,29 @@ def get_config_schema() -> type[BaseModel]:
 
 def get_rl_dataset(config: Any) -> Rows:
     """The training rows, with the columns `answer` and `gold_completion`, and for generated ones `level`."""
-    return _splits(_own(config)).train
+    return _make_splits(_task_config(config)).train
 
 
 def get_eval_dataset(config: Any) -> Rows:
     """The test rows."""
-    return _splits(_own(config)).test
+    return _make_splits(_task_config(config)).test
 
 
 def get_sft_dataset(config: Any, tokenizer: Any) -> Rows:
     """The training rows with worked solutions."""
-    return _sft_rows(get_rl_dataset(config))
+    return _with_completions(get_rl_dataset(config))
 
 
 def get_sft_eval_dataset(config: Any, tokenizer: Any) -> Rows:
     """The validation rows with worked solutions."""
-    return _sft_rows(_splits(_own(config)).validation)
+    return _with_completions(_make_splits(_task_config(config)).validation)
 
 
 def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[Callable[..., Any], float]]:
     """Correctness and the layout, with their weights."""
-    own = _own(config)
+    task_config = _task_config(config)
     layout = SoftFormat(reasoning_tag=THINK.reasoning, answer_tag=THINK.answer, right=1.0)
-    return [(_accuracy(own), 1.0), (layout, own.format_weight)]
+    return [(_accuracy_reward(task_config), 1.0), (layout, task_config.format_weight)]
 
 
 def compute_metrics(
@@ -180,13 +180,13 @@ def compute_metrics(
     }
 
 
-def _own(config: Any) -> TaskConfig:
+def _task_config(config: Any) -> TaskConfig:
     section: Mapping[str, Any] = config.get("task") or {}
     return TaskConfig.model_validate(View(section).to_dict())
 
 
-def _accuracy(own: TaskConfig) -> MathAnswer | PureAccuracyMath:
-    return PureAccuracyMath("answer") if own.strict else MathAnswer("answer")
+def _accuracy_reward(task_config: TaskConfig) -> MathAnswer | PureAccuracyMath:
+    return PureAccuracyMath("answer") if task_config.strict else MathAnswer("answer")
 
 
 # --- rows ----------------------------------------------------------------------------------------
@@ -227,44 +227,51 @@ class Splits:
     train: Rows
 
 
-def _splits(own: TaskConfig) -> Splits:
-    if own.source is None:
-        held_out = own.eval_size + own.validation_size
-        problems = generate(own, held_out + (own.train_size or GENERATED))
-        return _split_problems(problems, own, Counter())
-    found, left_out = _problems_of_split(own, own.source, own.source_split)
-    shuffled = Stream("math", own.seed).sample(found, len(found))
-    if own.eval_split is None:
-        return _split_problems(shuffled, own, left_out)
-    tested, left_out_there = _problems_of_split(own, own.source, own.eval_split)
-    test = tested[: own.eval_size]
+def _make_splits(task_config: TaskConfig) -> Splits:
+    if task_config.source is None:
+        held_out = task_config.eval_size + task_config.validation_size
+        problems = generate(task_config, held_out + (task_config.train_size or GENERATED))
+        return _split_problems(problems, task_config, Counter())
+    train_problems, left_out = _problems_of_split(
+        task_config, task_config.source, task_config.source_split
+    )
+    shuffled = Stream("math", task_config.seed).sample(train_problems, len(train_problems))
+    if task_config.eval_split is None:
+        return _split_problems(shuffled, task_config, left_out)
+    test_problems, left_out_of_test = _problems_of_split(
+        task_config, task_config.source, task_config.eval_split
+    )
+    test = test_problems[: task_config.eval_size]
     test_keys = {problem.key for problem in test}
     rest = [problem for problem in shuffled if problem.key not in test_keys]
     left_out["the test split has the question"] += len(shuffled) - len(rest)
-    splits = _split_problems([*test, *rest], own, left_out, len(test))
-    return replace(splits, test=Rows(splits.test, Account(dict(left_out_there))))
+    splits = _split_problems([*test, *rest], task_config, left_out, len(test))
+    return replace(splits, test=Rows(splits.test, Account(dict(left_out_of_test))))
 
 
 def _split_problems(
-    problems: Sequence[Problem], own: TaskConfig, left_out: Counter[str], test: int | None = None
+    problems: Sequence[Problem],
+    task_config: TaskConfig,
+    left_out: Counter[str],
+    test: int | None = None,
 ) -> Splits:
     """Splits the problems. The test takes the first ones, so it does not depend on the number of training rows. Raises TaskError if
     none are left to train on.
     """
-    first = own.eval_size if test is None else test
-    second = first + own.validation_size
+    first = task_config.eval_size if test is None else test
+    second = first + task_config.validation_size
     if len(problems) <= second:
         raise TaskError(
-            f"{own.source} has {len(problems)} different problems that can be used, of which task.eval_size and "
+            f"{task_config.source} has {len(problems)} different problems that can be used, of which task.eval_size and "
             f"task.validation_size take {second}, so that none is left to train on. Lower them."
         )
     rows, account = [problem.row for problem in problems], Account(dict(+left_out))
-    end = None if own.train_size is None else second + own.train_size
+    end = None if task_config.train_size is None else second + task_config.train_size
     parts = rows[:first], rows[first:second], rows[second:end]
     return Splits(*(Rows(part, account) for part in parts))
 
 
-def _sft_rows(rows: Rows) -> Rows:
+def _with_completions(rows: Rows) -> Rows:
     return Rows([{**row, "completion": row["gold_completion"]} for row in rows], rows.account)
 
 
@@ -272,24 +279,28 @@ def _sft_rows(rows: Rows) -> Rows:
 
 
 def _problems_of_split(
-    own: TaskConfig, source: str, split: str
+    task_config: TaskConfig, source: str, split: str
 ) -> tuple[list[Problem], Counter[str]]:
     return problems_of(
-        read_source(source, own.source_config, split, own.columns or None), own, source
+        read_source(source, task_config.source_config, split, task_config.columns or None),
+        task_config,
+        source,
     )
 
 
 def problems_of(
-    rows: Sequence[Mapping[str, Any]], own: TaskConfig, source: str
+    rows: Sequence[Mapping[str, Any]], task_config: TaskConfig, source: str
 ) -> tuple[list[Problem], Counter[str]]:
     """The problems in the rows of a source, each question once, and how many rows are left out, by reason."""
-    question, answer, solution = (_column(rows, kind, source) for kind in COLUMNS)
-    return usable(
+    question, answer, solution = (_find_column(rows, kind, source) for kind in COLUMNS)
+    return keep_usable(
         rows,
-        lambda row: problem_of(own, *(row.get(name) for name in (question, answer, solution))),
+        lambda row: problem_of(
+            task_config, *(row.get(name) for name in (question, answer, solution))
+        ),
         lambda problem: problem.key,
         source=source,
-        strict=own.strict_rows,
+        strict=task_config.strict_rows,
         remedy=(
             f"Questions are read from `{question}` and answers from `{answer}`: after ####, in \\boxed{{}}, in answer tags, or a text of "
             f"one line with at most {LONGEST_WORDS} characters, {LONGEST_ANSWER} for numbers and expressions without words. task.columns "
@@ -298,26 +309,26 @@ def problems_of(
     )
 
 
-def _column(rows: Sequence[Mapping[str, Any]], kind: str, source: str) -> str:
+def _find_column(rows: Sequence[Mapping[str, Any]], kind: str, source: str) -> str:
     """The name of the column that holds questions or answers."""
-    there = dict.fromkeys(name for row in rows for name in row)
-    found = [name for name in COLUMNS[kind] if name in there]
-    if not found:
+    columns = dict.fromkeys(name for row in rows for name in row)
+    matches = [name for name in COLUMNS[kind] if name in columns]
+    if not matches:
         raise TaskError(
-            f"{source} has no column for the {kind}: looked for {', '.join(COLUMNS[kind])}. It has: {', '.join(there)}. Name it in "
+            f"{source} has no column for the {kind}: looked for {', '.join(COLUMNS[kind])}. It has: {', '.join(columns)}. Name it in "
             f"task.columns, as in {{{kind}: …}}."
         )
-    return found[0]
+    return matches[0]
 
 
-def _text(cell: Any) -> str:
+def _cell_text(cell: Any) -> str:
     is_value = isinstance(cell, str | int | float) and cell == cell  # NaN is a gap in a table
     return str(cell).strip() if is_value else ""
 
 
-def problem_of(own: TaskConfig, *cells: Any) -> Problem:
+def problem_of(task_config: TaskConfig, *cells: Any) -> Problem:
     """The problem made of a row's cells: question, answer and solution. Raises Unusable."""
-    question, answer, solution = map(_text, cells)
+    question, answer, solution = map(_cell_text, cells)
     if not question:
         raise Unusable("there is no question")
     if not answer:
@@ -326,13 +337,13 @@ def problem_of(own: TaskConfig, *cells: Any) -> Problem:
     if final is None:
         raise Unusable("no answer is marked, and the text is too long for one")
     try:
-        _accuracy(own).check_row({"answer": final})
+        _accuracy_reward(task_config).check_row({"answer": final})
     except ValueError as reason:
         raise Unusable("the reward cannot read the answer") from reason
     key = question_key(question)
     # The worked solution as a model may write it in its reasoning, without tags and calculator annotations.
-    divided = at_mark(solution)
-    answer_text = solution if divided is None else divided[0]
+    solution_and_answer = at_mark(solution)
+    answer_text = solution if solution_and_answer is None else solution_and_answer[0]
     text = re.sub(r"<<[^<>]*>>|</?(?:think|answer)>", "", answer_text).strip()
     worked = text if text not in ("", final) else f"The answer is {final}."
     return Problem(question, final, worked, key)
@@ -365,95 +376,105 @@ Term = Fraction | Operation
 _BINDS = {"+": 1, "-": 1, "×": 2, "÷": 2}
 
 
-def generate(own: TaskConfig, count: int) -> list[Problem]:
+def generate(task_config: TaskConfig, count: int) -> list[Problem]:
     """Makes `count` different problems of the config's levels. Raises TaskError if there seem to be fewer."""
-    return list(_distinct(own.min_level, own.max_level, own.seed, count))
+    return list(
+        _distinct_problems(task_config.min_level, task_config.max_level, task_config.seed, count)
+    )
 
 
 @lru_cache(maxsize=1)  # each hook takes its part of the same problems
-def _distinct(min_level: int, max_level: int, seed: int, count: int) -> tuple[Problem, ...]:
+def _distinct_problems(
+    min_level: int, max_level: int, seed: int, count: int
+) -> tuple[Problem, ...]:
     """The first `count` different problems. Raises TaskError if there seem to be fewer."""
     stream = Stream("math", seed)
-    found: dict[str, Problem] = {}
-    vain = 0
-    while len(found) < count:
+    problems: dict[str, Problem] = {}
+    repeats = 0
+    while len(problems) < count:
         level = min_level + stream.below(max_level - min_level + 1)
         term = _OF_LEVEL[level](stream)
-        question, worked, key = f"What is {_term_text(term)}?", "\n".join(_steps(term)), _key(term)
-        vain = vain + 1 if key in found else 0
-        found.setdefault(key, Problem(question, str(_value(term)), worked, key, level))
-        if vain == MAX_DUPLICATES_IN_A_ROW:
+        question, worked, key = (
+            f"What is {_term_text(term)}?",
+            "\n".join(_worked_steps(term)),
+            _term_key(term),
+        )
+        repeats = repeats + 1 if key in problems else 0
+        problems.setdefault(key, Problem(question, str(_value_of_term(term)), worked, key, level))
+        if repeats == MAX_DUPLICATES_IN_A_ROW:
             raise TaskError(
-                f"The levels that task.min_level and task.max_level name seem to have no more than {len(found)} different problems, "
+                f"The levels that task.min_level and task.max_level name seem to have no more than {len(problems)} different problems, "
                 f"and {count} are asked for. Raise task.max_level, or ask for fewer."
             )
-    return tuple(found.values())
+    return tuple(problems.values())
 
 
-def _sum(stream: Stream, least: int, most: int) -> Operation:
+def _random_sum(stream: Stream, least: int, most: int) -> Operation:
     """A sum or difference with a non-negative result."""
-    one, other = _number(stream, least, most), _number(stream, least, most)
+    first, second = _random_number(stream, least, most), _random_number(stream, least, most)
     if stream.below(2):
-        return Operation("+", one, other)
-    return Operation("-", max(one, other), min(one, other))
+        return Operation("+", first, second)
+    return Operation("-", max(first, second), min(first, second))
 
 
-def _product(stream: Stream, most: int) -> Operation:
-    return Operation("×", _number(stream, 2, most), _number(stream, 2, most))
+def _random_product(stream: Stream, most: int) -> Operation:
+    return Operation("×", _random_number(stream, 2, most), _random_number(stream, 2, most))
 
 
 def _level_3(stream: Stream) -> Operation:
-    product = _product(stream, 12)
-    other = _number(stream, 1, 50)
+    product = _random_product(stream, 12)
+    other = _random_number(stream, 1, 50)
     if stream.below(2):
         return Operation("+", other, product)
-    larger, smaller = (product, other) if _value(product) >= other else (other, product)
+    larger, smaller = (product, other) if _value_of_term(product) >= other else (other, product)
     return Operation("-", larger, smaller)
 
 
 def _level_4(stream: Stream) -> Operation:
     if stream.below(2):
-        product = Operation("×", _sum(stream, 10, 40), _number(stream, 2, 9))
-        other = _number(stream, 1, 40)
-        return Operation("-" if _value(product) >= other else "+", product, other)
-    divisor, quotient = _number(stream, 2, 12), _number(stream, 2, 20)
-    first = _number(stream, 1, int(divisor * quotient) - 1)
+        product = Operation("×", _random_sum(stream, 10, 40), _random_number(stream, 2, 9))
+        other = _random_number(stream, 1, 40)
+        return Operation("-" if _value_of_term(product) >= other else "+", product, other)
+    divisor, quotient = _random_number(stream, 2, 12), _random_number(stream, 2, 20)
+    first = _random_number(stream, 1, int(divisor * quotient) - 1)
     return Operation("÷", Operation("+", first, divisor * quotient - first), divisor)
 
 
 def _level_5(stream: Stream) -> Operation:
-    one, other = _fraction(stream), _fraction(stream)
+    first, second = _random_fraction(stream), _random_fraction(stream)
     sign = "+-×"[stream.below(3)]
     return (
-        Operation(sign, max(one, other), min(one, other))
+        Operation(sign, max(first, second), min(first, second))
         if sign == "-"
-        else Operation(sign, one, other)
+        else Operation(sign, first, second)
     )
 
 
 _OF_LEVEL: dict[int, Callable[[Stream], Operation]] = {
-    1: lambda stream: _sum(stream, 1, 50),
-    2: lambda stream: _product(stream, 12) if stream.below(3) == 0 else _sum(stream, 10, 99),
+    1: lambda stream: _random_sum(stream, 1, 50),
+    2: lambda stream: (
+        _random_product(stream, 12) if stream.below(3) == 0 else _random_sum(stream, 10, 99)
+    ),
     3: _level_3,
     4: _level_4,
     5: _level_5,
 }
 
 
-def _number(stream: Stream, least: int, most: int) -> Fraction:
+def _random_number(stream: Stream, least: int, most: int) -> Fraction:
     return Fraction(least + stream.below(most - least + 1))
 
 
-def _fraction(stream: Stream) -> Fraction:
+def _random_fraction(stream: Stream) -> Fraction:
     """Between 0 and 1, with a denominator up to 12."""
     under = 2 + stream.below(11)
     return Fraction(1 + stream.below(under - 1), under)
 
 
-def _value(term: Term) -> Fraction:
+def _value_of_term(term: Term) -> Fraction:
     if isinstance(term, Fraction):
         return term
-    left, right = _value(term.left), _value(term.right)
+    left, right = _value_of_term(term.left), _value_of_term(term.right)
     match term.sign:
         case "+":
             return left + right
@@ -477,35 +498,39 @@ def _term_text(term: Term) -> str:
     return f"{left} {term.sign} {right}"
 
 
-def _key(term: Term) -> str:
+def _term_key(term: Term) -> str:
     """Text that is the same if summands or factors are swapped."""
     if isinstance(term, Fraction):
         return str(term)
-    both = [_key(term.left), _key(term.right)]
+    operands = [_term_key(term.left), _term_key(term.right)]
     if term.sign in "+×":
-        both.sort()
-    return f"({both[0]}{term.sign}{both[1]})"
+        operands.sort()
+    return f"({operands[0]}{term.sign}{operands[1]})"
 
 
-def _steps(term: Term) -> Iterator[str]:
+def _worked_steps(term: Term) -> Iterator[str]:
     """One line for each operation, in the order of evaluation."""
     if isinstance(term, Fraction):
         return
-    yield from _steps(term.left)
-    yield from _steps(term.right)
-    left, right = _value(term.left), _value(term.right)
-    stages = [f"{left} {term.sign} {right}", *_between(term.sign, left, right), str(_value(term))]
+    yield from _worked_steps(term.left)
+    yield from _worked_steps(term.right)
+    left, right = _value_of_term(term.left), _value_of_term(term.right)
+    stages = [
+        f"{left} {term.sign} {right}",
+        *_intermediate_steps(term.sign, left, right),
+        str(_value_of_term(term)),
+    ]
     yield " = ".join(dict.fromkeys(stages))
 
 
-def _between(sign: str, left: Fraction, right: Fraction) -> Iterator[str]:
+def _intermediate_steps(sign: str, left: Fraction, right: Fraction) -> Iterator[str]:
     """Intermediate steps between a hard operation and its result."""
     if left.denominator > 1 or right.denominator > 1:
         if sign == "×":
             yield f"{left.numerator * right.numerator}/{left.denominator * right.denominator}"
         else:
-            under = lcm(left.denominator, right.denominator)
-            yield f"{int(left * under)}/{under} {sign} {int(right * under)}/{under}"
+            denominator = lcm(left.denominator, right.denominator)
+            yield f"{int(left * denominator)}/{denominator} {sign} {int(right * denominator)}/{denominator}"
     elif sign in "+-" and left >= 10 and right > 10 and right % 10:
         tens, ones = right - right % 10, right % 10
         first = left + tens if sign == "+" else left - tens

@@ -5,8 +5,8 @@
         - {name: chain_sum, level: 1}
         - {name: letter_counting, weight: 2, parameters: {max_words: 8}}
 
-The prompt is the package's question, below a system prompt that asks for the answer in `<answer>` tags. What stands in the last pair
-of these goes to the grader of the row's dataset, or the whole completion where there is none. The grader's number, mostly from 0 to 1,
+The prompt is the package's question, below a system prompt that asks for the answer in `<answer>` tags. The content of the
+last pair of tags, or the whole completion without one, goes to the grader of the row's dataset. The grader's number, mostly from 0 to 1,
 is the reward. An answer that it cannot read earns 0; an entry that it cannot read is an error.
 
 No question occurs twice, neither in a split nor in two of them, and each split has seeds of its own. Rows carry all that grading
@@ -91,22 +91,22 @@ def get_config_schema() -> type[BaseModel]:
 
 def get_rl_dataset(config: Any) -> list[dict[str, Any]]:
     """The training rows, with the columns `answer` (None if the package has none), `dataset` and `entry`."""
-    return _rows(_own(config), "train")
+    return _rows_of_split(_task_config(config), "train")
 
 
 def get_eval_dataset(config: Any) -> list[dict[str, Any]]:
     """The test rows. They do not depend on the number of validation or training rows."""
-    return _rows(_own(config), "test")
+    return _rows_of_split(_task_config(config), "test")
 
 
 def get_sft_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
     """The training rows, each with its answer as the completion, without reasoning."""
-    return [_sft_row(row) for row in get_rl_dataset(config)]
+    return [_with_completion(row) for row in get_rl_dataset(config)]
 
 
 def get_sft_eval_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
     """The validation rows, with completions in the same form."""
-    return [_sft_row(row) for row in _rows(_own(config), "validation")]
+    return [_with_completion(row) for row in _rows_of_split(_task_config(config), "validation")]
 
 
 def get_reward_funcs(config: Any, tokenizer: Any) -> list[Callable[..., list[float]]]:
@@ -197,43 +197,53 @@ def _grader(spec: str) -> Callable[..., Any]:
 # --- rows ----------------------------------------------------------------------------------------
 
 
-def _own(config: Any) -> TaskConfig:
+def _task_config(config: Any) -> TaskConfig:
     return TaskConfig.model_validate(copy_plain(config.get("task") or {}))
 
 
-def _rows(own: TaskConfig, split: str) -> list[dict[str, Any]]:
+def _rows_of_split(task_config: TaskConfig, split: str) -> list[dict[str, Any]]:
     """The rows of a split. Earlier splits are made with it, because it must not repeat any of their rows."""
-    known = _cached_splits(own.model_dump_json())
-    if split not in known:
-        sizes = {"test": own.eval_size, "validation": own.validation_size, "train": own.train_size}
+    cached_splits = _cached_splits(task_config.model_dump_json())
+    if split not in cached_splits:
+        sizes = {
+            "test": task_config.eval_size,
+            "validation": task_config.validation_size,
+            "train": task_config.train_size,
+        }
         needed = SPLITS[: SPLITS.index(split) + 1]
         request = {
-            "seed": own.seed,
+            "seed": task_config.seed,
             "sizes": {name: sizes[name] for name in needed},
-            "datasets": own.model_dump()["datasets"],
+            "datasets": task_config.model_dump()["datasets"],
         }
-        known.update(_make_splits(json.dumps(request, sort_keys=True), own.generation_time_limit))
-    return [_row(own, problem) for problem in known[split]]
+        cached_splits.update(
+            _make_splits(json.dumps(request, sort_keys=True), task_config.generation_time_limit)
+        )
+    return [_problem_row(task_config, problem) for problem in cached_splits[split]]
 
 
 @lru_cache(maxsize=4)
-def _cached_splits(own: str) -> dict[str, list[dict[str, Any]]]:
+def _cached_splits(config_json: str) -> dict[str, list[dict[str, Any]]]:
     """The splits that this process has made for a `task:` section."""
     return {}
 
 
-def _row(own: TaskConfig, problem: Mapping[str, Any]) -> dict[str, Any]:
+def _problem_row(task_config: TaskConfig, problem: Mapping[str, Any]) -> dict[str, Any]:
     question = [{"role": "user", "content": problem["question"]}]
-    system = [{"role": "system", "content": own.system_prompt}] if own.system_prompt else []
+    system = (
+        [{"role": "system", "content": task_config.system_prompt}]
+        if task_config.system_prompt
+        else []
+    )
     return {
         "prompt": system + question,
         "answer": problem["answer"],
-        "dataset": own.datasets[int(problem["source"])].model_dump(exclude={"weight"}),
+        "dataset": task_config.datasets[int(problem["source"])].model_dump(exclude={"weight"}),
         "entry": problem["entry"],
     }
 
 
-def _sft_row(row: dict[str, Any]) -> dict[str, Any]:
+def _with_completion(row: dict[str, Any]) -> dict[str, Any]:
     if row["answer"] is None:
         raise TaskError(
             f"The dataset `{row['dataset']['name']}` of reasoning-gym gives no answers, so there is nothing to imitate. Leave it out "
@@ -248,11 +258,11 @@ def _make_splits(request: str, limit: float) -> dict[str, list[dict[str, Any]]]:
     if cached.is_file():
         return json.loads(cached.read_text(encoding="utf-8"))
     started = time.monotonic()
-    made = _make(request, limit)
+    splits = _run_generator(request, limit)
     if time.monotonic() - started > KEPT_ABOVE:
         cached.parent.mkdir(parents=True, exist_ok=True)
-        write_json(cached, made)
-    return made
+        write_json(cached, splits)
+    return splits
 
 
 def cache_file(request: str) -> Path:
@@ -265,7 +275,7 @@ def cache_file(request: str) -> Path:
     return cache_folder("reasoning_gym") / f"{digest}.json"
 
 
-def _make(request: str, limit: float) -> dict[str, list[dict[str, Any]]]:
+def _run_generator(request: str, limit: float) -> dict[str, list[dict[str, Any]]]:
     """Get the problems from a separate process. Raises TaskError if it returns none."""
     try:
         done = subprocess.run(

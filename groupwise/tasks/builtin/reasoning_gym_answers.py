@@ -60,12 +60,12 @@ def is_same_word(answer: str, right: str) -> bool:
 
 def is_same_chance(answer: str, right: str) -> bool:
     """True if both are the same probability; the answer is a decimal number or a fraction, which is fast to evaluate."""
-    given = answer.strip().replace(",", "")
-    if not _CHANCE.fullmatch(given):
+    text = answer.strip().replace(",", "")
+    if not _CHANCE.fullmatch(text):
         return False
     try:
-        one, other = float(Fraction(given)), float(Fraction(right))
-        return abs(one - other) <= min(CHANCE_TOLERANCE, 0.01 * other)
+        value, expected = float(Fraction(text)), float(Fraction(right))
+        return abs(value - expected) <= min(CHANCE_TOLERANCE, 0.01 * expected)
     except (ZeroDivisionError, ValueError):
         return False
 
@@ -85,12 +85,12 @@ def agrees_at_a_point(answer: str, metadata: Mapping[str, Any]) -> bool:
     variable = sympy.Symbol(metadata["variable"])
     letters = {variable.name: variable, "C": sympy.Symbol("C")}
     slope = sympy.diff(sympy.parse_expr(answer, letters), variable)
-    one, other = (
-        complex(each.evalf(15, subs=dict.fromkeys(each.free_symbols, POINT)))
-        for each in (sympy.parse_expr(metadata["integrand"], letters), slope)
+    integrand, derivative = (
+        complex(expression.evalf(15, subs=dict.fromkeys(expression.free_symbols, POINT)))
+        for expression in (sympy.parse_expr(metadata["integrand"], letters), slope)
     )
-    return cmath.isfinite(other) and abs(one - other) <= RELATIVE_TOLERANCE * max(
-        abs(one), abs(other)
+    return cmath.isfinite(derivative) and abs(integrand - derivative) <= RELATIVE_TOLERANCE * max(
+        abs(integrand), abs(derivative)
     )
 
 

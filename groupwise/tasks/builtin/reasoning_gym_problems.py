@@ -51,34 +51,38 @@ Spec = Mapping[str, Any]
 
 def dataset_of(spec: Spec, seed: int = 0, size: int = 1) -> Any:
     """The package's dataset object. Raises ValueError for an unknown name, level or parameter."""
-    factory = _package()
+    factory = _import_package()
     name, level = str(spec["name"]), spec["level"]
     if name == "composite":
         raise ValueError(
             "`composite` is a mixture of other datasets; list these under task.datasets, each with its weight."
         )
     if name not in factory.DATASETS:
-        near = nearest(name, factory.DATASETS)
-        hint = f" Did you mean {' or '.join(near)}?" if near else ""
-        known = ", ".join(sorted(set(factory.DATASETS) - {"composite"}))
-        raise ValueError(f"there is no dataset `{name}` in reasoning-gym.{hint} It has: {known}.")
-    kind = factory.DATASETS[name][1]
-    free = [each.name for each in dataclasses.fields(kind) if each.name not in ("seed", "size")]
-    for parameter in spec["parameters"]:
-        if parameter not in free:
-            near = nearest(parameter, free)
-            hint = f"; did you mean {' or '.join(near)}?" if near else "."
-            raise ValueError(
-                f"the dataset `{name}` has no parameter `{parameter}`{hint} It takes: {', '.join(free)}."
-            )
-    given = {**spec["parameters"], "seed": seed, "size": size}
-    try:
-        config = kind(**given) if level is None else _of_level(factory, name, level, given)
-        return factory.DATASETS[name][0](config=config)
-    except (AssertionError, TypeError, ValueError) as refused:
+        suggestions = nearest(name, factory.DATASETS)
+        hint = f" Did you mean {' or '.join(suggestions)}?" if suggestions else ""
+        available = ", ".join(sorted(set(factory.DATASETS) - {"composite"}))
         raise ValueError(
-            f"the dataset `{name}`: {str(refused) or type(refused).__name__}"
-        ) from refused
+            f"there is no dataset `{name}` in reasoning-gym.{hint} It has: {available}."
+        )
+    kind = factory.DATASETS[name][1]
+    parameter_names = [
+        field.name for field in dataclasses.fields(kind) if field.name not in ("seed", "size")
+    ]
+    for parameter in spec["parameters"]:
+        if parameter not in parameter_names:
+            suggestions = nearest(parameter, parameter_names)
+            hint = f"; did you mean {' or '.join(suggestions)}?" if suggestions else "."
+            raise ValueError(
+                f"the dataset `{name}` has no parameter `{parameter}`{hint} It takes: {', '.join(parameter_names)}."
+            )
+    options = {**spec["parameters"], "seed": seed, "size": size}
+    try:
+        config = (
+            kind(**options) if level is None else _config_of_level(factory, name, level, options)
+        )
+        return factory.DATASETS[name][0](config=config)
+    except (AssertionError, TypeError, ValueError) as error:
+        raise ValueError(f"the dataset `{name}`: {str(error) or type(error).__name__}") from error
 
 
 def entry_as_text(entry: Mapping[str, Any]) -> str:
@@ -86,10 +90,8 @@ def entry_as_text(entry: Mapping[str, Any]) -> str:
     text = repr(_without_numpy(entry))
     try:
         ast.literal_eval(text)
-    except (SyntaxError, ValueError) as refused:
-        raise ValueError(
-            f"an entry holds something that is no plain value: {text:.200}"
-        ) from refused
+    except (SyntaxError, ValueError) as error:
+        raise ValueError(f"an entry holds something that is no plain value: {text:.200}") from error
     return text
 
 
@@ -110,7 +112,7 @@ def main() -> None:
     os.dup2(2, 1)
     request = json.load(sys.stdin)
     try:
-        answer = {"rows": _rows(request)}
+        answer = {"rows": _rows_by_split(request)}
     except ValueError as problem:
         answer = {"problem": str(problem)}
     with answers:
@@ -120,21 +122,21 @@ def main() -> None:
 # --- making problems -----------------------------------------------------------------------------
 
 
-def _rows(request: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
+def _rows_by_split(request: Mapping[str, Any]) -> dict[str, list[dict[str, Any]]]:
     """The rows of each split, in a random order if they come from several datasets."""
     seen: set[str] = set()
     seed, datasets, sizes = request["seed"], request["datasets"], request["sizes"]
     rows: dict[str, list[dict[str, Any]]] = {}
     for split in (split for split in SPLITS if split in sizes):
         counts = shares([spec["weight"] for spec in datasets], sizes[split])
-        found = [
+        split_rows = [
             row
             for source, (spec, count) in enumerate(zip(datasets, counts, strict=True))
-            for row in _fresh(spec, source, _first_seed(seed, source, split), count, seen)
+            for row in _new_rows(spec, source, _first_seed(seed, source, split), count, seen)
         ]
-        mixed = len(datasets) > 1
+        is_mixture = len(datasets) > 1
         order = Stream("reasoning_gym", seed, split)
-        rows[split] = order.sample(found, len(found)) if mixed else found
+        rows[split] = order.sample(split_rows, len(split_rows)) if is_mixture else split_rows
     return rows
 
 
@@ -142,9 +144,9 @@ def shares(weights: Sequence[float], total: int) -> list[int]:
     """How many of `total` each weight gets: rounded down, and the remainder goes to the largest fractions."""
     exact = [total * weight / sum(weights) for weight in weights]
     counts = [int(share) for share in exact]
-    by_remainder = sorted(range(len(exact)), key=lambda place: counts[place] - exact[place])
-    for place in by_remainder[: total - sum(counts)]:
-        counts[place] += 1
+    by_remainder = sorted(range(len(exact)), key=lambda index: counts[index] - exact[index])
+    for index in by_remainder[: total - sum(counts)]:
+        counts[index] += 1
     return counts
 
 
@@ -153,34 +155,36 @@ def _first_seed(seed: int, source: int, split: str) -> int:
     return start + SPLITS.index(split) * SEEDS_PER_SPLIT
 
 
-def _fresh(spec: Spec, source: int, first: int, count: int, seen: set[str]) -> list[dict[str, Any]]:
+def _new_rows(
+    spec: Spec, source: int, first: int, count: int, seen: set[str]
+) -> list[dict[str, Any]]:
     """Makes `count` problems whose question is not in `seen`, and adds them to it."""
     rows: list[dict[str, Any]] = []
     while len(rows) < count:
-        before, failure = len(rows), None
-        for entry in _block(spec, first):
+        previous_count, failure = len(rows), None
+        for entry in _entries_of_block(spec, first):
             if isinstance(entry, Exception):
                 failure = entry
             elif entry["question"] not in seen:
                 seen.add(entry["question"])
-                rows.append(_row(spec, source, entry))
+                rows.append(_entry_row(spec, source, entry))
                 if len(rows) == count:
                     break
-        if len(rows) == before:
+        if len(rows) == previous_count:
             if failure is not None:
                 raise ValueError(
                     f"the dataset `{spec['name']}` made none of {BLOCK} problems in a row; the last one failed: "
                     f"{type(failure).__name__}: {failure}"
                 )
             raise ValueError(
-                f"the dataset `{spec['name']}` has too few different problems: after {before} of {count}, {BLOCK} in a row were there "
-                "already. Make the splits smaller, or the problems larger by level or parameters."
+                f"the dataset `{spec['name']}` has too few different problems: after {previous_count} of {count}, {BLOCK} in a row were "
+                "there already. Make the splits smaller, or the problems larger by level or parameters."
             )
         first += BLOCK
     return rows
 
 
-def _block(spec: Spec, start: int) -> Iterator[dict[str, Any] | Exception]:
+def _entries_of_block(spec: Spec, start: int) -> Iterator[dict[str, Any] | Exception]:
     """The entries of a block, each with `gold`: a correct answer as text, or None.
 
     An entry that could not be made, or whose own answer is wrong, is replaced by the exception that explains why.
@@ -200,9 +204,11 @@ def _block(spec: Spec, start: int) -> Iterator[dict[str, Any] | Exception]:
                 if not shows_gold or dataset.score_answer(entry["answer"], entry) < RIGHT:
                     raise ValueError(f"its grader rejects its own answer, {entry['answer']!r:.80}")
             else:  # the metadata may have a correct one
-                written = entry["metadata"].get(WRITTEN_ANSWERS.get(name))
+                metadata_answer = entry["metadata"].get(WRITTEN_ANSWERS.get(name))
                 gold = (
-                    written if written is None or isinstance(written, str) else json.dumps(written)
+                    metadata_answer
+                    if metadata_answer is None or isinstance(metadata_answer, str)
+                    else json.dumps(metadata_answer)
                 )
                 if gold is not None and dataset.score_answer(gold, entry) < RIGHT:
                     gold = None
@@ -211,7 +217,7 @@ def _block(spec: Spec, start: int) -> Iterator[dict[str, Any] | Exception]:
             yield error
 
 
-def _row(spec: Spec, source: int, entry: dict[str, Any]) -> dict[str, Any]:
+def _entry_row(spec: Spec, source: int, entry: dict[str, Any]) -> dict[str, Any]:
     gold = entry.pop("gold")
     return {
         "source": source,
@@ -225,11 +231,11 @@ def _without_numpy(value: Any) -> Any:
     """The value with numpy types replaced by plain ones, because numpy types print as calls."""
     if isinstance(value, dict):
         return {
-            _without_numpy(key): _without_numpy(each)
-            for key, each in cast("dict[Any, Any]", value).items()
+            _without_numpy(key): _without_numpy(item)
+            for key, item in cast("dict[Any, Any]", value).items()
         }
     if isinstance(value, list | tuple):
-        entries = [_without_numpy(each) for each in cast("Sequence[Any]", value)]
+        entries = [_without_numpy(item) for item in cast("Sequence[Any]", value)]
         return entries if isinstance(value, list) else tuple(entries)
     if hasattr(value, "tolist"):
         return value.tolist()
@@ -239,7 +245,7 @@ def _without_numpy(value: Any) -> Any:
 # --- the package ---------------------------------------------------------------------------------
 
 
-def _package() -> Any:
+def _import_package() -> Any:
     """The package's module of datasets and curricula by name. Raises ValueError if it is not installed."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # a dependency warns when it is compiled
@@ -253,8 +259,8 @@ def _package() -> Any:
     return cast("Any", factory)
 
 
-def _of_level(factory: Any, name: str, level: int, given: Mapping[str, Any]) -> Any:
-    """The configuration of the dataset's curriculum for a level; `given` parameters override it."""
+def _config_of_level(factory: Any, name: str, level: int, options: Mapping[str, Any]) -> Any:
+    """The configuration of the dataset's curriculum for a level; `options` override it."""
     if name not in factory.CURRICULA:
         raise ValueError("it has no levels; give parameters instead")
     curriculum = factory.create_curriculum(name)
@@ -262,7 +268,7 @@ def _of_level(factory: Any, name: str, level: int, given: Mapping[str, Any]) -> 
     if level > highest:
         raise ValueError(f"its highest level is {highest}, and {level} was asked for")
     curriculum.set_global_level(level)
-    return dataclasses.replace(curriculum.generate_configuration(), **given)
+    return dataclasses.replace(curriculum.generate_configuration(), **options)
 
 
 if __name__ == "__main__":

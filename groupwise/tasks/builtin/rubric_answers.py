@@ -35,7 +35,7 @@ from groupwise.core.settings.tree import copy_plain
 from groupwise.tasks.data.chat import Account, Rows
 from groupwise.tasks.data.messages import Unusable
 from groupwise.tasks.data.order import Stream
-from groupwise.tasks.data.source_rows import question_key, usable
+from groupwise.tasks.data.source_rows import keep_usable, question_key
 from groupwise.tasks.data.sources import read_source
 from groupwise.tasks.rewards.registry import get_reward_funcs as rewards_named
 
@@ -107,25 +107,25 @@ def get_config_schema() -> type[BaseModel]:
 
 def get_rl_dataset(config: Any) -> Rows:
     """The training rows, with the columns `question`, `rubric`, `reference` and, if the source has it, `score`."""
-    own = _own(config)
-    if own.rubric_in_prompt:
+    task_config = _task_config(config)
+    if task_config.rubric_in_prompt:
         warnings.warn(WARNING, UserWarning, stacklevel=2)
-    return _splits(own).train
+    return _make_splits(task_config).train
 
 
 def get_eval_dataset(config: Any) -> Rows:
     """The test rows."""
-    return _splits(_own(config)).test
+    return _make_splits(_task_config(config)).test
 
 
 def get_sft_dataset(config: Any, tokenizer: Any) -> Rows:
     """The training rows with the reference as completion."""
-    return _sft_rows(_splits(_own(config)).train)
+    return _with_completions(_make_splits(_task_config(config)).train)
 
 
 def get_sft_eval_dataset(config: Any, tokenizer: Any) -> Rows:
     """The validation rows with the reference as completion."""
-    return _sft_rows(_splits(_own(config)).validation)
+    return _with_completions(_make_splits(_task_config(config)).validation)
 
 
 def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[RewardCallable, float]]:
@@ -167,7 +167,7 @@ def rubric_text(value: Any) -> str:
                 return str(record[name]).strip()
         raise ValueError(f"a criterion has none of {', '.join(CRITERION)}, but {', '.join(record)}")
     if isinstance(value, list | tuple):
-        return "\n".join(rubric_text(each) for each in cast("Sequence[Any]", value))
+        return "\n".join(rubric_text(criterion) for criterion in cast("Sequence[Any]", value))
     raise ValueError(f"{type(value).__name__} is no rubric")
 
 
@@ -176,93 +176,114 @@ def _parse_rubric(text: str) -> list[Any] | None:
     if not text.lstrip().startswith("["):
         return None
     try:
-        found = json.loads(text)
+        rubric = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return cast("list[Any]", found) if isinstance(found, list) else None
+    return cast("list[Any]", rubric) if isinstance(rubric, list) else None
 
 
 # --- rows ----------------------------------------------------------------------------------------
 
 
-def _own(config: Any) -> TaskConfig:
+def _task_config(config: Any) -> TaskConfig:
     return TaskConfig.model_validate(copy_plain(config.get("task") or {}))
 
 
-def _splits(own: TaskConfig) -> Splits:
+def _make_splits(task_config: TaskConfig) -> Splits:
     """Splits the source. Test and validation come first, so they do not depend on the number of training rows."""
-    found = read_source(
-        own.source or str(INCLUDED),
-        own.source_config,
-        own.source_split,
-        revision=own.source_revision,
+    source_rows = read_source(
+        task_config.source or str(INCLUDED),
+        task_config.source_config,
+        task_config.source_split,
+        revision=task_config.source_revision,
     )
-    rows, left_out = rows_of(found, own)
-    held_out, train_size = own.eval_size + own.validation_size, own.train_size
+    rows, left_out = rows_of(source_rows, task_config)
+    held_out, train_size = (
+        task_config.eval_size + task_config.validation_size,
+        task_config.train_size,
+    )
     if len(rows) < held_out + (train_size or 1):
-        requested = "what is left" if train_size is None else f"train_size {train_size}"
+        training_part = "what is left" if train_size is None else f"train_size {train_size}"
         raise TaskError(
-            f"{_name(own)} has {len(rows)} usable questions, too few for eval_size {own.eval_size}, validation_size "
-            f"{own.validation_size} and {requested} to train on. Make the splits smaller, or name a larger source."
+            f"{_source_name(task_config)} has {len(rows)} usable questions, too few for eval_size {task_config.eval_size}, validation_size "
+            f"{task_config.validation_size} and {training_part} to train on. Make the splits smaller, or name a larger source."
         )
-    mixed = Stream("rubric_answers", own.seed).sample(rows, len(rows))
-    parts = mixed[: own.eval_size], mixed[own.eval_size : held_out], mixed[held_out:][:train_size]
+    shuffled = Stream("rubric_answers", task_config.seed).sample(rows, len(rows))
+    parts = (
+        shuffled[: task_config.eval_size],
+        shuffled[task_config.eval_size : held_out],
+        shuffled[held_out:][:train_size],
+    )
     return Splits(*(Rows(part, Account(dict(left_out))) for part in parts))
 
 
 def rows_of(
-    found: Sequence[Mapping[str, Any]], own: TaskConfig
+    source_rows: Sequence[Mapping[str, Any]], task_config: TaskConfig
 ) -> tuple[list[dict[str, Any]], Counter[str]]:
     """The usable rows of a source, each question once, and counts of the other rows by reason."""
-    names = _names(own, dict.fromkeys(name for row in found for name in row))
-    return usable(
-        found,
-        lambda row: row_of(own, {ours: row.get(theirs) for ours, theirs in names.items()}),
+    names = _source_columns(task_config, dict.fromkeys(name for row in source_rows for name in row))
+    return keep_usable(
+        source_rows,
+        lambda row: row_of(
+            task_config, {column: row.get(source_column) for column, source_column in names.items()}
+        ),
         lambda row: question_key(row["question"]),
-        source=_name(own),
-        strict=own.strict,
+        source=_source_name(task_config),
+        strict=task_config.strict,
         remedy="task.columns says which of them are question, rubric and reference.",
     )
 
 
-def _names(own: TaskConfig, there: Mapping[str, Any]) -> dict[str, str]:
+def _source_columns(task_config: TaskConfig, available: Mapping[str, Any]) -> dict[str, str]:
     """The source's name for each of our columns."""
-    for ours, theirs in own.columns.items():
-        if ours not in COLUMNS:
-            raise TaskError(f"task.columns: {ours!r} is none of {', '.join(COLUMNS)}.")
-        if theirs not in there:
-            raise TaskError(f"task.columns: {_name(own)} has no column {theirs!r}. {_has(there)}")
-    found = {
-        ours: next((name for name in known if name in there), None)
-        for ours, known in COLUMNS.items()
-    } | own.columns
-    for ours, theirs in found.items():
-        if theirs is None and ours not in OPTIONAL:
+    for column, source_column in task_config.columns.items():
+        if column not in COLUMNS:
+            raise TaskError(f"task.columns: {column!r} is none of {', '.join(COLUMNS)}.")
+        if source_column not in available:
             raise TaskError(
-                f"{_name(own)} has no column for the {ours}: looked for {', '.join(COLUMNS[ours])}. {_has(there)} Name it: "
-                f"task.columns.{ours}=NAME"
+                f"task.columns: {_source_name(task_config)} has no column {source_column!r}. {_columns_text(available)}"
             )
-    return {ours: theirs for ours, theirs in found.items() if theirs is not None}
+    names = {
+        column: next((name for name in aliases if name in available), None)
+        for column, aliases in COLUMNS.items()
+    } | task_config.columns
+    for column, source_column in names.items():
+        if source_column is None and column not in OPTIONAL:
+            raise TaskError(
+                f"{_source_name(task_config)} has no column for the {column}: looked for {', '.join(COLUMNS[column])}. "
+                f"{_columns_text(available)} Name it: task.columns.{column}=NAME"
+            )
+    return {
+        column: source_column
+        for column, source_column in names.items()
+        if source_column is not None
+    }
 
 
-def row_of(own: TaskConfig, given: Mapping[str, Any]) -> dict[str, Any]:
+def row_of(task_config: TaskConfig, cells: Mapping[str, Any]) -> dict[str, Any]:
     """The row made of a source row: `question`, `rubric`, `reference` and perhaps `score`. Raises Unusable."""
-    question = _text_of(given["question"], "question", "user")
-    reference = _text_of(given["reference"], "reference", "assistant")
-    if given["rubric"] is None:
+    question = _text_of_cell(cells["question"], "question", "user")
+    reference = _text_of_cell(cells["reference"], "reference", "assistant")
+    if cells["rubric"] is None:
         raise Unusable("the rubric is missing")
     try:
-        rubric = rubric_text(given["rubric"])
+        rubric = rubric_text(cells["rubric"])
     except ValueError as wrong:
         raise Unusable(f"the rubric cannot be read: {wrong}") from wrong
     for name, text in {"question": question, "rubric": rubric, "reference": reference}.items():
         if not text:
             raise Unusable(f"the {name} is empty")
     content = (
-        f"{question}\n\nA good answer mentions:\n{rubric}" if own.rubric_in_prompt else question
+        f"{question}\n\nA good answer mentions:\n{rubric}"
+        if task_config.rubric_in_prompt
+        else question
     )
-    system = [{"role": "system", "content": own.system_prompt}] if own.system_prompt else []
-    score = {"score": given["score"]} if "score" in given else {}
+    system = (
+        [{"role": "system", "content": task_config.system_prompt}]
+        if task_config.system_prompt
+        else []
+    )
+    score = {"score": cells["score"]} if "score" in cells else {}
     return {
         "prompt": [*system, {"role": "user", "content": content}],
         "question": question,
@@ -272,7 +293,7 @@ def row_of(own: TaskConfig, given: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def _text_of(value: Any, name: str, role: str) -> str:
+def _text_of_cell(value: Any, name: str, role: str) -> str:
     """The text, or the text of the last message with this role."""
     if value is None:
         raise Unusable(f"the {name} is missing")
@@ -288,13 +309,13 @@ def _text_of(value: Any, name: str, role: str) -> str:
     raise Unusable(f"the {name} is neither text nor messages of which one has the role {role}")
 
 
-def _sft_rows(rows: Rows) -> Rows:
+def _with_completions(rows: Rows) -> Rows:
     return Rows([{**row, "completion": row["reference"]} for row in rows], rows.account)
 
 
-def _name(own: TaskConfig) -> str:
-    return f"The source {own.source!r}" if own.source else "The included source"
+def _source_name(task_config: TaskConfig) -> str:
+    return f"The source {task_config.source!r}" if task_config.source else "The included source"
 
 
-def _has(there: Mapping[str, Any]) -> str:
-    return f"It has: {', '.join(there)}."
+def _columns_text(columns: Mapping[str, Any]) -> str:
+    return f"It has: {', '.join(columns)}."

@@ -1,14 +1,14 @@
-"""Rush Hour: slide cars out of the way until car A stands at the right edge, in as few moves as possible.
+"""Rush Hour: slide cars out of the way until car A is at the right edge, in as few moves as possible.
 
-Boards are generated. A layout is a set of cars and walls, each car with its axis and its line. From one way of placing the cars the
-solver finds every other that can be reached, and how many moves each is away from the nearest solved one, all at once: moves can be
-taken back, so the search begins at every solved board. A slide of any length is one move. Boards whose number of moves is the wanted one
-are drawn from what was found, a few of each layout.
+Boards are generated. A layout is a set of cars and walls, each car with its axis and its line. From one placement of the cars the
+solver finds every reachable placement and its distance in moves from the nearest solved one, in a single search: moves can be
+undone, so the search starts at all solved boards. A slide of any length is one move. Boards with the requested number of moves
+are drawn from these, a few of each layout.
 
 `answer` holds every solution of the fewest moves; boards with more than `MOST_SOLUTIONS` are not used, so that no best answer is ever
 called wrong. Each has been played on its own board. No two examples share a board, and no two splits share a layout.
 
-The reward is `rush_solution_shaped`, or `rush_solution_exact` with `task.reward: exact`; the other one is recorded beside it.
+The reward is `rush_solution_shaped`, or `rush_solution_exact` with `task.reward: exact`; the other one is recorded as well.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class TaskConfig(Strict):
     seed: int = setting(0, "Of the boards; the run has a seed of its own.", ge=0)
 
     @model_validator(mode="after")
-    def _check(self) -> TaskConfig:
+    def _check_move_range(self) -> TaskConfig:
         if self.min_moves > self.max_moves:
             raise ValueError("min_moves is greater than max_moves")
         return self
@@ -114,14 +114,14 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Solved:
+class SolvedStates:
     """The solver's results for a layout."""
 
     graph: Graph
     """Each state's neighbours, one move away."""
     distance: dict[State, int]
     """Fewest moves to a solved state; states that cannot be solved are missing."""
-    ways: dict[State, int]
+    path_counts: dict[State, int]
     """Number of shortest solutions of each state."""
 
 
@@ -132,27 +132,27 @@ def get_config_schema() -> type[BaseModel]:
 
 def get_rl_dataset(config: Any) -> list[dict[str, Any]]:
     """The training examples: `board`, `size`, `moves` (the fewest) and `answer` (every solution with that many moves)."""
-    return _split(_own(config), "train")
+    return _rows_of_split(_task_config(config), "train")
 
 
 def get_eval_dataset(config: Any) -> list[dict[str, Any]]:
     """The held-out examples. They are drawn first, so they do not depend on the sizes of the other splits."""
-    return _split(_own(config), "eval")
+    return _rows_of_split(_task_config(config), "eval")
 
 
 def get_sft_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
     """The training examples with a best solution as completion."""
-    return [_sft_row(row) for row in get_rl_dataset(config)]
+    return [_with_completion(row) for row in get_rl_dataset(config)]
 
 
 def get_sft_eval_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
     """The validation examples with a best solution as completion."""
-    return [_sft_row(row) for row in _split(_own(config), "validation")]
+    return [_with_completion(row) for row in _rows_of_split(_task_config(config), "validation")]
 
 
 def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[RewardCallable, float]]:
     """The reward that the config selects; the other one has weight 0 and is only recorded."""
-    trained = _own(config).reward
+    trained = _task_config(config).reward
     functions = [
         {"name": f"rush_solution_{kind}", "weight": float(kind == trained)}
         for kind in ("shaped", "exact")
@@ -176,13 +176,13 @@ def compute_metrics(
         for moves, row in pairs
     ]
     excess = [
-        played.length(moves or ()) - row["moves"]
-        for played, (moves, row) in zip(plays, pairs, strict=True)
-        if played.solved
+        attempt.length(moves or ()) - row["moves"]
+        for attempt, (moves, row) in zip(plays, pairs, strict=True)
+        if attempt.solved
     ]
     return {
         "metrics": {
-            "solved": fmean(played.solved for played in plays),
+            "solved": fmean(attempt.solved for attempt in plays),
             "exact": fmean(exact),
             "readable": fmean(moves is not None for moves in answers),
             **({"excess_moves": fmean(excess)} if excess else {}),
@@ -194,30 +194,39 @@ def compute_metrics(
 # --- examples ------------------------------------------------------------------------------------
 
 
-def _own(config: Any) -> TaskConfig:
+def _task_config(config: Any) -> TaskConfig:
     section: Mapping[str, Any] = config.get("task") or {}
     return TaskConfig.model_validate(dict(section))
 
 
-def _split(own: TaskConfig, split_name: str) -> list[dict[str, Any]]:
+def _rows_of_split(task_config: TaskConfig, split_name: str) -> list[dict[str, Any]]:
     """The rows of one split. Unused boards of a layout are not given to another split."""
-    sizes = {"eval": own.eval_size, "validation": own.validation_size, "train": own.train_size}
-    layouts = _boards_of_layouts(own)
+    sizes = {
+        "eval": task_config.eval_size,
+        "validation": task_config.validation_size,
+        "train": task_config.train_size,
+    }
+    layouts = _boards_of_layouts(task_config)
     for split, size in sizes.items():
-        found = islice((each for layout in layouts for each in layout), size)
+        boards = islice((solved_board for layout in layouts for solved_board in layout), size)
         if split == split_name:
-            return [_row(own, *each) for each in found]
-        for _ in found:
+            return [_board_row(task_config, *solved_board) for solved_board in boards]
+        for _ in boards:
             pass
     raise AssertionError(split_name)
 
 
-def _row(own: TaskConfig, board: Board, solutions: tuple[Moves, ...]) -> dict[str, Any]:
+def _board_row(
+    task_config: TaskConfig, board: Board, solutions: tuple[Moves, ...]
+) -> dict[str, Any]:
     moves = len(solutions[0])
-    lines = [f"Board ({own.size} rows of {own.size} cells):", *map(" ".join, board.rows)]
-    if own.show_optimum:
+    lines = [
+        f"Board ({task_config.size} rows of {task_config.size} cells):",
+        *map(" ".join, board.rows),
+    ]
+    if task_config.show_optimum:
         lines.append(f"{moves} move{'s are' if moves > 1 else ' is'} enough.")
-    if own.show_moves:
+    if task_config.show_moves:
         lines.append(f"Possible first moves: {', '.join(map(str, possible_moves(board)))}")
     return {
         "prompt": [
@@ -234,49 +243,56 @@ def _row(own: TaskConfig, board: Board, solutions: tuple[Moves, ...]) -> dict[st
 def possible_moves(board: Board) -> list[Move]:
     """Every legal slide on a board, car by car, shorter ones first."""
     cars = sorted(set(board.cells) - {EMPTY, WALL})
-    every = (
+    candidates = (
         Move(car, direction, cells)
         for car in cars
         for direction in "<>^v"
         for cells in range(1, board.size)
     )
-    return [move for move in every if play(board, (move,)).legal]
+    return [move for move in candidates if play(board, (move,)).legal]
 
 
-def _sft_row(row: dict[str, Any]) -> dict[str, Any]:
+def _with_completion(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "completion": f"<answer>{row['answer'][0]}</answer>"}
 
 
 # --- boards --------------------------------------------------------------------------------------
 
 
-def _boards_of_layouts(own: TaskConfig) -> Iterator[list[tuple[Board, tuple[Moves, ...]]]]:
+def _boards_of_layouts(task_config: TaskConfig) -> Iterator[list[tuple[Board, tuple[Moves, ...]]]]:
     """Boards with their solutions, grouped by layout, without end. Raises TaskError once no more are found."""
-    stream = Stream("rush_hour", own.seed, own.size, own.max_walls, own.min_moves, own.max_moves)
+    stream = Stream(
+        "rush_hour",
+        task_config.seed,
+        task_config.size,
+        task_config.max_walls,
+        task_config.min_moves,
+        task_config.max_moves,
+    )
     seen: set[tuple[int, tuple[Car, ...]]] = set()
-    found, in_vain = 0, 0
-    while in_vain < MAX_MISSES_IN_A_ROW:
-        layout, start = draw_layout(stream, own.size, own.max_walls)
-        key = layout.walls, tuple(sorted(layout.cars, key=_by_line))
-        boards = [] if key in seen else _boards(own, stream, layout, start)
+    count, misses = 0, 0
+    while misses < MAX_MISSES_IN_A_ROW:
+        layout, start = draw_layout(stream, task_config.size, task_config.max_walls)
+        key = layout.walls, tuple(sorted(layout.cars, key=_line_key))
+        boards = [] if key in seen else _pick_boards(task_config, stream, layout, start)
         seen.add(key)
-        found, in_vain = found + len(boards), 0 if boards else in_vain + 1
+        count, misses = count + len(boards), 0 if boards else misses + 1
         if boards:
             yield boards
     raise TaskError(
-        f"task: only {found} boards of {own.size}×{own.size} cells that need {own.min_moves} to {own.max_moves} moves were "
-        f"found; then {MAX_MISSES_IN_A_ROW} layouts in a row had none. Lower min_moves, raise max_moves, or make train_size, "
-        "validation_size and eval_size smaller."
+        f"task: only {count} boards of {task_config.size}×{task_config.size} cells that need {task_config.min_moves} to "
+        f"{task_config.max_moves} moves were found; then {MAX_MISSES_IN_A_ROW} layouts in a row had none. "
+        "Lower min_moves, raise max_moves, or make train_size, validation_size and eval_size smaller."
     )
 
 
-def _by_line(car: Car) -> tuple[bool, int]:
+def _line_key(car: Car) -> tuple[bool, int]:
     """Sort key: cars of one line keep their order, as `draw_layout` returns it."""
     return car.horizontal, car.line
 
 
-def _boards(
-    own: TaskConfig, stream: Stream, layout: Layout, start: State
+def _pick_boards(
+    task_config: TaskConfig, stream: Stream, layout: Layout, start: State
 ) -> list[tuple[Board, tuple[Moves, ...]]]:
     """A few boards of a layout with the wanted number of moves; each number of moves is equally likely."""
     solved = solve(layout, start)
@@ -284,34 +300,38 @@ def _boards(
         return []
     by_moves: dict[int, list[State]] = {}
     for state, moves in solved.distance.items():
-        if own.min_moves <= moves <= own.max_moves and solved.ways[state] <= MOST_SOLUTIONS:
+        if (
+            task_config.min_moves <= moves <= task_config.max_moves
+            and solved.path_counts[state] <= MOST_SOLUTIONS
+        ):
             by_moves.setdefault(moves, []).append(state)
-    chosen: list[State] = []
-    while by_moves and len(chosen) < BOARDS_OF_A_LAYOUT:
+    selection: list[State] = []
+    while by_moves and len(selection) < BOARDS_OF_A_LAYOUT:
         moves = sorted(by_moves)[stream.below(len(by_moves))]
         states = by_moves[moves]
-        chosen.append(states.pop(stream.below(len(states))))
+        selection.append(states.pop(stream.below(len(states))))
         if not states:
             del by_moves[moves]
-    return [_with_solutions(layout, solved, state) for state in chosen]
+    return [_with_solutions(layout, solved, state) for state in selection]
 
 
 def _with_solutions(
-    layout: Layout, solved: Solved, state: State
+    layout: Layout, solved: SolvedStates, state: State
 ) -> tuple[Board, tuple[Moves, ...]]:
     """The board as drawn, with its best solutions, each verified by playing it."""
     # The letters of the cars: A, then in order of appearance, row by row.
-    firsts = [layout.masks[car][_place(state, car)] for car in range(len(layout.cars))]
-    met = sorted(range(1, len(firsts)), key=lambda car: firsts[car] & -firsts[car])
-    letters = {0: LEAVING} | dict(zip(met, LETTERS[1:], strict=False))
+    firsts = [layout.masks[car][_position_of(state, car)] for car in range(len(layout.cars))]
+    order = sorted(range(1, len(firsts)), key=lambda car: firsts[car] & -firsts[car])
+    letters = {0: LEAVING} | dict(zip(order, LETTERS[1:], strict=False))
     names = [letters[car] for car in range(len(firsts))]
     cells = [WALL if layout.walls >> cell & 1 else EMPTY for cell in range(layout.size**2)]
     for number, name in enumerate(names):
-        mask = layout.masks[number][_place(state, number)]
+        mask = layout.masks[number][_position_of(state, number)]
         cells = [name if mask >> cell & 1 else sign for cell, sign in enumerate(cells)]
     board = board_of("".join(cells), layout.size)
     solutions = tuple(
-        tuple(_move(layout, names, *step) for step in path) for path in _paths(solved, state)
+        tuple(_move_between(layout, names, *step) for step in path)
+        for path in _shortest_paths(solved, state)
     )
     return solvable(board, solutions), solutions
 
@@ -322,119 +342,122 @@ def draw_layout(stream: Stream, size: int, max_walls: int) -> tuple[Layout, Stat
     A's row has no other horizontal car and no wall, because most such boards could not be solved.
     """
     row = stream.below(size)
-    cars, places = [Car(True, row, 2)], [stream.below(size - 1)]
-    occupied = _mask(size, cars[0], places[0])
+    cars, positions = [Car(True, row, 2)], [stream.below(size - 1)]
+    occupied = _cells_mask(size, cars[0], positions[0])
     walls = 0
     for _ in range(stream.below(max_walls + 1)):
         cell = stream.below(size * size)
         if cell // size != row:
             walls |= 1 << cell
     occupied |= walls
-    free = FREE_CELLS[stream.below(len(FREE_CELLS))]
+    free_cells = FREE_CELLS[stream.below(len(FREE_CELLS))]
     for _ in range(4 * size * size):
-        if size * size - occupied.bit_count() <= free or len(cars) == len(LETTERS):
+        if size * size - occupied.bit_count() <= free_cells or len(cars) == len(LETTERS):
             break
         length = 3 if size > 4 and stream.below(3) == 0 else 2
         car = Car(stream.below(2) == 0, stream.below(size), length)
-        place = stream.below(size - length + 1)
-        mask = _mask(size, car, place)
+        position = stream.below(size - length + 1)
+        mask = _cells_mask(size, car, position)
         if not mask & occupied and not (car.horizontal and car.line == row):
             occupied |= mask
             cars.append(car)
-            places.append(place)
-    return _layout(size, cars, places, walls)
+            positions.append(position)
+    return _make_layout(size, cars, positions, walls)
 
 
-def _layout(
-    size: int, cars: Sequence[Car], places: Sequence[int], walls: int
+def _make_layout(
+    size: int, cars: Sequence[Car], positions: Sequence[int], walls: int
 ) -> tuple[Layout, State]:
     """Layout and state; the cars after A are sorted by position."""
-    order = [0, *sorted(range(1, len(cars)), key=lambda car: places[car])]
+    order = [0, *sorted(range(1, len(cars)), key=lambda car: positions[car])]
     masks = tuple(
-        tuple(_mask(size, cars[car], place) for place in range(size - cars[car].length + 1))
+        tuple(
+            _cells_mask(size, cars[car], position)
+            for position in range(size - cars[car].length + 1)
+        )
         for car in order
     )
-    state = sum(places[car] << 3 * index for index, car in enumerate(order))
+    state = sum(positions[car] << 3 * index for index, car in enumerate(order))
     return Layout(size, tuple(cars[car] for car in order), walls, masks), state
 
 
-def _mask(size: int, car: Car, place: int) -> int:
+def _cells_mask(size: int, car: Car, position: int) -> int:
     """The cells of a car at a position on its line."""
-    along = range(place, place + car.length)
+    span = range(position, position + car.length)
     if car.horizontal:
-        return sum(1 << car.line * size + column for column in along)
-    return sum(1 << row * size + car.line for row in along)
+        return sum(1 << car.line * size + column for column in span)
+    return sum(1 << row * size + car.line for row in span)
 
 
-def _place(state: State, car: int) -> int:
+def _position_of(state: State, car: int) -> int:
     return state >> 3 * car & 7
 
 
 # --- solver --------------------------------------------------------------------------------------
 
 
-def solve(layout: Layout, start: State) -> Solved | None:
+def solve(layout: Layout, start: State) -> SolvedStates | None:
     """All states reachable from `start`, with their distances; None if there are too many."""
-    graph = _reachable(layout, start)
+    graph = _state_graph(layout, start)
     if graph is None:
         return None
     at_the_edge = layout.size - layout.cars[0].length
-    distance = {state: 0 for state in graph if _place(state, 0) == at_the_edge}
-    ways = dict.fromkeys(distance, 1)
-    reached = list(distance)
-    for state in reached:  # grows while it is read: nearest states first
-        further = distance[state] + 1
-        for before in graph[state]:
-            if before not in distance:
-                distance[before], ways[before] = further, 0
-                reached.append(before)
-            if distance[before] == further:
-                ways[before] += ways[state]
-    return Solved(graph, distance, ways)
+    distance = {state: 0 for state in graph if _position_of(state, 0) == at_the_edge}
+    path_counts = dict.fromkeys(distance, 1)
+    queue = list(distance)
+    for state in queue:  # grows while it is read: nearest states first
+        next_distance = distance[state] + 1
+        for predecessor in graph[state]:
+            if predecessor not in distance:
+                distance[predecessor], path_counts[predecessor] = next_distance, 0
+                queue.append(predecessor)
+            if distance[predecessor] == next_distance:
+                path_counts[predecessor] += path_counts[state]
+    return SolvedStates(graph, distance, path_counts)
 
 
-def _reachable(layout: Layout, start: State) -> Graph | None:
+def _state_graph(layout: Layout, start: State) -> Graph | None:
     """Each reachable state with its neighbours, one move away; None if there are more than `MOST_STATES`."""
     cars = [(3 * car, masks, len(masks)) for car, masks in enumerate(layout.masks)]
     cells = layout.walls
     for car, masks in enumerate(layout.masks):
-        cells |= masks[_place(start, car)]
+        cells |= masks[_position_of(start, car)]
     graph: Graph = {start: []}
-    reached = [(start, cells)]
-    for state, occupied in reached:  # grows while it is read
-        near = graph[state]
+    queue = [(start, cells)]
+    for state, occupied in queue:  # grows while it is read
+        neighbours = graph[state]
         for shift, masks, room in cars:
-            place = state >> shift & 7
-            others = occupied ^ masks[place]
+            position = state >> shift & 7
+            obstacles = occupied ^ masks[position]
             for step in (-1, 1):
-                to = place + step
-                while 0 <= to < room and not masks[to] & others:
-                    after = state + (to - place << shift)
-                    near.append(after)
-                    if after not in graph:
-                        graph[after] = []
-                        reached.append((after, others | masks[to]))
-                    to += step
-        if len(reached) > MOST_STATES:
+                target = position + step
+                while 0 <= target < room and not masks[target] & obstacles:
+                    next_state = state + (target - position << shift)
+                    neighbours.append(next_state)
+                    if next_state not in graph:
+                        graph[next_state] = []
+                        queue.append((next_state, obstacles | masks[target]))
+                    target += step
+        if len(queue) > MOST_STATES:
             return None
     return graph
 
 
-def _paths(solved: Solved, state: State) -> Iterator[list[tuple[State, State]]]:
+def _shortest_paths(solved: SolvedStates, state: State) -> Iterator[list[tuple[State, State]]]:
     """Every shortest path to a solved state, as steps from state to state."""
     nearer = solved.distance[state] - 1
     if nearer < 0:
         yield []
         return
-    for after in solved.graph[state]:
-        if solved.distance[after] == nearer:
-            for rest in _paths(solved, after):
-                yield [(state, after), *rest]
+    for next_state in solved.graph[state]:
+        if solved.distance[next_state] == nearer:
+            for rest in _shortest_paths(solved, next_state):
+                yield [(state, next_state), *rest]
 
 
-def _move(layout: Layout, names: Sequence[str], before: State, after: State) -> Move:
+def _move_between(layout: Layout, names: Sequence[str], before: State, after: State) -> Move:
     """The move that leads from one state to the next."""
-    car = next(i for i in range(len(names)) if _place(before, i) != _place(after, i))
-    cells = _place(after, car) - _place(before, car)
+    car = next(i for i in range(len(names)) if _position_of(before, i) != _position_of(after, i))
+    cells = _position_of(after, car) - _position_of(before, car)
     backward, forward = "<>" if layout.cars[car].horizontal else "^v"
     return Move(names[car], forward if cells > 0 else backward, abs(cells))

@@ -77,17 +77,17 @@ class TaskConfig(Strict):
         return range(self.min_words, self.max_words + 1)
 
     @model_validator(mode="after")
-    def _check(self) -> TaskConfig:
+    def _check_word_counts(self) -> TaskConfig:
         if (self.min_words is None) != (self.max_words is None):
             raise ValueError("min_words and max_words are given together or not at all")
         if self.min_words is not None and self.words != _DEFAULT_WORDS:
             raise ValueError("give words, or min_words and max_words, not both")
         if not self.counts:
             raise ValueError("min_words is greater than max_words")
-        there = comb(len(WORDS), self.counts.start)
-        if self.train_size + self.validation_size + self.eval_size > there // 2:
+        set_count = comb(len(WORDS), self.counts.start)
+        if self.train_size + self.validation_size + self.eval_size > set_count // 2:
             raise ValueError(
-                f"train_size + validation_size + eval_size may be at most {there // 2}: there are {there} different sets of "
+                f"train_size + validation_size + eval_size may be at most {set_count // 2}: there are {set_count} different sets of "
                 f"{self.counts.start} words, and no two examples share one"
             )
         return self
@@ -100,34 +100,37 @@ def get_config_schema() -> type[BaseModel]:
 
 def get_rl_dataset(config: Any) -> list[dict[str, Any]]:
     """The training examples, with the columns `words` (as asked) and `answer` (a right completion)."""
-    own = _own(config)
-    return _rows(own)[own.eval_size :]
+    task_config = _task_config(config)
+    return _eval_and_train_rows(task_config)[task_config.eval_size :]
 
 
 def get_eval_dataset(config: Any) -> list[dict[str, Any]]:
     """The held-out examples. They are drawn first, so they do not depend on `train_size`."""
-    own = _own(config)
-    return _rows(own)[: own.eval_size]
+    task_config = _task_config(config)
+    return _eval_and_train_rows(task_config)[: task_config.eval_size]
 
 
 def get_sft_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
     """The training examples, each with its sorted words as completion."""
-    return [_sft_row(row) for row in get_rl_dataset(config)]
+    return [_with_completion(row) for row in get_rl_dataset(config)]
 
 
 def get_sft_eval_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
     """The validation examples with their sorted words. They use a random stream of their own and exclude the examples of the other
     splits.
     """
-    own = _own(config)
-    others = {frozenset(row["words"]) for row in _rows(own)}
-    stream = Stream("sort_words", own.seed, "validation")
-    return [_sft_row(row) for row in _draw_rows(stream, own, own.validation_size, others)]
+    task_config = _task_config(config)
+    used_sets = {frozenset(row["words"]) for row in _eval_and_train_rows(task_config)}
+    stream = Stream("sort_words", task_config.seed, "validation")
+    return [
+        _with_completion(row)
+        for row in _draw_rows(stream, task_config, task_config.validation_size, used_sets)
+    ]
 
 
 def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[RewardFunction, float]]:
     """The parts of the preset with their weights."""
-    return list(PARTS[_own(config).preset])
+    return list(PARTS[_task_config(config).preset])
 
 
 def compute_metrics(
@@ -138,7 +141,7 @@ def compute_metrics(
     tokenizer: Any,
 ) -> dict[str, Any]:
     """Share of answers that are exactly right, share of true permutations, mean reward."""
-    preset = _own(config).preset
+    preset = _task_config(config).preset
     given_words = [row["words"] for row in dataset_rows]
     answers = [_answer_words(completion, preset) for completion in completions]
     pairs = list(zip(answers, given_words, strict=True))
@@ -171,7 +174,7 @@ def right_positions(completions: Sequence[CompletionText], words: Any, **_: Any)
         (_answer_words(c, "quickstart"), sorted(w)) for c, w in zip(completions, words, strict=True)
     ]
     return [
-        _share(a == b for a, b in zip(x, w, strict=True)) if sorted(x) == w else 0.0
+        _share_true(a == b for a, b in zip(x, w, strict=True)) if sorted(x) == w else 0.0
         for x, w in pairs
     ]
 
@@ -181,19 +184,19 @@ def contained_ignoring_case(
 ) -> list[float]:
     """Share of the given words that occur, ignoring case."""
     texts = [_after_thinking(completion).lower() for completion in completions]
-    return [_share(word in text for word in w) for text, w in zip(texts, words, strict=True)]
+    return [_share_true(word in text for word in w) for text, w in zip(texts, words, strict=True)]
 
 
 def contained(completions: Sequence[CompletionText], words: Any, **_: Any) -> list[float]:
     """Share of the given words that occur as they were given."""
     texts = [_after_thinking(completion) for completion in completions]
-    return [_share(word in text for word in w) for text, w in zip(texts, words, strict=True)]
+    return [_share_true(word in text for word in w) for text, w in zip(texts, words, strict=True)]
 
 
 def begins_line(completions: Sequence[CompletionText], words: Any, **_: Any) -> list[float]:
     """Share of the given words that a line starts with."""
     pairs = zip(completions, words, strict=True)
-    return [_share(word in _line_starts(completion) for word in w) for completion, w in pairs]
+    return [_share_true(word in _line_starts(completion) for word in w) for completion, w in pairs]
 
 
 def belongs(completions: Sequence[CompletionText], words: Any, **_: Any) -> list[float]:
@@ -207,11 +210,13 @@ def ascending(completions: Sequence[CompletionText], words: Any, **_: Any) -> li
     do not count.
     """
     shares: list[float] = []
-    for completion, given in zip(completions, words, strict=True):
+    for completion, row_words in zip(completions, words, strict=True):
         text = _after_thinking(completion)
-        places = {word: _first_place(word, text) for word in given}
-        pairs = combinations(sorted(places), 2)
-        shares.append(_share(0 <= places[first] < places[second] for first, second in pairs))
+        positions = {word: _first_index(word, text) for word in row_words}
+        pairs = combinations(sorted(positions), 2)
+        shares.append(
+            _share_true(0 <= positions[first] < positions[second] for first, second in pairs)
+        )
     return shares
 
 
@@ -228,35 +233,35 @@ PARTS: dict[Preset, tuple[tuple[RewardFunction, float], ...]] = {
 """The reward functions of each preset with their weights."""
 
 
-def _own(config: Any) -> TaskConfig:
+def _task_config(config: Any) -> TaskConfig:
     section: Mapping[str, Any] = config.get("task") or {}
     return TaskConfig.model_validate(dict(section))
 
 
-def _rows(own: TaskConfig) -> list[dict[str, Any]]:
+def _eval_and_train_rows(task_config: TaskConfig) -> list[dict[str, Any]]:
     """Held-out examples first, then those for training."""
-    stream = Stream("sort_words", own.seed)
-    return _draw_rows(stream, own, own.eval_size + own.train_size, set())
+    stream = Stream("sort_words", task_config.seed)
+    return _draw_rows(stream, task_config, task_config.eval_size + task_config.train_size, set())
 
 
 def _draw_rows(
-    stream: Stream, own: TaskConfig, count: int, seen: set[frozenset[str]]
+    stream: Stream, task_config: TaskConfig, count: int, seen: set[frozenset[str]]
 ) -> list[dict[str, Any]]:
     """Draws `count` rows with sets of words that are not in `seen`, and adds them to it."""
     rows: list[dict[str, Any]] = []
     while len(rows) < count:
-        words = stream.sample(WORDS, own.counts[stream.below(len(own.counts))])
+        words = stream.sample(WORDS, task_config.counts[stream.below(len(task_config.counts))])
         if frozenset(words) not in seen:
             seen.add(frozenset(words))
-            rows.append(_row(words, own.preset))
+            rows.append(_words_row(words, task_config.preset))
     return rows
 
 
-def _sft_row(row: dict[str, Any]) -> dict[str, Any]:
+def _with_completion(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "completion": row["answer"]}
 
 
-def _row(words: list[str], preset: Preset) -> dict[str, Any]:
+def _words_row(words: list[str], preset: Preset) -> dict[str, Any]:
     return {
         "prompt": [
             {"role": "system", "content": _INSTRUCTION[preset]},
@@ -284,12 +289,12 @@ def _line_starts(completion: CompletionText) -> set[str]:
     return set(re.findall(r"^[a-zA-Z]+", _after_thinking(completion), re.MULTILINE))
 
 
-def _first_place(word: str, text: str) -> int:
+def _first_index(word: str, text: str) -> int:
     """Index of the first occurrence of the word without a letter before or after it; -1 if there is none."""
     letter = r"[^\W\d_]"
-    found = re.search(rf"(?<!{letter}){re.escape(word)}(?!{letter})", text)
-    return found.start() if found else -1
+    match = re.search(rf"(?<!{letter}){re.escape(word)}(?!{letter})", text)
+    return match.start() if match else -1
 
 
-def _share(holds: Iterable[bool]) -> float:
+def _share_true(holds: Iterable[bool]) -> float:
     return fmean(list(holds) or [False])

@@ -1,6 +1,6 @@
 """One turn of Wordle: one to four guesses and their marks are given, and the next guess is asked for.
 
-A completion is to think, close `</think>` and write `<guess>word</guess>`; the first well-formed guess behind the tag counts. Six parts
+A completion is to think, close `</think>` and write `<guess>word</guess>`; the first well-formed guess after the tag counts. Six parts
 make the reward, 0.7 at most; their weights are in `task.weights`:
 
     format          0.2    there is a guess
@@ -94,7 +94,7 @@ class TaskConfig(Strict):
     seed: int = setting(0, "Of the examples; the run has a seed of its own.", ge=0)
 
     @model_validator(mode="after")
-    def _check(self) -> TaskConfig:
+    def _check_history_range(self) -> TaskConfig:
         if self.min_history > self.max_history:
             raise ValueError("min_history is greater than max_history")
         return self
@@ -107,34 +107,40 @@ def get_config_schema() -> type[BaseModel]:
 
 def get_rl_dataset(config: Any) -> list[dict[str, Any]]:
     """The training rows, with the columns `guesses`, `feedback`, `secret` and `gold_completion`."""
-    own = _own(config)
-    return _rows(own, "train", own.train_size)
+    task_config = _task_config(config)
+    return _turn_rows(task_config, "train", task_config.train_size)
 
 
 def get_eval_dataset(config: Any) -> list[dict[str, Any]]:
     """The test rows."""
-    own = _own(config)
-    return _rows(own, "test", own.eval_size)
+    task_config = _task_config(config)
+    return _turn_rows(task_config, "test", task_config.eval_size)
 
 
 def get_sft_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
     """The training rows with a solver's completion: a word that all marks allow, with the reasoning."""
-    return [_sft_row(row) for row in get_rl_dataset(config)]
+    return [_with_completion(row) for row in get_rl_dataset(config)]
 
 
 def get_sft_eval_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
     """The validation rows with a solver's completion."""
-    own = _own(config)
-    return [_sft_row(row) for row in _rows(own, "validation", own.validation_size)]
+    task_config = _task_config(config)
+    return [
+        _with_completion(row)
+        for row in _turn_rows(task_config, "validation", task_config.validation_size)
+    ]
 
 
 def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[Callable[..., Any], float]]:
     """The reward parts with their weights."""
-    own = _own(config)
-    real = words_of(own.secrets, own.dictionary).dictionary
-    weights = own.weights.model_dump()
+    task_config = _task_config(config)
+    real = words_of(task_config.secrets, task_config.dictionary).dictionary
+    weights = task_config.weights.model_dump()
     parts = [(Part(name, of, real), weights[name]) for name, of in PARTS.items()]
-    return [*parts, (OverLength(_overlong_length(own, config)), own.weights.over_length)]
+    return [
+        *parts,
+        (OverLength(_overlong_length(task_config, config)), task_config.weights.over_length),
+    ]
 
 
 def compute_metrics(
@@ -145,8 +151,8 @@ def compute_metrics(
     tokenizer: Any,
 ) -> dict[str, Any]:
     """Shares of completions with a guess, with a real word, with one that all marks allow, and with the secret itself."""
-    own = _own(config)
-    real = words_of(own.secrets, own.dictionary).dictionary
+    task_config = _task_config(config)
+    real = words_of(task_config.secrets, task_config.dictionary).dictionary
     verdicts = [
         judge_guess(completion_text(completion), row["guesses"], row["feedback"], real)
         for completion, row in zip(completions, dataset_rows, strict=True)
@@ -247,7 +253,7 @@ class OverLength:
         return [float(limit is not None and len(ids) > limit) for ids in completion_ids]
 
 
-def _overlong_length(own: TaskConfig, config: Any) -> int | None:
+def _overlong_length(task_config: TaskConfig, config: Any) -> int | None:
     """The limit in tokens. Raises TaskError for a limit that no completion can exceed."""
     # The longest completion in training, in tokens; None if the config sets no limit.
     rollout: Mapping[str, Any] = config.get("rollout") or {}
@@ -256,21 +262,21 @@ def _overlong_length(own: TaskConfig, config: Any) -> int | None:
     else:
         sampler: Mapping[str, Any] = config.get("sampler") or {}
         longest = sampler.get("max_completion_length")
-    if own.overlong_length is None or longest is None:
-        return own.overlong_length or (longest and int(OVERLONG_SHARE * longest))
-    if own.overlong_length >= longest:
+    if task_config.overlong_length is None or longest is None:
+        return task_config.overlong_length or (longest and int(OVERLONG_SHARE * longest))
+    if task_config.overlong_length >= longest:
         raise TaskError(
-            f"task.overlong_length is {own.overlong_length}, but completions are cut off at {longest} tokens, so that none would be "
-            f"over-length. Leave it out, which makes it three quarters of the longest ({int(OVERLONG_SHARE * longest)} here), lower it, "
+            f"task.overlong_length is {task_config.overlong_length}, but completions are cut off at {longest} tokens, so that none would "
+            f"be over-length. Leave it out, which makes it three quarters of the longest ({int(OVERLONG_SHARE * longest)} here), lower it, "
             "or raise sampler.max_completion_length. task.weights.over_length=0 pays for any length."
         )
-    return own.overlong_length
+    return task_config.overlong_length
 
 
 # --- rows ----------------------------------------------------------------------------------------
 
 
-def _own(config: Any) -> TaskConfig:
+def _task_config(config: Any) -> TaskConfig:
     section: Mapping[str, Any] = config.get("task") or {}
     return TaskConfig.model_validate(View(section).to_dict())
 
@@ -289,11 +295,11 @@ class Turn:
     @property
     def row(self) -> dict[str, Any]:
         """The row for training and evaluation."""
-        known = Knowledge.of(self.guesses, self.marks)
-        marked = zip(self.guesses, self.marks, strict=True)
+        knowledge = Knowledge.of(self.guesses, self.marks)
+        history = zip(self.guesses, self.marks, strict=True)
         lines = [
             *choices_line(self.choices),
-            *(marked_guess(guess, marks) for guess, marks in marked),
+            *(marked_guess(guess, marks) for guess, marks in history),
         ]
         return {
             "prompt": [
@@ -307,14 +313,22 @@ class Turn:
             "feedback": list(self.marks),
             "secret": self.secret,
             **({"choices": list(self.choices)} if self.choices else {}),
-            "gold_completion": answer(reasoning(known, self.gold), self.gold),
+            "gold_completion": answer(reasoning(knowledge, self.gold), self.gold),
         }
 
 
-def _rows(own: TaskConfig, split: Split, size: int) -> list[dict[str, Any]]:
+def _turn_rows(task_config: TaskConfig, split: Split, size: int) -> list[dict[str, Any]]:
     """The first `size` rows of a split, no two with the same prompt; a larger size starts with the same rows."""
-    words = tuple(words_of(own.secrets, own.dictionary).of(split, own.seed))
-    turns = _draw_turns(words, split, own.seed, own.min_history, own.max_history, own.choices, size)
+    words = tuple(words_of(task_config.secrets, task_config.dictionary).of(split, task_config.seed))
+    turns = _draw_turns(
+        words,
+        split,
+        task_config.seed,
+        task_config.min_history,
+        task_config.max_history,
+        task_config.choices,
+        size,
+    )
     return [turn.row for turn in turns]
 
 
@@ -333,7 +347,7 @@ def _draw_turns(
     rows: dict[tuple[tuple[str, ...], tuple[str, ...]], Turn] = {}
     vain = 0
     while len(rows) < size:
-        turn = _turn(words, stream, least, most, choices)
+        turn = _draw_turn(words, stream, least, most, choices)
         key = (turn.guesses, turn.marks)
         vain = vain + 1 if key in rows else 0
         rows.setdefault(key, turn)
@@ -345,7 +359,9 @@ def _draw_turns(
     return tuple(rows.values())
 
 
-def _turn(words: Sequence[str], stream: Stream, least: int, most: int, choices: int | None) -> Turn:
+def _draw_turn(
+    words: Sequence[str], stream: Stream, least: int, most: int, choices: int | None
+) -> Turn:
     secret = words[stream.below(len(words))]
     turns = least + stream.below(most - least + 1)
     guesses: list[str] = []
@@ -353,11 +369,13 @@ def _turn(words: Sequence[str], stream: Stream, least: int, most: int, choices: 
     while len(guesses) < turns:
         guesses.append(_earlier_guess(words, secret, guesses, marks, stream))
         marks.append(marks_of(guesses[-1], secret))
-    known = Knowledge.of(guesses, marks)
+    knowledge = Knowledge.of(guesses, marks)
     fresh = [word for word in words if word not in guesses]
-    shown = stream.among(secret, fresh, choices) if choices else []
-    gold = next(word for word in shown or _from_anywhere(words, stream) if known.allows(word))
-    return Turn(secret, tuple(guesses), tuple(marks), gold, tuple(shown))
+    shown_words = stream.among(secret, fresh, choices) if choices else []
+    gold = next(
+        word for word in shown_words or _from_anywhere(words, stream) if knowledge.allows(word)
+    )
+    return Turn(secret, tuple(guesses), tuple(marks), gold, tuple(shown_words))
 
 
 def _earlier_guess(
@@ -368,13 +386,13 @@ def _earlier_guess(
     stream: Stream,
 ) -> str:
     """A plausible guess: every other time one that the marks so far allow, if there is such a word other than the secret."""
-    around = _from_anywhere(words, stream)
-    one_allowed = stream.below(2)
-    others = (word for word in around if word != secret and word not in guesses)
-    first = next(others)
-    if not one_allowed:
+    shuffled = _from_anywhere(words, stream)
+    must_fit = stream.below(2)
+    candidates = (word for word in shuffled if word != secret and word not in guesses)
+    first = next(candidates)
+    if not must_fit:
         return first
-    return next(filter(Knowledge.of(guesses, marks).allows, chain([first], others)), first)
+    return next(filter(Knowledge.of(guesses, marks).allows, chain([first], candidates)), first)
 
 
 def _from_anywhere(words: Sequence[str], stream: Stream) -> list[str]:
@@ -383,5 +401,5 @@ def _from_anywhere(words: Sequence[str], stream: Stream) -> list[str]:
     return [*words[begin:], *words[:begin]]
 
 
-def _sft_row(row: dict[str, Any]) -> dict[str, Any]:
+def _with_completion(row: dict[str, Any]) -> dict[str, Any]:
     return {**row, "completion": row["gold_completion"]}

@@ -87,39 +87,41 @@ def get_config_schema() -> type[BaseModel]:
 
 def get_rl_dataset(config: Any) -> list[dict[str, Any]]:
     """A row for each secret, with the columns `secret` and `gold_completion` (the winning guess)."""
-    return _rows(_own(config), "train")
+    return _game_rows(_task_config(config), "train")
 
 
 def get_eval_dataset(config: Any) -> list[dict[str, Any]]:
     """The same for the secrets of the test split."""
-    return _rows(_own(config), "test")
+    return _game_rows(_task_config(config), "test")
 
 
 def get_sft_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
     """The training rows with games that a solver won."""
-    return _sft_rows(_own(config), "train")
+    return _rows_with_games(_task_config(config), "train")
 
 
 def get_sft_eval_dataset(config: Any, tokenizer: Any) -> list[dict[str, Any]]:
     """Such games for the secrets of the validation split."""
-    return _sft_rows(_own(config), "validation")
+    return _rows_with_games(_task_config(config), "validation")
 
 
 def get_environment(config: Any) -> Callable[[], Game]:
     """A factory of games."""
-    own = _own(config)
-    real = words_of(own.secrets, own.dictionary).dictionary
-    return partial(Game, real, own.guesses)
+    task_config = _task_config(config)
+    real = words_of(task_config.secrets, task_config.dictionary).dictionary
+    return partial(Game, real, task_config.guesses)
 
 
 def get_reward_funcs(config: Any, tokenizer: Any) -> list[tuple[Callable[..., Any], float]]:
     """The reward parts with their weights."""
-    own = _own(config)
-    real = words_of(own.secrets, own.dictionary).dictionary
-    weights = own.weights.model_dump()
-    measures: dict[str, Callable[[Played], float]] = {"won": lambda played: float(played.won)}
-    measures |= {name: _on_average(of) for name, of in PARTS.items()}
-    return [(Part(name, of, real, own.guesses), weights[name]) for name, of in measures.items()]
+    task_config = _task_config(config)
+    real = words_of(task_config.secrets, task_config.dictionary).dictionary
+    weights = task_config.weights.model_dump()
+    measures: dict[str, Callable[[GameResult], float]] = {"won": lambda game: float(game.won)}
+    measures |= {name: _average_over_turns(of) for name, of in PARTS.items()}
+    return [
+        (Part(name, of, real, task_config.guesses), weights[name]) for name, of in measures.items()
+    ]
 
 
 def compute_metrics(
@@ -130,10 +132,10 @@ def compute_metrics(
     tokenizer: Any,
 ) -> dict[str, Any]:
     """Share of the games won, guesses needed (a lost game counts as the limit + 1), and shares of all turns."""
-    own = _own(config)
-    real = words_of(own.secrets, own.dictionary).dictionary
+    task_config = _task_config(config)
+    real = words_of(task_config.secrets, task_config.dictionary).dictionary
     games = [
-        play_messages(completion, row["secret"], real, own.guesses)
+        play_messages(completion, row["secret"], real, task_config.guesses)
         for completion, row in zip(completions, dataset_rows, strict=True)
     ]
     turns = [verdict for game in games for verdict in game.verdicts] or [Verdict()]
@@ -180,7 +182,7 @@ class Game:
         """Mark a guess."""
         verdict = judge_guess(completion, self.guesses, self.marks, self.real, self.unmarked)
         self.verdicts.append(verdict)
-        return Step(self._reply(verdict), done=self.over)
+        return Step(self._reply_to(verdict), done=self.over)
 
     @property
     def won(self) -> bool:
@@ -192,7 +194,7 @@ class Game:
         """True if nothing more can be guessed."""
         return self.won or len(self.verdicts) == self.limit
 
-    def _reply(self, verdict: Verdict) -> str:
+    def _reply_to(self, verdict: Verdict) -> str:
         """The environment's reply to the turn that was just judged."""
         remaining = guesses_left(self.limit - len(self.verdicts))
         if verdict.guess is None:
@@ -206,7 +208,7 @@ class Game:
 
 
 @dataclass(frozen=True, slots=True)
-class Played:
+class GameResult:
     """A game that has ended, or was cut off."""
 
     won: bool
@@ -221,19 +223,19 @@ class Played:
 
 def play_messages(
     completion: CompletionText, secret: str, real: frozenset[str], limit: int = GUESSES
-) -> Played:
+) -> GameResult:
     """The result of a game whose turns are the assistant's messages; messages after its end do not count."""
     game = Game(real, limit)
     game.reset(secret)
     if isinstance(completion, str):
         turns = [completion]
     else:
-        own = [each for each in completion if each.get("role", "assistant") == "assistant"]
-        turns = [completion_text([message]) for message in own]
+        replies = [reply for reply in completion if reply.get("role", "assistant") == "assistant"]
+        turns = [completion_text([message]) for message in replies]
     for text in turns:
         if not game.over:
             game.step(text)
-    return Played(game.won, tuple(game.verdicts), limit)
+    return GameResult(game.won, tuple(game.verdicts), limit)
 
 
 # --- rewards -------------------------------------------------------------------------------------
@@ -244,7 +246,7 @@ class Part:
     """The reward function of one part."""
 
     name: str
-    of: Callable[[Played], float]
+    of: Callable[[GameResult], float]
     real: frozenset[str]
     limit: int
 
@@ -254,61 +256,64 @@ class Part:
         """One value for each game."""
         pairs = zip(completions, secret, strict=True)
         return [
-            self.of(play_messages(completion, own, self.real, self.limit))
-            for completion, own in pairs
+            self.of(play_messages(completion, game_secret, self.real, self.limit))
+            for completion, game_secret in pairs
         ]
 
 
-def _on_average(of: Callable[[Verdict], float]) -> Callable[[Played], float]:
+def _average_over_turns(of: Callable[[Verdict], float]) -> Callable[[GameResult], float]:
     return lambda game: fmean(map(of, game.verdicts)) if game.verdicts else 0.0
 
 
 # --- rows ----------------------------------------------------------------------------------------
 
 
-def _own(config: Any) -> TaskConfig:
+def _task_config(config: Any) -> TaskConfig:
     section: Mapping[str, Any] = config.get("task") or {}
     return TaskConfig.model_validate(View(section).to_dict())
 
 
-def _rows(own: TaskConfig, split: Split) -> list[dict[str, Any]]:
-    nothing = Knowledge.of([], [])
-    size = own.train_size if split == "train" else None
-    words = words_of(own.secrets, own.dictionary).of(split, own.seed)
-    stream = Stream("wordle choices", split, own.seed)
+def _game_rows(task_config: TaskConfig, split: Split) -> list[dict[str, Any]]:
+    no_knowledge = Knowledge.of([], [])
+    size = task_config.train_size if split == "train" else None
+    words = words_of(task_config.secrets, task_config.dictionary).of(split, task_config.seed)
+    stream = Stream("wordle choices", split, task_config.seed)
     rows: list[dict[str, Any]] = []
     for secret in words[:size]:
-        choices = stream.among(secret, words, own.choices) if own.choices else []
-        prompt = "\n".join([*choices_line(choices), guesses_left(own.guesses)])
+        choices = stream.among(secret, words, task_config.choices) if task_config.choices else []
+        prompt = "\n".join([*choices_line(choices), guesses_left(task_config.guesses)])
         rows.append(
             {
                 "prompt": [
-                    {"role": "system", "content": rules(own.guesses)},
+                    {"role": "system", "content": rules(task_config.guesses)},
                     {"role": "user", "content": prompt},
                 ],
                 "secret": secret,
                 **({"choices": choices} if choices else {}),
-                "gold_completion": answer(reasoning(nothing, secret), secret),
+                "gold_completion": answer(reasoning(no_knowledge, secret), secret),
             }
         )
     return rows
 
 
-def _sft_rows(own: TaskConfig, split: Split) -> list[dict[str, Any]]:
+def _rows_with_games(task_config: TaskConfig, split: Split) -> list[dict[str, Any]]:
     """The rows of a split, each with a game in which every guess is a word of that split that all marks allow."""
-    words = words_of(own.secrets, own.dictionary)
-    pool, stream = words.of(split, own.seed), Stream("wordle games", split, own.seed)
+    words = words_of(task_config.secrets, task_config.dictionary)
+    pool, stream = (
+        words.of(split, task_config.seed),
+        Stream("wordle games", split, task_config.seed),
+    )
     return [
         {
             **row,
             "completion": _won_game(
                 row["secret"],
                 row.get("choices", pool),
-                partial(Game, words.dictionary, own.guesses),
+                partial(Game, words.dictionary, task_config.guesses),
                 stream,
             ),
         }
-        for row in _rows(own, split)
+        for row in _game_rows(task_config, split)
     ]
 
 
@@ -327,8 +332,8 @@ def _won_game(
 def _solve(game: Game, pool: Sequence[str]) -> Iterator[Message]:
     """The messages of a game: always the first word of the pool that the marks allow."""
     while not game.over:
-        known = Knowledge.of(game.guesses, game.marks)
-        guess = next(word for word in pool if known.allows(word))
-        content = answer(reasoning(known, guess), guess)
+        knowledge = Knowledge.of(game.guesses, game.marks)
+        guess = next(word for word in pool if knowledge.allows(word))
+        content = answer(reasoning(knowledge, guess), guess)
         yield {"role": "assistant", "content": content}
         yield {"role": "user", "content": str(game.step(content).observation)}

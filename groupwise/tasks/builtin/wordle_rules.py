@@ -53,19 +53,19 @@ def rules(guesses: int = GUESSES) -> str:
 def guess_in(text: str) -> str | None:
     """The guess of a completion: the first well-formed one after the first closing think tag, in lower case; None if there is none."""
     closing = _CLOSING.search(text)
-    found = _GUESS.search(text, closing.end()) if closing else None
-    return found[1].lower() if found else None
+    match = _GUESS.search(text, closing.end()) if closing else None
+    return match[1].lower() if match else None
 
 
 def marks_of(guess: str, secret: str) -> str:
     """The marks of a guess, such as `YYYGX`."""
-    left = [letter for letter, own in zip(secret, guess, strict=True) if letter != own]
+    remaining = [letter for letter, guessed in zip(secret, guess, strict=True) if letter != guessed]
     marks: list[str] = []
-    for letter, own in zip(secret, guess, strict=True):
-        if letter == own:
+    for letter, guessed in zip(secret, guess, strict=True):
+        if letter == guessed:
             marks.append("G")
-        elif own in left:
-            left.remove(own)
+        elif guessed in remaining:
+            remaining.remove(guessed)
             marks.append("Y")
         else:
             marks.append("X")
@@ -108,24 +108,26 @@ class Knowledge:
         banned: set[tuple[int, str]] = set()
         least: dict[str, int] = {}
         most: dict[str, int] = {}
-        for guess, marked in zip(guesses, marks, strict=True):
-            pairs = list(zip(guess, marked, strict=True))
-            fixed |= {place: letter for place, (letter, mark) in enumerate(pairs) if mark == "G"}
-            banned |= {(at, letter) for at, (letter, mark) in enumerate(pairs) if mark != "G"}
+        for guess, guess_marks in zip(guesses, marks, strict=True):
+            pairs = list(zip(guess, guess_marks, strict=True))
+            fixed |= {
+                position: letter for position, (letter, mark) in enumerate(pairs) if mark == "G"
+            }
+            banned |= {(index, letter) for index, (letter, mark) in enumerate(pairs) if mark != "G"}
             for letter in guess:
-                there = sum(own == letter and mark != "X" for own, mark in pairs)
-                least[letter] = max(there, least.get(letter, 0))
+                count = sum(guessed == letter and mark != "X" for guessed, mark in pairs)
+                least[letter] = max(count, least.get(letter, 0))
                 if (letter, "X") in pairs:
-                    most[letter] = min(there, most.get(letter, LENGTH))
+                    most[letter] = min(count, most.get(letter, LENGTH))
         return cls(fixed, frozenset(banned), least, most)
 
     def allows(self, word: str) -> bool:
         """True if the secret can be this word."""
-        for place, letter in self.fixed.items():
-            if word[place] != letter:
+        for position, letter in self.fixed.items():
+            if word[position] != letter:
                 return False
-        for place, letter in self.banned:
-            if word[place] == letter:
+        for position, letter in self.banned:
+            if word[position] == letter:
                 return False
         for letter, times in self.least.items():
             if times and word.count(letter) < times:
@@ -135,26 +137,28 @@ class Knowledge:
     @property
     def pattern(self) -> str:
         """The known letters in their places, as in `_ a _ _ y`."""
-        return " ".join(self.fixed.get(place, "_") for place in range(LENGTH))
+        return " ".join(self.fixed.get(position, "_") for position in range(LENGTH))
 
     @property
     def elsewhere(self) -> list[str]:
         """Letters known to occur in unknown places, each as often as is certain."""
-        known = list(self.fixed.values())
-        counts = {letter: times - known.count(letter) for letter, times in self.least.items()}
+        fixed_letters = list(self.fixed.values())
+        counts = {
+            letter: times - fixed_letters.count(letter) for letter, times in self.least.items()
+        }
         return sorted(letter for letter, times in counts.items() for _ in range(times))
 
 
 def turns_met(word: str, guesses: Sequence[str], marks: Sequence[str]) -> int:
     """Number of turns that allow the word, each checked alone. It equals the number of turns if all together allow it."""
     turns = zip(guesses, marks, strict=True)
-    return sum(Knowledge.of([guess], [marked]).allows(word) for guess, marked in turns)
+    return sum(Knowledge.of([guess], [guess_marks]).allows(word) for guess, guess_marks in turns)
 
 
 def reasoning(knowledge: Knowledge, guess: str) -> str:
     """Reasoning of the teacher before a guess that the knowledge allows: short, because small models lose track in long lists."""
-    also = f" It also has {', '.join(knowledge.elsewhere)}." if knowledge.elsewhere else ""
-    return f"Known: {knowledge.pattern}.{also} A word that fits is {guess}."
+    elsewhere = f" It also has {', '.join(knowledge.elsewhere)}." if knowledge.elsewhere else ""
+    return f"Known: {knowledge.pattern}.{elsewhere} A word that fits is {guess}."
 
 
 def answer(thought: str, guess: str) -> str:
@@ -190,16 +194,16 @@ class Words:
 @cache
 def words_of(secrets: str | None, dictionary: str | None) -> Words:
     """Words of the given files, or the bundled ones. Raises TaskError for files that cannot be used."""
-    chosen = _words_in_file(Path(secrets).expanduser() if secrets else _LISTS / "secrets.txt")
-    if len(chosen) < FEWEST_SECRETS:
+    secret_words = _words_in_file(Path(secrets).expanduser() if secrets else _LISTS / "secrets.txt")
+    if len(secret_words) < FEWEST_SECRETS:
         raise TaskError(
-            f"task.secrets: {secrets} has {len(chosen)} words. Training, validation and test have none in common, which takes "
+            f"task.secrets: {secrets} has {len(secret_words)} words. Training, validation and test have none in common, which takes "
             f"{FEWEST_SECRETS} or more."
         )
     real = _words_in_file(
         Path(dictionary).expanduser() if dictionary else _LISTS / "dictionary.txt"
     )
-    return Words(chosen, frozenset(real) | frozenset(chosen))
+    return Words(secret_words, frozenset(real) | frozenset(secret_words))
 
 
 def _words_in_file(file: Path) -> tuple[str, ...]:

@@ -32,7 +32,7 @@ MOST_PLACES = 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PromptWay:
+class PromptOptions:
     """Settings for making prompts from rows."""
 
     format: PromptFormat = "text"
@@ -55,7 +55,7 @@ class Account:
     left_out: Mapping[str, int] = field(default_factory=dict[str, int])
     changed: Mapping[str, int] = field(default_factory=dict[str, int])
 
-    def under(self, name: str) -> Account:
+    def with_prefix(self, name: str) -> Account:
         """The same account, with the name of the set that the rows belong to."""
         return Account(
             {f"{name}: {reason}": count for reason, count in self.left_out.items()},
@@ -81,7 +81,7 @@ class Rows(list[Row]):
 
 def with_prompts(
     rows: Sequence[Row],
-    way: PromptWay,
+    options: PromptOptions,
     where: str,
     *,
     strict: bool,
@@ -93,14 +93,14 @@ def with_prompts(
     `unscorable` gets a row without its prompt and returns the reason why the rewards cannot score it, or None.
     """
 
-    def made(row: Row, changes: list[str]) -> Row:
-        prompt = _prompt(row.get("prompt"), row, way, changes)
+    def prepare_row(row: Row, changes: list[str]) -> Row:
+        prompt = _make_prompt(row.get("prompt"), row, options, changes)
         columns = {name: value for name, value in row.items() if name != "prompt"}
         if reason := unscorable(columns):
             raise Unusable(reason)
         return {**row, "prompt": prompt}
 
-    return _make_rows(rows, made, ("prompt",), way, where, strict=strict)
+    return _make_rows(rows, prepare_row, ("prompt",), options, where, strict=strict)
 
 
 def prepare_rows(
@@ -108,86 +108,89 @@ def prepare_rows(
 ) -> Rows:
     """The rows made by a step, which raises Unusable for rows to be left out. Raises TaskError like `with_prompts`."""
 
-    def made(row: Row, changes: list[str]) -> Row:
+    def prepare_row(row: Row, changes: list[str]) -> Row:
         return step(row)
 
-    return _make_rows(rows, made, (), PromptWay(), where, strict=strict)
+    return _make_rows(rows, prepare_row, (), PromptOptions(), where, strict=strict)
 
 
-def with_teacher(rows: Sequence[Row], way: PromptWay, where: str, *, strict: bool) -> Rows:
+def with_teacher(rows: Sequence[Row], options: PromptOptions, where: str, *, strict: bool) -> Rows:
     """The rows of a teacher with their chats completed: `messages`, or `prompt` with `completion`; other rows are unchanged."""
 
-    def made(row: Row, changes: list[str]) -> Row:
+    def prepare_row(row: Row, changes: list[str]) -> Row:
         row = named_messages(row)
         if row.get("messages") is not None:
             value = row["messages"]
             messages = messages_of(value)
             if not any(message["role"] == "assistant" for message in messages):
                 raise Unusable("no message is the assistant's")
-            return {**row, "messages": _with_system(messages, way.system_prompt, changes)}
+            return {**row, "messages": _with_system(messages, options.system_prompt, changes)}
         if lessons and all(row.get(name) is None for name in lessons):
             raise Unusable(f"there is no {' and no '.join(lessons)}")
         if "completion" not in lessons or all(row.get(n) is None for n in ("prompt", "completion")):
             return row
         if row.get("completion") in (None, "", []):
             raise Unusable("the completion is empty")
-        return {**row, "prompt": _prompt(row.get("prompt"), row, way, changes)}
+        return {**row, "prompt": _make_prompt(row.get("prompt"), row, options, changes)}
 
     lessons = [name for name in LESSONS if any(row.get(name) is not None for row in rows)]
-    if way.system_prompt and not {"messages", "prompt"} & set(lessons):
+    if options.system_prompt and not {"messages", "prompt"} & set(lessons):
         raise TaskError(
             f"{where}: data.system_prompt has no effect, because no row has a chat (`messages`, or `prompt` with `completion`). It has: "
             f"{', '.join(rows[0]) if rows else 'no rows'}. Leave the key out."
         )
-    return _make_rows(rows, made, LESSONS, way, where, strict=strict)
+    return _make_rows(rows, prepare_row, LESSONS, options, where, strict=strict)
 
 
 def _make_rows(
     rows: Sequence[Row],
     make: Callable[[Row, list[str]], Row],
     identity: Sequence[str],
-    way: PromptWay,
+    options: PromptOptions,
     where: str,
     *,
     strict: bool,
 ) -> Rows:
     """Applies `make` to each row. Rows are duplicates if their columns `identity` are equal."""
-    kept: list[Row] = []
+    usable: list[Row] = []
     unusable: dict[str, list[int]] = {}
-    changed: Counter[str] = Counter()
+    change_counts: Counter[str] = Counter()
     seen: set[str] = set()
-    for place, row in enumerate(rows):
-        index = number_of(row, place)
+    for position, row in enumerate(rows):
+        index = number_of(row, position)
         changes: list[str] = []
         try:
-            made = NumberedRow(make(row, changes), index)
-            if way.drop_duplicates:
-                key = key_of(made, identity)
+            new_row = NumberedRow(make(row, changes), index)
+            if options.drop_duplicates:
+                key = key_of(new_row, identity)
                 if key in seen:
                     raise Unusable("the same as an earlier row (data.drop_duplicates)")
                 seen.add(key)
         except Unusable as reason:
             unusable.setdefault(str(reason), []).append(index)
         else:
-            kept.append(made)
-            changed.update(set(changes))
-    if unusable and (strict or not kept):
+            usable.append(new_row)
+            change_counts.update(set(changes))
+    if unusable and (strict or not usable):
         total = len(rows)
-        refuse = strict and bool(kept)
+        refuse = strict and bool(usable)
         count = sum(map(len, unusable.values()))
-        what = "cannot be used, and data.strict is true" if refuse else "can be used"
-        begin = f"{count} of {total} rows {what}" if refuse else f"none of {total} rows {what}"
+        verdict = "cannot be used, and data.strict is true" if refuse else "can be used"
+        headline = (
+            f"{count} of {total} rows {verdict}" if refuse else f"none of {total} rows {verdict}"
+        )
         lines = [
-            f"  {len(places)} × {reason} ({_places(places)})" for reason, places in unusable.items()
+            f"  {len(indices)} × {reason} ({_row_numbers_text(indices)})"
+            for reason, indices in unusable.items()
         ]
         remedy = (
             "Mend them, or set data.strict to false to leave them out."
             if refuse
             else "Check data.prompt_column and data.columns: they name the columns that are read."
         )
-        raise TaskError("\n".join([f"{where}: {begin}:", *lines, remedy]))
-    left_out = {reason: len(places) for reason, places in unusable.items()}
-    return Rows(kept, Account(left_out, dict(changed)))
+        raise TaskError("\n".join([f"{where}: {headline}:", *lines, remedy]))
+    left_out = {reason: len(indices) for reason, indices in unusable.items()}
+    return Rows(usable, Account(left_out, dict(change_counts)))
 
 
 def key_of(row: Row, columns: Sequence[str]) -> str:
@@ -196,88 +199,90 @@ def key_of(row: Row, columns: Sequence[str]) -> str:
     return json.dumps(values or row, sort_keys=True, default=str)
 
 
-def _places(places: Sequence[int]) -> str:
-    text = ", ".join(map(str, places[:MOST_PLACES]))
-    more = " …" if len(places) > MOST_PLACES else ""
-    return f"row{'s' if len(places) > 1 else ''} {text}{more}"
+def _row_numbers_text(indices: Sequence[int]) -> str:
+    text = ", ".join(map(str, indices[:MOST_PLACES]))
+    ellipsis = " …" if len(indices) > MOST_PLACES else ""
+    return f"row{'s' if len(indices) > 1 else ''} {text}{ellipsis}"
 
 
 # --- one prompt ----------------------------------------------------------------------------------
 
 
-def _prompt(value: Any, row: Row, way: PromptWay, changes: list[str]) -> Prompt:
+def _make_prompt(value: Any, row: Row, options: PromptOptions, changes: list[str]) -> Prompt:
     if value is None:
         raise Unusable("there is no prompt")
     prompt = prompt_of(value)
     if isinstance(prompt, str):
-        if way.format == "text":
-            if way.system_prompt:
+        if options.format == "text":
+            if options.system_prompt:
                 raise TaskError(
                     "data.system_prompt has no effect on prompts that are text. Set data.prompt_format to chat, which makes them what a "
                     "user says, or leave data.system_prompt out."
                 )
-            return _with_lines(prompt, row, way.lines)
+            return _with_lines(prompt, row, options.lines)
         prompt = [{"role": "user", "content": prompt}]
     elif isinstance(value, str):
         changes.append("messages were read from text")
-    messages = _up_to_the_question(_strip_blocks(prompt, way, changes), way, changes)
-    last = max(place for place, message in enumerate(messages) if message["role"] == "user")
-    messages[last] = {
-        **messages[last],
-        "content": _with_lines(messages[last]["content"], row, way.lines),
+    messages = _up_to_the_question(_strip_blocks(prompt, options, changes), options, changes)
+    last_user = max(index for index, message in enumerate(messages) if message["role"] == "user")
+    messages[last_user] = {
+        **messages[last_user],
+        "content": _with_lines(messages[last_user]["content"], row, options.lines),
     }
-    return _with_system(messages, way.system_prompt, changes)
+    return _with_system(messages, options.system_prompt, changes)
 
 
-def _strip_blocks(messages: Sequence[Message], way: PromptWay, changes: list[str]) -> list[Message]:
+def _strip_blocks(
+    messages: Sequence[Message], options: PromptOptions, changes: list[str]
+) -> list[Message]:
     """Removes blocks of the config's `strip_tags` from messages of its `strip_roles`."""
-    made: list[Message] = []
+    stripped: list[Message] = []
     for message in messages:
         content = message.get("content", "")
         text = (
-            without_blocks(content, way.strip_tags)
-            if message["role"] in way.strip_roles
+            without_blocks(content, options.strip_tags)
+            if message["role"] in options.strip_roles
             else content
         )
         if text != content:
             changes.append(
                 f"blocks were taken out of what the {message['role']} says (data.strip_tags)"
             )
-        made.append(message if text == content else {**message, "content": text})
-    return made
+        stripped.append(message if text == content else {**message, "content": text})
+    return stripped
 
 
 def without_blocks(text: str, tags: Sequence[str]) -> str:
     """The text without `<tag>…</tag>`, ignoring case; trimmed if something was removed."""
-    left = text
+    remaining = text
     for tag in tags:
         name = re.escape(tag)
-        left = re.sub(rf"<{name}>.*?</{name}>", "", left, flags=re.IGNORECASE | re.DOTALL)
-    return text if left == text else left.strip()
+        remaining = re.sub(rf"<{name}>.*?</{name}>", "", remaining, flags=re.IGNORECASE | re.DOTALL)
+    return text if remaining == text else remaining.strip()
 
 
 def _up_to_the_question(
-    messages: list[Message], way: PromptWay, changes: list[str]
+    messages: list[Message], options: PromptOptions, changes: list[str]
 ) -> list[Message]:
     """The messages up to the question, or up to the assistant's words that the answer starts with."""
     if not any(message["role"] == "user" for message in messages):
         raise Unusable("no message is the user's")
-    messages_left = list(messages)
-    while messages_left[-1]["role"] == "assistant" and (
-        way.prefill == "drop" or not messages_left[-1].get("content", "").strip()
+    remaining = list(messages)
+    while remaining[-1]["role"] == "assistant" and (
+        options.prefill == "drop" or not remaining[-1].get("content", "").strip()
     ):
-        messages_left.pop()
-    if len(messages_left) < len(messages):
+        remaining.pop()
+    if len(remaining) < len(messages):
         changes.append("turns of the assistant at the end were left out")
-    if messages_left[-1]["role"] == "assistant":
+    if remaining[-1]["role"] == "assistant":
         changes.append(
             "the completion goes on with what the assistant says at the end (data.prefill)"
         )
-    elif messages_left[-1]["role"] not in ("user", "tool"):
+    elif remaining[-1]["role"] not in ("user", "tool"):
         raise Unusable("the messages do not end with the user")
-    elif not messages_left[-1]["content"].strip():
+    elif not remaining[-1]["content"].strip():
         raise Unusable("the prompt is empty")
-    return messages_left
+    return remaining
 
 
 def _with_lines(text: str, row: Row, columns: Sequence[str]) -> str:
@@ -288,8 +293,11 @@ def _with_lines(text: str, row: Row, columns: Sequence[str]) -> str:
 def _with_system(
     messages: list[Message], system_prompt: str | None, changes: list[str]
 ) -> list[Message]:
-    own = [m for m in messages if m["role"] in ("system", "developer")]
-    if not system_prompt or any(m["content"].strip() for m in own):
+    system_messages = [m for m in messages if m["role"] in ("system", "developer")]
+    if not system_prompt or any(m["content"].strip() for m in system_messages):
         return messages
     changes.append("the system prompt was prepended (data.system_prompt)")
-    return [{"role": "system", "content": system_prompt}, *(m for m in messages if m not in own)]
+    return [
+        {"role": "system", "content": system_prompt},
+        *(m for m in messages if m not in system_messages),
+    ]

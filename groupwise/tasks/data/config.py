@@ -68,36 +68,36 @@ class MixtureEntry(Strict):
             yield "`config` of a source is a name, not a section"
 
 
-def mixture_entry(given: Mapping[str, Any]) -> MixtureEntry:
+def mixture_entry(value: Mapping[str, Any]) -> MixtureEntry:
     """An entry of `data.dataset_mixture`. Raises ValidationError."""
-    return MixtureEntry.model_validate_json(json.dumps(given))
+    return MixtureEntry.model_validate_json(json.dumps(value))
 
 
-def _readable(entries: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
+def _check_entries(entries: tuple[dict[str, Any], ...]) -> tuple[dict[str, Any], ...]:
     if not entries:
         raise ValueError("the list is empty; give at least one set, or null.")
     refuse(
         f"set {number}: {problem}."
         for number, entry in enumerate(entries)
-        for problem in _problems(entry)
+        for problem in _entry_problems(entry)
     )
     return entries
 
 
-def _problems(given: dict[str, Any]) -> Iterator[str]:
+def _entry_problems(value: dict[str, Any]) -> Iterator[str]:
     try:
-        entry = mixture_entry(given)
+        entry = mixture_entry(value)
     except ValidationError as error:
-        for each in field_errors(error, MixtureEntry):
-            if each.field.split(".")[0] in MixtureEntry.model_fields:
-                yield f"{each.field} is {as_given(each.given)}; it {each.message}"
+        for field_error in field_errors(error, MixtureEntry):
+            if field_error.field.split(".")[0] in MixtureEntry.model_fields:
+                yield f"{field_error.field} is {as_given(field_error.given)}; it {field_error.message}"
             else:
-                yield f"{each.field!r} {each.message.removesuffix('?')}"
+                yield f"{field_error.field!r} {field_error.message.removesuffix('?')}"
     else:
         yield from entry.problems()
 
 
-MixtureEntries = Annotated[tuple[dict[str, Any], ...], AfterValidator(_readable)]
+MixtureEntries = Annotated[tuple[dict[str, Any], ...], AfterValidator(_check_entries)]
 
 
 class DatasetConfig(Strict):
@@ -213,9 +213,9 @@ class DatasetConfig(Strict):
     def renamed_columns(self, answer: str) -> dict[str, str]:
         """All columns that are renamed, the prompt's and the answer's among them; the latter is called `answer`."""
         required = {"prompt": self.prompt_column, answer: self.answer_column}
-        return {**self.columns, **{ours: theirs for ours, theirs in required.items() if theirs}}
+        return {**self.columns, **{name: column for name, column in required.items() if column}}
 
-    def in_vain_beside_a_task(self) -> list[str]:
+    def unused_with_task(self) -> list[str]:
         """The set keys that select data or define how rows become prompts, and so have no effect with a task."""
         return [
             key
@@ -231,7 +231,7 @@ class DatasetConfig(Strict):
                 ("dataset_name", "dataset_mixture"),
             )
         elif not self.names_data:
-            if idle := self.in_vain_beside_a_task():
+            if idle := self.unused_with_task():
                 yield Conflict(
                     f"{', '.join(idle)} {'has' if len(idle) == 1 else 'have'} no effect without dataset_name or dataset_mixture, "
                     "which say where the rows come from.",
@@ -265,14 +265,14 @@ class DatasetConfig(Strict):
                     ("mixture_columns", "dataset_mixture"),
                 )
             return
-        for key, own in (
+        for key, entry_key in (
             ("dataset_config", "config"),
             ("dataset_revision", "revision"),
             ("dataset_test_split", "test_split"),
         ):
             if getattr(self, key) is not None:
                 yield Conflict(
-                    f"{key} has no effect on dataset_mixture; give `{own}` to each set.",
+                    f"{key} has no effect on dataset_mixture; give `{entry_key}` to each set.",
                     (key, "dataset_mixture"),
                 )
         sources = [entry for entry in self.mixture if entry.source]

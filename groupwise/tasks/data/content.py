@@ -32,12 +32,12 @@ from zoneinfo import ZoneInfo
 
 from pydantic import BaseModel
 
-UNTOLD = "untold"
+UNSUPPORTED = "untold"
 DEEPEST = 100
 """Levels of nesting that are described. With the calls that each level needs, they stay within Python's recursion limit from any
 starting depth.
 """
-MOST_ROUNDABOUT = 10_000
+MAX_REPEATED_VISITS = 10_000
 """Most repeated visits to values in cycles. The number of paths through a few dozen values that all refer to each other is
 practically endless.
 """
@@ -48,26 +48,26 @@ LONGEST_INTEGER = 14_284
 def canonical(value: Any) -> Any:
     """The content as a JSON-compatible value. Lists and tuples count as the same, and so do arrays and lists of their numbers."""
     try:
-        return _Walk().tell(value)
+        return _Walk().describe(value)
     except _TangledError:
         return _unsupported_part(
-            f"objects of {_qualified_name(type(value))} with parts that refer to each other in more than {MOST_ROUNDABOUT} ways"
+            f"objects of {_qualified_name(type(value))} with parts that refer to each other in more than {MAX_REPEATED_VISITS} ways"
         )
 
 
 def unsupported_parts(canonical: Any) -> Iterator[str]:
     """Yields descriptions of the parts that `canonical` could not describe, found in its result."""
-    waiting = [canonical]
-    while waiting:
-        entry = waiting.pop()
+    pending = [canonical]
+    while pending:
+        entry = pending.pop()
         if isinstance(entry, list):
-            waiting.extend(reversed(cast("list[Any]", entry)))
+            pending.extend(reversed(cast("list[Any]", entry)))
         elif isinstance(entry, dict):
             parts = cast("dict[str, Any]", entry)
-            if UNTOLD in parts:
-                yield parts[UNTOLD]
+            if UNSUPPORTED in parts:
+                yield parts[UNSUPPORTED]
             else:
-                waiting.extend(parts.values())
+                pending.extend(parts.values())
 
 
 class _TangledError(Exception):
@@ -78,18 +78,18 @@ class _Walk:
     """A walk through a value and all that is in it.
 
     A value that contains itself is described by the number of levels up to it, which does not depend on the order in
-    which sets give their entries. All values met are kept here until the end, because their `id` could otherwise be reused.
+    which sets give their entries. All visited values are kept here until the end, because their `id` could otherwise be reused.
     """
 
     def __init__(self) -> None:
-        self.above: dict[int, int] = {}
-        self.met: dict[int, object] = {}
-        self.known: dict[int, Any] = {}
+        self.ancestors: dict[int, int] = {}
+        self.visited: dict[int, object] = {}
+        self.cached: dict[int, Any] = {}
         """Descriptions, by identity, of values whose description does not depend on their position."""
         self.dependent = 0
-        self.roundabout = 0
+        self.repeated_visits = 0
 
-    def tell(self, value: Any) -> Any:
+    def describe(self, value: Any) -> Any:
         # The real type is used: a proxy or a mock may report another one as its `__class__`.
         kind = cast("Any", type(value))
         if value is None or (
@@ -99,88 +99,88 @@ class _Walk:
                 return {"integer": hex(value)}
             return value
         name = id(value)
-        if name in self.known:
-            return self.known[name]
-        if name in self.above:
+        if name in self.cached:
+            return self.cached[name]
+        if name in self.ancestors:
             self.dependent += 1
-            return {"up": len(self.above) - self.above[name]}
-        if len(self.above) == DEEPEST:
+            return {"up": len(self.ancestors) - self.ancestors[name]}
+        if len(self.ancestors) == DEEPEST:
             self.dependent += 1
             return _unsupported_part(f"something nested more than {DEEPEST} levels deep")
-        self.roundabout += name in self.met
-        if self.roundabout > MOST_ROUNDABOUT:
+        self.repeated_visits += name in self.visited
+        if self.repeated_visits > MAX_REPEATED_VISITS:
             raise _TangledError
-        self.met[name] = value
-        self.above[name] = len(self.above)
-        before = self.dependent
+        self.visited[name] = value
+        self.ancestors[name] = len(self.ancestors)
+        count_before = self.dependent
         try:
-            content = self._content(value, kind)
+            content = self._describe_content(value, kind)
         except _TangledError:
             raise
         except Exception:  # noqa: BLE001 — the code of any class may run here
             content = _unsupported_part(f"objects of {_qualified_name(kind)}")
         finally:
-            del self.above[name]
-        if self.dependent == before:
-            self.known[name] = content
+            del self.ancestors[name]
+        if self.dependent == count_before:
+            self.cached[name] = content
         return content
 
-    def _content(self, value: Any, kind: Any) -> Any:
+    def _describe_content(self, value: Any, kind: Any) -> Any:
         if issubclass(kind, Enum):
-            return self._object(kind, {"name": value.name, "value": value.value})
+            return self._describe_object(kind, {"name": value.name, "value": value.value})
         if issubclass(kind, list | tuple):
-            return [self.tell(entry) for entry in value]
+            return [self.describe(entry) for entry in value]
         if issubclass(kind, Mapping):
-            return self._pairs(value)
+            return self._describe_pairs(value)
         if issubclass(kind, AbstractSet):
-            return {"set": sorted((self.tell(entry) for entry in value), key=dumps)}
+            return {"set": sorted((self.describe(entry) for entry in value), key=dumps)}
         if issubclass(kind, bytes | bytearray | memoryview):
             return {"bytes": hashlib.sha256(bytes(value)).hexdigest()}
         if _is_array(kind):
-            return self.tell(value.tolist())
+            return self.describe(value.tolist())
         if issubclass(kind, type | FunctionType | BuiltinFunctionType):
             return _unsupported_part(_qualified_name(value))
-        return self._object(kind, _parts(value, kind))
+        return self._describe_object(kind, _parts_of_value(value, kind))
 
-    def _object(self, kind: Any, parts: dict[str, Any] | None) -> Any:
+    def _describe_object(self, kind: Any, parts: dict[str, Any] | None) -> Any:
         if parts is None:
             return _unsupported_part(f"objects of {_qualified_name(kind)}")
-        return {"object": [_qualified_name(kind), self._pairs(parts)]}
+        return {"object": [_qualified_name(kind), self._describe_pairs(parts)]}
 
-    def _pairs(self, mapping: Mapping[Any, Any]) -> Any:
+    def _describe_pairs(self, mapping: Mapping[Any, Any]) -> Any:
         """Pairs with text keys first, then others, each in an order that does not depend on hashes."""
-        pairs = [[self.tell(key), self.tell(value)] for key, value in mapping.items()]
-        text = sorted((each for each in pairs if isinstance(each[0], str)), key=_first)
-        others = sorted((each for each in pairs if not isinstance(each[0], str)), key=dumps)
-        return {"dict": text + others}
+        pairs = [[self.describe(key), self.describe(value)] for key, value in mapping.items()]
+        text_pairs = sorted((pair for pair in pairs if isinstance(pair[0], str)), key=_pair_key)
+        other_pairs = sorted((pair for pair in pairs if not isinstance(pair[0], str)), key=dumps)
+        return {"dict": text_pairs + other_pairs}
 
 
-def _first(pair: list[Any]) -> Any:
+def _pair_key(pair: list[Any]) -> Any:
     return pair[0]
 
 
-def _unsupported_part(what: str) -> dict[str, str]:
-    return {UNTOLD: what}
+def _unsupported_part(description: str) -> dict[str, str]:
+    return {UNSUPPORTED: description}
 
 
 def _is_array(kind: Any) -> bool:
     """True for an array or a number of these libraries. A class derived elsewhere may hold more, such as a unit."""
     if kind.__name__ in ("longdouble", "clongdouble"):
         return False  # has no counterpart in Python; its `tolist` returns its own type
-    return _library(kind) in ("array", "jaxlib", "numpy", "torch") and hasattr(kind, "tolist")
+    return _library_of(kind) in ("array", "jaxlib", "numpy", "torch") and hasattr(kind, "tolist")
 
 
-def _parts(value: Any, kind: Any) -> dict[str, Any] | None:
+def _parts_of_value(value: Any, kind: Any) -> dict[str, Any] | None:
     """The parts of a value, if they are certain; None for anything else."""
     if issubclass(kind, BaseModel):
         # Reads `__dict__` directly: attribute access may warn about deprecated fields, and `__iter__` may be redefined.
-        own_attributes = cast("dict[str, Any]", value.__dict__)
-        told = {name: each for name, each in own_attributes.items() if name in kind.model_fields}
-        return told | (value.__pydantic_extra__ or {})
+        instance_values = cast("dict[str, Any]", value.__dict__)
+        values = {name: item for name, item in instance_values.items() if name in kind.model_fields}
+        return values | (value.__pydantic_extra__ or {})
     if is_dataclass(kind):
-        return _set_attributes(value, (each.name for each in fields(kind)))
+        return _present_attributes(value, (field.name for field in fields(kind)))
     if (attributes := getattr(kind, "__attrs_attrs__", None)) is not None:
-        return _set_attributes(value, (each.name for each in attributes))
+        return _present_attributes(value, (attribute.name for attribute in attributes))
     # An image of Pillow can only exist once Pillow is imported.
     pillow = sys.modules.get("PIL.Image")
     if pillow is not None and issubclass(kind, pillow.Image):
@@ -192,63 +192,63 @@ def _parts(value: Any, kind: Any) -> dict[str, Any] | None:
         }
     if kind is ZoneInfo and value.key is None:
         return None
-    tell = PARTS.get(kind) or PARTS_BY_NAME.get(f"{_library(kind)}.{kind.__name__}")
-    return tell(value) if tell else None
+    describe = PARTS.get(kind) or PARTS_BY_NAME.get(f"{_library_of(kind)}.{kind.__name__}")
+    return describe(value) if describe else None
 
 
-def _set_attributes(value: Any, names: Iterable[str]) -> dict[str, Any]:
+def _present_attributes(value: Any, names: Iterable[str]) -> dict[str, Any]:
     """The attributes that are set."""
     return {name: getattr(value, name) for name in names if hasattr(value, name)}
 
 
-def _text(value: Any) -> dict[str, Any]:
+def _text_parts(value: Any) -> dict[str, Any]:
     return {"text": str(value)}
 
 
-def _date(value: Any) -> dict[str, Any]:
+def _date_parts(value: Any) -> dict[str, Any]:
     return {"iso": value.isoformat()}
 
 
-def _moment(value: Any) -> dict[str, Any]:
+def _datetime_parts(value: Any) -> dict[str, Any]:
     return {"iso": value.isoformat(), "fold": value.fold, "zone": value.tzinfo}
 
 
-def _attributes(*names: str) -> Callable[[Any], dict[str, Any]]:
+def _attribute_parts(*names: str) -> Callable[[Any], dict[str, Any]]:
     return lambda value: {name: getattr(value, name) for name in names}
 
 
 PARTS: dict[type, Callable[[Any], dict[str, Any]]] = {
-    complex: _attributes("real", "imag"),
-    range: _attributes("start", "stop", "step"),
-    slice: _attributes("start", "stop", "step"),
-    Decimal: _text,
-    Fraction: _attributes("numerator", "denominator"),
-    UUID: _text,
-    PurePosixPath: _text,
-    PosixPath: _text,
-    PureWindowsPath: _text,
-    WindowsPath: _text,
-    date: _date,
-    datetime: _moment,
-    time: _moment,
-    timedelta: _attributes("days", "seconds", "microseconds"),
+    complex: _attribute_parts("real", "imag"),
+    range: _attribute_parts("start", "stop", "step"),
+    slice: _attribute_parts("start", "stop", "step"),
+    Decimal: _text_parts,
+    Fraction: _attribute_parts("numerator", "denominator"),
+    UUID: _text_parts,
+    PurePosixPath: _text_parts,
+    PosixPath: _text_parts,
+    PureWindowsPath: _text_parts,
+    WindowsPath: _text_parts,
+    date: _date_parts,
+    datetime: _datetime_parts,
+    time: _datetime_parts,
+    timedelta: _attribute_parts("days", "seconds", "microseconds"),
     timezone: lambda zone: {"offset": zone.utcoffset(None), "name": zone.tzname(None)},
-    ZoneInfo: _attributes("key"),
-    re.Pattern: _attributes("pattern", "flags"),
+    ZoneInfo: _attribute_parts("key"),
+    re.Pattern: _attribute_parts("pattern", "flags"),
     deque: lambda line: {"entries": list(line), "maxlen": line.maxlen},
     SimpleNamespace: vars,
 }
 """Classes of the standard library, without those derived from them, and what their instances consist of."""
 PARTS_BY_NAME: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "pandas.Timestamp": _moment,
-    "pandas.Timedelta": _date,
-    "pandas.NaTType": _attributes(),
-    "pandas.NAType": _attributes(),
+    "pandas.Timestamp": _datetime_parts,
+    "pandas.Timedelta": _date_parts,
+    "pandas.NaTType": _attribute_parts(),
+    "pandas.NAType": _attribute_parts(),
 }
 """The same for values that `to_dict` of a pandas table returns, by library and class name, because this module does not import pandas."""
 
 
-def _library(kind: Any) -> str:
+def _library_of(kind: Any) -> str:
     return str(kind.__module__).partition(".")[0]
 
 

@@ -69,8 +69,8 @@ class Curriculum:
 
     def success(self, example: int) -> float | None:
         """The example's success rate; None if it was never drawn."""
-        seen = self._seen.get(example)
-        return seen[0] / seen[1] if seen else None
+        counts = self._seen.get(example)
+        return counts[0] / counts[1] if counts else None
 
     def chance(self, example: int) -> float:
         """The probability that the example is drawn at its turn."""
@@ -94,7 +94,7 @@ class Curriculum:
 
     def state(self) -> list[list[float]]:
         """All that a checkpoint needs, as plain JSON."""
-        return [[example, *seen] for example, seen in self._seen.items()]
+        return [[example, *counts] for example, counts in self._seen.items()]
 
     def load_state(self, state: list[list[float]]) -> None:
         """The inverse of `state`."""
@@ -149,4 +149,4 @@ class EasyPoolConfig(Strict):
 
     def probability(self, step: int) -> float:
         """Probability of an easy example at a step (from 0)."""
-        return [chance for reached, chance in self.schedule if reached <= step][-1]
+        return [chance for start, chance in self.schedule if start <= step][-1]

@@ -30,7 +30,7 @@ LEAST = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Fall:
+class HeldOutDrop:
     """The last evaluation, compared with the best one before it."""
 
     metric: str
@@ -41,15 +41,17 @@ class Fall:
     """Number of evaluations so far, including these two."""
 
 
-def divergence(fall: Fall, rewards: Sequence[float]) -> Finding | None:
+def divergence(fall: HeldOutDrop, rewards: Sequence[float]) -> Finding | None:
     """Compares the two; `rewards` are those of the steps between the evaluations. None if there is too little data."""
     differences = [last - best for best, last in zip(fall.best, fall.last, strict=True)]
     third = len(rewards) // 3
     if len(differences) < 2 or third < LEAST:
         return None
     first, last = rewards[:third], rewards[-third:]
-    rise = _errors(fmean(last) - fmean(first), variance(first) / third + variance(last) / third)
-    lost = _errors(-fmean(differences), variance(differences) / len(differences))
+    rise = _standard_errors(
+        fmean(last) - fmean(first), variance(first) / third + variance(last) / third
+    )
+    drop = _standard_errors(-fmean(differences), variance(differences) / len(differences))
     values = {
         f"best {fall.metric}": fmean(fall.best),
         f"last {fall.metric}": fmean(fall.last),
@@ -57,7 +59,7 @@ def divergence(fall: Fall, rewards: Sequence[float]) -> Finding | None:
         "reward now": fmean(last),
     }
     text = "the training reward rises and the held-out prompts do worse: what is learnt may not be what is meant"
-    return Finding(min(lost / tolerance(fall.evaluations), rise / RISE), text, values)
+    return Finding(min(drop / tolerance(fall.evaluations), rise / RISE), text, values)
 
 
 def tolerance(evaluations: int) -> float:
@@ -66,7 +68,7 @@ def tolerance(evaluations: int) -> float:
     return NormalDist().inv_cdf(1 - LEVEL / pairs)
 
 
-def _errors(difference: float, squared_error: float) -> float:
+def _standard_errors(difference: float, squared_error: float) -> float:
     if not difference:
         return 0.0
     error = math.sqrt(squared_error)

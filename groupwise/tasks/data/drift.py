@@ -58,14 +58,17 @@ class Gauge:
 
     def errors(self, memory: float) -> float:
         """Its movement in standard errors, negative if it fell; `MANY` at most."""
-        moved, error = self.now - self.mean, self._error(memory)
+        moved, error = self.now - self.mean, self._standard_error(memory)
         if not moved:
             return 0.0
-        found = moved / error if error else math.inf
-        return math.copysign(min(abs(found), MANY), moved) if found == found else 0.0
+        deviation = moved / error if error else math.inf
+        return math.copysign(min(abs(deviation), MANY), moved) if deviation == deviation else 0.0
 
-    def _error(self, memory: float) -> float:
+    def _standard_error(self, memory: float) -> float:
         count = len(self.start)
-        squares = sum((after - value) * (after - value) for value, after in pairwise(self.start))
+        squares = sum(
+            (next_value - value) * (next_value - value)
+            for value, next_value in pairwise(self.start)
+        )
         variance = squares / (2 * (count - 1)) if count > 1 else 0.0
         return math.sqrt(variance * (1 / count + (1 - memory) / (1 + memory)))

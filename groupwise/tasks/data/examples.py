@@ -34,8 +34,8 @@ def examples_from_rows(
     the config key that sets one. A dataset with a length is read whole, because otherwise the order of draws would depend on the
     length of the run.
     """
-    found = read_rows(rows, where=where, limit=limit, limited_by=limited_by, holding=_PROMPT)
-    return [_example(index, columns, where) for index, columns in enumerate(found)]
+    row_columns = read_rows(rows, where=where, limit=limit, limited_by=limited_by, holding=_PROMPT)
+    return [_make_example(index, columns, where) for index, columns in enumerate(row_columns)]
 
 
 def read_rows(
@@ -48,7 +48,7 @@ def read_rows(
     expected = _EXPECTED.format(holding)
     endless = isinstance(rows, Iterable) and not hasattr(cast("object", rows), "__len__")
     if endless and limit is None:
-        kind = _kind(cast("object", rows)).__name__
+        kind = _type_of(cast("object", rows)).__name__
         raise TaskError(
             f"{where} returned a {kind}, which has no length, and nothing says how many of its rows to read. "
             f"Set {limited_by}, or return a list."
@@ -56,10 +56,10 @@ def read_rows(
     stream = _iterate_rows(cast("object", rows), where, limit, expected)
     if (numbers := row_numbers(rows)) is not None:
         stream = map(NumberedRow, stream, numbers)
-    found = [_columns(index, row, where, expected) for index, row in enumerate(stream)]
-    if not found:
+    row_columns = [_check_columns(index, row, where, expected) for index, row in enumerate(stream)]
+    if not row_columns:
         raise TaskError(f"{where} returned an empty dataset. {expected}.")
-    return found
+    return row_columns
 
 
 def fingerprint(examples: Iterable[Example]) -> str:
@@ -75,18 +75,18 @@ def fingerprint(examples: Iterable[Example]) -> str:
         content = [prompt, {"dict": list(columns.items())}]
         digest.update(json.dumps(content).encode() + b"\n")
         for column, value in [("prompt", prompt), *columns.items()]:
-            for what in unsupported_parts(value):
-                _warn_of_untold(column, what)
+            for description in unsupported_parts(value):
+                _warn_of_untold(column, description)
     return digest.hexdigest()
 
 
 @cache
-def _warn_of_untold(column: str, what: str) -> None:
+def _warn_of_untold(column: str, description: str) -> None:
     logger.warning(
         "column `%s` holds %s, whose content cannot be told: if it is another one when a run is resumed, that goes unnoticed. Keep "
         "plain values in the dataset, or make the class a dataclass of such.",
         column,
-        what,
+        description,
     )
 
 
@@ -102,54 +102,54 @@ def _iterate_rows(rows: object, where: str, limit: int | None, expected: str) ->
     return iter(stream) if hasattr(stream, "__len__") else islice(stream, limit)
 
 
-def _columns(index: int, row: Any, where: str, expected: str) -> dict[str, Any]:
+def _check_columns(index: int, row: Any, where: str, expected: str) -> dict[str, Any]:
     if not isinstance(row, Mapping):
         hint = " Of a pandas table, return `table.to_dict('records')`." if index == 0 else ""
         raise TaskError(f"{where}: row {index} is {type(row).__name__}. {expected}.{hint}")
-    given = cast("Mapping[Any, Any]", row)
-    columns = {str(name): value for name, value in given.items()}
+    mapping = cast("Mapping[Any, Any]", row)
+    columns = {str(name): value for name, value in mapping.items()}
     for name, value in columns.items():
         # Tokenizers, files and databases reject text with unpaired surrogates.
-        there = f"{where}: row {number_of(given, index)}, column `{name}`"
-        for text in _texts(value):
-            if not text.isascii() and (shown := printable(text)) != text:
+        location = f"{where}: row {number_of(mapping, index)}, column `{name}`"
+        for text in _iterate_texts(value):
+            if not text.isascii() and (safe_text := printable(text)) != text:
                 raise TaskError(
-                    f"{there}: the text {shown[:60]!r} holds half of a surrogate pair, which is no character. It comes from "
+                    f"{location}: the text {safe_text[:60]!r} holds half of a surrogate pair, which is no character. It comes from "
                     'cutting text in UTF-16 or from a broken escape; mend it with text.encode("utf-16", '
                     '"surrogatepass").decode("utf-16", "replace").'
                 )
-    return like(given, columns)
+    return like(mapping, columns)
 
 
-def _example(index: int, columns: dict[str, Any], where: str) -> Example:
-    here = f"{where}: row {number_of(columns, index)}"
+def _make_example(index: int, columns: dict[str, Any], where: str) -> Example:
+    location = f"{where}: row {number_of(columns, index)}"
     if "prompt" not in columns:
-        there = ", ".join(columns) or "none"
+        names = ", ".join(columns) or "none"
         raise TaskError(
-            f"{here} has no column `prompt`. It has: {there}. Rename the one that holds the "
+            f"{location} has no column `prompt`. It has: {names}. Rename the one that holds the "
             "prompt, as text or as a list of chat messages."
         )
-    return Example(index, checked_prompt(columns.pop("prompt"), here), columns)
+    return Example(index, checked_prompt(columns.pop("prompt"), location), columns)
 
 
-def _texts(value: Any) -> Iterator[str]:
+def _iterate_texts(value: Any) -> Iterator[str]:
     """Yields every text in lists and dicts. Each container is visited once, because it may contain itself."""
-    waiting = [value]
+    pending = [value]
     # Maps ids to the objects themselves, which keeps them alive: the id of a freed object could be reused.
-    met: dict[int, object] = {}
-    while waiting:
-        entry = waiting.pop()
+    visited: dict[int, object] = {}
+    while pending:
+        entry = pending.pop()
         if issubclass(type(entry), str):
             yield entry
-        elif issubclass(type(entry), Mapping | list | tuple) and id(entry) not in met:
-            met[id(entry)] = entry
-            waiting.extend(reversed(_inside(entry)))
+        elif issubclass(type(entry), Mapping | list | tuple) and id(entry) not in visited:
+            visited[id(entry)] = entry
+            pending.extend(reversed(_items_of(entry)))
 
 
-def _inside(value: Any) -> list[Any]:
+def _items_of(value: Any) -> list[Any]:
     try:
         if issubclass(type(value), Mapping):
-            return [each for pair in value.items() for each in pair]
+            return [item for pair in value.items() for item in pair]
         return list(value)
     except Exception:  # noqa: BLE001 — a class of the task may raise anything; then there is no text to check
         return []
@@ -160,12 +160,12 @@ def checked_prompt(value: Any, where: str, name: str = "prompt") -> Prompt:
     try:
         return prompt_of(value)
     except Unusable as reason:
-        at = "" if reason.message is None else f", message {reason.message}"
+        message_number = "" if reason.message is None else f", message {reason.message}"
         raise TaskError(
-            f"{where}{at}: `{name}` cannot be used: {reason}. It is of type {_kind(value).__name__}: {value!r:.80}. Expected text, or "
-            'a list of chat messages such as [{"role": "user", "content": "..."}].'
+            f"{where}{message_number}: `{name}` cannot be used: {reason}. It is of type {_type_of(value).__name__}: {value!r:.80}. "
+            'Expected text, or a list of chat messages such as [{"role": "user", "content": "..."}].'
         ) from reason
 
 
-def _kind(value: object) -> type[object]:
+def _type_of(value: object) -> type[object]:
     return type(value)

@@ -1,6 +1,6 @@
 """Loads the rows of a config's sources: as prompts or lessons, labelled, and split into training and held-out rows.
 
-`for_training` and `held_out` give one part for each source of `data.dataset_name` or `data.dataset_mixture`; a set that is a task
+`training_parts` and `held_out_parts` give one part for each source of `data.dataset_name` or `data.dataset_mixture`; a set that is a task
 is skipped here: `groupwise.tasks.configured` reads it.
 """
 
@@ -13,7 +13,7 @@ from groupwise.core.errors import TaskError
 from groupwise.core.types import DATASET_COLUMN, TASK_COLUMN, like
 from groupwise.tasks.data.chat import (
     Account,
-    PromptWay,
+    PromptOptions,
     Row,
     Rows,
     key_of,
@@ -34,25 +34,29 @@ Unscorable = Callable[[Row], str | None]
 """Returns the reason why the rewards cannot score a row (which has its label but no prompt), or None if they can."""
 
 
-def scorable(row: Row) -> None:
+def always_scorable(row: Row) -> None:
     """The `Unscorable` that accepts every row, for commands that do not score rows."""
 
 
-def for_training(data: DatasetConfig, *, teacher: bool, unscorable: Unscorable = scorable) -> Found:
+def training_parts(
+    data: DatasetConfig, *, teacher: bool, unscorable: Unscorable = always_scorable
+) -> Found:
     """The rows to train on; with `teacher` as lessons, otherwise as prompts that can be scored. Raises TaskError."""
     parts, account = _parts_of_split(data, partial(_split_for_training, data), teacher, unscorable)
     if parts and data.test_split_size is not None:
-        parts, _ = _split(parts, data)
+        parts, _ = _split_parts(parts, data)
     return with_same_columns(parts, data.mixture_columns), account
 
 
-def held_out(data: DatasetConfig, *, teacher: bool, unscorable: Unscorable = scorable) -> Found:
+def held_out_parts(
+    data: DatasetConfig, *, teacher: bool, unscorable: Unscorable = always_scorable
+) -> Found:
     """The held-out rows: from splits of their own, or split off the training rows, whose account reports the rows left out."""
     if data.test_split_size is None:
         parts, account = _parts_of_split(data, lambda entry: entry.test_split, teacher, unscorable)
         return with_same_columns(parts, data.mixture_columns), account
     parts, _ = _parts_of_split(data, partial(_split_for_training, data), teacher, unscorable)
-    parts = _split(parts, data)[1] if parts else []
+    parts = _split_parts(parts, data)[1] if parts else []
     return with_same_columns(parts, data.mixture_columns), Account()
 
 
@@ -61,7 +65,7 @@ def holds_out(data: DatasetConfig, entry: MixtureEntry) -> bool:
     return entry.test_split is not None or data.test_split_size is not None
 
 
-def place_of(data: DatasetConfig, number: int) -> str:
+def set_location(data: DatasetConfig, number: int) -> str:
     """Name of a set in messages, by its number in the mixture."""
     name = data.mixture[number].name
     return name if data.dataset_mixture is None else f"data.dataset_mixture, set {number} ({name})"
@@ -74,20 +78,24 @@ def with_label(row: Row, entry: MixtureEntry, label: str | None) -> Row:
 
 
 def as_prompts(
-    data: DatasetConfig, rows: Sequence[Row], where: str, unscorable: Unscorable = scorable
+    data: DatasetConfig, rows: Sequence[Row], where: str, unscorable: Unscorable = always_scorable
 ) -> Rows:
     """Rows from elsewhere than the named data (such as the easy pool), with their prompts prepared in the same way."""
-    given = _through(_pipeline(data, teacher=False), rows, where, data)
-    made = with_prompts(given, _way(data), where, strict=data.strict, unscorable=unscorable)
-    return Rows(made, given.account + made.account)
+    processed = _apply_pipeline(_find_configured_pipeline(data, teacher=False), rows, where, data)
+    prompts = with_prompts(
+        processed, _prompt_options(data), where, strict=data.strict, unscorable=unscorable
+    )
+    return Rows(prompts, processed.account + prompts.account)
 
 
-def _pipeline(data: DatasetConfig, *, teacher: bool) -> Pipeline | None:
+def _find_configured_pipeline(data: DatasetConfig, *, teacher: bool) -> Pipeline | None:
     name = data.preprocessing_pipeline
     return None if name is None else find_pipeline(name, teacher=teacher)
 
 
-def _through(step: Pipeline | None, rows: Sequence[Row], where: str, data: DatasetConfig) -> Rows:
+def _apply_pipeline(
+    step: Pipeline | None, rows: Sequence[Row], where: str, data: DatasetConfig
+) -> Rows:
     """The rows after the pipeline; unchanged without one."""
     return (
         Rows(rows, Account())
@@ -100,7 +108,7 @@ def _split_for_training(data: DatasetConfig, entry: MixtureEntry) -> str:
     return entry.split or data.dataset_split
 
 
-def _split(parts: Sequence[Part], data: DatasetConfig) -> tuple[list[Part], list[Part]]:
+def _split_parts(parts: Sequence[Part], data: DatasetConfig) -> tuple[list[Part], list[Part]]:
     assert data.test_split_size is not None
     return split(parts, data.test_split_size, data.seed, partial(key_of, columns=KNOWN_BY))
 
@@ -114,31 +122,42 @@ def _parts_of_split(
     """The rows of the sources that have such a split."""
     parts: list[Part] = []
     account = Account()
-    step = _pipeline(data, teacher=teacher)  # before reading, which may take long
+    step = _find_configured_pipeline(data, teacher=teacher)  # before reading, which may take long
     for number, entry in enumerate(data.mixture):
         split = split_of(entry)
         if entry.source is None or split is None:
             continue
-        where = place_of(data, number)
-        given = _rows(data, entry, split, where, step, teacher=teacher)
+        where = set_location(data, number)
+        source_rows = _read_entry(data, entry, split, where, step, teacher=teacher)
         if teacher:
-            rows = with_teacher(given, _way(data), where, strict=data.strict)
+            rows = with_teacher(source_rows, _prompt_options(data), where, strict=data.strict)
         else:
-            why = partial(_why_not, unscorable, entry)
-            rows = with_prompts(given, _way(data), where, strict=data.strict, unscorable=why)
-        whole_account = given.account + rows.account
-        account += whole_account if data.dataset_mixture is None else whole_account.under(where)
-        own = [with_label(row, entry, entry.label) for row in rows]
-        theirs = _our_names(data, entry, teacher=teacher).values()
-        parts.append(Part(where, own, entry.weight, frozenset(n.partition(".")[0] for n in theirs)))
+            why = partial(_unscorable_reason, unscorable, entry)
+            rows = with_prompts(
+                source_rows, _prompt_options(data), where, strict=data.strict, unscorable=why
+            )
+        whole_account = source_rows.account + rows.account
+        account += (
+            whole_account if data.dataset_mixture is None else whole_account.with_prefix(where)
+        )
+        labelled_rows = [with_label(row, entry, entry.label) for row in rows]
+        source_columns = _our_names(data, entry, teacher=teacher).values()
+        parts.append(
+            Part(
+                where,
+                labelled_rows,
+                entry.weight,
+                frozenset(n.partition(".")[0] for n in source_columns),
+            )
+        )
     return parts, account
 
 
-def _why_not(unscorable: Unscorable, entry: MixtureEntry, row: Row) -> str | None:
+def _unscorable_reason(unscorable: Unscorable, entry: MixtureEntry, row: Row) -> str | None:
     return unscorable(with_label(row, entry, entry.label))
 
 
-def _rows(
+def _read_entry(
     data: DatasetConfig,
     entry: MixtureEntry,
     split: str,
@@ -158,29 +177,29 @@ def _rows(
         revision=entry.revision,
     )
     needs_prompts = not teacher and not (step and step.may_make_prompts)
-    if needs_prompts and "prompt" not in (columns := _columns(rows)):
+    if needs_prompts and "prompt" not in (columns := _column_names(rows)):
         raise TaskError(
             f"{where} has no column 'prompt'. It has: {', '.join(columns)}. Say in data.prompt_column which of them holds the prompt, or "
             "in `columns` of the set."
         )
-    made = _through(step, rows, where, data)
-    there = _columns(made)
+    processed = _apply_pipeline(step, rows, where, data)
+    available = _column_names(processed)
     for name in data.prompt_lines:
-        if name not in there:
-            raise TaskError(no_column(where, name, there, " in data.prompt_lines"))
-    return made
+        if name not in available:
+            raise TaskError(no_column(where, name, available, " in data.prompt_lines"))
+    return processed
 
 
 def _our_names(data: DatasetConfig, entry: MixtureEntry, *, teacher: bool) -> dict[str, str]:
     return {**data.renamed_columns("completion" if teacher else "answer"), **entry.columns}
 
 
-def _columns(rows: Sequence[Row]) -> list[str]:
+def _column_names(rows: Sequence[Row]) -> list[str]:
     return list(dict.fromkeys(name for row in rows for name in row))
 
 
-def _way(data: DatasetConfig) -> PromptWay:
-    return PromptWay(
+def _prompt_options(data: DatasetConfig) -> PromptOptions:
+    return PromptOptions(
         format=data.prompt_format or ("chat" if data.system_prompt else "text"),
         system_prompt=data.system_prompt,
         lines=data.prompt_lines,

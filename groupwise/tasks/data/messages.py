@@ -67,11 +67,11 @@ def messages_of(value: Any) -> list[Message]:
             "there are no messages" if value in ([], ()) else "it is no text and no messages"
         )
     messages: list[Message] = []
-    for place, entry in enumerate(cast("Sequence[Any]", value)):
+    for index, entry in enumerate(cast("Sequence[Any]", value)):
         try:
             messages.append(message_of(entry))
         except Unusable as reason:
-            reason.message = place
+            reason.message = index
             raise
     return messages
 
@@ -93,13 +93,13 @@ def looks_like_messages(text: str) -> bool:
 
 def _messages_of_mapping(value: Mapping[str, Any]) -> Any:
     """The messages of a mapping: one message, lists of roles and contents of one length, or a conversation and nothing else."""
-    given = {name: entry for name, entry in value.items() if entry is not None}
-    if len(given) == 1 and next(iter(given)) in WHOLE:
-        whole = next(iter(given.values()))
+    entries = {name: entry for name, entry in value.items() if entry is not None}
+    if len(entries) == 1 and next(iter(entries)) in WHOLE:
+        conversation = next(iter(entries.values()))
         return (
-            _messages_of_mapping(cast("Mapping[str, Any]", whole))
-            if isinstance(whole, Mapping)
-            else whole
+            _messages_of_mapping(cast("Mapping[str, Any]", conversation))
+            if isinstance(conversation, Mapping)
+            else conversation
         )
     role, content = value.get("role"), value.get("content")
     if not isinstance(role, list | tuple) or not isinstance(content, list | tuple):
@@ -107,7 +107,9 @@ def _messages_of_mapping(value: Mapping[str, Any]) -> Any:
     roles, contents = cast("Sequence[Any]", role), cast("Sequence[Any]", content)
     if len(roles) != len(contents):
         raise Unusable("there are not as many roles as contents")
-    return [{"role": one, "content": text} for one, text in zip(roles, contents, strict=True)]
+    return [
+        {"role": speaker, "content": text} for speaker, text in zip(roles, contents, strict=True)
+    ]
 
 
 def _is_part(entry: Any) -> bool:
@@ -125,8 +127,8 @@ def message_of(value: Any) -> Message:
         raise Unusable("a message has no text under `role`")
     message["role"] = OTHER_ROLES.get(role.lower(), role.lower())
     if message["role"] not in ROLES:
-        known = ", ".join((*ROLES, *OTHER_ROLES))
-        raise Unusable(f"a message has the role {role!r:.30}; there are {known}")
+        known_roles = ", ".join((*ROLES, *OTHER_ROLES))
+        raise Unusable(f"a message has the role {role!r:.30}; there are {known_roles}")
     calls = message.pop("tool_calls", None)
     if isinstance(calls, str):
         calls = _of_json(calls)
@@ -140,7 +142,7 @@ def message_of(value: Any) -> Message:
             return message
     elif message["role"] == "system":
         message.setdefault("content", "")  # an empty text, too, replaces a template's default
-    return {**message, "content": _text(message.get("content"))}
+    return {**message, "content": _text_content(message.get("content"))}
 
 
 def _with_our_names(value: Mapping[str, Any]) -> dict[str, Any]:
@@ -148,21 +150,21 @@ def _with_our_names(value: Mapping[str, Any]) -> dict[str, Any]:
     message = {str(key): entry for key, entry in value.items()}
     if message.get("role") is not None or not {"from", "value"} <= message.keys():
         return message
-    ours = {"role": message.pop("from"), "content": message.pop("value")}
-    return {**message, **ours}
+    renamed = {"role": message.pop("from"), "content": message.pop("value")}
+    return {**message, **renamed}
 
 
 def with_arguments(call: Any) -> Any:
     """A tool call whose arguments are an object, as templates need them, even if they were given as JSON text."""
     if not isinstance(call, Mapping):
         raise Unusable("a tool call is no mapping of a function and its arguments")
-    given = dict(cast("Mapping[str, Any]", call))
-    if isinstance(given.get("function"), Mapping):
-        return {**given, "function": with_arguments(given["function"])}
-    arguments = given.get("arguments")
+    tool_call = dict(cast("Mapping[str, Any]", call))
+    if isinstance(tool_call.get("function"), Mapping):
+        return {**tool_call, "function": with_arguments(tool_call["function"])}
+    arguments = tool_call.get("arguments")
     if isinstance(arguments, str) and isinstance(parsed := _of_json(arguments), dict):
-        given["arguments"] = parsed
-    return given
+        tool_call["arguments"] = parsed
+    return tool_call
 
 
 def _of_json(text: str) -> Any:
@@ -172,24 +174,24 @@ def _of_json(text: str) -> Any:
     return text
 
 
-def _text(content: Any) -> str:
+def _text_content(content: Any) -> str:
     """True for text, or a list of parts that are all text."""
     if isinstance(content, Mapping):
         content = [content]
     if isinstance(content, list | tuple):
-        parts = [_part(part) for part in cast("Sequence[Any]", content)]
+        parts = [_text_of_part(part) for part in cast("Sequence[Any]", content)]
         content = "".join(parts)
     if not isinstance(content, str):
         raise Unusable("a message has no text under `content`")
     return content
 
 
-def _part(part: Any) -> str:
+def _text_of_part(part: Any) -> str:
     if isinstance(part, str):
         return part
-    given = cast("Mapping[str, Any]", part if isinstance(part, Mapping) else {})
-    text = given.get("text")
-    if given.get("type", "text") != "text" or not isinstance(text, str):
+    fields = cast("Mapping[str, Any]", part if isinstance(part, Mapping) else {})
+    text = fields.get("text")
+    if fields.get("type", "text") != "text" or not isinstance(text, str):
         raise Unusable("a message holds more than text")
     return text
 
@@ -201,12 +203,12 @@ def ends_begun(prompt: Sequence[Message]) -> bool:
 
 def named_messages(row: dict[str, Any]) -> dict[str, Any]:
     """The row with its conversation under `messages`, also if it is stored in ShareGPT's form under `conversations`."""
-    found = row.get("conversations")
-    if row.get("messages") is not None or found is None:
+    conversation = row.get("conversations")
+    if row.get("messages") is not None or conversation is None:
         return row
-    if isinstance(found, str) and not looks_like_messages(found):
+    if isinstance(conversation, str) and not looks_like_messages(conversation):
         return row
-    return like(row, {**row, "messages": found})
+    return like(row, {**row, "messages": conversation})
 
 
 def join_conversation(prompt: Sequence[Message], completion: Sequence[Message]) -> list[Message]:
@@ -214,8 +216,8 @@ def join_conversation(prompt: Sequence[Message], completion: Sequence[Message]) 
     prefix = begun_words(prompt, completion)
     if prefix is None:
         return [*prompt, *completion]
-    first, *later = completion
-    return [*prompt[:-1], {**first, "content": prefix + first.get("content", "")}, *later]
+    first, *rest = completion
+    return [*prompt[:-1], {**first, "content": prefix + first.get("content", "")}, *rest]
 
 
 def begun_words(prompt: Sequence[Message], completion: Sequence[Message]) -> str | None:

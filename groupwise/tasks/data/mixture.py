@@ -40,15 +40,15 @@ def split(
     held_out: dict[str, bool] = {}
     for part in parts:
         keys = list(dict.fromkeys(map(key, part.rows)))
-        new = [each for each in keys if each not in held_out]
-        there = sum(held_out.get(each, False) for each in keys)
-        count = min(max(round(share * len(keys)) - there, 0), len(new))
-        chosen = set(Stream("held out", seed, part.name).sample(new, count))
-        held_out |= {each: each in chosen for each in new}
-    train = [_those(part, lambda row: not held_out[key(row)]) for part in parts]
-    test = [_those(part, lambda row: held_out[key(row)]) for part in parts]
-    for part, left in zip(parts, train, strict=True):
-        if not left.rows:
+        new_keys = [row_key for row_key in keys if row_key not in held_out]
+        held_out_count = sum(held_out.get(row_key, False) for row_key in keys)
+        count = min(max(round(share * len(keys)) - held_out_count, 0), len(new_keys))
+        sampled = set(Stream("held out", seed, part.name).sample(new_keys, count))
+        held_out |= {row_key: row_key in sampled for row_key in new_keys}
+    train = [_filter_rows(part, lambda row: not held_out[key(row)]) for part in parts]
+    test = [_filter_rows(part, lambda row: held_out[key(row)]) for part in parts]
+    for part, train_part in zip(parts, train, strict=True):
+        if not train_part.rows:
             raise TaskError(
                 f"{part.name}: data.test_split_size = {share:g} leaves none of its {len(part.rows)} rows for training."
             )
@@ -58,7 +58,7 @@ def split(
     return train, [part for part in test if part.rows]
 
 
-def _those(part: Part, belongs: Callable[[Row], bool]) -> Part:
+def _filter_rows(part: Part, belongs: Callable[[Row], bool]) -> Part:
     return replace(part, rows=[row for row in part.rows if belongs(row)])
 
 
@@ -68,41 +68,41 @@ def mix_parts(parts: Sequence[Part], seed: int) -> tuple[list[Row], tuple[Share,
     order = range(len(rows))
     if len(parts) > 1:
         order = Stream("mixture", seed).sample(order, len(rows))
-    place_of = {row: place for place, row in enumerate(order)}
+    position_of = {row: position for position, row in enumerate(order)}
     numbers = iter(range(len(rows)))
-    places = [[place_of[next(numbers)] for _ in part.rows] for part in parts]
+    positions = [[position_of[next(numbers)] for _ in part.rows] for part in parts]
     shares = [
-        _share(part, tuple(own))
-        for part, own in zip(parts, places, strict=True)
+        _make_share(part, tuple(part_positions))
+        for part, part_positions in zip(parts, positions, strict=True)
         if part.weight != 1.0
     ]
     return [rows[row] for row in order], tuple(shares)
 
 
-def _share(part: Part, places: tuple[int, ...]) -> Share:
+def _make_share(part: Part, indices: tuple[int, ...]) -> Share:
     if round(part.weight * len(part.rows)) < 1:
         raise TaskError(
             f"{part.name}: the weight {part.weight:g} of its {len(part.rows)} rows is none. Raise it, or leave the set out."
         )
-    return Share(part.name, places, part.weight)
+    return Share(part.name, indices, part.weight)
 
 
-def in_turn(parts: Sequence[Part]) -> list[Row]:
+def interleave(parts: Sequence[Part]) -> list[Row]:
     """Takes one row of each part in turn, so the first rows represent all parts."""
     rounds = zip_longest(*(part.rows for part in parts))
-    return [row for each in rounds for row in each if row is not None]
+    return [row for turn in rounds for row in turn if row is not None]
 
 
 def with_same_columns(parts: Sequence[Part], how: Join) -> list[Part]:
     """The parts with the same columns in every row. Raises TaskError that names the differences if they must be the same."""
     columns = [dict.fromkeys(name for row in part.rows for name in row) for part in parts]
-    every = dict.fromkeys(name for names in columns for name in names)
-    common = [name for name in every if all(name in names for names in columns)]
-    if how == "same" and set(every) - {*common, *(n for part in parts for n in part.renamed)}:
+    all_columns = dict.fromkeys(name for names in columns for name in names)
+    common = [name for name in all_columns if all(name in names for names in columns)]
+    if how == "same" and set(all_columns) - {*common, *(n for part in parts for n in part.renamed)}:
         lines = [
-            f"  {part.name} lacks {', '.join(repr(each) for each in every if each not in there)}"
-            for part, there in zip(parts, columns, strict=True)
-            if len(there) < len(every)
+            f"  {part.name} lacks {', '.join(repr(column) for column in all_columns if column not in part_columns)}"
+            for part, part_columns in zip(parts, columns, strict=True)
+            if len(part_columns) < len(all_columns)
         ]
         raise TaskError(
             "\n".join(
@@ -114,11 +114,15 @@ def with_same_columns(parts: Sequence[Part], how: Join) -> list[Part]:
                 ]
             )
         )
-    if how == "common" or (how == "same" and len(common) < len(every)):
-        return [_with(part, common) for part in parts]
-    return [_with(part, list(every)) for part in parts] if len(parts) > 1 else list(parts)
+    if how == "common" or (how == "same" and len(common) < len(all_columns)):
+        return [_with_columns(part, common) for part in parts]
+    return (
+        [_with_columns(part, list(all_columns)) for part in parts]
+        if len(parts) > 1
+        else list(parts)
+    )
 
 
-def _with(part: Part, columns: Sequence[str]) -> Part:
+def _with_columns(part: Part, columns: Sequence[str]) -> Part:
     rows = [like(row, {name: row.get(name) for name in columns}) for row in part.rows]
     return replace(part, rows=rows)

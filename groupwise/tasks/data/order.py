@@ -48,17 +48,17 @@ class Stream:
 
     def sample(self, items: Sequence[Item], count: int) -> list[Item]:
         """`count` different items in random order (the first steps of a Fisher-Yates shuffle)."""
-        chosen = list(items)
+        shuffled = list(items)
         for index in range(count):
-            other = index + self.below(len(chosen) - index)
-            chosen[index], chosen[other] = chosen[other], chosen[index]
-        return chosen[:count]
+            other = index + self.below(len(shuffled) - index)
+            shuffled[index], shuffled[other] = shuffled[other], shuffled[index]
+        return shuffled[:count]
 
     def among(self, item: Item, others: Sequence[Item], count: int) -> list[Item]:
         """`item` with `count` − 1 different ones of `others` in random order; with fewer if there are fewer."""
         rest = [other for other in others if other != item]
-        chosen = self.sample(rest, min(count - 1, len(rest)))
-        return self.sample([item, *chosen], len(chosen) + 1)
+        sampled = self.sample(rest, min(count - 1, len(rest)))
+        return self.sample([item, *sampled], len(sampled) + 1)
 
 
 def example_of_draw(draw: int, examples: int, seed: int, *, shuffle: bool = True) -> int:
@@ -78,7 +78,7 @@ class Share:
 
     name: str
     """Name of the set. Its draws depend on this name, not on the other sets."""
-    places: tuple[int, ...]
+    indices: tuple[int, ...]
     """Indices of its examples, among all examples."""
     weight: float
     """Occurrences of each example in an epoch: 0.5 half of them, 2 each twice, 1.5 each once and half of them once more."""
@@ -86,23 +86,25 @@ class Share:
     @property
     def extra_examples(self) -> int:
         """Number of examples that occur once more than the others."""
-        count = round(self.weight % 1 * len(self.places))
+        count = round(self.weight % 1 * len(self.indices))
         return count if self.weight >= 1 else max(1, count)
 
-    def dealt(self, epoch: int, seed: int) -> Iterator[int]:
+    def extra_draws(self, epoch: int, seed: int) -> Iterator[int]:
         """Examples that occur once more: each epoch takes the next ones in a cyclic order."""
-        order = Stream("weight", seed, self.name).sample(self.places, len(self.places))
+        order = Stream("weight", seed, self.name).sample(self.indices, len(self.indices))
         return (
             order[(epoch * self.extra_examples + n) % len(order)]
             for n in range(self.extra_examples)
         )
 
 
-def among(shares: Sequence[Share], kept: Sequence[int]) -> tuple[Share, ...]:
-    """The shares reduced to the indices in `kept`, renumbered from 0."""
-    place = {old: new for new, old in enumerate(kept)}
-    left = (replace(s, places=tuple(place[n] for n in s.places if n in place)) for s in shares)
-    return tuple(share for share in left if share.places)
+def restrict_shares(shares: Sequence[Share], indices: Sequence[int]) -> tuple[Share, ...]:
+    """The shares reduced to these indices, renumbered from 0."""
+    new_index = {old: new for new, old in enumerate(indices)}
+    remaining = (
+        replace(s, indices=tuple(new_index[n] for n in s.indices if n in new_index)) for s in shares
+    )
+    return tuple(share for share in remaining if share.indices)
 
 
 class Order:
@@ -113,9 +115,9 @@ class Order:
     ) -> None:
         self._examples, self._seed, self._shuffle = examples, seed, shuffle
         self._shares = tuple(shares)
-        shared = {place for share in shares for place in share.places}
-        again = [n for share in shares for n in share.places for _ in range(int(share.weight))]
-        self._always = [n for n in range(examples) if n not in shared] + again
+        shared = {index for share in shares for index in share.indices}
+        repeats = [n for share in shares for n in share.indices for _ in range(int(share.weight))]
+        self._always = [n for n in range(examples) if n not in shared] + repeats
         self._epochs: dict[int, list[int]] = {}
         self.length = len(self._always) + sum(share.extra_examples for share in shares)
         """Draws per epoch."""
@@ -126,10 +128,12 @@ class Order:
             return example_of_draw(draw, self._examples, self._seed, shuffle=self._shuffle)
         epoch, turn = divmod(draw, self.length)
         if epoch not in self._epochs:
-            later = {n: order for n, order in self._epochs.items() if abs(n - epoch) == 1}
-            dealt = (place for share in self._shares for place in share.dealt(epoch, self._seed))
-            places = sorted([*self._always, *dealt])
+            adjacent = {n: order for n, order in self._epochs.items() if abs(n - epoch) == 1}
+            extra = (
+                index for share in self._shares for index in share.extra_draws(epoch, self._seed)
+            )
+            indices = sorted([*self._always, *extra])
             if self._shuffle:
-                places = Stream("order", self._seed, epoch).sample(places, len(places))
-            self._epochs = {**later, epoch: places}
+                indices = Stream("order", self._seed, epoch).sample(indices, len(indices))
+            self._epochs = {**adjacent, epoch: indices}
         return self._epochs[epoch][turn]

@@ -1,7 +1,7 @@
 """Preprocessing of rows before prompts are made of them: `data.preprocessing_pipeline`.
 
     generic                   a prompt that is text, and its `answer` also as `reference`; of a teacher's rows, as `completion`
-    deepseek                  a prompt that is a chat, as it stands, and its `answer` likewise
+    deepseek                  a prompt that is a chat, unchanged, and its `answer` also as `reference`
     module:function           your own function, row → row or None; also path/to/file.py:function
     a name                    one that an installed package announces as entry point of the group `groupwise.preprocessing`
 
@@ -65,20 +65,20 @@ class Pipeline:
             # A row without a prompt stays as it is: code that needs one checks for it.
             if row.get("prompt") is None:
                 return row
-            made = BUILT_IN[self.name](row)
-            if "answer" not in made or made.get(self.answer) is not None:
-                return made
-            return {**made, self.answer: made["answer"]}
+            result = BUILT_IN[self.name](row)
+            if "answer" not in result or result.get(self.answer) is not None:
+                return result
+            return {**result, self.answer: result["answer"]}
         what = f"The {KIND} {self.name} failed on the row {row!r:.200}"
-        made = run_user_code(lambda: self.function(dict(row)), what=what)
-        if made is None:
+        result = run_user_code(lambda: self.function(dict(row)), what=what)
+        if result is None:
             raise Unusable(f"the pipeline {self.name} gives None")
-        if not isinstance(made, Mapping):
+        if not isinstance(result, Mapping):
             raise TaskError(
-                f"The {KIND} {self.name} gave {made!r:.60} for the row {row!r:.200}. Expected a row, a dict of columns; or None to leave "
+                f"The {KIND} {self.name} gave {result!r:.60} for the row {row!r:.200}. Expected a row, a dict of columns; or None to leave "
                 "it out."
             )
-        return dict(cast("Mapping[str, Any]", made))
+        return dict(cast("Mapping[str, Any]", result))
 
 
 def find_pipeline(name: str, *, teacher: bool = False) -> Pipeline:
@@ -86,8 +86,8 @@ def find_pipeline(name: str, *, teacher: bool = False) -> Pipeline:
     if name in BUILT_IN:
         answer = "completion" if teacher else "reference"
         return Pipeline(name, BUILT_IN[name], answer=answer)
-    known = dict.fromkeys(BUILT_IN, __name__)
-    plugin = load(name, kind=KIND, builtins=known, entry_points=ENTRY_POINTS)
+    builtins = dict.fromkeys(BUILT_IN, __name__)
+    plugin = load(name, kind=KIND, builtins=builtins, entry_points=ENTRY_POINTS)
     if isinstance(plugin.object, ModuleType) or not callable(plugin.object):
         raise TaskError(
             f"The {KIND} {name} is no function. Name one, as in module:function: it takes a row and gives a row or None. Built-in: "

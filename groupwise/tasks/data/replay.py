@@ -159,11 +159,11 @@ class ReplayBuffer:
         if reward is not None and not math.isfinite(reward):
             self.refused += 1
             return False
-        there = self._entries.get(key)
-        if there is not None:
-            there.payload = payload if payload is not None else there.payload
+        existing = self._entries.get(key)
+        if existing is not None:
+            existing.payload = payload if payload is not None else existing.payload
             if reward is not None:
-                there.credit(reward)
+                existing.credit(reward)
             return False
         if len(self) >= self.capacity and not self._made_room(reward):
             self.refused += 1
@@ -195,13 +195,13 @@ class ReplayBuffer:
         total = sum(entry.count for entry in by_mean)
         in_order = list(self._entries.values())
         by_bound = sorted(in_order, key=lambda entry: -self._upper_confidence_bound(entry, total))
-        chosen: dict[str, Entry] = {}
+        selected: dict[str, Entry] = {}
         orders = {True: iter(by_mean), False: iter(by_bound)}
-        while len(chosen) < min(count, len(in_order)):
+        while len(selected) < min(count, len(in_order)):
             exploits = stream.uniform() < self.mix_exploit_ratio
-            entry = next(entry for entry in orders[exploits] if entry.key not in chosen)
-            chosen[entry.key] = entry
-        return list(chosen.values())
+            entry = next(entry for entry in orders[exploits] if entry.key not in selected)
+            selected[entry.key] = entry
+        return list(selected.values())
 
     def state(self) -> dict[str, Any]:
         """All that a checkpoint needs, as plain JSON."""
@@ -227,10 +227,10 @@ class ReplayBuffer:
 
     def _made_room(self, reward: float | None) -> bool:
         """Evict the entry with the smallest mean (the oldest of equals) if `reward` is better. Returns True if there is room."""
-        seen = [entry for entry in self._entries.values() if entry.count]
-        if reward is None or not seen:
+        rewarded = [entry for entry in self._entries.values() if entry.count]
+        if reward is None or not rewarded:
             return False
-        worst = min(seen, key=lambda entry: entry.mean)
+        worst = min(rewarded, key=lambda entry: entry.mean)
         if reward <= worst.mean:
             return False
         del self._entries[worst.key]

@@ -19,13 +19,13 @@ from groupwise.core.types import Group
 from groupwise.runs.records import WarningRecord
 from groupwise.tasks.data.drift import Gauge
 from groupwise.tasks.data.reward_hacking_detectors import (
-    SUSPICIONS,
+    DETECTORS,
+    DetectorInput,
     Finding,
-    Sight,
     SignalsConfig,
-    nobody_tells,
+    missing_accuracy_note,
 )
-from groupwise.tasks.data.reward_hacking_statistics import least, symptoms
+from groupwise.tasks.data.reward_hacking_statistics import group_statistics, lowest_part_values
 
 Argument: TypeAlias = tuple[str, str]
 """A reward's name and the name of one of its arguments."""
@@ -46,7 +46,7 @@ NEW_METRICS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class StepSignals:
     """The metrics and warnings of a step."""
 
     metrics: dict[str, float]
@@ -68,36 +68,40 @@ class Signals:
         """The lowest weighted value of each part so far."""
         self._active: set[str] = set()
 
-    def observe(self, groups: Sequence[Group], step: int, entropy: float | None = None) -> Seen:
+    def observe(
+        self, groups: Sequence[Group], step: int, entropy: float | None = None
+    ) -> StepSignals:
         """Process the groups of step `step` (from 0), just before it is committed; `entropy` is the mean entropy of its tokens (nats)."""
         fresh = [group for group in groups if group.origin == "fresh"]
         rows = [group.example.columns for group in groups]
         for argument in [
-            each for each in self._unfilled if any(r.get(each[1]) is not None for r in rows)
+            unfilled
+            for unfilled in self._unfilled
+            if any(r.get(unfilled[1]) is not None for r in rows)
         ]:
             del self._unfilled[argument]
-        found = symptoms(fresh)
+        statistics = group_statistics(fresh)
         if entropy is not None:
-            found["entropy"] = entropy
-        started = self._reward_is_ready
-        for name, value in found.items():
+            statistics["entropy"] = entropy
+        was_ready = self._reward_is_ready
+        for name, value in statistics.items():
             gauge = self._gauges.setdefault(name, Gauge())
             gauge.observe(value, self.config.start_steps, self.config.memory)
         rewards = [r.reward for group in fresh for r in group.scored if r.reward is not None]
         if rewards:
             bounds = [*rewards, *(self._rewards or ())]
             self._rewards = min(bounds), max(bounds)
-        known = bool(self._least)
-        for part, lowest in least(fresh).items():
+        had_least = bool(self._least)
+        for part, lowest in lowest_part_values(fresh).items():
             self._least[part] = min(self._least.get(part, lowest), lowest)
-        if self._least and not known:
+        if self._least and not had_least:
             parts = dict.fromkeys(p.name for g in fresh for r in g.scored for p in r.parts)
-            if text := nobody_tells(self.config, parts):
+            if text := missing_accuracy_note(self.config, parts):
                 logger.info("%s", text)
-        if self._reward_is_ready and not started:
+        if self._reward_is_ready and not was_ready:
             self._warn_of_unknown_part()
-        warnings = self._changes(step + 1)
-        return Seen(self._metrics(found), warnings)
+        warnings = self._warning_changes(step + 1)
+        return StepSignals(self._make_metrics(statistics), warnings)
 
     def state(self) -> dict[str, Any]:
         """All that a checkpoint needs, as plain JSON."""
@@ -106,7 +110,7 @@ class Signals:
             "rewards": self._rewards and list(self._rewards),
             "least": dict(self._least),
             "active": sorted(self._active),
-            "unfilled": [list(each) for each in self._unfilled],
+            "unfilled": [list(argument) for argument in self._unfilled],
         }
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -117,8 +121,10 @@ class Signals:
         self._rewards = state["rewards"] and tuple(state["rewards"])
         self._least = dict(state.get("least", {}))
         self._active = set(state["active"])
-        known = [tuple(each) for each in state.get("unfilled", self._unfilled)]
-        self._unfilled = {each: None for each in self._unfilled if each in known}
+        still_unfilled = [tuple(entry) for entry in state.get("unfilled", self._unfilled)]
+        self._unfilled = {
+            argument: None for argument in self._unfilled if argument in still_unfilled
+        }
 
     @property
     def _reward_is_ready(self) -> bool:
@@ -127,43 +133,43 @@ class Signals:
 
     def _warn_of_unknown_part(self) -> None:
         """Warn once if a configured part name never occurs, because it may be misspelt."""
-        chosen = self.config.accuracy_part
+        accuracy_part = self.config.accuracy_part
         parts = [name.partition("/")[2] for name in self._gauges if name.startswith("gain/")]
-        if chosen is not None and chosen not in parts:
+        if accuracy_part is not None and accuracy_part not in parts:
             logger.warning(
                 "signals.accuracy_part is %s, but no reward part of the first %d steps is called so. There are: %s",
-                chosen,
+                accuracy_part,
                 self.config.start_steps,
                 ", ".join(parts) or "none",
             )
 
-    def _changes(self, steps: int) -> tuple[WarningRecord, ...]:
+    def _warning_changes(self, steps: int) -> tuple[WarningRecord, ...]:
         lowest, highest = self._rewards or (0.0, 0.0)
-        sight = Sight(self.config, self._gauges, lowest, highest, self._least)
-        found = {name: suspicion(sight) for name, suspicion in SUSPICIONS.items()}
-        found["unfilled"] = Finding(
+        sight = DetectorInput(self.config, self._gauges, lowest, highest, self._least)
+        findings = {name: suspicion(sight) for name, suspicion in DETECTORS.items()}
+        findings["unfilled"] = Finding(
             float(bool(self._unfilled)), unfilled_arguments_warning(self._unfilled)
         )
         changes = [
             change(name, finding, steps, was=name in self._active)
-            for name, finding in found.items()
+            for name, finding in findings.items()
             if finding is not None
         ]
-        warnings = tuple(each for each in changes if each is not None)
+        warnings = tuple(record for record in changes if record is not None)
         self._active ^= {warning.name for warning in warnings}
         return warnings
 
-    def _metrics(self, found: Mapping[str, float]) -> dict[str, float]:
-        shown = {name: found[name] for name in NEW_METRICS if name in found}
+    def _make_metrics(self, statistics: Mapping[str, float]) -> dict[str, float]:
+        new_metrics = {name: statistics[name] for name in NEW_METRICS if name in statistics}
         shares = {
             f"part_share/{name.partition('/')[2]}": value
-            for name, value in found.items()
+            for name, value in statistics.items()
             if name.startswith("share/")
         }
         lengths = self._gauges.get("length")
         growth = lengths.now / lengths.mean if lengths and lengths.ready and lengths.mean else None
         metrics = {
-            **shown,
+            **new_metrics,
             **(shares if len(shares) > 1 else {}),
             **({} if growth is None else {"length_growth": growth}),
             "active": float(len(self._active)),
@@ -176,7 +182,7 @@ def change(name: str, finding: Finding, steps: int, *, was: bool) -> WarningReco
     begins, ends = not was and finding.strength >= 1, was and finding.strength < ENDS
     if not (begins or ends):
         return None
-    numbers = ", ".join(f"{what} {value:.3g}" for what, value in finding.values.items())
+    numbers = ", ".join(f"{label} {value:.3g}" for label, value in finding.values.items())
     text = finding.text if begins else "no longer so"
     line = f"{text} ({numbers})" if numbers else text
     return WarningRecord(steps, name, "begins" if begins else "ends", line, finding.values)
@@ -184,5 +190,5 @@ def change(name: str, finding: Finding, steps: int, *, was: bool) -> WarningReco
 
 def unfilled_arguments_warning(arguments: Iterable[Argument]) -> str:
     """A warning about arguments of rewards that are None in every row."""
-    listed = ", ".join(f"`{argument}` of the reward `{reward}`" for reward, argument in arguments)
-    return f"{listed} has been None in every row: the column is empty or not there"
+    names = ", ".join(f"`{argument}` of the reward `{reward}`" for reward, argument in arguments)
+    return f"{names} has been None in every row: the column is empty or not there"

@@ -1,6 +1,6 @@
 """Signals of reward hacking: statistics of a run's steps that suggest the reward is earned in an unintended way.
 
-Each signal is a function of the step statistics (`Sight`). Its `Finding.strength` is the smallest of its conditions, each in units
+Each signal is a function of the step statistics (`DetectorInput`). Its `Finding.strength` is the smallest of its conditions, each in units
 of its threshold, so 1 means that all conditions hold. A movement counts only if it also exceeds the noise of steps
 (`Gauge.errors`). Every number is compared with its own start, because normal values differ from task to task; see
 `groupwise.tasks.data.reward_hacking_statistics` for the numbers.
@@ -137,7 +137,7 @@ class Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Sight:
+class DetectorInput:
     """The statistics of the steps so far."""
 
     config: SignalsConfig
@@ -165,13 +165,13 @@ class Sight:
     @property
     def accuracy(self) -> str | None:
         """The part that measures whether a task is solved."""
-        names, chosen = self.parts("gain"), self.config.accuracy_part
-        if chosen is not None:
-            return chosen if chosen in names else None
+        names, configured = self.parts("gain"), self.config.accuracy_part
+        if configured is not None:
+            return configured if configured in names else None
         return part_of_success(names)
 
 
-def nobody_tells(config: SignalsConfig, names: Collection[str]) -> str | None:
+def missing_accuracy_note(config: SignalsConfig, names: Collection[str]) -> str | None:
     """A warning that no reward part is known to measure success; None if one is known, or there is only one."""
     if config.accuracy_part is not None or len(names) < 2 or part_of_success(names):
         return None
@@ -181,7 +181,7 @@ def nobody_tells(config: SignalsConfig, names: Collection[str]) -> str | None:
     )
 
 
-def length(sight: Sight) -> Finding | None:
+def length(sight: DetectorInput) -> Finding | None:
     """Completions have grown, and among completions of one prompt the longer ones earn more.
 
     Reward models are known to reward length in this way (Singhal et al. 2023, arXiv 2310.03716).
@@ -201,7 +201,7 @@ def length(sight: Sight) -> Finding | None:
     )
 
 
-def truncation(sight: Sight) -> Finding | None:
+def truncation(sight: DetectorInput) -> Finding | None:
     """More completions are cut off by the length limit."""
     share = sight.ready("truncated")
     if share is None:
@@ -220,15 +220,15 @@ REPEATED = {
 }
 
 
-def repetition(sight: Sight) -> Finding | None:
+def repetition(sight: DetectorInput) -> Finding | None:
     """Completions repeat n-grams or whole lines more than at the start."""
-    found: list[Finding] = []
+    findings: list[Finding] = []
     for name, text in REPEATED.items():
         if share := sight.ready(name):
             rise = (share.now - share.mean) / sight.config.repetition_rise
             values = {"start": share.mean, "now": share.now}
-            found.append(Finding(min(rise, sight.movement(share)), text, values))
-    return max(found, key=lambda finding: finding.strength, default=None)
+            findings.append(Finding(min(rise, sight.movement(share)), text, values))
+    return max(findings, key=lambda finding: finding.strength, default=None)
 
 
 DIVERSE = {
@@ -238,7 +238,7 @@ DIVERSE = {
 }
 
 
-def diversity(sight: Sight) -> Finding | None:
+def diversity(sight: DetectorInput) -> Finding | None:
     """The policy explores much less, without a gain in reward.
 
     Learning itself trades entropy for reward (Cui et al. 2025, arXiv 2505.22617): a fall counts only if the reward has not risen
@@ -255,7 +255,7 @@ def diversity(sight: Sight) -> Finding | None:
     strengths = {
         name: min(fall, -sight.movement(sight.gauges[name])) for name, fall in falls.items()
     }
-    name = max(strengths, key=lambda each: strengths[each])
+    name = max(strengths, key=lambda key: strengths[key])
     gauge = sight.gauges[name]
     values = {
         "start": gauge.mean,
@@ -271,7 +271,7 @@ def diversity(sight: Sight) -> Finding | None:
     )
 
 
-def sameness(sight: Sight) -> Finding | None:
+def sameness(sight: DetectorInput) -> Finding | None:
     """Different prompts get the same completion."""
     share = sight.ready("same_answers")
     if share is None:
@@ -281,9 +281,9 @@ def sameness(sight: Sight) -> Finding | None:
     return Finding(min(rise, sight.movement(share)), text, {"start": share.mean, "now": share.now})
 
 
-def dominance(sight: Sight) -> Finding | None:
+def dominance(sight: DetectorInput) -> Finding | None:
     """One part, other than accuracy, determines almost alone what is reinforced, and gains at the cost of another one."""
-    gains, found = sight.parts("gain"), list[Finding]()
+    gains, findings = sight.parts("gain"), list[Finding]()
     for name, share in sight.parts("share").items():
         if name == sight.accuracy or name not in gains:
             continue
@@ -293,20 +293,20 @@ def dominance(sight: Sight) -> Finding | None:
             # is small compared with the gain of a high-weight one.
             least = sight.least.get(other)
             start = gain.mean
-            had = max(abs(start), start - least) if least is not None else abs(start)
+            reference = max(abs(start), start - least) if least is not None else abs(start)
             strength = min(
                 share.now / sight.config.dominance,
                 sight.movement(gains[name]),
                 -sight.movement(gain),
-                ((start - gain.now) / had if had else 0.0) / LOST,
+                ((start - gain.now) / reference if reference else 0.0) / LOST,
             )
             text = f"the part {name} decides nearly alone what is reinforced, and gains at the cost of {other}"
-            values = {"share": share.now, **_course(sight, name), **_course(sight, other)}
-            found.append(Finding(strength, text, values))
-    return max(found, key=lambda finding: finding.strength, default=None)
+            values = {"share": share.now, **_part_values(sight, name), **_part_values(sight, other)}
+            findings.append(Finding(strength, text, values))
+    return max(findings, key=lambda finding: finding.strength, default=None)
 
 
-def accuracy(sight: Sight) -> Finding | None:
+def accuracy(sight: DetectorInput) -> Finding | None:
     """The reward rises while the part that measures success falls; or success stays flat and another part is saturated."""
     name, reward = sight.accuracy, sight.ready("reward")
     if name is None or reward is None or len(sight.parts("gain")) < 2:
@@ -320,42 +320,42 @@ def accuracy(sight: Sight) -> Finding | None:
     values = {
         "reward at the start": reward.mean,
         "reward now": reward.now,
-        **_course(sight, name),
+        **_part_values(sight, name),
     }
     return Finding(strength, text, values)
 
 
-def _course(sight: Sight, name: str) -> dict[str, float]:
+def _part_values(sight: DetectorInput, name: str) -> dict[str, float]:
     """A part's own value at the start and now, for the report."""
     value = sight.ready(f"value/{name}")
     return {f"{name} at the start": value.mean, f"{name} now": value.now} if value else {}
 
 
-def _not_risen(sight: Sight, gauge: Gauge) -> float:
+def _not_risen(sight: DetectorInput, gauge: Gauge) -> float:
     """1 or more if any rise is within the noise."""
     return 2 - sight.movement(gauge)
 
 
-def _left_to_earn(sight: Sight, reward: Gauge) -> float:
+def _left_to_earn(sight: DetectorInput, reward: Gauge) -> float:
     """1 or more if the reward is well below the best seen."""
-    seen = sight.highest - sight.lowest
-    return (sight.highest - reward.now) / seen / LEFT_TO_EARN if seen > 0 else 0.0
+    reward_range = sight.highest - sight.lowest
+    return (sight.highest - reward.now) / reward_range / LEFT_TO_EARN if reward_range > 0 else 0.0
 
 
-def _saturation(sight: Sight, but: str) -> float:
+def _saturation(sight: DetectorInput, excluded: str) -> float:
     """1 or more if a part other than `but` has risen and hardly differs within groups any more."""
     gains, spreads = sight.parts("gain"), sight.parts("spread")
     return max(
         (
             min(sight.movement(gains[name]), 2 - spread.now / spread.mean / SATURATED)
             for name, spread in spreads.items()
-            if name != but and name in gains and spread.mean > 0
+            if name != excluded and name in gains and spread.mean > 0
         ),
         default=0.0,
     )
 
 
-SUSPICIONS: dict[str, Callable[[Sight], Finding | None]] = {
+DETECTORS: dict[str, Callable[[DetectorInput], Finding | None]] = {
     each.__name__: each
     for each in (length, truncation, repetition, diversity, sameness, dominance, accuracy)
 }

@@ -41,23 +41,25 @@ TIED = 1e-9
 """Rewards of a group count as equal if their relative difference is below this (rounding)."""
 
 
-def symptoms(groups: Sequence[Group]) -> dict[str, float]:
+def group_statistics(groups: Sequence[Group]) -> dict[str, float]:
     """The statistics listed above for these groups; those without a finite value are left out."""
-    texts = [[_Written.of(r) for r in group.rollouts if r.written] for group in groups]
-    found = {
-        **_lengths(groups),
-        **_repetition([each for group in texts for each in group]),
-        **_diversity(texts),
+    texts = [[_WrittenText.of(r) for r in group.rollouts if r.written] for group in groups]
+    statistics = {
+        **_length_statistics(groups),
+        **_repetition_statistics([written for group in texts for written in group]),
+        **_diversity_statistics(texts),
         "same_answers": _same_answers(groups, texts),
-        **_parts(groups),
+        **_part_statistics(groups),
     }
     return {
-        name: value for name, value in found.items() if value is not None and math.isfinite(value)
+        name: value
+        for name, value in statistics.items()
+        if value is not None and math.isfinite(value)
     }
 
 
 @dataclass(frozen=True, slots=True)
-class _Written:
+class _WrittenText:
     """The text that the policy wrote in a rollout, with its n-grams."""
 
     text: str
@@ -66,17 +68,17 @@ class _Written:
     """Number of n-grams, including repeated ones."""
 
     @staticmethod
-    def of(rollout: Rollout) -> _Written:
+    def of(rollout: Rollout) -> _WrittenText:
         ngrams = [
             ngram
             for segment in rollout.segments
             if segment.source == "policy"
-            for ngram in zip(*(segment.token_ids[at:] for at in range(NGRAM)), strict=False)
+            for ngram in zip(*(segment.token_ids[offset:] for offset in range(NGRAM)), strict=False)
         ]
-        return _Written(_text(rollout), frozenset(ngrams), len(ngrams))
+        return _WrittenText(_written_text(rollout), frozenset(ngrams), len(ngrams))
 
 
-def _text(rollout: Rollout) -> str:
+def _written_text(rollout: Rollout) -> str:
     if rollout.messages is None:
         return rollout.completion.strip()
     contents = [m.get("content") for m in rollout.messages if m.get("role") == "assistant"]
@@ -86,115 +88,128 @@ def _text(rollout: Rollout) -> str:
 # --- texts ---------------------------------------------------------------------------------------
 
 
-def _lengths(groups: Sequence[Group]) -> dict[str, float | None]:
+def _length_statistics(groups: Sequence[Group]) -> dict[str, float | None]:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     pairs = [
         [(float(rollout.written), reward) for rollout, reward in _rollouts_with_rewards(group)]
         for group in groups
     ]
     return {
-        "length": _mean(rollout.written for rollout in rollouts),
-        "truncated": _mean(rollout.truncated for rollout in rollouts),
-        "reward": _mean(reward for group in pairs for _, reward in group),
+        "length": _finite_mean(rollout.written for rollout in rollouts),
+        "truncated": _finite_mean(rollout.truncated for rollout in rollouts),
+        "reward": _finite_mean(reward for group in pairs for _, reward in group),
         "length_correlation": _correlation(pairs),
     }
 
 
 def _correlation(groups: Iterable[Sequence[tuple[float, float]]]) -> float | None:
     """Pearson's r of pairs within groups; None if one side does not vary."""
-    both = first = second = 0.0
+    covariance = first = second = 0.0
     for pairs in groups:
         xs, ys = _subtract_mean([x for x, _ in pairs]), _subtract_mean([y for _, y in pairs])
-        both += _product(xs, ys)
-        first += _product(xs, xs)
-        second += _product(ys, ys)
-    return both / (math.sqrt(first) * math.sqrt(second)) if first and second else None
+        covariance += _dot_product(xs, ys)
+        first += _dot_product(xs, xs)
+        second += _dot_product(ys, ys)
+    return covariance / (math.sqrt(first) * math.sqrt(second)) if first and second else None
 
 
-def _repetition(texts: Sequence[_Written]) -> dict[str, float | None]:
-    lines = [[line.strip() for line in each.text.splitlines() if line.strip()] for each in texts]
+def _repetition_statistics(texts: Sequence[_WrittenText]) -> dict[str, float | None]:
+    lines = [
+        [line.strip() for line in written.text.splitlines() if line.strip()] for written in texts
+    ]
     return {
-        "repetition": _mean(1 - len(each.ngrams) / each.count for each in texts if each.count),
-        "repeated_lines": _mean(1 - len(set(each)) / len(each) for each in lines if each),
+        "repetition": _finite_mean(
+            1 - len(written.ngrams) / written.count for written in texts if written.count
+        ),
+        "repeated_lines": _finite_mean(
+            1 - len(set(text_lines)) / len(text_lines) for text_lines in lines if text_lines
+        ),
     }
 
 
-def _diversity(groups: Sequence[Sequence[_Written]]) -> dict[str, float | None]:
-    texts = [[each.text for each in group] for group in groups if len(group) > 1]
-    ngrams = [[each.ngrams for each in group if each.ngrams] for group in groups]
+def _diversity_statistics(groups: Sequence[Sequence[_WrittenText]]) -> dict[str, float | None]:
+    texts = [[written.text for written in group] for group in groups if len(group) > 1]
+    ngrams = [[written.ngrams for written in group if written.ngrams] for group in groups]
     return {
-        "distinct_completions": _mean((len(set(t)) - 1) / (len(t) - 1) for t in texts),
-        "distinct_ngrams": _mean(_not_shared(sets) for sets in ngrams if len(sets) > 1),
+        "distinct_completions": _finite_mean((len(set(t)) - 1) / (len(t) - 1) for t in texts),
+        "distinct_ngrams": _finite_mean(_not_shared(sets) for sets in ngrams if len(sets) > 1),
     }
 
 
 def _not_shared(sets: Sequence[frozenset[tuple[int, ...]]]) -> float:
-    sizes = [len(each) for each in sets]
+    sizes = [len(ngram_set) for ngram_set in sets]
     largest = max(sizes)
     return (len(frozenset[tuple[int, ...]]().union(*sets)) - largest) / (sum(sizes) - largest)
 
 
 def _same_answers(
-    groups: Sequence[Group], texts_of_groups: Sequence[Sequence[_Written]]
+    groups: Sequence[Group], texts_of_groups: Sequence[Sequence[_WrittenText]]
 ) -> float | None:
     """Share of the pairs of completions of two different examples that are the same text."""
     of_example: dict[int, Counter[str]] = {}
     for group, texts in zip(groups, texts_of_groups, strict=True):
         counts = of_example.setdefault(group.example.index, Counter())
-        counts.update(each.text for each in texts)
-    together: Counter[str] = Counter()
+        counts.update(written.text for written in texts)
+    totals: Counter[str] = Counter()
     for counts in of_example.values():
-        together.update(counts)
-    all_pairs = together.total() ** 2 - sum(counts.total() ** 2 for counts in of_example.values())
-    same = sum(n * n for n in together.values()) - sum(
+        totals.update(counts)
+    all_pairs = totals.total() ** 2 - sum(counts.total() ** 2 for counts in of_example.values())
+    same_pairs = sum(n * n for n in totals.values()) - sum(
         n * n for counts in of_example.values() for n in counts.values()
     )
-    return same / all_pairs if all_pairs else None
+    return same_pairs / all_pairs if all_pairs else None
 
 
 # --- parts ---------------------------------------------------------------------------------------
 
 
-def _parts(groups: Sequence[Group]) -> dict[str, float | None]:
+def _part_statistics(groups: Sequence[Group]) -> dict[str, float | None]:
     scored = [_rollouts_with_rewards(group) for group in groups]
     parts = [part for group in scored for rollout, _ in group for part in rollout.parts]
     weighted = {part.name for part in parts if part.weight and part.value is not None}
-    earned = [[_part_contributions(rollout) for rollout, _ in group] for group in scored]
+    contributions = [[_part_contributions(rollout) for rollout, _ in group] for group in scored]
     totals = [_subtract_mean([reward for _, reward in group]) for group in scored]
-    own = [rollout.part_values for group in scored for rollout, _ in group]
-    variance = sum(_product(total, total) for total in totals)
-    found: dict[str, float | None] = {}
+    part_values = [rollout.part_values for group in scored for rollout, _ in group]
+    variance = sum(_dot_product(total, total) for total in totals)
+    statistics: dict[str, float | None] = {}
     for name in dict.fromkeys(part.name for part in parts):
-        applied = [[each[name] for each in group if name in each] for group in earned]
-        values = [each.get(name) for each in own]
-        found[f"value/{name}"] = _mean(value for value in values if value is not None)
-        found[f"gain/{name}"] = _mean(value for group in applied for value in group)
-        found[f"spread/{name}"] = _mean(_deviation(group) for group in applied if len(group) > 1)
+        applied = [
+            [contribution[name] for contribution in group if name in contribution]
+            for group in contributions
+        ]
+        values = [values_by_part.get(name) for values_by_part in part_values]
+        statistics[f"value/{name}"] = _finite_mean(value for value in values if value is not None)
+        statistics[f"gain/{name}"] = _finite_mean(value for group in applied for value in group)
+        statistics[f"spread/{name}"] = _finite_mean(
+            _deviation(group) for group in applied if len(group) > 1
+        )
         if name in weighted and variance:
-            all_of = [[each.get(name, 0.0) for each in group] for group in earned]
-            explained = sum(map(_product, map(_subtract_mean, all_of), totals))
-            found[f"share/{name}"] = explained / variance
-    return found
+            all_of = [
+                [contribution.get(name, 0.0) for contribution in group] for group in contributions
+            ]
+            explained = sum(map(_dot_product, map(_subtract_mean, all_of), totals))
+            statistics[f"share/{name}"] = explained / variance
+    return statistics
 
 
-def least(groups: Sequence[Group]) -> dict[str, float]:
+def lowest_part_values(groups: Sequence[Group]) -> dict[str, float]:
     """The lowest finite weight × value of each part in a scored rollout."""
-    found: dict[str, float] = {}
+    lowest: dict[str, float] = {}
     for rollout in (rollout for group in groups for rollout, _ in _rollouts_with_rewards(group)):
         for name, value in _part_contributions(rollout).items():
             if math.isfinite(value):
-                found[name] = min(found.get(name, value), value)
-    return found
+                lowest[name] = min(lowest.get(name, value), value)
+    return lowest
 
 
 def _part_contributions(rollout: Rollout) -> dict[str, float]:
     """The contribution of each applicable part to the reward; a part without weight counts by its value."""
-    found: dict[str, float] = {}
+    contributions: dict[str, float] = {}
     for part in rollout.parts:
         if part.value is not None:
             value = part.weight * part.value if part.weight else part.value
-            found[part.name] = found.get(part.name, 0.0) + value
-    return found
+            contributions[part.name] = contributions.get(part.name, 0.0) + value
+    return contributions
 
 
 # --- sums ----------------------------------------------------------------------------------------
@@ -204,10 +219,10 @@ def _rollouts_with_rewards(group: Group) -> list[tuple[Rollout, float]]:
     return [(rollout, rollout.reward) for rollout in group.scored if rollout.reward is not None]
 
 
-def _mean(values: Iterable[float]) -> float | None:
+def _finite_mean(values: Iterable[float]) -> float | None:
     """The mean of the finite values; None if there are none."""
-    known = [value for value in values if math.isfinite(value)]
-    return sum(known) / len(known) if known else None
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else None
 
 
 def _subtract_mean(values: Sequence[float]) -> list[float]:
@@ -221,10 +236,10 @@ def _subtract_mean(values: Sequence[float]) -> list[float]:
     return [value - mean for value in values]
 
 
-def _product(first: Sequence[float], second: Sequence[float]) -> float:
+def _dot_product(first: Sequence[float], second: Sequence[float]) -> float:
     return sum(x * y for x, y in zip(first, second, strict=True))
 
 
 def _deviation(values: Sequence[float]) -> float:
     centred = _subtract_mean(values)
-    return math.sqrt(_product(centred, centred) / (len(values) - 1))
+    return math.sqrt(_dot_product(centred, centred) / (len(values) - 1))

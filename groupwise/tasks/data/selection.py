@@ -22,7 +22,7 @@ from groupwise.tasks.data.config import DataConfig
 from groupwise.tasks.data.curriculum import Curriculum
 from groupwise.tasks.data.order import Order, Stream
 from groupwise.tasks.data.replay import Entry, ReplayBuffer
-from groupwise.tasks.data.success import SoughtPart, successes
+from groupwise.tasks.data.success import ConfiguredPart, successes
 
 logger = logging.getLogger(__name__)
 
@@ -70,9 +70,9 @@ class Selection:
         self._passed_over = 0
         """Number of turns that the curriculum skipped."""
         self._blocks: dict[int, list[Choice]] = {}
-        self._under_way: dict[int, Choice] = {}
+        self._choices_by_draw: dict[int, Choice] = {}
         """Choices by draw."""
-        self._kept: set[int] = set()
+        self._kept_draws: set[int] = set()
         """Draws of the current step whose prompts are kept regardless of `success_threshold`."""
         replay = config.replay
         self.replay = (
@@ -81,7 +81,9 @@ class Selection:
             else None
         )
         self.curriculum = Curriculum(config.curriculum) if config.curriculum else None
-        self._sought = [SoughtPart(key, name) for key, name in config.success_parts.items()]
+        self._configured_parts = [
+            ConfiguredPart(key, name) for key, name in config.success_parts.items()
+        ]
 
     @property
     def turns(self) -> int:
@@ -102,70 +104,75 @@ class Selection:
         """Choose the examples for the slots of a block that starts at a step; a block that is already planned stays unchanged."""
         if block in self._blocks:
             return
-        easy = [self._easy(block, slot, step) for slot in range(slots)]
-        left = [slot for slot in range(self._sizes.block) if easy[slot] is None]
-        entries = self._drawn_again(block, step, len(left))
-        again = dict(zip(left[len(left) - len(entries) :], entries, strict=True))
+        easy = [self._draw_easy(block, slot, step) for slot in range(slots)]
+        open_slots = [slot for slot in range(self._sizes.block) if easy[slot] is None]
+        entries = self._sample_replay(block, step, len(open_slots))
+        replayed = dict(zip(open_slots[len(open_slots) - len(entries) :], entries, strict=True))
         self._blocks[block] = [
-            easy[slot] or (_again(again[slot]) if slot in again else self._fresh())
+            easy[slot]
+            or (_replay_choice(replayed[slot]) if slot in replayed else self._next_fresh())
             for slot in range(slots)
         ]
 
     def take(self, block: int, slot: int, draw: int) -> Choice:
         """The example for a draw, by its slot in a planned block."""
-        choice = self._under_way[draw] = self._blocks[block][slot]
+        choice = self._choices_by_draw[draw] = self._blocks[block][slot]
         return choice
 
     def finish(self, block: int, used: int) -> None:
         """End a block of which `used` slots were used; the unused examples go to later blocks."""
-        left = self._blocks.pop(block, [])[used:]
-        self._unused = [choice.index for choice in left if choice.origin == "fresh"] + self._unused
+        unused = self._blocks.pop(block, [])[used:]
+        self._unused = [
+            choice.index for choice in unused if choice.origin == "fresh"
+        ] + self._unused
 
     def keep(self, draws: Iterable[int]) -> None:
         """Keep the prompts of these draws for replay once their step is committed; does nothing without a replay buffer."""
-        self._kept.update(draws)
+        self._kept_draws.update(draws)
 
     def observe(self, groups: Iterable[Group]) -> None:
         """Update the pools with the results of a committed step's draws, in this order."""
         groups = list(groups)
-        for sought in self._sought:
-            if text := sought.missing(groups):
+        for part in self._configured_parts:
+            if text := part.missing(groups):
                 logger.warning("%s", text)
         for group in groups:
-            choice = self._under_way.pop(group.draw, None)
+            choice = self._choices_by_draw.pop(group.draw, None)
             if choice is not None and group.scored:
                 self._note_difficulty(group, choice)
                 self._note_for_replay(group, choice)
-        self._kept.clear()
+        self._kept_draws.clear()
 
     def metrics(self, groups: Sequence[Group], step: int) -> dict[str, float]:
         """The share and success of each kind of group that a step trains, and statistics of the pools."""
-        found: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         if self._config.easy_pool:
-            found["data/easy_probability"] = self._config.easy_pool.probability(step)
+            metrics["data/easy_probability"] = self._config.easy_pool.probability(step)
         for origin in ("easy", "replay"):
             if (origin == "easy" and self._config.easy_pool) or (
                 origin == "replay" and self.replay
             ):
-                found[f"data/{origin}_share"] = fmean(g.origin == origin for g in groups)
-        if found:
+                metrics[f"data/{origin}_share"] = fmean(g.origin == origin for g in groups)
+        if metrics:
             rewards: dict[str, list[float]] = {}
             for group in groups:
-                own = [rollout.reward for rollout in group.scored if rollout.reward is not None]
-                rewards.setdefault(group.origin, []).extend(own)
-            found |= {f"reward/{origin}": fmean(own) for origin, own in rewards.items() if own}
+                values = [rollout.reward for rollout in group.scored if rollout.reward is not None]
+                rewards.setdefault(group.origin, []).extend(values)
+            metrics |= {
+                f"reward/{origin}": fmean(values) for origin, values in rewards.items() if values
+            }
         if self.replay is not None:
             means = [entry.mean for entry in self.replay.entries if entry.count]
-            found |= {
+            metrics |= {
                 "replay/size": float(len(self.replay)),
                 "replay/evicted": float(self.replay.evicted),
                 "replay/refused": float(self.replay.refused),
                 **({"replay/mean_reward": fmean(means)} if means else {}),
             }
         if self.curriculum is not None:
-            found |= self.curriculum.metrics()
-            found["curriculum/passed_over"] = float(self._passed_over)
-        return found
+            metrics |= self.curriculum.metrics()
+            metrics["curriculum/passed_over"] = float(self._passed_over)
+        return metrics
 
     def state(self) -> dict[str, Any]:
         """All that a checkpoint needs, as plain JSON."""
@@ -184,7 +191,7 @@ class Selection:
         self._passed_over = state.get("passed_over", 0)
         blocks = state.get("blocks", {})
         self._blocks = {int(b): [Choice(*c) for c in cs] for b, cs in blocks.items()}
-        self._under_way.clear()
+        self._choices_by_draw.clear()
         if self.replay is not None and state.get("replay"):
             self.replay.load_state(state["replay"])
         if self.curriculum is not None and state.get("curriculum"):
@@ -192,7 +199,7 @@ class Selection:
 
     # Choosing
 
-    def _easy(self, block: int, slot: int, step: int) -> Choice | None:
+    def _draw_easy(self, block: int, slot: int, step: int) -> Choice | None:
         pool = self._config.easy_pool
         if pool is None:
             return None
@@ -201,16 +208,16 @@ class Selection:
             return None
         return Choice("easy", "easy", stream.below(self._sizes.easy))
 
-    def _drawn_again(self, block: int, step: int, free: int) -> list[Entry]:
+    def _sample_replay(self, block: int, step: int, free_slots: int) -> list[Entry]:
         config, replay = self._config.replay, self.replay
         if config is None or replay is None or step < self._replay_from:
             return []
         if len(replay) < config.warmup_entries:
             return []
-        most = min(free, int(config.max_share * self._sizes.block))
+        most = min(free_slots, int(config.max_share * self._sizes.block))
         return replay.sample(most, Stream("replay", self._seed, block))
 
-    def _fresh(self) -> Choice:
+    def _next_fresh(self) -> Choice:
         """An example that an earlier block left over, else the next in order that the curriculum accepts.
 
         If it accepts none in a whole round, the likeliest of them.
@@ -247,7 +254,7 @@ class Selection:
             return
         prompt = group.example.prompt
         rewards = [rollout.reward for rollout in group.scored if rollout.reward is not None]
-        worthy = group.draw in self._kept
+        worthy = group.draw in self._kept_draws
         if not worthy and config.success_threshold is not None:
             worthy = successes(group, config.success_threshold, config.success_part)[0] > 0
         if prompt in replay and (choice.again is not None or not worthy):
@@ -258,6 +265,6 @@ class Selection:
             replay.add_group(prompt, rewards, [choice.pool, choice.index, draw_to_train])
 
 
-def _again(entry: Entry) -> Choice:
+def _replay_choice(entry: Entry) -> Choice:
     pool, index, draw = entry.payload
     return Choice("replay", pool, index, draw)

@@ -22,14 +22,14 @@ def format_rows(
     rows: Sequence[dict[str, Any]], function: Callable[[Any], Any], *, text_field: str, where: str
 ) -> list[dict[str, Any]]:
     """The rows made by a formatting function, which takes one row or a batch of columns; its result for one row shows which."""
-    first = _answer(function, rows[0], where)
+    first = _format_row(function, rows[0], where)
     if _is_formatted(first):
-        made = [first, *(_answer(function, row, where) for row in rows[1:])]
+        formatted = [first, *(_format_row(function, row, where) for row in rows[1:])]
     else:
-        made = _of_batch(function, rows, first, where)
+        formatted = _format_batch(function, rows, first, where)
     return [
         _with_formatted(row, value, text_field, f"{where}: row {number_of(row, n)}")
-        for n, (row, value) in enumerate(zip(rows, made, strict=True))
+        for n, (row, value) in enumerate(zip(rows, formatted, strict=True))
     ]
 
 
@@ -45,7 +45,7 @@ def collate(
     """
     what = f"{where}: get_sft_data_collator's collator failed"
     if tokens is None:
-        return _of_collator(run_user_code(lambda: collator([dict(row)]), what=what), where)
+        return _tokens_of_batch(run_user_code(lambda: collator([dict(row)]), what=what), where)
     feature = {"input_ids": list(tokens), "attention_mask": [1] * len(tokens)}
 
     def call() -> Any:
@@ -54,10 +54,10 @@ def collate(
         except KeyError:  # it needs another column
             return collator([{**row, **feature}])
 
-    return _of_collator(run_user_code(call, what=what), where)
+    return _tokens_of_batch(run_user_code(call, what=what), where)
 
 
-def _answer(function: Callable[[Any], Any], row: Mapping[str, Any], where: str) -> Any:
+def _format_row(function: Callable[[Any], Any], row: Mapping[str, Any], where: str) -> Any:
     """The function's result for one row; if that fails, for a batch of this row."""
 
     def call() -> Any:
@@ -66,12 +66,12 @@ def _answer(function: Callable[[Any], Any], row: Mapping[str, Any], where: str) 
         except Exception as error:
             # after any exception: the function may be one for batches
             try:
-                made = function({name: [value] for name, value in row.items()})
+                result = function({name: [value] for name, value in row.items()})
             except Exception:  # noqa: BLE001 - it fails with both, so the first failure is reported
                 raise error from None
-            if not isinstance(made, list) or _is_formatted(made):
+            if not isinstance(result, list) or _is_formatted(result):
                 raise
-            return cast("list[Any]", made)
+            return cast("list[Any]", result)
 
     return run_user_code(call, what=f"{where} failed")
 
@@ -83,7 +83,7 @@ def _is_formatted(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _of_batch(
+def _format_batch(
     function: Callable[[Any], Any], rows: Sequence[dict[str, Any]], first: Any, where: str
 ) -> list[Any]:
     """The result of a function that takes a batch: a list with an entry for each row."""
@@ -94,37 +94,46 @@ def _of_batch(
         )
     names = dict.fromkeys(name for row in rows for name in row)
     columns = {name: [row.get(name) for row in rows] for name in names}
-    made = run_user_code(lambda: function(columns), what=f"{where} failed")
-    if not isinstance(made, list) or len(cast("list[Any]", made)) != len(rows):
-        got = (
-            f"{len(cast('list[Any]', made))} entries"
-            if isinstance(made, list)
-            else type(made).__name__
+    results = run_user_code(lambda: function(columns), what=f"{where} failed")
+    if not isinstance(results, list) or len(cast("list[Any]", results)) != len(rows):
+        description = (
+            f"{len(cast('list[Any]', results))} entries"
+            if isinstance(results, list)
+            else type(results).__name__
         )
         raise TaskError(
-            f"{where} returned {got} for a batch of {len(rows)} rows. Expected one for each."
+            f"{where} returned {description} for a batch of {len(rows)} rows. Expected one for each."
         )
-    return cast("list[Any]", made)
+    return cast("list[Any]", results)
 
 
-def _with_formatted(row: dict[str, Any], made: Any, text_field: str, where: str) -> dict[str, Any]:
+def _with_formatted(
+    row: dict[str, Any], formatted: Any, text_field: str, where: str
+) -> dict[str, Any]:
     """The row's columns, with the formatted value in place of the original form."""
-    if not _is_formatted(made):
+    if not _is_formatted(formatted):
         raise TaskError(
-            f"{where}: get_sft_formatting_func's function made {type(made).__name__} of it. Expected text or chat messages."
+            f"{where}: get_sft_formatting_func's function made {type(formatted).__name__} of it. Expected text or chat messages."
         )
-    others = {name: value for name, value in row.items() if name not in (*FORMLESS, text_field)}
-    return like(row, {**others, (text_field if isinstance(made, str) else "messages"): made})
+    other_columns = {
+        name: value for name, value in row.items() if name not in (*FORMLESS, text_field)
+    }
+    return like(
+        row,
+        {**other_columns, (text_field if isinstance(formatted, str) else "messages"): formatted},
+    )
 
 
-def _of_collator(batch: Any, where: str) -> Tokens:
-    found: Mapping[str, Any] = (
+def _tokens_of_batch(batch: Any, where: str) -> Tokens:
+    collated: Mapping[str, Any] = (
         cast("Mapping[str, Any]", batch) if isinstance(batch, Mapping) else {}
     )
-    if "input_ids" not in found or "labels" not in found:
-        got = f"the keys {', '.join(found)}" if found else type(cast("object", batch)).__name__
+    if "input_ids" not in collated or "labels" not in collated:
+        description = (
+            f"the keys {', '.join(collated)}" if collated else type(cast("object", batch)).__name__
+        )
         raise TaskError(
-            f"{where}: get_sft_data_collator's collator returned {got}. Expected a batch with `input_ids` and `labels`, "
+            f"{where}: get_sft_data_collator's collator returned {description}. Expected a batch with `input_ids` and `labels`, "
             f"where {IGNORED} marks tokens that are not trained."
         )
-    return tokens_of(found, where)
+    return tokens_of(collated, where)

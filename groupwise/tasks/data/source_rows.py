@@ -24,7 +24,7 @@ def question_key(question: str) -> str:
     return " ".join(question.split()).casefold()
 
 
-def usable(
+def keep_usable(
     rows: Sequence[Mapping[str, Any]],
     make: Callable[[Mapping[str, Any]], Made],
     same: Callable[[Made], Hashable],
@@ -40,22 +40,22 @@ def usable(
     Raises TaskError with the `remedy` if no row is left, or with `strict` if any row is unusable. `source` names the source of the
     rows.
     """
-    made: dict[Hashable, Made] = {}
+    rows_by_key: dict[Hashable, Made] = {}
     left_out: Counter[str] = Counter()
     for index, row in enumerate(rows):
         try:
-            one = make(row)
-            if (earlier := made.get(same(one))) is not None:
-                raise Unusable(again(earlier, one))
+            new_row = make(row)
+            if (earlier := rows_by_key.get(same(new_row))) is not None:
+                raise Unusable(again(earlier, new_row))
         except Unusable as reason:
             if strict:
                 raise TaskError(f"{source}, row {number_of(row, index)}: {reason}.") from reason
             left_out[str(reason)] += 1
         else:
-            made[same(one)] = one
-    if not made:
+            rows_by_key[same(new_row)] = new_row
+    if not rows_by_key:
         reasons = "; ".join(f"{count} × {reason}" for reason, count in left_out.items())
         first: object = rows[0] if rows else None
-        there = ", ".join(map(str, first)) if isinstance(first, Mapping) else "none"
-        raise TaskError(f"{source} has no usable row: {reasons}. Its columns: {there}. {remedy}")
-    return list(made.values()), left_out
+        columns = ", ".join(map(str, first)) if isinstance(first, Mapping) else "none"
+        raise TaskError(f"{source} has no usable row: {reasons}. Its columns: {columns}. {remedy}")
+    return list(rows_by_key.values()), left_out

@@ -60,16 +60,16 @@ def read_source(
     such as `test.jsonl`. `config` and `revision` (a commit, tag or branch) are the hub's.
     """
     if is_local(source):
-        given = {"config": config, "revision": revision}
-        for name, value in given.items():
+        hub_options = {"config": config, "revision": revision}
+        for name, value in hub_options.items():
             if value is not None:
                 raise TaskError(
                     f"The {name} {value!r} of {source!r} has no effect: that is a file or folder here, and only datasets on the hub have "
                     "one. Leave it out."
                 )
-        rows = _local(source, split, limit, seed)
+        rows = _read_local(source, split, limit, seed)
     else:
-        rows = _of_hub(source, config, split, revision, limit, seed)
+        rows = _read_hub(source, config, split, revision, limit, seed)
     if not rows:
         raise TaskError(f"The dataset {source!r} has no rows in its split {split!r}.")
     return rename_columns(rows, columns or {}, f"The dataset {source!r}")
@@ -97,39 +97,47 @@ def rename_columns(rows: Sequence[Row], columns: Mapping[str, str], where: str) 
     """The rows with columns also under our names; a row that lacks one of them stays without it."""
     if not columns:
         return list(rows)
-    there = dict.fromkeys(name for row in rows for name in row)
-    for ours, theirs in columns.items():
-        if not any(_has(row, theirs) for row in rows):
-            raise TaskError(no_column(where, theirs, list(there), f" as {ours!r}"))
-    found: list[Row] = []
+    available = dict.fromkeys(name for row in rows for name in row)
+    for our_name, source_name in columns.items():
+        if not any(_has_path(row, source_name) for row in rows):
+            raise TaskError(no_column(where, source_name, list(available), f" as {our_name!r}"))
+    result: list[Row] = []
     for row in rows:
-        renamed = {ours: _at(row, theirs) for ours, theirs in columns.items() if _has(row, theirs)}
-        others = {name: value for name, value in row.items() if name not in columns}
-        found.append(like(row, {**renamed, **others}))
-    return found
+        renamed = {
+            our_name: _value_at_path(row, source_name)
+            for our_name, source_name in columns.items()
+            if _has_path(row, source_name)
+        }
+        other_columns = {name: value for name, value in row.items() if name not in columns}
+        result.append(like(row, {**renamed, **other_columns}))
+    return result
 
 
-def no_column(where: str, name: str, there: Sequence[str], use: str = "") -> str:
+def no_column(where: str, name: str, available: Sequence[str], use: str = "") -> str:
     """The message that no row has a column; `use` says why it is needed."""
-    near = nearest(name, there)
-    hint = f" Did you mean {' or '.join(repr(each) for each in near)}?" if near else ""
-    columns = ", ".join(there) or "none"
+    suggestions = nearest(name, available)
+    hint = (
+        f" Did you mean {' or '.join(repr(suggestion) for suggestion in suggestions)}?"
+        if suggestions
+        else ""
+    )
+    columns = ", ".join(available) or "none"
     return f"{where} has no column {name!r}, which the config names{use}.{hint} It has: {columns}."
 
 
-def _has(row: Row, path: str) -> bool:
+def _has_path(row: Row, path: str) -> bool:
     if path in row:
         return True
     first, _, rest = path.partition(".")
     inner = row.get(first)
-    return bool(rest) and isinstance(inner, dict) and _has(cast("Row", inner), rest)
+    return bool(rest) and isinstance(inner, dict) and _has_path(cast("Row", inner), rest)
 
 
-def _at(row: Row, path: str) -> Any:
+def _value_at_path(row: Row, path: str) -> Any:
     if path in row:
         return row[path]
     first, _, rest = path.partition(".")
-    return _at(row[first], rest)
+    return _value_at_path(row[first], rest)
 
 
 # --- splits --------------------------------------------------------------------------------------
@@ -148,20 +156,20 @@ class _Split:
         return self.start is None and self.stop is None
 
     def of(self, rows: Sequence[Row]) -> Sequence[Row]:
-        return rows[_place(self.start, len(rows)) : _place(self.stop, len(rows))]
+        return rows[_resolve_bound(self.start, len(rows)) : _resolve_bound(self.stop, len(rows))]
 
 
-def _split(text: str, source: str) -> _Split:
-    found = _SPLIT.fullmatch(text)
-    if found is None:
+def _parse_split(text: str, source: str) -> _Split:
+    match = _SPLIT.fullmatch(text)
+    if match is None:
         raise TaskError(
             f"The split {text!r} of {source!r} is none that can be read. Write a name, with or without a slice: train, train[:100], "
             "train[10%:90%]."
         )
-    return _Split(found["name"], found["start"], found["stop"])
+    return _Split(match["name"], match["start"], match["stop"])
 
 
-def _place(bound: str | None, count: int) -> int | None:
+def _resolve_bound(bound: str | None, count: int) -> int | None:
     if bound is None or not bound.endswith("%"):
         return None if bound is None else int(bound)
     return round(int(bound[:-1]) * count / 100)
@@ -170,30 +178,30 @@ def _place(bound: str | None, count: int) -> int | None:
 # --- files ---------------------------------------------------------------------------------------
 
 
-def _local(source: str, split: str, limit: int | None, seed: int | None) -> list[Row]:
-    wanted, path = _split(split, source), Path(source).expanduser()
+def _read_local(source: str, split: str, limit: int | None, seed: int | None) -> list[Row]:
+    split_spec, path = _parse_split(split, source), Path(source).expanduser()
     if not path.exists():
-        raise TaskError(_no_file(source, path))
-    files = _files_of(path, wanted.name) if path.is_dir() else [path]
-    if not path.is_dir() and wanted.name != TRAIN:
+        raise TaskError(_missing_file_message(source, path))
+    files = _files_of(path, split_spec.name) if path.is_dir() else [path]
+    if not path.is_dir() and split_spec.name != TRAIN:
         raise TaskError(
-            f"{source} is one file, which has no splits: its rows are the split 'train', and {wanted.name!r} was asked for. Name the "
+            f"{source} is one file, which has no splits: its rows are the split 'train', and {split_spec.name!r} was asked for. Name the "
             "other file, or take a slice: train[:90%] and train[90%:]."
         )
 
     def rows() -> Iterator[Row]:
         return (row for file in files for row in _reader_of(file)(file))
 
-    if wanted.is_whole and seed is None:
+    if split_spec.is_whole and seed is None:
         return list(islice(rows(), limit))
-    if wanted.is_whole and seed is not None and limit is not None:
+    if split_spec.is_whole and seed is not None and limit is not None:
         # Counted first, since all of them may not fit into memory.
-        chosen = {*sample(sum(1 for _ in rows()), limit, seed)}
-        return [NumberedRow(row, at) for at, row in enumerate(rows()) if at in chosen]
-    whole = wanted.of([NumberedRow(row, at) for at, row in enumerate(rows())])
+        sampled = {*sample(sum(1 for _ in rows()), limit, seed)}
+        return [NumberedRow(row, index) for index, row in enumerate(rows()) if index in sampled]
+    split_rows = split_spec.of([NumberedRow(row, index) for index, row in enumerate(rows())])
     if seed is None:
-        return list(whole[:limit])
-    return [whole[at] for at in sample(len(whole), limit, seed)]
+        return list(split_rows[:limit])
+    return [split_rows[index] for index in sample(len(split_rows), limit, seed)]
 
 
 def _files_of(folder: Path, split: str) -> list[Path]:
@@ -202,36 +210,40 @@ def _files_of(folder: Path, split: str) -> list[Path]:
     In a folder made by `save_to_disk` of the library datasets, the files that it lists; they are the split `train` unless it names
     another.
     """
-    saved = folder / split if (folder / SAVED_SPLITS).is_file() else folder
-    if (saved / SAVED_STATE).is_file():
-        file = saved / SAVED_STATE
-        state = _row(_parse_json(_decode_utf8(file.read_bytes(), str(file)), str(file)), str(file))
-        own = state.get("_split") or TRAIN
-        if own != split and saved.name != split:
+    saved_folder = folder / split if (folder / SAVED_SPLITS).is_file() else folder
+    if (saved_folder / SAVED_STATE).is_file():
+        file = saved_folder / SAVED_STATE
+        state = _require_row(
+            _parse_json(_decode_utf8(file.read_bytes(), str(file)), str(file)), str(file)
+        )
+        saved_split = state.get("_split") or TRAIN
+        if saved_split != split and saved_folder.name != split:
             raise TaskError(
-                f"The folder {saved} holds the split {own!r} of a saved dataset, and {split!r} was asked for. Name the other folder, or "
-                "take a slice: train[:90%] and train[90%:]."
+                f"The folder {saved_folder} holds the split {saved_split!r} of a saved dataset, and {split!r} was asked for. Name the "
+                "other folder, or take a slice: train[:90%] and train[90%:]."
             )
         match state.get("_data_files"):
             case [*files] if all(
-                isinstance(each, dict) and _is_bare_name(cast("Row", each).get("filename"))
-                for each in files
+                isinstance(entry, dict) and _is_bare_name(cast("Row", entry).get("filename"))
+                for entry in files
             ):
-                return [saved / each["filename"] for each in files]
+                return [saved_folder / entry["filename"] for entry in files]
             case files:
                 raise TaskError(
                     f"{file} has `_data_files`: {files!r:.80}. Expected a list with the `filename` of each file, which stands beside it."
                 )
-    there = [file for place in (folder, folder / "data") for file in sorted(place.glob("*"))]
-    readable = [file for file in there if file.suffix in _READERS and file.is_file()]
-    found = [file for file in readable if re.split(r"[.-]", file.name)[0] == split]
-    if not found:
+    candidates = [
+        file for directory in (folder, folder / "data") for file in sorted(directory.glob("*"))
+    ]
+    readable = [file for file in candidates if file.suffix in _READERS and file.is_file()]
+    matches = [file for file in readable if re.split(r"[.-]", file.name)[0] == split]
+    if not matches:
         names = ", ".join(str(file.relative_to(folder)) for file in readable) or "none"
         raise TaskError(
             f"The folder {folder} has no file for the split {split!r}. A folder of data has files such as {split}.jsonl or "
             f"{split}-00000.parquet; those here that can be read are: {names}. Name one of them, or another split."
         )
-    return found
+    return matches
 
 
 def _is_bare_name(value: Any) -> bool:
@@ -249,52 +261,56 @@ def _reader_of(file: Path) -> Callable[[Path], Iterable[Row]]:
     return reader
 
 
-def _no_file(source: str, path: Path) -> str:
+def _missing_file_message(source: str, path: Path) -> str:
     folder = next(parent for parent in path.absolute().parents if parent.is_dir())
     files = [file.name for file in folder.iterdir() if file.suffix in _READERS]
-    near = nearest(path.name, files)
-    hint = f" Did you mean {' or '.join(str(folder / name) for name in near)}?" if near else ""
-    there = ", ".join(sorted(files)[:20]) or "none"
+    suggestions = nearest(path.name, files)
+    hint = (
+        f" Did you mean {' or '.join(str(folder / name) for name in suggestions)}?"
+        if suggestions
+        else ""
+    )
+    listing = ", ".join(sorted(files)[:20]) or "none"
     return (
-        f"There is no file of data {source!r}: looked for {path.absolute()}.{hint} Files of data in {folder}: {there}. A dataset on "
+        f"There is no file of data {source!r}: looked for {path.absolute()}.{hint} Files of data in {folder}: {listing}. A dataset on "
         "the hub is named OWNER/NAME."
     )
 
 
-def _jsonl(file: Path) -> Iterator[Row]:
+def _read_jsonl(file: Path) -> Iterator[Row]:
     with file.open("rb") as lines:
         for number, line in enumerate(lines, 1):
             where = f"{file}, line {number}"
             text = _decode_utf8(line.removeprefix(b"\xef\xbb\xbf") if number == 1 else line, where)
             if text.strip():
-                yield _row(_parse_json(text, where), where)
+                yield _require_row(_parse_json(text, where), where)
 
 
-def _json(file: Path) -> Iterator[Row]:
-    found = _parse_json(
+def _read_json(file: Path) -> Iterator[Row]:
+    content = _parse_json(
         _decode_utf8(file.read_bytes().removeprefix(b"\xef\xbb\xbf"), str(file)), str(file)
     )
-    if isinstance(found, dict) and isinstance(cast("Row", found).get("data"), list):
-        found = cast("Row", found)["data"]
-    if not isinstance(found, list):
+    if isinstance(content, dict) and isinstance(cast("Row", content).get("data"), list):
+        content = cast("Row", content)["data"]
+    if not isinstance(content, list):
         raise TaskError(
-            f'{file} holds {_kind(found)}. Expected a list of rows, or {{"data": [rows]}}; one row per line is .jsonl.'
+            f'{file} holds {_json_kind(content)}. Expected a list of rows, or {{"data": [rows]}}; one row per line is .jsonl.'
         )
-    for index, entry in enumerate(cast("list[Any]", found)):
-        yield _row(entry, f"{file}, entry {index}")
+    for index, entry in enumerate(cast("list[Any]", content)):
+        yield _require_row(entry, f"{file}, entry {index}")
 
 
-def _csv(file: Path, between: str = ",") -> Iterator[Row]:
+def _read_csv(file: Path, delimiter: str = ",") -> Iterator[Row]:
     """Rows of a CSV file. Every value is text, because CSV has no types."""
     text = _decode_utf8(file.read_bytes().removeprefix(b"\xef\xbb\xbf"), str(file))
-    before = csv.field_size_limit(_LONGEST_CELL)
+    previous_limit = csv.field_size_limit(_LONGEST_CELL)
     try:
-        lines = csv.reader(StringIO(text, newline=""), delimiter=between, strict=True)
+        lines = csv.reader(StringIO(text, newline=""), delimiter=delimiter, strict=True)
         header = cast("list[str]", next(lines, ()))
-        twice = sorted({name for name in header if header.count(name) > 1})
-        if twice:
+        duplicates = sorted({name for name in header if header.count(name) > 1})
+        if duplicates:
             raise TaskError(
-                f"{file}: the first line names the column {twice[0]!r} twice. Give each its name."
+                f"{file}: the first line names the column {duplicates[0]!r} twice. Give each its name."
             )
         for cells in lines:
             if cells and len(cells) != len(header):
@@ -308,23 +324,23 @@ def _csv(file: Path, between: str = ",") -> Iterator[Row]:
         kind = file.suffix[1:].upper()
         raise TaskError(f"{file} is no {kind} that can be read: {error}.") from error
     finally:
-        csv.field_size_limit(before)
+        csv.field_size_limit(previous_limit)
 
 
-def _tsv(file: Path) -> Iterator[Row]:
-    return _csv(file, "\t")
+def _read_tsv(file: Path) -> Iterator[Row]:
+    return _read_csv(file, "\t")
 
 
-def _parquet(file: Path) -> Iterator[Row]:
-    tables = _pyarrow(file, "pyarrow.parquet")
+def _read_parquet(file: Path) -> Iterator[Row]:
+    tables = _import_pyarrow(file, "pyarrow.parquet")
     with _reading_as(file, "Parquet"), tables.ParquetFile(file) as table:
         for batch in table.iter_batches():
             yield from batch.to_pylist()
 
 
-def _arrow(file: Path) -> Iterator[Row]:
+def _read_arrow(file: Path) -> Iterator[Row]:
     """Reads rows in the format in which the library datasets stores them."""
-    arrow = _pyarrow(file, "pyarrow")
+    arrow = _import_pyarrow(file, "pyarrow")
     with (
         _reading_as(file, "Arrow"),
         arrow.memory_map(str(file)) as memory,
@@ -335,7 +351,7 @@ def _arrow(file: Path) -> Iterator[Row]:
             yield from batch.to_pylist()
 
 
-def _pyarrow(file: Path, module: str) -> Any:
+def _import_pyarrow(file: Path, module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as missing:
@@ -352,7 +368,7 @@ def _reading_as(file: Path, kind: str) -> Generator[None]:
         raise TaskError(f"{file} cannot be read as {kind}: {error}") from error
 
 
-def _text(file: Path) -> Iterator[Row]:
+def _read_text(file: Path) -> Iterator[Row]:
     """A row for each line, in the column `text`."""
     text = _decode_utf8(file.read_bytes().removeprefix(b"\xef\xbb\xbf"), str(file))
     lines = (line.rstrip("\r\n") for line in StringIO(text, newline=None))
@@ -360,13 +376,13 @@ def _text(file: Path) -> Iterator[Row]:
 
 
 _READERS: dict[str, Callable[[Path], Iterable[Row]]] = {
-    ".jsonl": _jsonl,
-    ".json": _json,
-    ".parquet": _parquet,
-    ".arrow": _arrow,
-    ".csv": _csv,
-    ".tsv": _tsv,
-    ".txt": _text,
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".parquet": _read_parquet,
+    ".arrow": _read_arrow,
+    ".csv": _read_csv,
+    ".tsv": _read_tsv,
+    ".txt": _read_text,
 }
 
 ENDINGS = tuple(_READERS)
@@ -392,13 +408,15 @@ def _parse_json(text: str, where: str) -> Any:
         raise TaskError(f"{where} is no JSON: {error}.{hint}") from error
 
 
-def _row(value: Any, where: str) -> Row:
+def _require_row(value: Any, where: str) -> Row:
     if not isinstance(value, dict):
-        raise TaskError(f'{where} holds {_kind(value)}. Expected a row: {{"column": value, …}}.')
+        raise TaskError(
+            f'{where} holds {_json_kind(value)}. Expected a row: {{"column": value, …}}.'
+        )
     return cast("Row", value)
 
 
-def _kind(value: Any) -> str:
+def _json_kind(value: Any) -> str:
     words = {"dict": "an object", "list": "a list", "str": "text", "NoneType": "null"}
     name = type(value).__name__
     return words.get(name, name)
@@ -407,7 +425,7 @@ def _kind(value: Any) -> str:
 # --- the hub -------------------------------------------------------------------------------------
 
 
-def _of_hub(
+def _read_hub(
     source: str,
     config: str | None,
     split: str,
@@ -425,20 +443,22 @@ def _of_hub(
     was_enabled = library.is_progress_bar_enabled()
     library.disable_progress_bars()
     try:
-        found = library.load_dataset(source, config, split=split, revision=revision)
+        dataset = library.load_dataset(source, config, split=split, revision=revision)
     except (ValueError, OSError, library.exceptions.DatasetsError) as error:
         raise TaskError(
-            _not_had(source, config, split, revision, error), temporary=hub_errors.will_pass(error)
+            _hub_error_message(source, config, split, revision, error),
+            temporary=hub_errors.is_temporary(error),
         ) from error
     finally:
         if was_enabled:
             library.enable_progress_bars()
-    numbers = row_numbers(found) or range(len(found))
+    numbers = row_numbers(dataset) or range(len(dataset))
     if limit is None:
-        return list(map(NumberedRow, found, numbers))
-    places = range(len(found))[:limit] if seed is None else sample(len(found), limit, seed)
+        return list(map(NumberedRow, dataset, numbers))
+    indices = range(len(dataset))[:limit] if seed is None else sample(len(dataset), limit, seed)
     return [
-        NumberedRow(row, numbers[at]) for row, at in zip(found.select(places), places, strict=True)
+        NumberedRow(row, numbers[index])
+        for row, index in zip(dataset.select(indices), indices, strict=True)
     ]
 
 
@@ -452,16 +472,20 @@ def row_numbers(dataset: Any) -> Sequence[int] | None:
     splits: Mapping[str, Any] = getattr(getattr(dataset, "info", None), "splits", None) or {}
     first = 0
     if match is not None and match["name"] in splits:
-        whole = range(splits[match["name"]].num_examples)
-        loaded = whole[_place(match["start"], len(whole)) : _place(match["stop"], len(whole))]
+        all_rows = range(splits[match["name"]].num_examples)
+        loaded = all_rows[
+            _resolve_bound(match["start"], len(all_rows)) : _resolve_bound(
+                match["stop"], len(all_rows)
+            )
+        ]
         first = loaded.start if len(loaded) == dataset.data.num_rows else 0
     indices: Any = getattr(dataset, "_indices", None)
     if not hasattr(indices, "column"):
         return range(first, first + len(dataset)) if first else None
-    return [first + place for place in indices.column(0).to_pylist()]
+    return [first + index for index in indices.column(0).to_pylist()]
 
 
-def _not_had(
+def _hub_error_message(
     source: str, config: str | None, split: str, revision: str | None, error: Exception
 ) -> str:
     options = {"config": config, "split": split, "revision": revision}

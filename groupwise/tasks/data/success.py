@@ -50,20 +50,20 @@ def part_of_success(names: Iterable[str]) -> str | None:
 
     The first with accuracy in its name, else the first of SOLVED, with or without a task label as prefix.
     """
-    there = list(names)
-    candidates = (name for name in there if name.rpartition("/")[2] in SOLVED)
-    return next((name for name in there if ACCURACY in name), None) or next(candidates, None)
+    all_names = list(names)
+    candidates = (name for name in all_names if name.rpartition("/")[2] in SOLVED)
+    return next((name for name in all_names if ACCURACY in name), None) or next(candidates, None)
 
 
 def check_part(key: str, part: str | None, names: Collection[str], described: str) -> None:
     """Raise TaskError if a key names a part that the reward of the task does not have."""
     if part is not None and part not in names:
-        there = f"It has: {', '.join(names)}." if names else "It has no get_reward_funcs."
-        raise TaskError(f"{key} is {part!r}, but {described} has no such part. {there}")
+        hint = f"It has: {', '.join(names)}." if names else "It has no get_reward_funcs."
+        raise TaskError(f"{key} is {part!r}, but {described} has no such part. {hint}")
 
 
 @dataclass(slots=True)
-class SoughtPart:
+class ConfiguredPart:
     """A part that a config key names. It is searched for in a run's groups, because only they show which parts an environment gives."""
 
     key: str
@@ -77,10 +77,10 @@ class SoughtPart:
         if self.settled or self.name is None or not scored:
             return None
         self.settled = True
-        there = sorted({part.name for rollout in scored for part in rollout.parts})
-        if self.name in there:
+        part_names = sorted({part.name for rollout in scored for part in rollout.parts})
+        if self.name in part_names:
             return None
         return (
             f"{self.key} is {self.name!r}, but no reward part so far is called so, so that nothing counts as solved. There are: "
-            f"{', '.join(there) or 'none'}"
+            f"{', '.join(part_names) or 'none'}"
         )

@@ -39,10 +39,10 @@ def final_line_answer(text: str) -> str | None:
     lines = [line for line in text.splitlines() if line.strip()]
     if len(lines) > 1 and _HEADING.fullmatch(lines[-2]):
         return lines[-1].strip("* ")
-    found = _ANNOUNCED.search(lines[-1]) if lines else None
-    if found is None or _DENIED.search(lines[-1][: found.start()]):
+    match = _ANNOUNCED.search(lines[-1]) if lines else None
+    if match is None or _DENIED.search(lines[-1][: match.start()]):
         return None
-    answer = re.sub(r"(?<!\*)\*++(?=[.\s]*$)", "", found[1].removesuffix(" I hope it is correct."))
+    answer = re.sub(r"(?<!\*)\*++(?=[.\s]*$)", "", match[1].removesuffix(" I hope it is correct."))
     return answer.strip("* ") or None
 
 
@@ -57,8 +57,8 @@ _IN_TEXT = re.compile(
 
 def last_number(text: str) -> str | None:
     """The last number in a text, as written; None if there is none."""
-    found = [match.group() for match in _IN_TEXT.finditer(text)]
-    return found[-1] if found else None
+    numbers = [match.group() for match in _IN_TEXT.finditer(text)]
+    return numbers[-1] if numbers else None
 
 
 # Text around an answer
@@ -83,9 +83,9 @@ _BOLD_FIRST = re.compile(r"\*\*([^*]+)\*\*(?![\w(\\{*^])")
 def strip_wrapping(text: str) -> str:
     """An answer without its wrapping: a box, Markdown, dollars, quotes, `The answer is`, a full stop, a style around the whole."""
     text = text.strip()
-    before = None
-    while text != before:
-        before = text
+    previous = None
+    while text != previous:
+        previous = text
         for step in _UNWRAPPING:
             text = step(text).strip()
     return text
@@ -93,8 +93,8 @@ def strip_wrapping(text: str) -> str:
 
 def _without_environment(text: str) -> str:
     r"""`\begin{aligned} x &= 3 \end{aligned}`, of a single row."""
-    found = _ENVIRONMENT.fullmatch(text)
-    return found[2].replace("&", "") if found and r"\\" not in found[2] else text
+    match = _ENVIRONMENT.fullmatch(text)
+    return match[2].replace("&", "") if match and r"\\" not in match[2] else text
 
 
 def _without_box(text: str) -> str:
@@ -125,8 +125,8 @@ def _without_empty_end(text: str) -> str:
 
 
 def _without_quotes(text: str) -> str:
-    found = _WRAPPED.fullmatch(text)
-    return found[2] if found else text
+    match = _WRAPPED.fullmatch(text)
+    return match[2] if match else text
 
 
 def _without_announcement(text: str) -> str:
@@ -145,9 +145,11 @@ def _without_full_stop(text: str) -> str:
 
 def _without_style(text: str) -> str:
     r"""`\text{…}` and braces around the whole."""
-    opened = _STYLE.match(text) or re.match(r"\{", text)
+    opening = _STYLE.match(text) or re.match(r"\{", text)
     return (
-        text[opened.end() : -1] if opened and closing(text, opened.end()) == len(text) - 1 else text
+        text[opening.end() : -1]
+        if opening and closing(text, opening.end()) == len(text) - 1
+        else text
     )
 
 
@@ -172,18 +174,22 @@ def answer_matches(gold: str, answer: str) -> bool:
     for rule in (_words_match, _choices_match, _times_match):
         if (verdict := rule(expected, given)) is not None:
             return verdict
-    known = words_of(expected)
+    words = words_of(expected)
     try:
-        one, other = parse_answer(expected, known), parse_answer(given, known)
-        return one is not None and other is not None and trees_match(one, other)
+        gold_tree, answer_tree = parse_answer(expected, words), parse_answer(given, words)
+        return (
+            gold_tree is not None
+            and answer_tree is not None
+            and trees_match(gold_tree, answer_tree)
+        )
     except RecursionError:  # a product of hundreds of factors
         return False
 
 
 def _words_match(gold: str, answer: str) -> bool | None:
     """Compares words; None if either side is not only words."""
-    one, other = as_words(gold), as_words(answer)
-    return None if one is None or other is None else one == other
+    gold_words, answer_words = as_words(gold), as_words(answer)
+    return None if gold_words is None or answer_words is None else gold_words == answer_words
 
 
 def as_words(text: str) -> str | None:
@@ -208,24 +214,24 @@ _GOLD_LETTER_WITH_TEXT = re.compile(r"\(?[A-Z]\)|[A-Z]:|[A-Z]\.\s*[\d\\$-]")
 
 def _choices_match(gold: str, answer: str) -> bool | None:
     """Compares choices by letter, and by text if both have one: `(B)`, `B` and `B. 12` match; None if the gold answer is not a choice."""
-    expected, chosen = _choice(gold), _choice(answer)
-    if expected is None or (
-        expected[1] and not _GOLD_LETTER_WITH_TEXT.match(_UPRIGHT.sub(r"\1", gold))
+    gold_choice, answer_choice = _parse_choice(gold), _parse_choice(answer)
+    if gold_choice is None or (
+        gold_choice[1] and not _GOLD_LETTER_WITH_TEXT.match(_UPRIGHT.sub(r"\1", gold))
     ):
         return None
-    if chosen is None:
-        return answer_matches(expected[1], answer) if expected[1] else None
-    texts = expected[1], chosen[1]
-    return expected[0] == chosen[0] and (not all(texts) or answer_matches(*texts))
+    if answer_choice is None:
+        return answer_matches(gold_choice[1], answer) if gold_choice[1] else None
+    texts = gold_choice[1], answer_choice[1]
+    return gold_choice[0] == answer_choice[0] and (not all(texts) or answer_matches(*texts))
 
 
-def _choice(text: str) -> tuple[str, str] | None:
+def _parse_choice(text: str) -> tuple[str, str] | None:
     """The letter of a choice, `(c)`, `C` or `C.`, and its text (for `C. 12`, the 12)."""
     unstyled = _UPRIGHT.sub(r"\1", text).strip()
-    if found := _LETTER.fullmatch(unstyled):
-        return (found[1] or found[2]).upper(), ""
-    found = _LETTER_WITH_TEXT.fullmatch(unstyled)
-    return (found[1], found[2]) if found and not _TAKEN_BACK.search(f" {found[2]}") else None
+    if match := _LETTER.fullmatch(unstyled):
+        return (match[1] or match[2]).upper(), ""
+    match = _LETTER_WITH_TEXT.fullmatch(unstyled)
+    return (match[1], match[2]) if match and not _TAKEN_BACK.search(f" {match[2]}") else None
 
 
 _TIME = re.compile(r"(\d{1,2}):(\d{2})(?::(\d{2}))?\s*(?:([ap])\.?\s*m\.?)?", re.IGNORECASE)
@@ -233,19 +239,19 @@ _TIME = re.compile(r"(\d{1,2}):(\d{2})(?::(\d{2}))?\s*(?:([ap])\.?\s*m\.?)?", re
 
 def _times_match(gold: str, answer: str) -> bool | None:
     """Compares times of day; None if either side is not one. `17:00` matches `5:00 p.m.`"""
-    one, other = _time_of_day(gold), _time_of_day(answer)
-    return None if one is None or other is None else one == other
+    gold_time, answer_time = _time_of_day(gold), _time_of_day(answer)
+    return None if gold_time is None or answer_time is None else gold_time == answer_time
 
 
 def _time_of_day(text: str) -> tuple[int, int, int, str] | None:
     unstyled = _UPRIGHT.sub(r"\1", text.replace("~", " ").replace("\\ ", " "))
-    found = _TIME.fullmatch(unstyled.strip())
-    if found is None:
+    match = _TIME.fullmatch(unstyled.strip())
+    if match is None:
         return None
-    hour, half = int(found[1]), (found[4] or "").casefold()
+    hour, half = int(match[1]), (match[4] or "").casefold()
     if hour >= 13:
         hour, half = hour - 12, half or "p"
-    return hour, int(found[2]), int(found[3] or 0), half
+    return hour, int(match[2]), int(match[3] or 0), half
 
 
 def normalized_text(text: str) -> str:
@@ -255,10 +261,10 @@ def normalized_text(text: str) -> str:
 
 
 @lru_cache(maxsize=4096)
-def parse_answer(text: str, known: frozenset[str]) -> Node | None:
-    """An unwrapped answer parsed as mathematics, with the words in `known` as units; None if it cannot be parsed completely."""
+def parse_answer(text: str, unit_words: frozenset[str]) -> Node | None:
+    """An unwrapped answer parsed as mathematics, with `unit_words` as units; None if it cannot be parsed completely."""
     try:
-        return parse(text, known)
+        return parse(text, unit_words)
     except ParseError:
         return None
 
@@ -273,7 +279,7 @@ def matches_literally(gold: str, answer: str) -> bool:
     expected, given = literal_number(gold), literal_number(answer, gold)
     if expected is not None or given is not None:
         return expected == given
-    texts = (normalized_text(strip_wrapping(each)).casefold() for each in (gold, answer))
+    texts = (normalized_text(strip_wrapping(text)).casefold() for text in (gold, answer))
     return len(set(texts)) == 1
 
 
@@ -283,8 +289,8 @@ def literal_number(text: str, gold: str | None = None) -> Fraction | None:
     Words after it count as its unit if the `gold` answer has them; units and plurals always do. Without a gold answer all words do,
     except those that change the number.
     """
-    known = words_of(text if gold is None else gold)
-    tree = parse_answer(strip_wrapping(text), known) if len(text) <= LONGEST else None
+    unit_words = words_of(text if gold is None else gold)
+    tree = parse_answer(strip_wrapping(text), unit_words) if len(text) <= LONGEST else None
     return None if tree is None else numeric_value(tree)
 
 

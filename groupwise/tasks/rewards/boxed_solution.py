@@ -17,11 +17,11 @@ from typing import Any, cast
 
 from groupwise.tasks.rewards.boxed_values import (
     MUTABLE,
+    ConnectionLost,
     Errors,
     Json,
-    Ledger,
-    Lost,
     MessageSocket,
+    ObjectTable,
     builtin_of,
     written_error,
 )
@@ -40,7 +40,7 @@ def serve(code: str, *, common_imports: bool) -> None:
     os._exit(0)  # do not wait for threads of the solution
 
 
-def _call(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+def _call_function(function: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
     return function(*arguments, **keywords)
 
 
@@ -49,18 +49,21 @@ def _has_methods(value: Any) -> bool:
     kind = cast("type[Any]", type(value))
     if not isinstance(value, MUTABLE) or kind.__module__ != MODULE:
         return False
-    own = (each for name, each in vars(kind).items() if not name.startswith("__"))
-    return any(isinstance(each, types.FunctionType) for each in own)
+    members = (member for name, member in vars(kind).items() if not name.startswith("__"))
+    return any(isinstance(member, types.FunctionType) for member in members)
 
 
 OPERATIONS: dict[str, Callable[..., Any]] = {
     "attribute": getattr,
     "assign": setattr,
-    "call": _call,
+    "call": _call_function,
     "is a": isinstance,
     "item": operator.getitem,
     "put": operator.setitem,
-    **{each.__name__: each for each in (bool, float, hash, int, iter, len, next, repr, str)},
+    **{
+        function.__name__: function
+        for function in (bool, float, hash, int, iter, len, next, repr, str)
+    },
     **{
         name: getattr(operator, name)
         for name in ("eq", "lt", "le", "gt", "ge", "add", "sub", "mul", "truediv", "neg")
@@ -70,46 +73,52 @@ OPERATIONS: dict[str, Callable[..., Any]] = {
 
 
 class _Solution:
-    def __init__(self, code: str, line: MessageSocket, *, common_imports: bool) -> None:
+    def __init__(self, code: str, connection: MessageSocket, *, common_imports: bool) -> None:
         self._code = code
         self._common_imports = common_imports
-        self._line = line
+        self._connection = connection
         self._module = types.ModuleType(MODULE)
-        self._ledger = Ledger(stays=lambda value: True, stand_in=self._function_of_the_tests)
-        self._errors = Errors(self._ledger)
-        self._operations = {**OPERATIONS, "load": self._load, "name": self._look_up}
+        self._objects = ObjectTable(stays=lambda value: True, stand_in=self._function_of_the_tests)
+        self._errors = Errors(self._objects)
+        self._operations = {**OPERATIONS, "load": self._load_solution, "name": self._look_up}
 
     def serve(self) -> None:
         """Answer requests one after the other."""
-        self._line.send({"ready": True})
-        with suppress(Lost):
+        self._connection.send({"ready": True})
+        with suppress(ConnectionLost):
             while True:
-                self._answer(self._line.receive())
+                self._answer_question(self._connection.receive())
 
-    def _answer(self, question: dict[str, Json]) -> None:
+    def _answer_question(self, question: dict[str, Json]) -> None:
         try:
             # The result, and the passed arguments that the call changed.
-            arguments = [self._ledger.read(each) for each in question["arguments"]]
-            keywords = {name: self._ledger.read(each) for name, each in question["named"]}
-            before = self._contents(question["shown"])
+            arguments = [self._objects.read(argument) for argument in question["arguments"]]
+            keywords = {name: self._objects.read(argument) for name, argument in question["named"]}
+            before = self._contents_of(question["shown"])
             answer = self._operations[question["do"]](*arguments, **keywords)
-            after = self._contents(question["shown"])
+            after = self._contents_of(question["shown"])
             result, changes = (
                 answer,
-                [[number, now] for number, now in after.items() if now != before[number]],
+                [
+                    [number, content]
+                    for number, content in after.items()
+                    if content != before[number]
+                ],
             )
             by_number = question["do"] == "call" and _has_methods(result)
-            reply = self._ledger.by_number(result) if by_number else self._ledger.to_json(result)
-            self._line.send({"result": reply, "changes": changes})
-        except Lost:
+            reply = self._objects.by_number(result) if by_number else self._objects.to_json(result)
+            self._connection.send({"result": reply, "changes": changes})
+        except ConnectionLost:
             raise
         except BaseException as error:  # noqa: BLE001 — a solution may raise anything; the tests see it
-            self._line.send({"raised": written_error(self._ledger, error), "changes": []})
+            self._connection.send({"raised": written_error(self._objects, error), "changes": []})
 
-    def _contents(self, numbers: list[int]) -> dict[int, Json]:
-        return {each: self._ledger.content(self._ledger.theirs(each)) for each in numbers}
+    def _contents_of(self, numbers: list[int]) -> dict[int, Json]:
+        return {
+            number: self._objects.content(self._objects.remote_object(number)) for number in numbers
+        }
 
-    def _load(self) -> list[str]:
+    def _load_solution(self) -> list[str]:
         """Run the solution's code and return the names that it defined.
 
         Statements after its first definition may fail: they are usually examples of its use, such as ones that read input.
@@ -120,35 +129,39 @@ class _Solution:
         try:
             exec(program, self._module.__dict__)
         except (Exception, SystemExit):
-            own = (each for each in vars(self._module).values() if hasattr(each, "__module__"))
-            if not any(each.__module__ == MODULE for each in own):
+            values = (
+                value for value in vars(self._module).values() if hasattr(value, "__module__")
+            )
+            if not any(value.__module__ == MODULE for value in values):
                 raise
-        there = dict.fromkeys((*vars(self._module), *dir(vars(self._module).get(WRAPPER))))
-        return [name for name in there if not name.startswith("__")]
+        names = dict.fromkeys((*vars(self._module), *dir(vars(self._module).get(WRAPPER))))
+        return [name for name in names if not name.startswith("__")]
 
     def _look_up(self, name: str) -> tuple[str, Any]:
         """The kind and value of a name; an exception's class becomes its own name and that of its nearest built-in base class."""
         value: Any = vars(self._module).get(name, self)
         if value is self:
-            value = getattr(self._wrapper, name)
+            value = getattr(self._wrapper_instance, name)
         if isinstance(value, type) and issubclass(value, Exception):
             return "error", (value.__name__, builtin_of(value))
         return "value", cast("Any", value)
 
     @cached_property
-    def _wrapper(self) -> Any:
+    def _wrapper_instance(self) -> Any:
         """The instance whose methods are used if the module has no function with that name."""
         return vars(self._module)[WRAPPER]()
 
     def _function_of_the_tests(self, number: int) -> Callable[..., Any]:
         def call(*arguments: Any, **keywords: Any) -> Any:
-            encoded = [self._ledger.to_json(each) for each in arguments]
-            encoded_keywords = [[key, self._ledger.to_json(each)] for key, each in keywords.items()]
-            self._line.send({"call": number, "arguments": encoded, "named": encoded_keywords})
-            while "answer" not in (message := self._line.receive()):
-                self._answer(message)
+            encoded = [self._objects.to_json(argument) for argument in arguments]
+            encoded_keywords = [
+                [key, self._objects.to_json(argument)] for key, argument in keywords.items()
+            ]
+            self._connection.send({"call": number, "arguments": encoded, "named": encoded_keywords})
+            while "answer" not in (message := self._connection.receive()):
+                self._answer_question(message)
             if "raised" in message["answer"]:
                 raise self._errors.read(message["answer"]["raised"])
-            return self._ledger.read(message["answer"]["result"])
+            return self._objects.read(message["answer"]["result"])
 
         return call

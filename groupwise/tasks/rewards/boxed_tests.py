@@ -31,12 +31,12 @@ from typing import Any
 
 from groupwise.tasks.rewards.boxed_solution import MODULE, WRAPPER
 from groupwise.tasks.rewards.boxed_values import (
+    ConnectionLost,
     Errors,
     Json,
-    Ledger,
-    Lost,
     MessageSocket,
-    NotPlain,
+    NotPlainError,
+    ObjectTable,
     written_error,
 )
 from groupwise.tasks.rewards.sandbox_child import COMMON_MODULES
@@ -58,9 +58,9 @@ def judge(tests: str | Sequence[str], entry_point: str | None) -> None:
     verdicts = MessageSocket(FIRST_CHANNEL + 1)
     try:
         plan = Plan.of(tests, entry_point)
-        far = Far(MessageSocket(FIRST_CHANNEL))
+        solution = SolutionProcess(MessageSocket(FIRST_CHANNEL))
         verdicts.send({"tests": len(plan.tests)})
-        for problem in run_tests(plan, far):
+        for problem in run_tests(plan, solution):
             verdicts.send({"passed": problem is None, "why": problem})
         verdicts.send({"done": True})
     except BrokenTests as broken:
@@ -124,8 +124,12 @@ class Plan:
         texts = [tests] if isinstance(tests, str) else list(tests)
         trees = [_parse_tests(text) for text in texts]
         checking = _checking_functions(trees)
-        found = [_pieces(tree, entry_point, checking) for tree in trees]
-        steps = found[0] if isinstance(tests, str) else [_join_steps(pieces) for pieces in found]
+        steps_of_texts = [_test_steps(tree, entry_point, checking) for tree in trees]
+        steps = (
+            steps_of_texts[0]
+            if isinstance(tests, str)
+            else [_join_steps(pieces) for pieces in steps_of_texts]
+        )
         if not any(step.is_test for step in steps):
             raise BrokenTests(
                 "nothing is checked, so any code would pass: there is no assert, test_… or check that is reached. Write "
@@ -133,17 +137,17 @@ class Plan:
             )
         for name in sorted(_foreign_modules(trees)):
             raise BrokenTests(f"they import {name}, and there is the standard library alone")
-        own, free = _names_of(texts)
-        own |= {name for tree in trees for name in _star_names(tree)}
-        modules = _modules_in(trees) - own
-        free -= own | modules | {MODULE}
+        defined, free = _names_of(texts)
+        defined |= {name for tree in trees for name in _star_names(tree)}
+        modules = _modules_in(trees) - defined
+        free -= defined | modules | {MODULE}
         entry = {entry_point} if entry_point else set[str]()
         names = (free - _BUILTINS) | entry
-        library = _library_names(trees, names - entry, alone=not entry)
+        library = _library_names(trees, names - entry, no_entry_point=not entry)
         names -= library.keys()
         if helped or entry_point is None:
             # The checking functions must not come from the solution.
-            checkers = {name for tree in trees for name in _checkers(tree, names)} & names
+            checkers = {name for tree in trees for name in _checker_names(tree, names)} & names
             checkers |= names & _THIRD_PARTY
             if entry_point is not None:
                 checkers |= names - {WRAPPER}
@@ -160,7 +164,12 @@ class Plan:
                 )
         names &= {*entry, WRAPPER} if entry else names
         return cls(
-            tuple(steps), frozenset(names), frozenset(modules), library, frozenset(own), entry_point
+            tuple(steps),
+            frozenset(names),
+            frozenset(modules),
+            library,
+            frozenset(defined),
+            entry_point,
         )
 
 
@@ -179,17 +188,17 @@ def _parse_tests(text: str) -> ast.Module:
     return tree
 
 
-def _pieces(tree: ast.Module, entry_point: str | None, checking: frozenset[str]) -> list[Step]:
+def _test_steps(tree: ast.Module, entry_point: str | None, checking: frozenset[str]) -> list[Step]:
     """The statements of a text, and calls of its functions that are tests."""
-    functions = [each for each in tree.body if isinstance(each, ast.FunctionDef)]
-    tests = [each for each in functions if each.name.startswith(_TEST)]
-    calls = [_call(test, []) for test in tests]
-    called = {ast.unparse(each).partition("(")[0] for each in tree.body}
+    functions = [function for function in tree.body if isinstance(function, ast.FunctionDef)]
+    tests = [function for function in functions if function.name.startswith(_TEST)]
+    calls = [_call_step(test, []) for test in tests]
+    called = {ast.unparse(statement).partition("(")[0] for statement in tree.body}
     for check in functions:
         if check.name == _CHECK and _CHECK not in called:
             if not entry_point:
                 raise BrokenTests("they define check(candidate), and the row has no entry_point")
-            calls.append(_call(check, [entry_point]))
+            calls.append(_call_step(check, [entry_point]))
             tests.append(check)
     for test in tests:
         if test.name not in checking:
@@ -204,8 +213,11 @@ def _pieces(tree: ast.Module, entry_point: str | None, checking: frozenset[str])
     # A statement counts as a check if it holds an assert that can fail, a raise, or a call that does either.
     return [
         *(
-            Step([each], any(_is_check(node, checking) for node in _reachable_statements(each)))
-            for each in tree.body
+            Step(
+                [statement],
+                any(_is_check(node, checking) for node in _reachable_statements(statement)),
+            )
+            for statement in tree.body
         ),
         *calls,
     ]
@@ -214,21 +226,21 @@ def _pieces(tree: ast.Module, entry_point: str | None, checking: frozenset[str])
 def _checking_functions(trees: Sequence[ast.Module]) -> frozenset[str]:
     """The functions whose call checks something, directly or through functions that they call."""
     callers: defaultdict[str, set[str]] = defaultdict(set)
-    new: set[str] = set()
+    added: set[str] = set()
     for function in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             for node in (
                 node for statement in function.body for node in _reachable_statements(statement)
             ):
                 if _is_check(node, frozenset()):
-                    new.add(function.name)
+                    added.add(function.name)
                 elif isinstance(node, ast.Call):
                     callers[_name_of_call(node)].add(function.name)
-    found = set[str]()
-    while new:
-        found |= new
-        new = {caller for name in new for caller in callers[name]} - found
-    return frozenset(found)
+    checking = set[str]()
+    while added:
+        checking |= added
+        added = {caller for name in added for caller in callers[name]} - checking
+    return frozenset(checking)
 
 
 def _is_check(node: ast.AST, checking: frozenset[str]) -> bool:
@@ -257,27 +269,27 @@ def _name_of_call(call: ast.Call) -> str:
 
 def _reachable_statements(statement: ast.AST) -> Iterator[ast.AST]:
     """The asserts, raises and calls that may be executed with this statement, as far as static analysis shows, in no order."""
-    left: list[ast.AST] = [statement]
-    while left:
-        match left.pop():
+    pending: list[ast.AST] = [statement]
+    while pending:
+        match pending.pop():
             case ast.FunctionDef() | ast.AsyncFunctionDef() | ast.Lambda():
                 pass
-            case (ast.Assert() | ast.Raise()) as found:
-                yield found
+            case (ast.Assert() | ast.Raise()) as check:
+                yield check
             case ast.If(ast.Constant(value), body, orelse) | ast.While(
                 ast.Constant(value), body, orelse
             ):
-                left += body if value else orelse
+                pending += body if value else orelse
             case node:
                 if isinstance(node, ast.Call):
                     yield node
-                left += ast.iter_child_nodes(node)
+                pending += ast.iter_child_nodes(node)
 
 
-def _call(function: ast.FunctionDef, arguments: list[str]) -> Step:
-    given = function.args
-    required = len(given.posonlyargs) + len(given.args) - len(given.defaults)
-    required += given.kw_defaults.count(None)
+def _call_step(function: ast.FunctionDef, arguments: list[str]) -> Step:
+    parameters = function.args
+    required = len(parameters.posonlyargs) + len(parameters.args) - len(parameters.defaults)
+    required += parameters.kw_defaults.count(None)
     if required > len(arguments):
         raise BrokenTests(f"{function.name} wants arguments, and there are no fixtures here")
     return Step(ast.parse(f"{function.name}({', '.join(arguments)})").body, is_test=True)
@@ -290,11 +302,13 @@ def _join_steps(steps: list[Step]) -> Step:
 
 def _names_of(texts: Sequence[str]) -> tuple[set[str], set[str]]:
     """The names that the texts define globally, and the global names that they read."""
-    own: set[str] = set()
+    defined: set[str] = set()
     read: set[str] = set()
     for text in texts:
         tables = [symtable.symtable(text, "<tests>", "exec")]
-        own |= {s.get_name() for s in tables[0].get_symbols() if s.is_assigned() or s.is_imported()}
+        defined |= {
+            s.get_name() for s in tables[0].get_symbols() if s.is_assigned() or s.is_imported()
+        }
         while tables:
             table = tables.pop()
             tables += table.get_children()
@@ -304,7 +318,7 @@ def _names_of(texts: Sequence[str]) -> tuple[set[str], set[str]]:
                 for s in table.get_symbols()
                 if s.is_referenced() and (outer or s.is_global())
             }
-    return own, read
+    return defined, read
 
 
 def _star_names(tree: ast.Module) -> Iterator[str]:
@@ -322,24 +336,24 @@ def _modules_in(trees: Sequence[ast.Module]) -> set[str]:
     owners = [
         node.value for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)
     ]
-    return {each.id for each in owners if isinstance(each, ast.Name)} & sys.stdlib_module_names
+    return {owner.id for owner in owners if isinstance(owner, ast.Name)} & sys.stdlib_module_names
 
 
 def _foreign_modules(trees: Sequence[ast.Module]) -> set[str]:
     """Modules outside the standard library, except those whose import errors the text handles itself."""
-    found: set[str] = set()
-    left: list[ast.AST] = list(trees)
-    while left:
-        match left.pop():
+    modules: set[str] = set()
+    pending: list[ast.AST] = list(trees)
+    while pending:
+        match pending.pop():
             case ast.Try(handlers=handlers) if any(map(_catches_imports, handlers)):
                 continue
             case ast.Import(names):
-                found |= {each.name.partition(".")[0] for each in names}
+                modules |= {alias.name.partition(".")[0] for alias in names}
             case ast.ImportFrom(str(module), level=0):
-                found.add(module.partition(".")[0])
+                modules.add(module.partition(".")[0])
             case node:
-                left += ast.iter_child_nodes(node)
-    return found - sys.stdlib_module_names - {MODULE}
+                pending += ast.iter_child_nodes(node)
+    return modules - sys.stdlib_module_names - {MODULE}
 
 
 def _catches_imports(handler: ast.ExceptHandler) -> bool:
@@ -348,25 +362,31 @@ def _catches_imports(handler: ast.ExceptHandler) -> bool:
     )
 
 
-def _library_names(trees: Sequence[ast.Module], names: Set[str], *, alone: bool) -> dict[str, str]:
+def _library_names(
+    trees: Sequence[ast.Module], names: Set[str], *, no_entry_point: bool
+) -> dict[str, str]:
     """Finds the names of common modules that the tests use to judge: they are called with the result of another name, read without
-    being called, or rarely something else. `alone`: if nothing else is read, these names are themselves under test.
+    being called, or rarely something else. Without an entry point, if nothing else is read, these names are themselves under test.
     """
-    judging = {name for tree in trees for name in _judging(tree, names)} | (names & _JUDGES)
-    found: dict[str, str] = {}
+    judging = {name for tree in trees for name in _judging_names(tree, names)} | (names & _JUDGES)
+    origins: dict[str, str] = {}
     for module in reversed(_WITH_STARS):
         public = _public_names(module)
-        found |= {name: module for name in judging if name in public}
-    return {} if alone and names <= found.keys() else found
+        origins |= {name: module for name in judging if name in public}
+    return {} if no_entry_point and names <= origins.keys() else origins
 
 
-def _judging(tree: ast.Module, names: Set[str]) -> Iterator[str]:
+def _judging_names(tree: ast.Module, names: Set[str]) -> Iterator[str]:
     """Names with which a test judges: `near` in `near(area(2), 12.57)`, called with the result of another name; and names read but
     not called.
     """
     called = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     for call in called:
-        inner = {_root(each) for each in ast.walk(call) if isinstance(each, ast.Call)}
+        inner = {
+            _root_name(inner_call)
+            for inner_call in ast.walk(call)
+            if isinstance(inner_call, ast.Call)
+        }
         if isinstance(call.func, ast.Name) and (inner & names) - {call.func.id}:
             yield call.func.id
     functions = {id(call.func) for call in called}
@@ -378,8 +398,8 @@ def _judging(tree: ast.Module, names: Set[str]) -> Iterator[str]:
 @cache
 def _public_names(module: str) -> frozenset[str]:
     """Names that `import *` takes from a module."""
-    found = importlib.import_module(module)
-    return frozenset(getattr(found, "__all__", [n for n in dir(found) if n[0] != "_"]))
+    imported = importlib.import_module(module)
+    return frozenset(getattr(imported, "__all__", [n for n in dir(imported) if n[0] != "_"]))
 
 
 _JUDGES = frozenset("isclose fabs fsum inf nan Counter OrderedDict defaultdict deque".split())
@@ -389,19 +409,23 @@ _WITH_STARS = (*COMMON_MODULES, "typing")
 _COMPARES = re.compile(r"(?:is_?|all_?)close|(?:almost|approx)(?:_?equals?)?", re.IGNORECASE)
 
 
-def _checkers(tree: ast.Module, names: Set[str]) -> Iterator[str]:
+def _checker_names(tree: ast.Module, names: Set[str]) -> Iterator[str]:
     """The first names of the calls that judge: `np` of `np.testing.assert_allclose(f(1), 2)`, `same` of `assert same(f(1), 2)`."""
     for node in ast.walk(tree):
         match node:
             case ast.Assert(test):
                 for call in _asserted_calls(test):
-                    inner = {_root(each) for each in ast.walk(call) if isinstance(each, ast.Call)}
-                    if (inner & names) - {_root(call)}:
-                        yield _root(call)
+                    inner = {
+                        _root_name(inner_call)
+                        for inner_call in ast.walk(call)
+                        if isinstance(inner_call, ast.Call)
+                    }
+                    if (inner & names) - {_root_name(call)}:
+                        yield _root_name(call)
             case ast.Call(ast.Name(name) | ast.Attribute(attr=name)) if name.startswith(
                 "assert"
             ) or _COMPARES.fullmatch(name):
-                yield _root(node)
+                yield _root_name(node)
             case _:
                 pass
 
@@ -414,13 +438,13 @@ def _asserted_calls(test: ast.expr) -> Iterator[ast.Call]:
         case ast.UnaryOp(ast.Not(), inner) | ast.Compare(inner, _, [ast.Constant(bool())]):
             yield from _asserted_calls(inner)
         case ast.BoolOp(values=values):
-            for each in values:
-                yield from _asserted_calls(each)
+            for value in values:
+                yield from _asserted_calls(value)
         case _:
             pass
 
 
-def _root(call: ast.AST) -> str:
+def _root_name(call: ast.AST) -> str:
     """The name that an expression starts with; empty if it starts otherwise."""
     while isinstance(call, ast.Call | ast.Attribute | ast.Subscript):
         call = call.func if isinstance(call, ast.Call) else call.value
@@ -430,42 +454,42 @@ def _root(call: ast.AST) -> str:
 # Running
 
 
-def run_tests(plan: Plan, far: Far) -> Iterator[str | None]:
+def run_tests(plan: Plan, solution: SolutionProcess) -> Iterator[str | None]:
     """Yields None for each test that passes, else the reason for its failure. Raises BrokenTests."""
     problem: str | None = None
     names: dict[str, Any] = {"__name__": "__main__"}
     try:
-        far.load()
+        solution.load()
         # Names that the tests do not define themselves; the module docstring gives the order.
-        sys.modules[MODULE] = far.as_module(
-            own=(plan.own | plan.library.keys()) - {plan.entry_point}
+        sys.modules[MODULE] = solution.as_module(
+            test_names=(plan.own | plan.library.keys()) - {plan.entry_point}
         )
-        found: dict[str, Any] = {}
+        extra_names: dict[str, Any] = {}
         for name in sorted(plan.names):
-            if name == plan.entry_point or name in far.names:
-                found[name] = far.name(name)
+            if name == plan.entry_point or name in solution.names:
+                extra_names[name] = solution.name(name)
         for name, module in plan.library.items():
-            found[name] = getattr(importlib.import_module(module), name)
-        for name in sorted(plan.modules - found.keys() - {MODULE}):
+            extra_names[name] = getattr(importlib.import_module(module), name)
+        for name in sorted(plan.modules - extra_names.keys() - {MODULE}):
             with suppress(ImportError):  # a module of another operating system
-                found[name] = importlib.import_module(name)
-        names |= found
-    except (Exception, Lost) as error:  # noqa: BLE001 — a solution may raise anything
+                extra_names[name] = importlib.import_module(name)
+        names |= extra_names
+    except (Exception, ConnectionLost) as error:  # noqa: BLE001 — a solution may raise anything
         problem = f"the solution cannot be loaded: {_error_text(error)}"
     for step in plan.steps:
-        failed = problem or _failure(step, names)
+        failed = problem or _run_step(step, names)
         if step.is_test:
             yield failed
         elif failed is not None:  # as in a program, code after a failure is not reached
             problem = failed
 
 
-def _failure(step: Step, names: dict[str, Any]) -> str | None:
+def _run_step(step: Step, names: dict[str, Any]) -> str | None:
     """The reason why a step fails; None if it passes."""
     names["__builtins__"] = builtins
     try:
         step.run(names)
-    except NotPlain as error:
+    except NotPlainError as error:
         raise BrokenTests(
             f"a test gives the solution what cannot go over to it ({error}): {step.text}"
         ) from error
@@ -485,16 +509,16 @@ def _error_text(error: BaseException) -> str:
 # The solution, seen from the tests
 
 
-class Far:
+class SolutionProcess:
     """The connection to the solution's side: requests to the solution, and its callbacks."""
 
-    def __init__(self, line: MessageSocket) -> None:
-        self._line = line
-        self._ledger = Ledger(_is_function, lambda number: Remote(self), of_tests=True)
-        self._errors = Errors(self._ledger)
+    def __init__(self, connection: MessageSocket) -> None:
+        self._connection = connection
+        self._objects = ObjectTable(_is_function, lambda number: Remote(self), of_tests=True)
+        self._errors = Errors(self._objects)
         self.names: frozenset[str] = frozenset()
-        if "ready" not in line.receive():
-            raise Lost("the solution's box does not answer")
+        if "ready" not in connection.receive():
+            raise ConnectionLost("the solution's box does not answer")
 
     def load(self) -> None:
         """Load the solution's code in the other process."""
@@ -508,10 +532,12 @@ class Far:
         kind, value = self.ask("name", name)
         return self._errors.class_named(*map(str, value)) if kind == "error" else value
 
-    def as_module(self, own: Set[str]) -> types.ModuleType:
+    def as_module(self, test_names: Set[str]) -> types.ModuleType:
         """A module for tests that import the solution. A star import of it replaces neither built-in names nor the tests' own."""
         module = types.ModuleType(MODULE)
-        module.__dict__["__all__"] = sorted(self.names - own - _BUILTINS - sys.stdlib_module_names)
+        module.__dict__["__all__"] = sorted(
+            self.names - test_names - _BUILTINS - sys.stdlib_module_names
+        )
         module.__dict__["__getattr__"] = self._attribute_of_module
         return module
 
@@ -522,47 +548,47 @@ class Far:
 
     def ask(self, do: str, *arguments: Any, **keywords: Any) -> Any:
         """Request an operation in the other process; returns its result or raises its exception."""
-        self._ledger.showing.clear()
+        self._objects.showing.clear()
         question = {
             "do": do,
-            "arguments": [self._ledger.to_json(each, shown=True) for each in arguments],
+            "arguments": [self._objects.to_json(value, shown=True) for value in arguments],
             "named": [
-                [key, self._ledger.to_json(each, shown=True)] for key, each in keywords.items()
+                [key, self._objects.to_json(value, shown=True)] for key, value in keywords.items()
             ],
         }
-        shown = sorted(self._ledger.showing)
-        self._line.send({**question, "shown": shown})
-        while "call" in (answer := self._line.receive()):
-            self._line.send({"answer": self._call_function(answer)})
+        shown = sorted(self._objects.showing)
+        self._connection.send({**question, "shown": shown})
+        while "call" in (answer := self._connection.receive()):
+            self._connection.send({"answer": self._call_function(answer)})
         try:
-            return self._result(answer, shown)
+            return self._read_result(answer, shown)
         except (StopIteration, StopAsyncIteration) as error:
             if do == "next":
                 raise
             # Otherwise `map` and `filter` would end here silently; generators convert it in the same way (PEP 479).
             raise RuntimeError(f"{type(error).__name__} was raised") from error
 
-    def _result(self, answer: dict[str, Json], shown: list[int]) -> Any:
+    def _read_result(self, answer: dict[str, Json], shown: list[int]) -> Any:
         try:
             for number, content in answer["changes"]:
                 if number in shown:
-                    self._ledger.put(number, content)
+                    self._objects.put(number, content)
             if "raised" not in answer:
-                return self._ledger.read(answer["result"])
+                return self._objects.read(answer["result"])
             raised = self._errors.read(answer["raised"])
         except (LookupError, TypeError, ValueError, AttributeError) as error:
-            raise Lost(f"no answer: {error}") from error
+            raise ConnectionLost(f"no answer: {error}") from error
         raise raised
 
     def _call_function(self, question: dict[str, Json]) -> dict[str, Json]:
         """Calls a function of the tests that the solution was given, and returns its result or error as JSON."""
         try:
-            function = self._ledger.own(question["call"])
-            arguments = [self._ledger.read(each) for each in question["arguments"]]
-            keywords = {name: self._ledger.read(each) for name, each in question["named"]}
-            return {"result": self._ledger.to_json(function(*arguments, **keywords))}
+            function = self._objects.local_object(question["call"])
+            arguments = [self._objects.read(argument) for argument in question["arguments"]]
+            keywords = {name: self._objects.read(argument) for name, argument in question["named"]}
+            return {"result": self._objects.to_json(function(*arguments, **keywords))}
         except Exception as error:  # noqa: BLE001 — the solution may catch it, as it could without a sandbox
-            return {"raised": written_error(self._ledger, error)}
+            return {"raised": written_error(self._objects, error)}
 
 
 def _is_function(value: Any) -> bool:
@@ -572,58 +598,66 @@ def _is_function(value: Any) -> bool:
     return callable(value) and getattr(value, "__module__", None) != "builtins"
 
 
-def _operation(do: str) -> Callable[..., Any]:
+def _remote_operation(do: str) -> Callable[..., Any]:
     def ask(self: Remote, *arguments: Any) -> Any:
-        return _ask(self, do, *arguments)
+        return _ask_remote(self, do, *arguments)
 
     return ask
 
 
 def _between_remotes(do: str) -> Callable[..., Any]:
     def ask(self: Remote, other: object) -> Any:
-        return _ask(self, do, other) if isinstance(other, Remote) else NotImplemented
+        return _ask_remote(self, do, other) if isinstance(other, Remote) else NotImplemented
 
     return ask
 
 
-def _ask(remote: Remote, do: str, *arguments: Any, **keywords: Any) -> Any:
-    far: Far = object.__getattribute__(remote, "_far")
-    return far.ask(do, remote, *arguments, **keywords)
+def _ask_remote(remote: Remote, do: str, *arguments: Any, **keywords: Any) -> Any:
+    solution: SolutionProcess = object.__getattribute__(remote, "_groupwise_process")
+    return solution.ask(do, remote, *arguments, **keywords)
 
 
 class Remote:
     """An object of the solution that is not a plain value."""
 
-    __slots__ = ("__weakref__", "_far")
+    __slots__ = ("__weakref__", "_groupwise_process")
 
-    def __init__(self, far: Far) -> None:
-        object.__setattr__(self, "_far", far)
+    def __init__(self, solution: SolutionProcess) -> None:
+        object.__setattr__(self, "_groupwise_process", solution)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__") and name not in ("__name__", "__doc__"):
             raise AttributeError(
                 name
             )  # dunder names that Python looks up implicitly are not requested from the other process
-        return _ask(self, "attribute", name)
+        return _ask_remote(self, "attribute", name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        _ask(self, "assign", name, value)
+        _ask_remote(self, "assign", name, value)
 
     def __call__(self, *arguments: Any, **keywords: Any) -> Any:
-        return _ask(self, "call", *arguments, **keywords)
+        return _ask_remote(self, "call", *arguments, **keywords)
 
     def __hash__(self) -> int:
-        return _ask(self, "hash")
+        return _ask_remote(self, "hash")
 
     def __instancecheck__(self, value: object) -> bool:
-        return isinstance(value, Remote) and bool(_ask(value, "is a", self))
+        return isinstance(value, Remote) and bool(_ask_remote(value, "is a", self))
 
-    __getitem__ = _operation("item")
-    __setitem__ = _operation("put")
-    __iter__, __next__, __len__ = _operation("iter"), _operation("next"), _operation("len")
-    __bool__ = _operation("bool")
-    __int__, __float__ = _operation("int"), _operation("float")
-    __str__, __repr__, __neg__ = _operation("str"), _operation("repr"), _operation("neg")
+    __getitem__ = _remote_operation("item")
+    __setitem__ = _remote_operation("put")
+    __iter__, __next__, __len__ = (
+        _remote_operation("iter"),
+        _remote_operation("next"),
+        _remote_operation("len"),
+    )
+    __bool__ = _remote_operation("bool")
+    __int__, __float__ = _remote_operation("int"), _remote_operation("float")
+    __str__, __repr__, __neg__ = (
+        _remote_operation("str"),
+        _remote_operation("repr"),
+        _remote_operation("neg"),
+    )
     __eq__ = _between_remotes("eq")
     __lt__, __le__ = _between_remotes("lt"), _between_remotes("le")
     __gt__, __ge__ = _between_remotes("gt"), _between_remotes("ge")

@@ -64,7 +64,7 @@ values gives a plain value. None of them executes text, reads attributes by name
 a test calls one that it returned.
 """
 
-_OF_ASSERTS = tuple(each.__name__ for each in AssertionError.__mro__ if each is not object)
+_OF_ASSERTS = tuple(base.__name__ for base in AssertionError.__mro__ if base is not object)
 MOST_ITEMS = 100_000
 """Most items taken from an iterator that is sent: all of them are read at once."""
 _HEADER = 8
@@ -89,11 +89,11 @@ _READERS: dict[str, Callable[[Any], Any]] = {
 MUTABLE = (list, dict, set, bytearray, collections.deque)
 
 
-class Lost(BaseException):
+class ConnectionLost(BaseException):
     """The other side has ended or sent something invalid. No test's `except Exception` catches it."""
 
 
-class NotPlain(BaseException):
+class NotPlainError(BaseException):
     """A value that cannot be sent to the other side."""
 
 
@@ -105,26 +105,26 @@ class MessageSocket:
         self._reader = self._socket.makefile("rb")
 
     def send(self, message: Json) -> None:
-        """Send a message. Raises Lost if the other side has ended, NotPlain if the message is too long."""
+        """Send a message. Raises ConnectionLost if the other side has ended, NotPlainError if the message is too long."""
         text = json.dumps(message).encode()
         if len(text) > MAX_MESSAGE:
-            raise NotPlain(f"a value of {len(text)} bytes is too large")
+            raise NotPlainError(f"a value of {len(text)} bytes is too large")
         try:
             send_frame(self._socket, text)
         except OSError as error:
-            raise Lost(str(error)) from error
+            raise ConnectionLost(str(error)) from error
 
     def receive(self) -> dict[str, Json]:
-        """The next message. Raises Lost if there is none."""
+        """The next message. Raises ConnectionLost if there is none."""
         try:
             length = int.from_bytes(self._read_bytes(_HEADER), "big")
             if length > MAX_MESSAGE:
-                raise Lost(f"a message of {length} bytes")
+                raise ConnectionLost(f"a message of {length} bytes")
             message = json.loads(self._read_bytes(length))
         except (OSError, ValueError, RecursionError) as error:
-            raise Lost(str(error)) from error
+            raise ConnectionLost(str(error)) from error
         if not isinstance(message, dict):
-            raise Lost("no message")
+            raise ConnectionLost("no message")
         return cast("dict[str, Json]", message)
 
     def close(self) -> None:
@@ -135,11 +135,11 @@ class MessageSocket:
     def _read_bytes(self, count: int) -> bytes:
         piece = self._reader.read(count)
         if len(piece) < count:
-            raise Lost("the other side has ended")
+            raise ConnectionLost("the other side has ended")
         return piece
 
 
-class Ledger:
+class ObjectTable:
     """The objects that this side has sent by number, and the stand-ins for those of the other side."""
 
     def __init__(
@@ -158,26 +158,26 @@ class Ledger:
         self._of_tests = of_tests
         self._stays = stays
         self._stand_in = stand_in
-        self._own: list[Any] = []
+        self._objects: list[Any] = []
         self._numbers: dict[int, int] = {}
         self._stand_ins: dict[int, Any] = {}
-        self._theirs: dict[int, int] = {}
-        self._earlier: list[Any] = []
+        self._stand_in_numbers: dict[int, int] = {}
+        self._kept_alive: list[Any] = []
         self.showing: set[int] = set()
         """Numbers of the objects sent as shown (mutable arguments); the caller clears it before each request."""
 
     def number_of(self, value: object) -> int:
         """The number of an object of this side."""
         if id(value) not in self._numbers:
-            self._numbers[id(value)] = len(self._own)
-            self._own.append(value)
+            self._numbers[id(value)] = len(self._objects)
+            self._objects.append(value)
         return self._numbers[id(value)]
 
-    def own(self, number: int) -> Any:
+    def local_object(self, number: int) -> Any:
         """The object of this side with a number."""
-        return self._own[number]
+        return self._objects[number]
 
-    def theirs(self, number: int) -> Any:
+    def remote_object(self, number: int) -> Any:
         """The stand-in for the other side's object with that number."""
         return self._stand_ins[number]
 
@@ -187,8 +187,8 @@ class Ledger:
         """A value as JSON. `shown`: mutable containers get a number, so the other side can report how it changed them."""
         if value is None or isinstance(value, bool):
             return value
-        if id(value) in self._theirs:
-            return {"yours": self._theirs[id(value)]}
+        if id(value) in self._stand_in_numbers:
+            return {"yours": self._stand_in_numbers[id(value)]}
         if isinstance(value, int):
             number = int.__int__(value)
             return number if -_SMALL < number < _SMALL else {"int": hex(number)}
@@ -197,41 +197,41 @@ class Ledger:
         if isinstance(value, str):
             return str.__str__(value)
         if isinstance(value, MUTABLE):
-            return self._show(value) if shown else self.content(value)
+            return self._numbered_content(value) if shown else self.content(value)
         return self._of_other_kind(value, shown)
 
     def content(self, value: Any, *, shown: bool = False) -> dict[str, Json]:
         """The contents of a list, dictionary, set, deque or bytearray."""
         match value:
             case list():
-                return {"list": self._each(cast("list[Any]", value), shown)}
+                return {"list": self._list_to_json(cast("list[Any]", value), shown)}
             case dict():
                 items = cast("dict[Any, Any]", value).items()
-                return {"dict": [self._each(pair, shown) for pair in items]}
+                return {"dict": [self._list_to_json(pair, shown) for pair in items]}
             case set():
-                return {"set": self._each(cast("set[Any]", value), shown)}
+                return {"set": self._list_to_json(cast("set[Any]", value), shown)}
             case collections.deque():
                 queue = cast("collections.deque[Any]", value)
-                return {"deque": [self._each(queue, shown), queue.maxlen]}
+                return {"deque": [self._list_to_json(queue, shown), queue.maxlen]}
             case _:
                 return {"bytearray": bytes(value).hex()}
 
-    def _show(self, value: Any) -> Json:
+    def _numbered_content(self, value: Any) -> Json:
         number = self.number_of(value)
         if number in self.showing:
             return {"again": number}
         self.showing.add(number)
         return {**self.content(value, shown=True), "at": number}
 
-    def _each(self, values: Iterable[Any], shown: bool) -> list[Json]:
-        return [self.to_json(each, shown=shown) for each in values]
+    def _list_to_json(self, values: Iterable[Any], shown: bool) -> list[Json]:
+        return [self.to_json(value, shown=shown) for value in values]
 
     def _of_other_kind(self, value: Any, shown: bool) -> Json:
         match value:
             case tuple():
-                return {"tuple": self._each(cast("tuple[Any, ...]", value), shown)}
+                return {"tuple": self._list_to_json(cast("tuple[Any, ...]", value), shown)}
             case frozenset():
-                return {"frozenset": self._each(cast("frozenset[Any]", value), shown)}
+                return {"frozenset": self._list_to_json(cast("frozenset[Any]", value), shown)}
             case bytes():
                 return {"bytes": value.hex()}
             case complex():
@@ -239,31 +239,35 @@ class Ledger:
             case Decimal():
                 return {"decimal": str(value)}
             case Fraction():
-                return {"fraction": self._each((value.numerator, value.denominator), shown)}
+                return {"fraction": self._list_to_json((value.numerator, value.denominator), shown)}
             case range():
-                return {"range": self._each((value.start, value.stop, value.step), shown)}
+                return {"range": self._list_to_json((value.start, value.stop, value.step), shown)}
             case datetime.timedelta():
                 return {"span": [value.days, value.seconds, value.microseconds]}
             case datetime.date() | datetime.time():
-                kind = next(name for name, each in _TIMES.items() if isinstance(value, each))
+                kind = next(
+                    name for name, time_type in _TIMES.items() if isinstance(value, time_type)
+                )
                 return {kind: value.isoformat()}
             case _:
-                return self._by_name(value) or self._by_number(value)
+                return self._name_reference(value) or self._by_number(value)
 
-    def _by_name(self, value: Any) -> Json:
+    def _name_reference(self, value: Any) -> Json:
         module, name = getattr(value, "__module__", None), getattr(value, "__name__", None)
         if not (isinstance(module, str) and isinstance(name, str)):
             return None
         module = module.removeprefix("_")  # without the underscore of a module's C part
-        known = is_shared(module, name) and _from_module(module, name) is value
-        return {"global": [module, name]} if known else None
+        is_importable = is_shared(module, name) and _from_module(module, name) is value
+        return {"global": [module, name]} if is_importable else None
 
     def _by_number(self, value: Any) -> Json:
         if self._of_tests and isinstance(value, Iterator | KeysView | ValuesView | ItemsView):
-            items = self._each(islice(cast("Iterable[Any]", value), MOST_ITEMS), shown=False)
+            items = self._list_to_json(
+                islice(cast("Iterable[Any]", value), MOST_ITEMS), shown=False
+            )
             return {"iterator" if isinstance(value, Iterator) else "list": items}
         if not self._stays(value):
-            raise NotPlain(f"{type(value).__name__}")
+            raise NotPlainError(f"{type(value).__name__}")
         return self.by_number(value)
 
     def by_number(self, value: object) -> Json:
@@ -273,25 +277,25 @@ class Ledger:
     # Receiving values
 
     def read(self, encoded: Json) -> Any:
-        """The value that was sent. Raises Lost for input that `to_json` never produces."""
+        """The value that was sent. Raises ConnectionLost for input that `to_json` never produces."""
         if not isinstance(encoded, dict):
             return encoded
         try:
             return self._read_one(cast("dict[str, Json]", encoded))
         except (ArithmeticError, LookupError, TypeError, ValueError, AttributeError) as error:
-            raise Lost(f"no value: {error}") from error
+            raise ConnectionLost(f"no value: {error}") from error
 
     def _read_one(self, encoded: dict[str, Json]) -> Any:
         (kind, content), *_ = encoded.items()
-        value = self._build(kind, content)
+        value = self._build_value(kind, content)
         if "at" in encoded:
-            self._represent(encoded["at"], value)
+            self._register_stand_in(encoded["at"], value)
         return value
 
-    def _build(self, kind: str, content: Json) -> Any:
+    def _build_value(self, kind: str, content: Json) -> Any:
         match kind:
             case "yours":
-                return self._own[content]
+                return self._objects[content]
             case "again":
                 return self._stand_ins[content]
             case "mine":
@@ -312,21 +316,21 @@ class Ledger:
                 return _READERS[kind](content)
 
     def _read_each(self, content: list[Json]) -> list[Any]:
-        return [self.read(each) for each in content]
+        return [self.read(item) for item in content]
 
     def _stand_in_for(self, number: Json) -> Any:
         if number not in self._stand_ins:
-            self._represent(number, self._stand_in(number))
+            self._register_stand_in(number, self._stand_in(number))
         return self._stand_ins[number]
 
-    def _represent(self, number: int, value: Any) -> None:
-        self._earlier.append(value)  # kept for good, or its id could be reused
+    def _register_stand_in(self, number: int, value: Any) -> None:
+        self._kept_alive.append(value)  # kept for good, or its id could be reused
         self._stand_ins[number] = value
-        self._theirs[id(value)] = number
+        self._stand_in_numbers[id(value)] = number
 
     def put(self, number: int, encoded: dict[str, Json]) -> None:
         """Replace the content of an object here by what the other side has made of it."""
-        target, value = self._own[number], self.read(encoded)
+        target, value = self._objects[number], self.read(encoded)
         if isinstance(target, dict | set):
             cast("dict[Any, Any]", target).clear()
             cast("dict[Any, Any]", target).update(value)
@@ -352,32 +356,32 @@ def _from_module(module: str, name: str) -> Any:
 # Exceptions
 
 
-def written_error(ledger: Ledger, error: BaseException) -> dict[str, Json]:
+def written_error(objects: ObjectTable, error: BaseException) -> dict[str, Json]:
     """An exception as JSON: its name, its nearest built-in class, its arguments and its text."""
     try:
-        made_of = [ledger.to_json(each) for each in error.args]
-    except (NotPlain, RecursionError):
-        made_of = None
+        arguments = [objects.to_json(argument) for argument in error.args]
+    except (NotPlainError, RecursionError):
+        arguments = None
     text = str(error)[:2000]
     kind = type(error)
-    return {"name": kind.__name__[:200], "kind": builtin_of(kind), "args": made_of, "text": text}
+    return {"name": kind.__name__[:200], "kind": builtin_of(kind), "args": arguments, "text": text}
 
 
 def builtin_of(kind: type[BaseException]) -> str:
     """The name of the nearest built-in base class of an exception class."""
-    return next(each.__name__ for each in kind.__mro__ if each.__module__ == "builtins")
+    return next(base.__name__ for base in kind.__mro__ if base.__module__ == "builtins")
 
 
 class Errors:
     """Turns received errors into exceptions; exceptions that are not built in get one class for each name."""
 
-    def __init__(self, ledger: Ledger) -> None:
-        self._ledger = ledger
+    def __init__(self, objects: ObjectTable) -> None:
+        self._objects = objects
         self._kinds: dict[str, type[Exception]] = {}
 
-    def kind(self, name: str, known: str) -> type[Exception]:
+    def kind(self, name: str, builtin_name: str) -> type[Exception]:
         """The class for a name. Exceptions that end programs, such as SystemExit, become RuntimeError, so they end nothing here."""
-        base = getattr(builtins, known, None)
+        base = getattr(builtins, builtin_name, None)
         if not (isinstance(base, type) and issubclass(base, Exception)):
             base = RuntimeError
         if base.__name__ == name:
@@ -386,16 +390,16 @@ class Errors:
             self._kinds[name] = cast("type[Exception]", types.new_class(name, (base,)))
         return self._kinds[name]
 
-    def class_named(self, name: str, known: str) -> type[Exception]:
+    def class_named(self, name: str, builtin_name: str) -> type[Exception]:
         """The same for a class that a name of the other side refers to: it never catches a failed assert of this side."""
-        kind = self.kind(name[:200], known)
+        kind = self.kind(name[:200], builtin_name)
         return types.new_class(name, (Exception,)) if issubclass(AssertionError, kind) else kind
 
-    def read(self, told: Mapping[str, Json]) -> Exception:
+    def read(self, message: Mapping[str, Json]) -> Exception:
         """The exception that was sent."""
-        kind = self.kind(str(told.get("name")), str(told.get("kind")))
-        made_of, text = told.get("args"), str(told.get("text"))
+        kind = self.kind(str(message.get("name")), str(message.get("kind")))
+        arguments, text = message.get("args"), str(message.get("text"))
         try:
-            return kind(*[self._ledger.read(each) for each in made_of or [text]])
+            return kind(*[self._objects.read(argument) for argument in arguments or [text]])
         except TypeError:  # some constructors take other arguments than they store
             return RuntimeError(f"{kind.__name__}: {text}")

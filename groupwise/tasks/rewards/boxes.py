@@ -37,44 +37,47 @@ def last_boxed(text: str) -> str | None:
     boxes = list(_boxes(text))
     if not boxes or boxes[-1] is None:
         return None
-    whole = [box for box in boxes if box is not None]
-    while len(whole) > 1 and not whole[-1].inside.strip():
-        whole.pop()  # an empty box is not an answer
-    together = [whole[-1]]
-    apart = False
-    for box in whole[-2 : -_MANY - 2 : -1]:
-        between = text[box.end : together[0].start]
-        joined = _JOINT.fullmatch(between) is not None and bool(re.search(r"\S", between))
-        if not joined and _SENTENCE_ENDS.search(between):
+    closed_boxes = [box for box in boxes if box is not None]
+    while len(closed_boxes) > 1 and not closed_boxes[-1].inside.strip():
+        closed_boxes.pop()  # an empty box is not an answer
+    group = [closed_boxes[-1]]
+    is_separate = False
+    for box in closed_boxes[-2 : -_MANY - 2 : -1]:
+        between = text[box.end : group[0].start]
+        is_joined = _JOINT.fullmatch(between) is not None and bool(re.search(r"\S", between))
+        if not is_joined and _SENTENCE_ENDS.search(between):
             break
-        apart |= not joined
-        together.insert(0, box)
-    if len({box.inside.strip() for box in together}) == 1 and len(together) > 1:
-        return together[-1].inside
-    start, end = together[0].start, together[-1].end
-    first, last, in_formula = _formula_around(text, start, end)
-    before, after = text[max(first, start - _NEAR) : start], text[end : min(last, end + _NEAR)]
-    if apart or not (_ends_apart(before, in_formula) and _begins_apart(after, in_formula)):
-        return _without_boxes(text[first:last])
-    return ", ".join(box.inside for box in together)
+        is_separate |= not is_joined
+        group.insert(0, box)
+    if len({box.inside.strip() for box in group}) == 1 and len(group) > 1:
+        return group[-1].inside
+    start, end = group[0].start, group[-1].end
+    formula_start, formula_end, in_formula = _formula_around(text, start, end)
+    before, after = (
+        text[max(formula_start, start - _NEAR) : start],
+        text[end : min(formula_end, end + _NEAR)],
+    )
+    if is_separate or not (_ends_apart(before, in_formula) and _begins_apart(after, in_formula)):
+        return _without_boxes(text[formula_start:formula_end])
+    return ", ".join(box.inside for box in group)
 
 
 def _boxes(text: str) -> Iterator[_Box | None]:
     """The boxes in order; None for one that is not closed, which ends the search."""
-    place = 0
-    while found := _BOX.search(text, place):
+    position = 0
+    while match := _BOX.search(text, position):
         # The end of a box and its content; for `\boxed 5`, the next character or command.
-        if not found.group().endswith("{"):
-            next_one = re.compile(r"\\[a-zA-Z]+|\d+(?:\.\d+)?|\S").match(text, found.end())
-            inside = None if next_one is None else (next_one.end(), next_one.group())
+        if not match.group().endswith("{"):
+            token = re.compile(r"\\[a-zA-Z]+|\d+(?:\.\d+)?|\S").match(text, match.end())
+            inside = None if token is None else (token.end(), token.group())
         else:
-            end = closing(text, found.end())
-            inside = None if end is None else (end + 1, text[found.end() : end])
+            end = closing(text, match.end())
+            inside = None if end is None else (end + 1, text[match.end() : end])
         if inside is None:
             yield None
             return
-        place = inside[0]
-        yield _Box(found.start(), *inside)
+        position = inside[0]
+        yield _Box(match.start(), *inside)
 
 
 def closing(text: str, start: int) -> int | None:
@@ -90,13 +93,13 @@ def closing(text: str, start: int) -> int | None:
 def _without_boxes(text: str) -> str:
     """The text with each box as a bracket."""
     pieces: list[str] = []
-    place = 0
+    position = 0
     for box in _boxes(text):
         if box is None:
             break
-        pieces += [text[place : box.start], f"({box.inside})"]
-        place = box.end
-    return "".join([*pieces, text[place:]])
+        pieces += [text[position : box.start], f"({box.inside})"]
+        position = box.end
+    return "".join([*pieces, text[position:]])
 
 
 # What belongs to a box
@@ -109,10 +112,10 @@ _FORMULA = 2_000
 def _formula_around(text: str, start: int, end: int) -> tuple[int, int, bool]:
     """Start and end of the formula around a position, and True; or, outside of a formula, those of its line, and False."""
     line = text.rfind("\n", 0, start) + 1
-    before = list(_DELIMITER.finditer(text, max(0, start - _FORMULA), start))
+    delimiters = list(_DELIMITER.finditer(text, max(0, start - _FORMULA), start))
     closed = _DELIMITER.search(text, end, end + _FORMULA)
-    if len(before) % 2 and closed is not None:
-        return before[-1].end(), closed.start(), True
+    if len(delimiters) % 2 and closed is not None:
+        return delimiters[-1].end(), closed.start(), True
     line_end = text.find("\n", end)
     return line, len(text) if line_end < 0 else line_end, False
 
@@ -143,12 +146,12 @@ def _ends_apart(before: str, in_formula: bool) -> bool:
     if in_formula and re.search(r"(?<![a-zA-Z\\])[a-zA-Z]+$", before):
         return False  # a factor
     before = before.rstrip("$* \t") if not in_formula else before.rstrip()
-    opened = re.search(rf"(?:\\{_STYLES}\s*(?:\{{[^{{}}]*\}}\s*)?)?(?<!\\)\{{$", before)
-    if opened and (
-        opened.group() != "{"
+    brace = re.search(rf"(?:\\{_STYLES}\s*(?:\{{[^{{}}]*\}}\s*)?)?(?<!\\)\{{$", before)
+    if brace and (
+        brace.group() != "{"
         or not re.search(r"\\[A-Za-z]+(?:\{[^{}]*\}|\[[^\]]*\])?\{$|[\^_]\{$", before)
     ):
-        return _ends_apart(before[: opened.start()], in_formula)
+        return _ends_apart(before[: brace.start()], in_formula)
     if not before or _APART_BEFORE.search(before):
         return True
     if re.search(r"\\(?:text\w*|mathrm|mbox)\s*\{[^{}]*\}$", before):

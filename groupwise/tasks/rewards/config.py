@@ -43,11 +43,13 @@ def idle_in_process(section: InWorkers, does: str) -> Iterator[Conflict]:
 def _checked_entries(entries: Sequence[Any] | None) -> Any:
     """Checks that each entry names a reward. The names are resolved when a run is prepared."""
     if entries is not None:
-        refuse([_problem(entry) for entry in entries] or ["the list is empty; name a reward."])
+        refuse(
+            [_entry_problem(entry) for entry in entries] or ["the list is empty; name a reward."]
+        )
     return entries
 
 
-def _problem(entry: str | dict[str, Any]) -> str | None:
+def _entry_problem(entry: str | dict[str, Any]) -> str | None:
     section: dict[str, Any] = {"name": entry} if isinstance(entry, str) else entry
     name, weight = section.get("name"), section.get("weight", 1.0)
     if not isinstance(name, str) or not name:
@@ -156,9 +158,9 @@ class RewardsConfig(Strict):
                     "reward_weights has one list of weights, but router several of rewards. Write `weight:` in its entries instead.",
                     ("reward_weights", "router"),
                 )
-            elif own := _names_with_weight(self.reward_funcs):
+            elif weighted_names := _names_with_weight(self.reward_funcs):
                 yield Conflict(
-                    f"reward_weights and the entry {own[0]} of reward_funcs both give a weight. Leave one out.",
+                    f"reward_weights and the entry {weighted_names[0]} of reward_funcs both give a weight. Leave one out.",
                     ("reward_weights", "reward_funcs"),
                 )
             elif self.reward_funcs is not None and len(weights) != len(self.reward_funcs):

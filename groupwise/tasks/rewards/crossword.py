@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias
 
-from groupwise.core.reward_call.call import each_alone
+from groupwise.core.reward_call.call import score_each_row
 from groupwise.core.reward_call.tags import THINK, Tag, Tags, after_reasoning, last_tagged
 from groupwise.core.reward_call.text import CompletionText, completion_texts
 from groupwise.tasks.rewards.extracted import LogExtra, record_answers
@@ -37,8 +37,8 @@ class CrosswordAccuracy:
 
     answer_column: str | None = None
     mode: Mode = "any"
-    """any: the letters follow each other, whatever stands between them. contiguous: the words follow each other, perhaps inside
-    longer ones. word: they stand as words of their own."""
+    """any: the letters follow each other, with anything between them. contiguous: the words follow each other, perhaps inside
+    longer ones. word: they are words of their own."""
     scaled: bool = False
     """Multiply by the share of the four tags that occur and by the ramp, so that blurting the answer out earns little."""
     min_words: int = 25
@@ -71,10 +71,10 @@ class CrosswordAccuracy:
         **columns: Any,
     ) -> list[float]:
         """A reward between 0 and 1 for each completion. Raises ValueError for a row without a gold answer in letters."""
-        golds = _golds(columns, len(completions), self.answer_column, self.answer_tag)
+        golds = _gold_forms(columns, len(completions), self.answer_column, self.answer_tag)
         texts = completion_texts(completions, columns, self.reasoning_tag)
-        record_answers(log_extra, map(self._answer, texts))
-        return each_alone(self.value, texts, golds)
+        record_answers(log_extra, map(self._answer_in, texts))
+        return score_each_row(self.value, texts, golds)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise ValueError for a row without a gold answer in letters."""
@@ -83,13 +83,13 @@ class CrosswordAccuracy:
     def value(self, text: str, forms: Sequence[str]) -> float:
         """The reward of a completion, given the accepted forms of its gold answer."""
         answer_text = text if self.scaled else after_reasoning(text, self.reasoning_tag)
-        found = any(occurs(form, answer_text, self.mode) for form in forms)
-        if not (found and self.scaled):
-            return float(found)
+        is_present = any(occurs(form, answer_text, self.mode) for form in forms)
+        if not (is_present and self.scaled):
+            return float(is_present)
         tags = Tags(self.reasoning_tag, self.answer_tag)
         return tag_share(tags, text) * length_ramp(text, self.min_words, self.full_words)
 
-    def _answer(self, text: str) -> str:
+    def _answer_in(self, text: str) -> str:
         """The content of the answer tags; without any, all text after the reasoning."""
         tagged = last_tagged(text, self.answer_tag)
         return one_spelling(after_reasoning(text) if tagged is None else tagged)
@@ -102,7 +102,7 @@ class PureAccuracy:
 
     answer_column: str | None = None
     word_bonus: float = 0.02
-    """Times the tag share, where the gold answer stands as a word: breaks ties among wrong answers, and no more."""
+    """Times the tag share, if the gold answer occurs as a word: only breaks ties among wrong answers."""
     occurrence: float = 0.25
     """Times `crossword_accuracy` with `scaled`: a quarter of a right answer for having thought of it."""
     mode: Mode = "any"
@@ -125,22 +125,25 @@ class PureAccuracy:
 
         Raises ValueError for a row without a gold answer in letters, and for one whose enumeration fits no gold answer.
         """
-        golds = _golds(columns, len(completions), self.answer_column, self.answer_tag)
+        golds = _gold_forms(columns, len(completions), self.answer_column, self.answer_tag)
         enumerations = {name: columns[name] for name in ENUMERATIONS if name in columns}
         lengths = [
-            _fitting(forms, _length({name: values[at] for name, values in enumerations.items()}))
-            for at, forms in enumerate(golds)
+            _forms_of_length(
+                forms,
+                _stated_length({name: values[index] for name, values in enumerations.items()}),
+            )
+            for index, forms in enumerate(golds)
         ]
         texts = completion_texts(completions, columns, self.reasoning_tag)
         answers = (last_tagged(text, self.answer_tag) or "" for text in texts)
         record_answers(log_extra, map(one_spelling, answers))
-        return each_alone(self._value, texts, golds, lengths)
+        return score_each_row(self._reward_of_text, texts, golds, lengths)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise ValueError for a row that `__call__` would refuse."""
-        _fitting(gold_of_row(row, self.answer_column, self.answer_tag), _length(row))
+        _forms_of_length(gold_of_row(row, self.answer_column, self.answer_tag), _stated_length(row))
 
-    def _value(self, text: str, forms: Sequence[str], exact: frozenset[str]) -> float:
+    def _reward_of_text(self, text: str, forms: Sequence[str], exact: frozenset[str]) -> float:
         tags = Tags(self.reasoning_tag, self.answer_tag)
         answer = tags.last_answer(text) or ""
         right = letters(answer) in exact and not _other_signs(answer)
@@ -170,14 +173,14 @@ def one_spelling(answer: str) -> str:
 
 def occurs(gold: str, text: str, mode: Mode) -> bool:
     """True if a gold answer occurs in a text. Raises ValueError if its letters do not identify it."""
-    sought = _gold_letters(gold)
+    gold_letters = _gold_letters(gold)
     if mode == "any":
-        return sought in letters(text)
-    there = " ".join(_words(text))
-    spelt = {" ".join(_words(gold)), sought}
+        return gold_letters in letters(text)
+    spaced_text = " ".join(_letter_runs(text))
+    spellings = {" ".join(_letter_runs(gold)), gold_letters}
     if mode == "contiguous":
-        return any(words in there for words in spelt)
-    return any(f" {words} " in f" {there} " for words in spelt)
+        return any(words in spaced_text for words in spellings)
+    return any(f" {words} " in f" {spaced_text} " for words in spellings)
 
 
 def tag_share(tags: Tags, text: str) -> float:
@@ -193,9 +196,9 @@ def length_ramp(text: str, min_words: int, full_words: int) -> float:
 
 def _plain_capitals(text: str) -> str:
     """The text in capitals without accents, and with AND as a separate word for &."""
-    apart = unicodedata.normalize("NFKD", text.replace("&", " AND "))
-    bare = "".join(sign for sign in apart if not unicodedata.combining(sign))
-    return bare.upper().translate(_LATIN)
+    decomposed = unicodedata.normalize("NFKD", text.replace("&", " AND "))
+    unaccented = "".join(sign for sign in decomposed if not unicodedata.combining(sign))
+    return unaccented.upper().translate(_LATIN)
 
 
 def _other_signs(text: str) -> bool:
@@ -203,12 +206,12 @@ def _other_signs(text: str) -> bool:
     return any(sign.isalnum() and not "A" <= sign <= "Z" for sign in _plain_capitals(text))
 
 
-def _words(text: str) -> list[str]:
+def _letter_runs(text: str) -> list[str]:
     """Runs of letters of any alphabet; an apostrophe within belongs to the word."""
     return re.findall(r"[^\W\d_]+", re.sub("['’‘]", "", _plain_capitals(text)))
 
 
-def _golds(
+def _gold_forms(
     columns: Mapping[str, Any], count: int, answer_column: str | None, tag: Tag
 ) -> list[tuple[str, ...]]:
     """The accepted forms of each row, all of which must consist of letters."""
@@ -225,29 +228,31 @@ def _check_letters(forms: Sequence[str]) -> None:
 
 def _gold_letters(gold: str) -> str:
     """The letters of a gold answer, which must consist only of letters."""
-    found = letters(gold)
-    if not found or _other_signs(gold):
+    spelling = letters(gold)
+    if not spelling or _other_signs(gold):
         raise ValueError(
             f"the gold answer {gold!r:.60} cannot be told by its letters A–Z; expected words. "
             "For numbers take math_answer or pure_accuracy_math"
         )
-    return found
+    return spelling
 
 
-def _fitting(forms: Sequence[str], length: int | None) -> frozenset[str]:
+def _forms_of_length(forms: Sequence[str], length: int | None) -> frozenset[str]:
     """The letters of the accepted forms that have the expected length."""
-    graded = {_gold_letters(form) for form in forms}
-    fitting = frozenset(each for each in graded if length is None or len(each) == length)
-    if not fitting:
-        lengths = " or ".join(str(len(each)) for each in sorted(graded))
+    spellings = {_gold_letters(form) for form in forms}
+    matches = frozenset(
+        spelling for spelling in spellings if length is None or len(spelling) == length
+    )
+    if not matches:
+        lengths = " or ".join(str(len(spelling)) for spelling in sorted(spellings))
         raise ValueError(
             f"the row's enumeration asks for {length} letters, but its gold answer {forms[0]!r:.60} "
             f"has {lengths}; nothing could be right. Mend the row"
         )
-    return fitting
+    return matches
 
 
-def _length(row: Mapping[str, Any]) -> int | None:
+def _stated_length(row: Mapping[str, Any]) -> int | None:
     """The number of letters that the row states for its answer; None if it states none."""
     for name in ENUMERATIONS:
         value = row.get(name)

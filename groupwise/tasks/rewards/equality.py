@@ -71,7 +71,7 @@ class Point:
 def value_at(node: Node, point: Point) -> Value:
     """The value of an expression. Raises Undecided."""
     try:
-        return _value(node, point)
+        return _evaluate(node, point)
     except (
         ZeroDivisionError,
         OverflowError,
@@ -82,35 +82,37 @@ def value_at(node: Node, point: Point) -> Value:
         raise Undecided(str(error)) from None
 
 
-def _value(node: Node, point: Point) -> Value:
-    how = _HOW.get(node.kind)
-    if how is None:
+def _evaluate(node: Node, point: Point) -> Value:
+    evaluate = _EVALUATORS.get(node.kind)
+    if evaluate is None:
         raise Undecided(f"a {node.kind} has no value")
-    return how(node, point)
+    return evaluate(node, point)
 
 
-def _sum(node: Node, point: Point) -> Value:
+def _evaluate_sum(node: Node, point: Point) -> Value:
     total: Value = Fraction(0)
     for part in node.parts:
-        total = _require_bounded(_both(operator.add, total, _value(part, point), point))
+        total = _require_bounded(_apply_exactly(operator.add, total, _evaluate(part, point), point))
     return total
 
 
-def _product(node: Node, point: Point) -> Value:
+def _evaluate_product(node: Node, point: Point) -> Value:
     product: Value = Fraction(1)
     for part in node.parts:
-        product = _require_bounded(_both(operator.mul, product, _value(part, point), point))
+        product = _require_bounded(
+            _apply_exactly(operator.mul, product, _evaluate(part, point), point)
+        )
     return product
 
 
-def _quotient(node: Node, point: Point) -> Value:
-    over, under = (_value(part, point) for part in node.parts)
+def _evaluate_quotient(node: Node, point: Point) -> Value:
+    over, under = (_evaluate(part, point) for part in node.parts)
     if under == 0:
         raise Undecided("a division by zero")
     return _require_bounded(divide(over, under, point))
 
 
-def _constant(node: Node, point: Point) -> Value:
+def _evaluate_constant(node: Node, point: Point) -> Value:
     context = point.context
     values = {"π": context.pi, "e": context.e, "i": context.mpc(0, 1)}
     if node.name not in values:
@@ -118,16 +120,18 @@ def _constant(node: Node, point: Point) -> Value:
     return +values[node.name]
 
 
-def _real(value: Value, point: Point) -> Value:
+def _to_real(value: Value, point: Point) -> Value:
     if isinstance(value, Fraction):
         return point.context.mpf(value.numerator) / value.denominator
     return value
 
 
-def _both(how: Callable[[Any, Any], Any], one: Value, other: Value, point: Point) -> Value:
+def _apply_exactly(
+    operation: Callable[[Any, Any], Any], one: Value, other: Value, point: Point
+) -> Value:
     if isinstance(one, Fraction) and isinstance(other, Fraction):
-        return how(one, other)
-    return how(_real(one, point), _real(other, point))
+        return operation(one, other)
+    return operation(_to_real(one, point), _to_real(other, point))
 
 
 def _require_bounded(value: Value) -> Value:
@@ -139,7 +143,7 @@ def _require_bounded(value: Value) -> Value:
     return value
 
 
-def _power(base: Value, exponent: Value, point: Point) -> Value:
+def _raise_power(base: Value, exponent: Value, point: Point) -> Value:
     if isinstance(base, Fraction) and isinstance(exponent, Fraction):
         if exponent.denominator == 1:
             bits = max(base.numerator.bit_length(), base.denominator.bit_length())
@@ -150,7 +154,7 @@ def _power(base: Value, exponent: Value, point: Point) -> Value:
             return base ** (int(exponent) % 2 if abs(base) == 1 else int(exponent))
         if base == 0:
             return Fraction(0)
-    low, high = _real(base, point), _real(exponent, point)
+    low, high = _to_real(base, point), _to_real(exponent, point)
     if low == 0:
         return Fraction(0)
     if abs(high) * (abs(point.context.log(abs(low))) + 4) > _MAX_EXPONENT:
@@ -158,13 +162,13 @@ def _power(base: Value, exponent: Value, point: Point) -> Value:
     return point.context.power(low, high)
 
 
-def _call(node: Node, point: Point) -> Value:
+def _evaluate_call(node: Node, point: Point) -> Value:
     if node.name == "determinant":
         return _determinant(node.parts[0], point)
-    return _of_numbers(node.name, [_value(part, point) for part in node.parts], point)
+    return _call_with_numbers(node.name, [_evaluate(part, point) for part in node.parts], point)
 
 
-def _of_numbers(name: str, values: list[Value], point: Point) -> Value:
+def _call_with_numbers(name: str, values: list[Value], point: Point) -> Value:
     context = point.context
     exact = all(isinstance(value, Fraction) for value in values)
     match name, values:
@@ -181,9 +185,9 @@ def _of_numbers(name: str, values: list[Value], point: Point) -> Value:
         ):
             return Fraction(math.comb(int(n), int(k)))
         case ("factorial", [of]) if abs(of) <= _MAX_FACTORIAL:
-            return context.factorial(_real(of, point))
+            return context.factorial(_to_real(of, point))
         case ("binom", [n, k]) if max(abs(n), abs(k)) <= _MAX_FACTORIAL:
-            return context.binomial(_real(n, point), _real(k, point))
+            return context.binomial(_to_real(n, point), _to_real(k, point))
         case (("max" | "min"), [_, *_]) if exact:
             return max(values) if name == "max" else min(values)
         case (("gcd" | "lcm"), [_, *_]) if exact and all(
@@ -191,21 +195,23 @@ def _of_numbers(name: str, values: list[Value], point: Point) -> Value:
         ):
             return Fraction((math.gcd if name == "gcd" else math.lcm)(*map(int, values)))
         case "root", [of, degree]:
-            return _root(of, degree, point)
+            return _take_root(of, degree, point)
         case _:
-            return _of_analysis(name, [_real(value, point) for value in values], context, point)
+            return _call_transcendental(
+                name, [_to_real(value, point) for value in values], context, point
+            )
 
 
-def _root(of: Value, degree: Value, point: Point) -> Value:
+def _take_root(of: Value, degree: Value, point: Point) -> Value:
     if not isinstance(degree, Fraction) or degree.denominator != 1 or not 2 <= degree <= 1_000:
-        return _power(of, 1 / degree, point)
+        return _raise_power(of, 1 / degree, point)
     if isinstance(of, Fraction):
         over, under = (_whole_root(part, int(degree)) for part in (of.numerator, of.denominator))
         if over is not None and under is not None:
             return Fraction(over, under)
         if of < 0 and degree % 2:
-            return -point.context.root(_real(-of, point), int(degree))
-    return point.context.root(_real(of, point), int(degree))
+            return -point.context.root(_to_real(-of, point), int(degree))
+    return point.context.root(_to_real(of, point), int(degree))
 
 
 def _whole_root(number: int, degree: int) -> int | None:
@@ -223,24 +229,24 @@ def _whole_root(number: int, degree: int) -> int | None:
     return root if root**degree == number else None
 
 
-def _of_analysis(name: str, values: list[Value], context: Any, point: Point) -> Value:
+def _call_transcendental(name: str, values: list[Value], context: Any, point: Point) -> Value:
     if len(values) == 2 and name == "log_":
         return _logarithm(values[0], context) / _logarithm(values[1], context)
     if len(values) != 1:
         raise Undecided(f"{name} of {len(values)}")
-    (of,) = values
+    (argument,) = values
     if name == "degrees":
-        return of * context.pi / 180
+        return argument * context.pi / 180
     if name in ("ln", "log", "lg"):
-        found = _logarithm(of, context)
+        logarithm = _logarithm(argument, context)
         return (
-            found / context.log(10)
+            logarithm / context.log(10)
             if name == "lg" or (name == "log" and point.log_base == "10")
-            else found
+            else logarithm
         )
-    if name in ("exp", "sinh", "cosh", "tanh") and abs(of) > _MAX_EXPONENT:
+    if name in ("exp", "sinh", "cosh", "tanh") and abs(argument) > _MAX_EXPONENT:
         raise Undecided("too large a power")
-    if name in ("sin", "cos", "tan", "cot", "sec", "csc") and abs(of) > 10**30:
+    if name in ("sin", "cos", "tan", "cot", "sec", "csc") and abs(argument) > 10**30:
         raise Undecided("too large an angle")
     functions: dict[str, Callable[[Any], Any]] = {
         "exp": context.exp, "sin": context.sin, "cos": context.cos, "tan": context.tan, "cot": context.cot, "sec": context.sec,
@@ -249,7 +255,7 @@ def _of_analysis(name: str, values: list[Value], context: Any, point: Point) -> 
     }  # fmt: skip
     if name not in functions:
         raise Undecided(name)
-    return functions[name](of)
+    return functions[name](argument)
 
 
 def _logarithm(of: Value, context: Any) -> Value:
@@ -261,17 +267,19 @@ def _logarithm(of: Value, context: Any) -> Value:
 def _named_function_value(node: Node, point: Point) -> Value:
     """The value of a function that is only named, such as f: a polynomial derived from its name."""
     total: Value = point.of(f"{node.name}(0)")
-    for place, part in enumerate(node.parts):
-        of = _value(part, point)
+    for index, part in enumerate(node.parts):
+        argument = _evaluate(part, point)
         for power in (1, 2, 3):
-            factor = point.of(f"{node.name}({place},{power})")
-            term = _both(operator.mul, factor, _power(of, Fraction(power), point), point)
-            total = _require_bounded(_both(operator.add, total, term, point))
+            factor = point.of(f"{node.name}({index},{power})")
+            term = _apply_exactly(
+                operator.mul, factor, _raise_power(argument, Fraction(power), point), point
+            )
+            total = _require_bounded(_apply_exactly(operator.add, total, term, point))
     return total
 
 
 def _determinant(matrix: Node, point: Point) -> Value:
-    rows = [[_value(part, point) for part in row.parts] for row in matrix.parts]
+    rows = [[_evaluate(part, point) for part in row.parts] for row in matrix.parts]
     if any(len(row) != len(rows) for row in rows) or len(rows) > 6:
         raise Undecided("the determinant of no square")
 
@@ -279,29 +287,29 @@ def _determinant(matrix: Node, point: Point) -> Value:
         if len(part) == 1:
             return part[0][0]
         total: Value = Fraction(0)
-        for place, factor in enumerate(part[0]):
-            minor = [[*row[:place], *row[place + 1 :]] for row in part[1:]]
-            term = _both(operator.mul, factor, expand(minor), point)
-            total = _both(operator.sub if place % 2 else operator.add, total, term, point)
+        for column, factor in enumerate(part[0]):
+            minor = [[*row[:column], *row[column + 1 :]] for row in part[1:]]
+            term = _apply_exactly(operator.mul, factor, expand(minor), point)
+            total = _apply_exactly(operator.sub if column % 2 else operator.add, total, term, point)
         return total
 
     return expand(rows)
 
 
-_HOW: dict[str, Callable[[Node, Point], Value]] = {
+_EVALUATORS: dict[str, Callable[[Node, Point], Value]] = {
     "number": lambda node, point: node.value,
     "name": lambda node, point: point.of(node.name),
-    "constant": _constant,
-    "+": _sum,
-    "*": _product,
-    "/": _quotient,
+    "constant": _evaluate_constant,
+    "+": _evaluate_sum,
+    "*": _evaluate_product,
+    "/": _evaluate_quotient,
     "^": lambda node, point: _require_bounded(
-        _power(_value(node.parts[0], point), _value(node.parts[1], point), point)
+        _raise_power(_evaluate(node.parts[0], point), _evaluate(node.parts[1], point), point)
     ),
-    "call": lambda node, point: _require_bounded(_call(node, point)),
+    "call": lambda node, point: _require_bounded(_evaluate_call(node, point)),
     "applied": _named_function_value,
 }
-SCALARS = frozenset({*_HOW, "±", "group"})
+SCALARS = frozenset({*_EVALUATORS, "±", "group"})
 """Kinds of nodes that are a single number."""
 
 
@@ -315,7 +323,7 @@ def expressions_equal(one: Node, other: Node, rounded: bool = False) -> bool:
     if one == other:
         return True
     bases = _BASES if _has_log(one) or _has_log(other) else _BASES[:1]
-    return any(_equal(one, other, rounded, base) for base in bases)
+    return any(_equal_at_points(one, other, rounded, base) for base in bases)
 
 
 def _has_log(node: Node) -> bool:
@@ -324,8 +332,8 @@ def _has_log(node: Node) -> bool:
 
 def names_in(node: Node) -> set[str]:
     """The letters of an expression."""
-    own: set[str] = {node.name} if node.kind in ("name", "applied") else set()
-    return own.union(*map(names_in, node.parts))
+    names: set[str] = {node.name} if node.kind in ("name", "applied") else set()
+    return names.union(*map(names_in, node.parts))
 
 
 def numeric_value(node: Node) -> Fraction | None:
@@ -338,14 +346,14 @@ def numeric_value(node: Node) -> Fraction | None:
         case "relation", (Node(kind="name" | "applied"), of) if node.name == "=":
             return numeric_value(of)
         case "*", (sign, of) if sign == number_node(-1):
-            found = numeric_value(of)
-            return None if found is None else -found
+            number = numeric_value(of)
+            return None if number is None else -number
         case "*", (of, Node(kind="^", parts=(ten, exponent))) if ten == number_node(10):
-            found, power = numeric_value(of), numeric_value(exponent)
+            number, power = numeric_value(of), numeric_value(exponent)
             small = power is not None and power.denominator == 1 and abs(power) < 1_000
             return (
-                found * Fraction(10) ** int(power)
-                if found is not None and power is not None and small
+                number * Fraction(10) ** int(power)
+                if number is not None and power is not None and small
                 else None
             )
         case "/", (over, under):
@@ -354,13 +362,13 @@ def numeric_value(node: Node) -> Fraction | None:
         case "+", (Node(kind="number") as whole, Node(kind="/") as part) if (
             whole.value.denominator == 1
         ):  # a mixed number
-            found = numeric_value(part)
-            return None if found is None else whole.value + found
+            number = numeric_value(part)
+            return None if number is None else whole.value + number
         case _:
             return None
 
 
-def _equal(one: Node, other: Node, rounded: bool, base: str) -> bool:
+def _equal_at_points(one: Node, other: Node, rounded: bool, base: str) -> bool:
     """True if the values agree at every point; one point suffices without letters. Undecided counts as different."""
     points = range(POINTS) if names_in(one) | names_in(other) else range(1)
     try:
@@ -377,25 +385,25 @@ def _equal_at(one: Node, other: Node, rounded: bool, number: int, base: str) -> 
     left, right = value_at(one, points[0]), value_at(other, points[0])
     if isinstance(left, Fraction) and isinstance(right, Fraction):
         return left == right or (rounded and _within_rounding(left, right))
-    coarse, size = _difference(left, right, points[0])
+    coarse, size = _distance(left, right, points[0])
     if rounded and coarse <= min(size * float(ROUNDING_RELATIVE), float(ROUNDING_ABSOLUTE)):
         return True
     beside_zero = left == 0 or right == 0
     if coarse > (1 if beside_zero else size) * points[0].context.mpf(10) ** -9:
         return False
-    fine, _ = _difference(value_at(one, points[1]), value_at(other, points[1]), points[1])
+    fine, _ = _distance(value_at(one, points[1]), value_at(other, points[1]), points[1])
     return _vanishes(coarse, fine, size, points[1].context)
 
 
-def _difference(left: Value, right: Value, point: Point) -> tuple[Value, Value]:
+def _distance(left: Value, right: Value, point: Point) -> tuple[Value, Value]:
     """The distance of two values, and the size of the larger one."""
-    left, right = _real(left, point), _real(right, point)
+    left, right = _to_real(left, point), _to_real(right, point)
     return abs(left - right), max(abs(left), abs(right))
 
 
 def divide(over: Value, under: Value, point: Point) -> Value:
     """A quotient, exact if both are."""
-    return _both(lambda left, right: left / right, over, under, point)
+    return _apply_exactly(lambda left, right: left / right, over, under, point)
 
 
 def nearly_equal(one: Value, other: Value) -> bool:
@@ -403,13 +411,13 @@ def nearly_equal(one: Value, other: Value) -> bool:
     if isinstance(one, Fraction) and isinstance(other, Fraction):
         return one == other
     point = Point(0, DIGITS, "e")
-    left, right = _real(one, point), _real(other, point)
+    left, right = _to_real(one, point), _to_real(other, point)
     return bool(abs(left - right) <= abs(left) * point.context.mpf(10) ** -(DIGITS // 2))
 
 
 def _within_rounding(one: Fraction, other: Fraction) -> bool:
-    whole = one.denominator == 1 or other.denominator == 1
-    return not whole and abs(one - other) <= min(
+    has_integer = one.denominator == 1 or other.denominator == 1
+    return not has_integer and abs(one - other) <= min(
         ROUNDING_RELATIVE * max(abs(one), abs(other)), ROUNDING_ABSOLUTE
     )
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from groupwise.core.reward_call.call import each_alone
+from groupwise.core.reward_call.call import score_each_row
 from groupwise.core.reward_call.tags import Tag, Tags, check_tag, marks
 from groupwise.core.reward_call.text import CompletionText, completion_texts
 from groupwise.tasks.rewards.registry import reward
@@ -39,10 +39,10 @@ class _Layout(ABC):
     def __call__(self, completions: Sequence[CompletionText], **columns: Any) -> list[float]:
         """A reward for each completion, which depends only on its text."""
         texts = completion_texts(completions, columns, self.reasoning_tag)
-        return each_alone(self._value, texts)
+        return score_each_row(self._reward_of_text, texts)
 
     @abstractmethod
-    def _value(self, text: str) -> float:
+    def _reward_of_text(self, text: str) -> float:
         """The reward of one completion."""
 
 
@@ -61,25 +61,25 @@ class StrictFormat(_Layout):
 
     right: float = 0.5
 
-    def _value(self, text: str) -> float:
-        opened, closed, answered, ended = map(re.escape, self.tags.four)
+    def _reward_of_text(self, text: str) -> float:
+        think_open, think_close, answer_open, answer_close = map(re.escape, self.tags.four)
         layout = (
-            rf"{opened}\n{_inside(self.tags)}\n{closed}\n"
-            rf"{answered}\n{_inside(self.tags)}\n{ended}\n?"
+            rf"{think_open}\n{_content_pattern(self.tags)}\n{think_close}\n"
+            rf"{answer_open}\n{_content_pattern(self.tags)}\n{answer_close}\n?"
         )
-        found = re.fullmatch(layout, text, re.DOTALL)
-        filled = found is not None and not any(map(_is_blank, found.groups()))
-        return self.right if filled else 0.0
+        match = re.fullmatch(layout, text, re.DOTALL)
+        is_filled = match is not None and not any(map(_is_blank, match.groups()))
+        return self.right if is_filled else 0.0
 
 
 @reward("soft_format")
 @dataclass(frozen=True, slots=True)
 class SoftFormat(_Layout):
-    """`right` if a pair of reasoning tags and after it a pair of answer tags stand anywhere, both with content; else 0."""
+    """`right` if a pair of reasoning tags and after it a pair of answer tags occur anywhere, both with content; else 0."""
 
     right: float = 0.5
 
-    def _value(self, text: str) -> float:
+    def _reward_of_text(self, text: str) -> float:
         return self.right if both_pairs(self.tags, text) else 0.0
 
 
@@ -91,36 +91,38 @@ class XmlCount(_Layout):
     each: float = 0.125
     """An eighth: the four together earn as much as the layout."""
 
-    def _value(self, text: str) -> float:
-        once = zip(
+    def _reward_of_text(self, text: str) -> float:
+        count_pairs = zip(
             self.tags.counts(text),
             self.tags.counts(without_empty_pairs(self.tags, text)),
             strict=True,
         )
-        return self.each * sum(count == filled == 1 for count, filled in once)
+        return self.each * sum(
+            count == nonempty_count == 1 for count, nonempty_count in count_pairs
+        )
 
 
 @reward("match_format")
 @dataclass(frozen=True, slots=True)
 class MatchFormat(_Layout):
-    """`right` for both pairs as in `soft_format`; `begun` where at least an opening tag stands; else `wrong`."""
+    """`right` for both pairs as in `soft_format`; `begun` if there is at least an opening tag; else `wrong`."""
 
     right: float = 2.0
     begun: float = 0.5
     wrong: float = -1.0
     """Below 0, so that a model which ignores the layout notices even if no completion of the group has it."""
 
-    def _value(self, text: str) -> float:
+    def _reward_of_text(self, text: str) -> float:
         if both_pairs(self.tags, text):
             return self.right
-        opened, _, answered, _ = self.tags.counts(without_empty_pairs(self.tags, text))
-        return self.begun if opened or answered else self.wrong
+        think_opens, _, answer_opens, _ = self.tags.counts(without_empty_pairs(self.tags, text))
+        return self.begun if think_opens or answer_opens else self.wrong
 
 
 @reward("think_format")
 @dataclass(frozen=True, slots=True)
 class ThinkFormat:
-    """`right` for reasoning in one pair of tags at the beginning and something behind it, which needs no tags; else 0. As in TRL."""
+    """`right` for reasoning in one pair of tags at the start and something after it, which needs no tags; else 0. As in TRL."""
 
     reasoning_tag: Tag = "think"
     right: float = 1.0
@@ -134,10 +136,10 @@ class ThinkFormat:
         return [self.right if self._is_one(text) else 0.0 for text in texts]
 
     def _is_one(self, text: str) -> bool:
-        opened, closed = marks(self.reasoning_tag)
-        begins = text.startswith(opened) and text.count(opened) == 1
-        inside, _, behind = text.removeprefix(opened).partition(closed)
-        return begins and not _is_blank(inside) and not _is_blank(behind)
+        opening, closing = marks(self.reasoning_tag)
+        starts_with_tag = text.startswith(opening) and text.count(opening) == 1
+        inside, _, rest = text.removeprefix(opening).partition(closing)
+        return starts_with_tag and not _is_blank(inside) and not _is_blank(rest)
 
 
 def both_pairs(tags: Tags, text: str) -> bool:
@@ -150,23 +152,23 @@ def both_pairs(tags: Tags, text: str) -> bool:
 
 def without_empty_pairs(tags: Tags, text: str) -> str:
     """The text without pairs of tags that enclose nothing, or nothing but tags."""
-    found = list(
+    matches = list(
         re.finditer("|".join(f"({re.escape(tag)})" for tag in tags.four), text, re.IGNORECASE)
     )
-    opened: tuple[list[int], list[int]] = ([], [])
+    open_pairs: tuple[list[int], list[int]] = ([], [])
     empty: set[int] = set()
     end = 0
-    for place, tag in enumerate(found):
+    for index, tag in enumerate(matches):
         if not _is_blank(text[end : tag.start()]):
-            for waiting in opened:
-                waiting.clear()  # the open pairs have content
+            for stack in open_pairs:
+                stack.clear()  # the open pairs have content
         end = tag.end()
         pair, closes = divmod((tag.lastindex or 1) - 1, 2)
         if not closes:
-            opened[pair].append(place)
-        elif opened[pair]:
-            empty |= {place, opened[pair].pop()}
-    edges = [0, *(edge for place in sorted(empty) for edge in found[place].span()), len(text)]
+            open_pairs[pair].append(index)
+        elif open_pairs[pair]:
+            empty |= {index, open_pairs[pair].pop()}
+    edges = [0, *(edge for index in sorted(empty) for edge in matches[index].span()), len(text)]
     return "".join(text[start:end] for start, end in zip(edges[::2], edges[1::2], strict=True))
 
 
@@ -175,12 +177,12 @@ def _is_blank(text: str) -> bool:
 
 
 def _non_empty_block(tags: Tags, tag: Tag) -> re.Pattern[str]:
-    opened, closed = map(re.escape, marks(tag))
-    pair = rf"{opened}(?!{BLANK}*{closed}){_inside(tags)}{closed}"
+    opening, closing = map(re.escape, marks(tag))
+    pair = rf"{opening}(?!{BLANK}*{closing}){_content_pattern(tags)}{closing}"
     return re.compile(pair, re.DOTALL | re.IGNORECASE)
 
 
-def _inside(tags: Tags) -> str:
+def _content_pattern(tags: Tags) -> str:
     """A pattern for the content of a pair: anything but one of the four tags, which keeps each search linear."""
     four = "|".join(re.escape(tag) for tag in tags.four)
     return rf"((?:(?!{four}).)+)"

@@ -57,13 +57,13 @@ def is_small_formula(text: str, functions: Collection[str], *, letters: bool = T
         formula = ast.parse(text.strip(), mode="eval").body
         if not letters and any(isinstance(part, ast.Name) for part in ast.walk(formula)):
             return False
-        _bits(formula, functions)
+        _bound_of(formula, functions)
     except (SyntaxError, ValueError, MemoryError, RecursionError, _TooLarge):
         return False  # Python parses only valid text that is not nested too deeply
     return True
 
 
-def _bits(part: ast.expr, functions: Collection[str]) -> Bits:
+def _bound_of(part: ast.expr, functions: Collection[str]) -> Bits:
     """The bound of a part. Raises _TooLarge as soon as a part exceeds the bounds, so no bound is computed from a huge number."""
     match part:
         case ast.Constant(value=int() | float() as value) if not isinstance(value, bool):
@@ -72,11 +72,11 @@ def _bits(part: ast.expr, functions: Collection[str]) -> Bits:
         case ast.Name():
             bits = Bits(LETTER)
         case ast.UnaryOp(op=ast.USub() | ast.UAdd(), operand=operand):
-            bits = _bits(operand, functions)
+            bits = _bound_of(operand, functions)
         case ast.BinOp(left=left, op=ast.Pow(), right=right):
             inverted = not isinstance(right, ast.Constant)  # a sign before it, or in it
-            base = _bits(left, functions)
-            exponent = _bits(right, functions)
+            base = _bound_of(left, functions)
+            exponent = _bound_of(right, functions)
             times = _largest(exponent)
             bits = (
                 Bits(base.more * times, base.more * times)
@@ -84,9 +84,9 @@ def _bits(part: ast.expr, functions: Collection[str]) -> Bits:
                 else Bits(base.numerator * times, base.denominator * times)
             )
         case ast.BinOp(left=left, op=op, right=right):
-            bits = _combine_bits(_bits(left, functions), op, _bits(right, functions))
+            bits = _combine_bits(_bound_of(left, functions), op, _bound_of(right, functions))
         case ast.Call(func=ast.Name(id=name), args=[argument], keywords=[]) if name in functions:
-            inner = _bits(argument, functions)
+            inner = _bound_of(argument, functions)
             growth = _largest(inner) * math.log2(math.e) if name in GROWING else inner.more
             bits = Bits(growth + 1, growth + 1)
         case _:

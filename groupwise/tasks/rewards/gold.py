@@ -40,18 +40,18 @@ def gold_answers(
     an answer. Raises ValueError for a row without a gold answer, and for a value of another type.
     """
     entries = {
-        name: _entries(name, columns[name], count)
+        name: _require_entries(name, columns[name], count)
         for name in _gold_columns(answer_column)
         if name in columns
     }
-    found: list[tuple[str, ...]] = []
+    forms_of_rows: list[tuple[str, ...]] = []
     for index in range(count):
         try:
             row = {name: values[index] for name, values in entries.items()}
-            found.append(_first_forms(row, columns, answer_column, tag, boxes))
+            forms_of_rows.append(_first_forms(row, columns, answer_column, tag, boxes))
         except ValueError as error:
             raise ValueError(f"completion {index}: {error}") from None
-    return found
+    return forms_of_rows
 
 
 def gold_of_row(
@@ -69,9 +69,9 @@ def marked_answer(text: str, tag: Tag = "answer", boxes: bool = False) -> str | 
     tagged = last_tagged(text, tag)
     if tagged is not None:
         return tagged
-    divided = at_mark(text)
-    if divided is not None:
-        return divided[1]
+    solution_and_answer = at_mark(text)
+    if solution_and_answer is not None:
+        return solution_and_answer[1]
     inner = last_boxed(text) if boxes else None
     return None if inner is None else inner.strip()
 
@@ -101,14 +101,14 @@ def _first_forms(
         # The accepted forms in the order of the column, each once.
         value: Any = row.get(name)
         plain = value.tolist() if hasattr(value, "tolist") else value
-        listed = cast("Sequence[Any]", plain if isinstance(plain, list | tuple) else [plain])
-        found = [form for each in listed for form in _forms_of(name, each, tag, boxes)]
-        if forms := tuple(dict.fromkeys(form for form in found if form)):
+        entries = cast("Sequence[Any]", plain if isinstance(plain, list | tuple) else [plain])
+        candidates = [form for entry in entries for form in _forms_of(name, entry, tag, boxes)]
+        if forms := tuple(dict.fromkeys(form for form in candidates if form)):
             return forms
-    raise ValueError(_no_gold(columns, answer_column))
+    raise ValueError(_no_gold_message(columns, answer_column))
 
 
-def _entries(name: str, values: Any, count: int) -> Sequence[Any]:
+def _require_entries(name: str, values: Any, count: int) -> Sequence[Any]:
     if isinstance(values, str) or len(values) != count:
         raise ValueError(f"the column `{name}` has no list with one entry for each completion")
     return values
@@ -117,7 +117,7 @@ def _entries(name: str, values: Any, count: int) -> Sequence[Any]:
 def _forms_of(name: str, value: Any, tag: Tag, boxes: bool) -> tuple[str, ...]:
     """The accepted forms from one entry; a marked number with thousands commas is accepted without them too."""
     if not isinstance(value, str):
-        return (_as_text(name, value),)
+        return (_value_text(name, value),)
     marked = marked_answer(value, tag, boxes)
     if marked is None:
         return (value.strip(),)
@@ -125,7 +125,7 @@ def _forms_of(name: str, value: Any, tag: Tag, boxes: bool) -> tuple[str, ...]:
     return (marked, marked.replace(",", "")) if grouped else (marked,)
 
 
-def _as_text(name: str, value: Any) -> str:
+def _value_text(name: str, value: Any) -> str:
     """A value other than text, as text; empty if there is none. Raises ValueError for types other than numbers."""
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return ""
@@ -139,9 +139,9 @@ def _as_text(name: str, value: Any) -> str:
     )
 
 
-def _no_gold(columns: Collection[str], answer_column: str | None) -> str:
-    there = sorted(set(columns).difference(RESERVED))
-    exists = f"The dataset has: {', '.join(there) or 'none but prompt'}."
+def _no_gold_message(columns: Collection[str], answer_column: str | None) -> str:
+    names = sorted(set(columns).difference(RESERVED))
+    exists = f"The dataset has: {', '.join(names) or 'none but prompt'}."
     if answer_column is None:
         return (
             f"there is no gold answer in {', '.join(GOLD_COLUMNS)}. {exists} "

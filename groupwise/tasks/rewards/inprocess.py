@@ -71,11 +71,11 @@ class LimitedThread:
         self._name = name
         self._too_slow = too_slow
         self._spare = spare
-        self._left: list[DaemonThreads[Work]] = []
-        self._given_up: RunError | None = None
-        self._begin()
+        self._hanging_threads: list[DaemonThreads[Work]] = []
+        self._final_error: RunError | None = None
+        self._start_thread()
 
-    def _begin(self) -> None:
+    def _start_thread(self) -> None:
         self._runner = _Runner()
         self._thread: DaemonThreads[Work] = DaemonThreads([self._runner], self._name)
 
@@ -86,32 +86,35 @@ class LimitedThread:
         Raises TooSlow if a piece takes longer. If too many threads hang, raises the error made by `too_slow`, from then on in every
         call.
         """
-        while self._given_up is None:
+        while self._final_error is None:
             thread, job = self._thread, Work(call)
             done = asyncio.wrap_future(thread.submit(job))
-            begun = asyncio.wrap_future(job.begun)
-            await asyncio.wait({done, begun}, return_when=asyncio.FIRST_COMPLETED)
+            start = asyncio.wrap_future(job.started)
+            await asyncio.wait({done, start}, return_when=asyncio.FIRST_COMPLETED)
             while not done.done():
-                left = None if limit is None else job.since + limit - time.monotonic()
-                if left is not None and left <= 0:
+                remaining = None if limit is None else job.since + limit - time.monotonic()
+                if remaining is not None and remaining <= 0:
                     break
-                await asyncio.wait({done}, timeout=left)
+                await asyncio.wait({done}, timeout=remaining)
             if done.done() and not done.cancelled():
                 return done.result()
             done.cancel()  # ignore a late result of the thread
-            job.left_behind = True
-            if thread is self._thread and self._given_up is None:
-                self._leave_behind(job.running, limit or 0.0)
-        raise self._given_up
+            job.abandoned = True
+            if thread is self._thread and self._final_error is None:
+                self._abandon_thread(job.running, limit or 0.0)
+        raise self._final_error
 
-    def _leave_behind(self, running: str, limit: float) -> NoReturn:
+    def _abandon_thread(self, running: str, limit: float) -> NoReturn:
         """Abandon the thread. Calls that wait in it are cancelled, and `call` runs them in the new thread."""
         self._thread.close()
-        self._left = [*(each for each in self._left if not each.join(0.0)), self._thread]
-        if len(self._left) > self._spare:
-            self._given_up = self._too_slow(running, limit)
-            raise self._given_up
-        self._begin()
+        self._hanging_threads = [
+            *(thread for thread in self._hanging_threads if not thread.join(0.0)),
+            self._thread,
+        ]
+        if len(self._hanging_threads) > self._spare:
+            self._final_error = self._too_slow(running, limit)
+            raise self._final_error
+        self._start_thread()
         raise TooSlow(f"the call took longer than {limit:g} s; `{running}` was running")
 
     async def close(self) -> None:
@@ -191,11 +194,11 @@ class Work:
     """A call for the thread, with the thread's notes about it."""
 
     call: Callable[[Work], Awaitable[Any]]
-    begun: Future[None] = field(default_factory=Future[None])
+    started: Future[None] = field(default_factory=Future[None])
     running: str = "?"
     since: float = 0.0
     """Start of the function that is `running`, on the monotonic clock."""
-    left_behind: bool = False
+    abandoned: bool = False
 
     def note(self, name: str, *, repeated: bool = False) -> None:
         """Note that a function starts, which restarts the time limit. `repeated` is ignored: nothing is repeated in a process that
@@ -203,7 +206,7 @@ class Work:
 
         Raises TooSlow in an abandoned call, because its other functions must not run concurrently with those of the next call.
         """
-        if self.left_behind:
+        if self.abandoned:
             raise TooSlow
         self.running, self.since = name, time.monotonic()
 
@@ -219,7 +222,7 @@ class _Runner:
 
     def do(self, job: Work) -> Any:
         self.busy, job.since = True, time.monotonic()
-        job.begun.set_result(None)
+        job.started.set_result(None)
 
         async def run() -> Any:
             return await job.call(job)

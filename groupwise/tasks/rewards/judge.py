@@ -72,11 +72,11 @@ class Judge:
     """None leaves it to the service; some models take no other."""
     max_tokens: int | None = 1024
     concurrency: int = 8
-    """Requests that are under way at once, of each worker."""
+    """Most concurrent requests of each worker."""
     time_limit: float = 25.0
-    """Seconds for a group; what is not answered by then is a failure of its completions alone."""
+    """Seconds for a group; completions without a verdict by then fail, and no others."""
     retries: int = 3
-    """How often a request is repeated that may yet succeed."""
+    """Most retries of a request after a temporary error."""
     cache: str | None = None
     """Folder for answers; None for the user's cache folder."""
 
@@ -97,7 +97,7 @@ class Judge:
                 "rubric is empty. Write what a good answer is, or leave it out and name a rubric_column."
             )
         try:
-            self._service()
+            self._endpoint()
         except UsageError as error:
             raise ValueError(str(error)) from error
 
@@ -114,24 +114,26 @@ class Judge:
         **columns: Any,
     ) -> list[float | None]:
         """A number for each completion; `Failed` if the judge gave no verdict, None if there is no other completion to compare with."""
-        texts = [printable(completion_text(each)) for each in completions]
+        texts = [printable(completion_text(completion)) for completion in completions]
         values: list[float | None] = [None] * len(texts)
         answers: list[str | None] = [None] * len(texts)
         groups: dict[tuple[str, str], list[int]] = {}
         for index, prompt in enumerate(prompts):
             try:
-                rubric = self._rubric_of({name: each[index] for name, each in columns.items()})
+                rubric = self._rubric_of({name: column[index] for name, column in columns.items()})
             except ValueError as problem:
                 values[index] = Failed(f"cannot judge this row: it {problem}")
             else:
                 groups.setdefault((printable(prompt_text(prompt)), rubric), []).append(index)
-        async with self._session() as session:
-            judged = [
+        async with self._open_session() as session:
+            tasks = [
                 _MODES[self.mode](self, session, prompt, rubric, [texts[i] for i in members])
                 for (prompt, rubric), members in groups.items()
             ]
-            for members, found in zip(groups.values(), await asyncio.gather(*judged), strict=True):
-                for index, opinion in zip(members, found, strict=True):
+            for members, opinions in zip(
+                groups.values(), await asyncio.gather(*tasks), strict=True
+            ):
+                for index, opinion in zip(members, opinions, strict=True):
                     values[index], answers[index] = opinion.value, opinion.said
         if log_metric is not None:
             for name, count in session.counts.items():
@@ -145,44 +147,44 @@ class Judge:
     ) -> list[_Opinion]:
         """An opinion on each text, asked separately."""
         different = list(dict.fromkeys(texts))
-        questions = [self._question(prompt, rubric, [text]) for text in different]
-        verdicts = await asyncio.gather(*(session.ask(each) for each in questions))
-        found = {
-            text: self._opinion(verdict, question.names[0])
+        questions = [self._make_question(prompt, rubric, [text]) for text in different]
+        verdicts = await asyncio.gather(*(session.ask(question) for question in questions))
+        opinions = {
+            text: self._make_opinion(verdict, question.names[0])
             for text, question, verdict in zip(different, questions, verdicts, strict=True)
         }
-        return [found[text] for text in texts]
+        return [opinions[text] for text in texts]
 
     async def group(
         self, session: _Session, prompt: str, rubric: str, texts: list[str]
     ) -> list[_Opinion]:
         """An opinion on each text, from one question about all of them."""
-        question = self._question(prompt, rubric, list(dict.fromkeys(texts)))
+        question = self._make_question(prompt, rubric, list(dict.fromkeys(texts)))
         verdict = await session.ask(question)
         names = names_of(question.mark, texts)
-        return [self._opinion(verdict, name) for name in names]
+        return [self._make_opinion(verdict, name) for name in names]
 
     async def pairs(
         self, session: _Session, prompt: str, rubric: str, texts: list[str]
     ) -> list[_Opinion]:
         """The share of the others that each text beats; a tie counts as half."""
         orders = list(permutations(dict.fromkeys(texts), 2))
-        questions = [self._question(prompt, rubric, pair) for pair in orders]
-        verdicts = await asyncio.gather(*(session.ask(each) for each in questions))
+        questions = [self._make_question(prompt, rubric, pair) for pair in orders]
+        verdicts = await asyncio.gather(*(session.ask(question) for question in questions))
         firsts = {
             pair: verdict.of(question.names[0])
             for pair, question, verdict in zip(orders, questions, verdicts, strict=True)
         }
-        return [_Opinion(_won(index, texts, firsts), None) for index in range(len(texts))]
+        return [_Opinion(_win_rate(index, texts, firsts), None) for index in range(len(texts))]
 
-    def _question(self, prompt: str, rubric: str, texts: Sequence[str]) -> Question:
+    def _make_question(self, prompt: str, rubric: str, texts: Sequence[str]) -> Question:
         return question(self.mode, self.template, rubric, prompt, texts, self.scale)
 
-    def _opinion(self, verdict: _Verdict, name: str) -> _Opinion:
+    def _make_opinion(self, verdict: _Verdict, name: str) -> _Opinion:
         low, high = self.scale
         score = verdict.of(name)
-        placed = score if isinstance(score, Failed) else (score - low) / (high - low)
-        return _Opinion(placed, verdict.said)
+        value = score if isinstance(score, Failed) else (score - low) / (high - low)
+        return _Opinion(value, verdict.said)
 
     def _rubric_of(self, row: Mapping[str, Any]) -> str:
         if self.rubric is not None:
@@ -194,7 +196,7 @@ class Judge:
             )
         return printable(rubric)
 
-    def _service(self) -> Endpoint:
+    def _endpoint(self) -> Endpoint:
         from groupwise.api.openai_client.client import Endpoint
 
         return Endpoint(
@@ -202,11 +204,11 @@ class Judge:
         )
 
     @asynccontextmanager
-    async def _session(self) -> AsyncGenerator[_Session]:
+    async def _open_session(self) -> AsyncGenerator[_Session]:
         from groupwise.api.openai_client.client import Client
 
         cache = JudgeCache(None if self.cache is None else Path(self.cache))
-        async with Client(self._service(), concurrency=self.concurrency) as client:
+        async with Client(self._endpoint(), concurrency=self.concurrency) as client:
             deadline = asyncio.get_running_loop().time() + self.time_limit
             yield _Session(self, client, cache, deadline)
 
@@ -234,17 +236,19 @@ class _Verdict:
         return self.scores.get(name, missing)
 
 
-def _won(index: int, texts: Sequence[str], firsts: Mapping[tuple[str, str], float]) -> float | None:
+def _win_rate(
+    index: int, texts: Sequence[str], firsts: Mapping[tuple[str, str], float]
+) -> float | None:
     """The mean score against the other members, each compared twice: shown first and shown second."""
-    own, points = texts[index], list[float]()
-    for place, other in enumerate(texts):
-        if other == own:
-            points += [0.5] if place != index else []
+    text, points = texts[index], list[float]()
+    for position, other in enumerate(texts):
+        if other == text:
+            points += [0.5] if position != index else []
             continue
-        first, second = firsts[own, other], firsts[other, own]
-        for each in (first, second):
-            if isinstance(each, Failed):
-                return each
+        first, second = firsts[text, other], firsts[other, text]
+        for score in (first, second):
+            if isinstance(score, Failed):
+                return score
         points.append((first + 1 - second) / 2)
     return fmean(points) if points else None
 
@@ -270,17 +274,17 @@ class _Session:
             "max_tokens": judge.max_tokens,
             "messages": question.messages,
         }
-        if (answer := self._cache.get(key)) is not None and not _problem(question, answer):
+        if (answer := self._cache.get(key)) is not None and not _verdict_problem(question, answer):
             self.counts["cached"] += 1
             return _Verdict(question.read(answer), said=answer)
         try:
             async with asyncio.timeout_at(self._deadline):
                 # Ask once more after a bad answer; for a group, keep the scores already received.
-                text, problem, scores = await self._heard(question, question.messages)
+                text, problem, scores = await self._ask_judge(question, question.messages)
                 if problem:
-                    again = question.again(text, problem)
-                    text, problem, later = await self._heard(question, again)
-                    scores = later or scores
+                    retry = question.again(text, problem)
+                    text, problem, retry_scores = await self._ask_judge(question, retry)
+                    scores = retry_scores or scores
                 failure = (
                     Failed(f"got no verdict: {problem}, in {text[:_MAX_CHARACTERS_OF_ANSWER]!r}")
                     if problem
@@ -296,7 +300,7 @@ class _Session:
             self._cache.put(key, verdict.said)
         return verdict
 
-    async def _heard(
+    async def _ask_judge(
         self, question: Question, messages: list[Message]
     ) -> tuple[str, str | None, dict[str, float]]:
         """The judge's answer, the reason if it is not a complete verdict (else None), and the scores in it."""
@@ -307,13 +311,13 @@ class _Session:
         )
         self.counts["prompt_tokens"] += answer.usage.prompt_tokens or 0
         self.counts["completion_tokens"] += answer.usage.completion_tokens or 0
-        text, whole = printable(answer.texts[0]), answer.finish_reasons[0] != "length"
-        if not whole:
+        text, is_complete = printable(answer.texts[0]), answer.finish_reasons[0] != "length"
+        if not is_complete:
             return text, f"the answer was cut off (max_tokens is {self._judge.max_tokens})", {}
-        return text, _problem(question, text), _partial(question, text)
+        return text, _verdict_problem(question, text), _partial_scores(question, text)
 
 
-def _problem(question: Question, text: str) -> str | None:
+def _verdict_problem(question: Question, text: str) -> str | None:
     """The reason why an answer is not a complete verdict; None if it is."""
     try:
         missing = [name for name in question.names if name not in question.read(text)]
@@ -322,7 +326,7 @@ def _problem(question: Question, text: str) -> str | None:
     return f"there is no {question.scale_text} for {', '.join(missing)}" if missing else None
 
 
-def _partial(question: Question, text: str) -> dict[str, float]:
+def _partial_scores(question: Question, text: str) -> dict[str, float]:
     try:
         return question.read(text)
     except Malformed:
@@ -350,7 +354,7 @@ class JudgeCache:
     def get(self, key: dict[str, Any]) -> str | None:
         """The stored answer to this question; None if there is none."""
         try:
-            stored: object = json.loads(self._file(key).read_bytes())
+            stored: object = json.loads(self._cache_file(key).read_bytes())
         except (OSError, ValueError):
             return None
         if not isinstance(stored, dict):
@@ -361,7 +365,7 @@ class JudgeCache:
 
     def put(self, key: dict[str, Any], answer: str) -> None:
         """Store an answer. A full or read-only disk causes one warning; the verdict itself is not affected."""
-        file = self._file(key)
+        file = self._cache_file(key)
         try:
             file.parent.mkdir(parents=True, exist_ok=True)
             write_json(file, {"format": CACHE_FORMAT, "asked": key, "said": answer})
@@ -372,7 +376,7 @@ class JudgeCache:
                 )
             self._writable = False
 
-    def _file(self, asked: dict[str, Any]) -> Path:
-        text = json.dumps(asked, sort_keys=True)
+    def _cache_file(self, request: dict[str, Any]) -> Path:
+        text = json.dumps(request, sort_keys=True)
         key = hashlib.sha256(text.encode()).hexdigest()
         return self._folder / key[:2] / f"{key}.json"

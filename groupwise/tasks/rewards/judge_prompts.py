@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeGuard, cast
 
-from groupwise.api.http.strict_json import once_each
+from groupwise.api.http.strict_json import refuse_duplicate_keys
 from groupwise.core.types import Message, Prompt
 
 Mode = Literal["alone", "pairs", "group"]
@@ -91,7 +91,7 @@ class Question:
     @property
     def form(self) -> str:
         """The line of JSON that a verdict consists of, as shown to the judge."""
-        return _form(self.mode, self.mark, self.names, self.scale)
+        return _verdict_format(self.mode, self.mark, self.names, self.scale)
 
     def read(self, answer: str) -> dict[str, float]:
         """Name → score of each completion. In a pair the better one has 1, in a tie both have 0.5. In a group, completions without
@@ -99,17 +99,17 @@ class Question:
 
         Raises Malformed for an answer without a verdict, or with several that differ.
         """
-        verdicts = [each for each in _objects(answer) if each.get("id") == self.mark]
+        verdicts = [item for item in _json_objects(answer) if item.get("id") == self.mark]
         if not verdicts:
             raise Malformed(f'there is no JSON object with "id": "{self.mark}" in it')
-        if any(each != verdicts[0] for each in verdicts):
+        if any(item != verdicts[0] for item in verdicts):
             raise Malformed("there are several verdicts, and they differ")
-        return self._scores(verdicts[0])
+        return self._parse_scores(verdicts[0])
 
-    def _scores(self, verdict: Mapping[str, Any]) -> dict[str, float]:
+    def _parse_scores(self, verdict: Mapping[str, Any]) -> dict[str, float]:
         match self.mode:
             case "alone":
-                return {self.names[0]: self._number(verdict.get("score"))}
+                return {self.names[0]: self._parse_score(verdict.get("score"))}
             case "pairs":
                 better = verdict.get("better")
                 first, second = self.names
@@ -122,11 +122,11 @@ class Question:
                 scores = verdict.get("scores")
                 if not isinstance(scores, Mapping):
                     raise Malformed('"scores" has to be an object with a score for each answer')
-                given = cast("Mapping[str, object]", scores)
-                unknown = [name for name in given if name not in self.names]
+                entries = cast("Mapping[str, object]", scores)
+                unknown = [name for name in entries if name not in self.names]
                 if unknown:
                     raise Malformed(f"there is no answer {unknown[0]!r}")
-                return {name: score for name, score in given.items() if self._on_scale(score)}
+                return {name: score for name, score in entries.items() if self._on_scale(score)}
 
     def _on_scale(self, score: object) -> TypeGuard[float]:
         low, high = self.scale
@@ -134,7 +134,7 @@ class Question:
             return False
         return low <= score <= high
 
-    def _number(self, score: object) -> float:
+    def _parse_score(self, score: object) -> float:
         if not self._on_scale(score):
             raise Malformed(f"{score!r:.40} is no {self.scale_text}")
         return float(score)
@@ -155,8 +155,8 @@ def question(
 ) -> Question:
     """A question about distinct completions, in this order. Groups are first sorted by a key that depends only on their texts."""
     if mode == "group":
-        completions = sorted(completions, key=lambda text: _digest(prompt, text))
-    mark = _digest(mode, template, rubric, prompt, *map(str, scale), *completions)
+        completions = sorted(completions, key=lambda text: _prompts_digest(prompt, text))
+    mark = _prompts_digest(mode, template, rubric, prompt, *map(str, scale), *completions)
     names = tuple(names_of(mark, completions))
     low, high = scale
     text = template.format(
@@ -164,46 +164,46 @@ def question(
         prompt=prompt,
         mark=mark,
         completions="\n\n".join(
-            _between(mark, name, text) for name, text in zip(names, completions, strict=True)
+            _delimit_answer(mark, name, text) for name, text in zip(names, completions, strict=True)
         ),
         task=TASKS[mode].format(low=low, high=high),
-        form=_form(mode, mark, names, scale),
+        form=_verdict_format(mode, mark, names, scale),
     )
     return Question(mode, mark, names, scale, text)
 
 
 def names_of(mark: str, completions: Sequence[str]) -> list[str]:
     """The name of each completion in a question: a name that the completion could not know."""
-    return [_digest(mark, text)[:8] for text in completions]
+    return [_prompts_digest(mark, text)[:8] for text in completions]
 
 
 def prompt_text(prompt: Prompt) -> str:
     """A prompt as one text."""
     if isinstance(prompt, str):
         return prompt
-    return "\n\n".join(f"[{each.get('role')}]\n{each.get('content')}" for each in prompt)
+    return "\n\n".join(f"[{message.get('role')}]\n{message.get('content')}" for message in prompt)
 
 
 def check_template(template: str) -> None:
     """Raise ValueError for a template that lacks a field or has an unknown one."""
     try:
-        found = {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
+        fields = {name for _, name, _, _ in string.Formatter().parse(template) if name is not None}
     except ValueError as error:
         raise ValueError(
             f"template cannot be read: {error}. Write {{{{ and }}}} for braces."
         ) from error
-    missing, unknown = FIELDS - _OPTIONAL - found, found - FIELDS
+    missing, unknown = FIELDS - _OPTIONAL - fields, fields - FIELDS
     if missing or unknown:
         problems = [f"lacks {{{name}}}" for name in sorted(missing)]
         problems += [f"has {{{name}}}, which is no field" for name in sorted(unknown)]
         raise ValueError(f"template {' and '.join(problems)}. Write {{{{ and }}}} for braces.")
 
 
-def _between(mark: str, name: str, text: str) -> str:
+def _delimit_answer(mark: str, name: str, text: str) -> str:
     return f"<<< {mark} answer {name} begins >>>\n{text}\n<<< {mark} answer {name} ends >>>"
 
 
-def _form(mode: Mode, mark: str, names: Sequence[str], scale: tuple[float, float]) -> str:
+def _verdict_format(mode: Mode, mark: str, names: Sequence[str], scale: tuple[float, float]) -> str:
     number = f"<number from {scale[0]:g} to {scale[1]:g}>"
     match mode:
         case "alone":
@@ -215,7 +215,7 @@ def _form(mode: Mode, mark: str, names: Sequence[str], scale: tuple[float, float
             return f'{{"id": "{mark}", "scores": {{{scores}}}}}'
 
 
-def _digest(*texts: str) -> str:
+def _prompts_digest(*texts: str) -> str:
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()[:16]
 
 
@@ -223,17 +223,20 @@ MOST_BRACES = 200
 """Most opening braces tried as the start of a verdict, from the end of a judge's answer."""
 
 
-def _objects(text: str) -> list[dict[str, Any]]:
+def _json_objects(text: str) -> list[dict[str, Any]]:
     """The JSON objects in a text, without nested ones."""
-    found: list[dict[str, Any]] = []
-    begins = [match.start() for match in re.finditer("{", text)][-MOST_BRACES:]
-    decoder, place = json.JSONDecoder(object_pairs_hook=once_each), begins[0] if begins else -1
-    while place != -1:
+    objects: list[dict[str, Any]] = []
+    starts = [match.start() for match in re.finditer("{", text)][-MOST_BRACES:]
+    decoder, position = (
+        json.JSONDecoder(object_pairs_hook=refuse_duplicate_keys),
+        starts[0] if starts else -1,
+    )
+    while position != -1:
         try:
-            value, end = decoder.raw_decode(text, place)
+            value, end = decoder.raw_decode(text, position)
         except (ValueError, RecursionError):
-            end = place + 1
+            end = position + 1
         else:
-            found += [value] if isinstance(value, dict) else []
-        place = text.find("{", end)
-    return found
+            objects += [value] if isinstance(value, dict) else []
+        position = text.find("{", end)
+    return objects

@@ -54,12 +54,12 @@ class CorrectnessXml:
         golds = gold_answers(columns, len(completions), self.answer_column, self.answer_tag)
         texts = completion_texts(completions, columns)
         answers = [last_tagged(text, self.answer_tag) for text in texts]
-        record_answers(log_extra, map(_one_form, answers, golds))
+        record_answers(log_extra, map(_first_form, answers, golds))
         pairs = zip(answers, golds, strict=True)
         return [self.right if answer in forms else 0.0 for answer, forms in pairs]
 
 
-def _one_form(answer: str | None, forms: Sequence[str]) -> str | None:
+def _first_form(answer: str | None, forms: Sequence[str]) -> str | None:
     """The first of the accepted forms, for each of them, because majority voting must count them as one answer."""
     return forms[0] if answer in forms else answer
 
@@ -87,33 +87,37 @@ class IntReward:
 def keyword_match(
     completions: Sequence[CompletionText], keywords: Sequence[Any], **columns: Any
 ) -> list[float | None]:
-    """Share of the row's keywords that the completion has behind its reasoning, ignoring case; None for a row that has none.
+    """Share of the row's keywords that the completion has after its reasoning, ignoring case; None for a row that has none.
 
     The column `keywords` holds a list, or text with commas between them.
     """
     texts = map(after_reasoning, completion_texts(completions, columns))
     pairs = zip(texts, keywords, strict=True)
-    return [keyword_share(text, _keywords(value)) for text, value in pairs]
+    return [keyword_share(text, _parse_keywords(value)) for text, value in pairs]
 
 
 def keyword_share(text: str, keywords: Iterable[str]) -> float | None:
     """Share of the keywords that a text contains, ignoring case; None if there are none."""
-    sought, folded = {word.casefold() for word in keywords}, text.casefold()
-    return sum(word in folded for word in sought) / len(sought) if sought else None
+    folded_keywords, folded_text = {word.casefold() for word in keywords}, text.casefold()
+    return (
+        sum(word in folded_text for word in folded_keywords) / len(folded_keywords)
+        if folded_keywords
+        else None
+    )
 
 
-def _keywords(value: Any) -> set[str]:
+def _parse_keywords(value: Any) -> set[str]:
     plain = value.tolist() if hasattr(value, "tolist") else value
     if plain is None:
         return set()
     if isinstance(plain, str):
-        listed: Iterable[Any] = plain.split(",")
+        items: Iterable[Any] = plain.split(",")
     elif isinstance(plain, list | tuple | set):
-        listed = cast("Iterable[Any]", plain)
+        items = cast("Iterable[Any]", plain)
     else:
         raise ValueError(
             f"the column `keywords` holds {type(plain).__name__} {plain!r:.60}; "
             "expected a list, or text with commas between the keywords"
         )
-    words = (str(each).strip() for each in listed if each is not None)
+    words = (str(item).strip() for item in items if item is not None)
     return {word for word in words if word}

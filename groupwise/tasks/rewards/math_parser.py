@@ -93,9 +93,9 @@ _SAME_COMMANDS = {
 """LaTeX's other commands for the same sign."""
 _REWRITES: tuple[tuple[str, str | Callable[[re.Match[str]], str]], ...] = (
     (r"(?<=\d)\s*m([²³])(?=\s*\.?\s*$)", r"\\text{ m}\1"),
-    (r"[⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+|ⁿ", lambda found: f"^{{{found.group().translate(_RAISED)}}}"),
-    (r"[₀₁₂₃₄₅₆₇₈₉]+", lambda found: f"_{{{found.group().translate(_LOWERED)}}}"),
-    (r"([∛∜])", lambda found: rf"\sqrt[{'34'['∛∜'.index(found.group())]}]"),
+    (r"[⁺⁻]?[⁰¹²³⁴⁵⁶⁷⁸⁹]+|ⁿ", lambda match: f"^{{{match.group().translate(_RAISED)}}}"),
+    (r"[₀₁₂₃₄₅₆₇₈₉]+", lambda match: f"_{{{match.group().translate(_LOWERED)}}}"),
+    (r"([∛∜])", lambda match: rf"\sqrt[{'34'['∛∜'.index(match.group())]}]"),
     (r"√", r"\\sqrt "),
     (
         r"\\(?:left|right|middle|displaystyle|textstyle|limits|bigl?|bigr|Bigl?|Bigr|biggl?|biggr|Biggl?|Biggr)(?![a-zA-Z])\.?",
@@ -168,29 +168,29 @@ class Token:
 def tokens_of(text: str) -> list[Token]:
     """The tokens of a text. Raises ParseError at a character that is not mathematical."""
     tokens: list[Token] = []
-    place, spaced, depth = 0, False, 0
-    while place < len(text):
-        found = _TOKEN.match(text, place)
-        if found is None:
-            raise ParseError(f"{text[place]!r}")
-        place = found.end()
-        kind = found.lastgroup or ""
-        if found["space"] is not None:
+    position, spaced, depth = 0, False, 0
+    while position < len(text):
+        match = _TOKEN.match(text, position)
+        if match is None:
+            raise ParseError(f"{text[position]!r}")
+        position = match.end()
+        kind = match.lastgroup or ""
+        if match["space"] is not None:
             spaced = True
             continue
-        piece = found.group()
-        if found["styled"] is not None:
-            kind, piece = "styled", found["inside"]
-        elif found["bold"] is not None:
+        piece = match.group()
+        if match["styled"] is not None:
+            kind, piece = "styled", match["inside"]
+        elif match["bold"] is not None:
             kind, piece = "bold", piece.replace(" ", "")
-        elif found["number"] is not None:
+        elif match["number"] is not None:
             kind = "number"
             if depth and "," in piece and "{" not in piece:  # in brackets a comma separates
                 piece = piece.partition(",")[0]
-                place = found.start() + len(piece)
-        elif found["word"] is not None:
+                position = match.start() + len(piece)
+        elif match["word"] is not None:
             kind = "word"
-        elif found["command"] is not None:
+        elif match["command"] is not None:
             kind = "command"
         else:
             kind = "sign"
@@ -238,17 +238,17 @@ _NUMBER_WORDS = {
 }  # fmt: skip
 
 
-def parse(text: str, known: frozenset[str] = frozenset()) -> Node:
+def parse(text: str, unit_words: frozenset[str] = frozenset()) -> Node:
     """The tree of a text. Raises ParseError if any part is not in the grammar.
 
-    `known` are words that are accepted as a unit after a number, in addition to units and plurals
+    `unit_words` are words that are accepted as a unit after a number, in addition to units and plurals
     (`groupwise.tasks.rewards.units.words_of`).
     """
     if len(text) > LONGEST:
         raise ParseError("longer than an answer is")
-    parser = _Parser(tokens_of(plain_signs(text)), known)
+    parser = _Parser(tokens_of(plain_signs(text)), unit_words)
     try:
-        return parser.whole()
+        return parser.parse_all()
     except RecursionError:
         raise ParseError("nested too deep") from None
 
@@ -264,10 +264,10 @@ def _at_most_one(node: Node) -> bool:
 class _Parser:
     """Recursive descent over the tokens."""
 
-    def __init__(self, tokens: list[Token], known: frozenset[str]) -> None:
+    def __init__(self, tokens: list[Token], unit_words: frozenset[str]) -> None:
         self._tokens = tokens
-        self._known = known
-        self._place = 0
+        self._unit_words = unit_words
+        self._position = 0
         self._depth = 0
         self._bars = 0
         """Number of open `|…`: inside one, a bar closes it and opens no other."""
@@ -278,58 +278,58 @@ class _Parser:
 
     # Looking ahead and advancing
 
-    def _peek(self, ahead: int = 0) -> Token:
-        place = self._place + ahead
-        return self._tokens[place] if place < len(self._tokens) else Token("end", "", False)
+    def _peek(self, offset: int = 0) -> Token:
+        index = self._position + offset
+        return self._tokens[index] if index < len(self._tokens) else Token("end", "", False)
 
-    def _next(self) -> Token:
+    def _next_token(self) -> Token:
         token = self._peek()
-        self._place += 1
+        self._position += 1
         return token
 
-    def _is(self, *texts: str) -> bool:
+    def _next_is(self, *texts: str) -> bool:
         token = self._peek()
         return token.kind in ("sign", "command") and token.text in texts
 
-    def _take(self, *texts: str) -> bool:
-        if self._is(*texts):
-            self._place += 1
+    def _take_sign(self, *texts: str) -> bool:
+        if self._next_is(*texts):
+            self._position += 1
             return True
         return False
 
-    def _expect(self, text: str) -> None:
-        if not self._take(text):
+    def _expect_sign(self, text: str) -> None:
+        if not self._take_sign(text):
             raise ParseError(f"{self._peek().text or 'the end'!r} where {text!r} was expected")
 
     # Lists and relations
 
-    def whole(self) -> Node:
+    def parse_all(self) -> Node:
         """Parses all tokens."""
-        found = self._elements()
+        tree = self._parse_elements()
         if self._peek().kind != "end":
             raise ParseError(f"{self._peek().text!r} is left over")
-        return found
+        return tree
 
-    def _separator(self) -> str | None:
+    def _take_separator(self) -> str | None:
         """Take `,`, `;`, `or` or `and`, also a comma and a word."""
-        start = self._place
-        comma = self._take(",", ";")
+        start = self._position
+        comma = self._take_sign(",", ";")
         token = self._peek()
         word = token.text.strip().casefold() if token.kind in ("word", "styled") else ""
         if word in _SEPARATORS:
-            self._place += 1
+            self._position += 1
             return word
         if comma:
             return ","
-        self._place = start
+        self._position = start
         return None
 
-    def _elements(self) -> Node:
-        elements = [self._relation()]
+    def _parse_elements(self) -> Node:
+        elements = [self._parse_relation()]
         separators: list[str] = []
-        while (separator := self._separator()) is not None:
+        while (separator := self._take_separator()) is not None:
             separators.append(separator)
-            elements.append(self._relation())
+            elements.append(self._parse_relation())
         if not separators:
             return elements[0]
         kinds = set(separators) - {","}
@@ -337,16 +337,16 @@ class _Parser:
             raise ParseError("`and` beside `or`")
         return Node("list", tuple(elements), name=kinds.pop() if kinds else ",")
 
-    def _relation(self) -> Node:
-        sides = [self._worded_name() or self._quantity()]
+    def _parse_relation(self) -> Node:
+        sides = [self._worded_name() or self._parse_quantity()]
         signs: list[str] = []
         while True:
             token = self._peek()
             if token.kind not in ("sign", "command") or token.text not in RELATIONS:
                 break
-            self._place += 1
+            self._position += 1
             signs.append(RELATIONS[token.text])
-            sides.append(self._quantity())
+            sides.append(self._parse_quantity())
         if not signs:
             return sides[0]
         if set(signs) == {":"}:
@@ -361,51 +361,54 @@ class _Parser:
 
     def _worded_name(self) -> Node | None:
         r"""The name in `Area = 5` and `\text{Area of } \triangle ABC = 5`."""
-        token, ahead = self._peek(), 1
+        token, offset = self._peek(), 1
         long = token.kind == "styled" or (token.kind == "word" and len(token.text) > 3)
         if not long or not is_unit(token.text, upright=False):
             return None
         while (
-            self._peek(ahead).text in (r"\triangle", r"\angle") or self._peek(ahead).text.isupper()
+            self._peek(offset).text in (r"\triangle", r"\angle")
+            or self._peek(offset).text.isupper()
         ):
-            ahead += 1
-        if self._peek(ahead).text != "=":
+            offset += 1
+        if self._peek(offset).text != "=":
             return None
-        words = [self._next().text.strip() for _ in range(ahead)]
+        words = [self._next_token().text.strip() for _ in range(offset)]
         return Node("name", name=" ".join(words))
 
-    def _quantity(self) -> Node:
+    def _parse_quantity(self) -> Node:
         """A sum, with a unit before or after it."""
         negative = False
-        start = self._place
-        if self._is("-") and self._peek(1).text in ("$", "€", "£", "¥"):
-            self._place += 1
+        start = self._position
+        if self._next_is("-") and self._peek(1).text in ("$", "€", "£", "¥"):
+            self._position += 1
             negative = True
-        currency = self._next().text if self._is("$", "€", "£", "¥", r"\$") else ""
+        currency = self._next_token().text if self._next_is("$", "€", "£", "¥", r"\$") else ""
         if negative and not currency:
-            self._place = start
-        found = self._sum()
+            self._position = start
+        quantity = self._parse_sum()
         if negative:
-            found = Node("*", (number_node(-1), found))
-        unit, scale, percent = self._unit(currency)
-        if unit and not can_follow_number(unit, self._known, scale == 1 and _at_most_one(found)):
+            quantity = Node("*", (number_node(-1), quantity))
+        unit, scale, percent = self._parse_unit(currency)
+        if unit and not can_follow_number(
+            unit, self._unit_words, scale == 1 and _at_most_one(quantity)
+        ):
             raise ParseError(f"{unit!r} is no unit")
         if scale != 1:
-            found = Node("*", (found, number_node(scale)))
+            quantity = Node("*", (quantity, number_node(scale)))
         if percent:
-            return Node("percent", (found,))
-        return Node("quantity", (found,), name=unit_of(unit)) if unit else found
+            return Node("percent", (quantity,))
+        return Node("quantity", (quantity,), name=unit_of(unit)) if unit else quantity
 
-    def _unit(self, currency: str) -> tuple[str, int, bool]:
+    def _parse_unit(self, currency: str) -> tuple[str, int, bool]:
         """The parts around a number: its unit, a number word's factor, and whether it is a percentage."""
-        scale = self._number_words()
-        if self._take("%") or self._take_word("percent", "per cent"):
+        scale = self._take_number_words()
+        if self._take_sign("%") or self._take_word("percent", "per cent"):
             # After a percentage: `of the students`.
             token = self._peek()
             if token.kind in ("word", "styled") and token.text.strip().startswith("of"):
                 while self._peek().kind in ("word", "styled"):
-                    token = self._next()
-                    self._word_of_unit(token.text.strip(), token.kind == "styled", later=True)
+                    token = self._next_token()
+                    self._word_of_unit(token.text.strip(), token.kind == "styled", is_later=True)
             return "", scale, True
         pieces = [currency] if currency else []
         while (piece := self._piece_of_unit(bool(pieces))) is not None:
@@ -417,7 +420,7 @@ class _Parser:
                 pieces.append(piece)
         return " ".join(pieces), scale, False
 
-    def _number_words(self) -> int:
+    def _take_number_words(self) -> int:
         """Multiply a number by a number word after it, such as `million`."""
         scale = 1
         while (token := self._peek()).kind in ("word", "styled"):
@@ -425,77 +428,79 @@ class _Parser:
             factor = _NUMBER_WORDS.get(word) or _NUMBER_WORDS.get(word.removesuffix("s"))
             if factor is None:
                 break
-            self._place += 1
+            self._position += 1
             scale *= factor
         return scale
 
     def _take_word(self, *words: str) -> bool:
         token = self._peek()
-        found = token.kind in ("word", "styled") and token.text.strip().casefold() in words
-        self._place += found
-        return found
+        is_match = token.kind in ("word", "styled") and token.text.strip().casefold() in words
+        self._position += is_match
+        return is_match
 
-    def _piece_of_unit(self, later: bool) -> str | None:
-        """One word or sign of a unit; `later`: it is not the first. None at the end of the unit."""
+    def _piece_of_unit(self, is_later: bool) -> str | None:
+        """One word or sign of a unit; `is_later`: it is not the first. None at the end of the unit."""
         token = self._peek()
         if token.kind in ("word", "styled"):
             if token.text.strip().casefold() in _SEPARATORS:
                 return None
-            if later and self._take_word("per"):
+            if is_later and self._take_word("per"):
                 return "/"
-            if later and (power := {"squared": "^2", "cubed": "^3"}.get(token.text.strip())):
-                self._place += 1
+            if is_later and (power := {"squared": "^2", "cubed": "^3"}.get(token.text.strip())):
+                self._position += 1
                 return power
-            self._place += 1
-            return self._word_of_unit(token.text.strip(), token.kind == "styled", later)
-        if not later:
-            return self._degrees() if self._take("°") else None
-        if self._take("/"):
+            self._position += 1
+            return self._word_of_unit(token.text.strip(), token.kind == "styled", is_later)
+        if not is_later:
+            return self._parse_degrees() if self._take_sign("°") else None
+        if self._take_sign("/"):
             if self._peek().kind not in ("word", "styled"):
                 raise ParseError("a unit divided by what is none")
             return "/"
-        if self._take("^"):
+        if self._take_sign("^"):
             return f"^{self._whole_exponent()}"
-        return "" if self._take(r"\cdot", "*", ".") else None
+        return "" if self._take_sign(r"\cdot", "*", ".") else None
 
-    def _degrees(self) -> str:
+    def _parse_degrees(self) -> str:
         """After the degree sign: an angle, Celsius or Fahrenheit."""
         scale = self._peek().text.strip()
-        if scale in ("C", "F") and self._next():
+        if scale in ("C", "F") and self._next_token():
             return "celsius" if scale == "C" else "fahrenheit"
         return "degree"
 
-    def _word_of_unit(self, words: str, upright: bool, later: bool) -> str:
+    def _word_of_unit(self, words: str, upright: bool, is_later: bool) -> str:
         inner = plain_signs(words).strip()
-        bare = re.sub(r"\^\{?-?\d\}?|[/·.\s]|\bper\b", " ", inner)
-        of_rate = not upright and len(words) == 1 and (later or self._is("/"))
-        if not is_unit(bare, upright or of_rate, later):
+        plain_words = re.sub(r"\^\{?-?\d\}?|[/·.\s]|\bper\b", " ", inner)
+        of_rate = not upright and len(words) == 1 and (is_later or self._next_is("/"))
+        if not is_unit(plain_words, upright or of_rate, is_later):
             raise ParseError(f"{words!r} is no unit")
         return inner
 
     def _whole_exponent(self) -> str:
-        braced = self._take("{")
-        sign = "-" if self._take("-") else ""
-        token = self._next()
+        braced = self._take_sign("{")
+        sign = "-" if self._take_sign("-") else ""
+        token = self._next_token()
         if token.kind != "number" or not token.text.isdigit():
             raise ParseError("a unit to no whole power")
         if braced:
-            self._expect("}")
+            self._expect_sign("}")
         return sign + token.text
 
     # Sums and products
 
-    def _deeper(self) -> None:
+    def _enter_level(self) -> None:
         self._depth += 1
         if self._depth > DEEPEST:
             raise ParseError("nested too deep")
 
-    def _sum(self) -> Node:
-        self._deeper()
-        terms = [self._signed_product()]
-        while self._is("+", "-", r"\pm", r"\mp", r"\cup", r"\cap", r"\setminus", r"\backslash"):
-            sign = self._next().text
-            term = self._signed_product()
+    def _parse_sum(self) -> Node:
+        self._enter_level()
+        terms = [self._parse_signed_product()]
+        while self._next_is(
+            "+", "-", r"\pm", r"\mp", r"\cup", r"\cap", r"\setminus", r"\backslash"
+        ):
+            sign = self._next_token().text
+            term = self._parse_signed_product()
             if sign == "-":
                 term = Node("*", (number_node(-1), term))
             elif sign in (r"\pm", r"\mp"):
@@ -506,46 +511,46 @@ class _Parser:
                 terms = [Node(kind, (left, term))]
                 continue
             terms.append(term)
-        found = terms[0] if len(terms) == 1 else Node("+", tuple(terms))
-        if self._take(r"\over"):  # it and `\choose` divide the whole group
-            found = Node("/", (found, self._sum()))
-        elif self._take(r"\choose"):
-            found = Node("call", (found, self._sum()), name="binom")
+        node = terms[0] if len(terms) == 1 else Node("+", tuple(terms))
+        if self._take_sign(r"\over"):  # it and `\choose` divide the whole group
+            node = Node("/", (node, self._parse_sum()))
+        elif self._take_sign(r"\choose"):
+            node = Node("call", (node, self._parse_sum()), name="binom")
         self._depth -= 1
-        return found
+        return node
 
-    def _signed_product(self) -> Node:
-        if self._take("-"):
-            if self._is("-", "+"):
+    def _parse_signed_product(self) -> Node:
+        if self._take_sign("-"):
+            if self._next_is("-", "+"):
                 raise ParseError("two signs")
-            return Node("*", (number_node(-1), self._signed_product()))
-        if self._take("+"):
-            return self._signed_product()
-        if self._is(r"\pm", r"\mp"):
-            sign = self._next().text
-            return Node("±", (self._product(),), name=sign[1:])
-        return self._product()
+            return Node("*", (number_node(-1), self._parse_signed_product()))
+        if self._take_sign("+"):
+            return self._parse_signed_product()
+        if self._next_is(r"\pm", r"\mp"):
+            sign = self._next_token().text
+            return Node("±", (self._parse_product(),), name=sign[1:])
+        return self._parse_product()
 
-    def _product(self) -> Node:
-        found = self._factor()
+    def _parse_product(self) -> Node:
+        node = self._parse_factor()
         while True:
-            if self._take(r"\cdot", r"\times", "*"):
-                found = Node("*", (found, self._signed_factor()))
-            elif not self._is_rate() and self._take("/", r"\div"):
-                found = Node("/", (found, self._signed_factor()))
+            if self._take_sign(r"\cdot", r"\times", "*"):
+                node = Node("*", (node, self._parse_signed_factor()))
+            elif not self._is_rate() and self._take_sign("/", r"\div"):
+                node = Node("/", (node, self._parse_signed_factor()))
             elif self._is_times_letter():
-                self._place += 1
-                found = Node("*", (found, self._factor()))
-            elif self._begins_factor(found):
-                found = self._side_by_side(found)
+                self._position += 1
+                node = Node("*", (node, self._parse_factor()))
+            elif self._begins_factor(node):
+                node = self._juxtapose(node)
             else:
-                return found
+                return node
 
-    def _signed_factor(self) -> Node:
-        if self._take("-"):
-            return Node("*", (number_node(-1), self._factor()))
-        self._take("+")
-        return self._factor()
+    def _parse_signed_factor(self) -> Node:
+        if self._take_sign("-"):
+            return Node("*", (number_node(-1), self._parse_factor()))
+        self._take_sign("+")
+        return self._parse_factor()
 
     def _is_rate(self) -> bool:
         """True for a slash and the word of a unit, as in `$5/year`."""
@@ -553,13 +558,15 @@ class _Parser:
         long = (
             word.kind == "word" and len(word.text) > 3 and word.text not in FUNCTIONS | _GREEK_NAMES
         )
-        return long and self._is("/") and is_unit(word.text, upright=False)
+        return long and self._next_is("/") and is_unit(word.text, upright=False)
 
     def _is_times_letter(self) -> bool:
         """True for the letter x between two numbers, as in `2 x 10^3`."""
-        before = self._tokens[self._place - 1] if self._place else Token("end", "", False)
+        previous = self._tokens[self._position - 1] if self._position else Token("end", "", False)
         return (
-            self._peek().text == "x" and before.kind == "number" and self._peek(1).kind == "number"
+            self._peek().text == "x"
+            and previous.kind == "number"
+            and self._peek(1).kind == "number"
         )
 
     def _begins_factor(self, left: Node) -> bool:
@@ -588,32 +595,32 @@ class _Parser:
             return not self._bars
         return token.text == "{"
 
-    def _is_letters(self, token: Token, after: bool) -> bool:
+    def _is_letters(self, token: Token, follows_factor: bool) -> bool:
         """True if a run of letters is a product of letters, not a unit or another word."""
         word = token.text
         if word in FUNCTIONS or word in _PLAIN_WORDS or word in _GREEK_NAMES or word == "sqrt":
             return True
         if word.casefold() in _SEPARATORS:
             return False
-        if after and is_joined_unit(word):
+        if follows_factor and is_joined_unit(word):
             return False
         if (
-            after
+            follows_factor
             and token.spaced
             and self._peek(1).text == "/"
             and is_rate(word, self._peek(2).text)
         ):
             return False
-        if after and token.spaced and len(word) >= 2 and is_unit(word, False):
+        if follows_factor and token.spaced and len(word) >= 2 and is_unit(word, False):
             return False
         return len(word) <= 3
 
-    def _side_by_side(self, left: Node) -> Node:
-        before = self._tokens[self._place - 1]
+    def _juxtapose(self, left: Node) -> Node:
+        previous = self._tokens[self._position - 1]
         token = self._peek()
-        right = self._factor()
+        right = self._parse_factor()
         if (
-            before.kind == "number"
+            previous.kind == "number"
             and left.kind == "number"
             and token.text == r"\frac"
             and right.kind == "/"
@@ -624,88 +631,90 @@ class _Parser:
 
     # Factors
 
-    def _factor(self) -> Node:
-        base = self._base()
+    def _parse_factor(self) -> Node:
+        base = self._parse_base()
         while True:
-            if self._take("^"):
-                base = Node("^", (base, self._exponent()))
-            elif self._take("!"):
-                if self._is("!"):
+            if self._take_sign("^"):
+                base = Node("^", (base, self._parse_exponent()))
+            elif self._take_sign("!"):
+                if self._next_is("!"):
                     raise ParseError("a double factorial")
                 base = Node("call", (base,), name="factorial")
             elif (
-                self._is("°") and self._peek(1).text.strip() not in ("C", "F") and self._in_function
+                self._next_is("°")
+                and self._peek(1).text.strip() not in ("C", "F")
+                and self._in_function
             ):
-                self._place += 1
+                self._position += 1
                 base = Node("call", (base,), name="degrees")
             else:
                 return base
 
-    def _exponent(self) -> Node:
-        if self._is("{"):
-            return self._brace_group()
-        if self._take("-"):
-            return Node("*", (number_node(-1), self._exponent()))
-        if self._take("+"):
-            return self._exponent()
+    def _parse_exponent(self) -> Node:
+        if self._next_is("{"):
+            return self._parse_brace_group()
+        if self._take_sign("-"):
+            return Node("*", (number_node(-1), self._parse_exponent()))
+        if self._take_sign("+"):
+            return self._parse_exponent()
         token = self._peek()
         if token.kind == "word" and len(token.text) > 1:
             return self._split_letter()
         if token.kind == "number":
-            return self._plain_number()
-        return self._base()
+            return self._parse_plain_number()
+        return self._parse_base()
 
     def _split_letter(self) -> Node:
         """The first letter of a run; the rest remains as a token."""
         token = self._peek()
         if token.text in _PLAIN_WORDS:
-            self._place += 1
+            self._position += 1
             return _PLAIN_WORDS[token.text]
         if len(token.text) > 1:
-            self._tokens[self._place : self._place + 1] = [
+            self._tokens[self._position : self._position + 1] = [
                 Token("word", token.text[0], token.spaced),
                 Token("word", token.text[1:], False),
             ]
-        letter = self._next().text
-        if letter in _CONSTANTS and not self._is("_"):
+        letter = self._next_token().text
+        if letter in _CONSTANTS and not self._next_is("_"):
             return Node("constant", name=_CONSTANTS[letter])
-        name_node = self._subscript(Node("name", name=letter))
-        if letter in _APPLIED and self._is("("):
-            inside = self._bracket_group()
+        name_node = self._parse_subscript(Node("name", name=letter))
+        if letter in _APPLIED and self._next_is("("):
+            inside = self._parse_bracket_group()
             arguments = inside.parts if inside.kind == "tuple" else (inside,)
             return Node("applied", arguments, name=name_node.name)
         return name_node
 
-    def _base(self) -> Node:
+    def _parse_base(self) -> Node:
         token = self._peek()
         if token.kind == "number":
-            return self._number()
+            return self._parse_number()
         if token.kind == "word":
-            return self._word()
+            return self._parse_word()
         if token.kind == "bold":
-            self._place += 1
-            return self._subscript(Node("name", name=token.text))
+            self._position += 1
+            return self._parse_subscript(Node("name", name=token.text))
         if token.kind == "styled":
-            return self._styled_text()
+            return self._parse_styled_text()
         if token.kind == "command":
-            return self._command()
+            return self._parse_command()
         if token.text == "|":
-            self._place += 1
+            self._position += 1
             self._bars += 1
-            inner = self._sum()
+            inner = self._parse_sum()
             self._bars -= 1
-            self._expect("|")
+            self._expect_sign("|")
             return Node("call", (inner,), name="abs")
         if token.text in ("(", "[", "]"):
-            return self._bracket_group()
+            return self._parse_bracket_group()
         if token.text == "{":
-            return self._brace_group()
+            return self._parse_brace_group()
         raise ParseError(
             f"{token.text or 'the end'!r} where a number, a name or a bracket was expected"
         )
 
-    def _number(self) -> Node:
-        text = self._next().text
+    def _parse_number(self) -> Node:
+        text = self._next_token().text
         plain, _, repeated = text.partition(r"\overline")
         mantissa, _, exponent = plain.replace(" ", "").lower().partition("e")
         decimal_comma = re.fullmatch(r"(\d+)\{,\}(\d+)", mantissa)
@@ -719,196 +728,198 @@ class _Parser:
             if "." not in mantissa:
                 raise ParseError("a line over a whole number")
             digits = re.findall(r"\d+", repeated)[0]
-            places = len(mantissa.partition(".")[2])
-            value += Fraction(int(digits), (10 ** len(digits) - 1) * 10**places)
+            decimals = len(mantissa.partition(".")[2])
+            value += Fraction(int(digits), (10 ** len(digits) - 1) * 10**decimals)
             return number_node(value)
-        found = number_node(value, "." in mantissa or bool(decimal_comma))
-        if self._is("_"):
-            self._place += 1
+        node = number_node(value, "." in mantissa or bool(decimal_comma))
+        if self._next_is("_"):
+            self._position += 1
             # `_8`, `_{8}` and `_{\text{eight}}`.
-            braced = self._is("{") and self._peek(1).kind in ("styled", "word")
+            braced = self._next_is("{") and self._peek(1).kind in ("styled", "word")
             token = self._peek(braced)
             if token.kind in ("styled", "word") and token.text.strip() in _BASES:
-                self._place += 1 + braced
+                self._position += 1 + braced
                 if braced:
-                    self._expect("}")
+                    self._expect_sign("}")
                 base = number_node(_BASES[token.text.strip()])
             else:
-                base = self._exponent()
-            if found.decimal or base.kind != "number":
+                base = self._parse_exponent()
+            if node.decimal or base.kind != "number":
                 raise ParseError("a number with an index")
             if base.value == 10:
-                return found
+                return node
             return Node("based", (base,), name=mantissa)
-        return self._mixed_number(found)
+        return self._parse_mixed_number(node)
 
-    def _mixed_number(self, whole: Node) -> Node:
+    def _parse_mixed_number(self, number: Node) -> Node:
         """Parses `1 1/2` as one and a half, and `1 234` as a number with a thousands separator."""
-        tokens = [self._peek(ahead) for ahead in range(3)]
-        if tokens[0].kind != "number" or not tokens[0].spaced or whole.value.denominator != 1:
-            return whole
+        tokens = [self._peek(offset) for offset in range(3)]
+        if tokens[0].kind != "number" or not tokens[0].spaced or number.value.denominator != 1:
+            return number
         if (
             tokens[1].text == "/"
             and tokens[2].kind == "number"
             and all(t.text.isdigit() for t in (tokens[0], tokens[2]))
         ):
-            self._place += 3
+            self._position += 3
             if int(tokens[2].text) == 0:
                 raise ParseError("a division by zero")
-            return number_node(whole.value + Fraction(int(tokens[0].text), int(tokens[2].text)))
-        if whole.value >= 1000 or whole.value == 0:
+            return number_node(number.value + Fraction(int(tokens[0].text), int(tokens[2].text)))
+        if number.value >= 1000 or number.value == 0:
             raise ParseError("two numbers side by side")
-        digits = str(whole.value)
+        digits = str(number.value)
         while re.fullmatch(r"\d{3}(?:\.\d+)?", self._peek().text) and self._peek().spaced:
-            digits += self._next().text
+            digits += self._next_token().text
             if "." in digits:
                 break
-        if self._peek().kind == "number" or digits == str(whole.value):
+        if self._peek().kind == "number" or digits == str(number.value):
             raise ParseError("two numbers side by side")
         return number_node(Fraction(digits), "." in digits)
 
-    def _word(self) -> Node:
+    def _parse_word(self) -> Node:
         token = self._peek()
         word = token.text
         if word in _PLAIN_WORDS:
-            self._place += 1
+            self._position += 1
             return _PLAIN_WORDS[word]
         if word == "sqrt":
-            self._place += 1
-            return self._root()
+            self._position += 1
+            return self._parse_root()
         if word in FUNCTIONS:
-            self._place += 1
-            return self._call(word)
+            self._position += 1
+            return self._parse_call(word)
         if word in _GREEK_NAMES:
-            self._place += 1
-            return self._subscript(Node("name", name=word))
+            self._position += 1
+            return self._parse_subscript(Node("name", name=word))
         if not self._is_letters(token, False):
             raise ParseError(f"the word {word!r}")
         return self._split_letter()
 
-    def _styled_text(self) -> Node:
-        token = self._next()
+    def _parse_styled_text(self) -> Node:
+        token = self._next_token()
         text = token.text.strip()
         if text in FUNCTIONS:
-            return self._call(text)
+            return self._parse_call(text)
         if text in _CONSTANTS:
             return Node("constant", name=_CONSTANTS[text])
         if len(text) == 1 and text.isalpha():
-            return self._subscript(Node("name", name=text))
+            return self._parse_subscript(Node("name", name=text))
         raise ParseError(f"the words {text!r}")
 
-    def _subscript(self, name_node: Node) -> Node:
+    def _parse_subscript(self, name_node: Node) -> Node:
         name = name_node.name
-        if self._take("_"):
-            if not self._take("{"):
-                index = self._next().text
+        if self._take_sign("_"):
+            if not self._take_sign("{"):
+                index = self._next_token().text
             else:
                 depth = 1
                 pieces: list[str] = []
                 while depth:
-                    token = self._next()
+                    token = self._next_token()
                     if token.kind == "end":
                         raise ParseError("an index without an end")
                     depth += (token.text == "{") - (token.text == "}")
                     pieces.append(token.text)
                 index = "".join(pieces[:-1])
             name += f"_{index}"
-        while self._take("'"):
+        while self._take_sign("'"):
             name += "'"
         return Node("name", name=name)
 
-    def _command(self) -> Node:
-        name = self._next().text[1:]
+    def _parse_command(self) -> Node:
+        name = self._next_token().text[1:]
         if name in FUNCTIONS:
-            return self._call(name)
+            return self._parse_call(name)
         if name in _CONSTANTS and len(name) > 1:
             return Node("constant", name=_CONSTANTS[name])
         if name in _GREEK_NAMES:
-            return self._subscript(Node("name", name=name))
+            return self._parse_subscript(Node("name", name=name))
         commands: dict[str, Callable[[], Node]] = {
-            "frac": lambda: Node("/", (self._argument(), self._argument())),
-            "binom": lambda: Node("call", (self._argument(), self._argument()), name="binom"),
-            "sqrt": self._root,
-            "{": self._set,
-            "lfloor": lambda: self._rounding("floor"),
-            "lceil": lambda: self._rounding("ceil"),
-            "langle": self._angle_brackets,
+            "frac": lambda: Node("/", (self._parse_argument(), self._parse_argument())),
+            "binom": lambda: Node(
+                "call", (self._parse_argument(), self._parse_argument()), name="binom"
+            ),
+            "sqrt": self._parse_root,
+            "{": self._parse_set,
+            "lfloor": lambda: self._parse_rounding("floor"),
+            "lceil": lambda: self._parse_rounding("ceil"),
+            "langle": self._parse_angle_brackets,
             "ldots": lambda: Node("dots"),
-            "begin": self._matrix,
-            "angle": lambda: Node("name", name=f"∠{self._next().text}"),
+            "begin": self._parse_matrix,
+            "angle": lambda: Node("name", name=f"∠{self._next_token().text}"),
         }
         if name not in commands:
             raise ParseError(f"\\{name}")
         return commands[name]()
 
-    def _rounding(self, how: str) -> Node:
-        inner = self._sum()
-        self._expect(rf"\r{how}")
-        return Node("call", (inner,), name=how)
+    def _parse_rounding(self, name: str) -> Node:
+        inner = self._parse_sum()
+        self._expect_sign(rf"\r{name}")
+        return Node("call", (inner,), name=name)
 
-    def _angle_brackets(self) -> Node:
-        inner = self._elements()
-        self._expect(r"\rangle")
+    def _parse_angle_brackets(self) -> Node:
+        inner = self._parse_elements()
+        self._expect_sign(r"\rangle")
         return Node("tuple", inner.parts if inner.kind == "list" else (inner,))
 
-    def _argument(self) -> Node:
+    def _parse_argument(self) -> Node:
         r"""The argument of a command: in braces, or the next token; for a number only its next digit, as in `\frac12`."""
-        if self._is("{"):
-            return self._brace_group()
+        if self._next_is("{"):
+            return self._parse_brace_group()
         token = self._peek()
         if token.kind == "number":
             digits = re.match(r"\d", token.text)
             if digits is None:
                 raise ParseError("a fraction of a point")
             rest = token.text[1:]
-            self._tokens[self._place : self._place + 1] = [
+            self._tokens[self._position : self._position + 1] = [
                 Token("number", token.text[0], token.spaced),
                 *([Token("number", rest, False)] if rest else []),
             ]
-            self._place += 1
+            self._position += 1
             return number_node(int(token.text[0]))
         if token.kind == "word":
             return self._split_letter()
-        return self._base()
+        return self._parse_base()
 
-    def _root(self) -> Node:
+    def _parse_root(self) -> Node:
         degree = number_node(2)
-        if self._take("["):
-            degree = self._sum()
-            self._expect("]")
+        if self._take_sign("["):
+            degree = self._parse_sum()
+            self._expect_sign("]")
         token = self._peek()
         if token.kind == "number":  # people write `√12` and `\sqrt12` for the root of twelve
-            inner = self._plain_number()
-        elif self._is("("):
-            inner = self._bracket_group()
+            inner = self._parse_plain_number()
+        elif self._next_is("("):
+            inner = self._parse_bracket_group()
         else:
-            inner = self._argument()
+            inner = self._parse_argument()
         return Node("call", (inner, degree), name="root")
 
-    def _plain_number(self) -> Node:
-        token = self._next()
+    def _parse_plain_number(self) -> Node:
+        token = self._next_token()
         if not re.fullmatch(r"\d+(?:\.\d+)?", token.text):
             raise ParseError("such a number here")
         return number_node(Fraction(token.text), "." in token.text)
 
-    def _call(self, name: str) -> Node:
+    def _parse_call(self, name: str) -> Node:
         """A function and its argument."""
-        base = self._exponent() if self._take("_") else None
-        power = self._exponent() if self._take("^") else None
-        if base is None and self._take("_"):
-            base = self._exponent()
+        base = self._parse_exponent() if self._take_sign("_") else None
+        power = self._parse_exponent() if self._take_sign("^") else None
+        if base is None and self._take_sign("_"):
+            base = self._parse_exponent()
         if base is not None and name != "log":
             raise ParseError(f"{name} with an index")
         self._in_function += 1
-        if self._is("("):
-            inside = self._bracket_group()
+        if self._next_is("("):
+            inside = self._parse_bracket_group()
             arguments = inside.parts if inside.kind == "tuple" else (inside,)
-            while self._take("°"):
+            while self._take_sign("°"):
                 arguments = (Node("call", arguments, name="degrees"),)
-            if self._is("^"):
+            if self._next_is("^"):
                 raise ParseError("a power behind the bracket of a function")
         else:
-            arguments = (self._product_of_call(),)
+            arguments = (self._parse_call_product(),)
         self._in_function -= 1
         if power == Node("*", (number_node(-1), number_node(1))):
             if name not in ("sin", "cos", "tan"):
@@ -918,55 +929,55 @@ class _Parser:
             arguments, name = (*arguments, base), "log_"
         if name in ("gcd", "lcm", "min", "max"):
             arguments = tuple(sorted(arguments, key=repr))
-        found = Node("call", arguments, name=name)
-        return found if power is None else Node("^", (found, power))
+        node = Node("call", arguments, name=name)
+        return node if power is None else Node("^", (node, power))
 
-    def _product_of_call(self) -> Node:
+    def _parse_call_product(self) -> Node:
         """The argument of a function without brackets: juxtaposed factors, up to the next function."""
-        self._deeper()
-        if self._take("-"):
-            found = Node("*", (number_node(-1), self._factor()))
+        self._enter_level()
+        if self._take_sign("-"):
+            node = Node("*", (number_node(-1), self._parse_factor()))
         else:
-            found = self._factor()
-        while self._begins_factor(found):
+            node = self._parse_factor()
+        while self._begins_factor(node):
             token = self._peek()
             text = token.text.strip().removeprefix("\\")
             if text in FUNCTIONS or token.text == "(":
                 break
-            found = self._side_by_side(found)
+            node = self._juxtapose(node)
         while (
-            self._is("/")
+            self._next_is("/")
             and self._peek(1).kind == "number"
-            and found.kind in ("number", "constant")
+            and node.kind in ("number", "constant")
         ):
-            self._place += 1
-            found = Node("/", (found, self._factor()))
+            self._position += 1
+            node = Node("/", (node, self._parse_factor()))
         self._depth -= 1
-        return found
+        return node
 
     # Brackets
 
-    def _brace_group(self) -> Node:
-        self._expect("{")
-        inner = self._sum()
-        self._expect("}")
+    def _parse_brace_group(self) -> Node:
+        self._expect_sign("{")
+        inner = self._parse_sum()
+        self._expect_sign("}")
         return inner
 
-    def _bracket_group(self) -> Node:
-        self._deeper()
-        opened = self._next().text
+    def _parse_bracket_group(self) -> Node:
+        self._enter_level()
+        opening = self._next_token().text
         bars, self._bars = self._bars, 0
-        inner = self._elements()
+        inner = self._parse_elements()
         self._bars = bars
-        closed = self._next().text
+        closing = self._next_token().text
         self._depth -= 1
-        if closed not in (")", "]", "["):
-            raise ParseError(f"{closed or 'the end'!r} where a bracket should close")
+        if closing not in (")", "]", "["):
+            raise ParseError(f"{closing or 'the end'!r} where a bracket should close")
         parts = inner.parts if inner.kind == "list" else (inner,)
         if inner.kind == "list" and inner.name != ",":
             raise ParseError("`or` within brackets")
-        ends = {"(": "(", "[": "[", "]": "("}[opened] + {")": ")", "]": "]", "[": ")"}[closed]
-        if opened == "(" and closed == ")":
+        ends = {"(": "(", "[": "[", "]": "("}[opening] + {")": ")", "]": "]", "[": ")"}[closing]
+        if opening == "(" and closing == ")":
             return (
                 Node("tuple", parts)
                 if len(parts) > 1
@@ -975,53 +986,53 @@ class _Parser:
                 else inner
             )
         if len(parts) != 2:
-            if ends == "[]" and opened == "[" and len(parts) == 1:
+            if ends == "[]" and opening == "[" and len(parts) == 1:
                 return inner
             raise ParseError("no interval")
         return Node("interval", parts, name=ends)
 
-    def _set(self) -> Node:
-        if self._take(r"\}"):
+    def _parse_set(self) -> Node:
+        if self._take_sign(r"\}"):
             return Node("constant", name="∅")
         bars, self._bars = self._bars, 1  # a bar closes the text before it
         self._in_set += 1
-        inner = self._elements()
+        inner = self._parse_elements()
         self._in_set -= 1
         self._bars = bars
-        if self._take("|", r"\mid"):
-            condition = self._elements()
-            self._expect(r"\}")
+        if self._take_sign("|", r"\mid"):
+            condition = self._parse_elements()
+            self._expect_sign(r"\}")
             return Node("such", (inner, condition))
-        self._expect(r"\}")
+        self._expect_sign(r"\}")
         if inner.kind == "such":
             return inner
         return Node("set", inner.parts if inner.kind == "list" else (inner,))
 
-    def _matrix(self) -> Node:
-        kind = self._environment()
+    def _parse_matrix(self) -> Node:
+        kind = self._parse_environment()
         if kind not in _MATRICES:
             raise ParseError(f"the environment {kind}")
         rows: list[Node] = []
-        row = [self._sum()]
+        row = [self._parse_sum()]
         while True:
-            if self._take("&"):
-                row.append(self._sum())
-            elif self._take("\\\\"):
+            if self._take_sign("&"):
+                row.append(self._parse_sum())
+            elif self._take_sign("\\\\"):
                 rows.append(Node("row", tuple(row)))
-                if self._is(r"\end"):
+                if self._next_is(r"\end"):
                     break
-                row = [self._sum()]
+                row = [self._parse_sum()]
             else:
                 rows.append(Node("row", tuple(row)))
                 break
-        self._expect(r"\end")
-        if self._environment() != kind:
+        self._expect_sign(r"\end")
+        if self._parse_environment() != kind:
             raise ParseError("another environment's end")
-        found = Node("matrix", tuple(rows))
-        return Node("call", (found,), name="determinant") if kind == "vmatrix" else found
+        matrix = Node("matrix", tuple(rows))
+        return Node("call", (matrix,), name="determinant") if kind == "vmatrix" else matrix
 
-    def _environment(self) -> str:
-        self._expect("{")
-        name = self._next().text
-        self._expect("}")
+    def _parse_environment(self) -> str:
+        self._expect_sign("{")
+        name = self._next_token().text
+        self._expect_sign("}")
         return name

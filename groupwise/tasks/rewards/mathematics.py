@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from groupwise.core.reward_call.call import each_alone
+from groupwise.core.reward_call.call import score_each_row
 from groupwise.core.reward_call.tags import (
     THINK,
     Tag,
@@ -62,10 +62,10 @@ class MathAnswer:
     wrong: float = -1.0
     """Tolerant: any other number."""
     not_numeric: float = -0.5
-    """Tolerant: there is no answer, or it or the gold answer is no number, so that no distance can be told."""
+    """Tolerant: there is no answer, or it or the gold answer is no number, so that they have no distance."""
     answer_tag: Tag = "answer"
     reasoning_tag: Tag | None = None
-    """A reasoning tag beside those that models use, which are known."""
+    """A reasoning tag in addition to the usual ones, which are known."""
 
     def __post_init__(self) -> None:
         check_tag(self.answer_tag)
@@ -93,39 +93,44 @@ class MathAnswer:
     ) -> list[float]:
         """One of the values above for each completion. Raises ValueError for a row without a gold answer."""
         golds = gold_answers(columns, len(completions), self.answer_column, self.answer_tag, True)
-        own = () if self.reasoning_tag is None else (self.reasoning_tag,)
-        texts = completion_texts(completions, columns, *own)
-        answers = [answer_of(text, self.answer_tag, *own, untagged=self.untagged) for text in texts]
-        record_answers(log_extra, (each and voting_key(each) for each in answers))
-        return each_alone(self._value, texts, answers, golds)
+        reasoning_tags = () if self.reasoning_tag is None else (self.reasoning_tag,)
+        texts = completion_texts(completions, columns, *reasoning_tags)
+        answers = [
+            answer_of(text, self.answer_tag, *reasoning_tags, untagged=self.untagged)
+            for text in texts
+        ]
+        record_answers(log_extra, (answer and voting_key(answer) for answer in answers))
+        return score_each_row(self._reward_of_text, texts, answers, golds)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise ValueError for a row without a gold answer."""
         gold_of_row(row, self.answer_column, self.answer_tag, True)
 
-    def _value(self, text: str, answer: str | None, forms: Sequence[str]) -> float:
+    def _reward_of_text(self, text: str, answer: str | None, forms: Sequence[str]) -> float:
         right = answer is not None and matches_any(forms, answer)
         if not self.tolerant:
             return float(right)
         if answer is None or not right:
-            given = literal_number(answer or "")
+            number = literal_number(answer or "")
             golds = [gold for gold in map(literal_number, forms) if gold is not None]
-            if given is None or not golds:
+            if number is None or not golds:
                 return self.not_numeric
             # Relative distance from the nearest gold number; for a gold 0, every other number has distance 1.
-            off = min(
-                abs(given - gold) / abs(gold) if gold else Fraction(given != 0) for gold in golds
+            distance = min(
+                abs(number - gold) / abs(gold) if gold else Fraction(number != 0) for gold in golds
             )
-            if off <= Fraction(1, 10):
+            if distance <= Fraction(1, 10):
                 return self.within_10_percent
-            return self.within_20_percent if off <= Fraction(1, 5) else self.wrong
-        return self.exact if answer in forms and self._stands(answer, text) else self.trimmed
+            return self.within_20_percent if distance <= Fraction(1, 5) else self.wrong
+        return (
+            self.exact if answer in forms and self._is_exact_in_tag(answer, text) else self.trimmed
+        )
 
-    def _stands(self, answer: str, text: str) -> bool:
+    def _is_exact_in_tag(self, answer: str, text: str) -> bool:
         """True if the last answer tag holds exactly the answer, without white space around it."""
-        opened, closed = marks(self.answer_tag)
-        openings = [*re.finditer(re.escape(opened), text, re.IGNORECASE)]
-        pair = re.compile(re.escape(opened + answer + closed), re.IGNORECASE)
+        opening, closing = marks(self.answer_tag)
+        openings = [*re.finditer(re.escape(opening), text, re.IGNORECASE)]
+        pair = re.compile(re.escape(opening + answer + closing), re.IGNORECASE)
         return bool(openings) and pair.match(text, openings[-1].start()) is not None
 
 
@@ -142,7 +147,7 @@ class PureAccuracyMath:
 
     answer_column: str | None = None
     reasoning_opened: bool = False
-    """Whether prompt or chat template end with the opening reasoning tag, so that completions start behind it."""
+    """Whether prompt or chat template end with the opening reasoning tag, so that completions start after it."""
     reasoning_tag: Tag = THINK.reasoning
     answer_tag: Tag = THINK.answer
 
@@ -158,21 +163,21 @@ class PureAccuracyMath:
         """1 or 0 for each completion. Raises ValueError for a row without a gold answer."""
         golds = gold_answers(columns, len(completions), self.answer_column, self.answer_tag, True)
         texts = completion_texts(completions, columns, self.reasoning_tag)
-        tagged = (last_tagged(text, self.answer_tag) or "" for text in texts)
-        record_answers(log_extra, map(voting_key, tagged))
-        return each_alone(self._right, texts, golds)
+        answers = (last_tagged(text, self.answer_tag) or "" for text in texts)
+        record_answers(log_extra, map(voting_key, answers))
+        return score_each_row(self._reward_of_text, texts, golds)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise ValueError for a row without a gold answer."""
         gold_of_row(row, self.answer_column, self.answer_tag, True)
 
-    def _right(self, text: str, forms: Sequence[str]) -> float:
+    def _reward_of_text(self, text: str, forms: Sequence[str]) -> float:
         tags = Tags(self.reasoning_tag, self.answer_tag)
-        opened = tags.four[0] if self.reasoning_opened else ""
-        whole = text if text.startswith(opened) else opened + text
-        answer = tags.last_answer(whole) or ""
+        prefix = tags.four[0] if self.reasoning_opened else ""
+        full_text = text if text.startswith(prefix) else prefix + text
+        answer = tags.last_answer(full_text) or ""
         right = any(matches_literally(form, answer) for form in forms)
-        return float(right and starts_with_both_pairs(tags, whole))
+        return float(right and starts_with_both_pairs(tags, full_text))
 
 
 def answer_of(text: str, tag: Tag, *reasoning: Tag, untagged: bool = True) -> str | None:
@@ -183,12 +188,12 @@ def answer_of(text: str, tag: Tag, *reasoning: Tag, untagged: bool = True) -> st
     it is empty.
     """
     answer_text = after_reasoning(text, *reasoning)
-    found = last_tagged(answer_text, tag, listed=True)
-    if found is None and untagged:
-        found = (
+    answer = last_tagged(answer_text, tag, listed=True)
+    if answer is None and untagged:
+        answer = (
             final_line_answer(answer_text) if (inner := last_boxed(answer_text)) is None else inner
         )
-    return (found or "").strip() or None
+    return (answer or "").strip() or None
 
 
 def matches_any(golds: Sequence[str], answer: str) -> bool:
@@ -198,7 +203,7 @@ def matches_any(golds: Sequence[str], answer: str) -> bool:
 
 def in_words(text: str) -> bool:
     """True if the text consists only of letters, or has a word among its symbols."""
-    spelt = re.sub(r"\\text\{[^{}]*\}", " text ", text)
-    plain = re.sub(r"\\(?:begin|end)\{[^{}]*\}|\\[a-zA-Z]+", " ", spelt)
+    unstyled = re.sub(r"\\text\{[^{}]*\}", " text ", text)
+    plain = re.sub(r"\\(?:begin|end)\{[^{}]*\}|\\[a-zA-Z]+", " ", unstyled)
     words = set(re.findall(r"[^\W\d_]{3,}", plain)) - _FUNCTIONS
     return bool(words) or (re.search(r"[\d\\+*/^<>=|-]", text) is None and "," not in text)

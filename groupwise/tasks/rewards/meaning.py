@@ -56,7 +56,7 @@ def _infinite(node: Node) -> int:
 
 
 @lru_cache(maxsize=1000)
-def _order(node: Node) -> Any:
+def _sort_key(node: Node) -> Any:
     """Sort key of bounds. Raises Undecided for letters and complex numbers."""
     if sign := _infinite(node):
         return mpmath.mpf("inf") * sign
@@ -79,9 +79,9 @@ def intervals_of(node: Node) -> list[Interval] | None:
     """The intervals of a set of numbers, disjoint and sorted; None if it is not such a set. Raises Undecided."""
     match node.kind:
         case "interval":
-            return _between(node, node.name)
+            return _make_interval(node, node.name)
         case "tuple" if len(node.parts) == 2 and all(_is_scalar(part) for part in node.parts):
-            return _between(node, "()")
+            return _make_interval(node, "()")
         case "set" if all(_is_scalar(part) for part in node.parts):
             return _union([(part, True, part, True) for part in node.parts])
         case "constant" if node.name == "∅":
@@ -99,9 +99,9 @@ def intervals_of(node: Node) -> list[Interval] | None:
             return None
 
 
-def _between(node: Node, ends: str) -> list[Interval]:
+def _make_interval(node: Node, ends: str) -> list[Interval]:
     low, high = node.parts
-    if _order(low) > _order(high) or (ends == "()" and _order(low) == _order(high)):
+    if _sort_key(low) > _sort_key(high) or (ends == "()" and _sort_key(low) == _sort_key(high)):
         raise Undecided("an interval from more to less, which may be a pair")
     return _union([(low, ends[0] == "[", high, ends[1] == "]")])
 
@@ -111,27 +111,29 @@ def _is_scalar(node: Node) -> bool:
 
 
 def _union(parts: Iterable[Interval]) -> list[Interval]:
-    found: list[Interval] = []
-    known = [
+    merged: list[Interval] = []
+    nonempty = [
         part
         for part in parts
-        if _order(part[0]) < _order(part[2])
-        or (part[1] and part[3] and _order(part[0]) == _order(part[2]))
+        if _sort_key(part[0]) < _sort_key(part[2])
+        or (part[1] and part[3] and _sort_key(part[0]) == _sort_key(part[2]))
     ]
-    if len(known) > _MANY:
+    if len(nonempty) > _MANY:
         raise Undecided("many intervals")
-    for part in sorted(known, key=lambda part: (_order(part[0]), not part[1])):
-        if found and _touch(found[-1], part):
-            last = found[-1]
-            farther = max((last, part), key=lambda each: (_order(each[2]), each[3]))
-            found[-1] = (last[0], last[1], farther[2], farther[3])
+    for part in sorted(nonempty, key=lambda part: (_sort_key(part[0]), not part[1])):
+        if merged and _touch(merged[-1], part):
+            previous = merged[-1]
+            farther = max(
+                (previous, part), key=lambda interval: (_sort_key(interval[2]), interval[3])
+            )
+            merged[-1] = (previous[0], previous[1], farther[2], farther[3])
         else:
-            found.append(part)
-    return found
+            merged.append(part)
+    return merged
 
 
 def _touch(left: Interval, right: Interval) -> bool:
-    end, start = _order(left[2]), _order(right[0])
+    end, start = _sort_key(left[2]), _sort_key(right[0])
     return bool(start < end or (start == end and (left[3] or right[1])))
 
 
@@ -146,33 +148,33 @@ def _complement(parts: Sequence[Interval]) -> list[Interval]:
 
 
 def _intersection(left: Sequence[Interval], right: Sequence[Interval]) -> list[Interval]:
-    found: list[Interval] = []
+    overlaps: list[Interval] = []
     for one in left:
         for other in right:
-            low = max((one[:2], other[:2]), key=lambda end: (_order(end[0]), not end[1]))
-            high = min((one[2:], other[2:]), key=lambda end: (_order(end[0]), end[1]))
-            found.append((*low, *high))
-    return _union(found)
+            low = max((one[:2], other[:2]), key=lambda end: (_sort_key(end[0]), not end[1]))
+            high = min((one[2:], other[2:]), key=lambda end: (_sort_key(end[0]), end[1]))
+            overlaps.append((*low, *high))
+    return _union(overlaps)
 
 
 def _solve_inequality(node: Node) -> tuple[str, list[Interval]] | None:
     """The letter that an inequality (or a chain of them) bounds, and its intervals; None if it bounds none or several."""
     if node.kind != "relation" or not set(node.name) <= set("<>≤≥≠"):
         return None
-    if len(node.name) == 1 and (without := _without_bars(node)) is not None:
-        return without
-    places = [place for place, part in enumerate(node.parts) if part.kind == "name"]
-    others = [part for part in node.parts if part.kind != "name"]
-    if len(places) != 1 or any(names_in(part) for part in others):
+    if len(node.name) == 1 and (solution := _without_bars(node)) is not None:
+        return solution
+    name_indices = [index for index, part in enumerate(node.parts) if part.kind == "name"]
+    bounds = [part for part in node.parts if part.kind != "name"]
+    if len(name_indices) != 1 or any(names_in(part) for part in bounds):
         return None
-    name = node.parts[places[0]].name
+    name = node.parts[name_indices[0]].name
     if len(node.name) > 1 and (
-        len(node.name) != 2 or len({each in "<≤" for each in node.name}) != 1
+        len(node.name) != 2 or len({sign in "<≤" for sign in node.name}) != 1
     ):
         return None
     regions: list[list[Interval]] = []
-    for place, sign in enumerate(node.name):
-        left, right = node.parts[place], node.parts[place + 1]
+    for index, sign in enumerate(node.name):
+        left, right = node.parts[index], node.parts[index + 1]
         if left.kind != "name" and right.kind != "name":
             return None
         if left.kind != "name":
@@ -234,36 +236,38 @@ _ORDERED = ("x", "y", "z", "w")
 def trees_match(gold: Node, answer: Node) -> bool:
     """True if an answer means the same as the gold one. A name on the left, `x =`, may be missing on one side."""
     try:
-        expected, given = _meant(gold), _meant(answer)
+        expected, given = _normalise(gold), _normalise(answer)
         values = _named_value(expected), _named_value(given)
         if values[0] and not values[1] and given.kind != "relation":
-            expected = _meant(values[0][1])
+            expected = _normalise(values[0][1])
         elif values[1] and not values[0] and expected.kind != "relation":
-            given = _meant(values[1][1])
-        return _matches(expected, given)
+            given = _normalise(values[1][1])
+        return _apply_rules(expected, given)
     except Undecided:
         return False
 
 
-def _matches(gold: Node, answer: Node) -> bool:
+def _apply_rules(gold: Node, answer: Node) -> bool:
     """Applies the first of `_RULES` that handles this kind of answer. Raises Undecided."""
     verdicts = (rule(gold, answer) for rule in _RULES)
     return next((verdict for verdict in verdicts if verdict is not None), False)
 
 
-def _meant(node: Node) -> Node:
+def _normalise(node: Node) -> Node:
     """The tree to compare: without brackets that only group, chains as their single value, and `±` as the list of both values.
     Raises Undecided for a chain of different values.
     """
     if node.kind == "group":
-        return _meant(node.parts[0])
+        return _normalise(node.parts[0])
     numbers = all(map(_is_scalar, node.parts)) and not names_in(node)
     if node.kind == "relation" and set(node.name) == {"="} and (numbers or len(node.parts) > 2):
         # `x = 2 + 3 = 5`: a name and one value, written several times. Raises Undecided if the values differ.
         first, *rest = node.parts
         is_name = first.kind in ("name", "applied")
-        values = [each for each in rest if each.kind != "name"] or rest if is_name else node.parts
-        if any(not expressions_equal(values[0], each) for each in values[1:]):
+        values = (
+            [value for value in rest if value.kind != "name"] or rest if is_name else node.parts
+        )
+        if any(not expressions_equal(values[0], value) for value in values[1:]):
             raise Undecided("a chain of different values")
         return Node("relation", (first, values[-1]), name="=") if is_name else values[-1]
     if node.kind == "relation" and "≈" in node.name:
@@ -271,7 +275,7 @@ def _meant(node: Node) -> Node:
     if (pairs := _named_places(node)) is not None:
         return Node("list", tuple(_as_relations(pairs)), name="and")
     if node.kind == "set" or (node.kind == "list" and node.name in (",", "or", "and")):
-        parts = [each for part in node.parts for each in _branches(_meant(part))]
+        parts = [branch for part in node.parts for branch in _branches(_normalise(part))]
         if node.kind == "set":
             parts = list(dict.fromkeys(parts))
         return Node(node.kind, tuple(parts), name=node.name)
@@ -287,7 +291,7 @@ def _meant(node: Node) -> Node:
 
 def _branches(node: Node) -> list[Node]:
     """Both values of an expression with `±`; other expressions unchanged. Raises Undecided for several independent `±`."""
-    count = _count(node, "±")
+    count = _count_kind(node, "±")
     if count == 0 or node.kind in ("list", "set"):
         return [node]
     if count > 3:
@@ -295,8 +299,8 @@ def _branches(node: Node) -> list[Node]:
     return [_resolve_plus_minus(node, sign) for sign in (1, -1)]
 
 
-def _count(node: Node, kind: str) -> int:
-    return (node.kind == kind) + sum(_count(part, kind) for part in node.parts)
+def _count_kind(node: Node, kind: str) -> int:
+    return (node.kind == kind) + sum(_count_kind(part, kind) for part in node.parts)
 
 
 def _resolve_plus_minus(node: Node, sign: int) -> Node:
@@ -317,10 +321,10 @@ def _approximate(node: Node) -> Node:
         )
     if node.name != "≈":
         raise Undecided("an approximation in a chain")
-    exact, near = node.parts
+    exact, decimal = node.parts
     if exact.kind == "name":
-        return Node("relation", (exact, near), name="=")
-    left, right = _order(exact), _order(near)
+        return Node("relation", (exact, decimal), name="=")
+    left, right = _sort_key(exact), _sort_key(decimal)
     if abs(left - right) > abs(left) / 20:
         raise Undecided("an approximation that is none")
     return exact
@@ -373,12 +377,12 @@ Verdict: TypeAlias = bool | None
 
 
 def _by_name(gold: Node, answer: Node) -> Verdict:
-    gold_value, given = _named_value(gold), _named_value(answer)
-    if not gold_value or not given:
+    gold_value, answer_value = _named_value(gold), _named_value(answer)
+    if not gold_value or not answer_value:
         return None
-    if gold_value[0] != given[0]:
+    if gold_value[0] != answer_value[0]:
         return gold.name == answer.name == "=" and _same_equations(gold, answer)
-    return _matches(_meant(gold_value[1]), _meant(given[1]))
+    return _apply_rules(_normalise(gold_value[1]), _normalise(answer_value[1]))
 
 
 def _by_relation(gold: Node, answer: Node) -> Verdict:
@@ -393,7 +397,7 @@ def _by_unit(gold: Node, answer: Node) -> Verdict:
         return False
     units = [node.name if node.kind == "quantity" else "" for node in (gold, answer)]
     inner = [node.parts[0] if node.kind == "quantity" else node for node in (gold, answer)]
-    return units_compatible(*units) and _matches(*inner)
+    return units_compatible(*units) and _apply_rules(*inner)
 
 
 def _by_angle(gold: Node, answer: Node) -> Verdict:
@@ -422,7 +426,7 @@ def _by_percent(gold: Node, answer: Node) -> Verdict:
     alike = _same_value(*inner)
     if gold.kind == answer.kind:
         return alike
-    if alike and not names_in(inner[0]) and abs(_order(inner[0])) < 1:
+    if alike and not names_in(inner[0]) and abs(_sort_key(inner[0])) < 1:
         return False  # 0.5 is 50 %, and not 0.5 %
     return alike or _same_value(
         *(
@@ -450,8 +454,8 @@ def _by_ratio(gold: Node, answer: Node) -> Verdict:
         Node("/", node.parts) if node.kind == "ratio" and len(node.parts) == 2 else node
         for node in (gold, answer)
     )
-    beside = gold.kind != answer.kind and "ratio" in (gold.kind, answer.kind)
-    return _by_value(one, other) if beside else None
+    is_mixed = gold.kind != answer.kind and "ratio" in (gold.kind, answer.kind)
+    return _by_value(one, other) if is_mixed else None
 
 
 def _by_place(gold: Node, answer: Node) -> Verdict:
@@ -463,8 +467,12 @@ def _by_place(gold: Node, answer: Node) -> Verdict:
             for one, other in zip(gold.parts[1:], answer.parts[1:], strict=True)
         )
     if len(kinds) == 1 and kinds <= {"tuple", "matrix", "row"}:
-        return _each(gold.parts, answer.parts)
-    if kinds == {"interval"} and gold.name == answer.name and _each(gold.parts, answer.parts):
+        return _match_in_order(gold.parts, answer.parts)
+    if (
+        kinds == {"interval"}
+        and gold.name == answer.name
+        and _match_in_order(gold.parts, answer.parts)
+    ):
         return True
     return False if "matrix" in kinds else None
 
@@ -485,7 +493,7 @@ def _by_members(gold: Node, answer: Node) -> Verdict:
         if any(part.kind == "dots" for part in (*_items(gold), *_items(answer))):
             one, other = _items(gold), _items(answer)
             return len(one) == len(other) and all(
-                left.kind == right.kind == "dots" or _matches(left, right)
+                left.kind == right.kind == "dots" or _apply_rules(left, right)
                 for left, right in zip(one, other, strict=True)
             )
         if gold.kind not in ("list", "set") or answer.kind not in ("list", "set"):
@@ -506,7 +514,7 @@ def _by_condition(gold: Node, answer: Node) -> Verdict:
     if gold.kind == answer.kind:
         return gold == answer
     one, other = (node.parts[1] if node.kind == "such" else node for node in (gold, answer))
-    return _same_relations(_meant(one), _meant(other))
+    return _same_relations(_normalise(one), _normalise(other))
 
 
 def _by_region(gold: Node, answer: Node) -> Verdict:
@@ -525,9 +533,10 @@ def _items(node: Node) -> tuple[Node, ...]:
     return node.parts if node.kind in ("set", "list") else (node,)
 
 
-def _each(golds: Sequence[Node], answers: Sequence[Node]) -> bool:
+def _match_in_order(golds: Sequence[Node], answers: Sequence[Node]) -> bool:
     return len(golds) == len(answers) and all(
-        _matches(_meant(one), _meant(other)) for one, other in zip(golds, answers, strict=True)
+        _apply_rules(_normalise(one), _normalise(other))
+        for one, other in zip(golds, answers, strict=True)
     )
 
 
@@ -535,16 +544,20 @@ def _in_any_order(golds: Sequence[Node], answers: Sequence[Node]) -> bool:
     """True if each has an equal on the other side, each used once."""
     if len(golds) != len(answers) or len(golds) > _MANY:
         return False
-    left = list(answers)
+    remaining = list(answers)
     for gold in golds:
-        same_kind = ((gold.kind == "set") == (each.kind == "set") for each in left)
-        found = next(
-            (place for place, kind in enumerate(same_kind) if kind and _matches(gold, left[place])),
+        same_kind = ((gold.kind == "set") == (part.kind == "set") for part in remaining)
+        index = next(
+            (
+                position
+                for position, kind in enumerate(same_kind)
+                if kind and _apply_rules(gold, remaining[position])
+            ),
             None,
         )
-        if found is None:
+        if index is None:
             return False
-        del left[found]
+        del remaining[index]
     return True
 
 
@@ -560,10 +573,10 @@ def _of_relations(node: Node) -> bool:
 
 
 def _same_relations(gold: Node, answer: Node) -> bool:
-    known = _region_of_relations(gold)
-    given = _region_of_relations(answer) if known is not None else None
-    if known is not None and given is not None:
-        (one, left), (other, right) = known, given
+    gold_region = _region_of_relations(gold)
+    answer_region = _region_of_relations(answer) if gold_region is not None else None
+    if gold_region is not None and answer_region is not None:
+        (one, left), (other, right) = gold_region, answer_region
         return (one == other or "" in (one, other)) and _same_intervals(left, right)
     if _of_relations(gold) or _of_relations(answer):
         return _same_systems(gold, answer)
@@ -575,14 +588,15 @@ def _same_relations(gold: Node, answer: Node) -> bool:
     if len(gold.name) != len(answer.name):
         return False
     if len(gold.name) > 1:
-        turned = Node(
+        flipped = Node(
             "relation", answer.parts[::-1], name="".join(map(_flip_relation, answer.name[::-1]))
         )
         return any(
-            gold.name == each.name and _each(gold.parts, each.parts) for each in (answer, turned)
+            gold.name == candidate.name and _match_in_order(gold.parts, candidate.parts)
+            for candidate in (answer, flipped)
         )
     if not all(_is_scalar(part) for node in (gold, answer) for part in node.parts):
-        return gold.name == answer.name and _each(gold.parts, answer.parts)
+        return gold.name == answer.name and _match_in_order(gold.parts, answer.parts)
     factor = _multiple(gold, answer)
     if factor is None or not isinstance(factor, Fraction):
         return False
@@ -599,14 +613,14 @@ def _region_of_relations(node: Node) -> tuple[str, list[Interval]] | None:
     if node.kind == "list" and node.parts and node.name in ("or", "and"):
         if len(node.parts) > _MANY:
             raise Undecided("many conditions")
-        solved = [_region_of_relations(part) for part in node.parts]
-        if any(part is None or part[0] != solved[0][0] for part in solved):  # type: ignore[index]
+        named_regions = [_region_of_relations(part) for part in node.parts]
+        if any(part is None or part[0] != named_regions[0][0] for part in named_regions):  # type: ignore[index]
             return None
-        regions = [part[1] for part in solved if part is not None]
+        regions = [part[1] for part in named_regions if part is not None]
         region = regions[0]
         for other in regions[1:]:
             region = _union(region + other) if node.name == "or" else _intersection(region, other)
-        return solved[0][0], region  # type: ignore[index]
+        return named_regions[0][0], region  # type: ignore[index]
     region = intervals_of(node)
     return None if region is None else ("", region)
 
@@ -620,24 +634,26 @@ def _same_systems(gold: Node, answer: Node) -> bool:
             and (gold.name == "or") == (answer.name == "or")
             and _in_any_order(gold.parts, answer.parts)
         )
-    names, given = [sorted({name for name, _ in each if name}) for each in (one, other)]
-    if len(names) > 1 and (gold.name == "or") != (answer.name == "or"):
+    gold_names, answer_names = [
+        sorted({name for name, _ in assignments if name}) for assignments in (one, other)
+    ]
+    if len(gold_names) > 1 and (gold.name == "or") != (answer.name == "or"):
         return False
-    if names and given:
-        if names != given:
+    if gold_names and answer_names:
+        if gold_names != answer_names:
             return False
         return _in_any_order(_as_relations(one), _as_relations(other))
-    known = names or given
+    names = gold_names or answer_names
     if (
-        len({name.partition("_")[0] for name in known}) == 1
+        len({name.partition("_")[0] for name in names}) == 1
     ):  # `x = 1, x = 2` and `x_1 = 1, x_2 = 2`
         return _in_any_order([node for _, node in one], [node for _, node in other])
-    pair = answer if names else gold
-    by_name = dict(one if names else other)
-    if pair.kind not in ("tuple", "list") or not len(by_name) == len(pair.parts) == len(known):
+    pair = answer if gold_names else gold
+    by_name = dict(one if gold_names else other)
+    if pair.kind not in ("tuple", "list") or not len(by_name) == len(pair.parts) == len(names):
         return False
-    in_order = _ORDERED[: len(known)] if set(known) == set(_ORDERED[: len(known)]) else known
-    return _each([by_name[name] for name in in_order], pair.parts)
+    in_order = _ORDERED[: len(names)] if set(names) == set(_ORDERED[: len(names)]) else names
+    return _match_in_order([by_name[name] for name in in_order], pair.parts)
 
 
 def _as_relations(pairs: Sequence[tuple[str, Node]]) -> list[Node]:
@@ -648,21 +664,21 @@ def _assignments(node: Node) -> list[tuple[str, Node]] | None:
     """A name and a value for each part; an empty name for a bare value; None if a part is neither."""
     if node.kind != "list":
         return [("", node)]
-    found: list[tuple[str, Node]] = []
+    assignments: list[tuple[str, Node]] = []
     for part in node.parts:
         assignment = _named_value(part)
         if assignment is None and part.kind == "relation":
             return None
-        found.append(assignment or ("", part))
-    kinds = {bool(name) for name, _ in found}
+        assignments.append(assignment or ("", part))
+    kinds = {bool(name) for name, _ in assignments}
     if kinds == {True, False}:  # `x = 1, 2`: the name is written once
-        if found[0][0] and not any(name for name, _ in found[1:]):
-            return [(found[0][0], value) for _, value in found]
+        if assignments[0][0] and not any(name for name, _ in assignments[1:]):
+            return [(assignments[0][0], value) for _, value in assignments]
         return None
-    return found
+    return assignments
 
 
-def _difference(node: Node) -> Node:
+def _side_difference(node: Node) -> Node:
     left, right = node.parts
     return Node("+", (left, Node("*", (number_node(-1), right))))
 
@@ -670,7 +686,7 @@ def _difference(node: Node) -> Node:
 def _same_equations(gold: Node, answer: Node) -> bool:
     """True if one is a multiple of the other."""
     if not all(_is_scalar(part) for node in (gold, answer) for part in node.parts):
-        return _each(gold.parts, answer.parts)
+        return _match_in_order(gold.parts, answer.parts)
     return _multiple(gold, answer) is not None
 
 
@@ -679,7 +695,7 @@ def _multiple(gold: Node, answer: Node) -> Value | None:
     ratios: list[Value] = []
     for number in range(POINTS):
         one, other = (
-            value_at(_difference(node), Point(number, DIGITS, "e")) for node in (gold, answer)
+            value_at(_side_difference(node), Point(number, DIGITS, "e")) for node in (gold, answer)
         )
         if one == 0 or other == 0:
             return None

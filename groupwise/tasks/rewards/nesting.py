@@ -17,41 +17,45 @@ from typing import Any, cast
 
 from groupwise.core.reward_call.call import RewardCallable
 
-STANDS_FOR = "_stands_for"
+WRAPPED_ATTRIBUTE = "_stands_for"
 """The attribute that holds the wrapped function."""
 
 
-def taking_nested(function: RewardCallable, name: str) -> RewardCallable:
+def accept_nested(function: RewardCallable, name: str) -> RewardCallable:
     """A wrapper named `name`, with the function's signature, that accepts completions in either shape."""
     signature = inspect.signature(function)
 
     def reward(*arguments: Any, **keywords: Any) -> Any:
         bound = signature.bind_partial(*arguments).arguments
-        given = {**bound, **keywords}
-        shape = _shape(given.get("prompts"), given.get("completions"))
+        named_arguments = {**bound, **keywords}
+        shape = _shape_of(named_arguments.get("prompts"), named_arguments.get("completions"))
         if shape is None:
             return function(*arguments, **keywords)
-        answer = function(**{name: shape.flat(name, value) for name, value in given.items()})
-        return _later(answer, shape) if inspect.isawaitable(answer) else shape.nested(answer)
+        answer = function(
+            **{name: shape.flat(name, value) for name, value in named_arguments.items()}
+        )
+        return _nest_awaited(answer, shape) if inspect.isawaitable(answer) else shape.nested(answer)
 
-    return standing_for(function, reward, name)
-
-
-def standing_for(function: RewardCallable, around: RewardCallable, name: str) -> RewardCallable:
-    """`around`, a wrapper of the function, with the function's signature, its attributes that a rubric reads, and the name `name`."""
-    functools.update_wrapper(around, function, updated=())
-    around.__name__ = around.__qualname__ = name
-    setattr(around, STANDS_FOR, function)
-    for kept in ("stateful", "check_row"):
-        if hasattr(function, kept):
-            setattr(around, kept, getattr(function, kept))
-    return around
+    return update_reward_wrapper(function, reward, name)
 
 
-def stood_for(function: Any) -> Any:
-    """The function that the user gave, without the wrappers that `standing_for` put around it."""
-    while hasattr(function, STANDS_FOR):
-        within = getattr(function, STANDS_FOR)
+def update_reward_wrapper(
+    function: RewardCallable, wrapper: RewardCallable, name: str
+) -> RewardCallable:
+    """`wrapper`, given the function's signature, the attributes that a rubric reads, and the name `name`."""
+    functools.update_wrapper(wrapper, function, updated=())
+    wrapper.__name__ = wrapper.__qualname__ = name
+    setattr(wrapper, WRAPPED_ATTRIBUTE, function)
+    for attribute in ("stateful", "check_row"):
+        if hasattr(function, attribute):
+            setattr(wrapper, attribute, getattr(function, attribute))
+    return wrapper
+
+
+def unwrap_reward(function: Any) -> Any:
+    """The function that the user gave, without the wrappers that `update_reward_wrapper` put around it."""
+    while hasattr(function, WRAPPED_ATTRIBUTE):
+        within = getattr(function, WRAPPED_ATTRIBUTE)
         if getattr(function, "__wrapped__", None) is not within:
             break  # the user's own wrapper around such a function, with attributes copied by `functools.wraps`
         function = within
@@ -85,11 +89,11 @@ class _Shape:
         return [values[start:end] for start, end in pairwise(ends)]
 
 
-async def _later(answer: Awaitable[Any], shape: _Shape) -> Any:
+async def _nest_awaited(answer: Awaitable[Any], shape: _Shape) -> Any:
     return shape.nested(await answer)
 
 
-def _shape(prompts: Any, completions: Any) -> _Shape | None:
+def _shape_of(prompts: Any, completions: Any) -> _Shape | None:
     """The shape of nested completions; None if there is already an entry for each completion."""
     if not isinstance(completions, list | tuple):
         return None

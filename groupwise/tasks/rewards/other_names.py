@@ -1,6 +1,6 @@
 """Names of rewards in other projects (TRL, open-r1, ms-swift, verifiers, well-known notebooks), and our equivalents.
 
-`meant_by` looks up a name that we do not have; usual prefixes and suffixes (`get_…_reward`, `…_reward_func`) are ignored. The table
+`meaning_of` looks up a name that we do not have; usual prefixes and suffixes (`get_…_reward`, `…_reward_func`) are ignored. The table
 is other_names.toml.
 """
 
@@ -15,7 +15,7 @@ from pathlib import Path
 
 
 @dataclass(frozen=True, slots=True)
-class Meant:
+class NameMeaning:
     """A guess at the meaning of a name that we do not have."""
 
     rewards: tuple[str, ...]
@@ -29,36 +29,38 @@ class Meant:
     def hint(self) -> str:
         """The hint for the error message about the unknown name."""
         remark = f"{self.remark[0].upper()}{self.remark[1:]}."
-        ours = " or ".join(f"`{reward}`" for reward in self.rewards)
-        return f"Did you mean {ours}? {remark}" if ours else remark
+        names = " or ".join(f"`{reward}`" for reward in self.rewards)
+        return f"Did you mean {names}? {remark}" if names else remark
 
 
 @cache
-def other_names() -> dict[str, Meant]:
-    """Meanings by name, without the prefixes and suffixes that `meant_by` removes."""
+def other_names() -> dict[str, NameMeaning]:
+    """Meanings by name, without the prefixes and suffixes that `meaning_of` removes."""
     text = Path(__file__).with_suffix(".toml").read_text(encoding="utf-8")
     return {
-        name: Meant(
-            tuple(each["rewards"]), each["remark"], tuple(each.get("parameters", {}).items())
+        name: NameMeaning(
+            tuple(meaning["rewards"]),
+            meaning["remark"],
+            tuple(meaning.get("parameters", {}).items()),
         )
-        for each in tomllib.loads(text)["meaning"]
-        for name in each["names"]
+        for meaning in tomllib.loads(text)["meaning"]
+        for name in meaning["names"]
     }
 
 
 _ENDS = re.compile(r"(_rewards?)?(_(func|fn|function)s?)?$|_score$")
 
 
-def meant_by(name: str, known: Collection[str]) -> Meant | None:
+def meaning_of(name: str, own_names: Collection[str]) -> NameMeaning | None:
     """The likely meaning of a name; for `module.function` also of its last part. None if it is unknown.
 
-    `known` are our own names, which a name such as `get_…_reward` may contain.
+    `own_names` are our own names, which a name such as `get_…_reward` may contain.
     """
-    last = re.split(r"[.:/]", name)[-1]
+    last_part = re.split(r"[.:/]", name)[-1]
     # `cosine_scaled` of `get_cosine_scaled_reward`.
-    for tried in (last, _ENDS.sub("", last.lower().removeprefix("get_"), count=1)):
-        if meant := other_names().get(tried):
+    for candidate in (last_part, _ENDS.sub("", last_part.lower().removeprefix("get_"), count=1)):
+        if meant := other_names().get(candidate):
             return meant
-        if tried in known and tried != name:
-            return Meant((tried,), "here it has that name")
+        if candidate in own_names and candidate != name:
+            return NameMeaning((candidate,), "here it has that name")
     return None

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from difflib import SequenceMatcher
 from typing import Any, cast
 
-from groupwise.core.reward_call.call import each_alone
+from groupwise.core.reward_call.call import score_each_row
 from groupwise.core.reward_call.tags import after_reasoning
 from groupwise.core.reward_call.text import CompletionText, completion_texts
 from groupwise.core.types import Prompt
@@ -49,8 +49,8 @@ class RubricOverlap:
     reference_points: float = 5.0
     """Half of the rubric's: a good answer need not be worded like the reference."""
     copied_run: int | None = None
-    """Words: so many or more in a row that stand in the prompt like this do not count. 1: no word of the prompt counts. 0: all do.
-    null: 5, and 1 where the rubric stands in the prompt, with all points for the likeness of what is not copied."""
+    """Runs of at least so many words that also occur in the prompt do not count. 1: no word of the prompt counts. 0: all do.
+    null: 5; if the prompt contains the rubric, 1, with all points for the similarity of the words that are not copied."""
 
     def __post_init__(self) -> None:
         if self.copied_run is not None and self.copied_run < 0:
@@ -65,7 +65,7 @@ class RubricOverlap:
         rubrics = columns[self._rubric_in(columns)]
         references = gold_answers(columns, len(completions), self.answer_column)
         texts = map(after_reasoning, completion_texts(completions, {"prompts": prompts}))
-        return each_alone(self._value, prompts, texts, rubrics, references)
+        return score_each_row(self._reward_of_text, prompts, texts, rubrics, references)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise ValueError for a row that `__call__` would refuse."""
@@ -73,32 +73,34 @@ class RubricOverlap:
         gold_of_row(row, self.answer_column)
 
     def _rubric_in(self, columns: Mapping[str, Any]) -> str:
-        sought = RUBRIC_COLUMNS if self.rubric_column is None else (self.rubric_column,)
-        for name in sought:
+        candidates = RUBRIC_COLUMNS if self.rubric_column is None else (self.rubric_column,)
+        for name in candidates:
             if name in columns:
                 return name
         raise ValueError(
-            f"there is no rubric: looked for the column {' or '.join(sought)}. "
+            f"there is no rubric: looked for the column {' or '.join(candidates)}. "
             f"The dataset has: {', '.join(sorted(columns)) or 'none but prompt'}. Name it in rubric_column"
         )
 
-    def _value(
+    def _reward_of_text(
         self, prompt: Prompt, text: str, rubric: Any, references: Sequence[str]
     ) -> float | None:
-        vocabulary = [word for word in words(_text(rubric)) if len(word) > _SHORT]
+        vocabulary = [word for word in words(_all_text(rubric)) if len(word) > _SHORT]
         if not vocabulary:
             return None
-        answer_words, prompt_words = words(text), words(_text(prompt))
+        answer_words, prompt_words = words(text), words(_all_text(prompt))
         models = [words(reference) for reference in references]
-        if self.copied_run is None and stands_in(rubric, prompt):
+        if self.copied_run is None and contains_rubric(rubric, prompt):
             points = self.rubric_points + self.reference_points
             return points * max(
-                likeness_of_own(answer_words, model, prompt_words) for model in models
+                new_words_similarity(answer_words, model, prompt_words) for model in models
             )
         run = COPIED_RUN if self.copied_run is None else self.copied_run
-        own = set(own_words(answer_words, prompt_words, run))
+        new_words = set(words_outside_prompt(answer_words, prompt_words, run))
         likeness = max(similarity(answer_words, model) for model in models)
-        return self.rubric_points * overlap(own, vocabulary) + self.reference_points * likeness
+        return (
+            self.rubric_points * overlap(new_words, vocabulary) + self.reference_points * likeness
+        )
 
 
 def words(text: str) -> list[str]:
@@ -109,8 +111,8 @@ def words(text: str) -> list[str]:
 def overlap(answer_words: set[str], vocabulary: Sequence[str]) -> float:
     """Σ 1/count over the words of the vocabulary that occur in the answer / Σ 1/count over all of them."""
     counts = Counter(vocabulary)
-    found = sum(1 / count for word, count in counts.items() if word in answer_words)
-    return found / sum(1 / count for count in counts.values())
+    covered = sum(1 / count for word, count in counts.items() if word in answer_words)
+    return covered / sum(1 / count for count in counts.values())
 
 
 def similarity(one: Sequence[str], other: Sequence[str]) -> float:
@@ -121,46 +123,48 @@ def similarity(one: Sequence[str], other: Sequence[str]) -> float:
     return SequenceMatcher(None, one[:COMPARED], other[:COMPARED], autojunk=False).ratio()
 
 
-def stands_in(rubric: Any, prompt: Prompt) -> bool:
+def contains_rubric(rubric: Any, prompt: Prompt) -> bool:
     """True if a prompt contains a rubric literally: each of its lines or, for a list, some line of each criterion."""
-    prompt_text = f" {' '.join(words(_text(prompt)))} "
-    listed = isinstance(rubric, list | tuple)
-    criteria = cast("Sequence[Any]", rubric) if listed else _text(rubric).splitlines()
-    lines = [[words(line) for line in _text(each).splitlines()] for each in criteria]
-    phrases = [[" ".join(line) for line in each if line] for each in lines]
+    prompt_text = f" {' '.join(words(_all_text(prompt)))} "
+    is_list = isinstance(rubric, list | tuple)
+    criteria = cast("Sequence[Any]", rubric) if is_list else _all_text(rubric).splitlines()
+    lines = [[words(line) for line in _all_text(criterion).splitlines()] for criterion in criteria]
+    phrases = [[" ".join(line) for line in criterion_lines if line] for criterion_lines in lines]
     return any(phrases) and all(
-        any(f" {line} " in prompt_text for line in each) for each in phrases if each
+        any(f" {line} " in prompt_text for line in criterion_phrases)
+        for criterion_phrases in phrases
+        if criterion_phrases
     )
 
 
-def likeness_of_own(
+def new_words_similarity(
     answer_words: Sequence[str], model: Sequence[str], prompt: Sequence[str]
 ) -> float:
     """Similarity of the words that are not in the prompt; if the reference has none of its own, only the reference itself is similar."""
-    own = own_words(model, prompt, 1)
-    if not own:
+    model_words = words_outside_prompt(model, prompt, 1)
+    if not model_words:
         return float(answer_words == model)
-    return similarity(own_words(answer_words, prompt, 1), own)
+    return similarity(words_outside_prompt(answer_words, prompt, 1), model_words)
 
 
-def own_words(answer_words: Sequence[str], prompt: Sequence[str], run: int) -> list[str]:
+def words_outside_prompt(answer_words: Sequence[str], prompt: Sequence[str], run: int) -> list[str]:
     """The words without runs of `run` or more that also occur in the prompt; all of them if `run` is 0."""
     if run == 0:
         return list(answer_words)
-    there = {tuple(prompt[at : at + run]) for at in range(len(prompt) - run + 1)}
+    prompt_runs = {tuple(prompt[index : index + run]) for index in range(len(prompt) - run + 1)}
     copied: set[int] = set()
-    for at in range(len(answer_words) - run + 1):
-        if tuple(answer_words[at : at + run]) in there:
-            copied.update(range(at, at + run))
-    return [word for at, word in enumerate(answer_words) if at not in copied]
+    for index in range(len(answer_words) - run + 1):
+        if tuple(answer_words[index : index + run]) in prompt_runs:
+            copied.update(range(index, index + run))
+    return [word for index, word in enumerate(answer_words) if index not in copied]
 
 
-def _text(value: Any) -> str:
+def _all_text(value: Any) -> str:
     """All text in a value: a rubric may be text, or a list of criteria, each text or fields; a prompt may be messages."""
     if isinstance(value, str):
         return value
     if isinstance(value, Mapping):
-        return "\n".join(_text(each) for each in cast("Mapping[str, Any]", value).values())
+        return "\n".join(_all_text(item) for item in cast("Mapping[str, Any]", value).values())
     if isinstance(value, list | tuple):
-        return "\n".join(_text(each) for each in cast("Sequence[Any]", value))
+        return "\n".join(_all_text(item) for item in cast("Sequence[Any]", value))
     return ""

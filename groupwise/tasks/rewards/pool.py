@@ -34,9 +34,9 @@ from groupwise.core.errors import RunError
 from groupwise.core.processes.family import (
     ENVIRONMENT,
     MARK,
+    describe_exit,
     end_family,
     has_ended,
-    how_it_ended,
 )
 from groupwise.core.processes.frames import FrameBuffer, send_frame
 from groupwise.core.processes.output import Output
@@ -84,7 +84,7 @@ class Died:
     reason: str
 
 
-Ended = Answered | TimedOut | Died
+CallOutcome = Answered | TimedOut | Died
 
 
 class WorkerPool:
@@ -120,19 +120,23 @@ class WorkerPool:
         for slot in self._slots:
             await asyncio.wrap_future(slot.ready)
 
-    async def ask(self, payload: bytes, limit: float, repeat_limit: float | None = None) -> Ended:
+    async def ask(
+        self, payload: bytes, limit: float, repeat_limit: float | None = None
+    ) -> CallOutcome:
         """Send a pickled request to a worker and return the outcome; `limit` is in seconds for each piece of user code that the
         worker names.
 
         `repeat_limit` is the limit of pieces that the worker reports as repeated; None means the same limit. Raises the kind's
         error if no worker can be started, or one reports that it cannot work.
         """
-        ended = await asyncio.wrap_future(
+        outcome = await asyncio.wrap_future(
             self._threads_of_pool().submit(_Call(payload, limit, repeat_limit))
         )
-        if isinstance(ended, Answered) and "error" in ended.message:
-            raise self._kind.error(f"{_a(self._kind)} reports: {ended.message['error']}")
-        return ended
+        if isinstance(outcome, Answered) and "error" in outcome.message:
+            raise self._kind.error(
+                f"{_with_article(self._kind)} reports: {outcome.message['error']}"
+            )
+        return outcome
 
     async def close(self) -> None:
         """Kill the workers and all that they started, and wait until they are reaped."""
@@ -157,7 +161,7 @@ class WorkerPool:
         return self._threads
 
 
-def _a(kind: Kind) -> str:
+def _with_article(kind: Kind) -> str:
     return f"{'An' if kind.name[0] in 'aeiou' else 'A'} {kind.name}"
 
 
@@ -189,26 +193,26 @@ class _Slot:
     def begin(self) -> None:
         """Start the first process; `ready` gets the result."""
         try:
-            self._start()
+            self._start_process()
             self.ready.set_result(None)
         except BaseException as error:  # noqa: BLE001 — raised in the caller that waits for it
             self.ready.set_exception(error)
 
-    def do(self, job: _Call) -> Ended:
+    def do(self, job: _Call) -> CallOutcome:
         """Process one request; if the process does not survive it, a new one is started for the next."""
         if self._process is not None and self._process.has_ended:
             self._discard()
-        process = self._process or self._start()
+        process = self._process or self._start_process()
         self._calls += 1
-        ended = process.ask(self._calls, job)
-        if isinstance(ended, Answered):
-            return ended
+        outcome = process.ask(self._calls, job)
+        if isinstance(outcome, Answered):
+            return outcome
         if self._stopped:
-            ended = Died(f"the {self._kind.name}s were closed during the call")
+            outcome = Died(f"the {self._kind.name}s were closed during the call")
         else:
-            logger.warning("%s %d: %s", self._kind.name, self._index, ended.reason)
+            logger.warning("%s %d: %s", self._kind.name, self._index, outcome.reason)
         self._discard()
-        return ended
+        return outcome
 
     def end(self) -> None:
         """Kill the process."""
@@ -221,30 +225,32 @@ class _Slot:
             if self._process is not None:
                 self._process.kill()
 
-    def _start(self) -> _Process:
+    def _start_process(self) -> _Process:
         if self._broken is not None:
             raise self._broken
         try:
-            how = ""
+            reason = ""
             for _ in range(START_ATTEMPTS):
                 process = self._spawn()
-                ended = process.begin(self._setup, self._start_limit)
-                match ended:
+                outcome = process.begin(self._setup, self._start_limit)
+                match outcome:
                     case Answered({"start_failed": message}):
-                        raise self._kind.error(f"{_a(self._kind)} cannot start: {message}")
+                        raise self._kind.error(
+                            f"{_with_article(self._kind)} cannot start: {message}"
+                        )
                     case Answered():
                         return process
                     case TimedOut():
                         self._discard()
                         raise self._kind.error(
-                            f"{_a(self._kind)} was not ready after {self._start_limit:g} s. Look at what the task file "
+                            f"{_with_article(self._kind)} was not ready after {self._start_limit:g} s. Look at what the task file "
                             f"does when it is imported.{process.last_words()}"
                         )
-                    case Died(how):
+                    case Died(reason):
                         self._discard()
-                        how += process.last_words()
+                        reason += process.last_words()
             raise self._kind.error(
-                f"{_a(self._kind)} crashed {START_ATTEMPTS} times while it started: {how}"
+                f"{_with_article(self._kind)} crashed {START_ATTEMPTS} times while it started: {reason}"
             )
         except self._kind.error as error:
             self._broken = error
@@ -258,7 +264,7 @@ class _Slot:
             try:
                 self._process = _Process(self._kind, self._index)
             except OSError as error:
-                message = f"{_a(self._kind)} cannot be started: {error}"
+                message = f"{_with_article(self._kind)} cannot be started: {error}"
                 raise self._kind.error(message) from error
             return self._process
 
@@ -277,9 +283,9 @@ class _Process:
         self._mark = secrets.token_hex(8)
         self._running: str | None = None
         self._buffer = FrameBuffer()
-        self._socket, theirs = socket.socketpair()
-        with theirs:
-            number = theirs.fileno()
+        self._socket, worker_end = socket.socketpair()
+        with worker_end:
+            number = worker_end.fileno()
             self._process = subprocess.Popen(
                 [
                     sys.executable,
@@ -303,11 +309,11 @@ class _Process:
         """True if the process is gone."""
         return has_ended(self._process)
 
-    def begin(self, setup: bytes, limit: float) -> Ended:
+    def begin(self, setup: bytes, limit: float) -> CallOutcome:
         """Send the setup, and wait for the report that it is ready."""
         return self._exchange(setup, limit, lambda message: "running" not in message)
 
-    def ask(self, number: int, call: _Call) -> Ended:
+    def ask(self, number: int, call: _Call) -> CallOutcome:
         """Send a request and wait for the answer with its number."""
         self._output.begin_call()
         self._running = None
@@ -321,7 +327,7 @@ class _Process:
 
     def last_words(self) -> str:
         """The end of its printed output, for a message."""
-        return self._output.last_words()
+        return self._output.last_output()
 
     def kill(self) -> None:
         """Kill it and everything it started. May be called from any thread until the process is reaped."""
@@ -344,7 +350,7 @@ class _Process:
         limit: float,
         accepts: Callable[[dict[str, Any]], bool],
         repeat_limit: float = 0.0,
-    ) -> Ended:
+    ) -> CallOutcome:
         allowed = max(limit, repeat_limit)  # no user code is named yet
         deadline = time.monotonic() + allowed
         try:
@@ -357,19 +363,23 @@ class _Process:
                     deadline = time.monotonic() + allowed
             return Answered(message)
         except TimeoutError:
-            return TimedOut(f"the call took longer than {allowed:g} s{self._while()}")
+            return TimedOut(f"the call took longer than {allowed:g} s{self._running_text()}")
         except (OSError, EOFError):
             deadline = time.monotonic() + _LAST_BREATH
             while not self.has_ended and time.monotonic() < deadline:
                 time.sleep(0.005)
             by_itself = self.has_ended
             self.end()
-            how = (
-                how_it_ended(self._process.returncode) if by_itself else "it closed its connection"
+            reason = (
+                describe_exit(self._process.returncode) if by_itself else "it closed its connection"
             )
-            return Died(f"the {self._kind.name} ended during the call ({how}){self._while()}")
+            return Died(
+                f"the {self._kind.name} ended during the call ({reason}){self._running_text()}"
+            )
         except ValueError as error:
-            return Died(f"the {self._kind.name} sent no readable answer ({error}){self._while()}")
+            return Died(
+                f"the {self._kind.name} sent no readable answer ({error}){self._running_text()}"
+            )
 
     def _receive(self, deadline: float) -> dict[str, Any]:
         """The next message. Raises TimeoutError, EOFError if the process has ended, ValueError for unreadable input."""
@@ -377,19 +387,19 @@ class _Process:
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 raise TimeoutError
-            patience = min(remaining, _LOOK_EVERY)
+            timeout = min(remaining, _LOOK_EVERY)
             # Checked before reading, so everything that the process sent before it ended is still read. Waiting for the end
             # of the stream is not enough, because children that the worker forked keep the socket open.
-            ended = self.has_ended
-            self._socket.settimeout(patience)
+            has_ended = self.has_ended
+            self._socket.settimeout(timeout)
             try:
                 piece = self._socket.recv(1 << 16)
             except TimeoutError:
                 piece = None
-            if piece == b"" or (piece is None and ended):
+            if piece == b"" or (piece is None and has_ended):
                 raise EOFError
             self._buffer.add(piece or b"")
         return json.loads(frame)
 
-    def _while(self) -> str:
+    def _running_text(self) -> str:
         return f"; `{self._running}` was running" if self._running else ""

@@ -106,20 +106,22 @@ def code_in(text: str, answer_tag: Tag = "answer", names: Collection[str] = ()) 
     answer = after_reasoning(text)
     answer = last_tagged(answer, answer_tag) or answer
     lines = iter(answer.split("\n"))  # each block consumes its own lines
-    blocks = [_block(opening, lines) for line in lines if (opening := _FENCE.fullmatch(line))]
+    blocks = [_read_block(opening, lines) for line in lines if (opening := _FENCE.fullmatch(line))]
     for labels in (_PYTHON, ("",)):
-        for whole in (True, False):
-            found = [each.code for each in blocks if each.label in labels and each.whole is whole]
-            if found:
-                defining = [each for each in found if _defines(each, names)]
-                return (defining or found)[-1]
+        for closed in (True, False):
+            codes = [
+                block.code for block in blocks if block.label in labels and block.whole is closed
+            ]
+            if codes:
+                defining = [code for code in codes if _defines(code, names)]
+                return (defining or codes)[-1]
     return answer
 
 
 def _defines(code: str, names: Collection[str]) -> bool:
-    some = "|".join(map(re.escape, names))
+    alternatives = "|".join(map(re.escape, names))
     return bool(names) and bool(
-        re.search(rf"(?m)^[ \t]*+(?:async[ \t]+def|def|class)[ \t]+(?:{some})\b", code)
+        re.search(rf"(?m)^[ \t]*+(?:async[ \t]+def|def|class)[ \t]+(?:{alternatives})\b", code)
     )
 
 
@@ -133,20 +135,20 @@ class _Block:
     """True if the block is closed."""
 
 
-def _block(opening: re.Match[str], lines: Iterator[str]) -> _Block:
+def _read_block(opening: re.Match[str], lines: Iterator[str]) -> _Block:
     """The block that starts here; its lines are consumed. A fence may also close it at the end of the last line of code."""
     fence, label = opening["fence"], opening["label"].lower()
     code: list[str] = []
     quotes = dict.fromkeys(_LONG_STRINGS, 0)
     for line in lines:
-        bare = line.rstrip()
-        content = bare.rstrip(fence[0])
-        in_a_string = any((n + content.count(each)) % 2 for each, n in quotes.items())
-        if bare.endswith(fence) and (not content.strip() or not in_a_string):
+        stripped = line.rstrip()
+        content = stripped.rstrip(fence[0])
+        in_a_string = any((n + content.count(quote)) % 2 for quote, n in quotes.items())
+        if stripped.endswith(fence) and (not content.strip() or not in_a_string):
             code += [content, ""] if content.strip() else [""]
             return _Block(label, _dedent(code, len(opening["before"])), whole=True)
         code.append(line)
-        quotes = {each: n + line.count(each) for each, n in quotes.items()}
+        quotes = {quote: n + line.count(quote) for quote, n in quotes.items()}
     return _Block(label, _dedent(code, len(opening["before"])), whole=False)
 
 
@@ -185,10 +187,10 @@ def _same_line(printed: str, expected: str) -> bool:
     """
     if printed.rstrip() == expected.rstrip():
         return True
-    both = printed.split(), expected.split()
-    if len(both[0]) != len(both[1]) or not all(map(_NUMBER.fullmatch, both[1] + both[0])):
+    fields = printed.split(), expected.split()
+    if len(fields[0]) != len(fields[1]) or not all(map(_NUMBER.fullmatch, fields[1] + fields[0])):
         return False
-    return [*map(Decimal, both[0])] == [*map(Decimal, both[1])]
+    return [*map(Decimal, fields[0])] == [*map(Decimal, fields[1])]
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,7 +206,7 @@ class RowTests:
     @classmethod
     def of(cls, row: Mapping[str, Any]) -> RowTests:
         """Read the columns that `FORMS_OF_TESTS` and `FORMS_OF_CASES` name. Raises ValueError if they do not define tests."""
-        name, value = _source(row)
+        name, value = _source_column(row)
         entry = (
             row.get("entry_point")
             or _function_named(_parse_nested_json(row.get("metadata")))
@@ -229,19 +231,21 @@ class RowTests:
                 return cls._of_calls(*_listed_calls(calls, entry or _begun_in(row)))
             table: Mapping[str, Any] = cast("Any", cases) if isinstance(cases, Mapping) else {}
             if function := table.get("fn_name"):
-                return cls._of_calls(function, [_call(*pair) for pair in _pairs(table)])
-            programs = tuple(_cases(cases, name, numbers=entry is None))
+                return cls._of_calls(
+                    function, [_make_call(*pair) for pair in _input_output_pairs(table)]
+                )
+            programs = tuple(_parse_cases(cases, name, numbers=entry is None))
             return cls(
                 of_program=programs,
                 common_imports=name == "public_test_cases" or _of_live_code_bench(cases),
             )
-        listed: list[Any] = [tests] if isinstance(tests, str) else list(cast("Any", tests))
-        if not all(isinstance(each, str) and each.strip() for each in listed):
+        test_list: list[Any] = [tests] if isinstance(tests, str) else list(cast("Any", tests))
+        if not all(isinstance(test, str) and test.strip() for test in test_list):
             raise ValueError(f"has `{name}` that are no text: {tests!r:.80}")
         if entry is not None and not (isinstance(entry, str) and entry.isidentifier()):
             raise ValueError(f"has the entry_point {entry!r:.80}; expected the name of a function")
-        prepared = _preparation(row) if name == "test_list" else []
-        texts = tests if isinstance(tests, str) else (*prepared, *listed)
+        prepared = _setup_code(row) if name == "test_list" else []
+        texts = tests if isinstance(tests, str) else (*prepared, *test_list)
         return cls(of_functions=texts, entry_point=entry)
 
     @classmethod
@@ -250,17 +254,17 @@ class RowTests:
         name = _without_class(name)
         if not (isinstance(name, str) and name.isidentifier()):
             raise ValueError(f"has the fn_name {name!r:.80}; expected the name of a function")
-        if strange := [given for given, _ in calls if not isinstance(given, list)]:
+        if unlisted := [arguments for arguments, _ in calls if not isinstance(arguments, list)]:
             raise ValueError(
-                f"has inputs of {name} such as {strange[0]!r:.80}; expected a list of arguments for each call"
+                f"has inputs of {name} such as {unlisted[0]!r:.80}; expected a list of arguments for each call"
             )
         boxed = all(  # each result is a list of one, which may be meant without the list
             isinstance(right[-1], list) and len(cast("list[Any]", right[-1])) == 1
             for _, right in calls
         )
         texts = [
-            _call_test(name, given, [*right, right[-1][0]] if boxed else right)
-            for given, right in calls
+            _call_test(name, arguments, [*right, right[-1][0]] if boxed else right)
+            for arguments, right in calls
         ]
         return cls(of_functions=tuple(texts), entry_point=name, common_imports=True)
 
@@ -286,11 +290,11 @@ class RowTests:
             raise ValueError(f"has tests that cannot be run: {broken}") from broken
 
 
-def _call_test(name: str, given: Any, right: Sequence[Any]) -> str:
+def _call_test(name: str, inputs: Any, right: Sequence[Any]) -> str:
     """The code of one test. A returned tuple equals a list, because JSON has only lists; any value in `right` is accepted."""
     try:
         arguments, results = (
-            repr(json.loads(json.dumps(each, allow_nan=False))) for each in (given, right)
+            repr(json.loads(json.dumps(value, allow_nan=False))) for value in (inputs, right)
         )
     except (TypeError, ValueError) as error:
         raise ValueError(f"has values for {name} that are no JSON: {error}") from error
@@ -300,49 +304,55 @@ def _call_test(name: str, given: Any, right: Sequence[Any]) -> str:
     )
 
 
-def _source(row: Mapping[str, Any]) -> tuple[str, Any]:
+def _source_column(row: Mapping[str, Any]) -> tuple[str, Any]:
     """The column with the tests, and its value."""
     names = (*FORMS_OF_TESTS, *FORMS_OF_CASES)
-    given = {name: value for name in names if (value := _parse_nested_json(row.get(name)))}
-    for name, value in given.items():
+    by_column = {name: value for name in names if (value := _parse_nested_json(row.get(name)))}
+    for name, value in by_column.items():
         if name in FORMS_OF_CASES and isinstance(value, str) and _PACKED.fullmatch(value):
-            given[name] = _unpack_private_cases(value)
-    truths = [(name, given.pop(name)) for name in ("ground_truth", "reward_model") if name in given]
-    ours = {name: given[name] for name in ("tests", "test_cases") if name in given}
-    given = ours or _together(given)
-    given = given or dict([pair for name, each in truths for pair in _in_truth(name, each)][:1])
-    if len(given) > 1:
-        first, second, *_ = given
+            by_column[name] = _unpack_private_cases(value)
+    truths = [
+        (name, by_column.pop(name))
+        for name in ("ground_truth", "reward_model")
+        if name in by_column
+    ]
+    preferred = {name: by_column[name] for name in ("tests", "test_cases") if name in by_column}
+    by_column = preferred or _merge_public_private(by_column)
+    by_column = by_column or dict(
+        [pair for name, value in truths for pair in _tests_in_truth(name, value)][:1]
+    )
+    if len(by_column) > 1:
+        first, second, *_ = by_column
         raise ValueError(
             f"has both `{first}` and `{second}`; leave one empty, or give one alone as `tests` or `test_cases`"
         )
-    if not given:
+    if not by_column:
         raise ValueError(
             "has no tests: expected asserts or code in the column `tests`, or input and output in `test_cases`. Those of "
             f"other data sets may stand in {', '.join(name for name in names if name not in ('tests', 'test_cases'))}"
         )
-    ((name, value),) = given.items()
+    ((name, value),) = by_column.items()
     if name == "official_tests":
-        for column, (refused, why) in NOT_READ.items():
-            if (found := row.get(column)) and refused in (None, found):
-                raise ValueError(f"has `{column}` {found!r:.40}, and {why}")
+        for column, (refused_value, why) in NOT_READ.items():
+            if (cell := row.get(column)) and refused_value in (None, cell):
+                raise ValueError(f"has `{column}` {cell!r:.40}, and {why}")
     return name, value
 
 
-def _together(given: Mapping[str, Any]) -> dict[str, Any]:
+def _merge_public_private(columns: Mapping[str, Any]) -> dict[str, Any]:
     """Public and private cases combined as one column."""
-    found = dict(given)
+    merged = dict(columns)
     for public, private in (
         ("public_test_cases", "private_test_cases"),
         ("public_tests", "private_tests"),
     ):
-        parts = [found.pop(each) for each in (public, private) if each in found]
-        if both := [case for part in parts for case in _case_list(part)]:
-            found[public] = both
-    return found
+        parts = [merged.pop(column) for column in (public, private) if column in merged]
+        if cases := [case for part in parts for case in _case_list(part)]:
+            merged[public] = cases
+    return merged
 
 
-def _in_truth(name: str, value: Any) -> list[tuple[str, Any]]:
+def _tests_in_truth(name: str, value: Any) -> list[tuple[str, Any]]:
     """A ground-truth column if it holds tests; otherwise nothing."""
     if isinstance(value, Mapping) and "ground_truth" in value:
         value = _parse_nested_json(cast("Mapping[str, Any]", value)["ground_truth"])
@@ -352,9 +362,9 @@ def _in_truth(name: str, value: Any) -> list[tuple[str, Any]]:
 def _case_list(cases: Any) -> list[Any]:
     if isinstance(cases, Mapping):
         table = cast("Mapping[str, Any]", cases)
-        pairs = _pairs(table) if any(table.values()) else []
+        pairs = _input_output_pairs(table) if any(table.values()) else []
         shared = {"fn_name": table["fn_name"]} if "fn_name" in table else {}
-        return [{"input": given, "output": expected, **shared} for given, expected in pairs]
+        return [{"input": argument, "output": expected, **shared} for argument, expected in pairs]
     if not isinstance(cases, list):
         raise ValueError(f"has test cases that are no list: {cases!r:.80}")
     return cast("list[Any]", cases)
@@ -363,13 +373,13 @@ def _case_list(cases: Any) -> list[Any]:
 def _are_cases(value: Any) -> bool:
     """True if a column for asserts holds cases, as in DeepCoder."""
     entries: list[Any] = cast("Any", value) if isinstance(value, list) else [value]
-    return all(isinstance(each, Mapping) for each in entries)
+    return all(isinstance(entry, Mapping) for entry in entries)
 
 
 def _are_asserts(value: Any) -> bool:
     """True if a column of test cases holds asserts that call the function (AceCode), not inputs and outputs."""
     entries: list[Any] = cast("Any", value) if isinstance(value, list) else [value]
-    return all(isinstance(each, str) for each in entries) and any(map(_ASSERT.search, entries))
+    return all(isinstance(entry, str) for entry in entries) and any(map(_ASSERT.search, entries))
 
 
 _ASSERT = re.compile(r"(?m)^[^\S\n]*assert\b")
@@ -378,19 +388,19 @@ _ASSERT = re.compile(r"(?m)^[^\S\n]*assert\b")
 def _is_one_case(value: Any) -> bool:
     """True for one case; a table has lists for inputs and outputs, and no type."""
     match value:
-        case {"input": given, "output": wanted, **more}:
-            return not (isinstance(given, list) and isinstance(wanted, list)) or "type" in more
+        case {"input": given, "output": expected, **more}:
+            return not (isinstance(given, list) and isinstance(expected, list)) or "type" in more
         case _:
             return False
 
 
-def _preparation(row: Mapping[str, Any]) -> list[str]:
+def _setup_code(row: Mapping[str, Any]) -> list[str]:
     """The code that MBPP's tests start with."""
-    found: list[Any] = [
+    values: list[Any] = [
         _parse_nested_json(row.get(name)) or [] for name in ("test_imports", "test_setup_code")
     ]
     lines: list[Any] = [
-        line for each in found for line in ([each] if isinstance(each, str) else each)
+        line for value in values for line in ([value] if isinstance(value, str) else value)
     ]
     return [str(line) for line in lines if str(line).strip()]
 
@@ -422,14 +432,14 @@ def _parse_nested_json(value: Any) -> Any:
         value = value.tolist()
     if isinstance(value, list | tuple):
         return [
-            _parse_nested_json(each) if hasattr(each, "tolist") else each
-            for each in cast("list[Any]", value)
+            _parse_nested_json(item) if hasattr(item, "tolist") else item
+            for item in cast("list[Any]", value)
         ]
     if isinstance(value, Mapping):
         table = cast("Mapping[Any, Any]", value)
         return {
-            key: _parse_nested_json(each) if hasattr(each, "tolist") else each
-            for key, each in table.items()
+            key: _parse_nested_json(item) if hasattr(item, "tolist") else item
+            for key, item in table.items()
         }
     if not isinstance(value, str):
         return value
@@ -486,7 +496,7 @@ _Call = tuple[Any, list[Any]]
 def _is_call(case: Any) -> bool:
     if not isinstance(case, Mapping):
         return False
-    kind = _kind(cast("Mapping[str, Any]", case))
+    kind = _case_kind(cast("Mapping[str, Any]", case))
     return kind in _CALLS or (kind is None and bool(cast("Any", case).get("fn_name")))
 
 
@@ -494,7 +504,7 @@ def _of_live_code_bench(cases: Any) -> bool:
     return isinstance(cases, list) and any("testtype" in case for case in cast("list[Any]", cases))
 
 
-def _kind(case: Mapping[str, Any]) -> Any:
+def _case_kind(case: Mapping[str, Any]) -> Any:
     return case.get("type", case.get("testtype"))
 
 
@@ -508,7 +518,8 @@ def _listed_calls(cases: Sequence[Any], entry_point: Any) -> tuple[Any, list[_Ca
     if partial := [case for case in cases if not {"input", "output"} <= case.keys()]:
         raise ValueError(f"has a test case {partial[0]!r:.80}; expected `input` and `output`")
     calls = [
-        _call(case["input"], case["output"], listed=_kind(case) != "functional") for case in cases
+        _make_call(case["input"], case["output"], accept_list=_case_kind(case) != "functional")
+        for case in cases
     ]
     return names.pop(), calls
 
@@ -517,33 +528,35 @@ def _name_in(case: Mapping[str, Any]) -> Any:
     return case.get("fn_name") or _function_named(_parse_nested_json(case.get("metadata")))
 
 
-def _call(given: Any, expected: Any, *, listed: bool = False) -> _Call:
+def _make_call(inputs: Any, expected: Any, *, accept_list: bool = False) -> _Call:
     """A call. Its arguments are a list, or text with the JSON of one argument in each line; a number is a single argument.
 
-    `listed`: text may also be the JSON of the whole list. If the arguments are not text, a result given as text may be JSON or the
+    `accept_list`: text may also be the JSON of the whole list. If the arguments are not text, a result given as text may be JSON or the
     text itself.
     """
-    if isinstance(given, str):
-        arguments = _arguments(given)
-        if listed and len(arguments) == 1 and isinstance(arguments[0], list):
+    if isinstance(inputs, str):
+        arguments = _parse_arguments(inputs)
+        if accept_list and len(arguments) == 1 and isinstance(arguments[0], list):
             arguments = cast("list[Any]", arguments[0])
-        return arguments, [_result(expected)]
-    right = [expected, _result(expected)] if listed and isinstance(expected, str) else [expected]
-    return ([given] if isinstance(given, int | float) else given), right
+        return arguments, [_parse_result(expected)]
+    right = (
+        [expected, _parse_result(expected)]
+        if accept_list and isinstance(expected, str)
+        else [expected]
+    )
+    return ([inputs] if isinstance(inputs, int | float) else inputs), right
 
 
-def _arguments(given: str) -> list[Any]:
+def _parse_arguments(text: str) -> list[Any]:
     with suppress(ValueError):
-        return [json.loads(given)]  # one JSON value may take several lines
+        return [json.loads(text)]  # one JSON value may take several lines
     try:
-        return [json.loads(line) for line in given.splitlines() if line.strip()]
+        return [json.loads(line) for line in text.splitlines() if line.strip()]
     except ValueError as error:
-        raise ValueError(
-            f"has the input {given!r:.80}, whose lines are no JSON: {error}"
-        ) from error
+        raise ValueError(f"has the input {text!r:.80}, whose lines are no JSON: {error}") from error
 
 
-def _result(expected: Any) -> Any:
+def _parse_result(expected: Any) -> Any:
     if not isinstance(expected, str):
         return expected
     with suppress(ValueError):
@@ -551,44 +564,44 @@ def _result(expected: Any) -> Any:
     return expected
 
 
-def _cases(value: Any, name: str, *, numbers: bool) -> list[Case]:
+def _parse_cases(value: Any, name: str, *, numbers: bool) -> list[Case]:
     """Cases from a list of {input, output}, or from {inputs: […], outputs: […]}; with `numbers`, a number is converted to text."""
     if isinstance(value, str):
         raise ValueError(
             f"has `{name}` that are neither JSON nor what LiveCodeBench packs: {value!r:.80}"
         )
     if isinstance(value, Mapping):
-        pairs = _pairs(cast("Mapping[str, Any]", value))
-        value = [{"input": given, "output": expected} for given, expected in pairs]
-    return [_case(each, numbers=numbers) for each in value]
+        pairs = _input_output_pairs(cast("Mapping[str, Any]", value))
+        value = [{"input": argument, "output": expected} for argument, expected in pairs]
+    return [_parse_case(case, numbers=numbers) for case in value]
 
 
-def _pairs(table: Mapping[str, Any]) -> list[tuple[Any, Any]]:
-    given, expected = (table.get(f"{name}s", table.get(name)) for name in ("input", "output"))
+def _input_output_pairs(table: Mapping[str, Any]) -> list[tuple[Any, Any]]:
+    inputs, outputs = (table.get(f"{name}s", table.get(name)) for name in ("input", "output"))
     if unknown := [key for key in table if key not in _OF_A_TABLE]:
         raise ValueError(
             f"has `test_cases` with the key {unknown[0]!r:.80}; expected `inputs`, `outputs` and, for calls, `fn_name`"
         )
-    if not (isinstance(given, list) and isinstance(expected, list)):
+    if not (isinstance(inputs, list) and isinstance(outputs, list)):
         raise ValueError(_NO_TABLE)
-    listed = cast("list[Any]", given), cast("list[Any]", expected)
-    if not len(listed[0]) == len(listed[1]) > 0:
+    columns = cast("list[Any]", inputs), cast("list[Any]", outputs)
+    if not len(columns[0]) == len(columns[1]) > 0:
         raise ValueError(_NO_TABLE)
-    return list(zip(*listed, strict=True))
+    return list(zip(*columns, strict=True))
 
 
 _OF_A_TABLE = ("inputs", "outputs", "input", "output", "fn_name")
 _NO_TABLE = "has `test_cases` that are a dictionary; expected `inputs` and `outputs`, two lists of equal length"
 
 
-def _case(value: Any, *, numbers: bool) -> Case:
+def _parse_case(value: Any, *, numbers: bool) -> Case:
     match value:
-        case {"input": given, "output": wanted, **more} if (
-            not more.keys() - _BESIDE and not more.get("fn_name") and _kind(more) in _PROGRAMS
+        case {"input": given, "output": expected, **more} if (
+            not more.keys() - _BESIDE and not more.get("fn_name") and _case_kind(more) in _PROGRAMS
         ):
             with suppress(TypeError):
                 return Case(
-                    _join_lines(given, numbers=numbers), _join_lines(wanted, numbers=numbers)
+                    _join_lines(given, numbers=numbers), _join_lines(expected, numbers=numbers)
                 )
         case _:
             pass
@@ -635,18 +648,18 @@ async def verdict(
     Raises SandboxError if no sandbox has the required protections, ValueError for tests that cannot be run.
     """
     if tests.of_program:
-        passed, why, left = 0, None, limits.seconds
+        passed, why, remaining = 0, None, limits.seconds
         cases, common_imports = tests.of_program, _common_imports(code, tests)
         for number, case in enumerate(cases):
-            if left <= 0:
+            if remaining <= 0:
                 break
             output = max(limits.output, 2 * len(case.output) + 1024)
-            allowed = replace(limits, seconds=left, output=output)
+            allowed = replace(limits, seconds=remaining, output=output)
             stdin = case.input.encode()
             result = await run(
                 code, stdin=stdin, limits=allowed, require=require, common_imports=common_imports
             )
-            left -= result.seconds
+            remaining -= result.seconds
             if case.passes(result):
                 passed += 1
             elif why is None:
@@ -666,7 +679,7 @@ def _describe_result(result: Result) -> str:
     return f"{result.ending}; printed {printed!r}{''.join(f'; {line[:200]}' for line in errors)}"
 
 
-class _BrokeOff(Exception):
+class _TestsBrokeOff(Exception):
     """The tests stopped before their end. `_of_functions` finds out whether the tests or the code are at fault."""
 
     def __init__(self, why: str, so_far: Verdict) -> None:
@@ -687,50 +700,54 @@ async def _of_functions(
     """The tests' verdict on the code. If they break off, they are at fault if they also do so for code that does nothing."""
     try:
         return await _run_tests(code, tests, limits, require)
-    except _BrokeOff as broke_off:
+    except _TestsBrokeOff as broke_off:
         if not broke_off.so_far.of:  # the tests had not started
             raise ValueError(str(broke_off)) from broke_off
-        found = broke_off.so_far
+        partial_verdict = broke_off.so_far
     names = Plan.of(tests.of_functions, tests.entry_point).names
     harmless = _ANYTHING + "\n".join(f"{name} = _Anything()" for name in sorted(names))
     try:
         await _run_tests(harmless, tests, limits, require)
-    except _BrokeOff as broke_off:
+    except _TestsBrokeOff as broke_off:
         raise ValueError(str(broke_off)) from broke_off
-    return found
+    return partial_verdict
 
 
 async def _run_tests(code: str, tests: RowTests, limits: Limits, require: Sequence[str]) -> Verdict:
     """One sandbox for the code and one for the tests, connected by a socket; verdicts arrive on a second one."""
-    theirs, line = socket.socketpair()
-    ours, verdicts = socket.socketpair()
-    patient = replace(limits, seconds=limits.seconds + START_LIMIT)  # enforced in this process
-    given = tests.of_functions if isinstance(tests.of_functions, str) else list(tests.of_functions)
-    serving = _program(
+    solution_end, judge_end = socket.socketpair()
+    receiver, verdicts = socket.socketpair()
+    box_limits = replace(limits, seconds=limits.seconds + START_LIMIT)  # enforced in this process
+    test_source = (
+        tests.of_functions if isinstance(tests.of_functions, str) else list(tests.of_functions)
+    )
+    serving = _sandbox_program(
         "boxed_solution:serve", code=code, common_imports=_common_imports(code, tests)
     )
-    judging = _program("boxed_tests:judge", tests=given, entry_point=tests.entry_point)
-    solution = Box(serving, limits=patient, channels=[theirs], require=require)
-    judge = Box(judging, limits=patient, channels=[line, verdicts], require=require)
-    with ours, theirs, line, verdicts:
+    judging = _sandbox_program(
+        "boxed_tests:judge", tests=test_source, entry_point=tests.entry_point
+    )
+    solution = Box(serving, limits=box_limits, channels=[solution_end], require=require)
+    judge = Box(judging, limits=box_limits, channels=[judge_end, verdicts], require=require)
+    with receiver, solution_end, judge_end, verdicts:
         async with solution, judge:
-            for end in (theirs, line, verdicts):
+            for end in (solution_end, judge_end, verdicts):
                 end.close()
             await solution.wait_until_running()
             await judge.wait_until_running()
-            docket = _Docket(ours)
+            docket = _VerdictCollector(receiver)
             if not await docket.fill(limits.seconds):
-                ended = await judge.result()
-                why = f"The box of the tests ended before them: {_describe_result(ended)}"
-                raise _BrokeOff(why, docket.verdict())
+                result = await judge.result()
+                why = f"The box of the tests ended before them: {_describe_result(result)}"
+                raise _TestsBrokeOff(why, docket.verdict())
             return docket.verdict()
 
 
-def _program(function: str, **arguments: Any) -> dict[str, Any]:
+def _sandbox_program(function: str, **arguments: Any) -> dict[str, Any]:
     return {"function": f"groupwise.tasks.rewards.{function}", "arguments": arguments}
 
 
-class _Docket:
+class _VerdictCollector:
     """Records the messages of the tests' sandbox."""
 
     def __init__(self, connection: socket.socket) -> None:
@@ -745,11 +762,11 @@ class _Docket:
         """Receive verdicts until the last one or until `seconds` after the start of the tests. Returns False if the tests broke
         off.
 
-        Raises _BrokeOff if the tests report that they cannot be run, SandboxError if they do not start.
+        Raises _TestsBrokeOff if the tests report that they cannot be run, SandboxError if they do not start.
         """
         try:
             async with asyncio.timeout(START_LIMIT):
-                opening = await self._next()
+                opening = await self._next_message()
         except TimeoutError:
             raise SandboxError(f"Tests had not begun after {START_LIMIT:g} s.") from None
         if opening is None:
@@ -757,8 +774,8 @@ class _Docket:
         self._count = self._require_unbroken(opening)["tests"]
         try:
             async with asyncio.timeout(seconds):
-                while (message := await self._next()) is not None and "done" not in message:
-                    self._enter(self._require_unbroken(message))
+                while (message := await self._next_message()) is not None and "done" not in message:
+                    self._record_verdict(self._require_unbroken(message))
         except TimeoutError:
             self._why = self._why or f"time ran out in test {len(self._outcomes)}"
             return True
@@ -770,14 +787,14 @@ class _Docket:
 
     def _require_unbroken(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
         if "broken" in message:
-            raise _BrokeOff(message["broken"], self.verdict())
+            raise _TestsBrokeOff(message["broken"], self.verdict())
         return message
 
-    def _enter(self, message: Mapping[str, Any]) -> None:
+    def _record_verdict(self, message: Mapping[str, Any]) -> None:
         self._outcomes.append(message["passed"])
         self._why = self._why or message["why"]
 
-    async def _next(self) -> dict[str, Any] | None:
+    async def _next_message(self) -> dict[str, Any] | None:
         while (frame := self._buffer.take()) is None:
             piece = await asyncio.get_running_loop().sock_recv(self._connection, 1 << 16)
             if not piece:
@@ -801,7 +818,7 @@ class PythonTests:
     memory: int = 512
     """MiB of address space for each process."""
     concurrency: int = 4
-    """Completions of a group that are run at once."""
+    """Most completions of a group that run at the same time."""
     answer_tag: Tag = "answer"
     require: tuple[str, ...] = ("network", "files", "calls")
     """Protections without which nothing is run; see `sandbox.PROTECTIONS`. These keep the code from the trainer, and from the tests."""
@@ -830,20 +847,24 @@ class PythonTests:
     def check_machine(self) -> str:
         """Name the protections that hold on this machine. Raises ValueError if a required one is missing, or if no sandbox can run."""
         try:
-            protections = _held_here()
+            protections = _machine_protections()
         except SandboxError as problem:
             raise ValueError(
                 f"runs code in a sandbox, which cannot be had here: {problem}"
             ) from problem
-        by = ", ".join(f"{name} ({' and '.join(how)})" for name, how in protections.items() if how)
+        description = ", ".join(
+            f"{name} ({' and '.join(mechanisms)})"
+            for name, mechanisms in protections.items()
+            if mechanisms
+        )
         lacking = missing(protections)
         if unmet := [name for name in self.require if name in lacking]:
             raise ValueError(
                 f"does not run code without {', '.join(unmet)} in its sandbox ({'; '.join(PROTECTIONS[name] for name in unmet)}), and this "
-                f"machine has {by or 'nothing of it'}. Run on Linux 5.13 or later on x86-64 or aarch64, or set its `require` to what you "
-                "need: [] for code that you trust."
+                f"machine has {description or 'nothing of it'}. Run on Linux 5.13 or later on x86-64 or aarch64, or set its `require` "
+                "to what you need: [] for code that you trust."
             )
-        return f"runs code in a sandbox that has {by}; it lacks {', '.join(lacking) or 'nothing'}"
+        return f"runs code in a sandbox that has {description}; it lacks {', '.join(lacking) or 'nothing'}"
 
     async def __call__(
         self,
@@ -856,15 +877,17 @@ class PythonTests:
         # Read the tests of each row once: the members of a group share them, and they may be large.
         names = (*FORMS_OF_TESTS, *FORMS_OF_CASES, *BESIDE, *NOT_READ)
         columns_used = [name for name in names if name in columns]
-        read: dict[tuple[int, ...], RowTests | str] = {}
+        tests_by_key: dict[tuple[int, ...], RowTests | str] = {}
         keys = [tuple(id(columns[name][index]) for name in columns_used) for index in range(count)]
         for index, key in enumerate(keys):
-            if key not in read:
+            if key not in tests_by_key:
                 try:
-                    read[key] = RowTests.of({name: columns[name][index] for name in columns_used})
+                    tests_by_key[key] = RowTests.of(
+                        {name: columns[name][index] for name in columns_used}
+                    )
                 except (ValueError, RecursionError) as problem:
-                    read[key] = str(problem)
-        rows = [read[key] for key in keys]
+                    tests_by_key[key] = str(problem)
+        rows = [tests_by_key[key] for key in keys]
         texts = completion_texts(completions, columns)
         prompts = columns.get("prompts", [None] * count)
         rows = [
@@ -872,7 +895,7 @@ class PythonTests:
         ]
         names_of_row = {row: () if isinstance(row, str) else row.names for row in set(rows)}
         codes = [
-            _gone_on_with(prompt, code_in(text, self.answer_tag, names_of_row[row]), row)
+            _with_prompt(prompt, code_in(text, self.answer_tag, names_of_row[row]), row)
             for prompt, text, row in zip(prompts, texts, rows, strict=True)
         ]
         slots = asyncio.Semaphore(self.concurrency)
@@ -883,8 +906,11 @@ class PythonTests:
             }
         verdicts = [jobs[pair].result() for pair in zip(codes, rows, strict=True)]
         if log_extra is not None:
-            log_extra("python_tests", [_note(each) for each in verdicts])
-        return [each if isinstance(each, Failed) else self._value(each) for each in verdicts]
+            log_extra("python_tests", [_verdict_record(verdict) for verdict in verdicts])
+        return [
+            verdict if isinstance(verdict, Failed) else self._reward_of_verdict(verdict)
+            for verdict in verdicts
+        ]
 
     async def _verdict_for(
         self, code: str, row: RowTests | str, slots: asyncio.Semaphore
@@ -899,8 +925,8 @@ class PythonTests:
             except (SandboxError, ValueError) as error:
                 return Failed(f"could not run the tests: {error}")
 
-    def _value(self, found: Verdict) -> float:
-        return found.passed / found.of if self.partial else float(found.passed == found.of)
+    def _reward_of_verdict(self, verdict: Verdict) -> float:
+        return verdict.passed / verdict.of if self.partial else float(verdict.passed == verdict.of)
 
 
 def _with_prompt_definitions(row: RowTests | str, prompt: Any) -> RowTests | str:
@@ -913,21 +939,21 @@ def _with_prompt_definitions(row: RowTests | str, prompt: Any) -> RowTests | str
         return row
     kinds = (ast.Import, ast.ImportFrom, ast.FunctionDef, ast.ClassDef)
     definitions: list[ast.stmt] = [
-        each
-        for each in statements
-        if isinstance(each, kinds) and getattr(each, "name", "") != row.entry_point
+        statement
+        for statement in statements
+        if isinstance(statement, kinds) and getattr(statement, "name", "") != row.entry_point
     ]
     tests = (row.of_functions,) if isinstance(row.of_functions, str) else row.of_functions
     helpers = ast.unparse(ast.Module(definitions, type_ignores=[]))
     if not helpers or not tests:
         return row
-    joined = (
+    combined = (
         "\n".join((helpers, *tests)) if isinstance(row.of_functions, str) else (helpers, *tests)
     )
-    return replace(row, of_functions=joined)
+    return replace(row, of_functions=combined)
 
 
-def _gone_on_with(prompt: Any, code: str, row: RowTests | str) -> str:
+def _with_prompt(prompt: Any, code: str, row: RowTests | str) -> str:
     """The code with its prompt before it, if the prompt starts the tested function, as in HumanEval."""
     names = () if isinstance(row, str) or row.entry_point is None else (row.entry_point,)
     prompt_begins_it = (
@@ -936,13 +962,13 @@ def _gone_on_with(prompt: Any, code: str, row: RowTests | str) -> str:
     return prompt + code if prompt_begins_it else code
 
 
-def _note(found: Verdict | Failed) -> dict[str, Any] | None:
-    if isinstance(found, Failed):
+def _verdict_record(verdict: Verdict | Failed) -> dict[str, Any] | None:
+    if isinstance(verdict, Failed):
         return None
-    return {"passed": found.passed, "of": found.of, "why": found.why}
+    return {"passed": verdict.passed, "of": verdict.of, "why": verdict.why}
 
 
 @cache
-def _held_here() -> Mapping[str, tuple[str, ...]]:
+def _machine_protections() -> Mapping[str, tuple[str, ...]]:
     """Protections that a sandbox has on this machine, tried once."""
     return run_to_end(run("")).held

@@ -22,13 +22,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar, cast
 
-from groupwise.core.construct import instance, taken_by
+from groupwise.core.construct import accepted_parameters, instance
 from groupwise.core.errors import TaskError
 from groupwise.core.plugins import load, missing, nearest
 from groupwise.core.reward_call.call import RewardCallable, check_function, name_of
 from groupwise.tasks.rewards.gold import gold_of_row
-from groupwise.tasks.rewards.nesting import taking_nested
-from groupwise.tasks.rewards.other_names import meant_by
+from groupwise.tasks.rewards.nesting import accept_nested
+from groupwise.tasks.rewards.other_names import meaning_of
 from groupwise.tasks.rewards.router import Router
 from groupwise.tasks.rewards.rubric import Rubric
 
@@ -66,12 +66,12 @@ def reward(name: str) -> Callable[[Kind], Kind]:
     """
 
     def enter(kind: Kind) -> Kind:
-        known = _REWARDS if kind.__module__.startswith(_OWN_PACKAGE) else registered_rewards()
-        there = known.get(name)
-        if there is not None and there.__module__ != kind.__module__:
-            raise ValueError(f"there is a reward {name!r} already, in {there.__module__}")
+        rewards = _REWARDS if kind.__module__.startswith(_OWN_PACKAGE) else registered_rewards()
+        existing = rewards.get(name)
+        if existing is not None and existing.__module__ != kind.__module__:
+            raise ValueError(f"there is a reward {name!r} already, in {existing.__module__}")
         if inspect.isclass(cast("object", kind)):
-            for parameter in taken_by(cast("Any", kind)):
+            for parameter in accepted_parameters(cast("Any", kind)):
                 if parameter.name in OWN_KEYS:
                     raise ValueError(
                         f"the reward {name!r} has a parameter {parameter.name!r}, which every entry has itself"
@@ -106,11 +106,11 @@ def get_reward_funcs(
 
 
 def configured_rubric(
-    section: Mapping[str, Any], own: tuple[str, Rubric] | None = None
+    section: Mapping[str, Any], task_rewards: tuple[str, Rubric] | None = None
 ) -> Rubric | None:
     """The rewards that the config's section `rewards` names itself; None if it leaves them to the task. Raises TaskError.
 
-    `own`: the name and rewards of a task. A router without another default uses them for rows with unknown labels.
+    `task_rewards`: the name and rewards of a task. A router without another default uses them for rows with unknown labels.
     """
     answer_column, router = section.get("answer_column"), section.get("router")
     if section.get("reward_funcs") is not None:
@@ -119,13 +119,13 @@ def configured_rubric(
     elif router is not None:
         where = "rewards.router"
         lists: dict[str, object] = {
-            label: _build_rewards(each, answer_column, f"{where}.{label}")
-            for label, each in router.items()
+            label: _build_rewards(entries, answer_column, f"{where}.{label}")
+            for label, entries in router.items()
         }
         default = section.get("default_task")
-        if own is not None and default is None and own[0] not in lists:
-            default = own[0]
-            lists[default] = own[1]
+        if task_rewards is not None and default is None and task_rewards[0] not in lists:
+            default = task_rewards[0]
+            lists[default] = task_rewards[1]
         rubric = Router.of(lists, where=where, default=default)
     else:
         return None
@@ -145,16 +145,16 @@ def _build_rewards(names: object, answer_column: str | None, where: str) -> list
     """The rewards with their weights. Raises TaskError with a line for each invalid entry."""
     if isinstance(names, str | Mapping) or not isinstance(names, Sequence):
         raise TaskError(f"{where}: expected a list of names or sections, got {names!r:.60}.")
-    found: list[Weighted] = []
+    rewards: list[Weighted] = []
     problems: list[str] = []
     for entry in cast("Sequence[Any]", names):
         try:
-            found.append(_configure_reward(entry, answer_column, where))
+            rewards.append(_configure_reward(entry, answer_column, where))
         except TaskError as error:
             problems.append(f"{where}: {error}")
     if problems:
         raise TaskError("\n".join(problems))
-    return found
+    return rewards
 
 
 def _configure_reward(entry: Any, answer_column: str | None, where: str) -> Weighted:
@@ -165,28 +165,28 @@ def _configure_reward(entry: Any, answer_column: str | None, where: str) -> Weig
             f"the entry {entry!r:.60} does not say which reward it is; write a name, or a section with `name:` and parameters."
         )
     parameters = {key: value for key, value in section.items() if key not in OWN_KEYS}
-    found = registered_rewards().get(name) or _load_object(name)
-    if inspect.isclass(found):
+    target = registered_rewards().get(name) or _load_object(name)
+    if inspect.isclass(target):
         shared = {"answer_column": answer_column} if answer_column is not None else {}
-        accepted = {parameter.name for parameter in taken_by(found)}
-        given = {key: value for key, value in shared.items() if key in accepted}
-        function = cast("RewardCallable", instance(found, {**given, **parameters}, name))
+        accepted = {parameter.name for parameter in accepted_parameters(target)}
+        defaults = {key: value for key, value in shared.items() if key in accepted}
+        function = cast("RewardCallable", instance(target, {**defaults, **parameters}, name))
     else:
         if parameters:
             raise TaskError(
                 f"{name} is no class, so it takes no parameters ({', '.join(parameters)}). Only a class has parameters: "
                 "make it a dataclass with these fields and `__call__(self, prompts, completions, **columns)`."
             )
-        function = cast("RewardCallable", found)
+        function = cast("RewardCallable", target)
     check_function(function, name)
-    made: Any = taking_nested(function, name if ":" not in name else name_of(function))
+    wrapped: Any = accept_nested(function, name if ":" not in name else name_of(function))
     if hasattr(function, "answer_column") and not hasattr(function, "check_row"):
-        made.check_row = functools.partial(_need_gold, function)
+        wrapped.check_row = functools.partial(_need_gold, function)
     weight = section.get("weight", 1.0)
     is_number = isinstance(weight, int | float) and not isinstance(weight, bool)
     if not is_number or not math.isfinite(weight):
         raise TaskError(f"{name}: its weight is {weight!r}; expected a finite number.")
-    return made, float(weight)
+    return wrapped, float(weight)
 
 
 def _need_gold(reward: Any, row: Mapping[str, Any]) -> None:
@@ -195,24 +195,30 @@ def _need_gold(reward: Any, row: Mapping[str, Any]) -> None:
 
 def _load_object(name: str) -> object:
     """The function, class or object with this name."""
-    known = {each: kind.__module__ for each, kind in registered_rewards().items()}
-    if _is_nothing(name, known):
-        raise TaskError(_unknown_name_message(name, known))
+    modules_by_name = {
+        reward_name: kind.__module__ for reward_name, kind in registered_rewards().items()
+    }
+    if _is_nothing(name, modules_by_name):
+        raise TaskError(_unknown_name_message(name, modules_by_name))
     try:
         plugin = load(
-            name, kind="reward", builtins=known, entry_points=ENTRY_POINTS, instantiate=False
+            name,
+            kind="reward",
+            builtins=modules_by_name,
+            entry_points=ENTRY_POINTS,
+            instantiate=False,
         )
     except TaskError as error:
-        meant = meant_by(name, known)
+        meant = meaning_of(name, modules_by_name)
         raise TaskError(f"{error}\n{meant.hint}" if meant else str(error)) from error
     if isinstance(plugin.object, ModuleType):
-        there = [
-            each
-            for each, value in vars(plugin.object).items()
+        functions = [
+            attribute
+            for attribute, value in vars(plugin.object).items()
             if inspect.isroutine(value) and value.__module__ == plugin.module.__name__
         ]
         raise TaskError(
-            f"{name} is a module. Name the function in it, {name}:function; there are: {', '.join(there) or 'none'}."
+            f"{name} is a module. Name the function in it, {name}:function; there are: {', '.join(functions) or 'none'}."
         )
     return plugin.object
 
@@ -223,11 +229,13 @@ def unknown_reward(name: str) -> str | None:
     The content of a module or a file is only known once it runs. A name without a function must be registered, or announced by an
     installed package.
     """
-    known = {each: kind.__module__ for each, kind in registered_rewards().items()}
+    modules_by_name = {
+        reward_name: kind.__module__ for reward_name, kind in registered_rewards().items()
+    }
     return (
         None
-        if ":" in name or name in known or name in _entry_point_names()
-        else _unknown_name_message(name, known)
+        if ":" in name or name in modules_by_name or name in _entry_point_names()
+        else _unknown_name_message(name, modules_by_name)
     )
 
 
@@ -237,24 +245,33 @@ def _entry_point_names() -> frozenset[str]:
     return frozenset(point.name for point in importlib.metadata.entry_points(group=ENTRY_POINTS))
 
 
-def _is_nothing(name: str, known: Mapping[str, str]) -> bool:
+def _is_nothing(name: str, modules_by_name: Mapping[str, str]) -> bool:
     """True if `load` would find nothing under this name, even if Python or another package has an object of that name."""
     if Path(name).is_file() or any(
         point.name == name for point in importlib.metadata.entry_points(group=ENTRY_POINTS)
     ):
         return False
-    absent = missing(name, kind="reward", builtins=known, entry_points=ENTRY_POINTS) is not None
-    return name in sys.stdlib_module_names or (absent and meant_by(name, known) is not None)
+    absent = (
+        missing(name, kind="reward", builtins=modules_by_name, entry_points=ENTRY_POINTS)
+        is not None
+    )
+    return name in sys.stdlib_module_names or (
+        absent and meaning_of(name, modules_by_name) is not None
+    )
 
 
-def _unknown_name_message(name: str, known: Mapping[str, str]) -> str:
-    meant = meant_by(name, known)
+def _unknown_name_message(name: str, modules_by_name: Mapping[str, str]) -> str:
+    meant = meaning_of(name, modules_by_name)
     quoted = f"`{name:.80}`" if name.isprintable() else f"{name!r:.80}"
     if meant is None:
-        near = nearest(name, known)
-        hint = f" Did you mean {' or '.join(f'`{each}`' for each in near)}?" if near else ""
+        suggestions = nearest(name, modules_by_name)
+        hint = (
+            f" Did you mean {' or '.join(f'`{suggestion}`' for suggestion in suggestions)}?"
+            if suggestions
+            else ""
+        )
         of_python = ", which is a module of Python itself" * (name in sys.stdlib_module_names)
         message = f"There is no reward {quoted}{of_python}.{hint}"
     else:
         message = f"There is no reward {quoted}. {meant.hint}"
-    return f"{message}\nBuilt-in: {', '.join(sorted(known))}.\nYour own are named path/to/file.py:function or module:function."
+    return f"{message}\nBuilt-in: {', '.join(sorted(modules_by_name))}.\nYour own are named path/to/file.py:function or module:function."

@@ -37,13 +37,13 @@ class Router(Rubric):
         if not rubrics:
             raise TaskError(f"{where}: there are no labels; give the rewards of at least one.")
         self.where = where
-        self._outer: frozenset[str] = frozenset()
-        self._take({label: rubric.under(label) for label, rubric in rubrics.items()})
+        self._outer_labels: frozenset[str] = frozenset()
+        self._set_rubrics({label: rubric.nested_under(label) for label, rubric in rubrics.items()})
         self.default = self._checked_default(default)
-        twice = [name for name, count in Counter(self.names).items() if count > 1]
-        if twice:
+        duplicates = [name for name, count in Counter(self.names).items() if count > 1]
+        if duplicates:
             raise TaskError(
-                f"{where}: two parts are called `{twice[0]}`; rename one of the labels."
+                f"{where}: two parts are called `{duplicates[0]}`; rename one of the labels."
             )
 
     @classmethod
@@ -60,62 +60,71 @@ class Router(Rubric):
             raise TaskError(
                 f"{where}: expected a dict from labels to rewards, got {type(value).__name__}."
             )
-        given = cast("Mapping[str, object]", value).items()
-        rubrics = {label: Rubric.of(each, where=f"{where}, {label}") for label, each in given}
+        entries = cast("Mapping[str, object]", value).items()
+        rubrics = {
+            label: Rubric.of(rewards, where=f"{where}, {label}") for label, rewards in entries
+        }
         router = cls(rubrics, default, where=where)
         return router if weights is None else router.reweighted(weights)
 
     def with_default(self, default: str) -> Router:
         """The same router with another default. Raises TaskError for an unknown one."""
-        changed = copy.copy(self)
-        changed.default = self._checked_default(default)
-        return changed
+        router = copy.copy(self)
+        router.default = self._checked_default(default)
+        return router
 
     def reweighted(self, weights: Sequence[float]) -> Router:
         """See `Rubric.reweighted`; the weights are in the order of `names`."""
-        left = list(checked_weights(tuple(weights), self.names, self.where))
+        remaining = list(checked_weights(tuple(weights), self.names, self.where))
         rubrics: dict[str, Rubric] = {}
         for label, rubric in self.rubrics.items():
             count = len(rubric.names)
-            rubrics[label], left = rubric.reweighted(left[:count]), left[count:]
-        changed = copy.copy(self)
-        changed._take(rubrics)
-        return changed
+            rubrics[label], remaining = rubric.reweighted(remaining[:count]), remaining[count:]
+        router = copy.copy(self)
+        router._set_rubrics(rubrics)
+        return router
 
     def without(self, names: Collection[str]) -> Router:
         """See `Rubric.without`: each label must keep at least one reward."""
-        changed = copy.copy(self)
-        changed._take({label: rubric.without(names) for label, rubric in self.rubrics.items()})
-        return changed
+        router = copy.copy(self)
+        router._set_rubrics(
+            {label: rubric.without(names) for label, rubric in self.rubrics.items()}
+        )
+        return router
 
-    def under(self, label: str) -> Router:
-        """See `Rubric.under`: the rewards become one label of another router, so a row's `task` may name that label and this router
+    def nested_under(self, label: str) -> Router:
+        """See `Rubric.nested_under`: the rewards become one label of another router, so a row's `task` may name that label and this router
         ignores it.
         """
-        changed = copy.copy(self)
-        changed._outer = self._outer | {label}
-        changed._take({own: rubric.under(label) for own, rubric in self.rubrics.items()})
-        return changed
+        router = copy.copy(self)
+        router._outer_labels = self._outer_labels | {label}
+        router._set_rubrics(
+            {
+                inner_label: rubric.nested_under(label)
+                for inner_label, rubric in self.rubrics.items()
+            }
+        )
+        return router
 
     def label_of(self, row: Row) -> str | None:
         """The label whose rewards score a row; None if the router has none for it."""
         label, source = (_column_text(row, column) for column in LABEL_COLUMNS)
         if label in self.rubrics:
             return label
-        if label is not None and label not in self._outer:
+        if label is not None and label not in self._outer_labels:
             return None
         return source if source in self.rubrics else self.default
 
     def check_rows(self, rows: Mapping[int, Row]) -> None:
         """See `Rubric.check_rows`: each label's rewards must be able to score its rows, and every row must have rewards."""
         labels = {index: self.label_of(row) for index, row in rows.items()}
-        strangers = {index: _label_in(row) for index, row in rows.items() if labels[index] is None}
-        if strangers:
-            place = next(iter(strangers))
-            first = number_of(rows[place], place)
-            counts = Counter(strangers.values())
+        unrewarded = {index: _label_in(row) for index, row in rows.items() if labels[index] is None}
+        if unrewarded:
+            first_index = next(iter(unrewarded))
+            first = number_of(rows[first_index], first_index)
+            counts = Counter(unrewarded.values())
             raise TaskError(
-                f"{self.where}: {len(strangers)} of {len(rows)} rows have no rewards, row {first} first.\n  "
+                f"{self.where}: {len(unrewarded)} of {len(rows)} rows have no rewards, row {first} first.\n  "
                 + "\n  ".join(
                     f"{n} × {self._unknown_label_message(problem)}"
                     for problem, n in counts.most_common(3)
@@ -126,8 +135,10 @@ class Router(Rubric):
 
     def check_machine(self, *, refuse: bool = True) -> list[str]:
         """See `Rubric.check_machine`."""
-        every = [rubric.check_machine(refuse=refuse) for rubric in self.rubrics.values()]
-        return list(dict.fromkeys(message for each in every for message in each))
+        messages = [rubric.check_machine(refuse=refuse) for rubric in self.rubrics.values()]
+        return list(
+            dict.fromkeys(message for rubric_messages in messages for message in rubric_messages)
+        )
 
     def unscorable(self, row: Row) -> str | None:
         """See `Rubric.unscorable`. A label without rewards is an error of the config, not of a row; `check_rows` reports it."""
@@ -138,32 +149,37 @@ class Router(Rubric):
         self, request: ScoreRequest, started: Callable[[str], None] = lambda name: None
     ) -> GroupScore:
         """See `Rubric.score`: each row is scored by the rewards of its label; a row without any fails with that reason."""
-        rows = _rows_of(request)
-        places: dict[str, list[int]] = {}
-        members = [self._stranger(row) for row in rows]
-        for place, row in enumerate(rows):
+        rows = _label_rows(request)
+        indices_of_label: dict[str, list[int]] = {}
+        members = [self._failed_unknown_label(row) for row in rows]
+        for index, row in enumerate(rows):
             if (label := self.label_of(row)) is not None:
-                places.setdefault(label, []).append(place)
+                indices_of_label.setdefault(label, []).append(index)
         scores = await asyncio.gather(
             *(
-                self.rubrics[label].score(_only(request, own), started)
-                for label, own in places.items()
+                self.rubrics[label].score(_subset(request, indices), started)
+                for label, indices in indices_of_label.items()
             )
         )
-        for own, score in zip(places.values(), scores, strict=True):
-            for place, member in zip(own, score.members, strict=True):
-                members[place] = replace(member, parts=self._parts(member.parts))
+        for indices, score in zip(indices_of_label.values(), scores, strict=True):
+            for index, member in zip(indices, score.members, strict=True):
+                members[index] = replace(member, parts=self._all_parts(member.parts))
         metrics = [score.metrics for score in scores]
-        names = dict.fromkeys(name for each in metrics for name in each)
-        averaged = {name: fmean(each[name] for each in metrics if name in each) for name in names}
+        names = dict.fromkeys(name for rubric_metrics in metrics for name in rubric_metrics)
+        averaged = {
+            name: fmean(
+                rubric_metrics[name] for rubric_metrics in metrics if name in rubric_metrics
+            )
+            for name in names
+        }
         return GroupScore(tuple(members), averaged)
 
-    def _take(self, rubrics: Mapping[str, Rubric]) -> None:
+    def _set_rubrics(self, rubrics: Mapping[str, Rubric]) -> None:
         self.rubrics = dict(rubrics)
-        every = self.rubrics.values()
-        self.functions = tuple(each for rubric in every for each in rubric.functions)
-        self.names = tuple(name for rubric in every for name in rubric.names)
-        self.weights = tuple(weight for rubric in every for weight in rubric.weights)
+        all_rubrics = self.rubrics.values()
+        self.functions = tuple(function for rubric in all_rubrics for function in rubric.functions)
+        self.names = tuple(name for rubric in all_rubrics for name in rubric.names)
+        self.weights = tuple(weight for rubric in all_rubrics for weight in rubric.weights)
 
     def _checked_default(self, default: str | None) -> str | None:
         if default is not None and default not in self.rubrics:
@@ -172,33 +188,35 @@ class Router(Rubric):
             )
         return default
 
-    def _parts(self, own: Sequence[RewardPart]) -> tuple[RewardPart, ...]:
+    def _all_parts(self, parts: Sequence[RewardPart]) -> tuple[RewardPart, ...]:
         """One part for each function of all labels; those of other labels do not apply."""
-        there = {part.name: part for part in own}
+        part_by_name = {part.name: part for part in parts}
         weighted = zip(self.names, self.weights, strict=True)
-        return tuple(there.get(name) or RewardPart(name, None, weight) for name, weight in weighted)
+        return tuple(
+            part_by_name.get(name) or RewardPart(name, None, weight) for name, weight in weighted
+        )
 
-    def _stranger(self, row: Row) -> MemberScore:
+    def _failed_unknown_label(self, row: Row) -> MemberScore:
         return MemberScore(
-            "failed", self._unknown_label_message(_label_in(row)), None, self._parts(())
+            "failed", self._unknown_label_message(_label_in(row)), None, self._all_parts(())
         )
 
     def _unknown_label_message(self, label: str | None) -> str:
-        known = f"The router has rewards for {', '.join(self.rubrics)}."
+        known_labels = f"The router has rewards for {', '.join(self.rubrics)}."
         if label is None:
             return (
-                f"no label: nothing in the columns {' and '.join(LABEL_COLUMNS)}, and no default. {known} Fill the column "
+                f"no label: nothing in the columns {' and '.join(LABEL_COLUMNS)}, and no default. {known_labels} Fill the column "
                 f"`{TASK_COLUMN}`, or set rewards.default_task."
             )
-        near = nearest(label, self.rubrics)
-        hint = f" Did you mean {' or '.join(near)}?" if near else ""
-        return f"no rewards for the label `{printable(label)}`.{hint} {known}"
+        suggestions = nearest(label, self.rubrics)
+        hint = f" Did you mean {' or '.join(suggestions)}?" if suggestions else ""
+        return f"no rewards for the label `{printable(label)}`.{hint} {known_labels}"
 
 
 def _label_in(row: Row) -> str | None:
     """The row's task label, known or not; None if it has none."""
-    given = (_column_text(row, column) for column in LABEL_COLUMNS)
-    return next((label for label in given if label is not None), None)
+    labels = (_column_text(row, column) for column in LABEL_COLUMNS)
+    return next((label for label in labels if label is not None), None)
 
 
 def _column_text(row: Row, column: str) -> str | None:
@@ -207,22 +225,22 @@ def _column_text(row: Row, column: str) -> str | None:
     return None if value is None or value != value else str(value).strip() or None
 
 
-def _rows_of(request: ScoreRequest) -> list[dict[str, Any]]:
+def _label_rows(request: ScoreRequest) -> list[dict[str, Any]]:
     labels = {name: request.columns[name] for name in LABEL_COLUMNS if name in request.columns}
     count = len(request.completions)
-    return [{name: values[place] for name, values in labels.items()} for place in range(count)]
+    return [{name: values[index] for name, values in labels.items()} for index in range(count)]
 
 
-def _only(request: ScoreRequest, places: Sequence[int]) -> ScoreRequest:
-    """The request reduced to some of its members."""
+def _subset(request: ScoreRequest, indices: Sequence[int]) -> ScoreRequest:
+    """The request for these members alone."""
 
-    def chosen(values: Sequence[Any]) -> list[Any]:
-        return [values[place] for place in places]
+    def subset(values: Sequence[Any]) -> list[Any]:
+        return [values[index] for index in indices]
 
     return replace(
         request,
-        prompts=chosen(request.prompts),
-        completions=chosen(request.completions),
-        completion_ids=chosen(request.completion_ids),
-        columns={name: chosen(values) for name, values in request.columns.items()},
+        prompts=subset(request.prompts),
+        completions=subset(request.completions),
+        completion_ids=subset(request.completion_ids),
+        columns={name: subset(values) for name, values in request.columns.items()},
     )

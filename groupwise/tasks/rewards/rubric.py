@@ -55,10 +55,10 @@ class Rubric:
             raise TaskError(f"{where}: the list of reward functions is empty; give at least one.")
         pairs: list[tuple[RewardCallable, float]] = []
         for index, item in enumerate(functions):
-            place = f"{where}, entry {index}"
-            one, own = cast("tuple[Any, Any]", item if _is_pair(item) else (item, 1.0))
-            check_function(one, place)
-            pairs.append((one, own))
+            entry_name = f"{where}, entry {index}"
+            function, weight = cast("tuple[Any, Any]", item if _is_pair(item) else (item, 1.0))
+            check_function(function, entry_name)
+            pairs.append((function, weight))
         self.functions = tuple(function for function, _ in pairs)
         # `name`, `name_2`, `name_3` … in the order of the list, but never the name of another function.
         names = [name_of(function) for function in self.functions]
@@ -69,17 +69,17 @@ class Rubric:
                 candidate, number = f"{name}_{number}", number + 1
             unique.append(candidate)
         self.names = tuple(unique)
-        given = tuple(weight for _, weight in pairs) if weights is None else tuple(weights)
-        self.weights = checked_weights(given, self.names, where)
+        all_weights = tuple(weight for _, weight in pairs) if weights is None else tuple(weights)
+        self.weights = checked_weights(all_weights, self.names, where)
 
     @classmethod
     def of(cls, value: object, weights: Sequence[float] | None = None, *, where: str) -> Rubric:
         """The rubric made of `value`: a rubric, a list of functions or pairs, or one function."""
         if isinstance(value, Rubric):
-            given = copy.copy(value)
-            if given.where == type(value).__name__:  # its author did not name an origin
-                given.where = where
-            return given if weights is None else given.reweighted(weights)
+            rubric = copy.copy(value)
+            if rubric.where == type(value).__name__:  # its author did not name an origin
+                rubric.where = where
+            return rubric if weights is None else rubric.reweighted(weights)
         if isinstance(value, list | tuple):
             return cls(cast("Sequence[RewardCallable]", value), weights, where=where)
         check_function(value, where)
@@ -87,27 +87,27 @@ class Rubric:
 
     def reweighted(self, weights: Sequence[float]) -> Rubric:
         """The same functions with other weights, in their order. Raises TaskError for weights that do not fit."""
-        changed = copy.copy(self)
-        changed.weights = checked_weights(tuple(weights), self.names, self.where)
-        return changed
+        rubric = copy.copy(self)
+        rubric.weights = checked_weights(tuple(weights), self.names, self.where)
+        return rubric
 
     def without(self, names: Collection[str]) -> Rubric:
         """A copy without the parts of these names. Raises TaskError if no part is left, or none with a weight."""
         numbers = [number for number, name in enumerate(self.names) if name not in names]
         if not numbers:
             raise TaskError(f"{self.where}: no other reward is left.")
-        changed = copy.copy(self)
-        changed.functions = tuple(self.functions[number] for number in numbers)
-        changed.names = tuple(self.names[number] for number in numbers)
+        rubric = copy.copy(self)
+        rubric.functions = tuple(self.functions[number] for number in numbers)
+        rubric.names = tuple(self.names[number] for number in numbers)
         weights = tuple(self.weights[number] for number in numbers)
-        changed.weights = checked_weights(weights, changed.names, self.where)
-        return changed
+        rubric.weights = checked_weights(weights, rubric.names, self.where)
+        return rubric
 
-    def under(self, label: str) -> Rubric:
+    def nested_under(self, label: str) -> Rubric:
         """A copy whose parts are called `label/name`."""
-        changed = copy.copy(self)
-        changed.names = tuple(f"{label}/{name}" for name in self.names)
-        return changed
+        rubric = copy.copy(self)
+        rubric.names = tuple(f"{label}/{name}" for name in self.names)
+        return rubric
 
     @property
     def stateful(self) -> bool:
@@ -134,24 +134,24 @@ class Rubric:
         """
         if not rows:
             return
-        every = list(rows.values())
-        columns = set(every[0]).intersection(*every[1:]) | {ORIGIN}
+        all_rows = list(rows.values())
+        columns = set(all_rows[0]).intersection(*all_rows[1:]) | {ORIGIN}
         self.check_columns(columns, where=self.where)
         for name, function in zip(self.names, self.functions, strict=True):
             check = getattr(function, "check_row", None)
             if check is not None:
                 where = f"{self.where}: `{name}`"
-                refused: list[str] = []
+                problems: list[str] = []
                 for index, row in rows.items():
                     try:
                         check(row)
                     except ValueError as reason:
-                        refused.append(f"row {number_of(row, index)}: {reason}")
-                if refused:
-                    shown = [*refused[:3], *(["…"] if len(refused) > 3 else [])]
+                        problems.append(f"row {number_of(row, index)}: {reason}")
+                if problems:
+                    lines = [*problems[:3], *(["…"] if len(problems) > 3 else [])]
                     raise TaskError(
-                        f"{where} cannot score {len(refused)} of {len(rows)} rows.\n  "
-                        + "\n  ".join(shown)
+                        f"{where} cannot score {len(problems)} of {len(rows)} rows.\n  "
+                        + "\n  ".join(lines)
                     )
 
     def check_machine(self, *, refuse: bool = True) -> list[str]:
@@ -172,15 +172,19 @@ class Rubric:
         return messages
 
     @property
-    def columns_meant(self) -> list[tuple[str, str]]:
+    def argument_columns(self) -> list[tuple[str, str]]:
         """Pairs of a function's name and an argument that names a column."""
         functions = zip(self.names, self.functions, strict=True)
-        return [(name, each) for name, function in functions for each in column_arguments(function)]
+        return [
+            (name, argument)
+            for name, function in functions
+            for argument in column_arguments(function)
+        ]
 
-    def never_filled(self, rows: Sequence[Row]) -> list[tuple[str, str]]:
+    def unfilled_arguments(self, rows: Sequence[Row]) -> list[tuple[str, str]]:
         """Pairs of a function's name and a parameter that is None for all of these rows, because their column is empty or missing."""
         empty = (
-            each for each in self.columns_meant if all(row.get(each[1]) is None for row in rows)
+            pair for pair in self.argument_columns if all(row.get(pair[1]) is None for row in rows)
         )
         return list(empty) if rows else []
 
@@ -208,14 +212,14 @@ class Rubric:
         answers = [
             _as_function_result(n, r, request) for n, r in zip(self.names, results, strict=True)
         ]
-        members = [self._member(answers, index) for index in range(len(request.completions))]
-        recorded: dict[str, list[float]] = {}
+        members = [self._member_score(answers, index) for index in range(len(request.completions))]
+        metrics: dict[str, list[float]] = {}
         for answer in answers:
             for key, values in answer.logged.metrics.items():
-                recorded.setdefault(key, []).extend(values)
-        return GroupScore(tuple(members), {key: fmean(values) for key, values in recorded.items()})
+                metrics.setdefault(key, []).extend(values)
+        return GroupScore(tuple(members), {key: fmean(values) for key, values in metrics.items()})
 
-    def _member(self, answers: Sequence[FunctionResult], index: int) -> MemberScore:
+    def _member_score(self, answers: Sequence[FunctionResult], index: int) -> MemberScore:
         parts = tuple(
             RewardPart(name, answer.values[index], weight)
             for name, answer, weight in zip(self.names, answers, self.weights, strict=True)
@@ -227,18 +231,18 @@ class Rubric:
         }
         # If several functions record a note of the same name, the last value counts.
         notes: dict[str, Any] = {}
-        for each in answers:
-            for key, values in each.logged.extras.items():
+        for answer in answers:
+            for key, values in answer.logged.extras.items():
                 notes[key] = notes.get(key) if values[index] is None else values[index]
         if reasons:
             notes["failed_rewards"] = reasons
         fatal = [reason for part in parts if part.weight and (reason := reasons.get(part.name))]
         if fatal:
             return MemberScore("failed", "; ".join(fatal), None, parts, notes)
-        applied = [p.weight * p.value for p in parts if p.weight and p.value is not None]
-        if not applied:
+        contributions = [p.weight * p.value for p in parts if p.weight and p.value is not None]
+        if not contributions:
             return MemberScore("failed", NO_REWARD, None, parts, notes)
-        total = sum(applied)
+        total = sum(contributions)
         if not abs(total) <= LARGEST:
             reason = (
                 f"the weighted total of the rewards is {total}; expected a number up to {LARGEST:g}"

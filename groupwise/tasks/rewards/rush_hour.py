@@ -31,7 +31,7 @@ from itertools import groupby, pairwise, takewhile
 from math import isqrt
 from typing import Any, cast
 
-from groupwise.core.reward_call.call import each_alone
+from groupwise.core.reward_call.call import score_each_row
 from groupwise.core.reward_call.tags import THINK, after_reasoning
 from groupwise.core.reward_call.text import CompletionText, completion_text
 from groupwise.tasks.rewards.extracted import LogExtra, record_answers
@@ -76,15 +76,17 @@ class Board:
     @property
     def rows(self) -> list[str]:
         """Its rows from the top."""
-        return [self.cells[at : at + self.size] for at in range(0, len(self.cells), self.size)]
+        return [
+            self.cells[start : start + self.size] for start in range(0, len(self.cells), self.size)
+        ]
 
     @property
     def to_go(self) -> int:
         """Cars and walls between A and the right edge, plus the cells in between; 0 if A is at the edge."""
         front = self.cells.rindex(LEAVING)
-        ahead = self.cells[front + 1 : (front // self.size + 1) * self.size]
-        cars = set(ahead) - {EMPTY, WALL}
-        return len(cars) + ahead.count(WALL) + len(ahead)
+        cells_ahead = self.cells[front + 1 : (front // self.size + 1) * self.size]
+        cars = set(cells_ahead) - {EMPTY, WALL}
+        return len(cars) + cells_ahead.count(WALL) + len(cells_ahead)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +119,9 @@ def moves_in(completion: CompletionText) -> Moves | None:
         return read_moves(tagged)
     answer_text = after_reasoning(text)
     lines = reversed(answer_text.splitlines())
-    return next((found for each in (answer_text, *lines) if (found := read_moves(each))), None)
+    return next(
+        (moves for candidate in (answer_text, *lines) if (moves := read_moves(candidate))), None
+    )
 
 
 def _one_spelling(completion: CompletionText) -> str:
@@ -135,9 +139,9 @@ def read_moves(text: str) -> Moves | None:
     """The moves of a text that holds nothing else; None for any other text."""
     if not _LIST.fullmatch(text.strip()):
         return None
-    found = [re.sub(r"\s", "", each) for each in re.findall(_MOVE, text)]
+    moves = [re.sub(r"\s", "", move) for move in re.findall(_MOVE, text)]
     return tuple(
-        Move(each[0].upper(), _DIRECTIONS[each[1].upper()], int(each[2:])) for each in found
+        Move(move[0].upper(), _DIRECTIONS[move[1].upper()], int(move[2:])) for move in moves
     )
 
 
@@ -151,19 +155,19 @@ def merge_steps(moves: Moves) -> Moves:
 
 def board_of(value: Any, size: Any = None) -> Board:
     """A board from a column's value. Raises ValueError for anything that cannot be played."""
-    listed = cast("Sequence[Any]", value) if isinstance(value, list | tuple) else [value]
-    if not all(isinstance(each, str) for each in listed):
+    rows = cast("Sequence[Any]", value) if isinstance(value, list | tuple) else [value]
+    if not all(isinstance(row, str) for row in rows):
         raise ValueError(f"the board is {value!r:.60}; expected text, or a list of rows or cells")
-    cells = re.sub(r"\s", "", "".join(listed))
+    cells = re.sub(r"\s", "", "".join(rows))
     side = isqrt(len(cells))
-    sought = _whole(size, "size")
-    if side < 2 or side**2 != len(cells) or sought not in (None, side):
-        size_text = "a square" if sought is None else f"{sought}×{sought}"
+    expected_side = _optional_integer(size, "size")
+    if side < 2 or side**2 != len(cells) or expected_side not in (None, side):
+        size_text = "a square" if expected_side is None else f"{expected_side}×{expected_side}"
         raise ValueError(f"the board {cells!r:.60} has {len(cells)} cells; expected {size_text}")
     return _checked_board(side, cells)
 
 
-def _whole(value: Any, name: str) -> int | None:
+def _optional_integer(value: Any, name: str) -> int | None:
     """An integer in a column; None if the row has none."""
     if value is None or value != value:  # the NaN of tables
         return None
@@ -181,12 +185,12 @@ def _checked_board(size: int, cells: str) -> Board:
             f"the board {cells!r} has the signs {', '.join(unknown)}; `o` is empty, `x` a wall, A to Z are cars"
         )
     board = Board(size, cells)
-    for car, places in _cars(board).items():
-        gaps = {after - before for before, after in pairwise(places)}
-        in_a_row = gaps == {1} and places[0] // size == places[-1] // size
-        if len(places) > 1 and gaps != {size} and not in_a_row:
+    for car, positions in _cells_by_car(board).items():
+        gaps = {after - before for before, after in pairwise(positions)}
+        in_a_row = gaps == {1} and positions[0] // size == positions[-1] // size
+        if len(positions) > 1 and gaps != {size} and not in_a_row:
             raise ValueError(f"the cells of car {car} on the board {cells!r} are not in one line")
-    leaving = _cars(board).get(LEAVING)
+    leaving = _cells_by_car(board).get(LEAVING)
     if leaving is None:
         raise ValueError(f"the board {cells!r} has no car A, which is the one that leaves")
     if not _is_horizontal(leaving):
@@ -203,48 +207,48 @@ def _checked_board(size: int, cells: str) -> Board:
 
 def play(board: Board, moves: Sequence[Move]) -> Play:
     """Play moves until A is at the right edge, a move is illegal, or there are no more."""
-    grid, cars = list(board.cells), _cars(board)
+    grid, cars = list(board.cells), _cells_by_car(board)
     moves_begun, legal, solved = 0, 0, False
     for move in moves:
         moves_begun += 1
-        whole = all(_step(grid, cars, board.size, move) for _ in range(move.cells))
-        legal += whole
+        completed = all(_move_one_cell(grid, cars, board.size, move) for _ in range(move.cells))
+        legal += completed
         solved = cars[LEAVING][-1] % board.size == board.size - 1
-        if solved or not whole:
+        if solved or not completed:
             break
     return Play(Board(board.size, "".join(grid)), moves_begun, legal, solved)
 
 
-def _step(grid: list[str], cars: dict[str, list[int]], size: int, move: Move) -> bool:
+def _move_one_cell(grid: list[str], cars: dict[str, list[int]], size: int, move: Move) -> bool:
     """Move a car by one cell, if the car exists, the direction is along its axis, and the cell is free. Returns True if it moved."""
-    places = cars.get(move.car)
-    if places is None or _is_horizontal(places) != (move.direction in "<>"):
+    positions = cars.get(move.car)
+    if positions is None or _is_horizontal(positions) != (move.direction in "<>"):
         return False
-    by = {"<": -1, ">": 1, "^": -size, "v": size}[move.direction]
-    front = (places[-1] if by > 0 else places[0]) + by
-    off_the_row = abs(by) == 1 and front // size != places[0] // size
+    step = {"<": -1, ">": 1, "^": -size, "v": size}[move.direction]
+    front = (positions[-1] if step > 0 else positions[0]) + step
+    off_the_row = abs(step) == 1 and front // size != positions[0] // size
     if off_the_row or not 0 <= front < len(grid) or grid[front] != EMPTY:
         return False
-    for place in places:
-        grid[place] = EMPTY
-    cars[move.car] = [place + by for place in places]
-    for place in cars[move.car]:
-        grid[place] = move.car
+    for position in positions:
+        grid[position] = EMPTY
+    cars[move.car] = [position + step for position in positions]
+    for position in cars[move.car]:
+        grid[position] = move.car
     return True
 
 
-def _cars(board: Board) -> dict[str, list[int]]:
+def _cells_by_car(board: Board) -> dict[str, list[int]]:
     """The cells of each car, in order."""
-    places: dict[str, list[int]] = {}
-    for place, sign in enumerate(board.cells):
+    positions: dict[str, list[int]] = {}
+    for position, sign in enumerate(board.cells):
         if sign not in (EMPTY, WALL):
-            places.setdefault(sign, []).append(place)
-    return places
+            positions.setdefault(sign, []).append(position)
+    return positions
 
 
-def _is_horizontal(places: Sequence[int]) -> bool:
+def _is_horizontal(positions: Sequence[int]) -> bool:
     """True for neighbours in a row; a car of one cell counts as horizontal."""
-    return len(places) == 1 or places[1] - places[0] == 1
+    return len(positions) == 1 or positions[1] - positions[0] == 1
 
 
 # --- rewards -------------------------------------------------------------------------------------
@@ -253,7 +257,7 @@ def _is_horizontal(places: Sequence[int]) -> bool:
 @reward("rush_solution_exact")
 @dataclass(frozen=True, slots=True)
 class RushSolutionExact:
-    """1 for the moves of a gold solution, 0 for others, 0.01 where nothing but the look of a move is there."""
+    """1 for the moves of a gold solution, 0 for others, 0.01 for a completion that only contains something like a move."""
 
     answer_column: str | None = None
     """The column with the gold solutions; None looks for it."""
@@ -267,7 +271,7 @@ class RushSolutionExact:
         """One reward for each completion."""
         record_answers(log_extra, map(_one_spelling, completions))
         solutions = gold_solutions(columns, len(completions), self.answer_column)
-        return each_alone(_exact, completions, solutions)
+        return score_each_row(_exact_score, completions, solutions)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise ValueError for a row without gold solutions."""
@@ -307,7 +311,7 @@ class RushSolutionShaped:
             solvable(board_of(cells, size), solutions)
             for cells, size, solutions in zip(board, sizes, golds, strict=True)
         ]
-        return each_alone(
+        return score_each_row(
             self._shaped_reward, completions, boards, golds, columns.get("moves") or nothing
         )
 
@@ -315,26 +319,26 @@ class RushSolutionShaped:
         """Raise ValueError for a row whose board cannot be played, or whose gold solutions do not all solve it."""
         golds = _read_golds(gold_of_row(row, self.answer_column))
         solvable(board_of(row["board"], row.get("size")), golds)
-        _whole(row.get("moves"), "moves")
+        _optional_integer(row.get("moves"), "moves")
 
     def _shaped_reward(
         self, completion: CompletionText, board: Board, golds: tuple[Moves, ...], target: Any
     ) -> float:
-        exact = self.exact * _exact(completion, golds)
+        exact = self.exact * _exact_score(completion, golds)
         moves = moves_in(completion)
         if moves is None:
             return exact
-        played = play(board, moves)
-        given = _whole(target, "moves")
-        enough = min(map(len, golds)) if given is None else given
+        attempt = play(board, moves)
+        column_optimum = _optional_integer(target, "moves")
+        optimum = min(map(len, golds)) if column_optimum is None else column_optimum
         return (
             exact
-            + self.solve * played.solved / (1 + max(0, played.length(moves) - enough))
+            + self.solve * attempt.solved / (1 + max(0, attempt.length(moves) - optimum))
             + self.prefix
             * max(
-                played.legal / len(moves), *(_matching_prefix_share(moves, gold) for gold in golds)
+                attempt.legal / len(moves), *(_matching_prefix_share(moves, gold) for gold in golds)
             )
-            + self.potential * max(0, board.to_go - played.board.to_go) / board.to_go
+            + self.potential * max(0, board.to_go - attempt.board.to_go) / board.to_go
         )
 
 
@@ -360,12 +364,12 @@ def _read_golds(forms: tuple[str, ...]) -> tuple[Moves, ...]:
 def solvable(board: Board, solutions: tuple[Moves, ...]) -> Board:
     """The board, after checking that each of these solutions solves it. Raises ValueError that names the first one that does not."""
     for moves in solutions:
-        played = play(board, moves)
-        if not played.solved or played.legal < played.begun:
+        attempt = play(board, moves)
+        if not attempt.solved or attempt.legal < attempt.begun:
             text = ",".join(map(str, moves))
             why = (
-                f"its move {moves[played.legal]} is not legal there"
-                if played.legal < len(moves)
+                f"its move {moves[attempt.legal]} is not legal there"
+                if attempt.legal < len(moves)
                 else "A does not reach the right edge"
             )
             raise ValueError(
@@ -374,7 +378,7 @@ def solvable(board: Board, solutions: tuple[Moves, ...]) -> Board:
     return board
 
 
-def _exact(completion: CompletionText, golds: Sequence[Moves]) -> float:
+def _exact_score(completion: CompletionText, golds: Sequence[Moves]) -> float:
     moves = moves_in(completion)
     if moves is None:
         return LOOKS_LIKE_A_MOVE if looks_like_a_move(completion) else 0.0
@@ -384,5 +388,5 @@ def _exact(completion: CompletionText, golds: Sequence[Moves]) -> float:
 def _matching_prefix_share(moves: Moves, gold: Moves) -> float:
     """The share of a gold solution that the moves start with."""
     pairs = zip(merge_steps(moves), gold, strict=False)
-    same = takewhile(lambda pair: pair[0] == pair[1], pairs)
-    return len(list(same)) / len(gold)
+    common_prefix = takewhile(lambda pair: pair[0] == pair[1], pairs)
+    return len(list(common_prefix)) / len(gold)

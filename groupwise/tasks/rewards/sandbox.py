@@ -105,7 +105,7 @@ class Result:
 
 def missing(protections: Mapping[str, tuple[str, ...]]) -> tuple[str, ...]:
     """The protections that no mechanism provides."""
-    return tuple(name for name, by in protections.items() if not by)
+    return tuple(name for name, mechanisms in protections.items() if not mechanisms)
 
 
 async def run(
@@ -161,21 +161,23 @@ class Box:
         self._folder.chmod(0o711)
         for name in ("home", "python"):
             (self._folder / name).mkdir(mode=0o700)
-        self._control, theirs = socket.socketpair()
+        self._control, warden_end = socket.socketpair()
         self._control.setblocking(False)
         try:
-            with theirs:
-                self._process = self._start_warden(theirs)
+            with warden_end:
+                self._process = self._start_warden(warden_end)
         except OSError as error:
             self._control.close()
-            _delete(self._folder)
+            _delete_tree(self._folder)
             raise SandboxError(f"A process for a sandbox cannot be started: {error}.") from error
         streams = (self._process.stdout, self._process.stderr)
         self._streams = [_Stream(stream, self._limits.output) for stream in streams if stream]
         for stream in self._streams:
             await stream.open()
         with suppress(OSError):  # it has ended: `result` reports that
-            await asyncio.get_running_loop().sock_sendall(self._control, add_frame(self._orders()))
+            await asyncio.get_running_loop().sock_sendall(
+                self._control, add_frame(self._make_orders())
+            )
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -192,7 +194,7 @@ class Box:
             for stream in self._streams:
                 stream.close()
             # Outside the event loop: deleting many files could take longer than the time limits of other boxes.
-            await asyncio.to_thread(_delete, self._folder)
+            await asyncio.to_thread(_delete_tree, self._folder)
 
     async def wait_until_running(self) -> Mapping[str, tuple[str, ...]]:
         """Wait until the program runs; returns the protections that hold. Raises SandboxError if the box could not be built."""
@@ -200,7 +202,7 @@ class Box:
             return self._held
         try:
             async with asyncio.timeout(START_LIMIT):
-                report = await self._report()
+                report = await self._next_report()
         except TimeoutError:
             raise SandboxError(f"A sandbox was not built after {START_LIMIT:g} s.") from None
         if report is not None and "refused" in report:
@@ -209,10 +211,10 @@ class Box:
                 "Run on Linux with Landlock and user namespaces, or require less."
             )
         if report is None or "begun" not in report:
-            await self._drain()
+            await self._drain_output()
             problem = (report or {}).get("broken") or self._streams[1].text() or "it said nothing"
             raise SandboxError(f"A sandbox could not be built: {_last_line(problem)}")
-        self._held = {name: tuple(by) for name, by in report["begun"].items()}
+        self._held = {name: tuple(mechanisms) for name, mechanisms in report["begun"].items()}
         self._since = time.monotonic()
         return self._held
 
@@ -224,10 +226,10 @@ class Box:
         with suppress(TimeoutError):
             async with asyncio.timeout(self._since + self._limits.seconds - time.monotonic()):
                 code = await self._exit_code()
-                ending = _ending(code)
+                ending = _ending_of_code(code)
         seconds = time.monotonic() - self._since
         self._control.close()
-        await self._drain()
+        await self._drain_output()
         output, errors = (bytes(stream.kept) for stream in self._streams)
         cut = self._streams[0].cut
         return Result(ending, code, output, errors, cut, seconds, protections)
@@ -235,11 +237,11 @@ class Box:
     async def _exit_code(self) -> int:
         """The program's exit code, returned once the warden reports that no process is left; −SIGKILL if its first process was killed."""
         code = -signal.SIGKILL
-        while (report := await self._report()) is not None and "over" not in report:
+        while (report := await self._next_report()) is not None and "over" not in report:
             code = report["ended"]
         return code
 
-    async def _report(self) -> dict[str, Any] | None:
+    async def _next_report(self) -> dict[str, Any] | None:
         """The warden's next report; None if there is none."""
         while (frame := self._buffer.take()) is None:
             piece = b""
@@ -250,20 +252,20 @@ class Box:
             self._buffer.add(piece)
         return json.loads(frame)
 
-    async def _drain(self) -> None:
+    async def _drain_output(self) -> None:
         """Wait for the rest of the output, which ends with the last process of the box."""
         with suppress(TimeoutError):
             async with asyncio.timeout(_END_LIMIT):
                 for stream in self._streams:
                     await stream.wait_for_end()
 
-    def _start_warden(self, theirs: socket.socket) -> subprocess.Popen[bytes]:
+    def _start_warden(self, warden_end: socket.socket) -> subprocess.Popen[bytes]:
         """Starts the warden. Its interpreter finds the standard library and this package, but no site packages and no secrets."""
-        numbers = [theirs.fileno(), *(channel.fileno() for channel in self._channels)]
-        given = self._folder / "stdin"
-        given.write_bytes(self._stdin)
-        with given.open("rb") as stdin:  # read-only: the file is on a disk without a limit
-            given.unlink()
+        numbers = [warden_end.fileno(), *(channel.fileno() for channel in self._channels)]
+        stdin_file = self._folder / "stdin"
+        stdin_file.write_bytes(self._stdin)
+        with stdin_file.open("rb") as stdin:  # read-only: the file is on a disk without a limit
+            stdin_file.unlink()
             return subprocess.Popen(
                 [
                     sys.executable,
@@ -278,16 +280,16 @@ class Box:
                 pass_fds=numbers,
                 start_new_session=True,
                 cwd=self._folder,
-                env=self._environment(),
+                env=self._environment_variables(),
             )
 
-    def _environment(self) -> dict[str, str]:
+    def _environment_variables(self) -> dict[str, str]:
         variables = {name: os.environ[name] for name in _KEPT if name in os.environ}
         home = str(self._folder / "home")
-        places = {"HOME": home, "TMPDIR": home, "PYTHONPATH": str(_PACKAGE)}
-        return {**variables, **_ENVIRONMENT, **places, MARK: self._mark}
+        paths = {"HOME": home, "TMPDIR": home, "PYTHONPATH": str(_PACKAGE)}
+        return {**variables, **_ENVIRONMENT, **paths, MARK: self._mark}
 
-    def _orders(self) -> bytes:
+    def _make_orders(self) -> bytes:
         orders = {
             "program": dict(self._program),
             "folder": str(self._folder),
@@ -316,9 +318,9 @@ class _Stream:
         self._transport, _ = await loop.connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(reader), self._pipe
         )
-        self._task = asyncio.create_task(self._read(reader))
+        self._task = asyncio.create_task(self._read_stream(reader))
 
-    async def _read(self, reader: asyncio.StreamReader) -> None:
+    async def _read_stream(self, reader: asyncio.StreamReader) -> None:
         while piece := await reader.read(1 << 16):
             room = self._limit - len(self.kept)
             self.kept += piece[:room]
@@ -381,7 +383,7 @@ def _highest_user() -> int:
     return max(int(first) + int(count) - 1 for first, _, count in ranges)
 
 
-def _ending(code: int) -> Ending:
+def _ending_of_code(code: int) -> Ending:
     if code == -signal.SIGXCPU:
         return "timed_out"
     return "killed" if code < 0 else "failed" if code else "finished"
@@ -392,24 +394,24 @@ def _last_line(text: str) -> str:
     return lines[-1] if lines else "it said nothing"
 
 
-def _delete(folder: Path) -> None:
+def _delete_tree(folder: Path) -> None:
     """Delete files that a program left, including unreadable folders and folders nested deeper than any path can be.
 
     Each level is emptied by moving its folders up, so paths never grow.
     """
-    waiting = [each.path for each in os.scandir(folder)]
+    pending = [entry.path for entry in os.scandir(folder)]
     count = 0
     with suppress(OSError):  # some files may remain in the folder for temporary files
-        while waiting:
-            emptied = waiting.pop()
-            os.chmod(emptied, 0o700)
-            for each in os.scandir(emptied):
-                if each.is_dir(follow_symlinks=False):
-                    os.chmod(each.path, 0o700)
+        while pending:
+            directory = pending.pop()
+            os.chmod(directory, 0o700)
+            for entry in os.scandir(directory):
+                if entry.is_dir(follow_symlinks=False):
+                    os.chmod(entry.path, 0o700)
                     count += 1
-                    waiting.append(str(folder / f"{count}"))
-                    os.rename(each.path, waiting[-1])
+                    pending.append(str(folder / f"{count}"))
+                    os.rename(entry.path, pending[-1])
                 else:
-                    os.unlink(each.path)
-            os.rmdir(emptied)
+                    os.unlink(entry.path)
+            os.rmdir(directory)
         folder.rmdir()

@@ -52,7 +52,7 @@ _SWEEPS = 200
 def main() -> Callable[[], None]:
     """Builds the box and returns the function to run; only the program's process returns from here."""
     control = socket.socket(fileno=int(sys.argv[1]))
-    orders = _orders(control)
+    orders = _receive_orders(control)
     protections: Held = {
         name: [] for name in ("network", "files", "disk", "processes", "user", "calls")
     }
@@ -64,7 +64,7 @@ def main() -> Callable[[], None]:
         home, library = f"{folder}/home", f"{folder}/python"
         with suppress(OSError):
             kernel.adopt_orphans()
-        if "namespaces" not in without and _works(kernel.leave_namespaces):
+        if "namespaces" not in without and _succeeds_in_child(kernel.leave_namespaces):
             with suppress(OSError):
                 kernel.leave_namespaces()
                 protections["network"].append("namespace")
@@ -82,15 +82,15 @@ def main() -> Callable[[], None]:
         if child == 0:
             control.close()
             os.close(status)
-            return _first(orders, protections, status_pipe)
-        _close([status_pipe, *orders["channels"]])
-        _watch(control, status, child)
+            return _run_first_process(orders, protections, status_pipe)
+        _close_descriptors([status_pipe, *orders["channels"]])
+        _watch_program(control, status, child)
     except BaseException:  # noqa: BLE001 — the cause is reported; a box that was not built runs nothing
-        _tell(control, {"broken": traceback.format_exc()})
+        _report_to_parent(control, {"broken": traceback.format_exc()})
     os._exit(0)
 
 
-def _orders(control: socket.socket) -> dict[str, Any]:
+def _receive_orders(control: socket.socket) -> dict[str, Any]:
     buffer = FrameBuffer()
     while (frame := buffer.take()) is None:
         piece = control.recv(1 << 16)
@@ -115,7 +115,7 @@ def _import_from(library: str) -> None:
             ]
 
 
-def _works(step: Callable[[], None]) -> bool:
+def _succeeds_in_child(step: Callable[[], None]) -> bool:
     """True if a step succeeds in a child process. Tried there first, because a half-created namespace would be worse than none."""
     child = os.fork()
     if child == 0:
@@ -128,33 +128,33 @@ def _works(step: Callable[[], None]) -> bool:
 
 def _readable_by_all(folders: list[str]) -> bool:
     """True if any user can import from these folders. Checked because this interpreter must still import after it changes its user."""
-    there = [Path(folder) for folder in folders if Path(folder).is_dir()]
-    above = {parent for folder in there for parent in folder.parents}
-    return all(each.stat().st_mode & 0o5 == 0o5 for each in there) and all(
-        each.stat().st_mode & 0o1 for each in above
+    existing = [Path(folder) for folder in folders if Path(folder).is_dir()]
+    ancestors = {parent for folder in existing for parent in folder.parents}
+    return all(folder.stat().st_mode & 0o5 == 0o5 for folder in existing) and all(
+        parent.stat().st_mode & 0o1 for parent in ancestors
     )
 
 
-def _watch(control: socket.socket, status: int, child: int) -> None:
+def _watch_program(control: socket.socket, status: int, child: int) -> None:
     """Wait for the end of the program, or for the order to end it; forward the reports of the first process."""
-    received, ended = b"", False
+    buffer, at_end = b"", False
     with os.fdopen(status, "rb", buffering=0) as pipe:
-        while not ended:
+        while not at_end:
             ready, _, _ = select.select([control, pipe], [], [])
             if control in ready:  # the parent wants this to end, or has ended
                 break
             piece = pipe.read(1 << 16)
-            ended = not piece
-            *lines, received = (received + piece).split(b"\n")
+            at_end = not piece
+            *lines, buffer = (buffer + piece).split(b"\n")
             for line in lines:
-                _tell(control, json.loads(line))
+                _report_to_parent(control, json.loads(line))
     with suppress(ProcessLookupError):
         os.kill(child, signal.SIGKILL)
     _end_descendants()
-    _tell(control, {"over": True})
+    _report_to_parent(control, {"over": True})
 
 
-def _tell(control: socket.socket, report: Report) -> None:
+def _report_to_parent(control: socket.socket, report: Report) -> None:
     with suppress(OSError):  # the parent has ended
         send_frame(control, json.dumps(report).encode())
 
@@ -165,12 +165,12 @@ def _end_descendants() -> None:
         for process in _descendants():
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(process, signal.SIGKILL)
-        if not _reap():
+        if not _reap_children():
             return
         time.sleep(0.001)
 
 
-def _reap() -> bool:
+def _reap_children() -> bool:
     """Reap children that have ended; returns True if others are left."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
@@ -186,40 +186,46 @@ def _descendants() -> list[int]:
         with suppress(OSError):  # it has ended in the meantime
             fields = (folder / "stat").read_text().rpartition(")")[2].split()
             children.setdefault(int(fields[1]), []).append(int(folder.name))
-    found: list[int] = []
-    new = [os.getpid()]
-    while new:
-        new = [child for each in new for child in children.get(each, [])]
-        found += new
-    return found
+    descendants: list[int] = []
+    generation = [os.getpid()]
+    while generation:
+        generation = [child for parent in generation for child in children.get(parent, [])]
+        descendants += generation
+    return descendants
 
 
 # The first process
 
 
-def _first(orders: dict[str, Any], protections: Held, status_pipe: int) -> Callable[[], None]:
+def _run_first_process(
+    orders: dict[str, Any], protections: Held, status_pipe: int
+) -> Callable[[], None]:
     """Start the program and wait for its end; only the program's process returns."""
     with suppress(OSError):
         kernel.end_with_parent()
     child = os.fork()
     if child == 0:
-        return _program(orders, protections, status_pipe)
-    _close(orders["channels"])
-    while (ended := os.wait())[0] != child:
+        return _enter_sandbox(orders, protections, status_pipe)
+    _close_descriptors(orders["channels"])
+    while (pid_and_status := os.wait())[0] != child:
         pass
-    _say(status_pipe, {"ended": os.waitstatus_to_exitcode(ended[1])})
+    _write_report(status_pipe, {"ended": os.waitstatus_to_exitcode(pid_and_status[1])})
     os._exit(0)
 
 
 # The program
 
 
-def _program(orders: dict[str, Any], protections: Held, status_pipe: int) -> Callable[[], None]:
+def _enter_sandbox(
+    orders: dict[str, Any], protections: Held, status_pipe: int
+) -> Callable[[], None]:
     """Give up every right, report it, and return the function to run."""
     # Close every descriptor except the standard ones, the channels (renumbered) and `status_pipe` (the number after theirs).
     channels = orders["channels"]
     first = kernel.FIRST_CHANNEL
-    high = [fcntl.fcntl(each, fcntl.F_DUPFD, _HIGH) for each in (*channels, status_pipe)]
+    high = [
+        fcntl.fcntl(descriptor, fcntl.F_DUPFD, _HIGH) for descriptor in (*channels, status_pipe)
+    ]
     os.closerange(first, _HIGH)
     for number, descriptor in enumerate(high, first):
         os.dup2(descriptor, number, inheritable=False)
@@ -231,23 +237,23 @@ def _program(orders: dict[str, Any], protections: Held, status_pipe: int) -> Cal
         os.chdir(f"{orders['folder']}/home")
         _confine(orders, protections)
     except BaseException:  # noqa: BLE001 — reported to the parent; nothing is run
-        _say(status_pipe, {"broken": traceback.format_exc()})
+        _write_report(status_pipe, {"broken": traceback.format_exc()})
         os._exit(1)
-    refused = [name for name in orders["require"] if not protections[name]]
-    _say(status_pipe, {"refused": refused} if refused else {"begun": protections})
-    if refused:
+    missing = [name for name in orders["require"] if not protections[name]]
+    _write_report(status_pipe, {"refused": missing} if missing else {"begun": protections})
+    if missing:
         os._exit(1)
     os.close(status_pipe)
     return program
 
 
-def _say(status_pipe: int, report: Report) -> None:
+def _write_report(status_pipe: int, report: Report) -> None:
     os.write(status_pipe, json.dumps(report).encode() + b"\n")
 
 
-def _close(descriptors: list[int]) -> None:
-    for each in descriptors:
-        os.close(each)
+def _close_descriptors(descriptors: list[int]) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
 
 
 def _prepare_program(program: dict[str, Any]) -> Callable[[], None]:
@@ -309,7 +315,7 @@ def _confine(orders: dict[str, Any], protections: Held) -> None:
     if sys.path[0] != f"{orders['folder']}/python":
         _import_from(_STANDARD_LIBRARY)
     own_count = "namespace" in protections["processes"] or bool(protections["user"])
-    _limit(orders["limits"], shared=not own_count)
+    _set_limits(orders["limits"], shared=not own_count)
     if protections["user"]:
         kernel.become(orders["user"])
     with suppress(OSError):
@@ -329,7 +335,7 @@ def _confine(orders: dict[str, Any], protections: Held) -> None:
             protections["calls"].append("seccomp")
 
 
-def _limit(limits: dict[str, int], *, shared: bool) -> None:
+def _set_limits(limits: dict[str, int], *, shared: bool) -> None:
     """Set the kernel's limits for each process. `shared`: the user has other processes, which also count."""
     processes = limits["processes"] + (_tasks_of(os.geteuid()) if shared else 0)
     for name, value in (

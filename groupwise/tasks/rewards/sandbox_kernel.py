@@ -44,23 +44,25 @@ def leave_namespaces() -> None:
     Root needs no further rights; other users get their own user namespace, which not every system allows.
     """
     user, group = os.geteuid(), os.getegid()
-    _call("unshare", _APART if user == 0 else _APART | _NEWUSER)
+    _libc_call("unshare", _APART if user == 0 else _APART | _NEWUSER)
     if user != 0:
         Path("/proc/self/setgroups").write_text("deny")
         Path("/proc/self/uid_map").write_text(f"{user} {user} 1")
         Path("/proc/self/gid_map").write_text(f"{group} {group} 1")
-    _call("mount", None, b"/", None, _MS_REC | _MS_PRIVATE, None)  # invisible outside the namespace
+    _libc_call(
+        "mount", None, b"/", None, _MS_REC | _MS_PRIVATE, None
+    )  # invisible outside the namespace
 
 
 def mount_memory(folder: str, size: int) -> None:
     """Mount `folder` in memory, with at most `size` bytes; it disappears with this namespace."""
     options = f"size={size},nr_inodes=4096,mode=0700".encode()
-    _call("mount", b"tmpfs", folder.encode(), b"tmpfs", _MS_NOSUID | _MS_NODEV, options)
+    _libc_call("mount", b"tmpfs", folder.encode(), b"tmpfs", _MS_NOSUID | _MS_NODEV, options)
 
 
 def mount_again(source: str, target: str) -> None:
     """Mount the folder `source` at `target` as well."""
-    _call("mount", os.fsencode(source), os.fsencode(target), None, _MS_BIND | _MS_REC, None)
+    _libc_call("mount", os.fsencode(source), os.fsencode(target), None, _MS_BIND | _MS_REC, None)
 
 
 # The identity of the process
@@ -68,12 +70,12 @@ def mount_again(source: str, target: str) -> None:
 
 def adopt_orphans() -> None:
     """Become the parent of every descendant whose parent ends, so none escapes."""
-    _control(_PR_SET_SUBREAPER, 1)
+    _prctl(_PR_SET_SUBREAPER, 1)
 
 
 def end_with_parent() -> None:
     """Have this process killed when the thread that started it ends."""
-    _control(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def become(user: int) -> None:
@@ -85,10 +87,10 @@ def become(user: int) -> None:
 
 def give_up_privileges() -> None:
     """Drop every capability, gain none by executing anything, and hide this process's memory from others."""
-    _control(_PR_SET_NO_NEW_PRIVS, 1)
+    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     header = struct.pack("=Ii", _CAPABILITIES_V3, 0)
-    _call("capset", header, bytes(24))
-    _control(_PR_SET_DUMPABLE, 0)
+    _libc_call("capset", header, bytes(24))
+    _prctl(_PR_SET_DUMPABLE, 0)
 
 
 # Files
@@ -99,22 +101,22 @@ def restrict_files(readable: Iterable[str], writable: Iterable[str], devices: It
 
     A folder includes everything in it; missing paths are skipped. From version 6 on, signals do not reach processes outside.
     """
-    version = _raw("landlock_create_ruleset", None, 0, 1)
+    version = _landlock_call("landlock_create_ruleset", None, 0, 1)
     # All file rights that this version has: 13 at first, later also moving, truncating, and controlling devices.
     rights = (1 << {1: 13, 2: 14, 3: 15, 4: 15}.get(version, 16)) - 1
     words = [rights] + ([3] if version >= 4 else []) + ([3] if version >= 6 else [])
     rules = struct.pack(
         f"={len(words)}Q", *words
     )  # files; connecting; abstract sockets and signals
-    ruleset = _raw("landlock_create_ruleset", rules, len(rules), 0)
+    ruleset = _landlock_call("landlock_create_ruleset", rules, len(rules), 0)
     try:
         for path in readable:
-            _allow(ruleset, path, _READ)
+            _allow_path(ruleset, path, _READ)
         for path in devices:
-            _allow(ruleset, path, _READ_FILE | _WRITE_FILE)
+            _allow_path(ruleset, path, _READ_FILE | _WRITE_FILE)
         for path in writable:
-            _allow(ruleset, path, rights)
-        _raw("landlock_restrict_self", ruleset, 0)
+            _allow_path(ruleset, path, rights)
+        _landlock_call("landlock_restrict_self", ruleset, 0)
     finally:
         os.close(ruleset)
     return version
@@ -131,14 +133,14 @@ _LANDLOCK = {
 """System call numbers of Landlock, the same on every architecture."""
 
 
-def _allow(ruleset: int, path: str, rights: int) -> None:
+def _allow_path(ruleset: int, path: str, rights: int) -> None:
     try:
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except FileNotFoundError:
         return
     try:
         rights &= -1 if Path(path).is_dir() else _OF_A_FILE
-        _raw("landlock_add_rule", ruleset, 1, struct.pack("=Qi", rights, descriptor), 0)
+        _landlock_call("landlock_add_rule", ruleset, 1, struct.pack("=Qi", rights, descriptor), 0)
     finally:
         os.close(descriptor)
 
@@ -242,7 +244,7 @@ def restrict_calls(*, signals: bool, processes: bool) -> None:
     program = b"".join(call_filter(platform.machine(), signals=signals, processes=processes))
     code = ctypes.create_string_buffer(program)
     filtered = struct.pack("HP", len(program) // 8, ctypes.addressof(code))
-    _control(_PR_SET_SECCOMP, 2, ctypes.create_string_buffer(filtered))
+    _prctl(_PR_SET_SECCOMP, 2, ctypes.create_string_buffer(filtered))
 
 
 def call_filter(architecture: str, *, signals: bool, processes: bool) -> list[bytes]:
@@ -250,7 +252,7 @@ def call_filter(architecture: str, *, signals: bool, processes: bool) -> list[by
     which = list(_ARCHITECTURES).index(architecture)
     calls = {**_ALLOWED, **(_SIGNALS if signals else {}), **(_FORKS if processes else {})}
     allowed = _instruction(_RETURN, _ALLOW)
-    refused = _instruction(_RETURN, _REFUSE | errno.EPERM)
+    refusal = _instruction(_RETURN, _REFUSE | errno.EPERM)
     unknown = _instruction(_RETURN, _REFUSE | errno.ENOSYS)
     program = [
         _instruction(_LOAD, _ARCHITECTURE_AT),
@@ -258,22 +260,22 @@ def call_filter(architecture: str, *, signals: bool, processes: bool) -> list[by
         _instruction(_RETURN, _KILL),
         _instruction(_LOAD, _NUMBER_AT),
         _instruction(_AT_LEAST, _X32, 0, 1),  # the x32 variants of the same calls
-        refused,
+        refusal,
     ]
-    answered = (
+    answers = (
         (allowed, [numbers[which] for numbers in calls.values()]),
         (_instruction(_RETURN, _REFUSE), [numbers[which] for numbers in _PRETENDED.values()]),
         (_instruction(_RETURN, _REFUSE | errno.ENOTSUP), _OF_ATTRIBUTES[which]),
     )
-    for answer, numbers in answered:
+    for answer, numbers in answers:
         for number in numbers:
             if number is not None:
                 program += [_instruction(_EQUAL, number, 0, 1), answer]
     for numbers, conditions in _PARTLY.items():
         checks = [
-            each
+            instruction
             for condition in conditions
-            for each in _refuse_unless_value_in(*condition, refused)
+            for instruction in _refuse_unless_value_in(*condition, refusal)
         ]
         program += [
             _instruction(_EQUAL, numbers[which], 0, len(checks) + 1),
@@ -286,27 +288,27 @@ def call_filter(architecture: str, *, signals: bool, processes: bool) -> list[by
         _instruction(_LOAD, _FIRST_ARGUMENT_AT),
         _instruction(_ANY_BIT, _ANY_NAMESPACE, 1, 0),
         _instruction(_ANY_BIT, 0xFFFFFFFF if processes else _A_THREAD, 1, 0),
-        refused,
+        refusal,
         allowed,
         _instruction(
             _AT_LEAST, _FIRST_WITH_FALLBACK, 0, 1
         ),  # also `clone3`, whose flags a filter cannot read
         unknown,
-        refused,
+        refusal,
     ]
 
 
 def _refuse_unless_value_in(
-    argument: int, mask: int, values: tuple[int, ...], refused: bytes
+    argument: int, mask: int, values: tuple[int, ...], refusal: bytes
 ) -> list[bytes]:
     """Refuse the call unless an argument, masked, has one of the values."""
     looked_at = [
         _instruction(_LOAD, _FIRST_ARGUMENT_AT + 8 * argument),
         _instruction(_AND, mask),
     ]
-    left = len(values)
-    equal = [_instruction(_EQUAL, value, left - n, 0) for n, value in enumerate(values)]
-    return [*looked_at, *equal, refused]
+    count = len(values)
+    equal = [_instruction(_EQUAL, value, count - n, 0) for n, value in enumerate(values)]
+    return [*looked_at, *equal, refusal]
 
 
 def _instruction(code: int, value: int, if_so: int = 0, if_not: int = 0) -> bytes:
@@ -316,22 +318,25 @@ def _instruction(code: int, value: int, if_so: int = 0, if_not: int = 0) -> byte
 # Access to the C library
 
 
-def _control(option: int, value: object, argument: object = 0) -> None:
-    _call("prctl", option, value, argument, 0, 0)
+def _prctl(option: int, value: object, argument: object = 0) -> None:
+    _libc_call("prctl", option, value, argument, 0, 0)
 
 
-def _raw(name: str, *arguments: object) -> int:
-    return _call("syscall", _LANDLOCK[name], *arguments)
+def _landlock_call(name: str, *arguments: object) -> int:
+    return _libc_call("syscall", _LANDLOCK[name], *arguments)
 
 
-def _call(name: str, *arguments: object) -> int:
+def _libc_call(name: str, *arguments: object) -> int:
     if sys.platform != "linux":
         raise OSError(errno.ENOSYS, f"{name}: only on Linux")
     function = getattr(ctypes.CDLL(None, use_errno=True), name)
     function.restype = ctypes.c_long
     # Pass integers as wide as a register: C would read garbage in the upper half of a narrower one.
     answer: int = function(
-        *(ctypes.c_long(each) if isinstance(each, int) else each for each in arguments)
+        *(
+            ctypes.c_long(argument) if isinstance(argument, int) else argument
+            for argument in arguments
+        )
     )
     if answer == -1:
         number = ctypes.get_errno()

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from groupwise.core.reward_call.call import each_alone
+from groupwise.core.reward_call.call import score_each_row
 from groupwise.core.reward_call.tags import Tag, check_tag
 from groupwise.core.reward_call.text import CompletionText, completion_text, completion_texts
 from groupwise.tasks.rewards.answers import voting_key
@@ -28,7 +28,7 @@ CACHE_SHARE = 0.2
 class Repetition:
     """`max_penalty` × share of the n-grams of words, case ignored, that occurred before; 0 for fewer words than n.
 
-    Words are told by the white space between them, so a text in Chinese, say, which has none, is one word.
+    Words are separated by white space, so a text without any, such as Chinese, is one word.
     """
 
     n: int = 3
@@ -49,7 +49,9 @@ class Repetition:
         values: list[float] = []
         for completion in completions:
             words = completion_text(completion).lower().split()
-            grams = [tuple(words[at : at + self.n]) for at in range(len(words) - self.n + 1)]
+            grams = [
+                tuple(words[start : start + self.n]) for start in range(len(words) - self.n + 1)
+            ]
             share = 1 - len(set(grams)) / len(grams) if grams else 0.0
             values.append(self.max_penalty * share + 0.0)  # + 0.0 turns -0.0 into 0.0
         return values
@@ -60,7 +62,7 @@ class Repetition:
 class Length:
     """A right answer earns more the shorter it is, a wrong one loses less the longer it is, along a cosine.
 
-    See https://arxiv.org/abs/2502.03373. What is right is what `math_answer` says, which compares words as well.
+    See https://arxiv.org/abs/2502.03373. `math_answer` decides what is right; it compares words as well.
     """
 
     answer_column: str | None = None
@@ -96,14 +98,14 @@ class Length:
         golds = gold_answers(columns, len(completions), self.answer_column, self.answer_tag, True)
         texts = completion_texts(completions, columns)
         answers = [answer_of(text, self.answer_tag) for text in texts]
-        record_answers(log_extra, (each and voting_key(each) for each in answers))
-        return each_alone(self._value, answers, map(len, completion_ids), golds)
+        record_answers(log_extra, (answer and voting_key(answer) for answer in answers))
+        return score_each_row(self._reward_of_text, answers, map(len, completion_ids), golds)
 
     def check_row(self, row: Mapping[str, Any]) -> None:
         """Raise ValueError for a row without a gold answer."""
         gold_of_row(row, self.answer_column, self.answer_tag, True)
 
-    def _value(self, answer: str | None, length: int, forms: Sequence[str]) -> float:
+    def _reward_of_text(self, answer: str | None, length: int, forms: Sequence[str]) -> float:
         right = answer is not None and matches_any(forms, answer)
         short, long = (
             (self.right_short, self.right_long) if right else (self.wrong_short, self.wrong_long)

@@ -60,14 +60,14 @@ def words_of(text: str) -> frozenset[str]:
     return frozenset(map(singular, re.findall(r"[a-zA-Z]{2,}", text)))
 
 
-def can_follow_number(phrase: str, known: frozenset[str], one: bool) -> bool:
-    """True if a phrase after a number is a unit or a counted noun: one of its words is a known unit, a plural, or in `known` (the
-    words of the gold answer). After a number of at most one (`one`) any noun can be counted.
+def can_follow_number(phrase: str, unit_words: frozenset[str], at_most_one: bool) -> bool:
+    """True if a phrase after a number is a unit or a counted noun: one of its words is a known unit, a plural, or in
+    `unit_words` (the words of the gold answer). After a number of at most one (`at_most_one`), any noun can be counted.
     """
     words = re.findall(r"[a-zA-Z$€£¥°¢]+", phrase)
-    return one or any(
+    return at_most_one or any(
         (single := singular(word)) != word.casefold()
-        or single in known
+        or single in unit_words
         or single in _PLURALS
         or single in _KNOWN
         for word in words
@@ -75,23 +75,24 @@ def can_follow_number(phrase: str, known: frozenset[str], one: bool) -> bool:
     )
 
 
-def is_unit(words: str, upright: bool, later: bool = False) -> bool:
-    r"""True if each of these words can be part of a unit; `later`: they follow its first word.
+def is_unit(words: str, upright: bool, is_later: bool = False) -> bool:
+    r"""True if each of these words can be part of a unit; `is_later`: they follow its first word.
 
     A single letter can if it is `upright`, as in `\text{}`.
     """
-    found = re.findall(r"[a-zA-Z$€£¥°]+", words)
-    return bool(found) and all(
-        _is_word_of_unit(word, upright, later or place > 0) for place, word in enumerate(found)
+    letter_runs = re.findall(r"[a-zA-Z$€£¥°]+", words)
+    return bool(letter_runs) and all(
+        _is_word_of_unit(word, upright, is_later or index > 0)
+        for index, word in enumerate(letter_runs)
     )
 
 
-def _is_word_of_unit(word: str, upright: bool, later: bool) -> bool:
+def _is_word_of_unit(word: str, upright: bool, is_later: bool) -> bool:
     single = singular(word)
     if single in NO_UNIT or word.casefold() in NO_UNIT:
         return False
     if len(word) == 1:
-        return word in "$€£¥°" or (upright and word in _OF_ONE_LETTER) or (later and word == "a")
+        return word in "$€£¥°" or (upright and word in _OF_ONE_LETTER) or (is_later and word == "a")
     if len(word) == 2:
         return word.casefold() in _KNOWN or word.casefold() in _SMALL
     return True
@@ -127,8 +128,8 @@ def unit_of(text: str) -> str:
         names: list[str] = []
         power = ""
         for word in words:
-            bare, _, exponent = word.partition("^")
-            name = _KNOWN.get(bare, bare)
+            base, _, exponent = word.partition("^")
+            name = _KNOWN.get(base, base)
             if name in ("sq", "cu"):
                 power = "^2" if name == "sq" else "^3"
             elif name not in ("of", "a", "an", "the"):

@@ -40,10 +40,10 @@ def main(descriptor: int, parent: int) -> None:
     connection = socket.socket(fileno=descriptor)
     inbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
     threading.Thread(target=_read_frames, args=(connection, inbox), daemon=True).start()
-    own = os.getpid()
+    pid = os.getpid()
 
     def send(message: dict[str, Any]) -> None:
-        if os.getpid() != own:  # user code forked, and its copy returned to here
+        if os.getpid() != pid:  # user code forked, and its copy returned to here
             os._exit(0)
         send_frame(connection, json.dumps(message).encode())
 
@@ -65,7 +65,7 @@ def main(descriptor: int, parent: int) -> None:
             frame = inbox.get()
             number = int.from_bytes(frame[:8], "big")
             try:
-                answer = _answer(server, pickle.loads(frame[8:]), send, runner)
+                answer = _handle_request(server, pickle.loads(frame[8:]), send, runner)
             except BaseException as problem:  # noqa: BLE001 — any error is reported to the parent
                 answer = {"error": _error_text(problem)}
             send({"number": number, **answer})
@@ -82,7 +82,7 @@ def _read_frames(connection: socket.socket, inbox: queue.SimpleQueue[bytes]) -> 
         os.killpg(0, signal.SIGKILL)
 
 
-def _answer(
+def _handle_request(
     server: Any,
     request: Any,
     send: Callable[[dict[str, Any]], None],
@@ -92,7 +92,7 @@ def _answer(
         send({"running": name, "repeated": repeated})
 
     if isinstance(request, ScoreRequest):
-        return {"score": _score(server, request, started, runner)}
+        return {"score": _score_group(server, request, started, runner)}
     if hasattr(server, "answer"):
         return {"answer": plain(_await_result(server.answer(request, started), runner))}
     prompts, completions, rows = request
@@ -100,7 +100,7 @@ def _answer(
     return {"metrics": plain(metrics)}
 
 
-def _score(
+def _score_group(
     scorer: Any,
     request: ScoreRequest,
     started: Callable[[str], None],
@@ -108,13 +108,13 @@ def _score(
 ) -> dict[str, Any]:
     """The group's score as JSON values, converted here because values from user code may be impossible to convert."""
     try:
-        return _as_json(_await_result(scorer.score(request, started), runner))
+        return _score_to_json(_await_result(scorer.score(request, started), runner))
     except BaseException as error:  # noqa: BLE001 — any error of user code fails only its group
         reason = f"scoring raised {_error_text(error)}"
-        return _as_json(unscored_group(len(request.completions), "failed", reason))
+        return _score_to_json(unscored_group(len(request.completions), "failed", reason))
 
 
-def _as_json(score: GroupScore) -> dict[str, Any]:
+def _score_to_json(score: GroupScore) -> dict[str, Any]:
     return json.loads(to_json(score))
 
 

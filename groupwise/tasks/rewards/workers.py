@@ -16,7 +16,7 @@ from groupwise.core.errors import RewardWorkerError
 from groupwise.core.reward_call.request import GroupScore, ScoreRequest, unpicklable, unscored_group
 from groupwise.core.reward_call.text import CompletionText
 from groupwise.core.types import Prompt, from_json
-from groupwise.tasks.rewards.pool import Answered, Died, Ended, Kind, TimedOut, WorkerPool
+from groupwise.tasks.rewards.pool import Answered, CallOutcome, Died, Kind, TimedOut, WorkerPool
 
 METRICS_LIMIT_FACTOR = 10
 """`compute_metrics` sees a whole evaluation, so its time limit is this multiple of a group's."""
@@ -58,9 +58,9 @@ class RewardWorkers:
 
     async def score(self, request: ScoreRequest) -> GroupScore:
         """Score one group. Raises RewardWorkerError only if no worker can be started or reached."""
-        ended = await self._ask(request, self._time_limit)
+        outcome = await self._ask_pool(request, self._time_limit)
         count = len(request.completions)
-        match ended:
+        match outcome:
             case Answered(message):
                 score = from_json(GroupScore, json.dumps(message["score"]))
                 if len(score.members) != count:
@@ -82,16 +82,16 @@ class RewardWorkers:
     ) -> dict[str, Any]:
         """The task's metrics, as JSON values. Raises RewardWorkerError if they raise, hang or crash."""
         request = (list(prompts), list(completions), list(rows))
-        ended = await self._ask(request, self._time_limit * METRICS_LIMIT_FACTOR)
-        if not isinstance(ended, Answered):
-            raise RewardWorkerError(f"compute_metrics gave no answer: {ended.reason}")
-        return ended.message["metrics"]
+        outcome = await self._ask_pool(request, self._time_limit * METRICS_LIMIT_FACTOR)
+        if not isinstance(outcome, Answered):
+            raise RewardWorkerError(f"compute_metrics gave no answer: {outcome.reason}")
+        return outcome.message["metrics"]
 
     async def close(self) -> None:
         """Kill the workers and all that they started, and wait until they are reaped."""
         await self._pool.close()
 
-    async def _ask(self, request: Any, limit: float) -> Ended:
+    async def _ask_pool(self, request: Any, limit: float) -> CallOutcome:
         return await self._pool.ask(_pickle_request(request), limit)
 
 

@@ -67,7 +67,7 @@ class Dialogue(Protocol):
         ...
 
 
-def begin(
+def begin_dialogue(
     tokenizer: Any,
     prompt: Prompt,
     tools: Sequence[Schema],
@@ -78,8 +78,8 @@ def begin(
     ids = ids or first_ids(tokenizer, prompt, tools, columns)
     if isinstance(prompt, str):
         return TextDialogue(tokenizer, ids)
-    given = _for_template(tools, columns)
-    return ChatDialogue(tokenizer, prompt, given.tools, ids, given.arguments)
+    template_inputs = _template_inputs(tools, columns)
+    return ChatDialogue(tokenizer, prompt, template_inputs.tools, ids, template_inputs.arguments)
 
 
 def first_ids(
@@ -91,14 +91,14 @@ def first_ids(
     Raises TaskError.
     """
     if isinstance(prompt, str):
-        own = for_template(columns, "a row")  # the task's own text describes its `tools`
-        return prompt_ids(tokenizer, prompt, own.tools, own.arguments)
-    given = _for_template(tools, columns)
-    if given.tools and not knows_tools(tokenizer):
-        messages = told_of_tools(prompt, given.tools)
-        return prompt_ids(tokenizer, messages, (), given.arguments)
+        row_inputs = for_template(columns, "a row")  # the task's own text describes its `tools`
+        return prompt_ids(tokenizer, prompt, row_inputs.tools, row_inputs.arguments)
+    template_inputs = _template_inputs(tools, columns)
+    if template_inputs.tools and not knows_tools(tokenizer):
+        messages = with_tool_descriptions(prompt, template_inputs.tools)
+        return prompt_ids(tokenizer, messages, (), template_inputs.arguments)
     try:
-        return prompt_ids(tokenizer, prompt, given.tools, given.arguments)
+        return prompt_ids(tokenizer, prompt, template_inputs.tools, template_inputs.arguments)
     except TaskError as problem:
         hint = (
             "\nOr give the tools in TextCalls, which the template need not know." if tools else ""
@@ -106,17 +106,17 @@ def first_ids(
         raise TaskError(f"{problem}{hint}") from problem
 
 
-def _for_template(tools: Sequence[Schema], columns: Mapping[str, Any]) -> ForTemplate:
+def _template_inputs(tools: Sequence[Schema], columns: Mapping[str, Any]) -> ForTemplate:
     """Inputs of a chat's template: the tools of the task, or else those of the row. Raises TaskError if both have tools."""
-    own = for_template(columns, "a row")
+    row_inputs = for_template(columns, "a row")
     if not tools:
-        return own
-    if own.tools:
+        return row_inputs
+    if row_inputs.tools:
         raise TaskError(
             "The row has a column `tools`, and the task's environment has tools of its own, which are those that can be called. Leave the "
             "column out, or call it otherwise."
         )
-    return replace(own, tools=tuple(tools))
+    return replace(row_inputs, tools=tuple(tools))
 
 
 def knows_tools(tokenizer: Any) -> bool:
@@ -124,7 +124,7 @@ def knows_tools(tokenizer: Any) -> bool:
     return "tools" in str(tokenizer.chat_template or "")
 
 
-def told_of_tools(messages: Sequence[Message], tools: Sequence[Schema]) -> list[Message]:
+def with_tool_descriptions(messages: Sequence[Message], tools: Sequence[Schema]) -> list[Message]:
     """The chat with the tools described in its system message."""
     tool_text = instructions(tools)
     if messages and messages[0].get("role") in ("system", "developer"):
@@ -158,7 +158,7 @@ class TextDialogue:
     def hear(self, observation: Observation, longest: int) -> bool:
         """See `Dialogue.hear`."""
         self.record(observation)
-        ids = text_ids(self._tokenizer, _as_text(observation))
+        ids = text_ids(self._tokenizer, _observation_text(observation))
         if len(self._context) + len(ids) > longest:
             return False
         self._context += ids
@@ -168,7 +168,7 @@ class TextDialogue:
 
     def record(self, observation: Observation) -> None:
         """See `Dialogue.record`."""
-        self._said.append(_as_text(observation))
+        self._said.append(_observation_text(observation))
 
     @property
     def text(self) -> str:
@@ -197,7 +197,7 @@ class ChatDialogue:
         self._told = bool(tools) and not knows_tools(tokenizer)
         self._tools = () if self._told else tools
         self._template_kwargs = template_kwargs
-        self._prompt = told_of_tools(prompt, tools) if self._told else list(prompt)
+        self._prompt = with_tool_descriptions(prompt, tools) if self._told else list(prompt)
         self._messages: list[Message] = []
         self._rendered = self._render(self._prompt)
         """The template's last output for the conversation, up to the point where the policy continues."""
@@ -249,7 +249,7 @@ class ChatDialogue:
     @property
     def text(self) -> str:
         """See `Dialogue.text`."""
-        return "\n\n".join(f"{each['role']}: {each['content']}" for each in self._messages)
+        return "\n\n".join(f"{message['role']}: {message['content']}" for message in self._messages)
 
     @property
     def messages(self) -> tuple[Message, ...]:
@@ -273,8 +273,8 @@ class ChatDialogue:
     def _render(self, messages: Sequence[Message]) -> str:
         try:
             return prompt_text(self._tokenizer, Chat(messages, self._tools, self._template_kwargs))
-        except TaskError as refused:
-            raise Unrenderable(str(refused)) from refused
+        except TaskError as error:
+            raise Unrenderable(str(error)) from error
 
     def _end_of_turn(self) -> str:
         """The stop token that the policy wrote, as text; empty if it wrote none."""
@@ -286,12 +286,12 @@ class ChatDialogue:
         """Turns a tool's result into a user message if the chat template does not support tools."""
         if not self._told or message["role"] != "tool":
             return message
-        brought = break_control_tokens(self._tokenizer, message["content"], of_tool=True)
-        result = f"<tool_response>\n{brought}\n</tool_response>"
+        content = break_control_tokens(self._tokenizer, message["content"], of_tool=True)
+        result = f"<tool_response>\n{content}\n</tool_response>"
         return {"role": "user", "content": result}
 
 
-def _as_text(observation: Observation) -> str:
+def _observation_text(observation: Observation) -> str:
     if observation is None or isinstance(observation, str):
         return observation or ""
     raise Unrenderable("the environment answered text with chat messages; expected text")

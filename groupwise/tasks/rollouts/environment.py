@@ -37,7 +37,7 @@ from groupwise.core.types import (
     SamplingParams,
 )
 from groupwise.tasks.rollouts.asking import ENVIRONMENT, Ask
-from groupwise.tasks.rollouts.dialogue import Dialogue, Unrenderable, begin
+from groupwise.tasks.rollouts.dialogue import Dialogue, Unrenderable, begin_dialogue
 from groupwise.tasks.rollouts.hosts import EnvironmentHost
 from groupwise.tasks.rollouts.sessions import Reply, SessionCall
 from groupwise.tasks.tools import Schema
@@ -74,11 +74,11 @@ class _Attempt:
     longest: int
     """Most tokens of its context."""
     completions: list[str] = field(default_factory=list[str])
-    heard: list[str] = field(default_factory=list[str])
+    reply_digests: list[str] = field(default_factory=list[str])
     parts: list[RewardPart] = field(default_factory=list[RewardPart])
     seconds: float = 0.0
     ended_by: EndedBy | None = None
-    lives: bool = True
+    environment_alive: bool = True
     """True while its environment still exists."""
     outcome: Outcome = "pending"
     reason: str | None = None
@@ -137,7 +137,7 @@ class EnvironmentRollouts:
             self._play_turns(sampler, ask, attempt, completion)
             for attempt, completion in zip(attempts, completions, strict=True)
         )
-        rollouts = tuple(_rollout(ask, attempt) for attempt in attempts)
+        rollouts = tuple(_rollout_of_attempt(ask, attempt) for attempt in attempts)
         return Group(ask.draw, example, rollouts)
 
     async def opening(self, ask: Ask) -> tuple[int, ...]:
@@ -145,7 +145,7 @@ class EnvironmentRollouts:
         attempt = await self._begin_attempt(ask, 0)
         if attempt.outcome != "pending":
             raise TaskError(f"the first prompt of row {ask.example.row_number}: {attempt.reason}")
-        ending = replace(self._call_of(ask, attempt), ending=True)
+        ending = replace(self._turn_call(ask, attempt), ending=True)
         await self._host.ask(ending, self._limits.time_limit)
         return attempt.first
 
@@ -154,15 +154,15 @@ class EnvironmentRollouts:
     async def _begin_attempt(self, ask: Ask, member: int) -> _Attempt:
         """The attempt with its first prompt; failed if there is none."""
         session = next(self._sessions)
-        call = self._call(ask, member, session)
+        call = self._first_call(ask, member, session)
         reply = await self._host.ask(call, min(self._limits.time_limit, self._limits.max_seconds))
         prompt = ask.example.prompt if reply.prompt is None else reply.prompt
-        known = ask.prompt_ids if reply.prompt is None and not self._tools else None
+        known_ids = ask.prompt_ids if reply.prompt is None and not self._tools else None
         try:
-            dialogue, problem = self._dialogue(ask, prompt, self._tools, known), None
+            dialogue, problem = self._begin_dialogue(ask, prompt, self._tools, known_ids), None
         except (TaskError, Unrenderable) as error:  # a prompt made by the environment
             prompt, problem = ask.example.prompt, str(error)
-            dialogue = self._dialogue(ask, prompt, (), ask.prompt_ids)
+            dialogue = self._begin_dialogue(ask, prompt, (), ask.prompt_ids)
         longest = len(dialogue.context) + self._limits.max_tokens
         room = self._limits.room
         attempt = _Attempt(
@@ -175,7 +175,7 @@ class EnvironmentRollouts:
         )
         if problem is not None:
             attempt.fail("failed", problem)
-        self._take(attempt, reply)
+        self._apply_reply(attempt, reply)
         if not attempt.is_over and len(attempt.first) >= attempt.longest:
             attempt.fail(
                 "failed",
@@ -184,22 +184,22 @@ class EnvironmentRollouts:
             )
         return attempt
 
-    def _dialogue(
+    def _begin_dialogue(
         self, ask: Ask, prompt: Prompt, tools: Sequence[Schema], ids: tuple[int, ...] | None
     ) -> Dialogue:
-        return begin(self._tokenizer, prompt, tools, ask.example.columns, ids)
+        return begin_dialogue(self._tokenizer, prompt, tools, ask.example.columns, ids)
 
     async def _play_turns(
         self, sampler: Sampler, ask: Ask, attempt: _Attempt, completion: Completion | None
     ) -> None:
         """Plays all turns, starting with the first completion."""
         while completion is not None:
-            params = self._params(ask, attempt)
+            params = self._turn_params(ask, attempt)
             attempt.completions.append(attempt.dialogue.say(completion, params))
-            left = self._limits.max_seconds - attempt.seconds
-            limit = min(self._limits.time_limit, max(left, LEAST_LIMIT))
-            reply = await self._host.ask(self._call_of(ask, attempt), limit)
-            self._take(attempt, reply)
+            remaining = self._limits.max_seconds - attempt.seconds
+            limit = min(self._limits.time_limit, max(remaining, LEAST_LIMIT))
+            reply = await self._host.ask(self._turn_call(ask, attempt), limit)
+            self._apply_reply(attempt, reply)
             if attempt.outcome == "pending":
                 try:
                     if reply.done or len(attempt.completions) == self._limits.max_turns:
@@ -214,22 +214,22 @@ class EnvironmentRollouts:
             request = ask.request(
                 attempt.dialogue.context,
                 [ask.seed(attempt.member, len(attempt.completions))],
-                max_tokens=self._params(ask, attempt).max_tokens,
+                max_tokens=self._turn_params(ask, attempt).max_tokens,
             )
             (completion,) = await sampler.generate(request)
-        if attempt.lives:
+        if attempt.environment_alive:
             # The environment's reward for the whole rollout.
-            call = replace(self._call_of(ask, attempt), ending=True)
-            self._take(attempt, await self._host.ask(call, self._limits.time_limit))
+            call = replace(self._turn_call(ask, attempt), ending=True)
+            self._apply_reply(attempt, await self._host.ask(call, self._limits.time_limit))
 
-    def _take(self, attempt: _Attempt, reply: Reply) -> None:
+    def _apply_reply(self, attempt: _Attempt, reply: Reply) -> None:
         """Process the parts of a reply other than its observation."""
-        attempt.lives = reply.outcome == "pending"
+        attempt.environment_alive = reply.outcome == "pending"
         if attempt.outcome != "pending":
             return
         attempt.seconds += reply.seconds
         attempt.parts += reply.parts
-        attempt.heard.append(reply.digest)
+        attempt.reply_digests.append(reply.digest)
         if reply.outcome != "pending":
             attempt.fail(reply.outcome, reply.reason)
         elif attempt.seconds > self._limits.max_seconds:
@@ -238,7 +238,7 @@ class EnvironmentRollouts:
                 f"the environment took {attempt.seconds:.3g} s in all; rollout.max_seconds is {self._limits.max_seconds:g}",
             )
 
-    def _call(self, ask: Ask, member: int, session: int) -> SessionCall:
+    def _first_call(self, ask: Ask, member: int, session: int) -> SessionCall:
         return SessionCall(
             session=session,
             draw=ask.draw,
@@ -249,13 +249,15 @@ class EnvironmentRollouts:
             repeat_limit=self._limits.time_limit,
         )
 
-    def _call_of(self, ask: Ask, attempt: _Attempt) -> SessionCall:
-        call = self._call(ask, attempt.member, attempt.session)
-        return replace(call, completions=tuple(attempt.completions), heard=tuple(attempt.heard))
+    def _turn_call(self, ask: Ask, attempt: _Attempt) -> SessionCall:
+        call = self._first_call(ask, attempt.member, attempt.session)
+        return replace(
+            call, completions=tuple(attempt.completions), reply_digests=tuple(attempt.reply_digests)
+        )
 
     # --- sampling -----------------------------------------------------------------------------------
 
-    def _params(self, ask: Ask, attempt: _Attempt) -> SamplingParams:
+    def _turn_params(self, ask: Ask, attempt: _Attempt) -> SamplingParams:
         """Parameters of the next completion: its length is the requested one, or the remaining room if that is less."""
         room = attempt.longest - len(attempt.dialogue.context)
         return replace(ask.params, max_tokens=min(ask.params.max_tokens, room))
@@ -270,7 +272,7 @@ class EnvironmentRollouts:
         request = ask.request(
             alive[0].first,
             [ask.seed(attempt.member, 0) for attempt in alive],
-            max_tokens=self._params(ask, alive[0]).max_tokens,
+            max_tokens=self._turn_params(ask, alive[0]).max_tokens,
         )
         completions = await sampler.generate(request)
         by_attempt = {
@@ -280,7 +282,7 @@ class EnvironmentRollouts:
         return [by_attempt.get(attempt.member) for attempt in attempts]
 
 
-def _rollout(ask: Ask, attempt: _Attempt) -> Rollout:
+def _rollout_of_attempt(ask: Ask, attempt: _Attempt) -> Rollout:
     dialogue = attempt.dialogue
     return Rollout(
         draw=ask.draw,

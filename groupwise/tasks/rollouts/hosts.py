@@ -77,8 +77,8 @@ class WorkerHost:
                 f"A dataset value (column {culprits}) cannot be sent to the environment workers: {error}. "
                 "Keep plain values in the dataset and make the objects in the environment."
             ) from error
-        ended = await pool.ask(pickled, limit, call.repeat_limit)
-        match ended:
+        outcome = await pool.ask(pickled, limit, call.repeat_limit)
+        match outcome:
             case Answered(message):
                 # User code might have written anything into a worker's message.
                 try:

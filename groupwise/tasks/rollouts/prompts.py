@@ -55,7 +55,7 @@ def tokenise(
             f"sampler.max_completion_length (or eval.max_completion_length) leaves no room for a prompt: it exceeds the "
             f"longest text of the model by {1 - room} tokens. Shorten it, or with another rollout.type its limits."
         )
-    ids = [_ids(tokenizer, example, tools, where) for example in examples]
+    ids = [_tokenise_example(tokenizer, example, tools, where) for example in examples]
     limit = max_prompt_length or max(map(len, ids))
     indices = [index for index, prompt in enumerate(ids) if len(prompt) <= limit]
     longest = max(map(len, ids))
@@ -83,7 +83,9 @@ def tokenise(
     )
 
 
-def _ids(tokenizer: Any, example: Example, tools: Sequence[Schema], where: str) -> tuple[int, ...]:
+def _tokenise_example(
+    tokenizer: Any, example: Example, tools: Sequence[Schema], where: str
+) -> tuple[int, ...]:
     try:
         return first_ids(tokenizer, example.prompt, tools, example.columns)
     except TaskError as error:
@@ -99,7 +101,7 @@ def as_seen(tokenizer: Any, group: Group) -> Group:
 
 def odd_prompts(tokenizer: Any, examples: Sequence[Example]) -> list[str]:
     """Warnings about prompts that are probably not as their author intended."""
-    marks = _marks(tokenizer)
+    marks = _template_marks(tokenizer)
     texts = [e.prompt for e in examples if isinstance(e.prompt, str)]
     problems = [
         str(m.get("content") or "")
@@ -107,17 +109,17 @@ def odd_prompts(tokenizer: Any, examples: Sequence[Example]) -> list[str]:
         if not isinstance(e.prompt, str)
         for m in e.prompt
     ]
-    found: list[str] = []
-    if twice := [mark for text in problems for mark in marks if mark in text]:
-        found.append(
-            f"messages hold {twice[0]!r}, which the chat template writes itself: they seem to have been through it already, and go through "
-            "it once more. Give such a prompt as text, or the messages as they were before"
+    warnings: list[str] = []
+    if repeated_marks := [mark for text in problems for mark in marks if mark in text]:
+        warnings.append(
+            f"messages hold {repeated_marks[0]!r}, which the chat template writes itself: they seem to have been through it already, "
+            "and go through it once more. Give such a prompt as text, or the messages as they were before"
         )
     if any(map(looks_like_messages, texts)):
-        found.append(
+        warnings.append(
             "a prompt looks like messages in JSON, but cannot be read as such: it is taken as text. Look for what is wrong in it"
         )
-    return found
+    return warnings
 
 
 def text_prompts(tokenizer: Any, examples: Sequence[Example]) -> list[str]:
@@ -125,7 +127,7 @@ def text_prompts(tokenizer: Any, examples: Sequence[Example]) -> list[str]:
     texts = [e.prompt for e in examples if isinstance(e.prompt, str) and e.prompt]
     if tokenizer is None or not tokenizer.chat_template or not texts:
         return []
-    if ready := [mark for text in texts for mark in _marks(tokenizer) if mark in text]:
+    if ready := [mark for text in texts for mark in _template_marks(tokenizer) if mark in text]:
         return [
             f"prompts that are text hold {ready[0]!r} of the chat template: they are taken as they stand, and no template is applied"
         ]
@@ -135,7 +137,7 @@ def text_prompts(tokenizer: Any, examples: Sequence[Example]) -> list[str]:
     ]
 
 
-def _marks(tokenizer: Any) -> list[str]:
+def _template_marks(tokenizer: Any) -> list[str]:
     """The special tokens that the chat template writes."""
     if tokenizer is None:
         return []

@@ -2,7 +2,7 @@
 
 A rollout is one row, or several if the chat template rewrote earlier turns: each segment with a prompt of its own starts a row. All
 rows of a rollout have its weight, so sums over rows are sums over rollouts. Rows are computed separately; a value for the rollout
-as a whole, such as a ratio or an importance weight, needs `with_others`.
+as a whole, such as a ratio or an importance weight, needs `with_sibling_stats`.
 """
 
 from __future__ import annotations
@@ -32,36 +32,40 @@ def training_rows(groups: Sequence[Group], weights: Sequence[Weights]) -> list[R
         for group, group_weights in zip(groups, weights, strict=True)
         for rollout, weight in zip(group.rollouts, group_weights, strict=True)
         if weight is not None
-        for row in _rows(rollout, weight)
+        for row in _rows_of_rollout(rollout, weight)
     ]
 
 
-def with_others(rows: Sequence[Row], policy: Sequence[Sequence[float]] | None = None) -> list[Row]:
+def with_sibling_stats(
+    rows: Sequence[Row], policy: Sequence[Sequence[float]] | None = None
+) -> list[Row]:
     """The rows, each with sums over the other rows of its rollout, if it has any; the call must include all rows of a rollout.
 
     `policy` holds the log-probabilities of each row's tokens under the weights of this update; None means the old ones.
     """
-    places: defaultdict[tuple[int, int] | None, list[int]] = defaultdict(list)
+    indices_of_rollout: defaultdict[tuple[int, int] | None, list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
-        places[row.rollout].append(index)
+        indices_of_rollout[row.rollout].append(index)
     with_stats = list(rows)
-    for rollout, own in places.items():
-        if rollout is None or len(own) == 1:
+    for rollout, indices in indices_of_rollout.items():
+        if rollout is None or len(indices) == 1:
             continue
-        sums = {index: _sums(rows[index], policy[index] if policy else None) for index in own}
-        for index in own:
-            others = _sum_stats([sums[other] for other in own if other != index])
+        sums = {
+            index: _row_stats(rows[index], policy[index] if policy else None) for index in indices
+        }
+        for index in indices:
+            others = _sum_stats([sums[other] for other in indices if other != index])
             with_stats[index] = replace(rows[index], others=others)
     return with_stats
 
 
 def with_advantages(group: Group, weights: Weights) -> Group:
     """The group with each rollout's advantage, for the record."""
-    noted = [
+    rollouts = [
         replace(rollout, advantage=weight.advantage if weight else None)
         for rollout, weight in zip(group.rollouts, weights, strict=True)
     ]
-    return replace(group, rollouts=tuple(noted))
+    return replace(group, rollouts=tuple(rollouts))
 
 
 def with_learner_logprobs(
@@ -72,35 +76,39 @@ def with_learner_logprobs(
     `logprobs` has the log-probabilities for each row that `training_rows` makes of the group with these weights; None if they were
     not kept.
     """
-    left = iter(logprobs or ())
+    remaining = iter(logprobs or ())
     learnt = [weight is not None and logprobs is not None for weight in weights]
     rollouts = [
-        replace(rollout, segments=tuple(_learnt(rollout, left))) if taught else rollout
+        replace(rollout, segments=tuple(_segments_with_logprobs(rollout, remaining)))
+        if taught
+        else rollout
         for rollout, taught in zip(group.rollouts, learnt, strict=True)
     ]
-    assert next(left, None) is None, "log-probabilities of more rows than the group has"
+    assert next(remaining, None) is None, "log-probabilities of more rows than the group has"
     return replace(group, rollouts=tuple(rollouts))
 
 
-def _learnt(rollout: Rollout, logprobs: Iterator[Sequence[float]]) -> Iterator[Segment]:
+def _segments_with_logprobs(
+    rollout: Rollout, logprobs: Iterator[Sequence[float]]
+) -> Iterator[Segment]:
     """The segments of a rollout whose rows come next in `logprobs`."""
-    for _, segments in _parts(rollout):
-        values = next(logprobs) if any(map(_teaches, segments)) else ()
+    for _, segments in _rollout_parts(rollout):
+        values = next(logprobs) if any(map(_is_trained, segments)) else ()
         start = 0
         for segment in segments:
             end = start + len(segment.token_ids)
-            own = tuple(values[start:end]) if _teaches(segment) else None
-            yield replace(segment, learner_logprobs=own)
+            segment_logprobs = tuple(values[start:end]) if _is_trained(segment) else None
+            yield replace(segment, learner_logprobs=segment_logprobs)
             start = end
 
 
-def _rows(rollout: Rollout, weight: RolloutCredit) -> list[Row]:
-    parts = [part for part in _parts(rollout) if any(map(_teaches, part[1]))]
+def _rows_of_rollout(rollout: Rollout, weight: RolloutCredit) -> list[Row]:
+    parts = [part for part in _rollout_parts(rollout) if any(map(_is_trained, part[1]))]
     key = (rollout.draw, rollout.member)
-    return [replace(_row(prompt, part, weight), rollout=key) for prompt, part in parts]
+    return [replace(_make_row(prompt, part, weight), rollout=key) for prompt, part in parts]
 
 
-def _parts(rollout: Rollout) -> list[tuple[tuple[int, ...], list[Segment]]]:
+def _rollout_parts(rollout: Rollout) -> list[tuple[tuple[int, ...], list[Segment]]]:
     """The segments, divided at each new row, each part with its prompt."""
     parts: list[tuple[tuple[int, ...], list[Segment]]] = [(rollout.prompt_ids, [])]
     for segment in rollout.segments:
@@ -110,11 +118,13 @@ def _parts(rollout: Rollout) -> list[tuple[tuple[int, ...], list[Segment]]]:
     return parts
 
 
-def _teaches(segment: Segment) -> bool:
+def _is_trained(segment: Segment) -> bool:
     return segment.source == "policy" and bool(segment.token_ids)
 
 
-def _row(prompt_ids: tuple[int, ...], segments: Sequence[Segment], weight: RolloutCredit) -> Row:
+def _make_row(
+    prompt_ids: tuple[int, ...], segments: Sequence[Segment], weight: RolloutCredit
+) -> Row:
     ids: list[int] = []
     mask: list[int] = []
     logprobs: list[float] = []
@@ -155,24 +165,26 @@ def _tokens_withheld(segment: Segment, start: int) -> tuple[MaskedTokens, ...]:
     return (MaskedTokens(start, end, params.stop_token_ids),)
 
 
-def _sums(row: Row, policy: Sequence[float] | None) -> SiblingRowStats:
+def _row_stats(row: Row, policy: Sequence[float] | None) -> SiblingRowStats:
     """This row's contribution to sums over the rows of its rollout."""
     old = row.sampling_logprobs if row.proximal_logprobs is None else row.proximal_logprobs
     return SiblingRowStats(
         tokens=sum(row.mask),
-        log_weight=_difference(row, old, row.sampling_logprobs),
-        log_ratio=_difference(row, old if policy is None else policy, old),
+        log_weight=_logprob_difference(row, old, row.sampling_logprobs),
+        log_ratio=_logprob_difference(row, old if policy is None else policy, old),
     )
 
 
-def _difference(row: Row, of: Sequence[float], to: Sequence[float]) -> float:
-    """The sum of `of` − `to` over the trained tokens."""
-    return math.fsum(a - b for a, b, counts in zip(of, to, row.mask, strict=True) if counts)
+def _logprob_difference(row: Row, logprobs: Sequence[float], reference: Sequence[float]) -> float:
+    """The sum of `logprobs` − `reference` over the trained tokens."""
+    return math.fsum(
+        a - b for a, b, counts in zip(logprobs, reference, row.mask, strict=True) if counts
+    )
 
 
 def _sum_stats(sums: Sequence[SiblingRowStats]) -> SiblingRowStats:
     return SiblingRowStats(
-        tokens=sum(each.tokens for each in sums),
-        log_weight=math.fsum(each.log_weight for each in sums),
-        log_ratio=math.fsum(each.log_ratio for each in sums),
+        tokens=sum(stats.tokens for stats in sums),
+        log_weight=math.fsum(stats.log_weight for stats in sums),
+        log_ratio=math.fsum(stats.log_ratio for stats in sums),
     )

@@ -67,15 +67,17 @@ def transcript(prompt: Prompt, rollout: Rollout) -> CompletionText:
 def _with_score(rollout: Rollout, score: MemberScore) -> Rollout:
     """The rollout with its score. A part of its environment that has the name of a reward function is renamed `environment/…`."""
     names = {part.name for part in score.parts}
-    earned = tuple(
+    environment_parts = tuple(
         replace(part, name=f"environment/{part.name}") if part.name in names else part
         for part in rollout.parts
     )
     counting = [
-        part.value * part.weight for part in earned if part.weight and part.value is not None
+        part.value * part.weight
+        for part in environment_parts
+        if part.weight and part.value is not None
     ]
     if not counting and not score.parts and score.reason == NO_REWARD:
-        earned, counting = (*earned, RewardPart(DEFAULT_PART, 0.0)), [0.0]
+        environment_parts, counting = (*environment_parts, RewardPart(DEFAULT_PART, 0.0)), [0.0]
     outcome, reason, reward = score.outcome, score.reason, score.reward
     if counting and (outcome == "scored" or reason == NO_REWARD):
         outcome, reason, reward = "scored", None, (reward or 0.0) + sum(counting)
@@ -84,6 +86,6 @@ def _with_score(rollout: Rollout, score: MemberScore) -> Rollout:
         outcome=outcome,
         reason=reason,
         reward=reward,
-        parts=(*score.parts, *earned),
+        parts=(*score.parts, *environment_parts),
         notes={**rollout.notes, **score.notes},
     )

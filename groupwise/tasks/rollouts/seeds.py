@@ -24,5 +24,5 @@ def evaluation_seed(seed: int, index: int, member: int, segment: int = 0) -> int
     """The seed of one sample's segment in an evaluation: the same for every policy, so that evaluations can be compared sample by
     sample.
     """
-    later = (segment,) if segment else ()
-    return derive("evaluation", seed, index, member, *later)
+    suffix = (segment,) if segment else ()
+    return derive("evaluation", seed, index, member, *suffix)

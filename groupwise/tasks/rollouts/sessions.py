@@ -34,7 +34,7 @@ from groupwise.tasks.environment import (
 )
 
 
-class Started(Protocol):
+class OnStart(Protocol):
     """Callback that is called just before user code runs."""
 
     def __call__(self, name: str, *, repeated: bool = False) -> None:
@@ -56,7 +56,7 @@ class SessionCall:
     columns: dict[str, Any]
     completions: tuple[str, ...] = ()
     """All completions so far; empty in the request for the first prompt."""
-    heard: tuple[str, ...] = ()
+    reply_digests: tuple[str, ...] = ()
     """Digests of the replies so far: one for the start and one for each turn."""
     repeat_limit: float | None = None
     """Seconds for each repeated piece, which was fast enough before; independent of the remaining time. None: the limit of new pieces."""
@@ -84,7 +84,7 @@ class Reply:
 @dataclass(slots=True)
 class _Session:
     environment: Any
-    heard: list[str] = field(default_factory=list[str])
+    reply_digests: list[str] = field(default_factory=list[str])
 
 
 class _Unusable(Exception):
@@ -98,58 +98,58 @@ class Sessions:
         self._factory = factory
         self._sessions: dict[int, _Session] = {}
 
-    async def answer(self, call: SessionCall, started: Started) -> dict[str, Any]:
+    async def answer(self, call: SessionCall, started: OnStart) -> dict[str, Any]:
         """The `Reply`, as JSON values."""
         return json.loads(to_json(await self.reply(call, started)))
 
-    async def reply(self, call: SessionCall, started: Started) -> Reply:
+    async def reply(self, call: SessionCall, started: OnStart) -> Reply:
         """Execute a call; an exception of the environment fails its rollout."""
         try:
             session = self._sessions.get(call.session)
             if session is None:
-                session = await self._rebuilt(call, started)
+                session = await self._rebuild_session(call, started)
             if call.ending:
                 reply = await self._end_session(session, call, started)
-                await self._drop(call.session)
+                await self._drop_session(call.session)
                 return reply
-            reply = await self._turn(session, call, len(call.heard), started)
-            session.heard.append(reply.digest)
+            reply = await self._run_turn(session, call, len(call.reply_digests), started)
+            session.reply_digests.append(reply.digest)
             return reply
         except _Unusable as problem:
             reason = str(problem)
         except BaseException as error:  # noqa: BLE001 — user code; it fails its rollout only
             reason = f"the environment raised {explain(error).strip()}"
-        await self._drop(call.session)
+        await self._drop_session(call.session)
         return Reply(outcome="failed", reason=printable(reason))
 
-    async def _rebuilt(self, call: SessionCall, started: Started) -> _Session:
+    async def _rebuild_session(self, call: SessionCall, started: OnStart) -> _Session:
         """A new environment that has repeated all turns of the lost one."""
-        started(f"{_name(self._factory)}()", repeated=bool(call.heard))
+        started(f"{_display_name(self._factory)}()", repeated=bool(call.reply_digests))
         environment = self._factory()
         try:
             check_methods(environment, "the environment")
         except TaskError as problem:
             raise _Unusable(str(problem)) from problem
         session = self._sessions[call.session] = _Session(environment)
-        for turn, before in enumerate(call.heard):
-            again = await self._turn(session, call, turn, partial(started, repeated=True))
-            if again.digest != before:
+        for turn, digest in enumerate(call.reply_digests):
+            repeat = await self._run_turn(session, call, turn, partial(started, repeated=True))
+            if repeat.digest != digest:
                 raise _Unusable(
                     f"the environment was made anew after the loss of its process, and answered differently in turn {turn}. "
                     "It must depend on its row, seed and member and on the completions alone."
                 )
-            session.heard.append(again.digest)
+            session.reply_digests.append(repeat.digest)
         return session
 
-    async def _turn(
-        self, session: _Session, call: SessionCall, turn: int, started: Started
+    async def _run_turn(
+        self, session: _Session, call: SessionCall, turn: int, started: OnStart
     ) -> Reply:
         """The start of the rollout (turn 0), or the answer to the completion of a turn (from 1)."""
         begun_at = time.perf_counter()
         reply = await (
-            self._begin(session, call, started)
+            self._call_reset(session, call, started)
             if turn == 0
-            else self._step(session, call.completions[turn - 1], turn, started)
+            else self._call_step(session, call.completions[turn - 1], turn, started)
         )
         seconds = time.perf_counter() - begun_at
         call_json = json.dumps(
@@ -164,46 +164,48 @@ class Sessions:
             reply, seconds=seconds, digest=hashlib.sha256(call_json.encode()).hexdigest()[:16]
         )
 
-    async def _begin(self, session: _Session, call: SessionCall, started: Started) -> Reply:
+    async def _call_reset(self, session: _Session, call: SessionCall, started: OnStart) -> Reply:
         reset = getattr(session.environment, "reset", None)
         if reset is None:
             return Reply()
-        name = f"{_name(session.environment)}.reset"
+        name = f"{_display_name(session.environment)}.reset"
         started(name)
-        own = {"prompt": call.prompt, "seed": call.seed, "member": call.member}
-        given = reset_arguments(reset, {**call.columns, **own})
-        returned = await _await_if_needed(reset(**given))
+        call_arguments = {"prompt": call.prompt, "seed": call.seed, "member": call.member}
+        arguments = reset_arguments(reset, {**call.columns, **call_arguments})
+        result = await _await_if_needed(reset(**arguments))
         with _checking_answer_of(name):
-            return Reply(prompt=as_prompt(returned))
+            return Reply(prompt=as_prompt(result))
 
-    async def _step(self, session: _Session, completion: str, turn: int, started: Started) -> Reply:
-        name = f"{_name(session.environment)}.step, turn {turn}"
+    async def _call_step(
+        self, session: _Session, completion: str, turn: int, started: OnStart
+    ) -> Reply:
+        name = f"{_display_name(session.environment)}.step, turn {turn}"
         started(name)
-        returned = await _await_if_needed(session.environment.step(completion))
+        result = await _await_if_needed(session.environment.step(completion))
         with _checking_answer_of(name):
-            step = as_step(returned)
+            step = as_step(result)
             parts = (*as_parts(step.reward, turn - 1), *as_parts(step.metrics, turn - 1, 0.0))
         return Reply(observation=step.observation, done=step.done, parts=parts)
 
-    async def _end_session(self, session: _Session, call: SessionCall, started: Started) -> Reply:
+    async def _end_session(self, session: _Session, call: SessionCall, started: OnStart) -> Reply:
         """The reward parts of the whole rollout."""
         begun_at = time.perf_counter()
         parts: list[RewardPart] = []
         for method, weight in (("reward", 1.0), ("metrics", 0.0)):
             function = getattr(session.environment, method, None)
             if function is not None:
-                name = f"{_name(session.environment)}.{method}"
+                name = f"{_display_name(session.environment)}.{method}"
                 started(name)
-                returned = await _await_if_needed(function())
+                result = await _await_if_needed(function())
                 with _checking_answer_of(name):
-                    parts += as_parts(returned, None, weight)
-        started(f"{_name(session.environment)}.close")
+                    parts += as_parts(result, None, weight)
+        started(f"{_display_name(session.environment)}.close")
         return Reply(parts=tuple(parts), seconds=time.perf_counter() - begun_at)
 
-    async def _drop(self, session: int) -> None:
+    async def _drop_session(self, session: int) -> None:
         """Remove an environment; errors of its `close` are ignored."""
-        dropped = self._sessions.pop(session, None)
-        close = getattr(dropped and dropped.environment, "close", None)
+        old_session = self._sessions.pop(session, None)
+        close = getattr(old_session and old_session.environment, "close", None)
         if close is not None:
             with suppress(BaseException):
                 await _await_if_needed(close())
@@ -222,5 +224,5 @@ async def _await_if_needed(result: Any) -> Any:
     return await result if inspect.isawaitable(result) else result
 
 
-def _name(thing: object) -> str:
-    return getattr(thing, "__name__", type(thing).__name__)
+def _display_name(value: object) -> str:
+    return getattr(value, "__name__", type(value).__name__)

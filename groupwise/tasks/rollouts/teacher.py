@@ -15,14 +15,14 @@ from groupwise.core.errors import TaskError
 from groupwise.core.types import Example, Group, Rollout, Row, Segment, number_of
 from groupwise.engine.models.chat_masks import (
     Chat,
-    Masked,
+    MaskedRow,
     assistant_turns,
     mask_completion,
     mask_text,
     mask_turns,
     mask_whole_chat,
 )
-from groupwise.engine.models.chat_template import Refused
+from groupwise.engine.models.chat_template import TemplateRefused
 from groupwise.engine.models.tokens import completion_text
 from groupwise.tasks.data.sft import (
     Completion,
@@ -35,13 +35,13 @@ from groupwise.tasks.data.sft import (
     teacher_example,
 )
 from groupwise.tasks.data.sft_functions import collate, format_rows
-from groupwise.tasks.rollouts.dialogue import knows_tools, told_of_tools
+from groupwise.tasks.rollouts.dialogue import knows_tools, with_tool_descriptions
 
 TruncationMode = Literal["keep_start", "keep_end", "drop"]
 
 
 @dataclass(frozen=True, slots=True)
-class TeacherWay:
+class TeacherOptions:
     """Settings for reading a teacher's rows."""
 
     text_field: str = "text"
@@ -64,7 +64,7 @@ class Lesson:
     """An example and its training rows."""
 
     example: Example
-    rows: tuple[Masked, ...]
+    rows: tuple[MaskedRow, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,53 +102,56 @@ class LessonSet:
 
 
 def read_lessons(
-    tokenizer: Any, rows: Sequence[dict[str, Any]], way: TeacherWay, *, where: str
+    tokenizer: Any, rows: Sequence[dict[str, Any]], options: TeacherOptions, *, where: str
 ) -> LessonSet:
     """Tokenise and mask all rows. Raises `TaskError` with a message that starts with `where` and names the row, for an invalid row.
 
-    A row that the chat template rejects is left out; it is an error with `way.strict`, or if no other row is left.
+    A row that the chat template rejects is left out; it is an error with `options.strict`, or if no other row is left.
     """
-    if way.formatting is not None:
+    if options.formatting is not None:
         what = f"{where}, formatted by get_sft_formatting_func,"
-        rows = format_rows(rows, way.formatting, text_field=way.text_field, where=what)
+        rows = format_rows(rows, options.formatting, text_field=options.text_field, where=what)
     lessons: list[Lesson] = []
-    cut = dropped = 0
-    refused: dict[str, list[Refused]] = {}
+    cut_count = dropped_count = 0
+    refusals: dict[str, list[TemplateRefused]] = {}
     for index, row in enumerate(rows):
         try:
-            whole = _lesson(tokenizer, index, row, way, where)
-        except Refused as problem:
-            if way.strict:
+            lesson = _read_lesson(tokenizer, index, row, options, where)
+        except TemplateRefused as problem:
+            if options.strict:
                 raise
-            refused.setdefault(str(problem.__cause__), []).append(problem)
+            refusals.setdefault(str(problem.__cause__), []).append(problem)
             continue
-        fitting = [
-            each for each in (_fit_to_length(one, way) for one in whole.rows) if each is not None
+        fitted_rows = [
+            fitted
+            for fitted in (_fit_to_length(masked, options) for masked in lesson.rows)
+            if fitted is not None
         ]
-        cut += sum(each not in whole.rows for each in fitting)
-        dropped += len(whole.rows) - len(fitting)
-        if fitting:
-            lessons.append(replace(whole, rows=tuple(fitting)))
-    if not lessons and refused:
-        raise next(iter(refused.values()))[0]
+        cut_count += sum(fitted not in lesson.rows for fitted in fitted_rows)
+        dropped_count += len(lesson.rows) - len(fitted_rows)
+        if fitted_rows:
+            lessons.append(replace(lesson, rows=tuple(fitted_rows)))
+    if not lessons and refusals:
+        raise next(iter(refusals.values()))[0]
     if not lessons:
         raise TaskError(
-            f"{where}: nothing is left to train: of all {dropped} rows nothing trained stands within data.max_length = "
-            f"{way.max_length} tokens (data.truncation_mode is {way.truncation}). Raise it, or shorten the rows."
+            f"{where}: nothing is left to train: of all {dropped_count} rows nothing trained stands within data.max_length = "
+            f"{options.max_length} tokens (data.truncation_mode is {options.truncation}). Raise it, or shorten the rows."
         )
-    counts = {reason: len(problems) for reason, problems in refused.items()}
-    return LessonSet(tuple(lessons), cut, dropped, counts)
+    counts = {reason: len(problems) for reason, problems in refusals.items()}
+    return LessonSet(tuple(lessons), cut_count, dropped_count, counts)
 
 
 def teacher_group(tokenizer: Any, lesson: Lesson, draw: int) -> Group:
     """The lesson for the record: a rollout for each of its rows, written by a teacher."""
     rollouts = [
-        _rollout(tokenizer, masked, draw, member) for member, masked in enumerate(lesson.rows)
+        _teacher_rollout(tokenizer, masked, draw, member)
+        for member, masked in enumerate(lesson.rows)
     ]
     return Group(draw, lesson.example, tuple(rollouts))
 
 
-def teacher_row(masked: Masked) -> Row:
+def teacher_row(masked: MaskedRow) -> Row:
     """The learner's row: from the first trained token to the last, with all tokens before it as the prompt."""
     start, end = _trained_span(masked)
     completion = masked.ids[start:end]
@@ -165,85 +168,90 @@ def teacher_row(masked: Masked) -> Row:
 # --- masks ---------------------------------------------------------------------------------------
 
 
-def _lesson(
-    tokenizer: Any, index: int, row: Mapping[str, Any], way: TeacherWay, where: str
+def _read_lesson(
+    tokenizer: Any, index: int, row: Mapping[str, Any], options: TeacherOptions, where: str
 ) -> Lesson:
-    here = f"{where}: row {number_of(row, index)}"
+    location = f"{where}: row {number_of(row, index)}"
     try:
-        if way.collator is not None:
-            found: TeacherExample | None = None
+        if options.collator is not None:
+            source_example: TeacherExample | None = None
             ids: tuple[int, ...] | None = None
-            if has_form(row, way.text_field):
-                found = teacher_example(index, row, text_field=way.text_field, where=where)
-                ids = _whole(tokenizer, found.content).ids
-            tokens = collate(way.collator, row, ids, here)
-            example = found.example if found else Example(index, "", dict(row))
-            return Lesson(example, (_check_tokens(_of_tokens(tokens), way, here),))
-        found = teacher_example(index, row, text_field=way.text_field, where=where)
+            if has_form(row, options.text_field):
+                source_example = teacher_example(
+                    index, row, text_field=options.text_field, where=where
+                )
+                ids = _all_trained(tokenizer, source_example.content).ids
+            tokens = collate(options.collator, row, ids, location)
+            example = source_example.example if source_example else Example(index, "", dict(row))
+            return Lesson(example, (_check_tokens(_from_tokens(tokens), options, location),))
+        source_example = teacher_example(index, row, text_field=options.text_field, where=where)
         return Lesson(
-            found.example,
+            source_example.example,
             tuple(
-                _check_tokens(m, way, here) for m in _mask_content(tokenizer, found.content, way)
+                _check_tokens(m, options, location)
+                for m in _mask_content(tokenizer, source_example.content, options)
             ),
         )
     except TaskError as error:
         if error.message.startswith(where):
             raise
-        raise type(error)(f"{here}: {error.message}") from error
+        raise type(error)(f"{location}: {error.message}") from error
 
 
-def _mask_content(tokenizer: Any, content: Content, way: TeacherWay) -> list[Masked]:
-    if isinstance(content, PlainText) and way.completion_only:
+def _mask_content(tokenizer: Any, content: Content, options: TeacherOptions) -> list[MaskedRow]:
+    if isinstance(content, PlainText) and options.completion_only:
         raise TaskError(
             "data.completion_only_loss is true, but the row is one text, of which no part is a completion. Give rows of "
             "`prompt` and `completion` or of `messages`, or set it to null, which trains such a text whole."
         )
     if isinstance(content, Tokens):
-        return [_of_tokens(content)]
-    if way.completion_only is False or isinstance(content, PlainText):
-        return [_whole(tokenizer, content)]
+        return [_from_tokens(content)]
+    if options.completion_only is False or isinstance(content, PlainText):
+        return [_all_trained(tokenizer, content)]
     if isinstance(content, Completion):
-        return [mask_completion(tokenizer, content.prompt, content.completion, whole=False)]
-    chat = _chat(tokenizer, content)
-    begins = content.begins + len(chat.messages) - len(content.messages)  # tools may come first
-    turns = [turn for turn in assistant_turns(chat) if turn >= begins]
-    prefills = {begins: content.prefill} if content.prefill else {}
-    return mask_turns(tokenizer, chat, turns[-1:] if way.last_turn_only else turns, prefills)
+        return [mask_completion(tokenizer, content.prompt, content.completion, train_prompt=False)]
+    chat = _chat_input(tokenizer, content)
+    start = (
+        content.completion_start + len(chat.messages) - len(content.messages)
+    )  # tools may come first
+    turns = [turn for turn in assistant_turns(chat) if turn >= start]
+    prefills = {start: content.prefill} if content.prefill else {}
+    return mask_turns(tokenizer, chat, turns[-1:] if options.last_turn_only else turns, prefills)
 
 
-def _whole(tokenizer: Any, content: Content) -> Masked:
+def _all_trained(tokenizer: Any, content: Content) -> MaskedRow:
     """Every token trained."""
     match content:
         case PlainText(text=text):
             return mask_text(tokenizer, text)
         case Completion(prompt=prompt, completion=completion):
-            return mask_completion(tokenizer, prompt, completion, whole=True)
+            return mask_completion(tokenizer, prompt, completion, train_prompt=True)
         case Conversation():
-            return mask_whole_chat(tokenizer, _chat(tokenizer, content))
+            return mask_whole_chat(tokenizer, _chat_input(tokenizer, content))
         case Tokens():
-            return _of_tokens(content)
+            return _from_tokens(content)
 
 
-def _chat(tokenizer: Any, content: Conversation) -> Chat:
+def _chat_input(tokenizer: Any, content: Conversation) -> Chat:
     """The template's input; if the template does not support tools, they are described in the system message."""
     if content.tools and not knows_tools(tokenizer):
-        messages = told_of_tools(content.messages, content.tools)
+        messages = with_tool_descriptions(content.messages, content.tools)
         return Chat(messages, (), content.template_kwargs)
     return Chat(content.messages, content.tools, content.template_kwargs)
 
 
-def _of_tokens(tokens: Tokens) -> Masked:
+def _from_tokens(tokens: Tokens) -> MaskedRow:
     """A row of given tokens, whose end is not changed."""
-    return Masked(tokens.ids, tokens.mask, ends=1)
+    return MaskedRow(tokens.ids, tokens.mask, ends=1)
 
 
-def _check_tokens(masked: Masked, way: TeacherWay, where: str) -> Masked:
+def _check_tokens(masked: MaskedRow, options: TeacherOptions, where: str) -> MaskedRow:
     """Checks token ids and masks. The first token is never trained, because there is no context to predict it from."""
-    unknown = (n for n, token in enumerate(masked.ids) if not 0 <= token < way.vocabulary)
-    if (place := next(unknown, None)) is not None:
+    unknown = (n for n, token in enumerate(masked.ids) if not 0 <= token < options.vocabulary)
+    if (index := next(unknown, None)) is not None:
         raise TaskError(
-            f"{where}: token {place} has the id {masked.ids[place]}, but the model's vocabulary has {way.vocabulary} tokens, "
-            f"with the ids 0 to {way.vocabulary - 1}. Make `input_ids` with this model's tokenizer."
+            f"{where}: token {index} has the id {masked.ids[index]}, but the model's vocabulary has {options.vocabulary} tokens, "
+            f"with the ids 0 to {options.vocabulary - 1}. Make `input_ids` with this model's tokenizer."
         )
     if not any(masked.mask[1:]):
         raise TaskError(
@@ -253,28 +261,32 @@ def _check_tokens(masked: Masked, way: TeacherWay, where: str) -> Masked:
     return replace(masked, mask=(0, *masked.mask[1:]))
 
 
-def _fit_to_length(masked: Masked, way: TeacherWay) -> Masked | None:
+def _fit_to_length(masked: MaskedRow, options: TeacherOptions) -> MaskedRow | None:
     """The row within the length limit; None if it is left out, or has no trained token left."""
-    if len(masked.ids) <= way.max_length:
+    if len(masked.ids) <= options.max_length:
         return masked
-    if way.truncation == "drop":
+    if options.truncation == "drop":
         return None
-    kept = slice(-way.max_length, None) if way.truncation == "keep_end" else slice(way.max_length)
-    mask = masked.mask[kept]
+    window = (
+        slice(-options.max_length, None)
+        if options.truncation == "keep_end"
+        else slice(options.max_length)
+    )
+    mask = masked.mask[window]
     if not any(mask[1:]):
         return None
-    return replace(masked, ids=masked.ids[kept], mask=(0, *mask[1:]))
+    return replace(masked, ids=masked.ids[window], mask=(0, *mask[1:]))
 
 
 # --- rows and record -----------------------------------------------------------------------------
 
 
-def _trained_span(masked: Masked) -> tuple[int, int]:
-    trained = [place for place, mark in enumerate(masked.mask) if mark]
+def _trained_span(masked: MaskedRow) -> tuple[int, int]:
+    trained = [index for index, mark in enumerate(masked.mask) if mark]
     return trained[0], trained[-1] + 1
 
 
-def _rollout(tokenizer: Any, masked: Masked, draw: int, member: int) -> Rollout:
+def _teacher_rollout(tokenizer: Any, masked: MaskedRow, draw: int, member: int) -> Rollout:
     start, end = _trained_span(masked)
     pairs = zip(masked.ids[start:end], masked.mask[start:end], strict=True)
     segments = tuple(

@@ -48,7 +48,7 @@ EVENTS = {
 }
 """The events in the order of a step: name of the callback's method -> names of its arguments."""
 
-SLOW = 60.0
+SLOW_CALLBACK_SECONDS = 60.0
 """Seconds after which a warning names the callback that the run is waiting for."""
 
 
@@ -99,9 +99,9 @@ class Observed(Protocol):
 class RunHandle:
     """The run as one callback sees it: the data that it may read and the requests that it may make."""
 
-    def __init__(self, run: Observed, asked: ControlRequests, name: str) -> None:
+    def __init__(self, run: Observed, requests: ControlRequests, name: str) -> None:
         self._run = run
-        self._asked = asked
+        self._requests = requests
         self._name = name
         self.config = View(run.config.model_dump(mode="json"))
         """The resolved config, read-only: `run.config["training"]["seed"]`, `run.config.training.seed`."""
@@ -173,20 +173,20 @@ class RunHandle:
 
     def leave(self, what: str) -> None:
         """Call this in `on_run_end` of a finished run to leave work to a resume. The run then counts as interrupted."""
-        self._asked.left.append(what)
+        self._requests.left.append(what)
 
     def stop(self, reason: str = "") -> None:
         """End the run after this step, in good order and with final weights. The run's summary contains `reason`."""
-        if self._asked.stop is None:
-            self._asked.stop = Stop(self._name, reason)
+        if self._requests.stop is None:
+            self._requests.stop = Stop(self._name, reason)
 
     def save(self) -> None:
         """Write a checkpoint after this step."""
-        self._asked.save = True
+        self._requests.save = True
 
     def evaluate(self) -> None:
         """Evaluate on the held-out prompts after this step."""
-        self._asked.evaluate = True
+        self._requests.evaluate = True
 
 
 EventResult = Awaitable[None] | None
@@ -269,11 +269,11 @@ class Callbacks:
 
     def __init__(self, callbacks: Iterable[tuple[str, Callback]] = ()) -> None:
         self._members: list[_Member] = []
-        for name, callback in sorted(callbacks, key=lambda named: named[1].last):
+        for name, callback in sorted(callbacks, key=lambda pair: pair[1].last):
             # Number repeated names, so that each callback has its own: x, x-2, …
-            taken = sum(m.name == name or m.name.startswith(f"{name}-") for m in self._members)
-            self._members.append(_Member(f"{name}-{taken + 1}" if taken else name, callback))
-        self._asked = ControlRequests()
+            count = sum(m.name == name or m.name.startswith(f"{name}-") for m in self._members)
+            self._members.append(_Member(f"{name}-{count + 1}" if count else name, callback))
+        self._requests = ControlRequests()
         self._run: Observed | None = None
         self._thread: DaemonThreads[Callable[[], Any]] | None = None
         self._announced: list[str] = []
@@ -292,26 +292,26 @@ class Callbacks:
     @property
     def stop(self) -> Stop | None:
         """The request to end the run after this step, with the callback that made it; None if there is none."""
-        return self._asked.stop
+        return self._requests.stop
 
     @property
     def unfinished_work(self) -> Sequence[str]:
         """Descriptions of the work that a finished run leaves to a resume."""
-        return self._asked.left
+        return self._requests.left
 
     def save_was_asked(self) -> bool:
         """True if a checkpoint was requested; reading clears the request."""
-        save_requested, self._asked.save = self._asked.save, False
+        save_requested, self._requests.save = self._requests.save, False
         return save_requested
 
     @property
     def evaluation_was_asked(self) -> bool:
         """True from the request for an evaluation until one is announced or the request is dropped; survives a resume."""
-        return self._asked.evaluate
+        return self._requests.evaluate
 
     def give_up_evaluation(self) -> None:
         """Drop the request for an evaluation, because none can be made."""
-        self._asked.evaluate = False
+        self._requests.evaluate = False
 
     # Events
 
@@ -322,7 +322,7 @@ class Callbacks:
             return
         self._thread = DaemonThreads([_Caller()], "callbacks")
         for member in self._members:
-            member.handle = RunHandle(run, self._asked, member.name)
+            member.handle = RunHandle(run, self._requests, member.name)
         logger.info("callbacks: %s", ", ".join(self.names))
         await self._announce("on_run_begin")
         await self.announce_checkpoint()
@@ -346,7 +346,7 @@ class Callbacks:
         """Announce a recorded evaluation, also one from before a resume; once only, and only if it is of the current policy."""
         if self._run is None or record.step != self._run.step:
             return
-        self._asked.evaluate = False
+        self._requests.evaluate = False
         key = f"{record.name} {record.asked}".strip()  # other prompts: another evaluation
         if key in self._announced:
             return
@@ -369,7 +369,7 @@ class Callbacks:
         """
 
         def ended() -> tuple[RunEnd]:
-            state = "interrupted" if self._asked.left else end.state
+            state = "interrupted" if self._requests.left else end.state
             return (replace(end, state=state, summary=dict(end.summary)),)
 
         try:
@@ -380,8 +380,8 @@ class Callbacks:
             logger.warning("%s", error)
         for member in self._members:
             if member.failures.total() > 1:
-                what = ", ".join(f"{count} × {e}" for e, count in member.failures.items())
-                logger.warning("the callback %s failed: %s; see log.txt", member.name, what)
+                failures = ", ".join(f"{count} × {e}" for e, count in member.failures.items())
+                logger.warning("the callback %s failed: %s; see log.txt", member.name, failures)
 
     def close(self) -> None:
         """Close the thread. It is a daemon: a callback that hangs in it does not keep the process alive."""
@@ -403,42 +403,44 @@ class Callbacks:
                     member, "load_state", lambda m=member: m.callback.load_state(states[m.name])
                 )
         self._announced = list(saved.get("told", ()))
-        self._asked.evaluate = saved.get("evaluate", False)
+        self._requests.evaluate = saved.get("evaluate", False)
         stop = saved.get("stop")
         if stop and stop["by"] in self.names:
-            self._asked.stop = Stop(**stop)
+            self._requests.stop = Stop(**stop)
 
     def _state_now(self) -> dict[str, Any]:
         keeping = [member for member in self._members if overrides(member.callback, "state")]
-        found = {
+        states = {
             m.name: self._call_safely(m, "state", lambda m=m: _json_state(m.callback))
             for m in keeping
         }
         return {
-            "states": {name: state for name, state in found.items() if state is not None},
+            "states": {name: state for name, state in states.items() if state is not None},
             "told": list(self._announced),
-            "evaluate": self._asked.evaluate,
-            "stop": asdict(self._asked.stop) if self._asked.stop else None,
+            "evaluate": self._requests.evaluate,
+            "stop": asdict(self._requests.stop) if self._requests.stop else None,
         }
 
     # Calls
 
     async def _announce(
-        self, event: str, given: Callable[[], tuple[Any, ...]] = lambda: ()
+        self, event: str, make_arguments: Callable[[], tuple[Any, ...]] = lambda: ()
     ) -> None:
         for member in self._members:
             if overrides(member.callback, event):
-                error = await self._wait_for(self._call(member, event, given), member, event)
+                error = await self._wait_for(
+                    self._call_callback(member, event, make_arguments), member, event
+                )
                 if error is not None:
                     self._report_failure(member, event, error)
 
-    async def _call(
-        self, member: _Member, event: str, given: Callable[[], tuple[Any, ...]]
+    async def _call_callback(
+        self, member: _Member, event: str, make_arguments: Callable[[], tuple[Any, ...]]
     ) -> BaseException | None:
         """Call one callback; returns the exception that it raised, or None."""
         assert self._thread is not None
         try:
-            method, arguments = getattr(member.callback, event), (member.handle, *given())
+            method, arguments = getattr(member.callback, event), (member.handle, *make_arguments())
             with redirect_stdout(sys.stderr):  # standard output belongs to the command's result
                 if inspect.iscoroutinefunction(method):
                     await method(*arguments)
@@ -455,19 +457,19 @@ class Callbacks:
     async def _wait_for(
         self, work: Coroutine[Any, Any, BaseException | None], member: _Member, event: str
     ) -> BaseException | None:
-        """Wait for a callback without a time limit; a warning is logged after `SLOW` seconds.
+        """Wait for a callback without a time limit; a warning is logged after `SLOW_CALLBACK_SECONDS` seconds.
 
         The callback runs in its own task, so code that cancels itself does not cancel the run.
         """
         task = asyncio.ensure_future(work)
         try:
-            done, _ = await asyncio.wait((task,), timeout=SLOW)
+            done, _ = await asyncio.wait((task,), timeout=SLOW_CALLBACK_SECONDS)
             if not done:
                 logger.warning(
                     "the run has been waiting for the callback %s in %s for %g seconds; Ctrl-C twice ends it",
                     member.name,
                     event,
-                    SLOW,
+                    SLOW_CALLBACK_SECONDS,
                 )
                 await asyncio.wait((task,))
         finally:
@@ -490,10 +492,10 @@ class Callbacks:
                 f"The callback {member.name} failed in {event}, and it is critical, so the run ends:\n{explanation}\n"
                 "Mend it, or remove it from the callbacks, then go on with --resume."
             ) from error
-        first = not member.failures[event]
+        first_time = not member.failures[event]
         member.failures[event] += 1
         logger.log(
-            logging.WARNING if first else logging.INFO,
+            logging.WARNING if first_time else logging.INFO,
             "the callback %s failed in %s; the run goes on:\n%s",
             member.name,
             event,
@@ -521,17 +523,17 @@ def _json_state(callback: Callback) -> Any:
     """A callback's state as a resume will return it. Raises ValueError if a round trip through JSON would change it."""
     state = callback.state()
     try:
-        copied = json.loads(json.dumps(state, allow_nan=False))
+        round_trip = json.loads(json.dumps(state, allow_nan=False))
     except (TypeError, ValueError) as error:
         raise ValueError(
             f"its state cannot be kept, because it is not plain JSON: {error}"
         ) from error
-    if copied != state:
+    if round_trip != state:
         raise ValueError(
             "its state cannot be kept, because it comes back from JSON as another one: return lists for tuples, and text for "
             "keys that are numbers"
         )
-    return copied
+    return round_trip
 
 
 def _copy_groups(groups: Sequence[Group]) -> tuple[Group, ...]:

@@ -33,8 +33,8 @@ from uuid import uuid4
 
 from groupwise.core import atomic_files
 from groupwise.core.errors import UsageError
-from groupwise.core.processes.family import how_it_ended
-from groupwise.core.processes.program import Family
+from groupwise.core.processes.family import describe_exit
+from groupwise.core.processes.program import ProcessGroup
 from groupwise.core.settings.view import View
 from groupwise.engine.models.artefact import keep_artefact, weight_files
 from groupwise.engine.models.card import model_card
@@ -55,21 +55,21 @@ OPTIONS = {"samples": "--samples-per-prompt", "max_questions": "--max-prompts"}
 """The options of `groupwise eval` whose names differ from this callback's parameters: parameter -> option."""
 POLL_INTERVAL = 0.1
 """Seconds between two polls while a finished run waits for its processes."""
-REMINDER = 60.0
+REMINDER_INTERVAL = 60.0
 """Seconds between two log lines about the evaluations that a finished run waits for."""
 NICENESS = 10
 """Nice value of the processes, so that training has priority."""
 
 
 @dataclass(slots=True)
-class _Started:
+class _EvaluationProcess:
     """A running evaluation process."""
 
     step: int
-    family: Family
+    family: ProcessGroup
     """The process with all its descendants."""
     output: Path
-    began: float
+    started_at: float
 
 
 class BenchmarkOnCheckpoint(Callback):
@@ -117,13 +117,13 @@ class BenchmarkOnCheckpoint(Callback):
             )
         if not config and (task_module or overrides):
             raise ValueError("`task_module` and `overrides` belong to `config`.")
-        if command and not any("{output}" in word for word in command):
+        if command and not any("{output}" in argument for argument in command):
             raise ValueError(
                 "the command does not say {output}, the JSON file that it is to write."
             )
         if max_processes < 1 or time_limit <= 0:
             raise ValueError("max_processes must be at least 1, and time_limit above 0 seconds.")
-        self.label = _checked_label(label)
+        self.label = _validate_label(label)
         self.config = config
         self.max_processes = max_processes
         self.time_limit = time_limit
@@ -131,7 +131,7 @@ class BenchmarkOnCheckpoint(Callback):
         """Arguments appended to the command, in which placeholders such as {policy} are not filled in."""
         self._program: tuple[str, ...] | None = None
         """The command that runs lighteval, if `suites` are given; None otherwise."""
-        given = {
+        options = {
             "samples": samples_per_prompt,
             "temperature": temperature,
             "top_p": top_p,
@@ -139,26 +139,28 @@ class BenchmarkOnCheckpoint(Callback):
             "concurrency": concurrency,
             "max_questions": max_prompts,
         }
-        answering = {key: value for key, value in given.items() if value is not None}
+        sampling_options = {key: value for key, value in options.items() if value is not None}
         if suites:
-            checked = _checked_suites(suites, serve, {"model": model or "policy", **answering})
+            suite_names = _resolve_suites(
+                suites, serve, {"model": model or "policy", **sampling_options}
+            )
             limits = {"endpoint_model": model, "time_limit": time_limit}
-            self.command = _evaluation_by_suites(checked, {**limits, **answering})
+            self.command = _suites_command(suite_names, {**limits, **sampling_options})
             self._verbatim = ("--serve", shlex.join(serve))
             if program:
                 self._verbatim += ("--program", shlex.join(program))
             self._program = program
-            self.time_limit = time_limit * (1 + len(checked))
-        elif serve or program or model or answering:
+            self.time_limit = time_limit * (1 + len(suite_names))
+        elif serve or program or model or sampling_options:
             raise ValueError(
                 "`serve`, `model`, `program` and what says how questions are answered belong to `suites`; say it in the command or "
                 "in the config."
             )
         else:
-            self.command = command or _evaluation(config or "", task_module, overrides)
+            self.command = command or _eval_command(config or "", task_module, overrides)
         self._waiting: list[int] = []
         """Steps of the checkpoints that are ready to be evaluated, in order."""
-        self._started: list[_Started] = []
+        self._processes: list[_EvaluationProcess] = []
 
     def claim(self) -> str:
         """Refuse a second callback with this label, because their results would be mixed up."""
@@ -178,12 +180,12 @@ class BenchmarkOnCheckpoint(Callback):
 
     def on_run_begin(self, run: RunHandle) -> None:
         """Record finished results that the run's record lacks, and queue the checkpoints that an earlier process left."""
-        for folder in sorted(self._folder(run).glob("step-*"), key=_step_of):
+        for folder in sorted(self._evaluations_folder(run).glob("step-*"), key=_step_of):
             step = _step_of(folder)
             if step > run.step or not (folder / FILES).is_dir():
                 shutil.rmtree(folder)
-            elif (known := self._result(run, step, _weights_in(folder))) is not None:
-                self._record(run, step, known)
+            elif (result := self._find_result(run, step, _stored_weights_hash(folder))) is not None:
+                self._record_result(run, step, result)
                 shutil.rmtree(folder)
             else:
                 self._waiting.append(step)
@@ -199,141 +201,141 @@ class BenchmarkOnCheckpoint(Callback):
 
     def on_save(self, run: RunHandle, checkpoint: Path) -> None:
         """Queue the checkpoint, unless these weights have a result already; then record that."""
-        known = self._result(run, run.step, _weights_of(checkpoint))
-        if known is not None:
-            self._record(run, run.step, known)
-        elif run.step not in self._waiting and run.step not in [s.step for s in self._started]:
+        result = self._find_result(run, run.step, _weights_hash(checkpoint))
+        if result is not None:
+            self._record_result(run, run.step, result)
+        elif run.step not in self._waiting and run.step not in [s.step for s in self._processes]:
             card = model_card(run.folder, checkpoint, run.step)
-            place = self._place(run, run.step)
-            place.mkdir(parents=True, exist_ok=True)
-            atomic_files.write_json(place / WEIGHTS, _weights_of(checkpoint))
-            keep_artefact(place / FILES, checkpoint, card, run.tokenizer)
+            folder = self._evaluation_folder(run, run.step)
+            folder.mkdir(parents=True, exist_ok=True)
+            atomic_files.write_json(folder / WEIGHTS, _weights_hash(checkpoint))
+            keep_artefact(folder / FILES, checkpoint, card, run.tokenizer)
             self._waiting.append(run.step)
         self._poll(run)
 
     def on_run_end(self, run: RunHandle, end: RunEnd) -> None:
         """A finished run waits for its evaluations until Ctrl-C. Any other end of a run kills them; a resume starts them again."""
         if end.state == "finished":
-            self._wait(run)
-        if self._waiting or self._started:
-            left = f"{self.label} of {self._unfinished_steps()}"
-            run.say(f"{left} is done when the run goes on")
+            self._wait_for_evaluations(run)
+        if self._waiting or self._processes:
+            pending_work = f"{self.label} of {self._unfinished_steps()}"
+            run.say(f"{pending_work} is done when the run goes on")
             if end.state == "finished":
-                run.leave(left)
-        for each in self._started:
-            each.family.end()
+                run.leave(pending_work)
+        for process in self._processes:
+            process.family.end()
 
-    def _wait(self, run: RunHandle) -> None:
+    def _wait_for_evaluations(self, run: RunHandle) -> None:
         last_notice: float | None = None
-        while (self._waiting or self._started) and not run.interrupted:
-            if last_notice is None or time.monotonic() - last_notice >= REMINDER:
-                again = "" if last_notice is None else "still "
+        while (self._waiting or self._processes) and not run.interrupted:
+            if last_notice is None or time.monotonic() - last_notice >= REMINDER_INTERVAL:
+                still = "" if last_notice is None else "still "
                 run.say(
-                    f"{again}waiting for {self.label}: {self._unfinished_steps()}. Ctrl-C leaves that to --resume"
+                    f"{still}waiting for {self.label}: {self._unfinished_steps()}. Ctrl-C leaves that to --resume"
                 )
                 last_notice = time.monotonic()
             self._poll(run)
             time.sleep(POLL_INTERVAL)
 
     def _unfinished_steps(self) -> str:
-        steps = sorted([*(each.step for each in self._started), *self._waiting])
+        steps = sorted([*(process.step for process in self._processes), *self._waiting])
         return ", ".join(f"step-{step}" for step in steps)
 
     # Processes
 
     def _poll(self, run: RunHandle) -> None:
         """Record the processes that have ended, kill those over the time limit, and start new ones up to `max_processes`."""
-        for each in list(self._started):
-            if each.family.has_ended:
-                self._started.remove(each)
-                self._finish(run, each)
-            elif time.monotonic() - each.began > self.time_limit:
-                self._started.remove(each)
-                each.family.end()
+        for process in list(self._processes):
+            if process.family.has_ended:
+                self._processes.remove(process)
+                self._finish_evaluation(run, process)
+            elif time.monotonic() - process.started_at > self.time_limit:
+                self._processes.remove(process)
+                process.family.end()
                 self._report_failure(
-                    run, each.step, f"it took longer than {self.time_limit:g} seconds"
+                    run, process.step, f"it took longer than {self.time_limit:g} seconds"
                 )
-        while self._waiting and len(self._started) < self.max_processes:
-            self._start(run, self._waiting.pop(0))
+        while self._waiting and len(self._processes) < self.max_processes:
+            self._start_evaluation(run, self._waiting.pop(0))
 
-    def _start(self, run: RunHandle, step: int) -> None:
-        place = self._place(run, step)
-        output = place / f"result-{uuid4().hex}.json"
+    def _start_evaluation(self, run: RunHandle, step: int) -> None:
+        folder = self._evaluation_folder(run, step)
+        output = folder / f"result-{uuid4().hex}.json"
         placeholders = {
-            "{policy}": str(place / FILES),
+            "{policy}": str(folder / FILES),
             "{output}": str(output),
             "{step}": str(step),
             "{run}": run.name,
         }
-        words = [
-            *(_fill_placeholders(word, placeholders) for word in self.command),
+        command = [
+            *(_fill_placeholders(argument, placeholders) for argument in self.command),
             *self._verbatim,
         ]
-        log, here = place / LOG, Path.cwd()
-        family = Family(words, folder=here, log=log, environment={}, niceness=NICENESS)
+        log, cwd = folder / LOG, Path.cwd()
+        family = ProcessGroup(command, folder=cwd, log=log, environment={}, niceness=NICENESS)
         logger.info("%s of step-%d begins", self.label, step)
-        self._started.append(_Started(step, family, output, time.monotonic()))
+        self._processes.append(_EvaluationProcess(step, family, output, time.monotonic()))
 
-    def _finish(self, run: RunHandle, ended: _Started) -> None:
-        code = ended.family.end()
-        if code != 0 and not (self._program is not None and ended.output.exists()):
-            self._report_failure(run, ended.step, how_it_ended(code))
+    def _finish_evaluation(self, run: RunHandle, process: _EvaluationProcess) -> None:
+        code = process.family.end()
+        if code != 0 and not (self._program is not None and process.output.exists()):
+            self._report_failure(run, process.step, describe_exit(code))
             return
         try:
-            content = _read_result(ended.output)
+            content = _read_result(process.output)
         except ValueError as error:
-            self._report_failure(run, ended.step, str(error))
+            self._report_failure(run, process.step, str(error))
             return
-        place = self._place(run, ended.step)
-        found = {**content, "step": ended.step, "weights": _weights_in(place)}
-        add_result(run.folder, f"{self.label}-step-{ended.step}", found)
-        self._record(run, ended.step, found)
+        folder = self._evaluation_folder(run, process.step)
+        result = {**content, "step": process.step, "weights": _stored_weights_hash(folder)}
+        add_result(run.folder, f"{self.label}-step-{process.step}", result)
+        self._record_result(run, process.step, result)
         if self._program is not None and "failed" in content:  # some suites of several
             self._report_failure(
-                run, ended.step, "; ".join(map(": ".join, content["failed"].items()))
+                run, process.step, "; ".join(map(": ".join, content["failed"].items()))
             )
         else:
-            shutil.rmtree(place)
+            shutil.rmtree(folder)
 
     def _report_failure(self, run: RunHandle, step: int, reason: str) -> None:
-        place = self._place(run, step)
+        folder = self._evaluation_folder(run, step)
         logger.warning(
             "%s of step-%d failed: %s. The run goes on; what it said is in %s",
             self.label,
             step,
             reason,
-            place / LOG,
+            folder / LOG,
         )
-        shutil.rmtree(place / FILES)
+        shutil.rmtree(folder / FILES)
 
     # Results
 
-    def _record(self, run: RunHandle, step: int, found: Mapping[str, Any]) -> None:
-        policy, metrics = f"{run.name}@{step}", _metrics(found)
+    def _record_result(self, run: RunHandle, step: int, result: Mapping[str, Any]) -> None:
+        policy, metrics = f"{run.name}@{step}", _finite_metrics(result)
         run.record_evaluation(EvaluationRecord(step, self.label, policy, metrics))
         numbers = ", ".join(f"{name} {value:.4g}" for name, value in list(metrics.items())[:4])
         run.say(f"{self.label} of step-{step}: {numbers}")
 
-    def _result(self, run: RunHandle, step: int, weights: str) -> dict[str, Any] | None:
+    def _find_result(self, run: RunHandle, step: int, weights: str) -> dict[str, Any] | None:
         """The stored result for these weights at this step, or None."""
-        ours = re.compile(
+        pattern = re.compile(
             rf"{re.escape(self.label)}-step-{step}(-\d+)?"
         )  # not one of a longer label
         for file in sorted((run.folder / RESULTS).glob(f"{self.label}-step-{step}*.json")):
-            if ours.fullmatch(file.stem):
+            if pattern.fullmatch(file.stem):
                 content = json.loads(file.read_bytes())
                 if content.get("step") == step and content.get("weights") == weights:
                     return content
         return None
 
-    def _folder(self, run: RunHandle) -> Path:
+    def _evaluations_folder(self, run: RunHandle) -> Path:
         return run.folder / FOLDER / self.label
 
-    def _place(self, run: RunHandle, step: int) -> Path:
-        return self._folder(run) / f"step-{step}"
+    def _evaluation_folder(self, run: RunHandle, step: int) -> Path:
+        return self._evaluations_folder(run) / f"step-{step}"
 
 
-def _checked_label(label: str) -> str:
+def _validate_label(label: str) -> str:
     """Raise ValueError if a label cannot be a folder's name, or is one of the names of the run's own evaluations."""
     if not RUN_NAME.fullmatch(label):
         raise ValueError(
@@ -346,8 +348,8 @@ def _checked_label(label: str) -> str:
     return label
 
 
-def _checked_suites(
-    suites: tuple[str, ...], serve: tuple[str, ...], asking: Mapping[str, Any]
+def _resolve_suites(
+    suites: tuple[str, ...], serve: tuple[str, ...], sampling_options: Mapping[str, Any]
 ) -> tuple[str, ...]:
     """The full names of the suites. Raises ValueError if a suite cannot be run with these options."""
     if not serve:
@@ -355,12 +357,12 @@ def _checked_suites(
             "suites are asked of a server: give `serve`, a list of words that serve the weights, such as "
             '[vllm, serve, "{policy}", --host, 127.0.0.1, --port, "{port}"].'
         )
-    from groupwise.training.suites.lighteval import Asking, chosen_suites
-    from groupwise.training.suites.serving import check_words
+    from groupwise.training.suites.lighteval import ModelSettings, chosen_suites
+    from groupwise.training.suites.serving import check_command
 
     with _usage_as_value_error():
-        check_words(serve)
-        questions = Asking(base_url="", **asking)
+        check_command(serve)
+        questions = ModelSettings(base_url="", **sampling_options)
         return chosen_suites(suites, questions.samples)
 
 
@@ -373,14 +375,16 @@ def _usage_as_value_error() -> Generator[None]:
         raise ValueError(str(error)) from error
 
 
-def _evaluation_by_suites(suites: tuple[str, ...], given: Mapping[str, object]) -> tuple[str, ...]:
+def _suites_command(
+    suites: tuple[str, ...], option_values: Mapping[str, object]
+) -> tuple[str, ...]:
     """The command that runs suites. Options that are None are omitted, so `groupwise eval` uses its defaults."""
-    suite_options = [word for suite in suites for word in ("--suite", suite)]
+    suite_options = [argument for suite in suites for argument in ("--suite", suite)]
     options = [
-        word
-        for key, value in given.items()
+        argument
+        for key, value in option_values.items()
         if value is not None
-        for word in (OPTIONS.get(key, f"--{key.replace('_', '-')}"), str(value))
+        for argument in (OPTIONS.get(key, f"--{key.replace('_', '-')}"), str(value))
     ]
     return (
         *(sys.executable, "-P", "-m", "groupwise", "eval", *suite_options, *options),
@@ -388,7 +392,7 @@ def _evaluation_by_suites(suites: tuple[str, ...], given: Mapping[str, object]) 
     )
 
 
-def _evaluation(
+def _eval_command(
     config: str, task_module: str | None, overrides: tuple[str, ...]
 ) -> tuple[str, ...]:
     """The `groupwise eval` command for a config file."""
@@ -399,22 +403,22 @@ def _evaluation(
     )
 
 
-def _fill_placeholders(word: str, named: Mapping[str, str]) -> str:
-    for name, value in named.items():
-        word = word.replace(name, value)
-    return word
+def _fill_placeholders(argument: str, placeholders: Mapping[str, str]) -> str:
+    for name, value in placeholders.items():
+        argument = argument.replace(name, value)
+    return argument
 
 
 def _step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
 
 
-def _weights_in(place: Path) -> str:
+def _stored_weights_hash(folder: Path) -> str:
     """The hash of the weights that are kept in an evaluation's folder."""
-    return json.loads((place / WEIGHTS).read_bytes())
+    return json.loads((folder / WEIGHTS).read_bytes())
 
 
-def _weights_of(checkpoint: Path) -> str:
+def _weights_hash(checkpoint: Path) -> str:
     """The SHA-256 hashes of a checkpoint's safetensors files from its manifest, 16 hex digits each, joined by spaces."""
     files = checkpoints.read(checkpoint).files
     names = [file.name for file in weight_files(checkpoint) if file.suffix == ".safetensors"]
@@ -427,18 +431,18 @@ def _read_result(output: Path) -> dict[str, Any]:
         content = json.loads(output.read_bytes())
     except (OSError, ValueError) as error:
         raise ValueError(f"it wrote no JSON to {{output}} ({error})") from error
-    if not isinstance(content, dict) or not _metrics(cast("dict[str, Any]", content)):
+    if not isinstance(content, dict) or not _finite_metrics(cast("dict[str, Any]", content)):
         raise ValueError("the JSON that it wrote has no numbers, and no object `metrics` with any")
     return cast("dict[str, Any]", content)
 
 
-def _metrics(content: Mapping[str, Any]) -> dict[str, float]:
+def _finite_metrics(content: Mapping[str, Any]) -> dict[str, float]:
     """The finite numbers in the object `metrics` or, without that object, at the top level."""
-    given = content.get("metrics", content)
-    found = cast("dict[str, Any]", given) if isinstance(given, dict) else {}
+    metrics = content.get("metrics", content)
+    values = cast("dict[str, Any]", metrics) if isinstance(metrics, dict) else {}
     return {
         name: float(value)
-        for name, value in found.items()
+        for name, value in values.items()
         if isinstance(value, int | float)
         and not isinstance(value, bool)
         and math.isfinite(value)

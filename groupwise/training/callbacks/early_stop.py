@@ -40,7 +40,7 @@ class EarlyStop(Callback):
         """Number of steps done at the best value."""
         self.not_better = 0
         """Number of observations since the best value."""
-        self._asked = ""
+        self._questions = ""
         """The held-out prompts (`asked`) of the evaluations so far; empty before the first evaluation."""
         self._missed = False
 
@@ -57,16 +57,16 @@ class EarlyStop(Callback):
     def on_step_end(self, run: RunHandle, metrics: dict[str, float]) -> None:
         """Observe the step's metrics, if steps are observed."""
         if self.observe == "steps":
-            self._look(run, metrics)
+            self._update_best(run, metrics)
 
     def on_evaluate(self, run: RunHandle, evaluation: EvaluationRecord) -> None:
         """Observe the evaluation's metrics, if evaluations are observed."""
         if self.observe == "evaluations":
             # A best value on other held-out prompts is not comparable.
-            if self._asked and evaluation.asked != self._asked:
+            if self._questions and evaluation.asked != self._questions:
                 self.best, self.best_step, self.not_better = None, 0, 0
-            self._asked = evaluation.asked
-            self._look(run, dict(evaluation.metrics))
+            self._questions = evaluation.asked
+            self._update_best(run, dict(evaluation.metrics))
 
     def state(self) -> dict[str, Any]:
         """The best value and its step, and the number of observations since."""
@@ -74,24 +74,24 @@ class EarlyStop(Callback):
             "best": self.best,
             "best_step": self.best_step,
             "not_better": self.not_better,
-            "asked": self._asked,
+            "asked": self._questions,
         }
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned."""
         self.best, self.best_step = state["best"], state["best_step"]
         self.not_better = state["not_better"]
-        self._asked = state.get("asked", "")
+        self._questions = state.get("asked", "")
 
-    def _look(self, run: RunHandle, metrics: dict[str, float]) -> None:
+    def _update_best(self, run: RunHandle, metrics: dict[str, float]) -> None:
         value = metrics.get(self.metric)
         if value is None:
             # A step may lack a metric (no group had a signal, so there is no loss); report that once, because the
             # name may be wrong.
             if not self._missed:
                 self._missed = True
-                near = nearest(self.metric, metrics)
-                hint = f" Did you mean {' or '.join(near)}?" if near else ""
+                suggestions = nearest(self.metric, metrics)
+                hint = f" Did you mean {' or '.join(suggestions)}?" if suggestions else ""
                 run.say(
                     f"early_stop: there is no metric {self.metric!r} in the {self.observe} so far.{hint} There are: "
                     f"{', '.join(sorted(metrics))}"
@@ -104,10 +104,12 @@ class EarlyStop(Callback):
                 if self.best is None:
                     reason = f"{self.metric} was no finite number in {self.patience} {self.observe}"
                 else:
-                    way, more = ("above", "risen") if self.mode == "max" else ("below", "fallen")
-                    least = f" by more than {self.min_delta:g}" if self.min_delta else ""
+                    direction, verb = (
+                        ("above", "risen") if self.mode == "max" else ("below", "fallen")
+                    )
+                    margin = f" by more than {self.min_delta:g}" if self.min_delta else ""
                     reason = (
-                        f"{self.metric} has not {more} {way} {self.best:.4g} (after {self.best_step} steps){least} in "
+                        f"{self.metric} has not {verb} {direction} {self.best:.4g} (after {self.best_step} steps){margin} in "
                         f"{self.not_better} {self.observe}"
                     )
                 run.stop(reason)

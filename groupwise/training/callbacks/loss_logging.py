@@ -51,32 +51,32 @@ class LossLogging(Callback):
             for step in range(run.step)
         ]
         atomic_files.write_file(
-            run.folder / self.file, _table([["step", *self.metrics], *rows]).encode()
+            run.folder / self.file, _csv_text([["step", *self.metrics], *rows]).encode()
         )
         self._doubted = tuple(name for name in self._doubted if name not in curves)
 
     def on_step_end(self, run: RunHandle, metrics: dict[str, float]) -> None:
         """Append the step's row."""
         row = [run.step - 1, *(metrics.get(name, "") for name in self.metrics)]
-        with (run.folder / self.file).open("a", encoding="utf-8", newline="") as opened:
-            opened.write(_table([row]))
+        with (run.folder / self.file).open("a", encoding="utf-8", newline="") as file:
+            file.write(_csv_text([row]))
         # Warn once about missing metrics: a step may lack one (no group had signal, so there is no loss), but the name may also be wrong.
-        doubted, self._doubted = self._doubted, ()
-        for unknown_name in doubted:
+        unverified, self._doubted = self._doubted, ()
+        for unknown_name in unverified:
             if unknown_name in metrics:
                 continue
-            near = nearest(unknown_name, metrics)
-            hint = f" Did you mean {' or '.join(near)}?" if near else ""
+            suggestions = nearest(unknown_name, metrics)
+            hint = f" Did you mean {' or '.join(suggestions)}?" if suggestions else ""
             run.say(
                 f"loss_logging: there is no metric {unknown_name!r} in the steps so far: its column is empty.{hint} There are: "
                 f"{', '.join(sorted(metrics))}"
             )
         if run.step % run.config.run.logging_steps == 0:
-            there = [f"{name} {metrics[name]:.4g}" for name in self.metrics if name in metrics]
-            logger.info("step %d/%d: %s", run.step, run.max_steps, ", ".join(there))
+            values = [f"{name} {metrics[name]:.4g}" for name in self.metrics if name in metrics]
+            logger.info("step %d/%d: %s", run.step, run.max_steps, ", ".join(values))
 
 
-def _table(rows: Sequence[Sequence[object]]) -> str:
+def _csv_text(rows: Sequence[Sequence[object]]) -> str:
     text = io.StringIO()
     csv.writer(text, lineterminator="\n").writerows(rows)
     return text.getvalue()

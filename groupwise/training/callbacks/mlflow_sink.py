@@ -26,7 +26,14 @@ from urllib.parse import urlsplit
 
 from groupwise.core import atomic_files
 from groupwise.core.settings.view import View
-from groupwise.training.callbacks.sinks import NOTHING, TABLE, Finding, MetricsRow, Reported, State
+from groupwise.training.callbacks.sinks import (
+    NOTHING,
+    TABLE,
+    Finding,
+    MetricsRow,
+    ReportedRun,
+    State,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -42,9 +49,9 @@ QUIET = {
     "MLFLOW_LOGGING_LEVEL": "WARNING",
     "MLFLOW_SUPPRESS_PRINTING_URL_TO_STDOUT": "true",
 }
-AT_ONCE = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
+NO_RETRIES = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "1", "MLFLOW_HTTP_REQUEST_TIMEOUT": "10"}
 """Retries and timeout in seconds for the check of the config: the user waits for it, so at most half a minute."""
-PATIENTLY = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "5", "MLFLOW_HTTP_REQUEST_TIMEOUT": "30"}
+WITH_RETRIES = {"MLFLOW_HTTP_REQUEST_MAX_RETRIES": "5", "MLFLOW_HTTP_REQUEST_TIMEOUT": "30"}
 """Retries and timeout in seconds during the run: about a minute, enough for a server to restart.
 
 The client's own defaults are 7 retries (four minutes) and 120 s for each response.
@@ -76,94 +83,100 @@ class MlflowSink:
 
     def check(self, config: View) -> None:
         """Raise ValueError if the server does not respond, or if packages for a database file are missing."""
-        place = "the place that it was told"
+        uri = "the place that it was told"
         try:
-            with _client_settings(AT_ONCE):
-                place = str(import_module("mlflow").get_tracking_uri())
-                if urlsplit(place).scheme in ("", "file", "sqlite"):
-                    _check_files(place)
+            with _client_settings(NO_RETRIES):
+                uri = str(import_module("mlflow").get_tracking_uri())
+                if urlsplit(uri).scheme in ("", "file", "sqlite"):
+                    _check_files(uri)
                 elif run_id := os.environ.get("MLFLOW_RUN_ID"):
                     _client().get_run(run_id)
                 else:
-                    _experiment(_client(), config)
+                    _find_experiment(_client(), config)
         except MlflowError as error:
             raise ValueError(
-                f"mlflow cannot write to {_without_password(place)}: {error}. Start that server (mlflow server), or set "
+                f"mlflow cannot write to {_without_password(uri)}: {error}. Start that server (mlflow server), or set "
                 "MLFLOW_TRACKING_URI to another address, or to a database file such as sqlite:///mlflow.db."
             ) from None
 
-    def begin(self, run: Reported) -> int:
+    def begin(self, run: ReportedRun) -> int:
         """Find the MLflow run by its tag or by MLFLOW_RUN_ID, or create it; add the config's new params."""
-        with _client_settings(PATIENTLY):
+        with _client_settings(WITH_RETRIES):
             self._client = _client()
             self._tag = f"groupwise.{run.id}"
-            found = self._find_run(run)
-            self._run_id = found.info.run_id
-            steps_written = int(found.data.tags.get(self._tag, NOTHING))
-            if self._tag in found.data.tags:
-                self._reached = {point.key: point.step for point in found.data.to_proto().metrics}
+            mlflow_run = self._find_run(run)
+            self._run_id = mlflow_run.info.run_id
+            steps_written = int(mlflow_run.data.tags.get(self._tag, NOTHING))
+            if self._tag in mlflow_run.data.tags:
+                self._reached = {
+                    point.key: point.step for point in mlflow_run.data.to_proto().metrics
+                }
             # MLflow cannot change a param, so keys that a resume changed are updated in config.json only.
             config = run.config.to_dict()
             param = import_module("mlflow.entities").Param
-            values = {_name(key): _shorten(value) for key, value in _flat(config)}
+            values = {_metric_name(key): _shorten(value) for key, value in _flatten_config(config)}
             params = [
-                param(key, value) for key, value in values.items() if key not in found.data.params
+                param(key, value)
+                for key, value in values.items()
+                if key not in mlflow_run.data.params
             ]
             self._client.log_batch(self._run_id, params=params)
-            self._keep("config.json", json.dumps(config, indent=2, ensure_ascii=False))
+            self._log_file("config.json", json.dumps(config, indent=2, ensure_ascii=False))
         logger.info("mlflow has it as the run %s", self._run_id)
         return steps_written
 
-    def line(self, line: MetricsRow) -> None:
+    def write_row(self, row: MetricsRow) -> None:
         """Send the metrics and the table, then set the tag to this row."""
-        with _client_settings(PATIENTLY):
+        with _client_settings(WITH_RETRIES):
             point = import_module("mlflow.entities").Metric
-            at = round(1000 * line.finished_at)
-            metrics = [(_name(name), value) for name, value in line.values.items()]
+            timestamp_ms = round(1000 * row.finished_at)
+            metrics = [(_metric_name(name), value) for name, value in row.values.items()]
             points = [
-                point(name, value, at, line.steps)
+                point(name, value, timestamp_ms, row.steps)
                 for name, value in metrics
-                if self._reached.get(name) != line.steps
+                if self._reached.get(name) != row.steps
             ]
             points += [
-                point(name, value, at, finding.steps)
-                for finding in line.findings
-                for name, value in self._missing(finding)
+                point(name, value, timestamp_ms, finding.steps)
+                for finding in row.findings
+                for name, value in self._missing_metrics(finding)
             ]
             self._client.log_batch(self._run_id, metrics=points)
-            if line.table:
-                columns, rows = line.cells()
+            if row.table:
+                columns, rows = row.cells()
                 text = io.StringIO()
                 csv.writer(text, lineterminator="\n").writerows([columns, *rows])
-                self._keep(f"{TABLE}/step-{line.steps:08d}.csv", text.getvalue())
-            self._client.set_tag(self._run_id, self._tag, str(line.steps))
+                self._log_file(f"{TABLE}/step-{row.steps:08d}.csv", text.getvalue())
+            self._client.set_tag(self._run_id, self._tag, str(row.steps))
 
     def end(self, state: State) -> None:
         """Set the final state of the MLflow run."""
         if self._ours:
-            with _client_settings(PATIENTLY):
+            with _client_settings(WITH_RETRIES):
                 self._client.set_terminated(self._run_id, STATUS[state])
 
-    def _missing(self, finding: Finding) -> Iterator[tuple[str, float]]:
+    def _missing_metrics(self, finding: Finding) -> Iterator[tuple[str, float]]:
         """The metrics of a finding that MLflow lacks. Findings may come out of order, so a metric's last step does not suffice."""
-        for name, value in ((_name(name), value) for name, value in finding.values.items()):
-            known = name in self._reached
-            there = self._client.get_metric_history(self._run_id, name) if known else ()
-            if finding.steps not in [point.step for point in there]:
+        for name, value in ((_metric_name(name), value) for name, value in finding.values.items()):
+            is_known = name in self._reached
+            history = self._client.get_metric_history(self._run_id, name) if is_known else ()
+            if finding.steps not in [point.step for point in history]:
                 yield name, value
 
-    def _find_run(self, run: Reported) -> Any:
+    def _find_run(self, run: ReportedRun) -> Any:
         """The MLflow run; if missing, it is created together with its tag, so no crash can cause a second one."""
         if run_id := os.environ.get("MLFLOW_RUN_ID"):
             self._ours = False
             return self._client.get_run(run_id)
-        experiment = _experiment(self._client, run.config) or self._client.create_experiment(
+        experiment = _find_experiment(self._client, run.config) or self._client.create_experiment(
             _experiment_name(run.config)
         )
-        ours = self._client.search_runs([experiment], f"tags.`{self._tag}` LIKE '%'", max_results=1)
-        if ours:
-            self._client.update_run(ours[0].info.run_id, status="RUNNING")
-            return ours[0]
+        matches = self._client.search_runs(
+            [experiment], f"tags.`{self._tag}` LIKE '%'", max_results=1
+        )
+        if matches:
+            self._client.update_run(matches[0].info.run_id, status="RUNNING")
+            return matches[0]
         return self._client.create_run(
             experiment,
             start_time=round(1000 * run.began_at),
@@ -171,7 +184,7 @@ class MlflowSink:
             run_name=run.name,
         )
 
-    def _keep(self, file: str, text: str) -> None:
+    def _log_file(self, file: str, text: str) -> None:
         """Store a file. MLflow's file store is separate from its metrics and may be unavailable; metrics are sent without it."""
         if not self._takes_files:
             return
@@ -179,31 +192,33 @@ class MlflowSink:
             self._client.log_text(self._run_id, text.encode("utf-8", "replace").decode(), file)
         except Exception as error:  # noqa: BLE001 — each kind of store raises errors of its own package
             self._takes_files = False
-            logger.warning("mlflow takes no files: %s. Only metrics are sent", _message(error))
+            logger.warning(
+                "mlflow takes no files: %s. Only metrics are sent", _short_message(error)
+            )
 
 
 @contextmanager
 def _client_settings(limits: Mapping[str, str]) -> Generator[None, None, None]:
     """Configure the client by environment variables, its only means; variables that are already set are kept. Converts its errors."""
-    ours = {key: value for key, value in {**QUIET, **limits}.items() if key not in os.environ}
-    os.environ.update(ours)
+    settings = {key: value for key, value in {**QUIET, **limits}.items() if key not in os.environ}
+    os.environ.update(settings)
     try:
         yield
     except Refusal:
         raise
     except Exception as error:  # noqa: BLE001 — the client's own errors, and those of databases and of HTTP
-        raise MlflowError(_message(error)) from None
+        raise MlflowError(_short_message(error)) from None
     finally:
-        for key in ours:
+        for key in settings:
             os.environ.pop(key, None)
 
 
-def _message(error: Exception) -> str:
+def _short_message(error: Exception) -> str:
     """The first line of the error's message, shortened and without passwords; without a message, the error's type."""
-    first = _without_password(str(error).strip().partition("\n")[0]).removesuffix(".")
-    return (first if len(first) <= LONGEST_MESSAGE else f"{first[:LONGEST_MESSAGE]}…") or type(
-        error
-    ).__name__
+    message = _without_password(str(error).strip().partition("\n")[0]).removesuffix(".")
+    return (
+        message if len(message) <= LONGEST_MESSAGE else f"{message[:LONGEST_MESSAGE]}…"
+    ) or type(error).__name__
 
 
 def _without_password(text: str) -> str:
@@ -215,21 +230,21 @@ def _client() -> Any:
     return import_module("mlflow").MlflowClient()
 
 
-def _check_files(place: str) -> None:
+def _check_files(uri: str) -> None:
     """Check that mlflow can write to a file or database, without creating it."""
-    if urlsplit(place).scheme != "sqlite":
+    if urlsplit(uri).scheme != "sqlite":
         if not import_module("mlflow.environment_variables").MLFLOW_ALLOW_FILE_STORE.get():
             raise Refusal(
-                f"mlflow would write to the folder {place}, which it gave up. Set MLFLOW_TRACKING_URI to a database file such as "
+                f"mlflow would write to the folder {uri}, which it gave up. Set MLFLOW_TRACKING_URI to a database file such as "
                 "sqlite:///mlflow.db or to the address of a server; MLFLOW_ALLOW_FILE_STORE=true keeps the folder."
             )
         return
-    if lacking := [name for name in ("sqlalchemy", "alembic") if find_spec(name) is None]:
+    if missing := [name for name in ("sqlalchemy", "alembic") if find_spec(name) is None]:
         raise Refusal(
-            f"mlflow needs {' and '.join(lacking)} to write to {place}: pip install 'groupwise[mlflow]', or set "
+            f"mlflow needs {' and '.join(missing)} to write to {uri}: pip install 'groupwise[mlflow]', or set "
             "MLFLOW_TRACKING_URI to the address of a server."
         )
-    folder = Path(place.removeprefix("sqlite:///")).parent
+    folder = Path(uri.removeprefix("sqlite:///")).parent
     try:
         atomic_files.try_to_write(folder)
     except OSError as error:
@@ -244,35 +259,35 @@ def _experiment_name(config: View) -> str:
     )
 
 
-def _experiment(client: Any, config: View) -> str | None:
+def _find_experiment(client: Any, config: View) -> str | None:
     """The id of the experiment; None if it has to be created."""
     name = config["run"]["mlflow_experiment"] or os.environ.get("MLFLOW_EXPERIMENT_NAME")
-    if not name and (given := os.environ.get("MLFLOW_EXPERIMENT_ID")):
-        found = client.get_experiment(given)
+    if not name and (experiment_id := os.environ.get("MLFLOW_EXPERIMENT_ID")):
+        experiment = client.get_experiment(experiment_id)
     else:
-        found = client.get_experiment_by_name(_experiment_name(config))
-    if found is not None and found.lifecycle_stage == "deleted":
+        experiment = client.get_experiment_by_name(_experiment_name(config))
+    if experiment is not None and experiment.lifecycle_stage == "deleted":
         raise Refusal(
-            f"the experiment {found.name} of mlflow is deleted. Restore it by `mlflow experiments restore -x "
-            f"{found.experiment_id}`, or name another one by run.mlflow_experiment."
+            f"the experiment {experiment.name} of mlflow is deleted. Restore it by `mlflow experiments restore -x "
+            f"{experiment.experiment_id}`, or name another one by run.mlflow_experiment."
         )
-    return None if found is None else found.experiment_id
+    return None if experiment is None else experiment.experiment_id
 
 
-def _name(name: str) -> str:
+def _metric_name(name: str) -> str:
     """A metric's name in the characters that MLflow accepts on all systems. `pass@4` becomes `pass_at_4`."""
-    plain = re.sub(r"[^\w.\- /]", "_", name.replace("@", "_at_"))
-    parts = [part.strip(" ") for part in plain.split("/") if part.strip(" .")]
+    safe_name = re.sub(r"[^\w.\- /]", "_", name.replace("@", "_at_"))
+    parts = [part.strip(" ") for part in safe_name.split("/") if part.strip(" .")]
     return "/".join(parts).lstrip(".")[:250].rstrip("/") or "_"
 
 
-def _flat(config: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+def _flatten_config(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """The config as pairs of dotted key and value."""
     for key, value in config.items():
         if isinstance(value, Mapping) and value:
-            yield from _flat(cast("Mapping[str, Any]", value), f"{above}{key}.")
+            yield from _flatten_config(cast("Mapping[str, Any]", value), f"{prefix}{key}.")
         else:
-            yield f"{above}{key}", value
+            yield f"{prefix}{key}", value
 
 
 def _shorten(value: Any) -> str:

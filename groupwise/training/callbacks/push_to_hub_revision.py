@@ -32,7 +32,7 @@ MAX_WAITING = 10
 """Default of `max_waiting`: the largest number of checkpoints that are kept on disk while the hub cannot be reached."""
 CHECK_INTERVAL = 0.2
 """Seconds between two checks for Ctrl-C while a run waits for its uploads."""
-AWAY = "away"
+HUB_UNREACHABLE = "away"
 """Prefix of warning causes that are failures of the hub. A successful upload clears them, so a later failure is warned of again."""
 
 
@@ -73,7 +73,7 @@ class PushToHubRevision(Callback):
         self._lock = threading.Lock()
         self._uploading: int | None = None
         """Step of the entry that the thread is uploading, which must not be dropped; set under the lock."""
-        self._given_up: list[int] = []
+        self._dropped_steps: list[int] = []
         """Steps of the checkpoints that were dropped from the full queue."""
 
     def claim(self) -> str:
@@ -102,7 +102,7 @@ class PushToHubRevision(Callback):
         queue.drop_after(run.step)
         self._thread = DaemonThreads([_Uploader()], "hub")
         if queue.waiting():
-            self._upload(queue)
+            self._request_round(queue)
 
     def on_save(self, run: RunHandle, checkpoint: Path) -> None:
         """Queue the checkpoint for upload."""
@@ -110,15 +110,15 @@ class PushToHubRevision(Callback):
         if any(entry.step == run.step for entry in queue.waiting()):
             return  # an earlier process has queued it
         target = self._target(run.step)
-        place = WeightsLocation(target.repo_id, target.revision)
-        card = model_card(run.folder, checkpoint, run.step, place=place)
+        location = WeightsLocation(target.repo_id, target.revision)
+        card = model_card(run.folder, checkpoint, run.step, location=location)
         # Drop the oldest entries if this one would be too many, but not the entry that is being uploaded.
         with self._lock:
             waiting = queue.waiting()
-            free = [entry for entry in waiting if entry.step != self._uploading]
-            for entry in free[: max(0, len(waiting) + 1 - self.max_waiting)]:
+            candidates = [entry for entry in waiting if entry.step != self._uploading]
+            for entry in candidates[: max(0, len(waiting) + 1 - self.max_waiting)]:
                 entry.drop()
-                self._given_up.append(entry.step)
+                self._dropped_steps.append(entry.step)
                 self._warn_once(
                     "given up",
                     f"{entry.target} is given up, because {self.max_waiting} later checkpoints wait for the hub (max_waiting). As long "
@@ -126,7 +126,7 @@ class PushToHubRevision(Callback):
                     "-o FOLDER` writes it (merged, where there is no adapter), and `hf upload` brings it there",
                 )
         queue.add(run.step, target, checkpoint, card, run.tokenizer)
-        self._upload(queue)
+        self._request_round(queue)
 
     def on_run_end(self, run: RunHandle, end: RunEnd) -> None:
         """Wait for a finished run's uploads. The uploads of any other run are left to a resume."""
@@ -134,19 +134,19 @@ class PushToHubRevision(Callback):
             return
         queue = self._queue(run)
         if end.state == "finished" and queue.waiting():
-            self._upload(queue)
-            self._wait(run)
+            self._request_round(queue)
+            self._wait_for_round(run)
         self._thread.close()
-        if self._given_up:
+        if self._dropped_steps:
             logger.warning(
                 "given up, because more than %d checkpoints waited for the hub: those after %s steps",
                 self.max_waiting,
-                ", ".join(map(str, self._given_up)),
+                ", ".join(map(str, self._dropped_steps)),
             )
-        if left := queue.waiting():
+        if remaining := queue.waiting():
             logger.warning(
                 "not uploaded yet: %s. %s",
-                ", ".join(str(entry.target) for entry in left),
+                ", ".join(str(entry.target) for entry in remaining),
                 f"Upload it by: groupwise runs push {run.name} --dir {run.folder.parent}"
                 if end.state == "finished"
                 else "A resume goes on with it",
@@ -160,11 +160,11 @@ class PushToHubRevision(Callback):
     def _queue(self, run: RunHandle) -> Queue:
         return hub_queue.queue(run.folder, f"{self.repo_id}@{self.revision}")
 
-    def _upload(self, queue: Queue) -> None:
+    def _request_round(self, queue: Queue) -> None:
         assert self._thread is not None
         self._round = self._thread.submit(lambda: self._upload_all(queue))
 
-    def _wait(self, run: RunHandle) -> None:
+    def _wait_for_round(self, run: RunHandle) -> None:
         """Wait for the last round until `max_wait` seconds are over or Ctrl-C is pressed."""
         assert self._round is not None
         run.say("waiting for the hub; Ctrl-C leaves what is not uploaded to `groupwise runs push`")
@@ -184,16 +184,18 @@ class PushToHubRevision(Callback):
                     continue
                 self._uploading = entry.step
             try:
-                pushed = entry.push()
-                logger.info("uploaded %s, commit %s", pushed.url, pushed.commit)
-                self._warned = {cause for cause in self._warned if not cause.startswith(AWAY)}
+                upload = entry.push()
+                logger.info("uploaded %s, commit %s", upload.url, upload.commit)
+                self._warned = {
+                    cause for cause in self._warned if not cause.startswith(HUB_UNREACHABLE)
+                }
             except UsageError as error:
                 self._warn_once(entry.target.revision, str(error))
             except EndpointError as error:
                 # The messages of equal failures may differ by a request id, so the cause is keyed by type and HTTP status.
                 answer = getattr(error.__cause__, "response", None)
                 self._warn_once(
-                    f"{AWAY} {type(error.__cause__).__name__} {getattr(answer, 'status_code', '')}",
+                    f"{HUB_UNREACHABLE} {type(error.__cause__).__name__} {getattr(answer, 'status_code', '')}",
                     f"{error} The run goes on; it is tried again at each checkpoint",
                 )
                 return

@@ -14,7 +14,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import redirect_stdout
 from typing import Any
 
-from groupwise.core.construct import instance, refusing, taken_by
+from groupwise.core.construct import accepted_parameters, instance, run_constructor
 from groupwise.core.errors import ConfigError, TaskError
 from groupwise.core.plugins import load, missing, nearest
 from groupwise.core.settings.view import View
@@ -53,42 +53,42 @@ def configured_callbacks(
 
     Raises ConfigError with a line for each callback that cannot be built; `origin` names the place of the entries in the config.
     """
-    found: list[Named] = []
+    callbacks: list[Named] = []
     problems: list[str] = []
     for entry in entries:
         try:
             with redirect_stdout(sys.stderr):  # standard output belongs to the command's result
-                made = _build_entry(entry, config)
-            _refuse_equal_claims([*found, made])
-            found.append(made)
+                callback = _build_entry(entry, config)
+            _refuse_equal_claims([*callbacks, callback])
+            callbacks.append(callback)
         except TaskError as error:
             problems.append(f"{origin}: callbacks: {error}")
     try:
-        given = config["run"].get("report_to", ())
-        sinks = [given] if isinstance(given, str) else given
-        names = dict.fromkeys(word for word in sinks if word != "none")
-        listed = tuple(word for word in names if word != PARQUET)
-        if listed:
-            found.append((NAME, _check_callback(Reporting(listed), config, NAME)))
+        report_to = config["run"].get("report_to", ())
+        sinks = [report_to] if isinstance(report_to, str) else report_to
+        names = dict.fromkeys(name for name in sinks if name != "none")
+        sink_names = tuple(name for name in names if name != PARQUET)
+        if sink_names:
+            callbacks.append((NAME, _check_callback(Reporting(sink_names), config, NAME)))
         if PARQUET in names:
-            found.append((PARQUET, _check_callback(ParquetRecord(), config, NAME)))
+            callbacks.append((PARQUET, _check_callback(ParquetRecord(), config, NAME)))
     except TaskError as error:
         problems.append(str(error))
     if problems:
         raise ConfigError("\n".join(problems))
-    return tuple(found)
+    return tuple(callbacks)
 
 
-def given_callbacks(given: Sequence[object], config: View, where: str) -> tuple[Named, ...]:
+def hook_callbacks(entries: Sequence[object], config: View, where: str) -> tuple[Named, ...]:
     """Build the callbacks (instances or classes) that a task's hook returned. Raises TaskError with a message that starts with `where`."""
-    found: list[Named] = []
-    for each in given:
-        kind = _kind(each)
-        what = f"{where}: {kind.__name__}"
-        _check_kind(kind, what)
-        made = instance(each, {}, what) if inspect.isclass(each) else each
-        found.append((kind.__name__, _check_callback(made, config, what)))
-    return tuple(found)
+    callbacks: list[Named] = []
+    for entry in entries:
+        kind = _class_of(entry)
+        label = f"{where}: {kind.__name__}"
+        _check_class(kind, label)
+        callback = instance(entry, {}, label) if inspect.isclass(entry) else entry
+        callbacks.append((kind.__name__, _check_callback(callback, config, label)))
+    return tuple(callbacks)
 
 
 def _build_entry(entry: str | Mapping[str, Any], config: View) -> Named:
@@ -96,33 +96,35 @@ def _build_entry(entry: str | Mapping[str, Any], config: View) -> Named:
     name = entry if isinstance(entry, str) else str(entry["name"])
     if name in BUILTIN:
         return name, _check_callback(instance(BUILTIN[name], parameters, name), config, name)
-    found = _load_callback(name)
-    _check_kind(_kind(found), name)
-    if inspect.isclass(found):
-        if any(parameter.name == "name" for parameter in taken_by(found)):
+    target = _load_callback(name)
+    _check_class(_class_of(target), name)
+    if inspect.isclass(target):
+        if any(parameter.name == "name" for parameter in accepted_parameters(target)):
             raise TaskError(
                 f"{name} has a parameter `name`, which no entry can give: there it says which callback is meant. Give the parameter "
                 "another name, or return an instance from the task's get_rl_callbacks."
             )
-        made = instance(found, parameters, name)
+        callback = instance(target, parameters, name)
     elif parameters:
         raise TaskError(
             f"{name} is an instance, so it takes no parameters ({', '.join(parameters)}). Name its class instead."
         )
     else:
-        made = found
-    announced = ":" not in name
-    return name if announced else _kind(found).__name__, _check_callback(made, config, name)
+        callback = target
+    is_registered = ":" not in name
+    return name if is_registered else _class_of(target).__name__, _check_callback(
+        callback, config, name
+    )
 
 
 def _refuse_equal_claims(callbacks: Sequence[Named]) -> None:
     """Raise TaskError if the last callback claims the same resource as one before it."""
     name, callback = callbacks[-1]
     claim = callback.claim()
-    for other, each in callbacks[:-1]:
-        if claim is not None and each.claim() == claim:
+    for other_name, other_callback in callbacks[:-1]:
+        if claim is not None and other_callback.claim() == claim:
             raise TaskError(
-                f"{name}: {claim} cannot be had by two callbacks, and {other} before it has it already. Leave one out, or give it "
+                f"{name}: {claim} cannot be had by two callbacks, and {other_name} before it has it already. Leave one out, or give it "
                 "other parameters."
             )
 
@@ -139,50 +141,52 @@ def _load_callback(name: str) -> object:
     )
     if not inspect.ismodule(plugin.object):
         return plugin.object
-    there = [
-        each
-        for each, value in vars(plugin.object).items()
-        if inspect.isclass(value) and value.__module__ == plugin.module.__name__ and _is_kind(value)
+    class_names = [
+        attribute
+        for attribute, value in vars(plugin.object).items()
+        if inspect.isclass(value)
+        and value.__module__ == plugin.module.__name__
+        and _is_callback_class(value)
     ]
     raise TaskError(
-        f"{name} is a module. Name the class in it, {name}:Class; callbacks there are: {', '.join(there) or 'none'}."
+        f"{name} is a module. Name the class in it, {name}:Class; callbacks there are: {', '.join(class_names) or 'none'}."
     )
 
 
-def _kind(each: object) -> type:
-    return each if inspect.isclass(each) else type(each)
+def _class_of(callback: object) -> type:
+    return callback if inspect.isclass(callback) else type(callback)
 
 
-def _is_kind(kind: type[Any]) -> bool:
+def _is_callback_class(kind: type[Any]) -> bool:
     return issubclass(kind, Callback) or is_trainer_callback(kind)
 
 
-def _check_kind(kind: type, what: str) -> None:
-    if not _is_kind(kind):
+def _check_class(kind: type, label: str) -> None:
+    if not _is_callback_class(kind):
         raise TaskError(
-            f"{what} is {kind.__name__}, which is no callback. Derive its class from {KINDS}."
+            f"{label} is {kind.__name__}, which is no callback. Derive its class from {KINDS}."
         )
 
 
 # --- checking ------------------------------------------------------------------------------------
 
 
-def _check_callback(made: object, config: View, what: str) -> Callback:
+def _check_callback(callback: object, config: View, label: str) -> Callback:
     """Check a callback's methods and run its `check`. A TrainerCallback is wrapped instead."""
-    if not isinstance(made, Callback):
-        return TrainerCallbackAdapter(made)
-    _check_methods(made, what)
-    refusing(lambda: made.check(config), what)
-    return made
+    if not isinstance(callback, Callback):
+        return TrainerCallbackAdapter(callback)
+    _check_methods(callback, label)
+    run_constructor(lambda: callback.check(config), label)
+    return callback
 
 
-def _check_methods(callback: Callback, what: str) -> None:
+def _check_methods(callback: Callback, label: str) -> None:
     for name in dir(type(callback)):
         if name.startswith("on_") and name not in EVENTS:
-            near = nearest(name, EVENTS)
-            hint = f" Did you mean {' or '.join(near)}?" if near else ""
+            suggestions = nearest(name, EVENTS)
+            hint = f" Did you mean {' or '.join(suggestions)}?" if suggestions else ""
             raise TaskError(
-                f"{what}: `{name}` would never be called.{hint} The events are: {', '.join(EVENTS)}."
+                f"{label}: `{name}` would never be called.{hint} The events are: {', '.join(EVENTS)}."
             )
     for name, parameters in {**EVENTS, "state": (), "load_state": ("state",)}.items():
         signature = inspect.signature(getattr(callback, name))
@@ -191,21 +195,25 @@ def _check_methods(callback: Callback, what: str) -> None:
         except TypeError:
             expected = ", ".join(("self", *parameters))
             raise TaskError(
-                f"{what}: {name} has the wrong parameters.\n  expected: {name}({expected})\n  found:    {name}{signature}"
+                f"{label}: {name} has the wrong parameters.\n  expected: {name}({expected})\n  found:    {name}{signature}"
             ) from None
     if overrides(callback, "state") != overrides(callback, "load_state"):
         raise TaskError(
-            f"{what}: `state` and `load_state` belong together, but one of them is missing."
+            f"{label}: `state` and `load_state` belong together, but one of them is missing."
         )
 
 
 def callbacks_of_task(
-    task: Task, config: View, tokenizer: Any, output_dir: str, beside: Sequence[Named] = ()
+    task: Task,
+    config: View,
+    tokenizer: Any,
+    output_dir: str,
+    config_callbacks: Sequence[Named] = (),
 ) -> tuple[Named, ...]:
-    """The callbacks that the task's hook `get_rl_callbacks` returns; none without the hook. `beside` are the callbacks of the config."""
+    """The callbacks that the task's hook `get_rl_callbacks` returns; none without the hook. `config_callbacks` are those of the config."""
     with redirect_stdout(sys.stderr):  # as above
-        given = task.rl_callbacks(config, tokenizer, output_dir)
-        found = given_callbacks(given, config, f"{task.described}: get_rl_callbacks")
-    for end in range(len(found)):
-        _refuse_equal_claims([*beside, *found[: end + 1]])
-    return found
+        entries = task.rl_callbacks(config, tokenizer, output_dir)
+        callbacks = hook_callbacks(entries, config, f"{task.described}: get_rl_callbacks")
+    for end in range(len(callbacks)):
+        _refuse_equal_claims([*config_callbacks, *callbacks[: end + 1]])
+    return callbacks

@@ -35,7 +35,7 @@ from groupwise.runs.store import Store
 from groupwise.training.callbacks.base import Callback, RunEnd, RunHandle
 from groupwise.training.callbacks.jsonl_sink import JsonlSink
 from groupwise.training.callbacks.mlflow_sink import MlflowSink
-from groupwise.training.callbacks.sinks import Finding, MetricsRow, Reported, Sink
+from groupwise.training.callbacks.sinks import Finding, MetricsRow, ReportedRun, Sink
 from groupwise.training.callbacks.tensorboard_sink import TensorBoardSink
 from groupwise.training.callbacks.trackio_sink import TrackioSink
 from groupwise.training.callbacks.wandb_sink import WandbSink
@@ -90,7 +90,7 @@ class Reporting(Callback):
         file = run.folder / IDENTITY
         if not file.exists():
             atomic_files.write_json(file, {"id": secrets.token_hex(4), SENT: {}})
-        reported = Reported(
+        reported_run = ReportedRun(
             run.name,
             json.loads(file.read_bytes())["id"],
             run.folder,
@@ -99,20 +99,20 @@ class Reporting(Callback):
             _began_at(run),
         )
         for name, sink in list(self._sinks.items()):
-            steps_sent = self._call_or_drop(name, lambda sink=sink: sink.begin(reported))
+            steps_sent = self._call_or_drop(name, lambda sink=sink: sink.begin(reported_run))
             if steps_sent is not None:
                 self._held[name] = steps_sent
         self._sent = _sent_before(run.folder, self._held)
         if not self._sinks:
             return
-        first = min(self._held.values()) + 1
-        for line in self._recorded_metrics(run, first):
-            self._send(run, line)
+        first_step = min(self._held.values()) + 1
+        for row in self._recorded_metrics(run, first_step):
+            self._send_row(run, row)
         self._next = next(iter(self._recorded_metrics(run, run.step, run.step)))
 
     def on_step_begin(self, run: RunHandle) -> None:
         """Send the previous step's row: all its results are known now."""
-        self._send(run, self._next)
+        self._send_row(run, self._next)
 
     def on_step_end(self, run: RunHandle, metrics: dict[str, float]) -> None:
         """Prepare the row of the step."""
@@ -122,43 +122,48 @@ class Reporting(Callback):
     def on_evaluate(self, run: RunHandle, evaluation: EvaluationRecord) -> None:
         """Add the evaluation's metrics to the row of the last step."""
         if self._next is not None:
-            values = {**self._next.values, **_of_evaluation(evaluation)}
+            values = {**self._next.values, **_evaluation_metrics(evaluation)}
             self._next = replace(self._next, values=values)
 
     def on_run_end(self, run: RunHandle, end: RunEnd) -> None:
         """Send the last row of a finished run. Any other run keeps it, because a resume may still add to it."""
         if end.state == "finished":
-            self._send(run, self._next)
+            self._send_row(run, self._next)
         for name, sink in list(self._sinks.items()):
             self._call_or_drop(name, lambda sink=sink: sink.end(end.state))
 
-    def _send(self, run: RunHandle, line: MetricsRow | None) -> None:
-        behind = [name for name in self._sinks if line and self._held[name] < line.steps]
-        if line is None or not behind:
+    def _send_row(self, run: RunHandle, row: MetricsRow | None) -> None:
+        lagging_sinks = [name for name in self._sinks if row and self._held[name] < row.steps]
+        if row is None or not lagging_sinks:
             return
-        with _record(run) as store:
-            found = store.evaluations(rows=False)
+        with _open_record(run) as store:
+            evaluations = store.evaluations(rows=False)
         findings = {
             f"{record.name}@{record.step}": Finding(
                 prefix_of(record), record.step, metrics_of(record)
             )
-            for record in found
-            if not OF_TRAINING.fullmatch(record.name) and record.step <= line.steps
+            for record in evaluations
+            if not OF_TRAINING.fullmatch(record.name) and record.step <= row.steps
         }
-        for name in behind:
-            new = {k: each for k, each in findings.items() if k not in self._sent[name]}
-            if new:
-                self._sent[name] |= dict.fromkeys(new, line.steps)
+        for name in lagging_sinks:
+            new_findings = {
+                k: finding for k, finding in findings.items() if k not in self._sent[name]
+            }
+            if new_findings:
+                self._sent[name] |= dict.fromkeys(new_findings, row.steps)
                 # Noted before the row is sent: if sending fails, the sink's last row is an earlier one, and
                 # the finding counts as not sent.
-                known = json.loads((run.folder / IDENTITY).read_bytes())
+                identity = json.loads((run.folder / IDENTITY).read_bytes())
                 atomic_files.write_json(
-                    run.folder / IDENTITY, {**known, SENT: {**known.get(SENT, {}), **self._sent}}
+                    run.folder / IDENTITY,
+                    {**identity, SENT: {**identity.get(SENT, {}), **self._sent}},
                 )
-            if line.values or new:
-                full = replace(line, findings=tuple(new.values()))
-                self._call_or_drop(name, lambda name=name, full=full: self._sinks[name].line(full))
-                self._held[name] = line.steps
+            if row.values or new_findings:
+                full_row = replace(row, findings=tuple(new_findings.values()))
+                self._call_or_drop(
+                    name, lambda name=name, row=full_row: self._sinks[name].write_row(row)
+                )
+                self._held[name] = row.steps
 
     def _call_or_drop(self, name: str, call: Callable[[], Any]) -> Any:
         try:
@@ -177,25 +182,25 @@ class Reporting(Callback):
             return None
 
     def _recorded_metrics(
-        self, run: RunHandle, first: int, last: int | None = None
+        self, run: RunHandle, first_step: int, last_step: int | None = None
     ) -> Iterator[MetricsRow]:
-        """The rows of the record from `first` to `last`; by default to the one before the last step's, which may still be added to."""
-        last = run.step - 1 if last is None else last
-        with _record(run) as store:
+        """The rows of the record from `first_step` to `last_step`. The default ends before the last step, whose row may still grow."""
+        last_step = run.step - 1 if last_step is None else last_step
+        with _open_record(run) as store:
             values: dict[int, dict[str, float]] = {}
-            for name, curve in store.metrics(since=max(first - 1, 0)).items():
+            for name, curve in store.metrics(since=max(first_step - 1, 0)).items():
                 for step, value in curve:
                     values.setdefault(step + 1, {})[name] = value
             for record in store.evaluations(rows=False):
                 if OF_TRAINING.fullmatch(record.name):
-                    values.setdefault(record.step, {}).update(_of_evaluation(record))
+                    values.setdefault(record.step, {}).update(_evaluation_metrics(record))
             finished_at = {record.step + 1: record.finished_at for record in store.steps()}
-        began = _began_at(run)
-        for steps in range(max(first, 0), last + 1):
-            line = MetricsRow(steps, values.get(steps, {}), finished_at.get(steps, began))
-            yield self._with_table(run, line)
+        started_at = _began_at(run)
+        for steps in range(max(first_step, 0), last_step + 1):
+            row = MetricsRow(steps, values.get(steps, {}), finished_at.get(steps, started_at))
+            yield self._with_table(run, row)
 
-    def _with_table(self, run: RunHandle, line: MetricsRow) -> MetricsRow:
+    def _with_table(self, run: RunHandle, row: MetricsRow) -> MetricsRow:
         """Add the rollouts of the step to the row, if the config shows them."""
         section = run.config["run"]
         rows_to_show = (
@@ -204,15 +209,15 @@ class Reporting(Callback):
         if (
             not rows_to_show
             or run.kind != "rl"
-            or line.steps % section["logging_steps"]
-            or not line.steps
+            or row.steps % section["logging_steps"]
+            or not row.steps
         ):
-            return line
-        with _record(run) as store:
-            found = store.rollouts(RolloutFilter(step=line.steps - 1, limit=sys.maxsize))
+            return row
+        with _open_record(run) as store:
+            rollouts = store.rollouts(RolloutFilter(step=row.steps - 1, limit=sys.maxsize))
         if section["log_unique_prompts"]:
-            found = list({view.prompt: view for view in reversed(found)}.values())[::-1]
-        return replace(line, table=[_row(view) for view in found[:rows_to_show]])
+            rollouts = list({view.prompt: view for view in reversed(rollouts)}.values())[::-1]
+        return replace(row, table=[_table_row(view) for view in rollouts[:rows_to_show]])
 
 
 class ParquetRecord(Callback):
@@ -242,30 +247,30 @@ class ParquetRecord(Callback):
             )
 
 
-def _record(run: RunHandle) -> Store:
+def _open_record(run: RunHandle) -> Store:
     return Store.open(run.folder / RECORD, readonly=True)
 
 
 def _began_at(run: RunHandle) -> float:
-    with _record(run) as store:
+    with _open_record(run) as store:
         return store.get_meta().get("created_at") or time.time()
 
 
 def _sent_before(folder: Path, steps_held: Mapping[str, int]) -> dict[str, dict[str, int]]:
     """The findings that each sink has, given the last row that it has."""
-    noted: dict[str, dict[str, int]] = json.loads((folder / IDENTITY).read_bytes()).get(SENT, {})
+    sent: dict[str, dict[str, int]] = json.loads((folder / IDENTITY).read_bytes()).get(SENT, {})
     return {
-        name: {key: line for key, line in noted.get(name, {}).items() if line <= last}
-        for name, last in steps_held.items()
+        name: {key: steps for key, steps in sent.get(name, {}).items() if steps <= last_step}
+        for name, last_step in steps_held.items()
     }
 
 
-def _of_evaluation(record: EvaluationRecord) -> Mapping[str, float]:
+def _evaluation_metrics(record: EvaluationRecord) -> Mapping[str, float]:
     """The metrics of an evaluation under names such as `eval/…`."""
     return {f"{EVAL}/{name}": value for name, value in metrics_of(record).items()}
 
 
-def _row(view: RolloutView) -> dict[str, Any]:
+def _table_row(view: RolloutView) -> dict[str, Any]:
     """A rollout as a row of the table; all rows have the same columns."""
     return {
         "step": view.step,

@@ -30,7 +30,7 @@ State = Literal["finished", "interrupted", "failed"]
 
 
 @dataclass(frozen=True, slots=True)
-class Reported:
+class ReportedRun:
     """The run whose metrics are shown."""
 
     name: str
@@ -74,30 +74,35 @@ class MetricsRow:
     findings: Sequence[Finding] = ()
     """Findings since the row before, ordered by steps. Each is sent with one row only."""
 
-    def row(self) -> dict[str, float]:
+    def flat_values(self) -> dict[str, float]:
         """All values in one mapping, for sinks that cannot add to earlier steps.
 
         Of several findings with one name, it contains only the last, and the steps of that one.
         """
-        newest = {each.name: each for each in self.findings}
-        found = [
-            {**each.values, f"{each.name}/step": float(each.steps)} for each in newest.values()
+        latest = {finding.name: finding for finding in self.findings}
+        finding_columns = [
+            {**finding.values, f"{finding.name}/step": float(finding.steps)}
+            for finding in latest.values()
         ]
-        return {name: value for part in (self.values, *found) for name, value in part.items()}
+        return {
+            name: value for part in (self.values, *finding_columns) for name, value in part.items()
+        }
 
     def tables(self) -> dict[str, tuple[list[str], list[list[Any]]]]:
         """Tables by name: columns and rows.
 
-        These are the rollouts, and all findings of each name that has several (`row` contains only one of them).
+        These are the rollouts, and all findings of each name that has several (`flat_values` contains only one of them).
         """
-        found = {TABLE: self.cells()} if self.table else {}
-        for name, group in groupby(sorted(self.findings, key=_name), _name):
-            several = list(group)
-            if several[1:]:
-                metrics = list(dict.fromkeys(metric for each in several for metric in each.metrics))
-                rows = [[each.steps, *map(each.metrics.get, metrics)] for each in several]
-                found[f"{name}/{SEVERAL}"] = (["step", *metrics], rows)
-        return found
+        tables = {TABLE: self.cells()} if self.table else {}
+        for name, group in groupby(sorted(self.findings, key=_finding_name), _finding_name):
+            findings = list(group)
+            if findings[1:]:
+                metrics = list(
+                    dict.fromkeys(metric for finding in findings for metric in finding.metrics)
+                )
+                rows = [[finding.steps, *map(finding.metrics.get, metrics)] for finding in findings]
+                tables[f"{name}/{SEVERAL}"] = (["step", *metrics], rows)
+        return tables
 
     def cells(self) -> tuple[list[str], list[list[Any]]]:
         """The rollouts' column names and rows, with nested values as JSON, for sinks that take only plain values."""
@@ -121,11 +126,11 @@ class Sink(Protocol):
         """Called before anything is loaded; raises ValueError if the sink cannot write."""
         ...
 
-    def begin(self, run: Reported) -> int:
+    def begin(self, run: ReportedRun) -> int:
         """Start a new or resumed run. Returns the last row that the sink has of it, or `NOTHING`."""
         ...
 
-    def line(self, line: MetricsRow) -> None:
+    def write_row(self, row: MetricsRow) -> None:
         """Show one row."""
         ...
 
@@ -134,5 +139,5 @@ class Sink(Protocol):
         ...
 
 
-def _name(finding: Finding) -> str:
+def _finding_name(finding: Finding) -> str:
     return finding.name

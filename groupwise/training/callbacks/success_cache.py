@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from groupwise.core.settings.view import View
 from groupwise.core.types import Group
-from groupwise.tasks.data.success import SoughtPart, successes
+from groupwise.tasks.data.success import ConfiguredPart, successes
 from groupwise.training.callbacks.base import Callback, RunHandle
 
 PART = "success_cache: part"
@@ -23,7 +23,7 @@ class SuccessCache(Callback):
     def __init__(self, threshold: float = 0.999, part: str | None = None) -> None:
         self.threshold = threshold
         self.part = part
-        self._sought = SoughtPart(PART, part)
+        self._sought = ConfiguredPart(PART, part)
 
     def check(self, config: View) -> None:
         """Raise ValueError if there is no replay buffer, or if the buffer already chooses prompts itself."""

@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import Any
 
 from groupwise.core.settings.view import View
-from groupwise.training.callbacks.sinks import NOTHING, MetricsRow, Reported, State
+from groupwise.training.callbacks.sinks import NOTHING, MetricsRow, ReportedRun, State
 
 FOLDER = "tensorboard"
 STRING = 7
@@ -32,17 +32,17 @@ class TensorBoardSink:
     def check(self, config: View) -> None:
         """Do nothing: only the package is needed."""
 
-    def begin(self, run: Reported) -> int:
+    def begin(self, run: ReportedRun) -> int:
         """Delete old event files and start a new one."""
         messages = import_module(
             "tensorboard.compat.proto.event_pb2"
         )  # typed as Any: it has no type hints
-        writing = import_module("tensorboard.summary.writer.event_file_writer")
+        writer_module = import_module("tensorboard.summary.writer.event_file_writer")
         folder = run.folder / FOLDER
         for old in folder.glob("events.out.tfevents.*"):
             old.unlink()
         self._event = messages.Event
-        self._writer = writing.EventFileWriter(str(folder))
+        self._writer = writer_module.EventFileWriter(str(folder))
         # A running tensorboard still shows the old curves; a session that starts at step 0 makes it drop them.
         session_log = messages.SessionLog(status=messages.SessionLog.START)
         self._writer.add_event(messages.Event(step=0, session_log=session_log))
@@ -56,15 +56,15 @@ class TensorBoardSink:
         self._writer.add_event(event)
         return NOTHING
 
-    def line(self, line: MetricsRow) -> None:
+    def write_row(self, row: MetricsRow) -> None:
         """Write one event with all values, and one for each finding, at the finding's own steps."""
-        self._add(line.finished_at, line.steps, line.values)
-        for finding in line.findings:
-            self._add(line.finished_at, finding.steps, finding.values)
+        self._add_event(row.finished_at, row.steps, row.values)
+        for finding in row.findings:
+            self._add_event(row.finished_at, finding.steps, finding.values)
         self._writer.flush()
 
-    def _add(self, at: float, steps: int, values: Mapping[str, float]) -> None:
-        event = self._event(wall_time=at, step=steps)
+    def _add_event(self, wall_time: float, steps: int, values: Mapping[str, float]) -> None:
+        event = self._event(wall_time=wall_time, step=steps)
         for name, value in values.items():
             event.summary.value.add(tag=name, simple_value=value)
         self._writer.add_event(event)

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from groupwise.core.settings.view import View
-from groupwise.training.callbacks.sinks import MetricsRow, Reported, State
+from groupwise.training.callbacks.sinks import MetricsRow, ReportedRun, State
 
 PROJECT = "groupwise"
 
@@ -27,7 +27,7 @@ class TrackioSink:
     def check(self, config: View) -> None:
         """Do nothing: only the package is needed."""
 
-    def begin(self, run: Reported) -> int:
+    def begin(self, run: ReportedRun) -> int:
         """Start or resume the run of this name in trackio."""
         self._trackio = import_module("trackio")
         self._run = self._trackio.init(
@@ -41,12 +41,12 @@ class TrackioSink:
         )
         return self._run._next_step - 1
 
-    def line(self, line: MetricsRow) -> None:
+    def write_row(self, row: MetricsRow) -> None:
         """Send one row; trackio takes only finite numbers."""
-        values: dict[str, Any] = {k: v for k, v in line.row().items() if math.isfinite(v)}
-        for name, (columns, rows) in line.tables().items():
+        values: dict[str, Any] = {k: v for k, v in row.flat_values().items() if math.isfinite(v)}
+        for name, (columns, rows) in row.tables().items():
             values[name] = self._trackio.Table(columns=columns, data=rows)
-        self._run.log(values, step=line.steps)
+        self._run.log(values, step=row.steps)
 
     def end(self, state: State) -> None:
         """Wait until everything is written."""

@@ -22,10 +22,10 @@ from groupwise.core.settings.view import View
 from groupwise.runs.records import EvaluationRecord
 from groupwise.training.callbacks.base import Callback, RunEnd, RunHandle
 
-BASE = "TrainerCallback"
+TRAINER_CALLBACK = "TrainerCallback"
 STATEFUL = "ExportableState"
 
-HAPPEN = frozenset(
+SUPPORTED_EVENTS = frozenset(
     {
         "on_init_end",
         "on_train_begin",
@@ -37,19 +37,19 @@ HAPPEN = frozenset(
         "on_train_end",
     }
 )
-NOT_HERE = ("model", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
+MISSING_ARGUMENTS = ("model", "optimizer", "lr_scheduler", "train_dataloader", "eval_dataloader")
 """Arguments that a Trainer passes and that are None here."""
-OF_THE_BEST = ("best_metric", "best_global_step", "best_model_checkpoint")
+BEST_FIELDS = ("best_metric", "best_global_step", "best_model_checkpoint")
 """Attributes of `state` that describe the best evaluation so far."""
 
 
 def is_trainer_callback(kind: type) -> bool:
     """True if a class is a callback for the Trainer of transformers."""
-    return _base(kind) is not None
+    return _trainer_callback_base(kind) is not None
 
 
-def _base(kind: type) -> type | None:
-    return next((each for each in kind.__mro__ if each.__name__ == BASE), None)
+def _trainer_callback_base(kind: type) -> type | None:
+    return next((base for base in kind.__mro__ if base.__name__ == TRAINER_CALLBACK), None)
 
 
 class TrainerArgs:
@@ -59,10 +59,10 @@ class TrainerArgs:
         vars(self).update(values)
 
     def __getattr__(self, name: str) -> Any:
-        there = [each for each in vars(self) if not each.startswith("_")]
-        near = get_close_matches(name, there, n=3, cutoff=0.0)
+        attributes = [attribute for attribute in vars(self) if not attribute.startswith("_")]
+        suggestions = get_close_matches(name, attributes, n=3, cutoff=0.0)
         raise AttributeError(
-            f"these `args` have no `{name}`; there is no Trainer here. The nearest are {', '.join(near)}"
+            f"these `args` have no `{name}`; there is no Trainer here. The nearest are {', '.join(suggestions)}"
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -119,7 +119,7 @@ class TrainerCallbackAdapter(Callback):
         self._state: Any = None
         self._control: Any = TrainerControl()
         self._best: dict[str, Any] = {}
-        self._asked = ""
+        self._questions = ""
         self._saved: tuple[int, str] | None = None
         self._epochs_said = False
 
@@ -127,14 +127,16 @@ class TrainerCallbackAdapter(Callback):
     def never_called(self) -> list[str]:
         """Methods of the callback whose events never happen here."""
         kind = cast("type[Any]", type(self.wrapped))
-        base = _base(kind)
-        events = [name for name in dir(base) if name.startswith("on_") and name not in HAPPEN]
+        base = _trainer_callback_base(kind)
+        events = [
+            name for name in dir(base) if name.startswith("on_") and name not in SUPPORTED_EVENTS
+        ]
         return [name for name in events if getattr(kind, name) is not getattr(base, name)]
 
     def on_run_begin(self, run: RunHandle) -> None:
         """`on_init_end` and `on_train_begin`."""
-        self._args = TrainerArgs(_args(run))
-        self._state = _state(run)
+        self._args = TrainerArgs(_trainer_args(run))
+        self._state = _trainer_state(run)
         for name, value in self._best.items():
             setattr(self._state, name, value)
         if self.never_called:
@@ -142,18 +144,18 @@ class TrainerCallbackAdapter(Callback):
                 f"callback {type(self.wrapped).__name__}: {', '.join(self.never_called)} will not be called, because there is no "
                 "such event here"
             )
-        self._call(run, "on_init_end")
-        self._call(run, "on_train_begin")
+        self._forward_event(run, "on_init_end")
+        self._forward_event(run, "on_train_begin")
 
     def on_step_begin(self, run: RunHandle) -> None:
         """The event of the same name."""
-        self._call(run, "on_step_begin")
+        self._forward_event(run, "on_step_begin")
 
     def on_step_end(self, run: RunHandle, metrics: dict[str, float]) -> None:
         """The event of the same name, then `on_log` if it is due or was requested."""
         self._state.global_step, self._state.epoch = run.step, run.epoch
         self._state.num_input_tokens_seen = int(metrics.get("num_tokens", 0))
-        self._call(run, "on_step_end")
+        self._forward_event(run, "on_step_end")
         if self._control.should_log or run.step % self._state.logging_steps == 0:
             self._log(run, metrics)
 
@@ -164,13 +166,13 @@ class TrainerCallbackAdapter(Callback):
             for name, value in evaluation.metrics.items()
         }
         if (
-            self._asked and evaluation.asked != self._asked
+            self._questions and evaluation.asked != self._questions
         ):  # evaluated on other prompts, so the previous best is not comparable
-            for name in OF_THE_BEST:
+            for name in BEST_FIELDS:
                 setattr(self._state, name, None)
-        self._asked = evaluation.asked
+        self._questions = evaluation.asked
         self._log(run, metrics)
-        self._call(run, "on_evaluate", metrics={**metrics, "epoch": run.epoch})
+        self._forward_event(run, "on_evaluate", metrics={**metrics, "epoch": run.epoch})
         self._note_best(run, metrics)
 
     def on_save(self, run: RunHandle, checkpoint: Path) -> None:
@@ -178,34 +180,36 @@ class TrainerCallbackAdapter(Callback):
         self._saved = (run.step, str(checkpoint))
         if self._state.best_global_step == run.step:
             self._state.best_model_checkpoint = str(checkpoint)
-        self._call(run, "on_save")
+        self._forward_event(run, "on_save")
 
     def on_run_end(self, run: RunHandle, end: RunEnd) -> None:
         """`on_train_end`, for every outcome of the run."""
-        self._call(run, "on_train_end")
+        self._forward_event(run, "on_train_end")
 
     def state(self) -> dict[str, Any]:
         """The best evaluation so far and, of a stateful callback, the attributes that it exports."""
-        known = {name: getattr(self._state, name) for name in OF_THE_BEST} if self._state else None
-        saved = {"best": known or self._best, "asked": self._asked}
-        if not any(each.__name__ == STATEFUL for each in type(self.wrapped).__mro__):
+        best = {name: getattr(self._state, name) for name in BEST_FIELDS} if self._state else None
+        saved = {"best": best or self._best, "asked": self._questions}
+        if not any(base.__name__ == STATEFUL for base in type(self.wrapped).__mro__):
             return saved
         return {**saved, "attributes": dict(self.wrapped.state()["attributes"])}
 
     def load_state(self, state: dict[str, Any]) -> None:
         """Restore what `state` returned."""
-        self._best, self._asked = state["best"], state.get("asked", "")
+        self._best, self._questions = state["best"], state.get("asked", "")
         for name, value in state.get("attributes", {}).items():
             setattr(self.wrapped, name, value)
 
-    def _call(self, run: RunHandle, event: str, **given: Any) -> None:
+    def _forward_event(self, run: RunHandle, event: str, **arguments: Any) -> None:
         """Call a method with the arguments of a Trainer, and pass on the requests in its `control`."""
-        absent = dict.fromkeys(NOT_HERE)
+        absent = dict.fromkeys(MISSING_ARGUMENTS)
         tokenizer = {"processing_class": run.tokenizer, "tokenizer": run.tokenizer}
         method = getattr(self.wrapped, event)
-        returned = method(self._args, self._state, self._control, **absent, **tokenizer, **given)
-        if returned is not None:
-            self._control = returned
+        new_control = method(
+            self._args, self._state, self._control, **absent, **tokenizer, **arguments
+        )
+        if new_control is not None:
+            self._control = new_control
         control = self._control
         if control.should_training_stop:
             run.stop("it set control.should_training_stop")
@@ -225,7 +229,7 @@ class TrainerCallbackAdapter(Callback):
         self._control.should_log = False
         logs = {**metrics, "epoch": run.epoch}
         self._state.log_history.append({**logs, "step": run.step})
-        self._call(run, "on_log", logs=dict(logs))
+        self._forward_event(run, "on_log", logs=dict(logs))
 
     def _note_best(self, run: RunHandle, metrics: Mapping[str, float]) -> None:
         name = str(self._args.metric_for_best_model)
@@ -236,19 +240,19 @@ class TrainerCallbackAdapter(Callback):
         if best is None or sign * (value - best) > 0:
             self._state.best_metric, self._state.best_global_step = value, run.step
             saved = self._saved
-            here = saved is not None and saved[0] == run.step
-            self._state.best_model_checkpoint = saved[1] if saved and here else None
+            is_saved = saved is not None and saved[0] == run.step
+            self._state.best_model_checkpoint = saved[1] if saved and is_saved else None
 
 
-def _args(run: RunHandle) -> dict[str, Any]:
+def _trainer_args(run: RunHandle) -> dict[str, Any]:
     """The keys of the config's sections in one flat dict, with the further names that a Trainer's arguments have."""
     keys: dict[str, Any] = {}
     for section in ("data", "sampler", "algorithm", "eval", "training", "run"):
         keys |= _section(run.config, section)
     for name in ("name", "dir", "type"):
         keys.pop(name, None)
-    supervised = run.kind == "sft"
-    evaluates = supervised or keys.get("eval_steps") is not None
+    is_sft = run.kind == "sft"
+    evaluates = is_sft or keys.get("eval_steps") is not None
     return {
         **keys,
         "output_dir": str(run.folder),
@@ -265,8 +269,8 @@ def _args(run: RunHandle) -> dict[str, Any]:
         "do_train": True,
         "do_eval": evaluates,
         "load_best_model_at_end": keys.get("load_best_model_at_end", False),
-        "metric_for_best_model": "eval_loss" if supervised else "eval_reward",
-        "greater_is_better": not supervised,
+        "metric_for_best_model": "eval_loss" if is_sft else "eval_reward",
+        "greater_is_better": not is_sft,
         "report_to": [],
         "push_to_hub": False,
         "disable_tqdm": False,
@@ -279,7 +283,7 @@ def _args(run: RunHandle) -> dict[str, Any]:
     }
 
 
-def _state(run: RunHandle) -> TrainerState:
+def _trainer_state(run: RunHandle) -> TrainerState:
     """The state of the run, with its log history from the record."""
     settings = run.config.run
     epochs = _section(run.config, "training").get("num_train_epochs")
@@ -297,9 +301,9 @@ def _state(run: RunHandle) -> TrainerState:
         epoch=run.epoch,
         global_step=run.step,
         log_history=[
-            {**logs[done], "step": done}
-            for done in sorted(logs)
-            if done % settings.logging_steps == 0
+            {**logs[steps], "step": steps}
+            for steps in sorted(logs)
+            if steps % settings.logging_steps == 0
         ],
     )
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.core.settings.view import View
-from groupwise.training.callbacks.sinks import NOTHING, MetricsRow, Reported, State
+from groupwise.training.callbacks.sinks import NOTHING, MetricsRow, ReportedRun, State
 
 PROJECT = "groupwise"
 
@@ -40,7 +40,7 @@ class WandbSink:
                 "`wandb sync`."
             )
 
-    def begin(self, run: Reported) -> int:
+    def begin(self, run: ReportedRun) -> int:
         """Start or resume the wandb run with our run's id."""
         import wandb
 
@@ -58,22 +58,22 @@ class WandbSink:
             settings=wandb.Settings(console="off", silent=True),
         )
         if self._run.offline:
-            own = Path(self._run.dir).parent
-            for folder in own.parent.glob("offline-run-*"):
-                if folder.name != own.name:
+            run_folder = Path(self._run.dir).parent
+            for folder in run_folder.parent.glob("offline-run-*"):
+                if folder.name != run_folder.name:
                     shutil.rmtree(folder)
             return NOTHING
         return self._run.starting_step - 1
 
-    def line(self, line: MetricsRow) -> None:
+    def write_row(self, row: MetricsRow) -> None:
         """Send one row of the run's history."""
-        for name in {finding.name for finding in line.findings} - self._defined:
+        for name in {finding.name for finding in row.findings} - self._defined:
             self._defined.add(name)
             self._run.define_metric(f"{name}/*", step_metric=f"{name}/step")
-        values: dict[str, Any] = line.row()
-        for name, (columns, rows) in line.tables().items():
+        values: dict[str, Any] = row.flat_values()
+        for name, (columns, rows) in row.tables().items():
             values[name] = self._wandb.Table(columns=columns, data=rows)
-        self._run.log(values, step=line.steps)
+        self._run.log(values, step=row.steps)
 
     def end(self, state: State) -> None:
         """Wait until everything is sent or written."""

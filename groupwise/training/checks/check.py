@@ -46,7 +46,12 @@ from groupwise.training.checks.check_environment import (
     judge_games,
     play,
 )
-from groupwise.training.checks.check_given import GivenGroup, judge_given, load_given, score_given
+from groupwise.training.checks.check_given import (
+    CompletionGroup,
+    judge_completions,
+    load_completions,
+    score_completions,
+)
 from groupwise.training.checks.check_gold import (
     GOLD_COMPLETION,
     Gold,
@@ -117,24 +122,28 @@ def check(
     examples on which rewards are tried. Without a config, that of the model `tiny` is used. Raises `UsageError` if something is unusable.
     """
     findings = Findings(on_finding)
-    subject = _subject(task, config, overrides, findings)
-    room = _room(subject)
-    lengths_by = subject.tokenizer if subject.own_model else None
-    same = same_row if subject.task.has("get_environment") else same_prompt
+    subject = _load_subject(task, config, overrides, findings)
+    room = _prompt_room(subject)
+    length_tokenizer = subject.tokenizer if subject.own_model else None
+    key_of = same_row if subject.task.has("get_environment") else same_prompt
     for name, examples in (("training data", subject.train), ("held-out data", subject.held_out)):
         if examples:
-            findings.extend(check_dataset(name, examples, lengths_by, room, same, subject.tools))
+            findings.extend(
+                check_dataset(name, examples, length_tokenizer, room, key_of, subject.tools)
+            )
     findings.extend(check_left_out(subject.task.accounts))
     if subject.train and subject.held_out:
-        findings.add(check_overlap(subject.train, subject.held_out, same))
+        findings.add(check_overlap(subject.train, subject.held_out, key_of))
     findings.extend(
-        check_teacher(subject.task, view(subject.config), subject.tokenizer, _draws(subject.config))
+        check_teacher(
+            subject.task, view(subject.config), subject.tokenizer, _draw_limit(subject.config)
+        )
     )
     details: dict[str, Any] = {
-        "prompts": _shown_prompts(subject),
+        "prompts": _render_prompts(subject),
         "prompts_rendered_by": subject.config.model.name if subject.tokenizer else None,
     }
-    given = _given_groups(subject, completions)
+    given_groups = _load_given_groups(subject, completions)
     if subject.examples:
         if subject.own_model:
             rendering = Finding(
@@ -155,11 +164,11 @@ def check(
                 "--config C.yaml shows prompts and lengths as your own model has them",
             )
         findings.add(rendering)
-        details["table"] = run_to_end(_try_everything(subject, rows, given, findings))
+        details["table"] = run_to_end(_try_everything(subject, rows, given_groups, findings))
     return Report(subject.task.described, tuple(findings.found), "check_failed", details)
 
 
-def _subject(
+def _load_subject(
     task: object,
     config: Path | str | Mapping[str, Any] | RunConfig | None,
     overrides: Sequence[str],
@@ -168,34 +177,40 @@ def _subject(
     """Load everything that can be loaded. Broken parts raise the same errors as in training."""
     given_task = None if task is None else load_task(task)
     if config is None:
-        in_turns = given_task is not None and given_task.has("get_environment")
-        rollout = {"type": "environment"} if in_turns else {}
+        has_environment = given_task is not None and given_task.has("get_environment")
+        rollout = {"type": "environment"} if has_environment else {}
         loaded = load_config({"model": {"name": "tiny"}, "rollout": rollout}, overrides)
     else:
         loaded = load_config(config, overrides)
-    found = rollout_builder.task_of(loaded.config, given_task)
-    findings.add(check_hooks(found))
-    loaded = with_task_schema(loaded, found.config_schema())
+    resolved_task = rollout_builder.task_of(loaded.config, given_task)
+    findings.add(check_hooks(resolved_task))
+    loaded = with_task_schema(loaded, resolved_task.config_schema())
     settings = loaded.config
-    given = view(settings)
-    train = found.rl_examples(given, limit=_draws(settings)) if found.has("get_rl_dataset") else []
-    held_out = (
-        found.eval_examples(given, limit=settings.eval.max_prompts)
-        if found.has("get_eval_dataset")
+    config_view = view(settings)
+    train = (
+        resolved_task.rl_examples(config_view, limit=_draw_limit(settings))
+        if resolved_task.has("get_rl_dataset")
         else []
     )
-    tokenizer = _tokenizer(settings, required=config is not None)
-    rubric = rollout_builder.task_rubric(settings, found, tokenizer)
-    tools = rollout_builder.check_rollouts(settings, found, train or held_out)
+    held_out = (
+        resolved_task.eval_examples(config_view, limit=settings.eval.max_prompts)
+        if resolved_task.has("get_eval_dataset")
+        else []
+    )
+    tokenizer = _load_tokenizer(settings, required=config is not None)
+    rubric = rollout_builder.task_rubric(settings, resolved_task, tokenizer)
+    tools = rollout_builder.check_rollouts(settings, resolved_task, train or held_out)
     if rubric is not None:
-        in_workers = rollout_builder.scores_in_workers(settings, found, rubric)
-        findings.extend(filter(None, [_machine(rubric)]))
+        in_workers = rollout_builder.scores_in_workers(settings, resolved_task, rubric)
+        findings.extend(filter(None, [_judge_machine(rubric)]))
         for examples in (train, held_out):
-            check_reward_columns(found, rubric, examples, in_workers=in_workers)
-    return Subject(settings, found, tokenizer, config is not None, train, held_out, rubric, tools)
+            check_reward_columns(resolved_task, rubric, examples, in_workers=in_workers)
+    return Subject(
+        settings, resolved_task, tokenizer, config is not None, train, held_out, rubric, tools
+    )
 
 
-def _machine(rubric: Rubric) -> Finding | None:
+def _judge_machine(rubric: Rubric) -> Finding | None:
     """Report the rewards' complaints about this machine. At most a warning, because training may run on another machine."""
     problems = "; ".join(rubric.check_machine(refuse=False))
     try:
@@ -205,13 +220,13 @@ def _machine(rubric: Rubric) -> Finding | None:
     return Finding("machine", "ok", problems) if problems else None
 
 
-def _draws(config: RunConfig) -> int | None:
+def _draw_limit(config: RunConfig) -> int | None:
     """The number of examples that training reads from a stream of unknown length; None if unlimited."""
     steps = config.training.max_steps
     return None if steps is None else steps * config.training.prompts_per_step
 
 
-def _tokenizer(config: RunConfig, *, required: bool) -> Any:
+def _load_tokenizer(config: RunConfig, *, required: bool) -> Any:
     """Load the tokenizer of the config's model. Without its libraries, return None, or raise UsageError if it is `required`."""
     if importlib.util.find_spec("transformers") is None:
         if required:
@@ -225,7 +240,7 @@ def _tokenizer(config: RunConfig, *, required: bool) -> Any:
     return load_tokenizer(config.model)
 
 
-def _room(subject: Subject) -> int | None:
+def _prompt_room(subject: Subject) -> int | None:
     """Number of tokens that the model leaves for a prompt; None if the model is not known or the config's limit is lower."""
     if not subject.own_model:
         return None
@@ -236,33 +251,33 @@ def _room(subject: Subject) -> int | None:
     return None if limit is not None and limit <= room else room
 
 
-def _shown_prompts(subject: Subject) -> list[str]:
+def _render_prompts(subject: Subject) -> list[str]:
     """Render the first prompts, with an environment's opening. If the environment fails (another check reports it), the rows' own."""
     tokenizer, examples = subject.tokenizer, subject.examples
     if tokenizer is not None and examples and subject.task.has("get_environment"):
-        first = rollout_builder.first_prompts(
+        openings = rollout_builder.first_prompts(
             subject.config, subject.task, tokenizer, examples[:SHOWN_PROMPTS]
         )
         with suppress(TaskError, EnvironmentWorkerError):
-            return [render_prompt(tokenizer, ids) for ids in run_to_end(first)]
+            return [render_prompt(tokenizer, ids) for ids in run_to_end(openings)]
     return first_prompts(examples, tokenizer, SHOWN_PROMPTS, subject.tools)
 
 
-def _given_groups(subject: Subject, completions: str | None) -> list[GivenGroup]:
+def _load_given_groups(subject: Subject, completions: str | None) -> list[CompletionGroup]:
     if completions is None:
         return []
     runs_dir = Path(subject.config.run.dir)
-    return load_given(completions, subject.train, subject.held_out, runs_dir)
+    return load_completions(completions, subject.train, subject.held_out, runs_dir)
 
 
 async def _try_everything(
-    subject: Subject, rows: int, given: Sequence[GivenGroup], findings: Findings
+    subject: Subject, rows: int, given_groups: Sequence[CompletionGroup], findings: Findings
 ) -> list[dict[str, Any]]:
     """Try the environment and the rewards, as far as the task has them. Returns the table of earned rewards."""
     if subject.task.has("get_environment"):
-        played = await check_environment(subject.task, subject.config, subject.examples[0])
-        findings.add(played)
-        if subject.rubric is None and subject.tokenizer is not None and played.level == "ok":
+        finding = await check_environment(subject.task, subject.config, subject.examples[0])
+        findings.add(finding)
+        if subject.rubric is None and subject.tokenizer is not None and finding.level == "ok":
             config, tokenizer, examples = subject.config, subject.tokenizer, subject.examples
             room = None
             if subject.own_model:
@@ -284,7 +299,7 @@ async def _try_everything(
             findings.extend(judge_games(games))
             return games_table(games)
     if subject.rubric is not None:
-        return await _try_rewards(subject, rows, given, findings)
+        return await _try_rewards(subject, rows, given_groups, findings)
     findings.add(Finding("rewards", "skipped", "the task has no get_reward_funcs"))
     return []
 
@@ -293,7 +308,7 @@ async def _try_everything(
 
 
 async def _try_rewards(
-    subject: Subject, rows: int, given: Sequence[GivenGroup], findings: Findings
+    subject: Subject, rows: int, given_groups: Sequence[CompletionGroup], findings: Findings
 ) -> list[dict[str, Any]]:
     """Score completions of all kinds, report the findings, and return the table of earned rewards."""
     config = subject.config
@@ -302,14 +317,18 @@ async def _try_rewards(
     try:
         await scorer.start()
         # The same number of examples of every label.
-        own_by_label = _by_label(subject.rubric, subject.examples)
-        each = -(-rows // len(own_by_label))
-        chosen = [example for own in own_by_label.values() for example in spread(own, each)]
-        gold = await _find_gold(trial, subject, chosen, findings)
-        verdicts = await _try_known(subject, trial, chosen, gold, findings)
-        if given:
-            answers = await score_given(trial, given)
-            findings.extend(judge_given(given, answers, success_of(subject.config)))
+        examples_by_label = _group_by_label(subject.rubric, subject.examples)
+        rows_per_label = -(-rows // len(examples_by_label))
+        examples = [
+            example
+            for label_examples in examples_by_label.values()
+            for example in spread(label_examples, rows_per_label)
+        ]
+        gold = await _find_gold(trial, subject, examples, findings)
+        verdicts = await _try_known(subject, trial, examples, gold, findings)
+        if given_groups:
+            answers = await score_completions(trial, given_groups)
+            findings.extend(judge_completions(given_groups, answers, success_of(subject.config)))
             verdicts += [verdict for group in answers for verdict in group]
         if subject.task.has("compute_metrics"):
             findings.add(await _metrics_on_gold(subject, scorer, rows, gold))
@@ -332,65 +351,67 @@ async def _try_rewards(
 async def _try_known(
     subject: Subject,
     trial: Trial,
-    chosen: Sequence[Example],
+    examples: Sequence[Example],
     gold: Gold | None,
     findings: Findings,
 ) -> list[Verdict]:
     """Score gold and wrong completions, and report the findings that follow from their rewards."""
     config, rubric = subject.config, subject.rubric
     assert rubric is not None
-    tried = await try_cases(trial, chosen, gold)
-    verdicts = [verdict for row in tried for verdict in row]
+    verdicts_by_example = await try_cases(trial, examples, gold)
+    verdicts = [verdict for row in verdicts_by_example for verdict in row]
     findings.extend(judge_failures(verdicts))
-    findings.add(judge_spread(tried, gold))
+    findings.add(judge_spread(verdicts_by_example, gold))
     if gold is not None:
-        findings.add(judge_order(tried, gold))
-        findings.extend(judge_forms(tried))
-        findings.extend(judge_cheap(tried))
+        findings.add(judge_order(verdicts_by_example, gold))
+        findings.extend(judge_forms(verdicts_by_example))
+        findings.extend(judge_cheap(verdicts_by_example))
     findings.extend(judge_parts(verdicts, with_gold=gold is not None and gold.is_read))
     group = config.training.num_generations
     findings.add(judge_latency(trial, config.rewards.time_limit, group))
-    findings.extend(await _score_again(trial, rubric, chosen, tried))
+    findings.extend(await _score_again(trial, rubric, examples, verdicts_by_example))
     return verdicts
 
 
-def _by_label(
+def _group_by_label(
     rubric: Rubric | None, examples: Sequence[Example]
 ) -> dict[str | None, list[Example]]:
     """Group the examples by the label that decides their rewards; one group if all have the same rewards."""
     if not isinstance(rubric, Router):
         return {None: list(examples)}
-    found: dict[str | None, list[Example]] = {}
+    by_label: dict[str | None, list[Example]] = {}
     for example in examples:
-        found.setdefault(rubric.label_of(example.columns), []).append(example)
-    return found
+        by_label.setdefault(rubric.label_of(example.columns), []).append(example)
+    return by_label
 
 
 async def _find_gold(
-    trial: Trial, subject: Subject, chosen: Sequence[Example], findings: Findings
+    trial: Trial, subject: Subject, examples: Sequence[Example], findings: Findings
 ) -> Gold | None:
     """Find the source of gold completions for each label, and report it."""
-    labels = _by_label(subject.rubric, chosen)
-    found = {
-        label: await _find_gold_of(trial, subject, own, f" of {label}" if label else "", findings)
-        for label, own in labels.items()
+    labels = _group_by_label(subject.rubric, examples)
+    gold_by_label = {
+        label: await _find_gold_of(
+            trial, subject, label_examples, f" of {label}" if label else "", findings
+        )
+        for label, label_examples in labels.items()
     }
-    golds = {label: gold for label, gold in found.items() if gold is not None}
+    golds = {label: gold for label, gold in gold_by_label.items() if gold is not None}
     if isinstance(subject.rubric, Router) and golds:
         return GoldByLabel.of(golds, subject.rubric.label_of)
     return next(iter(golds.values()), None)
 
 
 async def _find_gold_of(
-    trial: Trial, subject: Subject, chosen: Sequence[Example], of: str, findings: Findings
+    trial: Trial, subject: Subject, examples: Sequence[Example], suffix: str, findings: Findings
 ) -> Gold | None:
-    """The gold of rows with the same rewards; `of` names their label in the report."""
+    """The gold of rows with the same rewards; `suffix` names their label in the report."""
     answer_column = subject.config.rewards.answer_column
-    column = gold_column(chosen, answer_column)
+    column = gold_column(examples, answer_column)
     if column is None:
         findings.add(
             Finding(
-                f"gold answers{of}",
+                f"gold answers{suffix}",
                 "skipped",
                 f"there is no column {', '.join(gold_columns(answer_column))}",
                 "whether a right completion earns most could not be checked",
@@ -399,15 +420,17 @@ async def _find_gold_of(
         )
         return None
     if column == GOLD_COMPLETION:
-        findings.add(Finding(f"gold answers{of}", "ok", f"column `{column}`, whole completions"))
+        findings.add(
+            Finding(f"gold answers{suffix}", "ok", f"column `{column}`, whole completions")
+        )
         return Gold(column, None)
-    layout, means, is_read = await find_layout(trial, chosen, column)
-    others = sorted(means.items(), key=lambda pair: -pair[1])[:SHOWN_LAYOUTS]
-    earned = "; ".join(f"{name} {mean:.4g}" for name, mean in others)
+    layout, means, is_read = await find_layout(trial, examples, column)
+    ranking = sorted(means.items(), key=lambda pair: -pair[1])[:SHOWN_LAYOUTS]
+    earned = "; ".join(f"{name} {mean:.4g}" for name, mean in ranking)
     gold = Gold(column, layout, is_read=is_read)
     findings.add(
         Finding(
-            f"gold answers{of}",
+            f"gold answers{suffix}",
             "ok",
             gold.description,
             f"the way of writing it that the rewards read; on average earn: {earned}"
@@ -420,41 +443,44 @@ async def _find_gold_of(
 
 
 async def _score_again(
-    trial: Trial, rubric: Rubric, chosen: Sequence[Example], tried: Sequence[Sequence[Verdict]]
+    trial: Trial,
+    rubric: Rubric,
+    examples: Sequence[Example],
+    verdicts_by_example: Sequence[Sequence[Verdict]],
 ) -> list[Finding]:
     """Repeat the same calls, then score some completions one by one, to see if rewards are deterministic and independent."""
     if rubric.stateful:
-        return _not_again("a reward says that it keeps state, so calls may differ")
+        return _skip_repetition("a reward says that it keeps state, so calls may differ")
     if trial.given_up:
-        return _not_again(trial.given_up)
-    pairs = list(zip(chosen, tried, strict=True))
-    before = [verdict.member for _, verdicts in pairs for verdict in verdicts]
-    after = [
+        return _skip_repetition(trial.given_up)
+    pairs = list(zip(examples, verdicts_by_example, strict=True))
+    first_scores = [verdict.member for _, verdicts in pairs for verdict in verdicts]
+    second_scores = [
         member
         for example, verdicts in pairs
         for member in await trial.score(example, [verdict.text for verdict in verdicts])
     ]
-    found = [judge_repetition(before, after)]
+    findings = [judge_repetition(first_scores, second_scores)]
     if trial.given_up:
-        return [*found, Finding("independence", "skipped", trial.given_up)]
-    relative = [
+        return [*findings, Finding("independence", "skipped", trial.given_up)]
+    relative_names = [
         name
         for name, function in zip(rubric.names, rubric.functions, strict=True)
         if getattr(function, "relative", False) is True
     ]
-    if relative:
-        meaning = f"{', '.join(f'`{name}`' for name in relative)} compares the members of a group, as it says"
-        return [*found, Finding("independence", "ok", meaning)]
-    few = [verdict for _, verdicts in pairs[:ALONE_ROWS] for verdict in verdicts]
-    alone = [
+    if relative_names:
+        meaning = f"{', '.join(f'`{name}`' for name in relative_names)} compares the members of a group, as it says"
+        return [*findings, Finding("independence", "ok", meaning)]
+    few_verdicts = [verdict for _, verdicts in pairs[:ALONE_ROWS] for verdict in verdicts]
+    single_scores = [
         (await trial.score(example, [verdict.text]))[0]
         for example, verdicts in pairs[:ALONE_ROWS]
         for verdict in verdicts
     ]
-    return [*found, judge_alone([verdict.member for verdict in few], alone)]
+    return [*findings, judge_alone([verdict.member for verdict in few_verdicts], single_scores)]
 
 
-def _not_again(why: str) -> list[Finding]:
+def _skip_repetition(why: str) -> list[Finding]:
     return [Finding(name, "skipped", why) for name in ("determinism", "independence")]
 
 
@@ -464,11 +490,11 @@ async def _metrics_on_gold(
     """Call `compute_metrics` on gold completions (empty ones without gold), and report whether it works."""
     examples = spread(subject.held_out or subject.train, rows)
     texts = [next(iter(gold.texts(example)), "") if gold else "" for example in examples]
-    what = "gold completions" if any(texts) else "empty completions"
+    kind = "gold completions" if any(texts) else "empty completions"
     try:
         details = await scorer.compute_metrics(
             [example.prompt for example in examples],
-            [as_completion(each.prompt, text) for each, text in zip(examples, texts, strict=True)],
+            [as_completion(row.prompt, text) for row, text in zip(examples, texts, strict=True)],
             [{"prompt": example.prompt, **example.columns} for example in examples],
         )
     except RewardWorkerError as error:
@@ -479,5 +505,5 @@ async def _metrics_on_gold(
         for name, value in details.get("metrics", details).items()
         if isinstance(value, int | float) and not isinstance(value, bool)
     }
-    listed = ", ".join(f"{name} {value:.4g}" for name, value in numbers.items()) or "no numbers"
-    return Finding("compute_metrics", "ok", f"on {len(examples)} {what}: {listed}", data=numbers)
+    summary = ", ".join(f"{name} {value:.4g}" for name, value in numbers.items()) or "no numbers"
+    return Finding("compute_metrics", "ok", f"on {len(examples)} {kind}: {summary}", data=numbers)

@@ -19,7 +19,7 @@ from groupwise.tasks.rollouts.dialogue import first_ids
 from groupwise.tasks.rollouts.prompts import odd_prompts, text_prompts
 from groupwise.tasks.tools import Schema
 
-MEASURED = 2000
+MAX_MEASURED_PROMPTS = 2000
 """Largest number of prompts of a dataset whose length is measured, evenly spread over it."""
 
 T = TypeVar("T")
@@ -27,35 +27,35 @@ T = TypeVar("T")
 
 def check_hooks(task: Task) -> Finding:
     """Report the task's hooks. Raises TaskError with all problems if one cannot be called, or if they suffice for no command."""
-    there = [hook for hook in HOOKS if task.has(hook)]
-    wrong: list[str] = []
-    for hook in there:
+    hooks = [hook for hook in HOOKS if task.has(hook)]
+    errors: list[str] = []
+    for hook in hooks:
         try:
             task.check_signature(hook)
         except TaskError as error:
-            wrong.append(str(error))
-    if wrong:
-        raise TaskError("\n".join(wrong))
-    usable = [verb for verb in NEEDED if suffices(task, verb)]
-    if not usable:
+            errors.append(str(error))
+    if errors:
+        raise TaskError("\n".join(errors))
+    verbs = [verb for verb in NEEDED if suffices(task, verb)]
+    if not verbs:
         raise TaskError(
             "\n".join(task.missing(hook, "rl") for hook in NEEDED["rl"] if not task.has(hook))
         )
-    lacking = {
+    missing = {
         verb: [hook for hook in NEEDED[verb] if not task.has(hook)]
         for verb in NEEDED
-        if verb not in usable
+        if verb not in verbs
     }
-    not_for = "; ".join(
-        f"`{verb}` would need {', '.join(names)}" for verb, names in lacking.items()
+    missing_note = "; ".join(
+        f"`{verb}` would need {', '.join(names)}" for verb, names in missing.items()
     )
     return Finding(
         "hooks",
         "ok",
-        ", ".join(there),
-        f"enough for {' and '.join(f'`{verb}`' for verb in usable)}"
-        + (f"; {not_for}" if not_for else ""),
-        data={"hooks": there, "verbs": usable, "missing": lacking},
+        ", ".join(hooks),
+        f"enough for {' and '.join(f'`{verb}`' for verb in verbs)}"
+        + (f"; {missing_note}" if missing_note else ""),
+        data={"hooks": hooks, "verbs": verbs, "missing": missing},
     )
 
 
@@ -73,7 +73,7 @@ def check_dataset(
     examples: Sequence[Example],
     tokenizer: Any,
     room: int | None,
-    same: SameAs,
+    key_of: SameAs,
     tools: Sequence[Schema] = (),
 ) -> Iterator[Finding]:
     """Report size, columns and lengths of a dataset, then its problems. `room` is the number of tokens that the model leaves for a prompt.
@@ -83,12 +83,12 @@ def check_dataset(
     lengths, unit = prompt_lengths(examples, tokenizer, tools)
     sizes = {"min": min(lengths), "median": median(lengths), "max": max(lengths)}
     columns = described_columns(examples)
-    listed = ", ".join(f"{column} ({kind})" for column, kind in columns.items())
+    column_list = ", ".join(f"{column} ({kind})" for column, kind in columns.items())
     yield Finding(
         name,
         "ok",
         f"{rows(len(examples))}; prompts of {sizes['min']} to {sizes['max']} {unit}, median "
-        f"{sizes['median']:g}; columns: {listed or 'none but prompt'}",
+        f"{sizes['median']:g}; columns: {column_list or 'none but prompt'}",
         data={
             "rows": len(examples),
             "columns": columns,
@@ -96,29 +96,29 @@ def check_dataset(
         },
     )
     if room is not None and sizes["max"] > room:
-        long = sum(length > room for length in lengths)
+        too_long = sum(length > room for length in lengths)
         yield Finding(
             f"{name}: length",
             "problem",
-            f"{long} of {len(lengths)} prompts are longer than the {room} tokens that the model leaves beside the completion",
+            f"{too_long} of {len(lengths)} prompts are longer than the {room} tokens that the model leaves beside the completion",
             "training would refuse to start",
             "shorten sampler.max_completion_length"
             + (f", or set data.max_prompt_length={room} to leave them out" if room > 0 else ""),
-            {"too_long": long, "room": room},
+            {"too_long": too_long, "room": room},
         )
-    odd = (*odd_prompts(tokenizer, examples), *text_prompts(tokenizer, examples))
-    yield from _hardly_meant(name, odd)
-    yield from _repeated_prompts(name, examples, same)
+    oddities = (*odd_prompts(tokenizer, examples), *text_prompts(tokenizer, examples))
+    yield from _odd_prompt_findings(name, oddities)
+    yield from _repeated_prompts(name, examples, key_of)
     counts = Counter(column for example in examples for column in example.columns)
-    partial = sorted(column for column, count in counts.items() if count < len(examples))
-    if partial:
+    partial_columns = sorted(column for column, count in counts.items() if count < len(examples))
+    if partial_columns:
         yield Finding(
             f"{name}: columns",
             "warning",
-            f"only some rows have {', '.join(f'`{column}`' for column in partial)}",
+            f"only some rows have {', '.join(f'`{column}`' for column in partial_columns)}",
             "a reward function that asks for it by name would be refused",
             "give every row the same columns, None where there is nothing",
-            {"partial": partial},
+            {"partial": partial_columns},
         )
 
 
@@ -146,41 +146,43 @@ def check_teacher(task: Task, config: Any, tokenizer: Any, limit: int | None) ->
         if not task.has(hook):
             continue
         try:
-            found = task.sft_rows(hook, config, tokenizer, limit)
-            formatted = task.sft_function("get_sft_formatting_func", config, tokenizer) is not None
-            where = f"{task.described}: {hook}"
+            dataset = task.sft_rows(hook, config, tokenizer, limit)
+            has_formatter = (
+                task.sft_function("get_sft_formatting_func", config, tokenizer) is not None
+            )
+            origin = f"{task.described}: {hook}"
             examples = [
-                teacher_example(index, row, text_field="text", where=where).example
-                for index, row in enumerate(() if formatted else found)
+                teacher_example(index, row, text_field="text", where=origin).example
+                for index, row in enumerate(() if has_formatter else dataset)
             ]
         except TaskError as error:
             yield Finding(
                 name, "problem", str(error), "groupwise sft would refuse to start", "mend the hook"
             )
             continue
-        columns = described_columns([Example(index, "", row) for index, row in enumerate(found)])
-        listed = ", ".join(f"{column} ({kind})" for column, kind in columns.items())
+        columns = described_columns([Example(index, "", row) for index, row in enumerate(dataset)])
+        column_list = ", ".join(f"{column} ({kind})" for column, kind in columns.items())
         yield Finding(
             name,
             "ok",
-            f"{rows(len(found))}; columns: {listed}"
-            + ("; the formatting function was not called" if formatted else ""),
-            data={"rows": len(found), "columns": columns},
+            f"{rows(len(dataset))}; columns: {column_list}"
+            + ("; the formatting function was not called" if has_formatter else ""),
+            data={"rows": len(dataset), "columns": columns},
         )
-        yield from _hardly_meant(name, odd_prompts(tokenizer, examples))
+        yield from _odd_prompt_findings(name, odd_prompts(tokenizer, examples))
 
 
-def check_overlap(train: Sequence[Example], held_out: Sequence[Example], same: SameAs) -> Finding:
+def check_overlap(train: Sequence[Example], held_out: Sequence[Example], key_of: SameAs) -> Finding:
     """Report whether held-out prompts are also in the training data."""
-    shared = trained_on(train, held_out, same)
-    data = {"shared": len(shared), "examples": [example.index for example in shared[:5]]}
-    if not shared:
+    overlap = trained_on(train, held_out, key_of)
+    data = {"shared": len(overlap), "examples": [example.index for example in overlap[:5]]}
+    if not overlap:
         return Finding("overlap", "ok", "no held-out prompt is trained on", data=data)
     return Finding(
         "overlap",
         "warning",
-        f"{len(shared)} of {len(held_out)} held-out prompts are also trained on "
-        f"(held-out row {shared[0].row_number} for example)",
+        f"{len(overlap)} of {len(held_out)} held-out prompts are also trained on "
+        f"(held-out row {overlap[0].row_number} for example)",
         "the evaluation partly measures what was learnt by heart",
         "split the rows before they are returned, by prompt",
         data,
@@ -196,7 +198,7 @@ def first_prompts(
     ids = [
         first_ids(tokenizer, example.prompt, tools, example.columns) for example in examples[:count]
     ]
-    return [render_prompt(tokenizer, each) for each in ids]
+    return [render_prompt(tokenizer, prompt_ids) for prompt_ids in ids]
 
 
 def prompt_as_text(prompt: Prompt) -> str:
@@ -210,19 +212,19 @@ def prompt_lengths(
     examples: Sequence[Example], tokenizer: Any, tools: Sequence[Schema] = ()
 ) -> tuple[list[int], str]:
     """Lengths of prompts spread over the dataset, and their unit (tokens or characters)."""
-    chosen = spread(examples, MEASURED)
+    sample = spread(examples, MAX_MEASURED_PROMPTS)
     if tokenizer is None:
-        return [len(prompt_as_text(example.prompt)) for example in chosen], "characters"
+        return [len(prompt_as_text(example.prompt)) for example in sample], "characters"
     return [
-        len(first_ids(tokenizer, example.prompt, tools, example.columns)) for example in chosen
+        len(first_ids(tokenizer, example.prompt, tools, example.columns)) for example in sample
     ], "tokens"
 
 
-def spread(found: Sequence[T], count: int) -> list[T]:
+def spread(items: Sequence[T], count: int) -> list[T]:
     """Pick at most `count` items, evenly spaced from the first to the last."""
-    if len(found) <= count:
-        return list(found)
-    return [found[index * len(found) // count] for index in range(count)]
+    if len(items) <= count:
+        return list(items)
+    return [items[index * len(items) // count] for index in range(count)]
 
 
 def described_columns(examples: Sequence[Example]) -> dict[str, str]:
@@ -231,12 +233,12 @@ def described_columns(examples: Sequence[Example]) -> dict[str, str]:
     for example in examples:
         for column, value in example.columns.items():
             kinds.setdefault(column, Counter())[kind(value)] += 1
-    described: dict[str, str] = {}
+    descriptions: dict[str, str] = {}
     for column, counts in kinds.items():
         absent = len(examples) - counts.total() + counts.pop("nothing", 0)
         types = " or ".join(sorted(counts)) or "nothing"
-        described[column] = types + (f", missing in {absent}" if absent else "")
-    return described
+        descriptions[column] = types + (f", missing in {absent}" if absent else "")
+    return descriptions
 
 
 def kind(value: Any) -> str:
@@ -260,7 +262,7 @@ def rows(count: int) -> str:
     return f"{count:,} row{'' if count == 1 else 's'}"
 
 
-def _hardly_meant(name: str, warnings: Iterable[str]) -> Iterator[Finding]:
+def _odd_prompt_findings(name: str, warnings: Iterable[str]) -> Iterator[Finding]:
     for warning in warnings:
         yield Finding(
             f"{name}: prompts",
@@ -271,20 +273,20 @@ def _hardly_meant(name: str, warnings: Iterable[str]) -> Iterator[Finding]:
         )
 
 
-def _repeated_prompts(name: str, examples: Sequence[Example], same: SameAs) -> Iterator[Finding]:
+def _repeated_prompts(name: str, examples: Sequence[Example], key_of: SameAs) -> Iterator[Finding]:
     """Report prompts that occur several times."""
-    counts = Counter(map(same, examples))
-    surplus = len(examples) - len(counts)
-    if not surplus:
+    counts = Counter(map(key_of, examples))
+    duplicate_count = len(examples) - len(counts)
+    if not duplicate_count:
         return
-    key, most = counts.most_common(1)[0]
-    places = [example.row_number for example in examples if same(example) == key][:3]
+    key, occurrences = counts.most_common(1)[0]
+    places = [example.row_number for example in examples if key_of(example) == key][:3]
     yield Finding(
         f"{name}: duplicates",
         "warning",
-        f"{rows(surplus)} repeat the prompt of another; the most frequent one occurs {most} times "
-        f"(rows {', '.join(map(str, places))}{' …' if most > 3 else ''})",
+        f"{rows(duplicate_count)} repeat the prompt of another; the most frequent one occurs {occurrences} times "
+        f"(rows {', '.join(map(str, places))}{' …' if occurrences > 3 else ''})",
         "they count as often as they occur",
         "leave them out, unless they are meant to weigh more",
-        {"surplus": surplus, "most": most, "rows": places},
+        {"surplus": duplicate_count, "most": occurrences, "rows": places},
     )

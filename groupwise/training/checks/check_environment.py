@@ -34,7 +34,7 @@ ROWS = 8
 """Number of rows whose games are played, spread over the data."""
 BUDGET = 20.0
 """Seconds after which no further row is started."""
-NUMBERS = 10
+MAX_NUMBER = 10
 """Numbers are guessed from 0 to this one."""
 
 
@@ -50,31 +50,33 @@ async def check_environment(task: Task, config: RunConfig, example: Example) -> 
         )
     try:
         await host.start()
-        first = SessionCall(0, example.index, 0, 0, example.prompt, example.columns)
-        first_reply = await host.ask(first, config.rollout.time_limit)
+        opening_call = SessionCall(0, example.index, 0, 0, example.prompt, example.columns)
+        first_reply = await host.ask(opening_call, config.rollout.time_limit)
         if first_reply.reason is not None:
             return _broken_environment(f"the first prompt: {first_reply.reason}")
-        again = await host.ask(replace(first, session=1), config.rollout.time_limit)
-        turn = replace(first, completions=(GARBAGE,), heard=(first_reply.digest,))
-        answer = await host.ask(turn, config.rollout.time_limit)
-        if answer.reason is not None:
-            return _broken_environment(f"a turn with {GARBAGE!r}: {answer.reason}")
-        ended = await host.ask(
-            replace(turn, heard=(first_reply.digest, answer.digest), ending=True),
+        second_reply = await host.ask(replace(opening_call, session=1), config.rollout.time_limit)
+        turn = replace(opening_call, completions=(GARBAGE,), reply_digests=(first_reply.digest,))
+        turn_reply = await host.ask(turn, config.rollout.time_limit)
+        if turn_reply.reason is not None:
+            return _broken_environment(f"a turn with {GARBAGE!r}: {turn_reply.reason}")
+        end_reply = await host.ask(
+            replace(turn, reply_digests=(first_reply.digest, turn_reply.digest), ending=True),
             config.rollout.time_limit,
         )
-        if ended.reason is not None:
-            return _broken_environment(f"the end of a rollout: {ended.reason}")
-        return _judge_replies(first_reply, again, answer, ended)
+        if end_reply.reason is not None:
+            return _broken_environment(f"the end of a rollout: {end_reply.reason}")
+        return _judge_replies(first_reply, second_reply, turn_reply, end_reply)
     except EnvironmentWorkerError as error:
         return _broken_environment(str(error))
     finally:
         await host.close()
 
 
-def _judge_replies(first_reply: Reply, again: Reply, answer: Reply, ended: Reply) -> Finding:
+def _judge_replies(
+    first_reply: Reply, second_reply: Reply, turn_reply: Reply, end_reply: Reply
+) -> Finding:
     earned: dict[str, float] = {}
-    for part in (*answer.parts, *ended.parts):
+    for part in (*turn_reply.parts, *end_reply.parts):
         if part.weight and part.value is not None:
             earned[part.name] = earned.get(part.name, 0.0) + part.value
     opening = (
@@ -83,14 +85,20 @@ def _judge_replies(first_reply: Reply, again: Reply, answer: Reply, ended: Reply
         else repr(prompt_as_text(first_reply.prompt)[:80])
     )
     observation = (
-        "nothing" if answer.observation is None else repr(prompt_as_text(answer.observation)[:80])
+        "nothing"
+        if turn_reply.observation is None
+        else repr(prompt_as_text(turn_reply.observation)[:80])
     )
     measured = (
-        f"begins with {opening}; answers nonsense with {observation}{' and ends' if answer.done else ''}; "
+        f"begins with {opening}; answers nonsense with {observation}{' and ends' if turn_reply.done else ''}; "
         f"rewards so far: {json.dumps(earned) if earned else 'none'}"
     )
-    data = {"done": answer.done, "rewards": earned, "seconds": first_reply.seconds + answer.seconds}
-    if first_reply.digest != again.digest:
+    data = {
+        "done": turn_reply.done,
+        "rewards": earned,
+        "seconds": first_reply.seconds + turn_reply.seconds,
+    }
+    if first_reply.digest != second_reply.digest:
         return Finding(
             "environment",
             "problem",
@@ -113,7 +121,7 @@ def _broken_environment(reason: str) -> Finding:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
+class PlayerView:
     """The information that a player answers from."""
 
     example: Example
@@ -123,26 +131,26 @@ class Seen:
     random: Random
 
 
-Player = Callable[[Seen], str]
+Player = Callable[[PlayerView], str]
 
 
-def _random_word(seen: Seen) -> str:
-    return seen.random.choice(seen.context.split() or [GARBAGE])
+def _random_word(state: PlayerView) -> str:
+    return state.random.choice(state.context.split() or [GARBAGE])
 
 
-def _random_number(seen: Seen) -> str:
-    return str(seen.random.randint(0, NUMBERS))
+def _random_number(state: PlayerView) -> str:
+    return str(state.random.randint(0, MAX_NUMBER))
 
 
-def _columns_in_turn(seen: Seen) -> str:
+def _columns_in_turn(state: PlayerView) -> str:
     """Say one column of the row in each turn."""
-    texts = [text for value in seen.example.columns.values() for text in _texts(value)]
-    return texts[seen.turn % len(texts)] if texts else GARBAGE
+    texts = [text for value in state.example.columns.values() for text in _flatten_texts(value)]
+    return texts[state.turn % len(texts)] if texts else GARBAGE
 
 
-def _texts(value: Any) -> list[str]:
+def _flatten_texts(value: Any) -> list[str]:
     if isinstance(value, list | tuple):
-        return [text for each in cast("Sequence[Any]", value) for text in _texts(each)]
+        return [text for item in cast("Sequence[Any]", value) for text in _flatten_texts(item)]
     return [str(value)] if isinstance(value, str | int | float) else []
 
 
@@ -176,7 +184,7 @@ class Game:
         ]
 
 
-class Crowd:
+class ScriptedSampler:
     """Replaces the sampler: writes the completions of a group's players. The seed of a request determines the player and the turn."""
 
     def __init__(self, tokenizer: Any, example: Example) -> None:
@@ -193,12 +201,12 @@ class Crowd:
     def _completion_of_player(self, seed: int, context: str, params: SamplingParams) -> Completion:
         turn, member = divmod(seed, len(PLAYERS))
         random = Random(f"{self._example.index} {seed}")
-        text = PLAYERS[member][1](Seen(self._example, context, turn, random))
+        text = PLAYERS[member][1](PlayerView(self._example, context, turn, random))
         ids: list[int] = self._tokenizer(text, add_special_tokens=False)["input_ids"]
-        ended = [*ids, *params.stop_token_ids]
-        taken = tuple(ended[: params.max_tokens])
-        finish = "stop" if len(taken) == len(ended) else "length"
-        return Completion(taken, (0.0,) * len(taken), finish, seed, 0, "")
+        ids_with_stop = [*ids, *params.stop_token_ids]
+        completion_ids = tuple(ids_with_stop[: params.max_tokens])
+        finish = "stop" if len(completion_ids) == len(ids_with_stop) else "length"
+        return Completion(completion_ids, (0.0,) * len(completion_ids), finish, seed, 0, "")
 
 
 # --- games ---------------------------------------------------------------------------------------
@@ -216,11 +224,11 @@ async def play(
         stop_token_ids=() if end is None else (end,),
     )
     games: list[Game] = []
-    started = time.perf_counter()
+    started_at = time.perf_counter()
     try:
         await rollouts.start()
         for draw, example in enumerate(spread(examples, ROWS)):
-            if time.perf_counter() - started > BUDGET:
+            if time.perf_counter() - started_at > BUDGET:
                 break
             ask = Ask(
                 draw=draw,
@@ -230,8 +238,8 @@ async def play(
                 seed=lambda member, turn: max(turn, 0) * len(PLAYERS) + member,
                 params=params,
             )
-            group = await rollouts.sample(cast("Sampler", Crowd(tokenizer, example)), ask)
-            games += [Game(PLAYERS[each.member][0], each) for each in group.rollouts]
+            group = await rollouts.sample(cast("Sampler", ScriptedSampler(tokenizer, example)), ask)
+            games += [Game(PLAYERS[rollout.member][0], rollout) for rollout in group.rollouts]
     finally:
         await rollouts.close()
     return games
@@ -242,20 +250,20 @@ def judge_games(games: Sequence[Game]) -> Iterator[Finding]:
     failed = [game for game in games if game.failed]
     if failed:
         reasons = Counter(game.rollout.reason or game.rollout.outcome for game in failed)
-        listed = "\n".join(f"{count} × {reason}" for reason, count in reasons.most_common(3))
+        reason_list = "\n".join(f"{count} × {reason}" for reason, count in reasons.most_common(3))
         yield Finding(
             "games",
             "problem",
-            f"{len(failed)} of {len(games)} games failed:\n{listed}",
+            f"{len(failed)} of {len(games)} games failed:\n{reason_list}",
             "in training such rollouts do not teach",
             "let the environment take any text",
             {"failed": len(failed), "reasons": dict(reasons)},
         )
-    played = [game for game in games if not game.failed]
-    if not played:
+    scored_games = [game for game in games if not game.failed]
+    if not scored_games:
         return
-    count = f"{len(played)} games of players without a model"
-    if not any(game.given_rewards for game in played):
+    count = f"{len(scored_games)} games of players without a model"
+    if not any(game.given_rewards for game in scored_games):
         yield Finding(
             "rewards",
             "problem",
@@ -263,14 +271,14 @@ def judge_games(games: Sequence[Game]) -> Iterator[Finding]:
             "a rollout that is given nothing counts as 0, and from rewards that never vary nothing is learnt",
             "return Step(reward=...), or add a method `reward` or the hook get_reward_funcs; where only a win is rewarded, give "
             "0 for what is lost",
-            {"games": len(played), "rewarded": 0},
+            {"games": len(scored_games), "rewarded": 0},
         )
         return
-    earned = [sum(game.given_rewards) for game in played]
+    earned = [sum(game.given_rewards) for game in scored_games]
     data = {
         **distribution(earned),
-        "games": len(played),
-        "rewarded": sum(bool(game.given_rewards) for game in played),
+        "games": len(scored_games),
+        "rewarded": sum(bool(game.given_rewards) for game in scored_games),
     }
     if is_constant(earned):
         yield Finding(
@@ -298,17 +306,17 @@ def games_table(games: Iterable[Game]) -> list[dict[str, Any]]:
     return [
         {
             "completion": player,
-            "count": len(found),
-            "failed": sum(game.failed for game in found),
+            "count": len(player_games),
+            "failed": sum(game.failed for game in player_games),
             "reward": mean_or_none(
-                None if game.failed else sum(game.given_rewards) for game in found
+                None if game.failed else sum(game.given_rewards) for game in player_games
             ),
             "parts": {
-                name: mean_or_none(game.rollout.part_values.get(name) for game in found)
+                name: mean_or_none(game.rollout.part_values.get(name) for game in player_games)
                 for name in dict.fromkeys(
-                    name for each in found for name in each.rollout.part_values
+                    name for game in player_games for name in game.rollout.part_values
                 )
             },
         }
-        for player, found in by_player.items()
+        for player, player_games in by_player.items()
     ]

@@ -34,16 +34,16 @@ from groupwise.training.checks.check_rewards import (
 )
 from groupwise.training.evaluation.measures import Success, distinct_share
 
-MOST_ROLLOUTS = 512
+MAX_ROLLOUTS = 512
 """Approximate number of rollouts of a run that are scored again, from its newest steps."""
-FEW = 8
+MIN_JUDGED = 8
 """With fewer completions than this, it means little that none of them is right."""
-NEAR = 1e-6
+TOLERANCE = 1e-6
 """Rewards that differ by less count as equal to the recorded ones."""
 
 
 @dataclass(frozen=True, slots=True)
-class GivenGroup:
+class CompletionGroup:
     """Completions of one example."""
 
     example: Example
@@ -52,42 +52,46 @@ class GivenGroup:
     """The reward of each completion in its run; empty if unknown."""
 
 
-def load_given(
+def load_completions(
     source: str, train: Sequence[Example], held_out: Sequence[Example], runs_dir: Path
-) -> list[GivenGroup]:
+) -> list[CompletionGroup]:
     """Load the completions of a file or of a run's record. Raises UsageError for other sources, and for rows that do not match the task."""
     path = Path(source).expanduser()
     if path.is_file():
         by_prompt = {prompt_key(example.prompt): example for example in (*held_out, *train)}
         by_index = {example.index: example for example in train}
-        found: dict[str, tuple[Example, list[str]]] = {}
-        for place, row in _rows(path):
-            example = _example_of(row, place, by_prompt, by_index)
+        texts_by_prompt: dict[str, tuple[Example, list[str]]] = {}
+        for location, row in _read_rows(path):
+            example = _find_example(row, location, by_prompt, by_index)
             completion = row.get("completion")
             if not isinstance(completion, str):
-                raise UsageError(f"{place}: `completion` is {completion!r:.40}; expected text.")
-            found.setdefault(prompt_key(example.prompt), (example, []))[1].append(completion)
-        if not found:
+                raise UsageError(f"{location}: `completion` is {completion!r:.40}; expected text.")
+            texts_by_prompt.setdefault(prompt_key(example.prompt), (example, []))[1].append(
+                completion
+            )
+        if not texts_by_prompt:
             raise UsageError(f"--completions {path}: the file has no rows. {_EXPECTED}")
-        return [GivenGroup(example, tuple(texts)) for example, texts in found.values()]
+        return [
+            CompletionGroup(example, tuple(texts)) for example, texts in texts_by_prompt.values()
+        ]
     try:
         address = find.resolve(source, runs_dir)
     except RunNotFoundError as error:
         raise UsageError(
             f"--completions {source}: there is no file of that name, and it names no run: {error}"
         ) from error
-    groups: list[GivenGroup] = []
+    groups: list[CompletionGroup] = []
     with Store.open(address.path / RECORD, readonly=True) as store:
         for record in reversed(store.steps()):
             groups += [
-                GivenGroup(
+                CompletionGroup(
                     group.example,
                     tuple(rollout.completion for rollout in group.rollouts),
                     tuple(rollout.reward for rollout in group.rollouts),
                 )
                 for group in store.groups(record.step)
             ]
-            if sum(len(group.texts) for group in groups) >= MOST_ROLLOUTS:
+            if sum(len(group.texts) for group in groups) >= MAX_ROLLOUTS:
                 break
     if not groups:
         raise UsageError(
@@ -96,7 +100,7 @@ def load_given(
     return groups
 
 
-async def score_given(trial: Trial, groups: Sequence[GivenGroup]) -> list[list[Verdict]]:
+async def score_completions(trial: Trial, groups: Sequence[CompletionGroup]) -> list[list[Verdict]]:
     """Score the completions; returns a list of verdicts per group."""
     return [
         [
@@ -109,62 +113,67 @@ async def score_given(trial: Trial, groups: Sequence[GivenGroup]) -> list[list[V
     ]
 
 
-def judge_given(
-    groups: Sequence[GivenGroup], tried: Sequence[Sequence[Verdict]], success: Success
+def judge_completions(
+    groups: Sequence[CompletionGroup],
+    verdicts_by_group: Sequence[Sequence[Verdict]],
+    success: Success,
 ) -> list[Finding]:
     """Report the rewards' distribution, groups without signal, successes, failures, and whether rewards equal the recorded ones."""
-    every = [rewards_of(verdicts) for verdicts in tried]
-    values = [value for rewards in every for value in rewards]
+    rewards_by_group = [rewards_of(verdicts) for verdicts in verdicts_by_group]
+    values = [value for rewards in rewards_by_group for value in rewards]
     total = sum(len(group.texts) for group in groups)
     failed = total - len(values)
-    found = [_spread_of_given(groups, every, values, total), *_nothing_solved(tried, success)]
+    findings = [
+        _spread_of_given(groups, rewards_by_group, values, total),
+        *_judge_solved(verdicts_by_group, success),
+    ]
     if failed:
         reasons = Counter(
             v.member.reason or v.member.outcome
-            for verdicts in tried
+            for verdicts in verdicts_by_group
             for v in verdicts
             if v.member.outcome != "scored"
         )
-        listed = "\n".join(f"{count} × {reason}" for reason, count in reasons.most_common(3))
-        found.append(
+        reason_list = "\n".join(f"{count} × {reason}" for reason, count in reasons.most_common(3))
+        findings.append(
             Finding(
                 "given: failures",
                 "problem",
-                f"{failed} of {total} given completions could not be scored:\n{listed}",
+                f"{failed} of {total} given completions could not be scored:\n{reason_list}",
                 "such rollouts do not teach",
                 "let the reward functions take what a model writes",
                 {"failed": failed, "reasons": dict(reasons)},
             )
         )
-    found += _compare_with_recorded(groups, tried)
-    return found
+    findings += _compare_with_recorded(groups, verdicts_by_group)
+    return findings
 
 
 def _spread_of_given(
-    groups: Sequence[GivenGroup],
-    every: Sequence[Sequence[float]],
+    groups: Sequence[CompletionGroup],
+    rewards_by_group: Sequence[Sequence[float]],
     values: Sequence[float],
     total: int,
 ) -> Finding:
     if not values:
         return Finding("given completions", "skipped", f"none of {total} was scored")
-    compared = [rewards for rewards in every if len(rewards) > 1]
-    constant = sum(is_constant(rewards) for rewards in compared)
+    groups_compared = [rewards for rewards in rewards_by_group if len(rewards) > 1]
+    constant = sum(is_constant(rewards) for rewards in groups_compared)
     texts = [group.texts for group in groups if len(group.texts) > 1]
-    distinct = fmean(map(distinct_share, texts)) if texts else 1.0
+    distinct_fraction = fmean(map(distinct_share, texts)) if texts else 1.0
     numbers = distribution(values)
     data = {
         **numbers,
         "completions": total,
         "prompts": len(groups),
-        "groups": len(compared),
+        "groups": len(groups_compared),
         "constant_groups": constant,
-        **({DISTINCT: distinct} if texts else {}),
+        **({DISTINCT: distinct_fraction} if texts else {}),
     }
     measured = (
         f"{total} of {len(groups)} prompts: mean {numbers['mean']:.4g}, from {numbers['min']:.4g} to {numbers['max']:.4g}"
-        + (f"; {constant} of {len(compared)} groups are constant" if compared else "")
-        + (f"; {distinct:.0%} of the completions of a prompt differ" if texts else "")
+        + (f"; {constant} of {len(groups_compared)} groups are constant" if groups_compared else "")
+        + (f"; {distinct_fraction:.0%} of the completions of a prompt differ" if texts else "")
     )
     if is_constant(values) and len(values) > 1:
         return Finding(
@@ -175,55 +184,61 @@ def _spread_of_given(
             "begin with easier prompts, or add a part for what comes before a right answer",
             data,
         )
-    if compared and constant > MOST_WITHOUT_SIGNAL * len(compared):
+    if groups_compared and constant > MOST_WITHOUT_SIGNAL * len(groups_compared):
         return Finding(
             "given completions",
             "warning",
             measured,
             "members of a group are compared with each other, and here they hardly ever earn anything different",
             "raise sampler.temperature, or end the warm-up sooner (its training.stop_when), for the members of a group are alike"
-            if distinct < LEAST_DISTINCT
+            if distinct_fraction < LEAST_DISTINCT
             else "begin with prompts that are sometimes answered rightly, pay for parts of an answer, or warm the model up first (warm_up)",
             data,
         )
     return Finding("given completions", "ok", measured, data=data)
 
 
-def _nothing_solved(tried: Sequence[Sequence[Verdict]], success: Success) -> list[Finding]:
-    members = [verdict.member for verdicts in tried for verdict in verdicts]
-    judged = [
+def _judge_solved(
+    verdicts_by_group: Sequence[Sequence[Verdict]], success: Success
+) -> list[Finding]:
+    members = [verdict.member for verdicts in verdicts_by_group for verdict in verdicts]
+    successes = [
         success.is_reached(member.reward, {part.name: part.value for part in member.parts})
         for member in members
     ]
-    if any(judged) or len(judged) < FEW:
+    if any(successes) or len(successes) < MIN_JUDGED:
         return []
     return [
         Finding(
             "given: solved",
             "warning",
-            f"none of {len(judged)} counts as solved (eval.success_threshold, eval.success_part)",
+            f"none of {len(successes)} counts as solved (eval.success_threshold, eval.success_part)",
             "a reward that is paid for right answers alone cannot rise from here; one that pays for steps towards them can",
             "begin with easier examples or with hints in the prompt, warm the model up first (warm_up), or say in the config what counts",
-            {"completions": len(judged)},
+            {"completions": len(successes)},
         )
     ]
 
 
 def _compare_with_recorded(
-    groups: Sequence[GivenGroup], tried: Sequence[Sequence[Verdict]]
+    groups: Sequence[CompletionGroup], verdicts_by_group: Sequence[Sequence[Verdict]]
 ) -> list[Finding]:
     pairs = [
-        (verdict, then)
-        for group, verdicts in zip(groups, tried, strict=True)
+        (verdict, recorded)
+        for group, verdicts in zip(groups, verdicts_by_group, strict=True)
         if group.recorded
-        for verdict, then in zip(verdicts, group.recorded, strict=True)
-        if then is not None and verdict.member.reward is not None
+        for verdict, recorded in zip(verdicts, group.recorded, strict=True)
+        if recorded is not None and verdict.member.reward is not None
     ]
     if not pairs:
         return []
-    changed = [(v, then) for v, then in pairs if abs((v.member.reward or 0.0) - then) > NEAR]
-    data = {"compared": len(pairs), "changed": len(changed)}
-    if not changed:
+    differences = [
+        (v, recorded)
+        for v, recorded in pairs
+        if abs((v.member.reward or 0.0) - recorded) > TOLERANCE
+    ]
+    data = {"compared": len(pairs), "changed": len(differences)}
+    if not differences:
         return [
             Finding(
                 "given: recorded",
@@ -232,13 +247,13 @@ def _compare_with_recorded(
                 data=data,
             )
         ]
-    verdict, then = changed[0]
+    verdict, recorded = differences[0]
     return [
         Finding(
             "given: recorded",
             "warning",
-            f"{len(changed)} of {len(pairs)} earn something else than the run recorded; row {verdict.example}: "
-            f"{then:.4g} then, {verdict.member.reward:.4g} now",
+            f"{len(differences)} of {len(pairs)} earn something else than the run recorded; row {verdict.example}: "
+            f"{recorded:.4g} then, {verdict.member.reward:.4g} now",
             "the rewards were changed since, depend on the step, or are not deterministic",
             "nothing, if you changed them",
             data,
@@ -252,13 +267,13 @@ def _compare_with_recorded(
 _EXPECTED = 'Expected one JSON object in each line: {"prompt": …, "completion": "…"} or {"example": 0, "completion": "…"}.'
 
 
-def _rows(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
+def _read_rows(path: Path) -> list[tuple[str, Mapping[str, Any]]]:
     """The rows, each with its position for messages."""
     text = path.read_text(encoding="utf-8")
-    whole = _parse_json(text)
-    if isinstance(whole, Mapping) and isinstance(whole.get("rows"), list):  # type: ignore[reportUnknownMemberType]
-        listed = cast("list[Any]", whole["rows"])
-        return [_require_object(row, f"{path}, row {number}") for number, row in enumerate(listed)]
+    document = _parse_json(text)
+    if isinstance(document, Mapping) and isinstance(document.get("rows"), list):  # type: ignore[reportUnknownMemberType]
+        rows = cast("list[Any]", document["rows"])
+        return [_require_object(row, f"{path}, row {number}") for number, row in enumerate(rows)]
     return [
         _require_object(_parse_json(line), f"{path}:{number}")
         for number, line in enumerate(text.splitlines(), 1)
@@ -273,30 +288,30 @@ def _parse_json(text: str) -> Any:
         return None
 
 
-def _require_object(row: Any, place: str) -> tuple[str, Mapping[str, Any]]:
+def _require_object(row: Any, location: str) -> tuple[str, Mapping[str, Any]]:
     if not isinstance(row, Mapping):
-        raise UsageError(f"{place}: this is no JSON object. {_EXPECTED}")
-    return place, cast("Mapping[str, Any]", row)
+        raise UsageError(f"{location}: this is no JSON object. {_EXPECTED}")
+    return location, cast("Mapping[str, Any]", row)
 
 
-def _example_of(
+def _find_example(
     row: Mapping[str, Any],
-    place: str,
+    location: str,
     by_prompt: Mapping[str, Example],
     by_index: Mapping[int, Example],
 ) -> Example:
     """The example of a row: that with its prompt or, without a prompt, that with its number."""
     if "prompt" in row:
-        found = by_prompt.get(prompt_key(row["prompt"]))
-        what = f"the prompt {json.dumps(row['prompt'], ensure_ascii=False)[:60]}"
+        example = by_prompt.get(prompt_key(row["prompt"]))
+        label = f"the prompt {json.dumps(row['prompt'], ensure_ascii=False)[:60]}"
     elif "example" in row:
-        found = by_index.get(row["example"])
-        what = f"example {row['example']!r:.40}"
+        example = by_index.get(row["example"])
+        label = f"example {row['example']!r:.40}"
     else:
-        raise UsageError(f"{place}: there is neither `prompt` nor `example`. {_EXPECTED}")
-    if found is None:
+        raise UsageError(f"{location}: there is neither `prompt` nor `example`. {_EXPECTED}")
+    if example is None:
         raise UsageError(
-            f"{place}: {what} is not in the task's data, which have {len(by_index)} training rows. "
+            f"{location}: {label} is not in the task's data, which have {len(by_index)} training rows. "
             "Rewards need the other columns of the row, so only prompts of the task can be scored."
         )
-    return found
+    return example

@@ -38,7 +38,7 @@ Kind = Literal["gold", "another's gold", "empty", "garbage", "prompt echoed", "v
 GARBAGE = "Qzxv wkjp blorf, snerd quux."
 LONG_CHARACTERS = 20_000
 """Length in characters, more than any limit on tokens allows in practice."""
-OTHERS = 2
+MAX_WRONG_GOLDS = 2
 """Number of other rows whose gold answers are tried on each row."""
 
 
@@ -57,7 +57,7 @@ class Gold:
         forms = accepted_forms(example.columns.get(self.column))
         if self.layout is None:
             return forms
-        return tuple(laid_out(form, self.layout) for form in forms)
+        return tuple(format_answer(form, self.layout) for form in forms)
 
     @property
     def description(self) -> str:
@@ -128,31 +128,33 @@ def answer_in(stored: str) -> str:
 
     A text that consists only of a box stays boxed, because rewards that compare text require the box.
     """
-    whole = stored.strip()
-    marked = marked_answer(whole, boxes=True)
-    return whole if marked is None or whole == rf"\boxed{{{marked}}}" else marked
+    text = stored.strip()
+    marked = marked_answer(text, boxes=True)
+    return text if marked is None or text == rf"\boxed{{{marked}}}" else marked
 
 
-def laid_out(stored: str, layout: str) -> str:
+def format_answer(stored: str, layout: str) -> str:
     """A gold answer as a completion in this layout."""
     pattern = LAYOUTS[layout]
     return pattern.replace("{stored}", stored).replace("{answer}", answer_in(stored))
 
 
-def cases_of(example: Example, others: Sequence[Example], gold: Gold | None) -> list[Case]:
+def cases_of(example: Example, other_examples: Sequence[Example], gold: Gold | None) -> list[Case]:
     """The right completions of an example and wrong ones: other rows' gold, nothing, nonsense, the prompt, an overlong text."""
-    right = gold.texts(example) if gold else ()
-    cases = [Case("gold", text) for text in right]
-    cases += [Case("another's gold", text) for text in _wrong_golds(right, others, gold)]
+    gold_texts = gold.texts(example) if gold else ()
+    cases = [Case("gold", text) for text in gold_texts]
+    cases += [
+        Case("another's gold", text) for text in _wrong_golds(gold_texts, other_examples, gold)
+    ]
     cases += [
         Case("empty", ""),
         Case("garbage", GARBAGE),
         Case("prompt echoed", echo(example)),
         Case("very long", (GARBAGE + " ") * (LONG_CHARACTERS // len(GARBAGE))),
     ]
-    known = {_normalise_case(text) for text in right}
+    gold_keys = {_normalise_case(text) for text in gold_texts}
     return [
-        case for case in cases if case.kind == "gold" or _normalise_case(case.text) not in known
+        case for case in cases if case.kind == "gold" or _normalise_case(case.text) not in gold_keys
     ]
 
 
@@ -165,20 +167,20 @@ def echo(example: Example) -> str:
 
 
 def _wrong_golds(
-    right: Sequence[str], others: Sequence[Example], gold: Gold | None
+    gold_texts: Sequence[str], other_examples: Sequence[Example], gold: Gold | None
 ) -> Sequence[str]:
     """Gold completions of other rows that are wrong for this row."""
     if gold is None:
         return ()
-    known = {_normalise_case(text) for text in right}
-    found: dict[str, str] = {}
-    for other in others:
-        for text in gold.texts(other)[:1]:
-            if _normalise_case(text) not in known:
-                found.setdefault(_normalise_case(text), text)
-        if len(found) == OTHERS:
+    gold_keys = {_normalise_case(text) for text in gold_texts}
+    wrong_texts: dict[str, str] = {}
+    for example in other_examples:
+        for text in gold.texts(example)[:1]:
+            if _normalise_case(text) not in gold_keys:
+                wrong_texts.setdefault(_normalise_case(text), text)
+        if len(wrong_texts) == MAX_WRONG_GOLDS:
             break
-    return tuple(found.values())
+    return tuple(wrong_texts.values())
 
 
 def _normalise_case(text: str) -> str:

@@ -20,17 +20,23 @@ from groupwise.core.reward_call.text import as_completion
 from groupwise.core.types import Example
 from groupwise.engine.models.tokens import text_ids
 from groupwise.tasks.rewards.rubric import NO_REWARD
-from groupwise.training.checks.check_gold import LAYOUTS, Gold, accepted_forms, cases_of, laid_out
+from groupwise.training.checks.check_gold import (
+    LAYOUTS,
+    Gold,
+    accepted_forms,
+    cases_of,
+    format_answer,
+)
 
 LAYOUT_ROWS = 4
 """Number of rows on which each way of writing a gold answer is tried."""
 ALONE_ROWS = 2
 """Number of rows whose completions are also scored one by one."""
-SAME = 1e-9
+TOLERANCE = 1e-9
 """Rewards that differ by less count as equal."""
-CHEAP = 0.25
+MAX_CHEAP_SHARE = 0.25
 """A completion without an answer causes a warning above this fraction of the range from the lowest reward to gold's."""
-SLOW = 0.5
+SLOW_SHARE = 0.5
 """Fraction of the time limit above which a call is reported as slow."""
 MAX_TIMEOUTS_IN_A_ROW = 3
 """Number of time-outs in a row after which rewards are no longer called: each costs the full time limit and shows nothing new."""
@@ -59,7 +65,7 @@ class Trial:
     """None without a tokenizer: functions that require `completion_ids` then receive empty lists."""
     seconds: list[float] = field(default_factory=list[float])
     """Duration of each call in seconds."""
-    most: int = 0
+    largest_call: int = 0
     """Number of completions in the largest call."""
     too_long: int = 0
     """Number of time-outs in a row, up to the last call."""
@@ -83,22 +89,22 @@ class Trial:
             draw=example.index,
             prompts=[example.prompt] * count,
             completions=[as_completion(example.prompt, text) for text in texts],
-            completion_ids=[self._ids(text) for text in texts],
+            completion_ids=[self._token_ids(text) for text in texts],
             columns={name: [value] * count for name, value in example.columns.items()},
             global_step=0,
             max_steps=1,
         )
-        started = time.perf_counter()
+        started_at = time.perf_counter()
         score = await self.scorer.score(request)
-        self.seconds.append(time.perf_counter() - started)
-        self.most = max(self.most, count)
+        self.seconds.append(time.perf_counter() - started_at)
+        self.largest_call = max(self.largest_call, count)
         # A call is stopped as a whole, so one member's reason applies to all members.
         reasons = [member.reason for member in score.members if member.outcome == "timed_out"]
         self.too_long = self.too_long + 1 if reasons else 0
         self.reason = reasons[0] if reasons else None
         return score.members
 
-    def _ids(self, text: str) -> list[int]:
+    def _token_ids(self, text: str) -> list[int]:
         """The tokens of a completion; cached, because most completions are tried on many rows."""
         if self.tokenizer is None:
             return []
@@ -115,27 +121,29 @@ async def find_layout(
     A layout can be read if a row's own answer earns more or less than another row's. Less counts as well: otherwise a reward with the wrong
     sign would be taken for one that cannot read the layout. Of layouts that are read equally well, the one that earns most is chosen.
     """
-    own: dict[str, list[float]] = {layout: [] for layout in LAYOUTS}
+    own_rewards: dict[str, list[float]] = {layout: [] for layout in LAYOUTS}
     margins: dict[str, list[float]] = {layout: [0.0] for layout in LAYOUTS}
-    with_gold = [each for each in examples if accepted_forms(each.columns.get(column))]
+    with_gold = [row for row in examples if accepted_forms(row.columns.get(column))]
     for example in with_gold[:LAYOUT_ROWS]:
         stored = accepted_forms(example.columns[column])[0]
         # The gold answer of another row that is not an accepted form of this row's; if there is none,
         # the same answer.
         forms = accepted_forms(example.columns[column])
-        others = (accepted_forms(each.columns[column])[0] for each in with_gold)
-        other = next((answer for answer in others if answer not in forms), forms[0])
-        texts = [laid_out(answer, layout) for answer in (stored, other) for layout in LAYOUTS]
+        other_answers = (accepted_forms(row.columns[column])[0] for row in with_gold)
+        other_answer = next((answer for answer in other_answers if answer not in forms), forms[0])
+        texts = [
+            format_answer(answer, layout) for answer in (stored, other_answer) for layout in LAYOUTS
+        ]
         members = await trial.score(example, texts)
         halves = members[: len(LAYOUTS)], members[len(LAYOUTS) :]
-        for layout, right, wrong in zip(LAYOUTS, *halves, strict=True):
-            if right.reward is not None:
-                own[layout].append(right.reward)
-            if right.reward is not None and wrong.reward is not None:
-                margins[layout].append(abs(right.reward - wrong.reward))
-    means = {layout: fmean(values) for layout, values in own.items() if values}
+        for layout, own_member, other_member in zip(LAYOUTS, *halves, strict=True):
+            if own_member.reward is not None:
+                own_rewards[layout].append(own_member.reward)
+            if own_member.reward is not None and other_member.reward is not None:
+                margins[layout].append(abs(own_member.reward - other_member.reward))
+    means = {layout: fmean(values) for layout, values in own_rewards.items() if values}
     read = {layout: round(fmean(values), 6) for layout, values in margins.items()}
-    best = max(means, key=lambda way: (read[way], means[way]), default="plain")
+    best = max(means, key=lambda layout: (read[layout], means[layout]), default="plain")
     return best, means, any(read.values())
 
 
@@ -143,18 +151,18 @@ async def try_cases(
     trial: Trial, examples: Sequence[Example], gold: Gold | None
 ) -> list[list[Verdict]]:
     """Score gold and wrong completions; returns a list of verdicts per example."""
-    tried: list[list[Verdict]] = []
-    for place, example in enumerate(examples):
-        others = [*examples[place + 1 :], *examples[:place]]
-        cases = cases_of(example, others, gold)
+    verdicts_by_example: list[list[Verdict]] = []
+    for index, example in enumerate(examples):
+        other_examples = [*examples[index + 1 :], *examples[:index]]
+        cases = cases_of(example, other_examples, gold)
         members = await trial.score(example, [case.text for case in cases])
-        tried.append(
+        verdicts_by_example.append(
             [
                 Verdict(example.row_number, case.kind, case.text, member)
                 for case, member in zip(cases, members, strict=True)
             ]
         )
-    return tried
+    return verdicts_by_example
 
 
 # --- judging -------------------------------------------------------------------------------------
@@ -162,49 +170,51 @@ async def try_cases(
 
 def judge_failures(verdicts: Sequence[Verdict]) -> Iterator[Finding]:
     """Report completions that could not be scored, because a reward failed or because none applied."""
-    broken = [v for v in verdicts if v.member.outcome != "scored" and v.member.reason != NO_REWARD]
-    if not broken:
+    failures = [
+        v for v in verdicts if v.member.outcome != "scored" and v.member.reason != NO_REWARD
+    ]
+    if not failures:
         yield Finding("exceptions", "ok", f"none in {len(verdicts)} completions")
     else:
-        reasons = Counter(v.member.reason or v.member.outcome for v in broken)
-        kinds = ", ".join(dict.fromkeys(v.kind for v in broken))
-        listed = [f"{count} × {reason}" for reason, count in reasons.most_common(3)]
+        reasons = Counter(v.member.reason or v.member.outcome for v in failures)
+        kinds = ", ".join(dict.fromkeys(v.kind for v in failures))
+        reason_list = [f"{count} × {reason}" for reason, count in reasons.most_common(3)]
         yield Finding(
             "exceptions",
             "problem",
-            f"{len(broken)} of {len(verdicts)} completions could not be scored ({kinds}):\n"
-            + "\n".join(listed),
+            f"{len(failures)} of {len(verdicts)} completions could not be scored ({kinds}):\n"
+            + "\n".join(reason_list),
             "in training such rollouts are failed and do not teach; a model writes all of these",
             "let the reward function take any text and return a number for it, or None where it does not apply",
-            {"failed": len(broken), "reasons": dict(reasons)},
+            {"failed": len(failures), "reasons": dict(reasons)},
         )
-    silent = [v for v in verdicts if v.member.reason == NO_REWARD]
-    if silent:
-        everywhere = len(silent) == len(verdicts)
+    unrewarded = [v for v in verdicts if v.member.reason == NO_REWARD]
+    if unrewarded:
+        all_unrewarded = len(unrewarded) == len(verdicts)
         yield Finding(
             "no reward",
-            "problem" if everywhere else "warning",
-            f"every reward function returned None for {len(silent)} of {len(verdicts)} completions "
-            f"({', '.join(dict.fromkeys(v.kind for v in silent))})",
+            "problem" if all_unrewarded else "warning",
+            f"every reward function returned None for {len(unrewarded)} of {len(verdicts)} completions "
+            f"({', '.join(dict.fromkeys(v.kind for v in unrewarded))})",
             "rollouts without any reward do not teach",
             "return a number where the reward applies",
-            {"unrewarded": len(silent)},
+            {"unrewarded": len(unrewarded)},
         )
 
 
-def judge_spread(tried: Sequence[Sequence[Verdict]], gold: Gold | None) -> Finding:
+def judge_spread(verdicts_by_example: Sequence[Sequence[Verdict]], gold: Gold | None) -> Finding:
     """Report whether rewards differ between completions at all.
 
     Without gold, all tried completions are wrong and may rightly earn the same.
     """
     with_gold = gold is not None
-    every = [rewards_of(verdicts) for verdicts in tried]
-    every = [rewards for rewards in every if len(rewards) > 1]
-    values = [value for rewards in every for value in rewards]
+    rewards_by_row = [rewards_of(verdicts) for verdicts in verdicts_by_example]
+    rewards_by_row = [rewards for rewards in rewards_by_row if len(rewards) > 1]
+    values = [value for rewards in rewards_by_row for value in rewards]
     if not values:
         return Finding("spread", "skipped", "no completion was scored")
-    constant = sum(is_constant(rewards) for rewards in every)
-    data = {**distribution(values), "rows": len(every), "constant_rows": constant}
+    constant = sum(is_constant(rewards) for rewards in rewards_by_row)
+    data = {**distribution(values), "rows": len(rewards_by_row), "constant_rows": constant}
     measured = f"rewards from {min(values):.4g} to {max(values):.4g}"
     if is_constant(values) and not with_gold:
         return Finding(
@@ -236,7 +246,7 @@ def judge_spread(tried: Sequence[Sequence[Verdict]], gold: Gold | None) -> Findi
         return Finding(
             "spread",
             "warning",
-            f"{measured}; in {constant} of {len(every)} rows all completions earn the same",
+            f"{measured}; in {constant} of {len(rewards_by_row)} rows all completions earn the same",
             "a group whose members earn the same teaches nothing",
             "look at these rows: is their gold answer right?",
             data,
@@ -245,11 +255,11 @@ def judge_spread(tried: Sequence[Sequence[Verdict]], gold: Gold | None) -> Findi
     return Finding("spread", "ok", f"{measured}; {rows}", data=data)
 
 
-def judge_order(tried: Sequence[Sequence[Verdict]], gold: Gold) -> Finding:
+def judge_order(verdicts_by_example: Sequence[Sequence[Verdict]], gold: Gold) -> Finding:
     """Report whether the right completion earns most."""
     pairs = [
-        (right, max(wrong, key=_reward))
-        for right, wrong in map(_right_and_wrong, tried)
+        (right, max(wrong, key=_verdict_reward))
+        for right, wrong in map(_right_and_wrong, verdicts_by_example)
         if right is not None and wrong
     ]
     name = "gold earns most"
@@ -264,89 +274,99 @@ def judge_order(tried: Sequence[Sequence[Verdict]], gold: Gold) -> Finding:
         )
     if not pairs:
         return Finding(name, "skipped", "no gold completion was scored")
-    beaten = [(r, w) for r, w in pairs if _reward(w) > _reward(r) + SAME]
-    tied = [(r, w) for r, w in pairs if abs(_reward(w) - _reward(r)) <= SAME]
-    mean = fmean(_reward(right) for right, _ in pairs)
+    beaten_pairs = [(r, w) for r, w in pairs if _verdict_reward(w) > _verdict_reward(r) + TOLERANCE]
+    tied_pairs = [
+        (r, w) for r, w in pairs if abs(_verdict_reward(w) - _verdict_reward(r)) <= TOLERANCE
+    ]
+    mean = fmean(_verdict_reward(right) for right, _ in pairs)
     data = {
         "rows": len(pairs),
-        "beaten": len(beaten),
-        "tied": len(tied),
+        "beaten": len(beaten_pairs),
+        "tied": len(tied_pairs),
         "gold_reward": mean,
         "column": gold.column,
         "layout": gold.layout,
     }
-    guessed = (
+    layout_hint = (
         ""
         if gold.layout is None
         else "; if right completions look otherwise, add a column `gold_completion` that holds them"
     )
-    if beaten:
-        right, wrong = max(beaten, key=lambda pair: _reward(pair[1]) - _reward(pair[0]))
+    if beaten_pairs:
+        right, wrong = max(
+            beaten_pairs, key=lambda pair: _verdict_reward(pair[1]) - _verdict_reward(pair[0])
+        )
         return Finding(
             name,
             "problem",
-            f"in {len(beaten)} of {len(pairs)} rows a wrong completion earns more than gold; row {right.example}: "
-            f"{wrong.kind} {_reward(wrong):.4g}, gold {_reward(right):.4g}",
+            f"in {len(beaten_pairs)} of {len(pairs)} rows a wrong completion earns more than gold; row {right.example}: "
+            f"{wrong.kind} {_verdict_reward(wrong):.4g}, gold {_verdict_reward(right):.4g}",
             "training would teach the wrong answer",
-            f"mend the reward{guessed}",
+            f"mend the reward{layout_hint}",
             data,
         )
-    if tied:
-        right, wrong = tied[0]
+    if tied_pairs:
+        right, wrong = tied_pairs[0]
         return Finding(
             name,
             "warning",
-            f"in {len(tied)} of {len(pairs)} rows a wrong completion earns as much as gold; row {right.example}: "
-            f"{wrong.kind}, {_reward(wrong):.4g}",
+            f"in {len(tied_pairs)} of {len(pairs)} rows a wrong completion earns as much as gold; row {right.example}: "
+            f"{wrong.kind}, {_verdict_reward(wrong):.4g}",
             "the right answer is not told apart from that",
-            f"look at these rows{guessed}",
+            f"look at these rows{layout_hint}",
             data,
         )
     return Finding(name, "ok", f"in all {len(pairs)} rows; {mean:.4g} on average", data=data)
 
 
-def judge_forms(tried: Sequence[Sequence[Verdict]]) -> Iterator[Finding]:
+def judge_forms(verdicts_by_example: Sequence[Sequence[Verdict]]) -> Iterator[Finding]:
     """Report whether the rewards accept every accepted form of an answer."""
-    unequal: list[tuple[Verdict, Verdict]] = []
+    unequal_pairs: list[tuple[Verdict, Verdict]] = []
     rows = 0
-    for verdicts in tried:
-        right = [v for v in verdicts if v.kind == "gold" and v.member.reward is not None]
-        rows += len(right) > 1
-        unequal += [(right[0], v) for v in right[1:] if _reward(v) < _reward(right[0]) - SAME]
-    if unequal:
-        first, other = unequal[0]
+    for verdicts in verdicts_by_example:
+        gold_verdicts = [v for v in verdicts if v.kind == "gold" and v.member.reward is not None]
+        rows += len(gold_verdicts) > 1
+        unequal_pairs += [
+            (gold_verdicts[0], v)
+            for v in gold_verdicts[1:]
+            if _verdict_reward(v) < _verdict_reward(gold_verdicts[0]) - TOLERANCE
+        ]
+    if unequal_pairs:
+        first_form, other_form = unequal_pairs[0]
         yield Finding(
             "accepted forms",
             "warning",
-            f"{len(unequal)} further forms of gold answers earn less than the first; row {first.example}: "
-            f"{other.text!r:.60} {_reward(other):.4g}, {first.text!r:.60} {_reward(first):.4g}",
+            f"{len(unequal_pairs)} further forms of gold answers earn less than the first; row {first_form.example}: "
+            f"{other_form.text!r:.60} {_verdict_reward(other_form):.4g}, {first_form.text!r:.60} {_verdict_reward(first_form):.4g}",
             "an answer that the data call right is punished",
             "compare with every form in the list",
-            {"unequal": len(unequal), "rows": rows},
+            {"unequal": len(unequal_pairs), "rows": rows},
         )
     elif rows:
         yield Finding("accepted forms", "ok", f"all earn the same in {rows} rows that have several")
 
 
-def judge_cheap(tried: Sequence[Sequence[Verdict]]) -> Iterator[Finding]:
+def judge_cheap(verdicts_by_example: Sequence[Sequence[Verdict]]) -> Iterator[Finding]:
     """Report completions that contain no answer but still earn a reward."""
     names = {
         "empty": "saying nothing",
         "prompt echoed": "repeating the prompt",
         "very long": "going on and on",
     }
-    for kind, doing in names.items():
+    for kind, description in names.items():
         shares = [
-            share for verdicts in tried if (share := _share_of_gold(verdicts, kind)) is not None
+            share
+            for verdicts in verdicts_by_example
+            if (share := _share_of_gold(verdicts, kind)) is not None
         ]
         if not shares:
             continue
         mean = fmean(shares)
-        level: Level = "warning" if mean > CHEAP else "ok"
+        level: Level = "warning" if mean > MAX_CHEAP_SHARE else "ok"
         yield Finding(
             kind,
             level,
-            f"{doing} earns {mean:.0%} of the way from the worst completion to gold",
+            f"{description} earns {mean:.0%} of the way from the worst completion to gold",
             "a policy finds that first, and may stay there" if level == "warning" else "",
             "give it less than an honest wrong answer" if level == "warning" else "",
             {"share_of_gold": mean},
@@ -358,36 +378,38 @@ def judge_parts(verdicts: Sequence[Verdict], *, with_gold: bool) -> Iterator[Fin
     parts = part_values(verdicts)
     failures = Counter(name for v in verdicts for name in v.member.notes.get("failed_rewards", ()))
     for name, values in parts.items():
-        given = [value for value in values if value is not None]
+        rewards = [value for value in values if value is not None]
         failed = failures[name] / len(values)
-        absent = 1 - len(given) / len(values) - failed
-        numbers = distribution(given) if given else {}
-        described = "no value"
-        if given:
-            described = "{min:.4g} to {max:.4g}, mean {mean:.4g}".format_map(numbers)
+        absent = 1 - len(rewards) / len(values) - failed
+        numbers = distribution(rewards) if rewards else {}
+        description = "no value"
+        if rewards:
+            description = "{min:.4g} to {max:.4g}, mean {mean:.4g}".format_map(numbers)
         if failures[name]:
-            described += f"; failed for {failed:.0%}"
-        if len(given) + failures[name] < len(values):
-            described += f"; None for {absent:.0%}"
-        silent = not given and not failures[name]
-        idle = with_gold and (silent or (bool(given) and is_constant(given) and len(parts) > 1))
+            description += f"; failed for {failed:.0%}"
+        if len(rewards) + failures[name] < len(values):
+            description += f"; None for {absent:.0%}"
+        never_applies = not rewards and not failures[name]
+        has_no_effect = with_gold and (
+            never_applies or (bool(rewards) and is_constant(rewards) and len(parts) > 1)
+        )
         yield Finding(
             f"part {name}",
-            "warning" if idle else "ok",
-            described,
+            "warning" if has_no_effect else "ok",
+            description,
             "the same for every completion: this part changes nothing that is learnt"
-            if idle
+            if has_no_effect
             else "",
-            "remove it, or look at what it expects" if idle else "",
+            "remove it, or look at what it expects" if has_no_effect else "",
             {"none_share": absent, "failed_share": failed, **numbers},
         )
 
 
 def judge_repetition(first: Sequence[MemberScore], second: Sequence[MemberScore]) -> Finding:
     """Report whether the same call gives the same rewards."""
-    changed = _differences(first, second)
-    data = {"changed": len(changed), "completions": len(first)}
-    if not changed:
+    differences = _differences(first, second)
+    data = {"changed": len(differences), "completions": len(first)}
+    if not differences:
         return Finding(
             "determinism",
             "ok",
@@ -397,26 +419,31 @@ def judge_repetition(first: Sequence[MemberScore], second: Sequence[MemberScore]
     return Finding(
         "determinism",
         "warning",
-        f"a second call gives something else for {len(changed)} of {len(first)} completions: {changed[0]}",
+        f"a second call gives something else for {len(differences)} of {len(first)} completions: {differences[0]}",
         "repeated runs and resumes will differ, and chance is learnt from",
         "seed what is random by the completion's text; a judge wants temperature 0",
         data,
     )
 
 
-def judge_alone(together: Sequence[MemberScore], alone: Sequence[MemberScore]) -> Finding:
+def judge_alone(
+    group_scores: Sequence[MemberScore], single_scores: Sequence[MemberScore]
+) -> Finding:
     """Report whether a completion's reward depends on the others of its call."""
-    changed = _differences(together, alone)
-    data = {"changed": len(changed), "completions": len(alone)}
+    differences = _differences(group_scores, single_scores)
+    data = {"changed": len(differences), "completions": len(single_scores)}
     name = "independence"
-    if not changed:
+    if not differences:
         return Finding(
-            name, "ok", f"{len(alone)} completions earn the same alone and together", data=data
+            name,
+            "ok",
+            f"{len(single_scores)} completions earn the same alone and together",
+            data=data,
         )
     return Finding(
         name,
         "warning",
-        f"{len(changed)} of {len(alone)} completions earn something else when scored alone: {changed[0]}",
+        f"{len(differences)} of {len(single_scores)} completions earn something else when scored alone: {differences[0]}",
         "the reward of a completion depends on the others of its group",
         "if it is meant to compare them, say so with `function.relative = True`; otherwise look for an index or a list that is "
         "shared",
@@ -426,21 +453,21 @@ def judge_alone(together: Sequence[MemberScore], alone: Sequence[MemberScore]) -
 
 def judge_latency(trial: Trial, limit: float, group: int) -> Finding:
     """Report the duration of calls, compared with `rewards.time_limit`. The first call may include imports and loading."""
-    first, later = trial.seconds[0], trial.seconds[1:] or trial.seconds
-    usual, worst = median(later), max(later)
+    first_seconds, later_seconds = trial.seconds[0], trial.seconds[1:] or trial.seconds
+    median_seconds, max_seconds = median(later_seconds), max(later_seconds)
     data = {
-        "median": usual,
-        "max": worst,
-        "first": first,
+        "median": median_seconds,
+        "max": max_seconds,
+        "first": first_seconds,
         "calls": len(trial.seconds),
-        "completions": trial.most,
+        "completions": trial.largest_call,
         "time_limit": limit,
     }
     measured = (
-        f"{seconds(usual)} for a call in the middle, {seconds(worst)} for the longest, of up to {trial.most} completions "
-        f"(a group has {group}); the limit is {limit:g} s for each function"
+        f"{seconds(median_seconds)} for a call in the middle, {seconds(max_seconds)} for the longest, of up to "
+        f"{trial.largest_call} completions (a group has {group}); the limit is {limit:g} s for each function"
     )
-    if max(worst, first) > SLOW * limit:
+    if max(max_seconds, first_seconds) > SLOW_SHARE * limit:
         return Finding(
             "latency",
             "warning",
@@ -463,12 +490,14 @@ def table(verdicts: Iterable[Verdict]) -> list[dict[str, Any]]:
     return [
         {
             "completion": kind,
-            "count": len(found),
-            "failed": sum(v.member.outcome != "scored" for v in found),
-            "reward": mean_or_none(rewards_of(found)),
-            "parts": {name: mean_or_none(values) for name, values in part_values(found).items()},
+            "count": len(kind_verdicts),
+            "failed": sum(v.member.outcome != "scored" for v in kind_verdicts),
+            "reward": mean_or_none(rewards_of(kind_verdicts)),
+            "parts": {
+                name: mean_or_none(values) for name, values in part_values(kind_verdicts).items()
+            },
         }
-        for kind, found in by_kind.items()
+        for kind, kind_verdicts in by_kind.items()
     ]
 
 
@@ -492,14 +521,14 @@ def distribution(values: Sequence[float]) -> dict[str, float]:
 
 
 def is_constant(values: Sequence[float]) -> bool:
-    """True if all values are equal, up to `SAME`."""
-    return max(values) - min(values) <= SAME
+    """True if all values are equal, up to `TOLERANCE`."""
+    return max(values) - min(values) <= TOLERANCE
 
 
 def mean_or_none(values: Iterable[float | None]) -> float | None:
     """The mean of the values that are not None; None if there are none."""
-    given = [value for value in values if value is not None]
-    return fmean(given) if given else None
+    numbers = [value for value in values if value is not None]
+    return fmean(numbers) if numbers else None
 
 
 def seconds(value: float) -> str:
@@ -507,46 +536,46 @@ def seconds(value: float) -> str:
     return f"{value * 1000:.1f} ms" if value < 1 else f"{value:.1f} s"
 
 
-def _reward(verdict: Verdict) -> float:
+def _verdict_reward(verdict: Verdict) -> float:
     assert verdict.member.reward is not None
     return verdict.member.reward
 
 
 def _right_and_wrong(verdicts: Sequence[Verdict]) -> tuple[Verdict | None, list[Verdict]]:
     """The preferred gold completion and all wrong ones, as far as they were scored."""
-    scored = [v for v in verdicts if v.member.reward is not None]
-    right = next((v for v in scored if v.kind == "gold"), None)
-    return right, [v for v in scored if v.kind != "gold"]
+    scored_verdicts = [v for v in verdicts if v.member.reward is not None]
+    right = next((v for v in scored_verdicts if v.kind == "gold"), None)
+    return right, [v for v in scored_verdicts if v.kind != "gold"]
 
 
 def _share_of_gold(verdicts: Sequence[Verdict], kind: str) -> float | None:
     """The reward of a kind of completion as a fraction of the range from the worst to gold; None if that cannot be computed."""
     right, wrong = _right_and_wrong(verdicts)
-    rewards_of_kind = [_reward(v) for v in wrong if v.kind == kind]
+    rewards_of_kind = [_verdict_reward(v) for v in wrong if v.kind == kind]
     if right is None or not rewards_of_kind:
         return None
-    floor = min(_reward(v) for v in wrong)
-    span = _reward(right) - floor
-    return (rewards_of_kind[0] - floor) / span if span > SAME else None
+    floor = min(_verdict_reward(v) for v in wrong)
+    span = _verdict_reward(right) - floor
+    return (rewards_of_kind[0] - floor) / span if span > TOLERANCE else None
 
 
 def _differences(first: Sequence[MemberScore], second: Sequence[MemberScore]) -> list[str]:
     """Describe each difference between two scores of the same completions."""
-    found: list[str] = []
+    differences: list[str] = []
     for before, after in zip(first, second, strict=True):
-        values = _values(before), _values(after)
-        changed = [name for name in values[0] if values[0][name] != values[1].get(name)]
-        if changed:
-            name = changed[0]
-            found.append(
+        values = _part_values(before), _part_values(after)
+        changed_names = [name for name in values[0] if values[0][name] != values[1].get(name)]
+        if changed_names:
+            name = changed_names[0]
+            differences.append(
                 f"`{name}` {_format_value(values[0][name])}, then {_format_value(values[1].get(name))}"
             )
         elif before.outcome != after.outcome:
-            found.append(f"{before.outcome}, then {after.outcome}")
-    return found
+            differences.append(f"{before.outcome}, then {after.outcome}")
+    return differences
 
 
-def _values(member: MemberScore) -> Mapping[str, float | None]:
+def _part_values(member: MemberScore) -> Mapping[str, float | None]:
     return {part.name: part.value for part in member.parts}
 
 

@@ -59,22 +59,24 @@ async def measure(
     limit = rollout_builder.longest_written(config)
     members = config.training.num_generations
     groups = max(1, min(slots // members, config.training.prompts_per_step))
-    _, few = await _sample(engine, groups, members, min(FEW_TOKENS, limit), clock)
-    affordable = int(BUDGET * min(FEW_TOKENS, limit) / few) if few else MANY_TOKENS
-    tokens = max(min(FEW_TOKENS, limit), min(affordable, MANY_TOKENS, limit))
-    rows, seconds = await _sample(engine, groups, members, tokens, clock)
-    learning = await _learning_speed(engine, rows, members, clock)
+    _, seconds_for_few = await _sample_rows(engine, groups, members, min(FEW_TOKENS, limit), clock)
+    affordable_tokens = (
+        int(BUDGET * min(FEW_TOKENS, limit) / seconds_for_few) if seconds_for_few else MANY_TOKENS
+    )
+    tokens = max(min(FEW_TOKENS, limit), min(affordable_tokens, MANY_TOKENS, limit))
+    rows, seconds = await _sample_rows(engine, groups, members, tokens, clock)
+    learning_speed = await _learning_speed(engine, rows, members, clock)
     turns = _turns(config)
-    reading = await _reading_speed(engine, config, clock) if turns > 1 else float("inf")
-    started = clock()
+    reading_speed = await _reading_speed(engine, config, clock) if turns > 1 else float("inf")
+    started_at = clock()
     await engine.learner.update(OptimiserParams(learning_rate=config.training.learning_rate))
     await engine.sampler.load(await engine.learner.publish(version))
     return Speeds(
-        sampling=_rate(len(rows) * tokens, seconds),
-        learning=learning,
-        publishing=clock() - started,
+        sampling=_per_second(len(rows) * tokens, seconds),
+        learning=learning_speed,
+        publishing=clock() - started_at,
         tokens=tokens,
-        reading=reading,
+        reading=reading_speed,
     )
 
 
@@ -88,11 +90,11 @@ async def _reading_speed(engine: Engine, config: RunConfig, clock: Clock) -> flo
     prompt = engine.prompts[0]
     length = min(READ_TOKENS, len(prompt) + rollout_builder.longest_completion(config) - 1)
     conversation = (prompt * (length // len(prompt) + 1))[:length]
-    _, seconds = await _sample(replace(engine, prompts=(conversation,)), 1, 1, 1, clock)
-    return _rate(length, seconds)
+    _, seconds = await _sample_rows(replace(engine, prompts=(conversation,)), 1, 1, 1, clock)
+    return _per_second(length, seconds)
 
 
-async def _sample(
+async def _sample_rows(
     engine: Engine, groups: int, members: int, tokens: int, clock: Clock
 ) -> tuple[list[Row], float]:
     """Sample groups of completions of exactly `tokens` tokens. Returns them as rows, with the seconds taken."""
@@ -106,44 +108,46 @@ async def _sample(
         )
         for draw in range(groups)
     ]
-    started = clock()
-    found = await gather_all(engine.sampler.generate(request) for request in requests)
-    seconds = clock() - started
+    started_at = clock()
+    completions_by_request = await gather_all(
+        engine.sampler.generate(request) for request in requests
+    )
+    seconds = clock() - started_at
     rows = [
         Row(
             prompt_ids=request.prompt_ids,
-            completion_ids=each.token_ids,
-            mask=(1,) * len(each.token_ids),
-            sampling_logprobs=each.logprobs,
-            advantage=(-1.0) ** place,
+            completion_ids=completion.token_ids,
+            mask=(1,) * len(completion.token_ids),
+            sampling_logprobs=completion.logprobs,
+            advantage=(-1.0) ** index,
             scale=1.0,
             temperature=params.temperature,
         )
-        for request, completions in zip(requests, found, strict=True)
-        for place, each in enumerate(completions)
+        for request, completions in zip(requests, completions_by_request, strict=True)
+        for index, completion in enumerate(completions)
     ]
     return rows, seconds
 
 
 async def _learning_speed(engine: Engine, rows: Sequence[Row], members: int, clock: Clock) -> float:
     """Tokens per second of forward and backward passes: first with one group, then with as many as the time allows."""
-    seconds = await _backward(engine, rows[:members], clock)
+    seconds = await _time_backward(engine, rows[:members], clock)
     engine.learner.discard()
-    affordable = max(1, int(BUDGET / seconds)) if seconds else len(rows)
-    chosen = rows[: members * affordable]
-    seconds = await _backward(engine, chosen, clock)
-    return _rate(sum(len(row.completion_ids) for row in chosen), seconds)
+    affordable_groups = max(1, int(BUDGET / seconds)) if seconds else len(rows)
+    batch = rows[: members * affordable_groups]
+    seconds = await _time_backward(engine, batch, clock)
+    return _per_second(sum(len(row.completion_ids) for row in batch), seconds)
 
 
-async def _backward(engine: Engine, rows: Sequence[Row], clock: Clock) -> float:
+async def _time_backward(engine: Engine, rows: Sequence[Row], clock: Clock) -> float:
     algorithm = make(DEFAULT_ALGORITHM, {})
     tokens = float(sum(len(row.completion_ids) for row in rows))
-    started = clock()
+    started_at = clock()
     await engine.learner.forward_backward(rows, algorithm.loss_spec(), {"policy": tokens})
-    return clock() - started
+    return clock() - started_at
 
 
-def _rate(tokens: int, seconds: float) -> float:
+def _per_second(tokens: int, seconds: float) -> float:
     return tokens / seconds if seconds > 0 else float("inf")
 
 
@@ -163,33 +167,42 @@ def estimate(
     turns = _turns(config)
     # The bound is for rollouts that reach every limit; the learner also processes the environment's text.
     written_tokens = rollout_builder.longest_written(config)
-    whole = written_tokens if turns == 1 else rollout_builder.longest_completion(config)
-    most = _step_seconds(
-        speeds, completions, written_tokens, whole, (turns - 1) * (longest_prompt + whole)
+    completion_tokens = written_tokens if turns == 1 else rollout_builder.longest_completion(config)
+    max_seconds = _step_seconds(
+        speeds,
+        completions,
+        written_tokens,
+        completion_tokens,
+        (turns - 1) * (longest_prompt + completion_tokens),
     )
-    usual = None
+    usual_seconds = None
     if usual_length is not None and turns == 1:
-        usual = _step_seconds(speeds, completions, usual_length, usual_length)
+        usual_seconds = _step_seconds(speeds, completions, usual_length, usual_length)
     data: dict[str, Any] = {
         "sampling_tokens_per_second": speeds.sampling,
         "learning_tokens_per_second": speeds.learning,
         "publishing_seconds": speeds.publishing,
         "completions_per_step": completions,
-        "step_seconds_at_most": most,
-        "step_seconds_usual": usual,
+        "step_seconds_at_most": max_seconds,
+        "step_seconds_usual": usual_seconds,
         "usual_length": usual_length,
         "steps": steps,
     }
     if turns > 1:
         data["reading_tokens_per_second"] = speeds.reading
     if steps is not None:
-        data["run_seconds_at_most"] = most * steps
-        data["run_seconds_usual"] = None if usual is None else usual * steps
-    run = "" if steps is None else f"; {steps} steps: {duration((usual or most) * steps)}"
+        data["run_seconds_at_most"] = max_seconds * steps
+        data["run_seconds_usual"] = None if usual_seconds is None else usual_seconds * steps
+    run = (
+        ""
+        if steps is None
+        else f"; {steps} steps: {duration((usual_seconds or max_seconds) * steps)}"
+    )
     step = (
-        f"{duration(most)} at most"
-        if usual is None
-        else f"{duration(usual)} with completions as long as those above ({usual_length:.0f} tokens), {duration(most)} at most"
+        f"{duration(max_seconds)} at most"
+        if usual_seconds is None
+        else f"{duration(usual_seconds)} with completions as long as those above ({usual_length:.0f} tokens), {duration(max_seconds)} "
+        "at most"
     )
     return Finding(
         "speed",
@@ -202,11 +215,19 @@ def estimate(
 
 
 def _step_seconds(
-    speeds: Speeds, rollouts: int, written: float, learnt: float, read: float = 0.0
+    speeds: Speeds,
+    rollouts: int,
+    written_tokens: float,
+    trained_tokens: float,
+    read_tokens: float = 0.0,
 ) -> float:
     """Seconds of a step with these numbers of tokens per rollout: written by the policy, trained on, and read again in later turns."""
-    each = written / speeds.sampling + learnt / speeds.learning + read / speeds.reading
-    return rollouts * each + speeds.publishing
+    rollout_seconds = (
+        written_tokens / speeds.sampling
+        + trained_tokens / speeds.learning
+        + read_tokens / speeds.reading
+    )
+    return rollouts * rollout_seconds + speeds.publishing
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,22 +250,22 @@ async def measure_lessons(
         lessons.lessons[order.example(draw)] for draw in range(training.examples_per_step)
     )
     rows = [teacher_row(row) for lesson in lessons_drawn for row in lesson.rows]
-    seconds = await _supervised_backward(learner, rows[:1], clock)
+    seconds = await _time_supervised_backward(learner, rows[:1], clock)
     learner.discard()
-    affordable = max(1, int(BUDGET / seconds)) if seconds else len(rows)
-    chosen = rows[:affordable]
-    seconds = await _supervised_backward(learner, chosen, clock)
-    started = clock()
+    affordable_rows = max(1, int(BUDGET / seconds)) if seconds else len(rows)
+    batch = rows[:affordable_rows]
+    seconds = await _time_supervised_backward(learner, batch, clock)
+    started_at = clock()
     await learner.update(OptimiserParams(learning_rate=training.learning_rate))
-    tokens = sum(len(row.prompt_ids) + len(row.completion_ids) for row in chosen)
-    return LessonSpeeds(_rate(tokens, seconds), clock() - started)
+    tokens = sum(len(row.prompt_ids) + len(row.completion_ids) for row in batch)
+    return LessonSpeeds(_per_second(tokens, seconds), clock() - started_at)
 
 
-async def _supervised_backward(learner: Learner, rows: Sequence[Row], clock: Clock) -> float:
+async def _time_supervised_backward(learner: Learner, rows: Sequence[Row], clock: Clock) -> float:
     tokens = float(sum(sum(row.mask) for row in rows))
-    started = clock()
+    started_at = clock()
     await learner.forward_backward(rows, Sft().loss_spec(), {Sft.name: tokens})
-    return clock() - started
+    return clock() - started_at
 
 
 def estimate_lessons(
@@ -252,40 +273,40 @@ def estimate_lessons(
 ) -> Finding:
     """Estimate the seconds of a step and of a supervised run, with rows of average length and with the longest ones."""
     size = config.training.examples_per_step
-    each = lessons.tokens / len(lessons.lessons)
-    usual = size * each / speeds.learning + speeds.updating
-    most = size * max(each, lessons.longest) / speeds.learning + speeds.updating
+    mean_tokens = lessons.tokens / len(lessons.lessons)
+    usual_seconds = size * mean_tokens / speeds.learning + speeds.updating
+    max_seconds = size * max(mean_tokens, lessons.longest) / speeds.learning + speeds.updating
     return Finding(
         "speed",
         "ok",
         f"learning {speeds.learning:,.0f} tokens/s",
-        f"a step of {size} examples takes {duration(usual)} with usual rows ({each:.0f} tokens), {duration(most)} with the "
-        f"longest; {steps} steps: {duration(usual * steps)}; evaluations come on top",
+        f"a step of {size} examples takes {duration(usual_seconds)} with usual rows ({mean_tokens:.0f} tokens), "
+        f"{duration(max_seconds)} with the longest; {steps} steps: {duration(usual_seconds * steps)}; evaluations come on top",
         data={
             "learning_tokens_per_second": speeds.learning,
             "updating_seconds": speeds.updating,
             "examples_per_step": size,
-            "step_seconds_usual": usual,
-            "step_seconds_at_most": most,
+            "step_seconds_usual": usual_seconds,
+            "step_seconds_at_most": max_seconds,
             "steps": steps,
-            "run_seconds_usual": usual * steps,
+            "run_seconds_usual": usual_seconds * steps,
         },
     )
 
 
-def peak(planned: float, peak_bytes: int | None) -> Finding:
+def peak(planned_mib: float, peak_bytes: int | None) -> Finding:
     """Compare the peak memory so far with the plan for a whole step (MiB)."""
     if peak_bytes is None:
-        meaning = f"this system does not say what processes share; the plan for a whole step is {planned:,.0f} MiB"
+        meaning = f"this system does not say what processes share; the plan for a whole step is {planned_mib:,.0f} MiB"
         return Finding(
-            "peak memory", "skipped", meaning, data={"peak_mib": None, "planned_mib": planned}
+            "peak memory", "skipped", meaning, data={"peak_mib": None, "planned_mib": planned_mib}
         )
     peak_mib = peak_bytes / MIB
-    data = {"peak_mib": peak_mib, "planned_mib": planned}
+    data = {"peak_mib": peak_mib, "planned_mib": planned_mib}
     measured = (
-        f"{peak_mib:,.0f} MiB at most so far; the plan for a whole step is {planned:,.0f} MiB"
+        f"{peak_mib:,.0f} MiB at most so far; the plan for a whole step is {planned_mib:,.0f} MiB"
     )
-    if peak_mib > 1.2 * planned:
+    if peak_mib > 1.2 * planned_mib:
         return Finding(
             "peak memory",
             "warning",

@@ -41,9 +41,9 @@ EXACT_GAP = 1e-3
 """Largest accepted mean difference of log-probabilities (nats) for float32, in which rounding explains less than 0.0001."""
 COARSE_RATE = {"adapter": 3e-3, "full": 1e-4}
 """Learning rate of the one update, by kind of publication: large enough to change every output, too small to destroy the model."""
-LEAST_SLOPE = 0.9
+MIN_SLOPE = 0.9
 """Fraction of a small change that must reach a layer's output."""
-SURELY = 4.0
+CONFIDENCE_SIGMAS = 4.0
 """Number of standard deviations; a smaller shortfall from that fraction counts as rounding noise."""
 
 
@@ -61,20 +61,20 @@ class Engine:
     dtype: str
     seed: int = 0
 
-    async def sample(self, places: Sequence[int] | None = None) -> list[Group]:
+    async def sample(self, indices: Sequence[int] | None = None) -> list[Group]:
         """Sample a group for each prompt, all concurrently, with the same seeds each time."""
-        chosen = range(len(self.prompts)) if places is None else places
+        selection = range(len(self.prompts)) if indices is None else indices
         return await gather_all(
             sample_group(
                 self.sampler,
-                self.examples[place],
-                place,
-                self.prompts[place],
-                [member_seed(self.seed, place, member) for member in range(MEMBERS)],
+                self.examples[index],
+                index,
+                self.prompts[index],
+                [member_seed(self.seed, index, member) for member in range(MEMBERS)],
                 self.params,
                 lambda ids: completion_text(self.tokenizer, ids),
             )
-            for place in chosen
+            for index in selection
         )
 
 
@@ -83,40 +83,45 @@ class Engine:
 
 def rows_of(groups: Sequence[Group]) -> list[Row]:
     """A training row for each rollout, with artificial advantages that differ within each group."""
-    credit = [
+    credits = [
         tuple(RolloutCredit((-1.0) ** member, 1.0) for member in range(len(group.rollouts)))
         for group in groups
     ]
-    return training_rows(groups, credit)
+    return training_rows(groups, credits)
 
 
 def judge_masks(groups: Sequence[Group], rows: Sequence[Row], stops: Sequence[int]) -> Finding:
     """Check that each sampled token is trained exactly once, and that stop tokens occur only at the end of completions that stopped."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    wrong: list[str] = []
-    ended = 0
+    errors: list[str] = []
+    stopped_count = 0
     for rollout, row in zip(rollouts, rows, strict=True):
         segment = rollout.segments[0]
-        sampled, stopped = segment.token_ids, segment.finish_reason == "stop"
-        ended += stopped
-        if row.completion_ids != sampled or sum(row.mask) != len(sampled):
-            wrong.append(f"{len(sampled)} tokens were sampled, {sum(row.mask)} are trained")
+        token_ids, has_stopped = segment.token_ids, segment.finish_reason == "stop"
+        stopped_count += has_stopped
+        if row.completion_ids != token_ids or sum(row.mask) != len(token_ids):
+            errors.append(f"{len(token_ids)} tokens were sampled, {sum(row.mask)} are trained")
         if len(row.sampling_logprobs) != len(row.completion_ids):
-            wrong.append(
+            errors.append(
                 f"{len(row.sampling_logprobs)} log-probabilities for {len(row.completion_ids)} tokens"
             )
-        *before_end, last = (token in stops for token in row.completion_ids or (None,))
+        *before_end, last_is_stop = (token in stops for token in row.completion_ids or (None,))
         if any(before_end):
-            wrong.append(f"{sum(before_end)} stop tokens stand before the end")
-        if last and not stopped:
-            wrong.append("a completion that was cut off ends with a stop token")
-    cut = len(rollouts) - ended
-    data = {"rows": len(rows), "stopped": ended, "cut_off": cut, "wrong": len(wrong)}
-    if wrong:
+            errors.append(f"{sum(before_end)} stop tokens stand before the end")
+        if last_is_stop and not has_stopped:
+            errors.append("a completion that was cut off ends with a stop token")
+    cut_off_count = len(rollouts) - stopped_count
+    data = {
+        "rows": len(rows),
+        "stopped": stopped_count,
+        "cut_off": cut_off_count,
+        "wrong": len(errors),
+    }
+    if errors:
         return Finding(
             "masks",
             "problem",
-            f"in {len(wrong)} places of {len(rows)} rows: {wrong[0]}",
+            f"in {len(errors)} places of {len(rows)} rows: {errors[0]}",
             "other tokens are trained than were sampled",
             "this is a fault of the engine: please report it with the model's name",
             data,
@@ -124,8 +129,8 @@ def judge_masks(groups: Sequence[Group], rows: Sequence[Row], stops: Sequence[in
     return Finding(
         "masks",
         "ok",
-        f"the trained tokens are the sampled ones in {len(rows)} rows: {ended} end with one stop token, {cut} were cut off and "
-        "have none",
+        f"the trained tokens are the sampled ones in {len(rows)} rows: {stopped_count} end with one stop token, {cut_off_count} were "
+        "cut off and have none",
         data=data,
     )
 
@@ -133,18 +138,18 @@ def judge_masks(groups: Sequence[Group], rows: Sequence[Row], stops: Sequence[in
 def judge_drift(tokenizer: Any, groups: Sequence[Group]) -> Finding:
     """Report how often the text of a completion encodes to other tokens. Harmless, because a run never encodes the text again."""
     rollouts = [rollout for group in groups for rollout in group.rollouts]
-    drifted = 0
+    drift_count = 0
     for rollout in rollouts:
         ids = list(rollout.completion_ids)
         text = tokenizer.decode(ids, skip_special_tokens=False)
-        drifted += list(tokenizer(text, add_special_tokens=False)["input_ids"]) != ids
-    share = drifted / len(rollouts)
+        drift_count += list(tokenizer(text, add_special_tokens=False)["input_ids"]) != ids
+    share = drift_count / len(rollouts)
     return Finding(
         "re-encoding",
         "ok",
-        f"{drifted} of {len(rollouts)} completions would become other tokens if their text were encoded again",
-        "harmless: the sampled tokens are trained as they are" if drifted else "",
-        data={"drifted": drifted, "completions": len(rollouts), "share": share},
+        f"{drift_count} of {len(rollouts)} completions would become other tokens if their text were encoded again",
+        "harmless: the sampled tokens are trained as they are" if drift_count else "",
+        data={"drifted": drift_count, "completions": len(rollouts), "share": share},
     )
 
 
@@ -153,23 +158,26 @@ def judge_drift(tokenizer: Any, groups: Sequence[Group]) -> Finding:
 
 async def check_gap(engine: Engine, rows: Sequence[Row], name: str) -> Finding:
     """Report whether sampler and learner give a token the same probability."""
-    found = await engine.learner.logprobs(rows)
-    return judge_gap([row.sampling_logprobs for row in rows], found, engine.dtype, name)
+    logprobs = await engine.learner.logprobs(rows)
+    return judge_gap([row.sampling_logprobs for row in rows], logprobs, engine.dtype, name)
 
 
 def judge_gap(
-    sampled: Sequence[Sequence[float]], learnt: Sequence[Sequence[float]], dtype: str, name: str
+    sampler_logprobs: Sequence[Sequence[float]],
+    learner_logprobs: Sequence[Sequence[float]],
+    dtype: str,
+    name: str,
 ) -> Finding:
     """Judge the mean difference by the rounding of the number format and by the limit at which a run warns."""
     gaps = [
-        abs(ours - theirs)
-        for one, other in zip(sampled, learnt, strict=True)
-        for ours, theirs in zip(one, other, strict=True)
+        abs(sampler_logprob - learner_logprob)
+        for sampler_row, learner_row in zip(sampler_logprobs, learner_logprobs, strict=True)
+        for sampler_logprob, learner_logprob in zip(sampler_row, learner_row, strict=True)
     ]
-    mean, worst = fmean(gaps), max(gaps)
-    data = {"mean": mean, "max": worst, "tokens": len(gaps), "alarm": MAX_GAP, "dtype": dtype}
+    mean, largest = fmean(gaps), max(gaps)
+    data = {"mean": mean, "max": largest, "tokens": len(gaps), "alarm": MAX_GAP, "dtype": dtype}
     measured = (
-        f"{mean:.2g} nats on average over {len(gaps)} tokens, {worst:.2g} at most, in {dtype}"
+        f"{mean:.2g} nats on average over {len(gaps)} tokens, {largest:.2g} at most, in {dtype}"
     )
     if not mean <= MAX_GAP:  # true for NaN as well
         return Finding(
@@ -201,16 +209,18 @@ def judge_gap(
     return Finding(name, "ok", f"{measured}; a run warns at {MAX_GAP}", data=data)
 
 
-async def check_invariance(engine: Engine, together: Sequence[Group]) -> Finding:
+async def check_invariance(engine: Engine, groups: Sequence[Group]) -> Finding:
     """Report whether a group that is sampled alone is bit-equal to the same group sampled among others."""
-    (alone,) = await engine.sample([0])
+    (single_group,) = await engine.sample([0])
     name = "batch invariance"
     pairs = [
-        (one.segments[0], other.segments[0])
-        for one, other in zip(together[0].rollouts, alone.rollouts, strict=True)
+        (batched.segments[0], single.segments[0])
+        for batched, single in zip(groups[0].rollouts, single_group.rollouts, strict=True)
     ]
-    other_tokens = sum(one.token_ids != other.token_ids for one, other in pairs)
-    other_bits = sum(one.sampling_logprobs != other.sampling_logprobs for one, other in pairs)
+    other_tokens = sum(batched.token_ids != single.token_ids for batched, single in pairs)
+    other_bits = sum(
+        batched.sampling_logprobs != single.sampling_logprobs for batched, single in pairs
+    )
     data = {"members": len(pairs), "other_tokens": other_tokens, "other_bits": other_bits}
     if other_tokens:
         return Finding(
@@ -246,14 +256,16 @@ async def publish(engine: Engine, version: int) -> Policy:
 
 
 async def check_publication(
-    engine: Engine, before: Policy, groups: Sequence[Group]
+    engine: Engine, old_policy: Policy, groups: Sequence[Group]
 ) -> list[Finding]:
     """Make one coarse update and publish it. Fingerprint and outputs of the sampler must change and match the learner's."""
     rows = rows_of(groups)
     tokens = float(sum(map(len, (row.completion_ids for row in rows))))
     algorithm = make(DEFAULT_ALGORITHM, {})
     await engine.learner.forward_backward(rows, algorithm.loss_spec(), {"policy": tokens})
-    result = await engine.learner.update(OptimiserParams(learning_rate=COARSE_RATE[before.kind]))
+    result = await engine.learner.update(
+        OptimiserParams(learning_rate=COARSE_RATE[old_policy.kind])
+    )
     if not result.applied or not result.grad_norm:
         return [
             Finding(
@@ -266,14 +278,16 @@ async def check_publication(
             )
         ]
     try:
-        after = await publish(engine, before.version + 1)
+        new_policy = await publish(engine, old_policy.version + 1)
     except PolicyMismatchError as error:
         return [Finding("weight publication", "problem", str(error), _STALE, _REPORT)]
-    again = await engine.sample()
-    found = [judge_publication(before, after, engine.sampler.fingerprint(), groups, again)]
-    if found[0].level == "ok":
-        found.append(await check_gap(engine, rows_of(again), "gap after an update"))
-    return found
+    new_groups = await engine.sample()
+    findings = [
+        judge_publication(old_policy, new_policy, engine.sampler.fingerprint(), groups, new_groups)
+    ]
+    if findings[0].level == "ok":
+        findings.append(await check_gap(engine, rows_of(new_groups), "gap after an update"))
+    return findings
 
 
 _STALE = "the sampler does not serve what was learnt: training would go round in circles"
@@ -281,33 +295,40 @@ _REPORT = "this is a fault of the engine: please report it with the model's name
 
 
 def judge_publication(
-    before: Policy, after: Policy, served: str, old: Sequence[Group], new: Sequence[Group]
+    old_policy: Policy,
+    new_policy: Policy,
+    sampler_fingerprint: str,
+    old_groups: Sequence[Group],
+    new_groups: Sequence[Group],
 ) -> Finding:
-    """Judge a publication; `served` is the sampler's fingerprint after the publication of `after`."""
+    """Judge a publication; `sampler_fingerprint` is the sampler's fingerprint after the publication of `new_policy`."""
     name = "weight publication"
-    changed = sum(
-        _sampled_segments(a) != _sampled_segments(b) for a, b in zip(old, new, strict=True)
+    changed_groups = sum(
+        _sampled_segments(a) != _sampled_segments(b)
+        for a, b in zip(old_groups, new_groups, strict=True)
     )
-    stamped = {
+    fingerprints = {
         segment.fingerprint
-        for group in new
+        for group in new_groups
         for rollout in group.rollouts
         for segment in rollout.segments
     }
     data = {
-        "before": before.fingerprint,
-        "after": after.fingerprint,
-        "served": served,
-        "groups": len(old),
-        "changed": changed,
+        "before": old_policy.fingerprint,
+        "after": new_policy.fingerprint,
+        "served": sampler_fingerprint,
+        "groups": len(old_groups),
+        "changed": changed_groups,
     }
-    if after.fingerprint == before.fingerprint:
-        measured = f"an update left the fingerprint at {before.fingerprint}"
+    if new_policy.fingerprint == old_policy.fingerprint:
+        measured = f"an update left the fingerprint at {old_policy.fingerprint}"
         return Finding(name, "problem", measured, "nothing would be learnt", _REPORT, data)
-    if served != after.fingerprint or stamped != {after.fingerprint}:
-        measured = f"{after.fingerprint} was published, the sampler serves {served}"
+    if sampler_fingerprint != new_policy.fingerprint or fingerprints != {new_policy.fingerprint}:
+        measured = (
+            f"{new_policy.fingerprint} was published, the sampler serves {sampler_fingerprint}"
+        )
         return Finding(name, "problem", measured, _STALE, _REPORT, data)
-    if not changed:
+    if not changed_groups:
         measured = (
             "the sampler names the new fingerprint, but its outputs are those of the old weights"
         )
@@ -315,8 +336,8 @@ def judge_publication(
     return Finding(
         name,
         "ok",
-        f"after an update the sampler serves {served} instead of {before.fingerprint}, and {changed} of {len(old)} groups "
-        "come out differently",
+        f"after an update the sampler serves {sampler_fingerprint} instead of {old_policy.fingerprint}, and {changed_groups} of "
+        f"{len(old_groups)} groups come out differently",
         data=data,
     )
 
@@ -335,13 +356,13 @@ def judge_slopes(slopes: Sequence[tuple[str, float, float]], learning_rate: floa
     `slopes`: layer, fraction of the change that reaches its output, and the standard deviation of that fraction by chance.
     """
     values = [value for _, value, _ in slopes]
-    layer, worst, error = min(slopes, key=lambda each: each[1] + SURELY * each[2])
+    layer, lowest, error = min(slopes, key=lambda slope: slope[1] + CONFIDENCE_SIGMAS * slope[2])
     data = {"learning_rate": learning_rate, "slopes": {layer: value for layer, value, _ in slopes}}
     measured = (
         f"of a step at the learning rate {learning_rate:g}, {fmean(values):.0%} reaches the layers' outputs "
-        f"(least: {worst:.0%} ± {error:.0%}, {layer})"
+        f"(least: {lowest:.0%} ± {error:.0%}, {layer})"
     )
-    if worst + SURELY * error < LEAST_SLOPE:
+    if lowest + CONFIDENCE_SIGMAS * error < MIN_SLOPE:
         return Finding(
             "adapter slope",
             "warning",

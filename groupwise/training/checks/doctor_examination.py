@@ -44,7 +44,7 @@ from groupwise.training.checks.doctor_engine import (
     publish,
     rows_of,
 )
-from groupwise.training.checks.doctor_template import check_tokenizer, opening_of, stop_tokens
+from groupwise.training.checks.doctor_template import check_tokenizer, opening_messages, stop_tokens
 from groupwise.training.config import LoadedConfig, RunConfig, view, with_task_schema
 from groupwise.training.loops.rl_prepare import planned_sizes
 from groupwise.training.placement import Layout
@@ -55,7 +55,7 @@ QUESTIONS = ("What is two plus three?", "Name a colour.", "Say the word yes, and
 
 
 @dataclass(frozen=True, slots=True)
-class Patient:
+class DoctorSubject:
     """The config to examine, with everything that is known before the model is loaded."""
 
     config: RunConfig
@@ -85,36 +85,36 @@ def examine_all(
     `load` is the load by other programs, in cores, measured before anything was computed here.
     """
     has_data = task is not None or loaded.config.data.names_data
-    patient = _load_patient(loaded, find_task(task, view(loaded.config)) if has_data else None)
-    findings.extend(_machine(patient, load))
-    findings.extend(check_tokenizer(patient.tokenizer))
-    longest = patient.prompts.longest
-    if patient.task is not None:
-        count = len(patient.prompts.examples)
+    subject = _load_subject(loaded, find_task(task, view(loaded.config)) if has_data else None)
+    findings.extend(_examine_machine(subject, load))
+    findings.extend(check_tokenizer(subject.tokenizer))
+    longest_prompt = subject.prompts.longest
+    if subject.task is not None:
+        count = len(subject.prompts.examples)
         prompts = Finding(
-            "prompts", "ok", f"{PROMPTS} of the task's {count:,}, of up to {longest} tokens"
+            "prompts", "ok", f"{PROMPTS} of the task's {count:,}, of up to {longest_prompt} tokens"
         )
     else:
         prompts = Finding(
             "prompts",
             "ok",
-            f"{len(QUESTIONS)} of our own, of up to {longest} tokens",
+            f"{len(QUESTIONS)} of our own, of up to {longest_prompt} tokens",
             "--task-module asks those of your task, and measures with their length",
         )
     findings.add(prompts)
-    run_to_end(_examine_engine(patient, findings))
-    subject = f"{patient.config.model.name} on {patient.layout.device}"
-    return subject, {"layout": asdict(patient.layout)}
+    run_to_end(_examine_engine(subject, findings))
+    description = f"{subject.config.model.name} on {subject.layout.device}"
+    return description, {"layout": asdict(subject.layout)}
 
 
-def _load_patient(loaded: LoadedConfig, task: Task | None) -> Patient:
+def _load_subject(loaded: LoadedConfig, task: Task | None) -> DoctorSubject:
     """Load everything except the model, as training would."""
     schema = task.config_schema() if task else None
     config = (loaded if schema is None else with_task_schema(loaded, schema)).config
     # This machine is examined, even if the run would be sent to a server.
     config = config.model_copy(update={"run": config.run.model_copy(update={"server": None})})
     tokenizer = load_tokenizer(config.model)
-    examples = _examples(config, task) if task else _own_examples(tokenizer)
+    examples = _task_examples(config, task) if task else _builtin_examples(tokenizer)
     prompts = tokenise(
         tokenizer,
         examples,
@@ -125,36 +125,36 @@ def _load_patient(loaded: LoadedConfig, task: Task | None) -> Patient:
     )
     layout = placement.choose_layout(config, prompts.longest)
     sizes = planned_sizes(config, layout)
-    return Patient(config, tokenizer, prompts, task, layout, sizes)
+    return DoctorSubject(config, tokenizer, prompts, task, layout, sizes)
 
 
-def _examples(config: RunConfig, task: Task) -> list[Example]:
+def _task_examples(config: RunConfig, task: Task) -> list[Example]:
     """The task's prompts: those for training or, without them, for evaluation."""
-    given = view(config)
+    config_view = view(config)
     steps = config.training.max_steps
     if task.has("get_rl_dataset"):
         limit = None if steps is None else steps * config.training.prompts_per_step
-        return task.rl_examples(given, limit=limit)
+        return task.rl_examples(config_view, limit=limit)
     if task.has("get_eval_dataset"):
-        return task.eval_examples(given, limit=config.eval.max_prompts)
+        return task.eval_examples(config_view, limit=config.eval.max_prompts)
     raise TaskError(task.missing("get_rl_dataset", "rl"))
 
 
-def _own_examples(tokenizer: Any) -> list[Example]:
+def _builtin_examples(tokenizer: Any) -> list[Example]:
     """Built-in questions, as chats if the tokenizer has a template."""
     chat = bool(getattr(tokenizer, "chat_template", None))
     prompts: list[Prompt] = []
     for question in QUESTIONS:
-        opening = opening_of(tokenizer) if chat else []
+        opening = opening_messages(tokenizer) if chat else []
         prompts.append(
             [*opening[:-1], {"role": "user", "content": question}] if chat else f"{question}\n"
         )
     return [Example(index, prompt) for index, prompt in enumerate(prompts)]
 
 
-def _machine(patient: Patient, load: float) -> Iterator[Finding]:
+def _examine_machine(subject: DoctorSubject, load: float) -> Iterator[Finding]:
     """Report everything about the machine that matters for the config."""
-    config, layout = patient.config, patient.layout
+    config, layout = subject.config, subject.layout
     yield doctor_machine.cores(layout.all_threads, layout.processes, available_cores(), load)
     yield doctor_machine.device(
         describe_processor(layout.device),
@@ -162,18 +162,20 @@ def _machine(patient: Patient, load: float) -> Iterator[Finding]:
         layout.dtype,
         has_bfloat16(layout.device),
     )
-    free = free_memory(layout.device)
-    yield doctor_machine.memory(patient.sizes.memory.total, None if free is None else free / MIB)
-    steps = patient.steps or 1
+    free_bytes = free_memory(layout.device)
+    yield doctor_machine.memory(
+        subject.sizes.memory.total, None if free_bytes is None else free_bytes / MIB
+    )
+    steps = subject.steps or 1
     rollouts = steps * config.training.prompts_per_step * config.training.num_generations
     checkpoints_kept = config.run.save_total_limit or max(1, steps // config.run.save_steps)
-    absolute = Path(config.run.dir).expanduser().absolute()
-    folder = next(place for place in (absolute, *absolute.parents) if place.is_dir())
+    run_dir = Path(config.run.dir).expanduser().absolute()
+    folder = next(path for path in (run_dir, *run_dir.parents) if path.is_dir())
     # A run stores `checkpoints_kept` checkpoints (one more while it is written) of weights and two moments, the final weights, and
     # 8 KiB per rollout.
-    published = 4 * patient.sizes.trained_parameters
-    needed = (checkpoints_kept + 1) * 3 * published + published + 8192 * rollouts
-    yield doctor_machine.disk(folder, needed, shutil.disk_usage(folder).free)
+    published = 4 * subject.sizes.trained_parameters
+    needed_bytes = (checkpoints_kept + 1) * 3 * published + published + 8192 * rollouts
+    yield doctor_machine.disk(folder, needed_bytes, shutil.disk_usage(folder).free)
     seed = member_seed(0, 0, 0)
     start = random_start(0, len(doctor_machine.FIRST_START))
     yield doctor_machine.random_numbers(seed, uniform(seed, 0), start)
@@ -182,57 +184,59 @@ def _machine(patient: Patient, load: float) -> Iterator[Finding]:
 # --- the engine ----------------------------------------------------------------------------------
 
 
-async def _examine_engine(patient: Patient, findings: Findings) -> None:
+async def _examine_engine(subject: DoctorSubject, findings: Findings) -> None:
     """Build sampler and learner, check them and measure their speed."""
-    config = patient.config
+    config = subject.config
     try:
-        with _parts(patient) as parts:
-            findings.add(stop_tokens(patient.tokenizer, parts.stop_token_ids, config.sampler.stop))
-            await examine(await engine_of(patient, parts), parts, patient, findings)
+        with _build_parts(subject) as parts:
+            findings.add(stop_tokens(subject.tokenizer, parts.stop_token_ids, config.sampler.stop))
+            await examine(await engine_of(subject, parts), parts, subject, findings)
     except RunError as error:
         findings.add(failed_check(error, "engine"))
 
 
-async def measure_cost(patient: Patient) -> tuple[Speeds, float | None, int | None]:
+async def measure_cost(subject: DoctorSubject) -> tuple[Speeds, float | None, int | None]:
     """Only measure, without checks: speeds on this machine, `usual_length`, and peak memory in bytes (None if unknown)."""
-    with _parts(patient) as parts:
-        engine = await engine_of(patient, parts)
+    with _build_parts(subject) as parts:
+        engine = await engine_of(subject, parts)
         published = await publish(engine, 0)
         groups = await engine.sample()
-        slots, version = patient.layout.all_slots, published.version + 1
-        speeds = await doctor_cost.measure(engine, patient.config, slots, version)
-        peak = parts.peak_memory(patient.layout.device)
+        slots, version = subject.layout.all_slots, published.version + 1
+        speeds = await doctor_cost.measure(engine, subject.config, slots, version)
+        peak = parts.peak_memory(subject.layout.device)
     return speeds, usual_length(groups), peak
 
 
 @contextmanager
-def _parts(patient: Patient) -> Generator[Parts]:
+def _build_parts(subject: DoctorSubject) -> Generator[Parts]:
     """Sampler and learner; their publications are removed afterwards."""
-    config = patient.config
+    config = subject.config
     folder = build.publication_folder(
         Path(config.run.dir) / f"doctor-{os.getpid()}", build.publication_bytes(config)
     )
     try:
-        with closing(build.training_parts(config, patient.layout, "doctor", folder)) as parts:
+        with closing(build.training_parts(config, subject.layout, "doctor", folder)) as parts:
             yield parts
     finally:
         build.remove_publications(folder)
 
 
-async def engine_of(patient: Patient, parts: Parts) -> Engine:
+async def engine_of(subject: DoctorSubject, parts: Parts) -> Engine:
     """The engine with a few prompts, spread over the data, with the openings of their environments."""
-    config, task = patient.config, patient.task
+    config, task = subject.config, subject.task
     sampler = config.sampler
-    chosen = spread(patient.prompts.examples, PROMPTS)
+    examples = spread(subject.prompts.examples, PROMPTS)
     if task is not None:
-        room = patient.layout.key_length
-        prompts = await rollout_builder.first_prompts(config, task, patient.tokenizer, chosen, room)
+        room = subject.layout.key_length
+        prompts = await rollout_builder.first_prompts(
+            config, task, subject.tokenizer, examples, room
+        )
     else:
-        prompts = spread(patient.prompts.prompts, PROMPTS)
+        prompts = spread(subject.prompts.prompts, PROMPTS)
     return Engine(
         sampler=parts.sampler,
         learner=parts.learner,
-        tokenizer=patient.tokenizer,
+        tokenizer=subject.tokenizer,
         params=SamplingParams(
             max_tokens=min(TOKENS, sampler.max_completion_length),
             temperature=sampler.temperature,
@@ -240,16 +244,16 @@ async def engine_of(patient: Patient, parts: Parts) -> Engine:
             stop=sampler.stop,
             min_tokens=sampler.min_completion_length,
         ),
-        examples=tuple(chosen),
+        examples=tuple(examples),
         prompts=tuple(prompts),
-        dtype=patient.layout.dtype,
+        dtype=subject.layout.dtype,
         seed=config.training.seed,
     )
 
 
-async def examine(engine: Engine, parts: Parts, patient: Patient, findings: Findings) -> None:
+async def examine(engine: Engine, parts: Parts, subject: DoctorSubject, findings: Findings) -> None:
     """Run all checks of the engine, from the sampled tokens to the cost of a step."""
-    config, layout = patient.config, patient.layout
+    config, layout = subject.config, subject.layout
     published = await publish(engine, 0)
     groups = await engine.sample()
     rows = rows_of(groups)
@@ -260,12 +264,16 @@ async def examine(engine: Engine, parts: Parts, patient: Patient, findings: Find
     rate = config.training.learning_rate
     slopes = await parts.slopes(rate)
     if slopes:
-        findings.add(judge_slopes([(each.layer, each.value, each.error) for each in slopes], rate))
+        findings.add(
+            judge_slopes([(slope.layer, slope.value, slope.error) for slope in slopes], rate)
+        )
     findings.extend(await check_publication(engine, published, groups))
     speeds = await doctor_cost.measure(engine, config, layout.all_slots, published.version + 2)
-    findings.add(doctor_cost.peak(patient.sizes.memory.total, parts.peak_memory(layout.device)))
-    longest = patient.prompts.longest
-    findings.add(doctor_cost.estimate(speeds, config, patient.steps, usual_length(groups), longest))
+    findings.add(doctor_cost.peak(subject.sizes.memory.total, parts.peak_memory(layout.device)))
+    longest_prompt = subject.prompts.longest
+    findings.add(
+        doctor_cost.estimate(speeds, config, subject.steps, usual_length(groups), longest_prompt)
+    )
 
 
 def usual_length(groups: Sequence[Group]) -> float | None:

@@ -29,7 +29,7 @@ FIRST_START = (0.49625658988952637, 0.7682217955589294, 0.08847743272781372, 0.1
 def libraries(versions: Mapping[str, str | None]) -> Finding:
     """Report the libraries that training imports; a missing one is a problem."""
     missing = [name for name, version in versions.items() if version is None]
-    listed = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
+    version_list = ", ".join(f"{name} {version}" for name, version in versions.items() if version)
     if missing:
         return Finding(
             "libraries",
@@ -43,7 +43,7 @@ def libraries(versions: Mapping[str, str | None]) -> Finding:
     return Finding(
         "libraries",
         "ok",
-        f"python {python}, {listed}",
+        f"python {python}, {version_list}",
         data={"versions": {"python": python, **versions}},
     )
 
@@ -57,22 +57,21 @@ def installed_versions() -> dict[str, str | None]:
     return versions
 
 
-def cores(threads: int, processes: int, there: int, load: float) -> Finding:
+def cores(threads: int, processes: int, available: int, load: float) -> Finding:
     """Compare torch's threads in all processes with the available cores, and report the load by other programs."""
-    data = {"threads": threads, "processes": processes, "cores": there, "load": load}
-    measured = (
-        f"{threads} thread{'s' * (threads > 1)} on {there} core{'s' * (there > 1)}, load {load:.1f}"
-    )
-    if threads > there:
+    data = {"threads": threads, "processes": processes, "cores": available, "load": load}
+    measured = f"{threads} thread{'s' * (threads > 1)} on {available} core{'s' * (available > 1)}, load {load:.1f}"
+    if threads > available:
         return Finding(
             "cores",
             "warning",
             measured,
             "threads that share a core wait for each other, which is slower than fewer threads",
-            f"run.threads={there}" + (f" run.processes={there}" if processes > there else ""),
+            f"run.threads={available}"
+            + (f" run.processes={available}" if processes > available else ""),
             data,
         )
-    if load > BUSY * there:
+    if load > BUSY * available:
         return Finding(
             "cores",
             "warning",
@@ -108,31 +107,31 @@ def device(name: str, kind: str, dtype: str, has_bfloat16: bool) -> Finding:
     return Finding("device", "ok", measured, data=data)
 
 
-def memory(needed: float, free_mib: float | None) -> Finding:
+def memory(needed_mib: float, free_mib: float | None) -> Finding:
     """Compare the memory that a run needs by its plan (MiB) with the free memory of the device."""
-    data = {"needed_mib": needed, "free_mib": free_mib}
+    data = {"needed_mib": needed_mib, "free_mib": free_mib}
     if free_mib is None:
-        said = f"a run needs about {needed:,.0f} MiB; this system does not say what is free"
-        return Finding("memory", "skipped", said, data=data)
-    measured = f"a run needs about {needed:,.0f} MiB, {free_mib:,.0f} MiB are free"
-    if needed > free_mib:
+        message = f"a run needs about {needed_mib:,.0f} MiB; this system does not say what is free"
+        return Finding("memory", "skipped", message, data=data)
+    measured = f"a run needs about {needed_mib:,.0f} MiB, {free_mib:,.0f} MiB are free"
+    if needed_mib > free_mib:
         meaning = "the run would be killed, or fail for want of memory"
         return Finding("memory", "problem", measured, meaning, NEEDS_LESS, data)
-    if needed > NEARLY_FULL * free_mib:
+    if needed_mib > NEARLY_FULL * free_mib:
         meaning = "the plan is an estimate, and this leaves little beside it"
         return Finding("memory", "warning", measured, meaning, NEEDS_LESS, data)
     return Finding("memory", "ok", measured, data=data)
 
 
-def disk(folder: Path, needed: int, free: int) -> Finding:
+def disk(folder: Path, needed_bytes: int, free_bytes: int) -> Finding:
     """Compare the size of a run's files (checkpoints, final weights, record) with the free space of the disk."""
-    data = {"folder": str(folder), "needed_bytes": needed, "free_bytes": free}
-    measured = f"a run writes about {size(needed)}, {size(free)} are free in {folder}"
+    data = {"folder": str(folder), "needed_bytes": needed_bytes, "free_bytes": free_bytes}
+    measured = f"a run writes about {size(needed_bytes)}, {size(free_bytes)} are free in {folder}"
     remedy = "make room, lower run.save_total_limit, or name another disk with run.dir"
-    if free < needed:
+    if free_bytes < needed_bytes:
         meaning = "the run would stop at the checkpoint that does not fit"
         return Finding("disk", "problem", measured, meaning, remedy, data)
-    if free < 2 * needed:
+    if free_bytes < 2 * needed_bytes:
         return Finding("disk", "warning", measured, "that is little for two runs", remedy, data)
     return Finding("disk", "ok", measured, data=data)
 
@@ -145,11 +144,11 @@ def random_numbers(seed: int, uniform: float, start: Sequence[float]) -> Finding
     if same_draws and same_start:
         measured = "seeds, sampled tokens and the adapter's start are drawn as on other machines"
         return Finding("random numbers", "ok", measured, data=data)
-    what = "the seeds of the sampler" if not same_draws else "the start of an adapter"
+    subject = "the seeds of the sampler" if not same_draws else "the start of an adapter"
     return Finding(
         "random numbers",
         "warning" if same_draws else "problem",
-        f"{what} differ from those of other machines",
+        f"{subject} differ from those of other machines",
         "a run with the same seed gives something else here",
         "install the pinned releases (constraints.txt) to repeat a run of another machine",
         data,

@@ -39,7 +39,7 @@ def check_tokenizer(tokenizer: Any) -> Iterator[Finding]:
             "model.chat_template names a file with one",
         )
         return
-    opening = opening_of(tokenizer)
+    opening = opening_messages(tokenizer)
     yield beginning(tokenizer, opening)
     yield generation_prompt(tokenizer, opening)
     yield own_turn(tokenizer, opening)
@@ -47,30 +47,30 @@ def check_tokenizer(tokenizer: Any) -> Iterator[Finding]:
     yield from check_for_dates(tokenizer)
 
 
-def opening_of(tokenizer: Any) -> list[Message]:
+def opening_messages(tokenizer: Any) -> list[Message]:
     """A conversation up to the first question, without a system message if the template refuses one."""
     question: list[Message] = [{"role": "user", "content": QUESTION}]
-    full: list[Message] = [{"role": "system", "content": "Be brief."}, *question]
+    conversation: list[Message] = [{"role": "system", "content": "Be brief."}, *question]
     try:
-        prompt_ids(tokenizer, full)
+        prompt_ids(tokenizer, conversation)
     except TaskError:
         return question
-    return full
+    return conversation
 
 
 def round_trip(tokenizer: Any) -> Finding:
     """Report whether ordinary text survives encoding and decoding."""
     ids = tokenizer(ROUND_TRIP, add_special_tokens=False)["input_ids"]
-    back = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
-    if back == ROUND_TRIP:
+    decoded = tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    if decoded == ROUND_TRIP:
         return Finding("round trip", "ok", "text that is encoded and decoded is the same")
     return Finding(
         "round trip",
         "warning",
-        f"{ROUND_TRIP!r} becomes {back!r}",
+        f"{ROUND_TRIP!r} becomes {decoded!r}",
         "rewards see text that differs from what the model wrote, and SFT teaches other text than was given",
         "use the tokenizer that the model was trained with",
-        {"back": back},
+        {"back": decoded},
     )
 
 
@@ -101,12 +101,12 @@ def padding(tokenizer: Any) -> Finding:
 
 def beginning(tokenizer: Any, prompt: str | list[Message]) -> Finding:
     """Report whether the beginning-of-sequence token occurs at the start once, or never."""
-    name, first = "begin of sequence", getattr(tokenizer, "bos_token_id", None)
+    name, bos_id = "begin of sequence", getattr(tokenizer, "bos_token_id", None)
     ids = prompt_ids(tokenizer, prompt)
-    if first is None:
+    if bos_id is None:
         return Finding(name, "ok", "the tokenizer has no such token")
-    count = next((place for place, token in enumerate(ids) if token != first), len(ids))
-    data = {"id": first, "count": count}
+    count = next((index for index, token in enumerate(ids) if token != bos_id), len(ids))
+    data = {"id": bos_id, "count": count}
     if count > 1:
         return Finding(
             name,
@@ -124,11 +124,14 @@ def beginning(tokenizer: Any, prompt: str | list[Message]) -> Finding:
 def generation_prompt(tokenizer: Any, opening: list[Message]) -> Finding:
     """Report whether the template marks the start of the answer."""
     name = "generation prompt"
-    bare, with_turn = _ids(tokenizer, opening, ask=False), _ids(tokenizer, opening, ask=True)
-    added = tokenizer.decode(with_turn[len(bare) :], skip_special_tokens=False)
-    if with_turn == bare and missing_turn_warning(tokenizer, opening) is None:
-        return Finding(name, "ok", "an answer follows its prompt at once", data={"added": added})
-    if with_turn == bare:
+    without_turn, with_turn = (
+        _render_ids(tokenizer, opening, ask=False),
+        _render_ids(tokenizer, opening, ask=True),
+    )
+    addition = tokenizer.decode(with_turn[len(without_turn) :], skip_special_tokens=False)
+    if with_turn == without_turn and missing_turn_warning(tokenizer, opening) is None:
+        return Finding(name, "ok", "an answer follows its prompt at once", data={"added": addition})
+    if with_turn == without_turn:
         return Finding(
             name,
             "warning",
@@ -136,63 +139,65 @@ def generation_prompt(tokenizer: Any, opening: list[Message]) -> Finding:
             "the model is not told that it is its turn",
             "let the template honour add_generation_prompt",
         )
-    return Finding(name, "ok", f"the template adds {added!r}", data={"added": added})
+    return Finding(name, "ok", f"the template adds {addition!r}", data={"added": addition})
 
 
 def own_turn(tokenizer: Any, opening: list[Message]) -> Finding:
     """Report whether the rendering of a prompt is a prefix of its rendering with the answer."""
-    prompt = _ids(tokenizer, opening, ask=True)
-    whole = _ids(tokenizer, [*opening, _assistant_message(ANSWER)], ask=False)
-    if whole[: len(prompt)] == prompt:
+    prompt = _render_ids(tokenizer, opening, ask=True)
+    full_ids = _render_ids(tokenizer, [*opening, _assistant_message(ANSWER)], ask=False)
+    if full_ids[: len(prompt)] == prompt:
         return Finding(
             "template prefix", "ok", "a prompt is the beginning of the prompt with its answer"
         )
-    place = _common(prompt, whole)
-    turn_header = tokenizer.decode(prompt[place:], skip_special_tokens=False)
-    answered = tokenizer.decode(whole[place:], skip_special_tokens=False)
+    index = _common_prefix_length(prompt, full_ids)
+    turn_header = tokenizer.decode(prompt[index:], skip_special_tokens=False)
+    answer_text = tokenizer.decode(full_ids[index:], skip_special_tokens=False)
     return Finding(
         "template prefix",
         "warning",
-        f"a prompt ends with {_short_repr(turn_header)}, where the prompt with its answer reads {_short_repr(answered)}",
+        f"a prompt ends with {_short_repr(turn_header)}, where the prompt with its answer reads {_short_repr(answer_text)}",
         "RL asks with one text and SFT teaches another; in a conversation each turn becomes a row of its own",
         "a template for training that renders both alike, as model.chat_template",
-        {"prompt": turn_header, "with_answer": answered},
+        {"prompt": turn_header, "with_answer": answer_text},
     )
 
 
 def earlier_turns(tokenizer: Any, opening: list[Message]) -> Finding:
     """Report whether a further turn leaves the earlier turns unchanged."""
     name = "earlier turns"
-    rewritten: list[str] = []
-    for what, answer in (("answers", ANSWER), ("thoughts", THOUGHT + ANSWER)):
-        answered = [*opening, _assistant_message(answer)]
-        whole = _ids(tokenizer, answered, ask=False)
-        longer = _ids(tokenizer, [*answered, {"role": "user", "content": AGAIN}], ask=True)
-        common = _common(whole, longer)
-        lost = tokenizer.decode(whole[common:], skip_special_tokens=False)
-        if lost.strip():
-            rewritten.append(f"{what} (from {_short_repr(lost)})")
-    if not rewritten:
+    changes: list[str] = []
+    for label, answer in (("answers", ANSWER), ("thoughts", THOUGHT + ANSWER)):
+        conversation = [*opening, _assistant_message(answer)]
+        ids = _render_ids(tokenizer, conversation, ask=False)
+        longer_ids = _render_ids(
+            tokenizer, [*conversation, {"role": "user", "content": AGAIN}], ask=True
+        )
+        prefix_length = _common_prefix_length(ids, longer_ids)
+        lost_text = tokenizer.decode(ids[prefix_length:], skip_special_tokens=False)
+        if lost_text.strip():
+            changes.append(f"{label} (from {_short_repr(lost_text)})")
+    if not changes:
         return Finding(name, "ok", "a further turn leaves them as they were")
     return Finding(
         name,
         "warning",
-        f"a further turn changes earlier {' and '.join(rewritten)}",
+        f"a further turn changes earlier {' and '.join(changes)}",
         "in a conversation each such turn becomes a row of its own, so its prompt is computed again",
         "nothing for tasks of one turn; otherwise a template that keeps what was said, as model.chat_template",
-        {"rewritten": rewritten},
+        {"rewritten": changes},
     )
 
 
 def check_for_dates(tokenizer: Any) -> Iterator[Finding]:
     """Warn about a template that writes the date, because prompts will then be different tomorrow."""
     template = str(tokenizer.chat_template)
-    found = [name for name in DATES if name in template]
-    if found:
+    date_calls = [name for name in DATES if name in template]
+    if date_calls:
         yield Finding(
             "template date",
             "warning",
-            f"the template calls {', '.join(found)}",
+            f"the template calls {', '.join(date_calls)}",
             "prompts change from day to day, so a run cannot be resumed or repeated tomorrow",
             "a template with a fixed date, as model.chat_template",
         )
@@ -201,7 +206,7 @@ def check_for_dates(tokenizer: Any) -> Iterator[Finding]:
 def stop_tokens(tokenizer: Any, stops: Sequence[int], stop_texts: Sequence[str]) -> Finding:
     """Report whether the token with which the template ends an answer also ends a completion. `stops` are those of model and config."""
     name = "stop tokens"
-    listed = ", ".join(
+    stop_list = ", ".join(
         f"{tokenizer.decode([token], skip_special_tokens=False)!r} ({token})" for token in stops
     )
     data = {"stop_token_ids": list(stops), "stop": list(stop_texts)}
@@ -214,10 +219,10 @@ def stop_tokens(tokenizer: Any, stops: Sequence[int], stop_texts: Sequence[str])
             "set sampler.stop_token_ids or sampler.stop",
             data,
         )
-    ender = answer_end(tokenizer)
+    answer_end_id = answer_end(tokenizer)
     end_id = getattr(tokenizer, "eos_token_id", None)
     for token, owner in (
-        (ender, "the chat template ends an answer with"),
+        (answer_end_id, "the chat template ends an answer with"),
         (end_id, "the end-of-sequence token is"),
     ):
         if token is not None and token not in stops and not stop_texts:
@@ -225,12 +230,12 @@ def stop_tokens(tokenizer: Any, stops: Sequence[int], stop_texts: Sequence[str])
             return Finding(
                 name,
                 "problem",
-                f"{owner} {text!r} ({token}), which is no stop token; those are {listed or 'none'}",
+                f"{owner} {text!r} ({token}), which is no stop token; those are {stop_list or 'none'}",
                 "completions go on beyond the end of the answer",
                 f"sampler.stop_token_ids=[{token}]",
                 {**data, "missing": token},
             )
-    ends = [*([listed] if listed else []), *(repr(text) for text in stop_texts)]
+    ends = [*([stop_list] if stop_list else []), *(repr(text) for text in stop_texts)]
     return Finding(name, "ok", f"a completion ends at {', '.join(ends)}", data=data)
 
 
@@ -238,16 +243,18 @@ def answer_end(tokenizer: Any) -> int | None:
     """The first special token after an answer in the chat template; None if there is none."""
     if not getattr(tokenizer, "chat_template", None):
         return None
-    ids = _ids(tokenizer, [*opening_of(tokenizer), _assistant_message(ANSWER)], ask=False)
-    special: set[int] = set(getattr(tokenizer, "all_special_ids", ()))
-    for place in range(len(ids), 0, -1):
-        text = tokenizer.decode(ids[place - 1 :], skip_special_tokens=False)
+    ids = _render_ids(
+        tokenizer, [*opening_messages(tokenizer), _assistant_message(ANSWER)], ask=False
+    )
+    special_ids: set[int] = set(getattr(tokenizer, "all_special_ids", ()))
+    for index in range(len(ids), 0, -1):
+        text = tokenizer.decode(ids[index - 1 :], skip_special_tokens=False)
         if ANSWER in text:
-            return next((token for token in ids[place:] if token in special), None)
+            return next((token for token in ids[index:] if token in special_ids), None)
     return None
 
 
-def _ids(tokenizer: Any, messages: Sequence[Message], *, ask: bool) -> list[int]:
+def _render_ids(tokenizer: Any, messages: Sequence[Message], *, ask: bool) -> list[int]:
     """A conversation as token ids; `ask` appends the start of the next answer."""
     if ask:
         return list(prompt_ids(tokenizer, list(messages)))
@@ -262,10 +269,10 @@ def _assistant_message(text: str) -> Message:
     return {"role": "assistant", "content": text}
 
 
-def _common(first: Sequence[int], second: Sequence[int]) -> int:
+def _common_prefix_length(first: Sequence[int], second: Sequence[int]) -> int:
     """Length of the common prefix of two sequences, in tokens."""
     pairs = enumerate(zip(first, second, strict=False))
-    return next((place for place, (a, b) in pairs if a != b), min(len(first), len(second)))
+    return next((index for index, (a, b) in pairs if a != b), min(len(first), len(second)))
 
 
 def _short_repr(text: str) -> str:

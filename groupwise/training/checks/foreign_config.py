@@ -24,8 +24,8 @@ from groupwise.training.checks.foreign_names import (
     ALIASES,
     DEFAULTS,
     NO_EQUAL,
-    SAME,
-    WITHIN,
+    SAME_MEANING,
+    SECTION_ALIASES,
     WITHOUT_EFFECT,
 )
 from groupwise.training.checks.foreign_python import Unread, of_notebook, of_python
@@ -46,9 +46,9 @@ SECTIONS = frozenset(
     }
 )
 """Keys that may also be sections (in our configs or theirs), whose keys are read one by one."""
-MOST_KEYS = 12
+MAX_SHOWN_KEYS = 12
 """Largest number of another framework's keys that an error explains."""
-OF_GRPO = frozenset(
+GRPO_KEYS = frozenset(
     "num_generations max_completion_length reward_funcs beta loss_type max_prompt_length".split()
 )  # fmt: skip
 """Every GRPO config has at least one of these keys."""
@@ -65,7 +65,7 @@ class Framework:
     """A regular expression for scripts; the default matches nothing."""
 
 
-OTHERS = (
+OTHER_FRAMEWORKS = (
     Framework("verl", ("actor_rollout_ref", "algorithm/adv_estimator"), r"\bverl\.trainer|^(from|import) verl\b"),
     Framework("SkyRL", ("trainer/algorithm", "trainer&generator", "environment/env_class"), r"\bskyrl(_train|_gym)?\b"),
     Framework("OpenRLHF", ("n_samples_per_prompt", "micro_rollout_batch_size", "actor_num_nodes"), r"\bopenrlhf\b"),
@@ -89,7 +89,7 @@ def read_foreign(file: Path) -> dict[str, Any]:
         raise UsageError(f"--from: there is no file {file}.")
     try:
         text = file.read_text()
-        found = _parse(file, text)
+        tree = _parse_file(file, text)
     except ConfigError:
         raise
     except (SyntaxError, RecursionError, ValueError) as error:
@@ -97,20 +97,20 @@ def read_foreign(file: Path) -> dict[str, Any]:
         raise UsageError(
             f"--from: {file} is no {kind.get(file.suffix, 'text')}: {error}."
         ) from error
-    if not isinstance(found, Mapping):
-        raise UsageError(f"--from: {file} holds {type(found).__name__}, not keys with values.")
-    found = cast("Mapping[str, Any]", found)
-    _refuse_others(file, text, found)
-    flat = _flat(found)
-    if not flat.keys() & OF_GRPO:
+    if not isinstance(tree, Mapping):
+        raise UsageError(f"--from: {file} holds {type(tree).__name__}, not keys with values.")
+    tree = cast("Mapping[str, Any]", tree)
+    _refuse_other_frameworks(file, text, tree)
+    settings = _flatten(tree)
+    if not settings.keys() & GRPO_KEYS:
         raise UsageError(
             f"--from: {file} has no key of a GRPO config (num_generations, max_completion_length, reward_funcs …). It has: "
-            f"{', '.join(list(flat)[:12]) or 'none'}."
+            f"{', '.join(list(settings)[:12]) or 'none'}."
         )
-    return flat
+    return settings
 
 
-def _parse(file: Path, text: str) -> Any:
+def _parse_file(file: Path, text: str) -> Any:
     match file.suffix:
         case ".py":
             return of_python(text)
@@ -121,30 +121,32 @@ def _parse(file: Path, text: str) -> Any:
         case ".toml":
             return tomllib.loads(text)
         case ".sh" | ".bash" | ".txt":
-            return _of_command(file, text)
+            return _parse_command(file, text)
         case _:
-            return _of_yaml(file)
+            return _parse_yaml(file)
 
 
 _YAML_1_1 = {"yes": True, "on": True, "no": False, "off": False}
 """Words that the YAML parser of transformers reads as true and false."""
 
 
-def _of_yaml(file: Path) -> dict[str, Any]:
+def _parse_yaml(file: Path) -> dict[str, Any]:
     tree = read_yaml(file, "a config of TRL is a mapping of keys")
-    unread = {".".join(path): Unread("", 0, "no config can hold its value") for path in tree.unread}
+    unread_values = {
+        ".".join(path): Unread("", 0, "no config can hold its value") for path in tree.unread
+    }
     return {
         name: value
         if name.endswith("_strategy") or not isinstance(value, str)
         else _YAML_1_1.get(value.lower(), value)
         for name, value in tree.values.items()
-    } | unread
+    } | unread_values
 
 
-def _of_command(file: Path, text: str) -> dict[str, Any]:
+def _parse_command(file: Path, text: str) -> dict[str, Any]:
     """The flags of a script: `--name value`, `--name=value`, a bare `--name` (true), and `some.key=value`."""
     flags: dict[str, Any] = {}
-    for words in _commands(text):
+    for words in _split_commands(text):
         name = ""
         for word in words:
             flag = re.fullmatch(
@@ -152,62 +154,64 @@ def _of_command(file: Path, text: str) -> dict[str, Any]:
             )
             if flag:
                 name = (flag[1] or flag[2]).replace("-", "_")
-                flags[name] = True if flag[3] is None else _scalar(flag[3])
+                flags[name] = True if flag[3] is None else _parse_scalar(flag[3])
                 name = "" if flag[3] is not None else name
             elif word.endswith(".py") or word == "-m":
                 name = ""  # earlier flags belonged to the launcher
             elif name:
-                before = flags[name]
-                if before is True:
-                    flags[name] = _scalar(word)
+                previous = flags[name]
+                if previous is True:
+                    flags[name] = _parse_scalar(word)
                 else:
-                    listed = cast("list[Any]", before) if isinstance(before, list) else [before]
-                    flags[name] = [*listed, _scalar(word)]
-    beside = flags.get("config")
-    for path in (Path(str(beside)), file.parent / str(beside)):
-        if beside is not None and path.is_file() and path.suffix in (".yaml", ".yml"):
-            return _of_yaml(path) | flags
+                    values = (
+                        cast("list[Any]", previous) if isinstance(previous, list) else [previous]
+                    )
+                    flags[name] = [*values, _parse_scalar(word)]
+    config_path = flags.get("config")
+    for path in (Path(str(config_path)), file.parent / str(config_path)):
+        if config_path is not None and path.is_file() and path.suffix in (".yaml", ".yml"):
+            return _parse_yaml(path) | flags
     return flags
 
 
-def _commands(text: str) -> Iterator[list[str]]:
+def _split_commands(text: str) -> Iterator[list[str]]:
     """The words of each command; quoted text may extend over several lines."""
-    unfinished = ""
+    buffer = ""
     for line in text.replace("\\\n", " ").splitlines():
-        unfinished += f"{line}\n"
+        buffer += f"{line}\n"
         try:
-            words = shlex.split(unfinished, comments=True)
+            words = shlex.split(buffer, comments=True)
         except ValueError:
             continue
         yield words
-        unfinished = ""
+        buffer = ""
 
 
-def _scalar(word: str) -> Any:
-    if "$" in word:
-        return Unread(word, 0, "only running the command tells what `{}` is")
-    if re.fullmatch(r"(?i)true|false", word):
-        return word.lower() == "true"
+def _parse_scalar(text: str) -> Any:
+    if "$" in text:
+        return Unread(text, 0, "only running the command tells what `{}` is")
+    if re.fullmatch(r"(?i)true|false", text):
+        return text.lower() == "true"
     for kind in (int, float):
         try:
-            return kind(word)
+            return kind(text)
         except ValueError:
             continue
-    return word
+    return text
 
 
 # Other frameworks
 
 
-def _refuse_others(file: Path, text: str, found: Mapping[str, Any]) -> None:
-    paths = dict(_paths(found))
-    for each in OTHERS:
-        keys = [key.replace("/", ".") for key in each.keys]
+def _refuse_other_frameworks(file: Path, text: str, tree: Mapping[str, Any]) -> None:
+    paths = dict(_key_paths(tree))
+    for framework in OTHER_FRAMEWORKS:
+        keys = [key.replace("/", ".") for key in framework.keys]
         marks = [key for key in keys if all(part in paths for part in key.split("&"))]
-        match = None if "GRPOTrainer" in text else re.search(each.words, text, re.MULTILINE)
+        match = None if "GRPOTrainer" in text else re.search(framework.words, text, re.MULTILINE)
         if marks or (match and file.suffix in (".py", ".ipynb", ".sh", ".bash", ".txt")):
-            by = marks[0].replace("&", " and ") if marks else match and match[0]
-            known = [
+            evidence = marks[0].replace("&", " and ") if marks else match and match[0]
+            hints = [
                 f"\n  {path} {value}: {advice}"
                 for path, value in paths.items()
                 if isinstance(value, str | int | float)
@@ -217,53 +221,55 @@ def _refuse_others(file: Path, text: str, found: Mapping[str, Any]) -> None:
                 )
             ]
             raise UsageError(
-                f"--from: {file} is a config of {each.name} (it has {by}), and this reads those of TRL, open-r1 and Unsloth. "
+                f"--from: {file} is a config of {framework.name} (it has {evidence}), and this reads those of TRL, open-r1 and Unsloth. "
                 "Begin with `groupwise init --task TASK --model MODEL`, and write its values where they belong."
-                + "".join(known[:MOST_KEYS])
+                + "".join(hints[:MAX_SHOWN_KEYS])
             )
 
 
-def _paths(found: Mapping[str, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in found.items():
-        for at in range(len(parts := f"{above}{name}".split("."))):
-            if at < len(parts) - 1:
-                yield ".".join(parts[: at + 1]), {}
-        yield f"{above}{name}", value
+def _key_paths(tree: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in tree.items():
+        for depth in range(len(parts := f"{prefix}{name}".split("."))):
+            if depth < len(parts) - 1:
+                yield ".".join(parts[: depth + 1]), {}
+        yield f"{prefix}{name}", value
         if isinstance(value, Mapping):
-            yield from _paths(cast("Mapping[str, Any]", value), f"{above}{name}.")
+            yield from _key_paths(cast("Mapping[str, Any]", value), f"{prefix}{name}.")
 
 
 # TRL's
 
 
-def _flat(found: Mapping[str, Any], section: str = "") -> dict[str, Any]:
+def _flatten(tree: Mapping[str, Any], section: str = "") -> dict[str, Any]:
     """Flatten sections, except keys whose value is a mapping. If two keys have the same name, both are kept."""
-    flat: dict[str, Any] = {}
-    other: dict[str, Any] = {}
-    for name, value in found.items():
-        is_key = name in {*MAPPINGS, *SAME, *WITHOUT_EFFECT, *NO_EQUAL, *DEFAULTS}
+    settings: dict[str, Any] = {}
+    alias_values: dict[str, Any] = {}
+    for name, value in tree.items():
+        is_key = name in {*MAPPINGS, *SAME_MEANING, *WITHOUT_EFFECT, *NO_EQUAL, *DEFAULTS}
         if isinstance(value, Mapping) and (name in SECTIONS or not is_key):
-            inner = _flat(cast("Mapping[str, Any]", value), name)
-            for key, each in inner.items():
-                _add(flat, key, f"{name}.{key}", each)
-        elif (usual := WITHIN.get(section, {}).get(name, name)) in ALIASES:
-            other[usual] = value
+            inner = _flatten(cast("Mapping[str, Any]", value), name)
+            for key, inner_value in inner.items():
+                _add_setting(settings, key, f"{name}.{key}", inner_value)
+        elif (canonical_name := SECTION_ALIASES.get(section, {}).get(name, name)) in ALIASES:
+            alias_values[canonical_name] = value
         else:
-            _add(flat, usual, f"{section}.{name}", value)
-    for name, value in other.items():
+            _add_setting(settings, canonical_name, f"{section}.{name}", value)
+    for name, value in alias_values.items():
         unsloth = name.endswith("checkpointing") and value == "unsloth"
-        _add(flat, ALIASES[name], name, True if unsloth else value)
-    return flat
+        _add_setting(settings, ALIASES[name], name, True if unsloth else value)
+    return settings
 
 
-def _add(flat: dict[str, Any], name: str, long: str, value: Any) -> None:
+def _add_setting(settings: dict[str, Any], name: str, long_name: str, value: Any) -> None:
     """Add a value under its name, or under the longer name if the short one already has another value."""
-    before = flat.get(name)
+    previous = settings.get(name)
     if (
-        name not in flat
-        or before is None
-        or (isinstance(before, Unread) and not isinstance(value, Unread))
+        name not in settings
+        or previous is None
+        or (isinstance(previous, Unread) and not isinstance(value, Unread))
     ):
-        flat[name] = value
-    elif before != value and value is not None and not isinstance(value, Unread):
-        flat[long] = Unread(str(value), 0, f"{name} says {before!r:.40}, and that is taken")
+        settings[name] = value
+    elif previous != value and value is not None and not isinstance(value, Unread):
+        settings[long_name] = Unread(
+            str(value), 0, f"{name} says {previous!r:.40}, and that is taken"
+        )

@@ -13,9 +13,9 @@ _KEYS: dict[str, Any] = tomllib.loads(
     Path(__file__).with_name("trl_keys.toml").read_text(encoding="utf-8")
 )
 """The tables of trl_keys.toml, which explains each."""
-SAME: dict[str, str] = _KEYS["same"]
+SAME_MEANING: dict[str, str] = _KEYS["same"]
 ALIASES: dict[str, str] = _KEYS["aliases"]
-WITHIN: dict[str, dict[str, str]] = _KEYS["within"]
+SECTION_ALIASES: dict[str, dict[str, str]] = _KEYS["within"]
 WITHOUT_EFFECT: frozenset[str] = frozenset(_KEYS["without_effect"])
 DEFAULTS: dict[str, Any] = _KEYS["defaults"]
 REMARKS: dict[str, str] = {key: text for text, keys in _KEYS["remarks"].items() for key in keys}
@@ -55,14 +55,14 @@ SCHEDULES: dict[str, tuple[str, dict[str, Any], str]] = {
 }  # fmt: skip
 """Learning-rate schedules of transformers: our schedule, the arguments for which both are equal, and any difference that remains."""
 
-WHOLE = frozenset(
+WHOLE_NUMBERS = frozenset(
     """
     num_generations per_device_train_batch_size gradient_accumulation_steps steps_per_generation generation_batch_size num_iterations
     max_steps max_completion_length max_prompt_length max_seq_length lora_r warmup_steps save_steps logging_steps eval_steps
     save_total_limit seed min_tokens
     """.split()
 )
-NUMBERS = WHOLE | frozenset(
+NUMBERS = WHOLE_NUMBERS | frozenset(
     """
     num_train_epochs learning_rate beta epsilon epsilon_high delta temperature lora_alpha lora_dropout warmup_ratio weight_decay
     adam_beta1 adam_beta2 adam_epsilon max_grad_norm test_split_size vllm_importance_sampling_cap

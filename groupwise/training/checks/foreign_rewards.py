@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from groupwise.tasks.rewards.other_names import Meant, meant_by
+from groupwise.tasks.rewards.other_names import NameMeaning, meaning_of
 from groupwise.tasks.rewards.registry import registered_rewards
 from groupwise.training.checks.foreign_names import TRL_LENGTH
 from groupwise.training.checks.foreign_python import Unread
@@ -22,9 +22,9 @@ LIBRARY_REWARDS = frozenset(
     """.split()
 )
 """Names of open-r1's and TRL's own rewards. Any other name is the user's own, even if it resembles one of ours."""
-OF_CODE = ("code", "binary_code")
+CODE_REWARDS = ("code", "binary_code")
 """Rewards of open-r1 that read the column `verification_info`."""
-OF_OPEN_R1 = frozenset(
+OPEN_R1_KEYS = frozenset(
     """
     dataset_prompt_column dataset_mixture system_prompt benchmarks push_to_hub_revision overwrite_hub_revision hub_model_revision
     wandb_run_group wandb_entity cosine_max_len repetition_n_grams code_provider code_language soft_punish_cache
@@ -54,48 +54,48 @@ SAME_DEFAULT = {
 """Parameters whose default here is the same, so they need not be written."""
 
 
-def is_open_r1(given: Mapping[str, Any]) -> bool:
+def is_open_r1(settings: Mapping[str, Any]) -> bool:
     """True for a recipe of open-r1, which turns every prompt into a chat."""
-    return bool(OF_OPEN_R1 & given.keys())
+    return bool(OPEN_R1_KEYS & settings.keys())
 
 
-def entry_of(
-    name: Any, module: str, given: Mapping[str, Any], open_r1: bool
+def reward_entry(
+    name: Any, module: str, settings: Mapping[str, Any], open_r1: bool
 ) -> tuple[Any, str, bool]:
     """Our entry for a reward (None if there is none), a remark about it, and whether something is lost.
 
     `module` is the module of the file's own functions; if the file is not a module, the one that should contain them.
     """
     if isinstance(name, Unread):
-        return _reward_of_call(name, module, given, open_r1)
+        return _reward_of_call(name, module, settings, open_r1)
     if not isinstance(name, str):
         return (
             None,
             f"{name!r:.40} is not taken over: name a reward, or path/to/file.py:function",
             True,
         )
-    return _reward_by_name(name, module, given, open_r1)
+    return _reward_by_name(name, module, settings, open_r1)
 
 
 def _reward_by_name(
-    name: str, module: str, given: Mapping[str, Any], open_r1: bool
+    name: str, module: str, settings: Mapping[str, Any], open_r1: bool
 ) -> tuple[Any, str, bool]:
-    known = registered_rewards()
-    meant = meant_by(name, known)
+    registry = registered_rewards()
+    equivalent = meaning_of(name, registry)
     if name == "length" and open_r1:
         return (
             "length",
             "`length` compares lengths within a group there, along a cosine here",
             False,
         )
-    if name in known:
+    if name in registry:
         return name, "", False
-    if meant is not None and meant.rewards and name in LIBRARY_REWARDS:
-        said = f"`{name}` is `{meant.rewards[0]}` here: {meant.remark}"
-        if meant.rewards[0] == "length" and "cosine_max_len" in given:
-            said += "; cosine_max_len counts characters there, and tokens here"
-        fixed = OVERLONG_OF_TRL if name == "get_soft_overlong_punishment" else {}
-        return _with_parameters(name, meant, {**given, **fixed}, open_r1), said, False
+    if equivalent is not None and equivalent.rewards and name in LIBRARY_REWARDS:
+        remark = f"`{name}` is `{equivalent.rewards[0]}` here: {equivalent.remark}"
+        if equivalent.rewards[0] == "length" and "cosine_max_len" in settings:
+            remark += "; cosine_max_len counts characters there, and tokens here"
+        defaults = OVERLONG_OF_TRL if name == "get_soft_overlong_punishment" else {}
+        return _with_parameters(name, equivalent, {**settings, **defaults}, open_r1), remark, False
     if ":" in name:
         return module + name if name.startswith(":") else name, "", False
     if "/" in name:
@@ -103,37 +103,39 @@ def _reward_by_name(
         return None, text, True
     if "." in name:
         return ":".join(name.rsplit(".", 1)), "", False
-    said = f"`{name}` is taken for a function of {module}"
-    if meant:
-        alike = f"`{meant.rewards[0]}` here is alike, " if meant.rewards else ""
-        said += f": {alike}{meant.remark}"
-    return f"{module}:{name}", said, meant is not None
+    remark = f"`{name}` is taken for a function of {module}"
+    if equivalent:
+        similarity = f"`{equivalent.rewards[0]}` here is alike, " if equivalent.rewards else ""
+        remark += f": {similarity}{equivalent.remark}"
+    return f"{module}:{name}", remark, equivalent is not None
 
 
 def _reward_of_call(
-    made: Unread, module: str, given: Mapping[str, Any], open_r1: bool
+    call: Unread, module: str, settings: Mapping[str, Any], open_r1: bool
 ) -> tuple[Any, str, bool]:
     """The entry for a reward created by a call such as `get_cosine_scaled_reward(max_len=500)`, found by the function's name."""
-    called = re.match(r"(?:partial\(|functools\.partial\()?([\w.]+)", made.written)
-    name = called[1].rpartition(".")[2] if called else ""
-    meant = meant_by(name, registered_rewards()) if made.of_library else None
-    if meant is None or not meant.rewards:
-        text = f"`{made.written:.60}` of line {made.line} is not taken over. Write a function that has a name in its place"
+    match = re.match(r"(?:partial\(|functools\.partial\()?([\w.]+)", call.written)
+    name = match[1].rpartition(".")[2] if match else ""
+    equivalent = meaning_of(name, registered_rewards()) if call.of_library else None
+    if equivalent is None or not equivalent.rewards:
+        text = f"`{call.written:.60}` of line {call.line} is not taken over. Write a function that has a name in its place"
         return None, text, True
-    entry = _with_parameters(name, meant, given, open_r1)
-    said = f"`{made.written:.60}` is `{meant.rewards[0]}` here, without what line {made.line} gives it: {meant.remark}"
-    return entry, said, True
+    entry = _with_parameters(name, equivalent, settings, open_r1)
+    remark = f"`{call.written:.60}` is `{equivalent.rewards[0]}` here, without what line {call.line} gives it: {equivalent.remark}"
+    return entry, remark, True
 
 
-def _with_parameters(name: str, meant: Meant, given: Mapping[str, Any], open_r1: bool) -> Any:
-    reward = meant.rewards[0]
-    parameters: dict[str, Any] = dict(meant.parameters)
-    for theirs, (ours, default) in PARAMETERS.get(reward, {}).items():
-        value = given.get(theirs, default if open_r1 else None)
-        if value is not None and SAME_DEFAULT.get(ours) != value:
-            parameters[ours] = value
+def _with_parameters(
+    name: str, equivalent: NameMeaning, settings: Mapping[str, Any], open_r1: bool
+) -> Any:
+    reward = equivalent.rewards[0]
+    parameters: dict[str, Any] = dict(equivalent.parameters)
+    for foreign_name, (parameter, default) in PARAMETERS.get(reward, {}).items():
+        value = settings.get(foreign_name, default if open_r1 else None)
+        if value is not None and SAME_DEFAULT.get(parameter) != value:
+            parameters[parameter] = value
     if reward == "overlong":
-        parameters.setdefault("max_length", given.get("max_completion_length", TRL_LENGTH))
+        parameters.setdefault("max_length", settings.get("max_completion_length", TRL_LENGTH))
     if reward == "python_tests" and "binary" in name:
         parameters["partial"] = False
     return {"name": reward, **parameters} if parameters else reward

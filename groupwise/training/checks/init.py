@@ -33,22 +33,22 @@ from groupwise.training import build, placement, rollout_builder
 from groupwise.training.checks import doctor_cost, doctor_machine
 from groupwise.training.checks.check_data import check_hooks, prompt_lengths, spread, suffices
 from groupwise.training.checks.check_gold import GOLD_COMPLETION, accepted_forms, gold_column
-from groupwise.training.checks.doctor_examination import Patient, measure_cost
+from groupwise.training.checks.doctor_examination import DoctorSubject, measure_cost
 from groupwise.training.checks.init_choices import (
     BUDGETS,
     SLOTS,
     Answers,
     Draft,
     Kind,
-    choose_beside_given,
+    choose_completion_length,
     choose_dtype,
     choose_lengths,
+    choose_required_keys,
     choose_step,
     choose_teacher_step,
-    choose_trained,
+    choose_trainable,
     fit_memory,
     fit_time,
-    wanted_completion,
 )
 from groupwise.training.checks.init_file import commands, render
 from groupwise.training.config import resolved_values, stem_of, view
@@ -57,12 +57,12 @@ from groupwise.training.loops.sft_prepare import (
     SftPrepared,
     planned_sft_sizes,
     prepare_sft,
-    teacher_way,
+    teacher_settings,
 )
 from groupwise.training.sft_config import LoadedSftConfig, load_sft_config
 
 CODE = "init_failed"
-MEASURED = 500
+MAX_MEASURED_ROWS = 500
 """Number of supervised rows, evenly spread, whose length is measured to choose the completion length of an RL config."""
 MIB = 2**20
 
@@ -94,12 +94,14 @@ def init(
     Raises `UsageError`.
     """
     findings = Findings(on_finding)
-    found = load_task(task)
-    findings.add(check_hooks(found))
+    loaded_task = load_task(task)
+    findings.add(check_hooks(loaded_task))
     # Prefer RL if the task has rows for it, otherwise SFT; `require` reports missing hooks.
-    kind = kind or ("rl" if found.has("get_rl_dataset") or not suffices(found, "sft") else "sft")
-    require(found, kind)
-    file = out or Path(f"{stem_of(Path(found.name))}{'-sft' if kind == 'sft' else ''}.yaml")
+    kind = kind or (
+        "rl" if loaded_task.has("get_rl_dataset") or not suffices(loaded_task, "sft") else "sft"
+    )
+    require(loaded_task, kind)
+    file = out or Path(f"{stem_of(Path(loaded_task.name))}{'-sft' if kind == 'sft' else ''}.yaml")
     if file.is_dir():
         raise UsageError(f"--out {file} is a folder; give the name of a file in it.")
     if not file.parent.is_dir():
@@ -108,23 +110,25 @@ def init(
         raise UsageError(
             f"{file} exists and is kept. Give --force to write it anew, or another name with --out."
         )
-    draft = Draft(kind, model, tuple(overrides), found.config_schema())
-    choose_beside_given(draft)
+    draft = Draft(kind, model, tuple(overrides), loaded_task.config_schema())
+    choose_required_keys(draft)
     choose = _choose_rl if kind == "rl" else _choose_sft
-    cost = choose(draft, found, task, measure)
+    cost = choose(draft, loaded_task, task, measure)
     for choice in draft.choices():
         findings.add(Finding(choice.key, "ok", json.dumps(choice.value), choice.reason))
     findings.add(*cost.findings)
     words = commands(kind, task, str(file))
     config = draft.load().config
     machine = cost.layout.processor or cost.layout.device
-    title = f"Written by groupwise init for {found.name} with {config.model.name} on {machine}."
+    title = (
+        f"Written by groupwise init for {loaded_task.name} with {config.model.name} on {machine}."
+    )
     try:
         file.write_text(render(title, words, draft.choices()), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"{file} cannot be written: {error.strerror}.") from error
     return Report(
-        f"{file} for {found.described}",
+        f"{file} for {loaded_task.described}",
         tuple(findings.found),
         CODE,
         {
@@ -144,7 +148,7 @@ def _choose_rl(draft: Draft, task: Task, source: str, measure: bool) -> Cost:
     path = ("rollout", "type")
     if task.has("get_environment") and path not in draft.chosen:
         draft.choose(path, "environment", "the task has get_environment, which answers each turn")
-    choose_trained(draft, _parameters(draft))
+    choose_trainable(draft, _count_parameters(draft))
     config = draft.config
     tokenizer = load_tokenizer(config.model)
     training = (
@@ -160,69 +164,77 @@ def _choose_rl(draft: Draft, task: Task, source: str, measure: bool) -> Cost:
         draft,
         max(lengths),
         f"the longest of {len(lengths):,} prompts has {max(lengths)} tokens",
-        wanted_completion(
+        choose_completion_length(
             known_answers(draft, task, tokenizer, examples), task.has("get_environment")
         ),
         prompt_room(config.model, 0),
     )
     prepared = prepare_rl(draft.load(), source)
-    longest = _longest(prepared)
-    free = _free(device)
-    fit_memory(draft, lambda: _planned_memory(draft, longest), free, BUDGETS[device], SLOTS)
+    longest_prompt = _longest_prompt(prepared)
+    free_mib = _free_mib(device)
+    fit_memory(
+        draft, lambda: _planned_memory(draft, longest_prompt), free_mib, BUDGETS[device], SLOTS
+    )
     choose_dtype(draft, prepared.layout.dtype, has_bfloat16(device))
-    layout = placement.choose_layout(draft.config, longest)
-    return _cost(draft, replace(prepared, loaded=draft.load(), layout=layout), free, measure)
+    layout = placement.choose_layout(draft.config, longest_prompt)
+    return _estimate_cost(
+        draft, replace(prepared, loaded=draft.load(), layout=layout), free_mib, measure
+    )
 
 
-def _longest(prepared: RlPrepared) -> int:
+def _longest_prompt(prepared: RlPrepared) -> int:
     """Number of tokens of the longest prompt for training or evaluation."""
     held_out = prepared.held_out_prompts
     return max(prepared.prompts.longest, held_out.longest if held_out else 0)
 
 
-def _parameters(draft: Draft) -> int:
+def _count_parameters(draft: Draft) -> int:
     return all_parameters(draft.load().config.model)
 
 
-def _planned_memory(draft: Draft, longest: int) -> float:
+def _planned_memory(draft: Draft, longest_prompt: int) -> float:
     """Memory of a step in MiB, by the plan."""
     config = draft.config
-    return planned_sizes(config, placement.choose_layout(config, longest)).memory.total
+    return planned_sizes(config, placement.choose_layout(config, longest_prompt)).memory.total
 
 
-def _free(device: str) -> float | None:
-    free = free_memory(device)
-    return None if free is None else free / MIB
+def _free_mib(device: str) -> float | None:
+    free_bytes = free_memory(device)
+    return None if free_bytes is None else free_bytes / MIB
 
 
-def _cost(draft: Draft, prepared: RlPrepared, free: float | None, measure: bool) -> Cost:
+def _estimate_cost(
+    draft: Draft, prepared: RlPrepared, free_mib: float | None, measure: bool
+) -> Cost:
     """Estimate memory by the plan, and speed by measuring it, which may make a step smaller."""
-    layout, longest = prepared.layout, _longest(prepared)
+    layout, longest_prompt = prepared.layout, _longest_prompt(prepared)
     sizes = planned_sizes(prepared.config, layout)
-    memory = doctor_machine.memory(sizes.memory.total, free)
+    memory = doctor_machine.memory(sizes.memory.total, free_mib)
     if not measure or memory.level == "problem":
-        return Cost(layout, (*_left_out(prepared), memory, _not_measured(memory)))
-    patient = Patient(
+        return Cost(layout, (*_report_dropped(prepared), memory, _skip_speed(memory)))
+    subject = DoctorSubject(
         prepared.config, prepared.tokenizer, prepared.prompts, prepared.task, layout, sizes
     )
-    speeds, usual, peak = run_to_end(measure_cost(patient))
+    speeds, usual_length, peak = run_to_end(measure_cost(subject))
     measured_peak = doctor_cost.peak(sizes.memory.total, peak)
 
     def step_seconds() -> float:
-        speed = doctor_cost.estimate(speeds, draft.config, None, None, longest)
+        speed = doctor_cost.estimate(speeds, draft.config, None, None, longest_prompt)
         return float(speed.data["step_seconds_at_most"])
 
     fit_time(draft, step_seconds)
     config = draft.config
-    memory = doctor_machine.memory(_planned_memory(draft, longest), free)
-    speed = doctor_cost.estimate(speeds, config, config.training.max_steps, usual, longest)
+    memory = doctor_machine.memory(_planned_memory(draft, longest_prompt), free_mib)
+    speed = doctor_cost.estimate(
+        speeds, config, config.training.max_steps, usual_length, longest_prompt
+    )
     return Cost(
-        placement.choose_layout(config, longest),
-        (*_left_out(prepared), memory, measured_peak, speed),
+        placement.choose_layout(config, longest_prompt),
+        (*_report_dropped(prepared), memory, measured_peak, speed),
     )
 
 
-def _left_out(prepared: RlPrepared) -> Iterator[Finding]:
+def _report_dropped(prepared: RlPrepared) -> Iterator[Finding]:
     """Report examples whose prompts are too long."""
     dropped, kept = prepared.prompts.dropped, len(prepared.prompts.examples)
     if dropped:
@@ -236,7 +248,7 @@ def _left_out(prepared: RlPrepared) -> Iterator[Finding]:
         )
 
 
-def _not_measured(memory: Finding) -> Finding:
+def _skip_speed(memory: Finding) -> Finding:
     why = "the model does not fit into the free memory" if memory.level == "problem" else "as asked"
     return Finding("speed", "skipped", f"not measured: {why}", "no weights were loaded")
 
@@ -256,12 +268,12 @@ def known_answers(
         return None
     texts = [
         form
-        for example in spread(examples, MEASURED)
+        for example in spread(examples, MAX_MEASURED_ROWS)
         for form in accepted_forms(example.columns.get(column))
     ]
     lengths = [len(tokenizer(text, add_special_tokens=False)["input_ids"]) + 1 for text in texts]
-    whole = column == GOLD_COMPLETION
-    return Answers(max(lengths), f"column `{column}`", whole, len(lengths)) if lengths else None
+    is_whole = column == GOLD_COMPLETION
+    return Answers(max(lengths), f"column `{column}`", is_whole, len(lengths)) if lengths else None
 
 
 def _teacher_answers(draft: Draft, task: Task, tokenizer: Any) -> Answers | None:
@@ -273,9 +285,11 @@ def _teacher_answers(draft: Draft, task: Task, tokenizer: Any) -> Answers | None
     config = load_sft_config(values).config
     hook = "get_sft_dataset"
     try:
-        rows = task.sft_rows(hook, View(resolved_values(config)), tokenizer, MEASURED)
-        way = teacher_way(config, task, tokenizer)
-        lessons = read_lessons(tokenizer, spread(rows, MEASURED), way, where=hook).lessons
+        rows = task.sft_rows(hook, View(resolved_values(config)), tokenizer, MAX_MEASURED_ROWS)
+        settings = teacher_settings(config, task, tokenizer)
+        lessons = read_lessons(
+            tokenizer, spread(rows, MAX_MEASURED_ROWS), settings, where=hook
+        ).lessons
     except TaskError:  # `groupwise sft` would refuse them; rewards do not need them
         return None
     lengths = [sum(row.mask) for lesson in lessons for row in lesson.rows]
@@ -286,35 +300,37 @@ def _teacher_answers(draft: Draft, task: Task, tokenizer: Any) -> Answers | None
 
 
 def _choose_sft(draft: Draft, task: Task, source: str, measure: bool) -> Cost:
-    choose_trained(draft, _parameters(draft))
-    first = prepare_sft(cast("LoadedSftConfig", draft.load()), source)
-    longest = first.lessons.longest
-    choose_teacher_step(draft, len(first.lessons.lessons), longest)
-    device = first.layout.device
-    free = _free(device)
+    choose_trainable(draft, _count_parameters(draft))
+    initial = prepare_sft(cast("LoadedSftConfig", draft.load()), source)
+    longest_row = initial.lessons.longest
+    choose_teacher_step(draft, len(initial.lessons.lessons), longest_row)
+    device = initial.layout.device
+    free_mib = _free_mib(device)
 
     def planned_memory() -> float:
         config = draft.sft_config
-        return planned_sft_sizes(config, placement.supervised_layout(config), longest).memory.total
+        return planned_sft_sizes(
+            config, placement.supervised_layout(config), longest_row
+        ).memory.total
 
-    fit_memory(draft, planned_memory, free, BUDGETS[device])
-    choose_dtype(draft, first.layout.dtype, has_bfloat16(device))
+    fit_memory(draft, planned_memory, free_mib, BUDGETS[device])
+    choose_dtype(draft, initial.layout.dtype, has_bfloat16(device))
     prepared = prepare_sft(cast("LoadedSftConfig", draft.load()), source)
-    planned = planned_sft_sizes(prepared.config, prepared.layout, longest).memory.total
-    memory = doctor_machine.memory(planned, free)
-    findings = (*_cut(prepared), memory)
+    planned_mib = planned_sft_sizes(prepared.config, prepared.layout, longest_row).memory.total
+    memory = doctor_machine.memory(planned_mib, free_mib)
+    findings = (*_report_cut_rows(prepared), memory)
     if not measure or memory.level == "problem":
-        return Cost(prepared.layout, (*findings, _not_measured(memory)))
+        return Cost(prepared.layout, (*findings, _skip_speed(memory)))
     config, layout, lessons = prepared.config, prepared.layout, prepared.lessons
-    unused = Path(config.run.dir) / "init"
-    with closing(build.supervised_parts(config, layout, "init", unused)) as parts:
+    unused_folder = Path(config.run.dir) / "init"
+    with closing(build.supervised_parts(config, layout, "init", unused_folder)) as parts:
         speeds = run_to_end(doctor_cost.measure_lessons(parts.learner, lessons, config))
         peak = parts.peak_memory(layout.device)
     speed = doctor_cost.estimate_lessons(speeds, lessons, config, prepared.max_steps)
-    return Cost(prepared.layout, (*findings, doctor_cost.peak(planned, peak), speed))
+    return Cost(prepared.layout, (*findings, doctor_cost.peak(planned_mib, peak), speed))
 
 
-def _cut(prepared: SftPrepared) -> Iterator[Finding]:
+def _report_cut_rows(prepared: SftPrepared) -> Iterator[Finding]:
     """Report rows that are longer than the model's limit."""
     cut, dropped = prepared.lessons.cut, prepared.lessons.dropped
     if cut or dropped:

@@ -1,7 +1,7 @@
 """The choices of `groupwise init`: each is a config key, a value and a reason, derived from measured facts.
 
 A `Draft` collects them. Keys that the user gave on the command line always have priority: no choice is made for such a key or for a key
-that it excludes (`EXCLUDED_BY`). If a given key requires another one, that is chosen first (`choose_beside_given`). Nothing here
+that it excludes (`EXCLUDED_BY`). If a given key requires another one, that is chosen first (`choose_required_keys`). Nothing here
 measures, or loads anything but configs; facts are passed in as plain values.
 """
 
@@ -33,8 +33,8 @@ SMALL = 1_000_000_000
 """Up to this number of parameters, an adapter gets the larger learning rate."""
 UNKNOWN_COMPLETION, UNKNOWN_TURN = 256, 128
 """Tokens of a completion and of one of several turns, if the task does not show how long they are."""
-LEAST_COMPLETION = 16
-ROUND = 16
+MIN_COMPLETION = 16
+ROUNDING = 16
 """Lengths in tokens are rounded up to a multiple of this."""
 BUDGETS: dict[str, tuple[int, ...]] = {
     "cpu": (4096, 2048, 1024, 512),
@@ -47,10 +47,10 @@ activations.
 """
 MAX_STEP_SECONDS = 120.0
 """Seconds of a step above which it gets fewer completions: users should see within minutes whether training works."""
-LEAST_PROMPTS, LEAST_GENERATIONS = 2, 4
+MIN_PROMPTS, MIN_GENERATIONS = 2, 4
 FEW_ROWS = 1000
 """Number of supervised rows below which they are trained on several times."""
-CACHES = 5
+CACHES_PER_COMPLETION = 5
 """Completion limit divided by the length of the penalised stretch before it (`algorithm.soft_punish_cache`)."""
 EXCLUDED_BY: dict[KeyPath, KeyPath] = {
     ("algorithm", "type"): ("algorithm", "preset"),
@@ -90,33 +90,45 @@ class Draft:
         for path, value in map(parse_override, self.overrides):
             # Merge as overrides are merged: a section replaces its keys, and a key is set within the
             # section that was given.
-            for known in [known for known in self._given if known[: len(path)] == path]:
-                del self._given[known]
-            section = next((known for known in self._given if path[: len(known)] == known), path)
-            self._given[section] = _with(self._given.get(section), path[len(section) :], value)
+            for given_path in [
+                given_path for given_path in self._given if given_path[: len(path)] == path
+            ]:
+                del self._given[given_path]
+            section = next(
+                (given_path for given_path in self._given if path[: len(given_path)] == given_path),
+                path,
+            )
+            self._given[section] = _with_value(
+                self._given.get(section), path[len(section) :], value
+            )
 
     def is_given(self, path: KeyPath) -> bool:
         """True if the user gave this key, a part of it, or a section that contains it."""
         return any(
-            path[: len(given)] == given or given[: len(path)] == path for given in self._given
+            path[: len(given_path)] == given_path or given_path[: len(path)] == path
+            for given_path in self._given
         )
 
     def given_value(self, path: KeyPath) -> Any:
         """The value that the user gave for this key, directly or within a section; None if there is none or it is null."""
-        found: Any = None
-        for given, value in self._given.items():
-            if path[: len(given)] == given:
-                found = value
-                for key in path[len(given) :]:
-                    found = (
-                        cast("dict[str, Any]", found).get(key) if isinstance(found, dict) else None
+        result: Any = None
+        for given_path, value in self._given.items():
+            if path[: len(given_path)] == given_path:
+                result = value
+                for key in path[len(given_path) :]:
+                    result = (
+                        cast("dict[str, Any]", result).get(key)
+                        if isinstance(result, dict)
+                        else None
                     )
-        return found
+        return result
 
     def is_open(self, path: KeyPath) -> bool:
         """True if this key may still be chosen."""
-        other = EXCLUDED_BY.get(path)
-        return not self.is_given(path) and (other is None or self.given_value(other) is None)
+        excluding_path = EXCLUDED_BY.get(path)
+        return not self.is_given(path) and (
+            excluding_path is None or self.given_value(excluding_path) is None
+        )
 
     def choose(self, path: KeyPath, value: Any, reason: str) -> None:
         """Choose a value; replaces an earlier choice for the same key."""
@@ -152,42 +164,42 @@ class Draft:
 
     def choices(self) -> Iterator[Choice]:
         """All entries of the file, with sections in the order of the schema: given, chosen, and the task's own."""
-        given = {
+        given_choices = {
             path: Choice(path, value, "given on the command line")
             for path, value in self._given.items()
             if path[0] != "task"
         }
         name = Choice(("model", "name"), self.model, "")
-        every = {name.path: name, **self.chosen, **given}
+        choices_by_path = {name.path: name, **self.chosen, **given_choices}
         schema = RunConfig if self.kind == "rl" else SftConfig
         order = list(schema.model_fields)
-        yield from sorted(every.values(), key=lambda choice: order.index(choice.path[0]))
+        yield from sorted(choices_by_path.values(), key=lambda choice: order.index(choice.path[0]))
         # Then every key of the task's section, with the task's own description as the reason.
-        known = keys_of(self.schema) if self.schema else {}
+        schema_keys = keys_of(self.schema) if self.schema else {}
         values: Mapping[str, Any] = self.load().config.task
         for key, value in values.items():
-            described = known[key].description if key in known else None
+            description = schema_keys[key].description if key in schema_keys else None
             origin = "given on the command line" if self.is_given(("task", key)) else ""
-            yield Choice(("task", key), value, described or origin)
+            yield Choice(("task", key), value, description or origin)
 
 
-def _with(section: Any, keys: KeyPath, value: Any) -> Any:
+def _with_value(section: Any, keys: KeyPath, value: Any) -> Any:
     """A section in which one value is replaced; without keys, the value itself."""
     if not keys:
         return value
     inner = cast("dict[str, Any]", section) if isinstance(section, dict) else {}
-    return {**inner, keys[0]: _with(inner.get(keys[0]), keys[1:], value)}
+    return {**inner, keys[0]: _with_value(inner.get(keys[0]), keys[1:], value)}
 
 
-def rounded_up(tokens: float, to: int = ROUND) -> int:
-    """The next multiple of `to`."""
-    return -(-int(-(-tokens // 1)) // to) * to
+def rounded_up(tokens: float, multiple: int = ROUNDING) -> int:
+    """The next multiple of `multiple`."""
+    return -(-int(-(-tokens // 1)) // multiple) * multiple
 
 
 # --- keys required by given ones -----------------------------------------------------------------
 
 
-def choose_beside_given(draft: Draft) -> None:
+def choose_required_keys(draft: Draft) -> None:
     """Choose the keys that given ones require, so that the config is valid before anything is measured. Later choices may replace them."""
     if draft.kind == "sft":
         if draft.is_given(("training", "num_train_epochs")):
@@ -201,15 +213,18 @@ def choose_beside_given(draft: Draft) -> None:
         for key in keys
         if draft.given_value(("rollout", key)) is not None
     )
-    if (first := next(kinds, None)) is not None:
-        draft.choose(("rollout", "type"), first[0], f"rollout.{first[1]} belongs to it")
+    if (match := next(kinds, None)) is not None:
+        draft.choose(("rollout", "type"), match[0], f"rollout.{match[1]} belongs to it")
     # The completion must be long enough for the given keys.
-    least, reason = _least_completion(draft)
-    chosen = draft.chosen.get(("rollout", "type"))
-    two_stage = "two_stage" in (draft.given_value(("rollout", "type")), chosen and chosen.value)
-    if least > SamplerConfig().max_completion_length and not two_stage:
-        draft.choose(("sampler", "max_completion_length"), rounded_up(least), reason)
-    minibatches = _whole(draft.given_value(("training", "minibatches")))
+    min_length, reason = _min_completion(draft)
+    chosen_type = draft.chosen.get(("rollout", "type"))
+    two_stage = "two_stage" in (
+        draft.given_value(("rollout", "type")),
+        chosen_type and chosen_type.value,
+    )
+    if min_length > SamplerConfig().max_completion_length and not two_stage:
+        draft.choose(("sampler", "max_completion_length"), rounded_up(min_length), reason)
+    minibatches = _int_or_zero(draft.given_value(("training", "minibatches")))
     if minibatches > TrainingConfig().prompts_per_step:
         path = ("training", "prompts_per_step")
         draft.choose(path, minibatches, "groups of a step, one for each of training.minibatches")
@@ -219,25 +234,30 @@ def choose_beside_given(draft: Draft) -> None:
         )
     # pass@k needs at least k samples, and a temperature at which they differ.
     ks: Any = draft.given_value(("eval", "pass_at_k"))
-    most = max(map(_whole, cast("list[Any]", ks)), default=0) if isinstance(ks, list) else 0
-    if most > 1:
-        draft.choose(("eval", "samples_per_prompt"), most, f"pass@{most} is estimated from as many")
-    samples = _whole(draft.given_value(("eval", "samples_per_prompt")))
-    restricted = (draft.given_value(("eval", key)) for key in ("top_k", "top_p", "min_p"))
-    if max(most, samples) > 1 or any(value is not None for value in restricted):
+    max_k = max(map(_int_or_zero, cast("list[Any]", ks)), default=0) if isinstance(ks, list) else 0
+    if max_k > 1:
+        draft.choose(
+            ("eval", "samples_per_prompt"), max_k, f"pass@{max_k} is estimated from as many"
+        )
+    samples = _int_or_zero(draft.given_value(("eval", "samples_per_prompt")))
+    filters = (draft.given_value(("eval", key)) for key in ("top_k", "top_p", "min_p"))
+    if max(max_k, samples) > 1 or any(value is not None for value in filters):
         draft.choose(("eval", "temperature"), 1.0, "at 0, always the most probable token is taken")
 
 
-def _least_completion(draft: Draft) -> tuple[int, str]:
+def _min_completion(draft: Draft) -> tuple[int, str]:
     """Smallest number of tokens per completion that the given keys require, and which key requires it."""
-    least = _whole(draft.given_value(("sampler", "min_completion_length")))
-    cache = _whole(draft.given_value(("algorithm", "soft_punish_cache")))
-    if CACHES * cache > least:
-        return CACHES * cache, f"{CACHES} times algorithm.soft_punish_cache, as is usual"
-    return least, "sampler.min_completion_length asks for it"
+    min_length = _int_or_zero(draft.given_value(("sampler", "min_completion_length")))
+    cache = _int_or_zero(draft.given_value(("algorithm", "soft_punish_cache")))
+    if CACHES_PER_COMPLETION * cache > min_length:
+        return (
+            CACHES_PER_COMPLETION * cache,
+            f"{CACHES_PER_COMPLETION} times algorithm.soft_punish_cache, as is usual",
+        )
+    return min_length, "sampler.min_completion_length asks for it"
 
 
-def _whole(value: Any) -> int:
+def _int_or_zero(value: Any) -> int:
     """The given integer; 0 for anything else, which the config's validation refuses."""
     return value if isinstance(value, int) and not isinstance(value, bool) else 0
 
@@ -258,7 +278,7 @@ def choose_dtype(draft: Draft, dtype: Dtype, has_bfloat16: bool) -> None:
     draft.choose(("model", "dtype"), "auto", reason)
 
 
-def choose_trained(draft: Draft, parameters: int) -> None:
+def choose_trainable(draft: Draft, parameters: int) -> None:
     """Choose an adapter or all weights, and the learning rate for it."""
     if parameters < TOY and draft.given_value(("model", "adapter")) is None:
         draft.choose(
@@ -272,15 +292,15 @@ def choose_trained(draft: Draft, parameters: int) -> None:
             16,
             f"an adapter beside {parameters:,} frozen weights; `lora: null` trains all of them",
         )
-    full = draft.load().config.lora is None
-    rate, reason = _learning_rate(draft.kind, parameters, full)
+    is_full = draft.load().config.lora is None
+    rate, reason = _learning_rate(draft.kind, parameters, is_full)
     draft.choose(("training", "learning_rate"), rate, reason)
 
 
-def _learning_rate(kind: Kind, parameters: int, full: bool) -> tuple[float, str]:
+def _learning_rate(kind: Kind, parameters: int, is_full: bool) -> tuple[float, str]:
     if parameters < TOY:
         return 1e-2, "a model as small as this takes large steps"
-    if full:
+    if is_full:
         return (1e-6 if kind == "rl" else 1e-5), "all weights are trained, which wants small steps"
     if kind == "sft":
         return 1e-4, "usual for an adapter; the first key to vary"
@@ -305,55 +325,55 @@ class Answers:
     count: int
 
 
-def wanted_completion(answers: Answers | None, turns: bool) -> tuple[int, str]:
+def choose_completion_length(answers: Answers | None, turns: bool) -> tuple[int, str]:
     """Number of tokens per completion, with the reason."""
     if answers is None and turns:
         return UNKNOWN_TURN, "tokens of one turn; the task has no example of a turn's length"
     if answers is None:
         return UNKNOWN_COMPLETION, "nothing in the task says how long answers are; look at a few"
-    known = f"the longest of {answers.count} ({answers.source}) has {answers.longest} tokens"
+    basis = f"the longest of {answers.count} ({answers.source}) has {answers.longest} tokens"
     if answers.whole:
-        return rounded_up(1.5 * answers.longest), f"{known}; half as much again"
+        return rounded_up(1.5 * answers.longest), f"{basis}; half as much again"
     return (
         rounded_up(2 * answers.longest + 48),
-        f"{known}; twice that, and room for a sentence. More if the model is to think first",
+        f"{basis}; twice that, and room for a sentence. More if the model is to think first",
     )
 
 
 def choose_lengths(
     draft: Draft,
     longest_prompt: int,
-    measured: str,
+    prompt_description: str,
     longest_completion: tuple[int, str],
     limit: int,
 ) -> None:
     """Choose lengths of prompt and completion that fit the model together.
 
-    `limit` is the model's longest text in tokens; `measured` describes the measured prompts.
+    `limit` is the model's longest text in tokens; `prompt_description` describes the measured prompts.
     """
     completion, reason = longest_completion
     space = rounded_up(longest_prompt)
     room = limit - space
-    kind, (least, why) = draft.config.rollout.type, _least_completion(draft)
-    if completion < least:
-        completion, reason = rounded_up(least), why
-    if kind == "single" and completion > room >= max(LEAST_COMPLETION, least):
+    kind, (min_length, why) = draft.config.rollout.type, _min_completion(draft)
+    if completion < min_length:
+        completion, reason = rounded_up(min_length), why
+    if kind == "single" and completion > room >= max(MIN_COMPLETION, min_length):
         completion, reason = room, f"what the model's {limit} tokens leave beside the prompt"
     if kind != "two_stage":
         draft.choose(("sampler", "max_completion_length"), completion, reason)
     config = draft.config
-    whole = config.rollout.longest(config.sampler.max_completion_length)
-    if kind == "environment" and whole > room >= config.sampler.max_completion_length:
-        whole = room
+    rollout_length = config.rollout.longest(config.sampler.max_completion_length)
+    if kind == "environment" and rollout_length > room >= config.sampler.max_completion_length:
+        rollout_length = room
         reason = f"what the model's {limit} tokens leave beside the prompt, for all turns together"
         draft.choose(("rollout", "max_rollout_length"), room, reason)
-    allowed = min(space, limit - whole)
-    if allowed < longest_prompt:
-        reason = f"{measured}, but the model's {limit} tokens leave no more; longer ones are left out and counted"
+    max_prompt = min(space, limit - rollout_length)
+    if max_prompt < longest_prompt:
+        reason = f"{prompt_description}, but the model's {limit} tokens leave no more; longer ones are left out and counted"
     else:
-        reason = f"{measured}; longer ones would be left out and counted"
-    if allowed >= 1:
-        draft.choose(("data", "max_prompt_length"), allowed, reason)
+        reason = f"{prompt_description}; longer ones would be left out and counted"
+    if max_prompt >= 1:
+        draft.choose(("data", "max_prompt_length"), max_prompt, reason)
 
 
 # --- the step ------------------------------------------------------------------------------------
@@ -379,8 +399,8 @@ def choose_step(draft: Draft, device: str, examples: int) -> None:
     )
 
 
-def choose_teacher_step(draft: Draft, rows: int, longest: int) -> None:
-    """Choose the size of a step for a supervised run with so many rows of at most `longest` tokens."""
+def choose_teacher_step(draft: Draft, rows: int, longest_row: int) -> None:
+    """Choose the size of a step for a supervised run with so many rows of at most `longest_row` tokens."""
     epochs, reason = (1, "one pass") if rows >= FEW_ROWS else (3, "three passes, as they are few,")
     draft.choose(("training", "examples_per_step"), min(16, rows), "the batch size")
     reason = f"{reason} over the {rows:,} rows"
@@ -391,7 +411,7 @@ def choose_teacher_step(draft: Draft, rows: int, longest: int) -> None:
         draft.choose(("training", "max_steps"), steps, reason)
     draft.choose(
         ("data", "max_length"),
-        max(2, longest),
+        max(2, longest_row),
         "the longest row has so many tokens; longer ones would be cut and counted",
     )
 
@@ -401,16 +421,16 @@ def choose_teacher_step(draft: Draft, rows: int, longest: int) -> None:
 
 def fit_memory(
     draft: Draft,
-    needed: Callable[[], float],
-    free: float | None,
+    planned_memory: Callable[[], float],
+    free_mib: float | None,
     budgets: Sequence[int],
     slots: Sequence[int | None] = (None,),
 ) -> None:
     """Choose the fastest settings whose plan leaves a fifth of the free memory (MiB); the most economical ones if none does.
 
-    `needed` returns the planned memory of the current draft (MiB). If `free` is None (unknown), the first settings are chosen.
+    `planned_memory` returns the planned memory of the current draft (MiB). If `free_mib` is None (unknown), the first settings are chosen.
     """
-    usable = float("inf") if free is None else NEARLY_FULL * free
+    limit = float("inf") if free_mib is None else NEARLY_FULL * free_mib
     for count in slots:
         for checkpointing in (False, True):
             for path in (("sampler", "max_num_seqs"), ("training", "gradient_checkpointing")):
@@ -422,11 +442,11 @@ def fit_memory(
                 reason = "slower, but without it a step does not fit into the free memory"
                 draft.choose(("training", "gradient_checkpointing"), True, reason)
             _choose_budget(draft, budgets[-1])
-            if needed() > usable:
+            if planned_memory() > limit:
                 continue
             for budget in budgets:
                 _choose_budget(draft, budget)
-                if needed() <= usable:
+                if planned_memory() <= limit:
                     return
 
 
@@ -437,13 +457,13 @@ def _choose_budget(draft: Draft, budget: int) -> None:
 
 def fit_time(draft: Draft, step_seconds: Callable[[], float]) -> None:
     """Choose fewer completions if a step would take over `MAX_STEP_SECONDS`; `step_seconds` is an upper bound for the current draft."""
-    fewest = max(LEAST_PROMPTS, draft.config.training.minibatches)
-    for path, least, what in (
-        (("training", "prompts_per_step"), fewest, "groups of a step"),
-        (("training", "num_generations"), LEAST_GENERATIONS, "completions of a group"),
+    min_prompts = max(MIN_PROMPTS, draft.config.training.minibatches)
+    for path, minimum, label in (
+        (("training", "prompts_per_step"), min_prompts, "groups of a step"),
+        (("training", "num_generations"), MIN_GENERATIONS, "completions of a group"),
     ):
         while step_seconds() > MAX_STEP_SECONDS and not draft.is_given(path):
             size = draft.chosen[path].value
-            if size // 2 < least:
+            if size // 2 < minimum:
                 break
-            draft.choose(path, size // 2, f"{what}; more would take minutes on this machine")
+            draft.choose(path, size // 2, f"{label}; more would take minutes on this machine")

@@ -31,29 +31,33 @@ cast("Any", _WithNull).add_representer(type(None), _null)
 
 def commands(kind: Kind, task: str, file: str) -> list[str]:
     """The commands to run with the file, in order."""
-    at, with_config = shlex.join(["--task-module", task]), shlex.join(["--config", file])
-    look = f"groupwise check {with_config} {at}" if kind == "rl" else f"groupwise check {at}"
-    examine = [f"groupwise doctor {with_config} {at}"] if kind == "rl" else []
-    train = f"groupwise {kind} {with_config} {at}"
-    return [look, *examine, f"{train} --dry-run", train]
+    task_options, with_config = shlex.join(["--task-module", task]), shlex.join(["--config", file])
+    check = (
+        f"groupwise check {with_config} {task_options}"
+        if kind == "rl"
+        else f"groupwise check {task_options}"
+    )
+    examine = [f"groupwise doctor {with_config} {task_options}"] if kind == "rl" else []
+    train = f"groupwise {kind} {with_config} {task_options}"
+    return [check, *examine, f"{train} --dry-run", train]
 
 
-def render(title: str, words: Sequence[str], choices: Iterable[Choice]) -> str:
-    """The content of the file. `title` is a sentence about it, `words` are the commands."""
+def render(title: str, command_lines: Sequence[str], choices: Iterable[Choice]) -> str:
+    """The content of the file. `title` is a sentence about it, `command_lines` are the commands."""
     content = CommentedMap()
     for choice in choices:
-        _put(content, choice)
+        _write_choice(content, choice)
     stream = io.StringIO()
     yaml: Any = YAML()
     yaml.Representer = _WithNull
     yaml.width = 10**6  # otherwise long texts are folded, which is hard to edit
     yaml.dump(content, stream)
-    head = [*textwrap.wrap(title, WIDTH), "", *words]
-    comments = "\n".join(f"# {line}".rstrip() for line in head)
+    header = [*textwrap.wrap(title, WIDTH), "", *command_lines]
+    comments = "\n".join(f"# {line}".rstrip() for line in header)
     return f"{comments}\n\n{stream.getvalue()}"
 
 
-def _put(content: Any, choice: Choice) -> None:
+def _write_choice(content: Any, choice: Choice) -> None:
     *sections, leaf = choice.path
     for section in sections:
         content = content.setdefault(section, CommentedMap())

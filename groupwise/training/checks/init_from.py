@@ -1,8 +1,8 @@
 """`groupwise init --from FILE`: translates a GRPO config of TRL, open-r1 or Unsloth into one of ours.
 
 Each value that is taken over has its origin as a comment. Keys that mean something else here, have no equivalent or cannot be read are
-reported by name, and the report lists the fate of every key. Settings that the file leaves to TRL's defaults (all weights are trained, the
-loss is `dapo`) are written out.
+reported by name, and the report lists what became of every key. Settings that the file leaves to TRL's defaults (all weights are trained,
+the loss is `dapo`) are written out.
 """
 
 from __future__ import annotations
@@ -34,23 +34,23 @@ from groupwise.training.checks.foreign_names import (
     NO_EQUAL,
     NUMBERS,
     REMARKS,
-    SAME,
+    SAME_MEANING,
     SCALES,
     SCHEDULES,
     TRL_BATCH,
     TRL_GENERATIONS,
     TRL_LEARNING_RATE,
     TRL_LENGTH,
-    WHOLE,
+    WHOLE_NUMBERS,
     WITHOUT_EFFECT,
 )
 from groupwise.training.checks.foreign_python import Unread
 from groupwise.training.checks.foreign_rewards import (
-    OF_CODE,
+    CODE_REWARDS,
     OPEN_R1_REWARDS,
     PARAMETERS,
-    entry_of,
     is_open_r1,
+    reward_entry,
 )
 from groupwise.training.checks.init_choices import Choice
 from groupwise.training.checks.init_file import render
@@ -58,8 +58,8 @@ from groupwise.training.config import RunConfig, load_config, resolved_values
 
 CODE = "init_failed"
 
-Fate = Literal["taken", "default", "no effect", "no equal", "unread"]
-"""The fate of a key: `default` equals the default on both sides; `no effect` does not influence what is learnt."""
+KeyStatus = Literal["taken", "default", "no effect", "no equal", "unread"]
+"""The status of a key: `default` equals the default on both sides; `no effect` does not influence what is learnt."""
 
 
 @dataclass(slots=True)
@@ -67,13 +67,13 @@ class Translation:
     """A foreign config during its translation."""
 
     file: Path
-    given: dict[str, Any]
+    settings: dict[str, Any]
     """The file's keys under their usual names."""
     processes: int
     open_r1: bool = False
     choices: dict[str, Choice] = field(default_factory=dict[str, Choice])
     findings: list[Finding] = field(default_factory=list[Finding])
-    fates: dict[str, Fate] = field(default_factory=dict[str, Fate])
+    key_statuses: dict[str, KeyStatus] = field(default_factory=dict[str, KeyStatus])
     chat_template: str | None = None
     """The chat template, which is written to a separate file."""
 
@@ -83,9 +83,9 @@ class Translation:
 
     def take(self, name: str, default: Any = None) -> Any:
         """The value of a foreign key, which then counts as taken."""
-        if name in self.given:
-            self.fates.setdefault(name, "taken")
-        return self.given.get(name, default)
+        if name in self.settings:
+            self.key_statuses.setdefault(name, "taken")
+        return self.settings.get(name, default)
 
     def origin(self, name: str) -> str:
         """The reason for a value that comes from the file."""
@@ -95,11 +95,11 @@ class Translation:
         """Report that a key means something else here, or has no effect."""
         self.findings.append(Finding(name, "ok", text))
 
-    def lose(self, name: str, text: str, fate: Fate = "no equal") -> None:
+    def lose(self, name: str, text: str, status: KeyStatus = "no equal") -> None:
         """Report a setting that is not taken over, and why."""
         self.findings.append(Finding(name, "warning", text))
-        if name in self.given or fate == "unread":
-            self.fates[name] = fate
+        if name in self.settings or status == "unread":
+            self.key_statuses[name] = status
 
     @property
     def names_data(self) -> bool:
@@ -119,35 +119,39 @@ def init_from(
 
     `processes` is the number of devices of the foreign run, for each of which its batch sizes count. Raises `UsageError`.
     """
-    given = read_foreign(file)
+    settings = read_foreign(file)
     target = out or file.with_name(f"{file.stem}-groupwise.yaml")
     if target.exists() and not force:
         raise UsageError(
             f"{target} exists and is kept. Give --force to write it anew, or another name with --out."
         )
-    made = translate(file, given, processes or _processes(given))
-    if made.chat_template is not None:
+    translation = translate(file, settings, processes or _device_count(settings))
+    if translation.chat_template is not None:
         template = target.with_suffix(".jinja")
-        template.write_text(made.chat_template)
-        made.choose("model.chat_template", str(template), made.origin("chat_template"))
+        template.write_text(translation.chat_template)
+        translation.choose(
+            "model.chat_template", str(template), translation.origin("chat_template")
+        )
     findings = Findings(on_finding)
-    for choice in made.choices.values():
+    for choice in translation.choices.values():
         findings.add(Finding(choice.key, "ok", json.dumps(choice.value), choice.reason))
-    findings.extend(made.findings)
-    ordered = sorted(made.choices.values(), key=lambda choice: SECTIONS.index(choice.path[0]))
-    task = "" if made.names_data else " --task-module TASK.py"
+    findings.extend(translation.findings)
+    choices = sorted(
+        translation.choices.values(), key=lambda choice: SECTIONS.index(choice.path[0])
+    )
+    task = "" if translation.names_data else " --task-module TASK.py"
     words = [
         f"groupwise check --config {target}{task}",
         f"groupwise rl --config {target}{task} --dry-run",
         f"groupwise rl --config {target}{task}",
     ]
-    target.write_text(render(f"Written by groupwise init from {file.name}.", words, ordered))
+    target.write_text(render(f"Written by groupwise init from {file.name}.", words, choices))
     config = load_config(target).config
     details = {
         "file": str(target),
         "command": "rl",
         "config": resolved_values(config),
-        "keys": made.fates,
+        "keys": translation.key_statuses,
         "next": words,
     }
     return Report(f"{target} from {file}", tuple(findings.found), CODE, details)
@@ -159,99 +163,101 @@ SECTIONS = ("model", "lora", "data", "rewards", "algorithm", "training", "sample
 # --- translating ---------------------------------------------------------------------------------
 
 
-def translate(file: Path, given: Mapping[str, Any], processes: int) -> Translation:
-    """Our choices for the foreign keys, and the fate of each key."""
-    made = Translation(file, {}, processes)
-    for name, value in given.items():
-        _read_key(made, name, value)
-    made.open_r1 = is_open_r1(given) and file.suffix not in (".py", ".ipynb")
+def translate(file: Path, settings: Mapping[str, Any], processes: int) -> Translation:
+    """Our choices for the foreign keys, and the status of each key."""
+    translation = Translation(file, {}, processes)
+    for name, value in settings.items():
+        _read_key(translation, name, value)
+    translation.open_r1 = is_open_r1(settings) and file.suffix not in (".py", ".ipynb")
     for step in (
-        _model,
-        _lora,
-        _batch,
-        _length,
-        _algorithm,
-        _schedule,
-        _optimiser,
-        _data,
-        _rewards,
-        _run,
+        _translate_model,
+        _translate_lora,
+        _translate_batch,
+        _translate_length,
+        _translate_algorithm,
+        _translate_schedule,
+        _translate_optimiser,
+        _translate_data,
+        _translate_rewards,
+        _translate_run,
     ):
-        step(made)
-    for name, key in SAME.items():
-        if name in made.given and name not in made.fates:
-            _take_same(made, name, key)
-    for name in made.given:
-        if name not in made.fates:
-            _report_not_taken(made, name)
-    _leave_out_invalid_values(made)
+        step(translation)
+    for name, key in SAME_MEANING.items():
+        if name in translation.settings and name not in translation.key_statuses:
+            _take_unchanged(translation, name, key)
+    for name in translation.settings:
+        if name not in translation.key_statuses:
+            _report_not_taken(translation, name)
+    _leave_out_invalid_values(translation)
     options = " ".join(
         [
-            *(choice.reason for choice in made.choices.values()),
-            *(f"{each.name} {each.measured}" for each in made.findings),
+            *(choice.reason for choice in translation.choices.values()),
+            *(f"{finding.name} {finding.measured}" for finding in translation.findings),
         ]
     )
-    for name, fate in made.fates.items():
-        if fate == "taken" and not re.search(rf"\b{re.escape(name)}\b", options):
-            made.fates[name] = "default"  # it set what is the default here
-    _remark_on_idle_keys(made)
-    return made
+    for name, status in translation.key_statuses.items():
+        if status == "taken" and not re.search(rf"\b{re.escape(name)}\b", options):
+            translation.key_statuses[name] = "default"  # it set what is the default here
+    _report_ineffective_keys(translation)
+    return translation
 
 
-def _remark_on_idle_keys(made: Translation) -> None:
+def _report_ineffective_keys(translation: Translation) -> None:
     """Report in one line all keys without effect, and in another all keys at their defaults."""
-    remarked = {finding.name for finding in made.findings}
-    for ended, subject, text in (
+    remarked_names = {finding.name for finding in translation.findings}
+    for outcome, subject, text in (
         ("no effect", "keys without effect", "say how it is computed or shown, not what is learnt"),
         ("default", "keys at a default", "say what is so without them"),
     ):
         names = [
-            name for name, fate in made.fates.items() if fate == ended and name not in remarked
+            name
+            for name, status in translation.key_statuses.items()
+            if status == outcome and name not in remarked_names
         ]
         if names:
-            made.remark(subject, f"{text}: {', '.join(names)}")
+            translation.remark(subject, f"{text}: {', '.join(names)}")
 
 
-def _read_key(made: Translation, name: str, value: Any) -> None:
-    """Keep a usable value; for any other, decide the fate of its key."""
-    number = _number(name, value)
-    idle = (name in WITHOUT_EFFECT and name not in ("train_dataset", "eval_dataset")) or (
-        name == "model_name_or_path" and made.file.suffix == ".py"
+def _read_key(translation: Translation, name: str, value: Any) -> None:
+    """Keep a usable value; for any other, set the status of its key."""
+    parsed_value = _parse_number(name, value)
+    has_no_effect = (name in WITHOUT_EFFECT and name not in ("train_dataset", "eval_dataset")) or (
+        name == "model_name_or_path" and translation.file.suffix == ".py"
     )
     if name in MAY_BE_NULL and (value is None or value == 0):
-        made.choose(SAME[name], None, made.origin(name))
-        made.fates[name] = "taken"
-    elif not (unfit := _unfit(name, number)):
-        if _stands_at_default(name, number):
-            made.fates[name] = "default"
+        translation.choose(SAME_MEANING[name], None, translation.origin(name))
+        translation.key_statuses[name] = "taken"
+    elif not (objection := _rejection_reason(name, parsed_value)):
+        if _is_at_default(name, parsed_value):
+            translation.key_statuses[name] = "default"
         else:
-            made.given[name] = number
+            translation.settings[name] = parsed_value
     elif name in NO_EQUAL:
-        made.lose(name, f"is not taken over: {NO_EQUAL[name]}")
-        made.fates[name] = "no equal"
-    elif idle:
-        made.fates[name] = "no effect"
+        translation.lose(name, f"is not taken over: {NO_EQUAL[name]}")
+        translation.key_statuses[name] = "no equal"
+    elif has_no_effect:
+        translation.key_statuses[name] = "no effect"
     else:
-        made.lose(name, unfit, "unread")
+        translation.lose(name, objection, "unread")
 
 
-def _processes(given: Mapping[str, Any]) -> int:
+def _device_count(settings: Mapping[str, Any]) -> int:
     """The number of devices of the run, if the file shows it: a dumped config has the number of completions of all devices and of each."""
-    counted = given.get("num_processes")
+    count = settings.get("num_processes")
     names = ("generation_batch_size", "per_device_train_batch_size", "steps_per_generation")
-    whole, device, steps = (given.get(name) for name in names)
-    if not isinstance(counted, int) and all(
-        isinstance(each, int) for each in (whole, device, steps)
+    total, device, steps = (settings.get(name) for name in names)
+    if not isinstance(count, int) and all(
+        isinstance(number, int) for number in (total, device, steps)
     ):
-        counted = cast("int", whole) // max(1, cast("int", device) * cast("int", steps))
-    return max(1, counted) if isinstance(counted, int) else 1
+        count = cast("int", total) // max(1, cast("int", device) * cast("int", steps))
+    return max(1, count) if isinstance(count, int) else 1
 
 
-def _leave_out_invalid_values(made: Translation) -> None:
+def _leave_out_invalid_values(translation: Translation) -> None:
     """Leave out the values that no config of ours can have, and report why."""
-    for _ in range(len(made.choices)):
+    for _ in range(len(translation.choices)):
         tree: dict[str, Any] = {}
-        for choice in made.choices.values():
+        for choice in translation.choices.values():
             section = tree
             for part in choice.path[:-1]:
                 section = section.setdefault(part, {})
@@ -261,27 +267,31 @@ def _leave_out_invalid_values(made: Translation) -> None:
             return
         except ConfigError as error:
             problems = re.findall(r"(?m)^config: ([\w.]+)((?: is|:) .*)", str(error))
-        refused = [(key, text) for key, text in problems if key in made.choices]
-        for key, text in dict(refused).items():
-            if key in made.choices:  # it may have been removed with another key that needs it
-                _leave_out(made, key, f"{key}{text.rstrip('.')}")
-        if not refused:
+        invalid_keys = [(key, text) for key, text in problems if key in translation.choices]
+        for key, text in dict(invalid_keys).items():
+            if (
+                key in translation.choices
+            ):  # it may have been removed with another key that needs it
+                _leave_out(translation, key, f"{key}{text.rstrip('.')}")
+        if not invalid_keys:
             return  # errors that remain are reported when the written file is read
 
 
-def _leave_out(made: Translation, key: str, why: str) -> None:
-    source = re.match(r"From ([\w.]+)", made.choices.pop(key).reason)
+def _leave_out(translation: Translation, key: str, why: str) -> None:
+    source = re.match(r"From ([\w.]+)", translation.choices.pop(key).reason)
     if source is not None:
-        made.lose(source[1], f"is not taken over: {why}", "unread")
+        translation.lose(source[1], f"is not taken over: {why}", "unread")
     if key == "model.name":
-        made.choose(key, "tiny", "Put yours here.")
+        translation.choose(key, "tiny", "Put yours here.")
     if key in ("data.dataset_name", "data.dataset_mixture"):
-        for other in [each for each in made.choices if each.startswith("data.")]:
-            if other.removeprefix("data.") in DatasetConfig.model_fields:
-                _leave_out(made, other, "nothing says where the rows come from")
+        for other_key in [
+            chosen_key for chosen_key in translation.choices if chosen_key.startswith("data.")
+        ]:
+            if other_key.removeprefix("data.") in DatasetConfig.model_fields:
+                _leave_out(translation, other_key, "nothing says where the rows come from")
 
 
-def _number(name: str, value: Any) -> Any:
+def _parse_number(name: str, value: Any) -> Any:
     """A number that is written as text, because TRL's YAML reads 1e-6 as text."""
     if name in NUMBERS and isinstance(value, str):
         try:
@@ -291,7 +301,7 @@ def _number(name: str, value: Any) -> Any:
     return value
 
 
-def _stands_at_default(name: str, value: Any) -> bool:
+def _is_at_default(name: str, value: Any) -> bool:
     """True if a key changes nothing: it is empty, or has the default of both TRL and this package."""
     if value is None or (isinstance(value, str | list | dict) and not value):
         return True
@@ -301,7 +311,7 @@ def _stands_at_default(name: str, value: Any) -> bool:
     )
 
 
-def _unfit(name: str, value: Any) -> str | None:
+def _rejection_reason(name: str, value: Any) -> str | None:
     """Why a value cannot be taken over; None if it can."""
     if isinstance(value, Unread):
         return f"is not taken over: {value.explanation}. {value.remedy}"
@@ -309,427 +319,475 @@ def _unfit(name: str, value: Any) -> str | None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value):
         return f"is not taken over: {value!r:.40} is no number. Edit the written config"
-    if name in WHOLE and value != int(value) and not (name == "warmup_steps" and 0 < value < 1):
+    if (
+        name in WHOLE_NUMBERS
+        and value != int(value)
+        and not (name == "warmup_steps" and 0 < value < 1)
+    ):
         return f"is not taken over: {value} is a share of the run there; here it is a whole number"
-    if name in WHOLE and value == 0 and name not in MAY_BE_ZERO:
+    if name in WHOLE_NUMBERS and value == 0 and name not in MAY_BE_ZERO:
         return "is not taken over: it must be at least 1"
     return None
 
 
-def _take_same(made: Translation, name: str, key: str) -> None:
+def _take_unchanged(translation: Translation, name: str, key: str) -> None:
     """Take a value whose key has the same meaning here, if our section has that key."""
-    section, _, own = key.partition(".")
-    algorithm = made.choices.get("algorithm.type")
-    knobs = {each.name for each in fields(ALGORITHMS[algorithm.value if algorithm else "dapo"])}
-    if section == "data" and own in DatasetConfig.model_fields and not made.names_data:
-        made.lose(
+    section, _, own_key = key.partition(".")
+    algorithm = translation.choices.get("algorithm.type")
+    knobs = {knob.name for knob in fields(ALGORITHMS[algorithm.value if algorithm else "dapo"])}
+    if section == "data" and own_key in DatasetConfig.model_fields and not translation.names_data:
+        translation.lose(
             name,
             f"is not taken over: {key} has no effect until data.dataset_name says where the rows come from",
         )
-    elif section == "algorithm" and own not in knobs:
-        made.lose(name, f"is not taken over: {made.choices['algorithm.type'].value} has no {own}")
+    elif section == "algorithm" and own_key not in knobs:
+        translation.lose(
+            name,
+            f"is not taken over: {translation.choices['algorithm.type'].value} has no {own_key}",
+        )
     else:
-        made.choose(key, made.take(name), made.origin(name))
+        translation.choose(key, translation.take(name), translation.origin(name))
 
 
-def _choose_or_default(made: Translation, key: str, name: str, default: Any) -> Any:
+def _choose_or_default(translation: Translation, key: str, name: str, default: Any) -> Any:
     """Write a foreign key's value under ours, or TRL's default if the file lacks the key. Returns the value."""
-    reason = made.origin(name) if name in made.given else "TRL's default."
-    value = made.take(name, default)
-    made.choose(key, value, reason)
+    reason = translation.origin(name) if name in translation.settings else "TRL's default."
+    value = translation.take(name, default)
+    translation.choose(key, value, reason)
     return value
 
 
-def _report_not_taken(made: Translation, name: str) -> None:
+def _report_not_taken(translation: Translation, name: str) -> None:
     """Report a key that is not taken over."""
-    value = made.given[name]
+    value = translation.settings[name]
     advice = foreign_advice(RunConfig, name)
     if name in NO_EQUAL:
-        made.lose(name, f"is not taken over: {NO_EQUAL[name]}")
+        translation.lose(name, f"is not taken over: {NO_EQUAL[name]}")
     elif name in WITHOUT_EFFECT or name.startswith("unsloth_"):
-        made.fates[name] = "no effect"
+        translation.key_statuses[name] = "no effect"
         if name in REMARKS and value is not False:
-            made.remark(name, REMARKS[name])
+            translation.remark(name, REMARKS[name])
     elif advice:
-        made.lose(name, f"is not taken over: {advice}")
+        translation.lose(name, f"is not taken over: {advice}")
     else:
-        made.lose(name, "is not taken over: nothing here has that name")
+        translation.lose(name, "is not taken over: nothing here has that name")
 
 
-def _model(made: Translation) -> None:
-    if "model_name_or_path" not in made.given:
-        made.choose("model.name", "tiny", f"{made.file.name} names no model: put yours here.")
-        if "model_name_or_path" not in {finding.name for finding in made.findings}:
-            made.lose(
+def _translate_model(translation: Translation) -> None:
+    if "model_name_or_path" not in translation.settings:
+        translation.choose(
+            "model.name", "tiny", f"{translation.file.name} names no model: put yours here."
+        )
+        if "model_name_or_path" not in {finding.name for finding in translation.findings}:
+            translation.lose(
                 "model_name_or_path",
                 "is not in the file: model.name is `tiny` until you name yours",
             )
-    if made.given.get("load_in_4bit") or made.given.get("load_in_8bit"):
-        made.choose("model.backend", "unsloth", "Weights in 4 or 8 bits are held by this backend.")
-    if (checkpointing := made.take("gradient_checkpointing")) is not None:
-        made.choose(
+    if translation.settings.get("load_in_4bit") or translation.settings.get("load_in_8bit"):
+        translation.choose(
+            "model.backend", "unsloth", "Weights in 4 or 8 bits are held by this backend."
+        )
+    if (checkpointing := translation.take("gradient_checkpointing")) is not None:
+        translation.choose(
             "training.gradient_checkpointing",
             bool(checkpointing),
-            made.origin("gradient_checkpointing"),
+            translation.origin("gradient_checkpointing"),
         )
-    template = made.take("chat_template")
+    template = translation.take("chat_template")
     if isinstance(template, str):
         if "{" in template:
-            made.chat_template = template
+            translation.chat_template = template
         else:
-            made.choose("model.chat_template", template, made.origin("chat_template"))
+            translation.choose("model.chat_template", template, translation.origin("chat_template"))
 
 
-def _lora(made: Translation) -> None:
-    call = made.given.pop("lora_call", "")
-    made.fates.pop("lora_call", None)
+def _translate_lora(translation: Translation) -> None:
+    call = translation.settings.pop("lora_call", "")
+    translation.key_statuses.pop("lora_call", None)
     keys = ("lora_r", "lora_alpha", "lora_target_modules", "use_peft")
-    source_key = "full_finetuning" if made.take("full_finetuning") else "use_peft"
-    whole = source_key == "full_finetuning" or made.fates.get("use_peft") == "default"
-    if whole or not (call or any(key in made.given for key in keys)):
-        made.choose(
+    source_key = "full_finetuning" if translation.take("full_finetuning") else "use_peft"
+    is_full = (
+        source_key == "full_finetuning" or translation.key_statuses.get("use_peft") == "default"
+    )
+    if is_full or not (call or any(key in translation.settings for key in keys)):
+        translation.choose(
             "lora",
             None,
-            made.origin(source_key)
-            if source_key in made.given
+            translation.origin(source_key)
+            if source_key in translation.settings
             else "TRL trains all weights where neither use_peft nor a LoraConfig says otherwise.",
         )
         for name in ("lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "use_rslora"):
-            if name in made.given:
-                made.fates[name] = "default"
+            if name in translation.settings:
+                translation.key_statuses[name] = "default"
         return
-    if made.take("use_peft"):
-        made.remark("use_peft", "trains an adapter, as the section lora does here")
+    if translation.take("use_peft"):
+        translation.remark("use_peft", "trains an adapter, as the section lora does here")
     elif call == "":
-        made.remark(
+        translation.remark(
             "use_peft",
             "is not in the file, where TRL trains all weights: lora is taken for what is meant",
         )
     for key, default in zip(("r", "alpha", "dropout"), LORA_DEFAULTS[call], strict=True):
         origin = f"The default of {call or 'TRL'}."
         name = f"lora_{key}"
-        value = made.take(name, default)
-        if name in made.given or key != "dropout" or default:
-            made.choose(f"lora.{key}", value, made.origin(name) if name in made.given else origin)
-    modules = made.take("lora_target_modules")
+        value = translation.take(name, default)
+        if name in translation.settings or key != "dropout" or default:
+            translation.choose(
+                f"lora.{key}",
+                value,
+                translation.origin(name) if name in translation.settings else origin,
+            )
+    modules = translation.take("lora_target_modules")
     if modules:
-        every = modules in ("all-linear", ["all-linear"])
-        listed = cast("list[Any]", modules) if isinstance(modules, list) else [modules]
-        made.choose(
+        all_linear = modules in ("all-linear", ["all-linear"])
+        module_names = cast("list[Any]", modules) if isinstance(modules, list) else [modules]
+        translation.choose(
             "lora.target_modules",
-            "all-linear" if every else listed,
-            made.origin("lora_target_modules"),
+            "all-linear" if all_linear else module_names,
+            translation.origin("lora_target_modules"),
         )
     elif call != "get_peft_model":
-        made.remark(
+        translation.remark(
             "lora_target_modules",
             "is not in the file, where peft then takes few layers, mostly q_proj and v_proj; lora.target_modules takes every linear layer",
         )
 
 
-def _batch(made: Translation) -> None:
+def _translate_batch(translation: Translation) -> None:
     """Translate the batch size: a step of TRL has per_device_train_batch_size × gradient_accumulation_steps × processes completions."""
     generations = _choose_or_default(
-        made, "training.num_generations", "num_generations", TRL_GENERATIONS
+        translation, "training.num_generations", "num_generations", TRL_GENERATIONS
     )
-    device, accumulated = (
-        made.take("per_device_train_batch_size", TRL_BATCH),
-        made.take("gradient_accumulation_steps", 1),
+    device, accumulation = (
+        translation.take("per_device_train_batch_size", TRL_BATCH),
+        translation.take("gradient_accumulation_steps", 1),
     )
-    completions = device * accumulated * made.processes
+    completions = device * accumulation * translation.processes
     prompts = Fraction(completions, generations)
-    whole = max(1, round(prompts))
-    made.choose(
+    prompt_count = max(1, round(prompts))
+    translation.choose(
         "training.prompts_per_step",
-        whole,
-        f"per_device_train_batch_size {device} × gradient_accumulation_steps {accumulated} × {made.processes} processes ÷ num_generations "
-        f"{generations}.",
+        prompt_count,
+        f"per_device_train_batch_size {device} × gradient_accumulation_steps {accumulation} × {translation.processes} processes ÷ "
+        f"num_generations {generations}.",
     )
-    if prompts != whole:
-        made.remark(
+    if prompts != prompt_count:
+        translation.remark(
             "per_device_train_batch_size",
-            f"{completions} completions are no whole groups of {generations}: a step has {whole} groups",
+            f"{completions} completions are no whole groups of {generations}: a step has {prompt_count} groups",
         )
-    sampled = made.take("generation_batch_size")
-    steps = made.take("steps_per_generation")
-    if sampled is not None and steps is not None:
+    generation_batch = translation.take("generation_batch_size")
+    steps = translation.take("steps_per_generation")
+    if generation_batch is not None and steps is not None:
         # A dumped config has both; steps_per_generation suffices.
-        made.fates["generation_batch_size"] = "default"
-    elif sampled is not None:
-        steps = Fraction(sampled, device * made.processes)
-    reuse = Fraction(accumulated if steps is None else steps, accumulated)
+        translation.key_statuses["generation_batch_size"] = "default"
+    elif generation_batch is not None:
+        steps = Fraction(generation_batch, device * translation.processes)
+    reuse = Fraction(accumulation if steps is None else steps, accumulation)
     name = (
-        "steps_per_generation" if "steps_per_generation" in made.given else "generation_batch_size"
+        "steps_per_generation"
+        if "steps_per_generation" in translation.settings
+        else "generation_batch_size"
     )
     if reuse > 1 and reuse.denominator == 1:
-        made.choose(
+        translation.choose(
             "training.minibatches",
             int(reuse),
             f"{name} over gradient_accumulation_steps: updates for each generation.",
         )
-        made.choose(
+        translation.choose(
             "training.prompts_per_step",
             max(int(reuse), round(prompts * reuse)),
             "All groups that are sampled before these updates.",
         )
     elif reuse < 1:
-        made.remark(
+        translation.remark(
             name,
-            f"{made.given[name]} has a step's completions drawn in several goes, by the same weights; here it is one",
+            f"{translation.settings[name]} has a step's completions drawn in several goes, by the same weights; here it is one",
         )
     elif reuse > 1:
-        made.lose(
+        translation.lose(
             name,
-            f"{made.given[name]} is not taken over: that makes {reuse} updates of what is sampled at once, and here it is a whole number",
+            f"{translation.settings[name]} is not taken over: that makes {reuse} updates of what is sampled at once, and here it is a "
+            "whole number",
         )
 
 
-def _length(made: Translation) -> None:
-    _choose_or_default(made, "sampler.max_completion_length", "max_completion_length", TRL_LENGTH)
-    steps = made.take("max_steps", -1)
+def _translate_length(translation: Translation) -> None:
+    _choose_or_default(
+        translation, "sampler.max_completion_length", "max_completion_length", TRL_LENGTH
+    )
+    steps = translation.take("max_steps", -1)
     if steps > 0:
-        made.choose("training.max_steps", int(steps), made.origin("max_steps"))
-        if "num_train_epochs" in made.given:
-            made.fates["num_train_epochs"] = "default"
+        translation.choose("training.max_steps", int(steps), translation.origin("max_steps"))
+        if "num_train_epochs" in translation.settings:
+            translation.key_statuses["num_train_epochs"] = "default"
     else:
-        made.choose("training.max_steps", None, "Epochs say how long.")
-        _choose_or_default(made, "training.num_train_epochs", "num_train_epochs", 3)
-    if stop := made.take("stop"):
+        translation.choose("training.max_steps", None, "Epochs say how long.")
+        _choose_or_default(translation, "training.num_train_epochs", "num_train_epochs", 3)
+    if stop := translation.take("stop"):
         texts = cast("list[Any]", stop) if isinstance(stop, list) else [stop]
-        made.choose("sampler.stop", texts, made.origin("stop"))
+        translation.choose("sampler.stop", texts, translation.origin("stop"))
 
 
-def _algorithm(made: Translation) -> None:
-    loss = str(made.take("loss_type", "dapo"))
-    level = made.take("importance_sampling_level", "token")
+def _translate_algorithm(translation: Translation) -> None:
+    loss = str(translation.take("loss_type", "dapo"))
+    level = translation.take("importance_sampling_level", "token")
     kind = "gspo" if level == "sequence" else LOSSES.get(loss)
     origin = "importance_sampling_level sequence" if kind == "gspo" else f"loss_type {loss}"
     if level not in ("token", "sequence"):
-        made.lose(
+        translation.lose(
             "importance_sampling_level",
             f"{level} is not taken over: there are token, and sequence as gspo",
         )
     if kind is None:
-        made.lose(
+        translation.lose(
             "loss_type",
             f"{loss} is no algorithm here: there are {', '.join(LOSSES)}, and `dapo` stands in its place",
         )
         kind = "dapo"
     if kind == "dapo":
-        given = "loss_type" in made.given
-        reason = f"From {origin}." if given else f"{origin}: the loss that TRL has by default."
-        made.choose("algorithm.preset", "trl_default", reason)
+        is_given = "loss_type" in translation.settings
+        reason = f"From {origin}." if is_given else f"{origin}: the loss that TRL has by default."
+        translation.choose("algorithm.preset", "trl_default", reason)
         if loss == "bnpo":
-            made.remark(
+            translation.remark(
                 "loss_type",
                 "bnpo divides by the tokens of each device's batch; here it is all tokens of the step",
             )
     else:
-        made.choose("algorithm.type", kind, f"From {origin}.")
+        translation.choose("algorithm.type", kind, f"From {origin}.")
     if kind == "gspo" and loss != "grpo":
-        made.remark(
+        translation.remark(
             "loss_type",
-            f"{loss}{'' if 'loss_type' in made.given else ', as TRL has it without that key,'} "
+            f"{loss}{'' if 'loss_type' in translation.settings else ', as TRL has it without that key,'} "
             f"{LOSS_DIVISORS.get(loss, 'is another loss')} there; gspo here takes the mean of each rollout's tokens, and of the rollouts",
         )
-    scale = made.take("scale_rewards")
+    scale = translation.take("scale_rewards")
     if kind == "dr_grpo":
         if scale not in (False, "none"):
-            made.remark(
+            translation.remark(
                 "scale_rewards",
                 f"{'group, as TRL has it without that key' if scale is None else scale}, divides by the spread of rewards there; dr_grpo "
                 "here never does. `algorithm.type: grpo` does, and divides by each rollout's length",
             )
     elif scale is not None:
-        made.choose(
-            "algorithm.scale_rewards", SCALES.get(str(scale), "group"), made.origin("scale_rewards")
+        translation.choose(
+            "algorithm.scale_rewards",
+            SCALES.get(str(scale), "group"),
+            translation.origin("scale_rewards"),
         )
         if str(scale) not in SCALES:
-            made.lose(
+            translation.lose(
                 "scale_rewards", f"{scale!r:.40} is not taken over: there are group, batch, none"
             )
-    _clip(made, kind)
-    _correction(made)
+    _translate_clip(translation, kind)
+    _translate_correction(translation)
 
 
-def _clip(made: Translation, kind: str) -> None:
+def _translate_clip(translation: Translation, kind: str) -> None:
     """Translate the clip range for algorithms with another default or notation."""
     if kind == "gspo":
-        _choose_or_default(made, "algorithm.epsilon", "epsilon", 0.2)
-        high = "epsilon_high" if "epsilon_high" in made.given else "epsilon"
-        _choose_or_default(made, "algorithm.epsilon_high", high, 0.2)
+        _choose_or_default(translation, "algorithm.epsilon", "epsilon", 0.2)
+        high = "epsilon_high" if "epsilon_high" in translation.settings else "epsilon"
+        _choose_or_default(translation, "algorithm.epsilon_high", high, 0.2)
     elif kind == "cispo":
-        if isinstance(cap := made.take("epsilon_high"), int | float) and cap > 1:
-            made.choose(
+        if isinstance(cap := translation.take("epsilon_high"), int | float) and cap > 1:
+            translation.choose(
                 "algorithm.epsilon_high",
                 cap - 1,
-                f"{made.origin('epsilon_high')} There it is the largest weight, here what it may have above 1.",
+                f"{translation.origin('epsilon_high')} There it is the largest weight, here what it may have above 1.",
             )
         else:
-            made.lose(
+            translation.lose(
                 "epsilon_high",
                 f"{'TRL without it' if cap is None else cap} caps each weight below 1; here the cap is 5, algorithm.epsilon_high 4",
             )
 
 
-def _correction(made: Translation) -> None:
+def _translate_correction(translation: Translation) -> None:
     """Translate TRL's correction for differences between vLLM's and the learner's log-probabilities."""
     names = [
-        f"vllm_importance_sampling_{each}" for each in ("correction", "mode", "cap", "clip_min")
+        f"vllm_importance_sampling_{suffix}" for suffix in ("correction", "mode", "cap", "clip_min")
     ]
-    correction, mode, cap, _ = map(made.take, names)
-    if not made.given.get("use_vllm") or not correction:
+    correction, mode, cap, _ = map(translation.take, names)
+    if not translation.settings.get("use_vllm") or not correction:
         for name in names:
-            if name in made.given:
-                made.fates[name] = "default"
+            if name in translation.settings:
+                translation.key_statuses[name] = "default"
         return
-    made.choose(
+    translation.choose(
         "algorithm.importance_sampling_correction",
         mode or "sequence_mask",
-        made.origin(names[1] if mode else names[0])
+        translation.origin(names[1] if mode else names[0])
         + " TRL corrects for differences between vLLM and the learner.",
     )
     if cap is not None:
-        made.choose("algorithm.importance_sampling_cap", cap, made.origin(names[2]))
-    if names[3] in made.given:
-        made.lose(names[3], "is not taken over: ratios have a cap alone")
+        translation.choose("algorithm.importance_sampling_cap", cap, translation.origin(names[2]))
+    if names[3] in translation.settings:
+        translation.lose(names[3], "is not taken over: ratios have a cap alone")
 
 
-def _schedule(made: Translation) -> None:
-    _choose_or_default(made, "training.learning_rate", "learning_rate", TRL_LEARNING_RATE)
-    schedule = str(made.take("lr_scheduler_type", "linear")).rpartition(".")[2].lower()
-    given = made.take("lr_scheduler_kwargs", {})
-    if isinstance(given, str):
+def _translate_schedule(translation: Translation) -> None:
+    _choose_or_default(translation, "training.learning_rate", "learning_rate", TRL_LEARNING_RATE)
+    schedule = str(translation.take("lr_scheduler_type", "linear")).rpartition(".")[2].lower()
+    scheduler_args = translation.take("lr_scheduler_kwargs", {})
+    if isinstance(scheduler_args, str):
         with suppress(ValueError):
-            given = json.loads(given)
-    course, same, other = SCHEDULES.get(schedule, ("linear", {}, "is no course of transformers"))
-    if "lr_scheduler_type" in made.given:
-        made.choose("training.lr_scheduler_type", course, made.origin("lr_scheduler_type"))
-        if other:
-            made.lose("lr_scheduler_type", f"{schedule} {other}; {course} stands in its place")
-    odd = (
+            scheduler_args = json.loads(scheduler_args)
+    scheduler, default_args, difference = SCHEDULES.get(
+        schedule, ("linear", {}, "is no course of transformers")
+    )
+    if "lr_scheduler_type" in translation.settings:
+        translation.choose(
+            "training.lr_scheduler_type", scheduler, translation.origin("lr_scheduler_type")
+        )
+        if difference:
+            translation.lose(
+                "lr_scheduler_type", f"{schedule} {difference}; {scheduler} stands in its place"
+            )
+    unsupported_args = (
         {
             name: value
-            for name, value in cast("Mapping[str, Any]", given).items()
-            if value != same.get(name)
+            for name, value in cast("Mapping[str, Any]", scheduler_args).items()
+            if value != default_args.get(name)
         }
-        if isinstance(given, Mapping)
-        else cast("Any", given)
+        if isinstance(scheduler_args, Mapping)
+        else cast("Any", scheduler_args)
     )
-    if odd:
+    if unsupported_args:
         floor = (
-            "cosine ends at 0 here" if "min_lr" in str(odd) else f"{course} has no such argument"
+            "cosine ends at 0 here"
+            if "min_lr" in str(unsupported_args)
+            else f"{scheduler} has no such argument"
         )
-        made.lose("lr_scheduler_kwargs", f"{odd!r:.80} is not taken over: {floor}")
-    _warm_up(made, schedule)
+        translation.lose(
+            "lr_scheduler_kwargs", f"{unsupported_args!r:.80} is not taken over: {floor}"
+        )
+    _translate_warmup(translation, schedule)
 
 
-def _warm_up(made: Translation, schedule: str) -> None:
-    warmup = made.take("warmup_steps", 0)
-    if "warmup_steps" in made.given:
+def _translate_warmup(translation: Translation, schedule: str) -> None:
+    warmup = translation.take("warmup_steps", 0)
+    if "warmup_steps" in translation.settings:
         key = "warmup_ratio" if warmup < 1 else "warmup_steps"
-        made.choose(f"training.{key}", warmup, made.origin("warmup_steps"))
-        if "warmup_ratio" in made.given:
-            made.fates["warmup_ratio"] = "default"  # the steps have priority, in TRL as well
-    if schedule == "constant" and made.given.keys() & {"warmup_steps", "warmup_ratio"}:
+        translation.choose(f"training.{key}", warmup, translation.origin("warmup_steps"))
+        if "warmup_ratio" in translation.settings:
+            translation.key_statuses["warmup_ratio"] = (
+                "default"  # the steps have priority, in TRL as well
+            )
+    if schedule == "constant" and translation.settings.keys() & {"warmup_steps", "warmup_ratio"}:
         for name in ("warmup_steps", "warmup_ratio"):
-            made.choices.pop(f"training.{name}", None)
-            if name in made.given:
-                made.fates[name] = "default"
-        made.remark(
+            translation.choices.pop(f"training.{name}", None)
+            if name in translation.settings:
+                translation.key_statuses[name] = "default"
+        translation.remark(
             "lr_scheduler_type", "constant has no warm-up in transformers, so none is taken over"
         )
 
 
-def _optimiser(made: Translation) -> None:
-    optimiser = str(made.take("optim", "adamw"))
+def _translate_optimiser(translation: Translation) -> None:
+    optimiser = str(translation.take("optim", "adamw"))
     if "adamw" not in optimiser:
-        made.lose("optim", f"{optimiser} is not taken over: the optimiser is AdamW")
+        translation.lose("optim", f"{optimiser} is not taken over: the optimiser is AdamW")
     elif "8bit" in optimiser:
-        made.remark(
+        translation.remark(
             "optim", f"{optimiser} holds its state in 8 bits; AdamW does so in float32 here"
         )
 
 
-def _rewards(made: Translation) -> None:
-    names = made.take("reward_funcs", list(OPEN_R1_REWARDS) if made.open_r1 else [])
-    listed = cast("list[Any]", names) if isinstance(names, list) else [names]
-    module = made.file.name if made.file.suffix == ".py" else "rewards.py"
-    ours: list[Any] = []
+def _translate_rewards(translation: Translation) -> None:
+    names = translation.take("reward_funcs", list(OPEN_R1_REWARDS) if translation.open_r1 else [])
+    reward_names = cast("list[Any]", names) if isinstance(names, list) else [names]
+    module = translation.file.name if translation.file.suffix == ".py" else "rewards.py"
+    entries: list[Any] = []
     weights: list[Any] = []
-    for name, weight in zip(listed, _weights(made, len(listed)), strict=True):
-        entry, remark, lost = entry_of(name, module, made.given, made.open_r1)
-        if entry is not None and entry in ours:
-            remark, lost = (
+    for name, weight in zip(
+        reward_names, _reward_weights(translation, len(reward_names)), strict=True
+    ):
+        entry, remark, is_lost = reward_entry(
+            name, module, translation.settings, translation.open_r1
+        )
+        if entry is not None and entry in entries:
+            remark, is_lost = (
                 f"`{name}` is not taken over: `{entry}` does the same, and is there already",
                 True,
             )
         elif entry is not None:
-            ours.append(entry)
+            entries.append(entry)
             weights.append(weight)
         if remark:
-            (made.lose if lost else made.remark)("reward_funcs", remark)
-    _choose_rewards(made, ours, weights)
-    if made.file.suffix == ".ipynb" and any(str(name).startswith(":") for name in listed):
-        made.remark(
+            (translation.lose if is_lost else translation.remark)("reward_funcs", remark)
+    _choose_rewards(translation, entries, weights)
+    if translation.file.suffix == ".ipynb" and any(
+        str(name).startswith(":") for name in reward_names
+    ):
+        translation.remark(
             "reward_funcs",
             f"are functions of the notebook: write them into {module} beside the config",
         )
-    if made.open_r1 and made.names_data and {*OF_CODE} & {*map(str, listed)}:
-        made.choose(
+    if (
+        translation.open_r1
+        and translation.names_data
+        and {*CODE_REWARDS} & {*map(str, reward_names)}
+    ):
+        translation.choose(
             "data.columns",
             {"test_cases": "verification_info.test_cases"},
             "Where the data of open-r1 have the tests of code.",
         )
-    _warn_of_scripts(made, {str(each).rpartition(":")[0] for each in ours})
+    _warn_of_scripts(translation, {str(item).rpartition(":")[0] for item in entries})
 
 
-def _choose_rewards(made: Translation, ours: list[Any], weights: list[Any]) -> None:
+def _choose_rewards(translation: Translation, rewards: list[Any], weights: list[Any]) -> None:
     # Keys of the file that became parameters of a reward are taken; the others equal the default.
-    entries = [cast("dict[str, Any]", each) for each in ours if isinstance(each, dict)]
+    dict_entries = [cast("dict[str, Any]", entry) for entry in rewards if isinstance(entry, dict)]
     entries_text: list[str] = []
     for reward, parameters in PARAMETERS.items():
         for name, (key, _) in parameters.items():
-            if name in made.given:
-                used = any(each["name"] == reward and key in each for each in entries)
-                made.fates.setdefault(name, "taken" if used else "default")
-                entries_text += [name] if used else []
-    if not ours:
-        if "reward_weights" in made.given:
-            made.lose("reward_weights", "is not taken over: no reward is left that it weighs")
+            if name in translation.settings:
+                is_used = any(entry["name"] == reward and key in entry for entry in dict_entries)
+                translation.key_statuses.setdefault(name, "taken" if is_used else "default")
+                entries_text += [name] if is_used else []
+    if not rewards:
+        if "reward_weights" in translation.settings:
+            translation.lose(
+                "reward_weights", "is not taken over: no reward is left that it weighs"
+            )
         return
-    given = "reward_funcs" in made.given
-    origin = made.origin("reward_funcs") if given else "open-r1's default."
+    is_given = "reward_funcs" in translation.settings
+    origin = translation.origin("reward_funcs") if is_given else "open-r1's default."
     if entries_text:
         origin += f" Their parameters are from {', '.join(entries_text)}."
-    made.choose("rewards.reward_funcs", ours, origin)
-    made.fates |= {"reward_funcs": "taken"} if given else {}
+    translation.choose("rewards.reward_funcs", rewards, origin)
+    translation.key_statuses |= {"reward_funcs": "taken"} if is_given else {}
     if None not in weights:
-        made.choose("rewards.reward_weights", weights, made.origin("reward_weights"))
+        translation.choose("rewards.reward_weights", weights, translation.origin("reward_weights"))
 
 
-def _weights(made: Translation, number: int) -> list[Any]:
+def _reward_weights(translation: Translation, count: int) -> list[Any]:
     """The weight of each reward, in order; all None if the file has no usable weights."""
-    weights = made.take("reward_weights")
+    weights = translation.take("reward_weights")
     if weights is None:
-        return [None] * number
-    given = cast("list[Any]", weights) if isinstance(weights, list) else [weights]
-    numbers = all(isinstance(each, int | float) for each in given)
-    if len(given) == number and numbers:
-        return given
-    made.lose(
+        return [None] * count
+    weight_list = cast("list[Any]", weights) if isinstance(weights, list) else [weights]
+    numbers = all(isinstance(weight, int | float) for weight in weight_list)
+    if len(weight_list) == count and numbers:
+        return weight_list
+    translation.lose(
         "reward_weights",
-        f"{weights!r:.60} is not taken over: there are {number} rewards, and each has one number",
+        f"{weights!r:.60} is not taken over: there are {count} rewards, and each has one number",
     )
-    return [None] * number
+    return [None] * count
 
 
-def _warn_of_scripts(made: Translation, modules: set[str]) -> None:
-    for module in sorted(each for each in modules if each.endswith(".py")):
-        path = made.file.parent / module
+def _warn_of_scripts(translation: Translation, modules: set[str]) -> None:
+    for module in sorted(name for name in modules if name.endswith(".py")):
+        path = translation.file.parent / module
         statement = trains_when_imported(path.read_bytes()) if path.is_file() else None
         if statement is not None:
-            made.findings.append(
+            translation.findings.append(
                 Finding(
                     "reward_funcs",
                     "warning",
@@ -740,121 +798,142 @@ def _warn_of_scripts(made: Translation, modules: set[str]) -> None:
             )
 
 
-def _data(made: Translation) -> None:
-    name = "dataset_mixture" if "dataset_mixture" in made.given else "datasets"
-    mixture: Any = made.take(name)
+def _translate_data(translation: Translation) -> None:
+    name = "dataset_mixture" if "dataset_mixture" in translation.settings else "datasets"
+    mixture: Any = translation.take(name)
     if isinstance(mixture, list):  # in TRL, the keys of a mixture are at the top level
         mixture = {
             "datasets": cast("Any", mixture),
-            "test_split_size": made.take("test_split_size"),
+            "test_split_size": translation.take("test_split_size"),
         }
-    whole = cast("Mapping[str, Any]", mixture if isinstance(mixture, Mapping) else {})
-    sets = list(_sets(made, name, whole.get("datasets")))
+    options = cast("Mapping[str, Any]", mixture if isinstance(mixture, Mapping) else {})
+    sets = list(_translate_datasets(translation, name, options.get("datasets")))
     if sets:
-        made.choose("data.dataset_mixture", sets, made.origin(name))
+        translation.choose("data.dataset_mixture", sets, translation.origin(name))
         for key in ("seed", "test_split_size"):
-            if (value := whole.get(key)) is not None:
-                made.choose(f"data.{key}", value, made.origin(f"{name}, {key},"))
+            if (value := options.get(key)) is not None:
+                translation.choose(f"data.{key}", value, translation.origin(f"{name}, {key},"))
         for key in ("dataset_name", "dataset_config", "dataset_test_split"):
-            if key in made.given:
-                made.lose(key, f"is not taken over: {name} names the data")
-    elif "dataset_name" in made.given:
-        made.choose("data.dataset_name", made.take("dataset_name"), made.origin("dataset_name"))
+            if key in translation.settings:
+                translation.lose(key, f"is not taken over: {name} names the data")
+    elif "dataset_name" in translation.settings:
+        translation.choose(
+            "data.dataset_name",
+            translation.take("dataset_name"),
+            translation.origin("dataset_name"),
+        )
     if mixture is not None and not sets:
-        made.lose(name, f"{mixture!r:.40} is not taken over: it holds no sets")
-    if made.open_r1 and made.names_data:
-        made.choose(
+        translation.lose(name, f"{mixture!r:.40} is not taken over: it holds no sets")
+    if translation.open_r1 and translation.names_data:
+        translation.choose(
             "data.prompt_format", "chat", "open-r1 makes each prompt what a user says in a chat."
         )
 
 
-def _evaluates(made: Translation) -> bool:
-    return made.given.get("eval_strategy", "no") not in ("no", False)
+def _evaluates(translation: Translation) -> bool:
+    return translation.settings.get("eval_strategy", "no") not in ("no", False)
 
 
-def _sets(made: Translation, name: str, several: Any) -> Iterator[dict[str, Any]]:
+def _translate_datasets(
+    translation: Translation, name: str, datasets: Any
+) -> Iterator[dict[str, Any]]:
     """The datasets of a mixture, in the notation of open-r1 (`id`, `config`) or TRL (`path`, `name`)."""
-    for each in cast("Sequence[Any]", several if isinstance(several, list) else ()):
-        if not isinstance(each, Mapping):
-            made.lose(name, f"{each!r:.40} is not taken over: it is no set")
+    for dataset in cast("Sequence[Any]", datasets if isinstance(datasets, list) else ()):
+        if not isinstance(dataset, Mapping):
+            translation.lose(name, f"{dataset!r:.40} is not taken over: it is no set")
             continue
-        given = {
+        options = {
             key: value
-            for key, value in cast("Mapping[str, Any]", each).items()
+            for key, value in cast("Mapping[str, Any]", dataset).items()
             if value is not None
         }
-        source = given.pop("id", None) or given.pop("path", None)
+        source = options.pop("id", None) or options.pop("path", None)
         entry: dict[str, Any] = {"source": source}
-        for ours, theirs in (
+        for own_key, foreign_key in (
             ("config", "config"),
             ("config", "name"),
             ("split", "split"),
             ("weight", "weight"),
             ("weight", "fraction"),
         ):
-            if theirs in given:
-                entry[ours] = given.pop(theirs)
-        if columns := given.pop("columns", None):
-            made.remark(
+            if foreign_key in options:
+                entry[own_key] = options.pop(foreign_key)
+        if columns := options.pop("columns", None):
+            translation.remark(
                 name,
                 f"the columns {columns} of {source} are kept as all others are",
             )
-        for key in given:
-            made.lose(name, f"{key} of {source} is not taken over: no set here has it")
+        for key in options:
+            translation.lose(name, f"{key} of {source} is not taken over: no set here has it")
         yield entry
 
 
-def _run(made: Translation) -> None:
-    place = made.take("output_dir")
-    if isinstance(place, str) and place.strip("./ "):
-        folder = Path(place)
-        made.choose(
+def _translate_run(translation: Translation) -> None:
+    output_dir = translation.take("output_dir")
+    if isinstance(output_dir, str) and output_dir.strip("./ "):
+        folder = Path(output_dir)
+        translation.choose(
             "run.dir",
             str(folder.parent) if str(folder.parent) != "." else "runs",
-            made.origin("output_dir"),
+            translation.origin("output_dir"),
         )
-        if not made.given.get("run_name"):
-            made.choose("run.name", folder.name, made.origin("output_dir"))
-    evaluates = made.given.get("do_eval") or _evaluates(made)
-    if "dataset_test_split" in made.given and not evaluates:
-        made.fates["dataset_test_split"] = "default"
-        made.remark(
+        if not translation.settings.get("run_name"):
+            translation.choose("run.name", folder.name, translation.origin("output_dir"))
+    evaluates = translation.settings.get("do_eval") or _evaluates(translation)
+    if "dataset_test_split" in translation.settings and not evaluates:
+        translation.key_statuses["dataset_test_split"] = "default"
+        translation.remark(
             "dataset_test_split",
             "is not taken over: without eval_strategy nothing is evaluated on it",
         )
-    _sinks(made)
-    every = made.take("eval_steps")
-    strategy = made.take("eval_strategy")
+    _translate_sinks(translation)
+    eval_steps = translation.take("eval_steps")
+    strategy = translation.take("eval_strategy")
     if strategy == "steps":
-        counted = "eval_steps" if every else "logging_steps"
-        steps = made.take(counted, 10)
-        origin = made.origin(counted) if counted in made.given else "TRL's default."
-        made.choose("eval.eval_steps", steps, f"{origin} eval_strategy is steps.")
+        steps_key = "eval_steps" if eval_steps else "logging_steps"
+        steps = translation.take(steps_key, 10)
+        origin = (
+            translation.origin(steps_key) if steps_key in translation.settings else "TRL's default."
+        )
+        translation.choose("eval.eval_steps", steps, f"{origin} eval_strategy is steps.")
     else:
-        made.fates |= {"eval_steps": "default"} if every else {}
-        if _evaluates(made):
-            made.lose(
+        translation.key_statuses |= {"eval_steps": "default"} if eval_steps else {}
+        if _evaluates(translation):
+            translation.lose(
                 "eval_strategy", f"{strategy} is not taken over: eval.eval_steps counts steps"
             )
-    if made.given.get("push_to_hub") is not True or "hub_model_id" not in made.given:
-        for name in made.given.keys() & {"hub_model_id", "hub_model_revision", "hub_private_repo"}:
-            made.fates[name] = "default"
+    if (
+        translation.settings.get("push_to_hub") is not True
+        or "hub_model_id" not in translation.settings
+    ):
+        for name in translation.settings.keys() & {
+            "hub_model_id",
+            "hub_model_revision",
+            "hub_private_repo",
+        }:
+            translation.key_statuses[name] = "default"
 
 
-def _sinks(made: Translation) -> None:
-    sinks = made.take("report_to")
-    named = cast("list[Any]", sinks) if isinstance(sinks, list) else [sinks]
-    known = [each for each in named if each in ("wandb", "tensorboard", "trackio", "mlflow")]
-    if known:
-        made.choose("run.report_to", known, made.origin("report_to"))
-    for each in named:
-        if each not in (*known, None, "none"):
+def _translate_sinks(translation: Translation) -> None:
+    sinks = translation.take("report_to")
+    sink_names = cast("list[Any]", sinks) if isinstance(sinks, list) else [sinks]
+    supported = [
+        sink for sink in sink_names if sink in ("wandb", "tensorboard", "trackio", "mlflow")
+    ]
+    if supported:
+        translation.choose("run.report_to", supported, translation.origin("report_to"))
+    for sink in sink_names:
+        if sink not in (*supported, None, "none"):
             text = "is not taken over: there are wandb, tensorboard, trackio, mlflow"
-            made.lose("report_to", f"{each} {text}")
-    tables = {*known} - {"tensorboard"}
+            translation.lose("report_to", f"{sink} {text}")
+    tables = {*supported} - {"tensorboard"}
     names = (
-        {"wandb_project", "wandb_entity", "wandb_run_group"} if "wandb" not in known else set[str]()
+        {"wandb_project", "wandb_entity", "wandb_run_group"}
+        if "wandb" not in supported
+        else set[str]()
     )
-    for name in made.given.keys() & (names | (set() if tables else {"log_unique_prompts"})):
-        made.fates[name] = "default"
-        made.remark(name, "is not taken over: report_to names no such sink")
+    for name in translation.settings.keys() & (
+        names | (set() if tables else {"log_unique_prompts"})
+    ):
+        translation.key_statuses[name] = "default"
+        translation.remark(name, "is not taken over: report_to names no such sink")

@@ -51,7 +51,7 @@ from groupwise.training.evaluation.measures import (
     metric_names,
     rows_of,
 )
-from groupwise.training.evaluation.policies import FoundPolicy, find_policy
+from groupwise.training.evaluation.policies import PolicyWeights, find_policy
 from groupwise.training.evaluation.results import check_writable, result_name, write_result
 from groupwise.training.evaluation.statistics import Interval, paired_difference, wilson
 
@@ -105,11 +105,14 @@ class EvalResult:
         """A metric with its 95 % interval over prompts: Wilson's if each prompt counts 0 or 1, otherwise bootstrapped.
 
         A task's own metric is treated as a fraction of the prompts, such as an accuracy; if its name has the label of a mixture's task, as
-        a fraction of that task's prompts. Raises KeyError if that number of prompts is unknown; such metrics are not in `judged`.
+        a fraction of that task's prompts. Raises KeyError if that number of prompts is unknown; `metrics_with_interval` leaves such metrics
+        out.
         """
-        found = measure(metric, self.rows)
+        computed = measure(metric, self.rows)
         return (
-            found.interval if found else wilson(self.metrics[metric], self._prompt_counts[metric])
+            computed.interval
+            if computed
+            else wilson(self.metrics[metric], self._prompt_counts[metric])
         )
 
     @property
@@ -120,28 +123,32 @@ class EvalResult:
     @property
     def metrics_with_interval(self) -> list[str]:
         """The metrics that have an interval: reward, success rates, and accuracies from 0 to 1 over a known number of prompts."""
-        behind = self._prompt_counts
+        prompt_counts = self._prompt_counts
         return [
             name
             for name, value in self.metrics.items()
             if name == REWARD
             or is_share(name)
-            or (name in behind and name.endswith("accuracy") and 0 <= value <= 1)
+            or (name in prompt_counts and name.endswith("accuracy") and 0 <= value <= 1)
         ]
 
     @property
     def _prompt_counts(self) -> dict[str, int]:
         """Number of prompts of each of the task's metrics, if known: all prompts, or those of the label in its name."""
-        of_labels = Counter(samples[0].get("task") for samples in by_prompt(self.rows).values())
-        counts = {**of_labels, "": self.prompts}
-        found = {name: counts.get(name.rpartition("/")[0]) for name in self.metrics}
-        return {name: count for name, count in found.items() if count is not None}
+        label_counts = Counter(samples[0].get("task") for samples in by_prompt(self.rows).values())
+        counts = {**label_counts, "": self.prompts}
+        counts_by_metric = {name: counts.get(name.rpartition("/")[0]) for name in self.metrics}
+        return {name: count for name, count in counts_by_metric.items() if count is not None}
 
     @property
     def left_out(self) -> dict[str, int]:
         """For each metric, the number of prompts that it lacks because too few of their samples could be scored."""
-        found = {name: measure(name, self.rows) for name in self.metrics_with_interval}
-        return {name: each.left_out for name, each in found.items() if each and each.left_out}
+        measures = {name: measure(name, self.rows) for name in self.metrics_with_interval}
+        return {
+            name: computed.left_out
+            for name, computed in measures.items()
+            if computed and computed.left_out
+        }
 
     @property
     def failures(self) -> dict[str, int]:
@@ -176,13 +183,15 @@ def compare_before_after(
 
     `untrained` is the result of the base model, if the run started from a warm-up.
     """
-    first, last = before.rewards, after.rewards
-    both = sorted(first.keys() & last.keys())
-    change = paired_difference([first[key] for key in both], [last[key] for key in both])
-    all_of_them = [before, after, *([untrained] if untrained else [])]
-    names = [name for name in after.metrics if all(name in each.metrics for each in all_of_them)]
+    rewards_before, rewards_after = before.rewards, after.rewards
+    common_keys = sorted(rewards_before.keys() & rewards_after.keys())
+    change = paired_difference(
+        [rewards_before[key] for key in common_keys], [rewards_after[key] for key in common_keys]
+    )
+    results = [before, after, *([untrained] if untrained else [])]
+    names = [name for name in after.metrics if all(name in result.metrics for result in results)]
     return {
-        "prompts": len(both),
+        "prompts": len(common_keys),
         "change": _interval_as_dict(change),
         "rises": change.low > 0,
         **(
@@ -285,7 +294,7 @@ async def answer_held_out(
 
     async def answer(index: int) -> Group:
         nonlocal done
-        group = await _sample(held_out_set, sampler, tokenizer, index)
+        group = await _sample_group(held_out_set, sampler, tokenizer, index)
         if held_out_set.scores_rewards:
             group = await score_group(scorer, group, *trainer)
         done += 1
@@ -308,16 +317,22 @@ async def answer_held_out(
         on_metrics_failed(error)
     rows = rows_of(groups, held_out_set.success)
     measures = {name: measure(name, rows) for name in metric_names(rows, held_out_set.pass_at_k)}
-    means = {name: fmean(each.values.values()) for name, each in measures.items() if each}
+    means = {
+        name: fmean(computed.values.values()) for name, computed in measures.items() if computed
+    }
     failed = sum(_is_failure(row) for row in rows)
-    own = {**means, "rollouts/failed": float(failed)} if failed else means
+    own_metrics = {**means, "rollouts/failed": float(failed)} if failed else means
     # Built-in metrics have priority: a task's metric of the same name is renamed to `task/<name>`.
-    numbers = _numbers(details).items()
-    theirs = {f"task/{name}" if name in own else name: value for name, value in numbers}
-    return EvalResult(policy, {**own, **theirs}, details, rows)
+    numbers = _numeric_metrics(details).items()
+    task_metrics = {
+        f"task/{name}" if name in own_metrics else name: value for name, value in numbers
+    }
+    return EvalResult(policy, {**own_metrics, **task_metrics}, details, rows)
 
 
-async def _sample(held_out_set: HeldOut, sampler: Sampler, tokenizer: Any, index: int) -> Group:
+async def _sample_group(
+    held_out_set: HeldOut, sampler: Sampler, tokenizer: Any, index: int
+) -> Group:
     """Sample all answers to one prompt. Their seeds depend only on prompt and sample, not on the time of the evaluation."""
     rollouts = held_out_set.rollouts or Single(partial(completion_text, tokenizer))
     ask = Ask(
@@ -345,7 +360,7 @@ def evaluate(
     Without a task, the config names the rows and the rewards. `policy` is `base`, an adapter or model folder, a run (`RUN`, `RUN@STEP`), or
     a hub id (`NAME@REVISION`). Raises `UsageError` for wrong arguments.
     """
-    return evaluate_each(
+    return evaluate_policies(
         config,
         task,
         [policy],
@@ -355,7 +370,7 @@ def evaluate(
     )[0]
 
 
-def evaluate_each(
+def evaluate_policies(
     config: Path | str | Mapping[str, Any] | RunConfig,
     task: object,
     policies: Sequence[str],
@@ -365,17 +380,17 @@ def evaluate_each(
     output: Path | None = None,
 ) -> list[EvalResult]:
     """Evaluate several policies in the same way, one after the other; all of them are looked up before the first is loaded."""
-    loaded = _load(config, overrides, samples_per_prompt, policies, output)
+    loaded = _load_config(config, overrides, samples_per_prompt, policies, output)
     with build.expected_ranks(loaded.config):
-        found, settings, every = _resolve(loaded, task, policies, output)
+        resolved_task, settings, policy_weights = _resolve_request(loaded, task, policies, output)
         results: list[EvalResult] = []
-        for weights in every:
+        for weights in policy_weights:
             build.expect_ranks(settings)
-            results.append(run_to_end(_evaluate(settings, found, weights, output)))
+            results.append(run_to_end(_evaluate_policy(settings, resolved_task, weights, output)))
         return results
 
 
-def plan_each(
+def plan_policies(
     config: Path | str | Mapping[str, Any] | RunConfig,
     task: object,
     policies: Sequence[str],
@@ -384,26 +399,28 @@ def plan_each(
     samples_per_prompt: int | None = None,
     output: Path | None = None,
 ) -> dict[str, Any]:
-    """The plan of `evaluate_each`, as far as it is known before a model is loaded. Raises the errors that it would raise until then."""
-    loaded = _load(config, overrides, samples_per_prompt, policies, output)
-    found, settings, every = _resolve(loaded, task, policies, output)
-    prepared = _prepare(settings, found)
-    places = [_result_place(found, weights, settings) for weights in every]
+    """The plan of `evaluate_policies`, as far as it is known before a model is loaded. Raises the errors that it would raise until then."""
+    loaded = _load_config(config, overrides, samples_per_prompt, policies, output)
+    resolved_task, settings, policy_weights = _resolve_request(loaded, task, policies, output)
+    prepared = _prepare_evaluation(settings, resolved_task)
+    places = [_result_location(resolved_task, weights, settings) for weights in policy_weights]
     return {
         "config": resolved_values(settings),
         "plan": {
-            "task": found.described,
-            "policies": [weights.label for weights in every],
+            "task": resolved_task.described,
+            "policies": [weights.label for weights in policy_weights],
             "prompts": len(prepared.prompts.examples),
             "longest_prompt": prepared.prompts.longest,
             "samples_per_prompt": settings.eval.samples_per_prompt,
-            "folders": [str(each.run or each.folder) for each in every if each.folder],
+            "folders": [
+                str(policy.run or policy.folder) for policy in policy_weights if policy.folder
+            ],
             "results": [str(output or result_file(folder, name)) for folder, name in places],
         },
     }
 
 
-def _load(
+def _load_config(
     config: Path | str | Mapping[str, Any] | RunConfig,
     overrides: Sequence[str],
     samples_per_prompt: int | None,
@@ -419,20 +436,20 @@ def _load(
     return load_config(config, overrides)
 
 
-def _resolve(
+def _resolve_request(
     loaded: LoadedConfig, task: object, policies: Sequence[str], output: Path | None
-) -> tuple[Task, RunConfig, list[FoundPolicy]]:
+) -> tuple[Task, RunConfig, list[PolicyWeights]]:
     """The task, the config with the task's own keys, and the policies. Raises UsageError also if results could not be written."""
-    found = rollout_builder.task_of(loaded.config, task)
-    require(found, "eval")
-    settings = with_task_schema(loaded, found.config_schema()).config
-    every = [_find_policy(policy, settings) for policy in policies]
-    for weights in every:
-        check_writable(*_result_place(found, weights, settings), output)
-    return found, settings, every
+    resolved_task = rollout_builder.task_of(loaded.config, task)
+    require(resolved_task, "eval")
+    settings = with_task_schema(loaded, resolved_task.config_schema()).config
+    policy_weights = [_find_policy(policy, settings) for policy in policies]
+    for weights in policy_weights:
+        check_writable(*_result_location(resolved_task, weights, settings), output)
+    return resolved_task, settings, policy_weights
 
 
-def _find_policy(policy: str, config: RunConfig) -> FoundPolicy:
+def _find_policy(policy: str, config: RunConfig) -> PolicyWeights:
     weights = find_policy(policy, Path(config.run.dir))
     if weights.folder is None:
         if config.model.adapter is not None:
@@ -444,7 +461,7 @@ def _find_policy(policy: str, config: RunConfig) -> FoundPolicy:
 
 
 @dataclass(frozen=True, slots=True)
-class _Prepared:
+class _PreparedEvaluation:
     """The prompts and the rubric, prepared before a model is loaded."""
 
     tokenizer: Any
@@ -452,7 +469,7 @@ class _Prepared:
     rubric: Rubric | None
 
 
-def _prepare(config: RunConfig, task: Task) -> _Prepared:
+def _prepare_evaluation(config: RunConfig, task: Task) -> _PreparedEvaluation:
     tokenizer = prefork.load_tokenizer(config.model)
     build.check_stop_tokens(config, tokenizer)
     prompts = held_out_prompts(
@@ -466,7 +483,7 @@ def _prepare(config: RunConfig, task: Task) -> _Prepared:
     if rubric is not None:
         in_workers = rollout_builder.scores_in_workers(config, task, rubric)
         check_reward_columns(task, rubric, prompts.examples, in_workers=in_workers)
-    return _Prepared(tokenizer, prompts, rubric)
+    return _PreparedEvaluation(tokenizer, prompts, rubric)
 
 
 def evaluate_untrained(loaded: LoadedConfig, task: object) -> EvalResult | None:
@@ -474,16 +491,16 @@ def evaluate_untrained(loaded: LoadedConfig, task: object) -> EvalResult | None:
 
     None if `eval.before_and_after` is off or the task has no held-out prompts.
     """
-    found = rollout_builder.task_of(loaded.config, task)
-    if not loaded.config.eval.before_and_after or not found.has("get_eval_dataset"):
+    resolved_task = rollout_builder.task_of(loaded.config, task)
+    if not loaded.config.eval.before_and_after or not resolved_task.has("get_eval_dataset"):
         return None
-    found, settings, [policy] = _resolve(loaded, task, ["base"], None)
+    resolved_task, settings, [policy] = _resolve_request(loaded, task, ["base"], None)
     with build.expected_ranks(settings):
-        return run_to_end(_answer_and_score(settings, found, policy))[0]
+        return run_to_end(_answer_and_score(settings, resolved_task, policy))[0]
 
 
-async def _evaluate(
-    config: RunConfig, task: Task, policy: FoundPolicy, output: Path | None
+async def _evaluate_policy(
+    config: RunConfig, task: Task, policy: PolicyWeights, output: Path | None
 ) -> EvalResult:
     result, fingerprint = await _answer_and_score(config, task, policy)
     content = {
@@ -495,14 +512,16 @@ async def _evaluate(
         "details": result.details,
         "rows": result.rows,
     }
-    return replace(result, path=write_result(content, *_result_place(task, policy, config), output))
+    return replace(
+        result, path=write_result(content, *_result_location(task, policy, config), output)
+    )
 
 
 async def _answer_and_score(
-    config: RunConfig, task: Task, policy: FoundPolicy
+    config: RunConfig, task: Task, policy: PolicyWeights
 ) -> tuple[EvalResult, str]:
     """Evaluate a policy. Returns the result and the fingerprint of the policy's weights."""
-    asked_for = _prepare(config, task)
+    asked_for = _prepare_evaluation(config, task)
     tokenizer, prompts, rubric = asked_for.tokenizer, asked_for.prompts, asked_for.rubric
     layout = placement.choose_layout(config, prompts.longest)
     scorer = rollout_builder.build_scorer(config, task, tokenizer, rubric)
@@ -518,7 +537,7 @@ async def _answer_and_score(
         await scorer.close()
 
 
-def _result_place(task: Task, policy: FoundPolicy, config: RunConfig) -> tuple[Path, str]:
+def _result_location(task: Task, policy: PolicyWeights, config: RunConfig) -> tuple[Path, str]:
     """Folder and name of the result file: in the policy's run or, without a run, next to the folder of runs."""
     return policy.run or Path(config.run.dir).parent, result_name(task.name, policy.label)
 
@@ -527,11 +546,11 @@ def _is_failure(row: Mapping[str, Any]) -> bool:
     return row["outcome"] in ("failed", "timed_out")
 
 
-def _numbers(details: Mapping[str, Any]) -> dict[str, float]:
+def _numeric_metrics(details: Mapping[str, Any]) -> dict[str, float]:
     """The task's numeric metrics: those in its `metrics` sub-dict or, without one, at the top level."""
-    chosen = details.get("metrics", details)
+    metrics = details.get("metrics", details)
     return {
         name: float(value)
-        for name, value in chosen.items()
+        for name, value in metrics.items()
         if isinstance(value, int | float) and not isinstance(value, bool)
     }

@@ -105,11 +105,11 @@ def rows_of(groups: Iterable[Group], success: Success) -> list[dict[str, Any]]:
     for name in ANSWER_NOTES:
         for group in groups:
             if any(name in rollout.notes for rollout in group.rollouts):
-                notes.setdefault(_origin(group.example), name)
+                notes.setdefault(_example_origin(group.example), name)
     rows: list[dict[str, Any]] = []
     for group in groups:
         label = label_of(group.example)
-        note = notes.get(_origin(group.example))
+        note = notes.get(_example_origin(group.example))
         identity = {"example": group.example.index, "key": key_of(group.example)}
         identity |= {} if label is None else {"task": label}
         rows.extend(
@@ -123,7 +123,7 @@ def rows_of(groups: Iterable[Group], success: Success) -> list[dict[str, Any]]:
                 "outcome": rollout.outcome,
                 "reason": rollout.reason,
                 "success": success.judge(rollout),
-                "answer": _answer(rollout, note),
+                "answer": _vote_answer(rollout, note),
                 "truncated": rollout.truncated,
                 "finish_reason": rollout.finish_reason,
                 "tokens": len(rollout.completion_ids),
@@ -153,13 +153,13 @@ def by_prompt(rows: Iterable[Row]) -> dict[str, list[Row]]:
     by_example: dict[int, list[Row]] = {}
     for row in rows:
         by_example.setdefault(row["example"], []).append(row)
-    found: dict[str, list[Row]] = {}
-    seen: dict[str, int] = {}
+    samples_by_key: dict[str, list[Row]] = {}
+    occurrences: dict[str, int] = {}
     for samples in by_example.values():
         key = samples[0].get("key") or prompt_key(samples[0])
-        seen[key] = seen.get(key, 0) + 1
-        found[key if seen[key] == 1 else f"{key}#{seen[key]}"] = samples
-    return found
+        occurrences[key] = occurrences.get(key, 0) + 1
+        samples_by_key[key if occurrences[key] == 1 else f"{key}#{occurrences[key]}"] = samples
+    return samples_by_key
 
 
 def prompt_key(row: Row) -> str:
@@ -169,13 +169,13 @@ def prompt_key(row: Row) -> str:
 
 def metric_names(rows: Sequence[Row], ks: Sequence[int]) -> list[str]:
     """The metrics that can be computed from these rows; `pass@k` for the given k."""
-    samples = max((len(each) for each in by_prompt(rows).values()), default=0)
-    repeated = [f"avg@{samples}", f"maj@{samples}"] if samples > 1 else []
+    samples = max((len(group) for group in by_prompt(rows).values()), default=0)
+    sample_metrics = [f"avg@{samples}", f"maj@{samples}"] if samples > 1 else []
     parts = dict.fromkeys(f"rewards/{name}/mean" for row in rows for name in row["parts"])
-    names = [REWARD, *(f"pass@{k}" for k in ks), *repeated, *parts, LENGTH, CLIPPED]
+    names = [REWARD, *(f"pass@{k}" for k in ks), *sample_metrics, *parts, LENGTH, CLIPPED]
     if any(_written_tokens(row) != row["tokens"] for row in rows):
         names.append(WHOLE_LENGTH)
-    return [name for name in names if (found := measure(name, rows)) and found.values]
+    return [name for name in names if (result := measure(name, rows)) and result.values]
 
 
 def measure(name: str, rows: Iterable[Row]) -> Measure | None:
@@ -184,8 +184,8 @@ def measure(name: str, rows: Iterable[Row]) -> Measure | None:
     if compute is None:
         return None
     values = {key: compute(samples) for key, samples in by_prompt(rows).items()}
-    known = {key: value for key, value in values.items() if value is not None}
-    return Measure(known, len(values) - len(known))
+    known_values = {key: value for key, value in values.items() if value is not None}
+    return Measure(known_values, len(values) - len(known_values))
 
 
 def is_share(name: str) -> bool:
@@ -202,7 +202,7 @@ def _compute_of(name: str) -> Compute | None:
         return partial(_pass_at_k, k=int(match[1]))
     if match := re.fullmatch(r"rewards/(.+)/mean", name):
         part = match[1]
-        return lambda rows: _mean(
+        return lambda rows: _mean_of_known(
             row["parts"].get(part) for row in rows if row["outcome"] == "scored"
         )
     return _SIMPLE.get(re.sub(r"@\d+$", "@", name))
@@ -212,9 +212,9 @@ def _written_tokens(row: Row) -> float | None:
     return row.get("written", row["tokens"])  # files of other programs may lack the distinction
 
 
-def _mean(values: Iterable[float | None]) -> float | None:
-    known = [value for value in values if value is not None]
-    return fmean(known) if known else None
+def _mean_of_known(values: Iterable[float | None]) -> float | None:
+    numbers = [value for value in values if value is not None]
+    return fmean(numbers) if numbers else None
 
 
 def _rows_with_verdict(rows: Sequence[Row]) -> list[Row]:
@@ -222,35 +222,37 @@ def _rows_with_verdict(rows: Sequence[Row]) -> list[Row]:
 
 
 def _pass_at_k(rows: Sequence[Row], k: int) -> float | None:
-    judged = _rows_with_verdict(rows)
-    if len(judged) < k:
+    judged_rows = _rows_with_verdict(rows)
+    if len(judged_rows) < k:
         return None
-    return pass_at_k(len(judged), sum(row["success"] for row in judged), k)
+    return pass_at_k(len(judged_rows), sum(row["success"] for row in judged_rows), k)
 
 
 def _majority_vote(rows: Sequence[Row]) -> float | None:
-    judged = _rows_with_verdict(rows)
-    if not judged:
+    judged_rows = _rows_with_verdict(rows)
+    if not judged_rows:
         return None
-    return majority([row.get("answer") for row in judged], [row["success"] for row in judged])
+    return majority(
+        [row.get("answer") for row in judged_rows], [row["success"] for row in judged_rows]
+    )
 
 
 _SIMPLE: dict[str, Compute] = {
-    REWARD: lambda rows: _mean(row["reward"] for row in rows),
-    "avg@": lambda rows: _mean(row["success"] for row in _rows_with_verdict(rows)),
+    REWARD: lambda rows: _mean_of_known(row["reward"] for row in rows),
+    "avg@": lambda rows: _mean_of_known(row["success"] for row in _rows_with_verdict(rows)),
     "maj@": _majority_vote,
-    LENGTH: lambda rows: _mean(map(_written_tokens, rows)),
-    WHOLE_LENGTH: lambda rows: _mean(row["tokens"] for row in rows),
-    CLIPPED: lambda rows: _mean(row.get("truncated") for row in rows),
+    LENGTH: lambda rows: _mean_of_known(map(_written_tokens, rows)),
+    WHOLE_LENGTH: lambda rows: _mean_of_known(row["tokens"] for row in rows),
+    CLIPPED: lambda rows: _mean_of_known(row.get("truncated") for row in rows),
 }
 
 
-def _origin(example: Example) -> tuple[str, ...]:
+def _example_origin(example: Example) -> tuple[str, ...]:
     """Label and dataset of an example, which may decide its rewards."""
     return tuple(str(example.columns.get(column)) for column in (TASK_COLUMN, DATASET_COLUMN))
 
 
-def _answer(rollout: Rollout, note: str | None) -> str | None:
+def _vote_answer(rollout: Rollout, note: str | None) -> str | None:
     """The answer as text that is equal for equal answers: 3 and 3.0 are the same number."""
     value = rollout.completion if note is None else rollout.notes.get(note)
     if isinstance(value, float) and value.is_integer():

@@ -14,7 +14,7 @@ WEIGHT_FILES = ("adapter_config.json", FULL_WEIGHTS, INDEX)
 
 
 @dataclass(frozen=True, slots=True)
-class FoundPolicy:
+class PolicyWeights:
     """The weights to serve, and their name."""
 
     label: str
@@ -25,25 +25,25 @@ class FoundPolicy:
     """The folder of the run that trained the weights; None if they are of no known run."""
 
 
-def find_policy(reference: str, runs_dir: Path) -> FoundPolicy:
+def find_policy(reference: str, runs_dir: Path) -> PolicyWeights:
     """Find a policy: an existing folder first, then a run, then a hub id. Raises a `UsageError` that lists the attempts."""
     if reference == "base":
-        return FoundPolicy("base")
+        return PolicyWeights("base")
     path = Path(reference).expanduser()
     if any((path / name).is_file() for name in WEIGHT_FILES):
-        return FoundPolicy(reference, path)
+        return PolicyWeights(reference, path)
     try:
         # The named checkpoint or, without one, the final weights or the newest checkpoint.
         address = find.resolve(reference, runs_dir)
         if address.checkpoint is not None:
             label = f"{address.name}@{address.checkpoint.step}"
-            return FoundPolicy(label, address.checkpoint.path, address.path)
+            return PolicyWeights(label, address.checkpoint.path, address.path)
         weights = find.newest_weights(address.path)
         if weights is None:
             raise ModelError(
                 f"The run {address.name!r} has no checkpoint yet, so there is nothing to serve but its base model: --policy base."
             )
-        return FoundPolicy(find.label_of(address.path, weights), weights, address.path)
+        return PolicyWeights(find.label_of(address.path, weights), weights, address.path)
     except RunNotFoundError as not_a_run:
         if not may_be_hub_id(reference):
             raise
@@ -56,4 +56,4 @@ def find_policy(reference: str, runs_dir: Path) -> FoundPolicy:
                 f"{reference!r} on the hub holds neither an adapter nor a model in safetensors "
                 f"({', '.join(WEIGHT_FILES)})."
             ) from None
-        return FoundPolicy(reference, folder)
+        return PolicyWeights(reference, folder)

@@ -35,8 +35,8 @@ KIND = "evaluation"
 LONGEST_NAME = 100
 """Largest number of characters of the task's name, and of the policy's, in the name of a file."""
 
-WANTED = {"policy": str, "metrics": dict, "rows": list}
-WANTED_IN_ROWS = (
+REQUIRED_KEYS = {"policy": str, "metrics": dict, "rows": list}
+REQUIRED_ROW_KEYS = (
     "example",
     "sample",
     "prompt",
@@ -51,8 +51,8 @@ WANTED_IN_ROWS = (
 
 def result_name(task: str, policy: str) -> str:
     """Task and policy in characters and a length that every file system accepts; of a long path, the end is kept."""
-    plain = re.sub(r"[^\w.@+-]+", "_", policy.strip("./"))
-    return f"{task[:LONGEST_NAME]}-{plain[-LONGEST_NAME:]}"
+    safe_policy = re.sub(r"[^\w.@+-]+", "_", policy.strip("./"))
+    return f"{task[:LONGEST_NAME]}-{safe_policy[-LONGEST_NAME:]}"
 
 
 def check_writable(folder: Path, name: str, output: Path | None) -> None:
@@ -73,15 +73,15 @@ def write_result(content: Mapping[str, Any], folder: Path, name: str, output: Pa
 
     If another process has written `output` since it was checked, the name becomes `NAME-2`, so that finished work is not lost.
     """
-    marked = {"format": FORMAT, "kind": KIND, **content}
+    document = {"format": FORMAT, "kind": KIND, **content}
     if output is None:
-        return add_result(folder, name, marked)
+        return add_result(folder, name, document)
     with atomic_files.explaining_disk_errors(output):
         output.parent.mkdir(parents=True, exist_ok=True)
     for number in count(1):
         file = output if number == 1 else output.with_stem(f"{output.stem}-{number}")
         with suppress(FileExistsError):
-            atomic_files.write_json(file, marked, replace=False)
+            atomic_files.write_json(file, document, replace=False)
             return file
     raise AssertionError("unreachable")
 
@@ -102,12 +102,14 @@ def read_result(path: Path) -> dict[str, Any]:
         raise UsageError(
             f"{path} holds the result of a {kind}; what can be compared is an evaluation."
         )
-    known = content.get("format", FORMAT)
-    if not isinstance(known, int) or known > FORMAT:
+    format_version = content.get("format", FORMAT)
+    if not isinstance(format_version, int) or format_version > FORMAT:
         raise UsageError(
-            f"{path} has format {known!r:.100}; this version of Groupwise knows formats up to {FORMAT}. Upgrade it."
+            f"{path} has format {format_version!r:.100}; this version of Groupwise knows formats up to {FORMAT}. Upgrade it."
         )
-    missing = [name for name, type_ in WANTED.items() if not isinstance(content.get(name), type_)]
+    missing = [
+        name for name, type_ in REQUIRED_KEYS.items() if not isinstance(content.get(name), type_)
+    ]
     if missing := missing or _missing_in_rows(content["rows"]):
         raise UsageError(
             f"{path} is no result of `groupwise eval`: it has no {' and no '.join(missing)}."
@@ -126,13 +128,13 @@ def _missing_in_rows(rows: Sequence[Any]) -> list[str]:
         return ["rows"]
     missing = [
         f"`{name}` in each row"
-        for name in WANTED_IN_ROWS
+        for name in REQUIRED_ROW_KEYS
         if not all(isinstance(row, dict) and name in row for row in rows)
     ]
     return missing or [
-        f"{what} as `{name}` in each row"
-        for name, (what, fits) in KINDS_IN_ROWS.items()
-        if not all(fits(row[name]) for row in rows)
+        f"{type_name} as `{name}` in each row"
+        for name, (type_name, is_valid) in ROW_KEY_TYPES.items()
+        if not all(is_valid(row[name]) for row in rows)
     ]
 
 
@@ -144,7 +146,7 @@ def _has_numbers(parts: Any) -> bool:
     return isinstance(parts, dict) and all(map(_is_number, cast("dict[str, Any]", parts).values()))
 
 
-KINDS_IN_ROWS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+ROW_KEY_TYPES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
     "example": ("number or text", lambda value: isinstance(value, int | float | str | None)),
     "reward": ("number or null", _is_number),
     "parts": ("object of numbers", _has_numbers),

@@ -111,9 +111,9 @@ def majority(answers: Sequence[str | None], successes: Sequence[bool]) -> float:
     votes = Counter(answer for answer in answers if answer is not None)
     if not votes:
         return 0.0
-    most = max(votes.values())
+    max_votes = max(votes.values())
     return fmean(
-        fmean(won for given, won in zip(answers, successes, strict=True) if given == answer)
+        fmean(success for vote, success in zip(answers, successes, strict=True) if vote == answer)
         for answer, count in votes.items()
-        if count == most
+        if count == max_votes
     )

@@ -3,7 +3,7 @@
 lighteval runs each suite in a separate folder. Its result is written before the next suite starts, so a later failure does not lose it.
 The service is any OpenAI-compatible endpoint, or a server that is started with a policy's weights and ended afterwards.
 
-    results/NAME.json            the result: see `_content`
+    results/NAME.json            the result: see `_result_content`
     results/NAME/log.txt         lighteval's output
     results/NAME/out/            lighteval's own result, with every answer
     results/server-POLICY/       the log of a server
@@ -25,22 +25,22 @@ from groupwise.api.openai_client.client import Client, Endpoint, checked_url
 from groupwise.core import atomic_files
 from groupwise.core.errors import RunError, UsageError
 from groupwise.core.interruption import run_to_end, sigterm_interrupts
-from groupwise.core.processes.family import how_it_ended
-from groupwise.core.processes.program import Family
+from groupwise.core.processes.family import describe_exit
+from groupwise.core.processes.program import ProcessGroup
 from groupwise.runs.folder import RESULTS, add_result, result_file
-from groupwise.training.evaluation.policies import FoundPolicy, find_policy
+from groupwise.training.evaluation.policies import PolicyWeights, find_policy
 from groupwise.training.evaluation.results import FORMAT, check_writable, result_name, write_result
 from groupwise.training.evaluation.statistics import Interval, mean_with_interval
 from groupwise.training.suites import lighteval
-from groupwise.training.suites.lighteval import SUITES, Asking, Marks, chosen_suites
-from groupwise.training.suites.serving import Weights, check_words, serving
+from groupwise.training.suites.lighteval import SUITES, ModelSettings, SuiteScores, chosen_suites
+from groupwise.training.suites.serving import Weights, check_command, serving
 
 METRIC = "pass@1"
 KIND = "suite"
 
 
 @dataclass(frozen=True, slots=True)
-class SuitesAsked:
+class SuiteRequest:
     """The requested suites and their options. Raises UsageError for conflicting options."""
 
     suites: tuple[str, ...]
@@ -72,7 +72,7 @@ class SuitesAsked:
                 "A suite asks a service: give either --endpoint URL, one that is there, or --serve COMMAND, which serves a policy."
             )
         if self.serve:
-            check_words(self.serve)
+            check_command(self.serve)
             if self.policy is None:
                 raise UsageError("--serve serves a policy: say which one by --policy.")
         elif self.policy is not None:
@@ -84,11 +84,11 @@ class SuitesAsked:
             raise UsageError(f"--time-limit is {self.time_limit:g}; expected more than 0 seconds.")
         if self.endpoint is not None and self.endpoint_model is None:
             raise UsageError("--endpoint-model says which of the endpoint's models is asked.")
-        self.asking(self.endpoint or "http://127.0.0.1", self.endpoint_model or "policy")
+        self.model_settings(self.endpoint or "http://127.0.0.1", self.endpoint_model or "policy")
 
-    def asking(self, url: str, model: str) -> Asking:
+    def model_settings(self, url: str, model: str) -> ModelSettings:
         """The parameters of requests to one service."""
-        return Asking(
+        return ModelSettings(
             checked_url(url),
             model,
             self.samples_per_prompt,
@@ -102,7 +102,7 @@ class SuitesAsked:
 
 
 @dataclass(slots=True)
-class SuitesFound:
+class SuiteResults:
     """The results of the suites."""
 
     label: str
@@ -120,11 +120,12 @@ class SuitesFound:
         return {
             "policy": self.label,
             "metrics": {
-                f"{name}/{METRIC}": found["metrics"][METRIC] for name, found in self.results.items()
+                f"{name}/{METRIC}": result["metrics"][METRIC]
+                for name, result in self.results.items()
             },
             "suites": {
-                name: {key: value for key, value in found.items() if key != "rows"}
-                for name, found in self.results.items()
+                name: {key: value for key, value in result.items() if key != "rows"}
+                for name, result in self.results.items()
             },
             **({"failed": self.failed} if self.failed else {}),
             **({"results": str(self.path)} if self.path else {}),
@@ -137,23 +138,29 @@ class SuitesFound:
 
 
 def evaluate_suites(
-    request: SuitesAsked, on_progress: Callable[[str], None] = lambda text: None
-) -> SuitesFound:
+    request: SuiteRequest, on_progress: Callable[[str], None] = lambda text: None
+) -> SuiteResults:
     """Run all suites, one after the other. Raises UsageError before any work; a failed suite is part of the result."""
     program = lighteval.find_program(request.program)
-    policy = _policy(request)
-    place = _place(request, policy)
+    policy = _resolve_policy(request)
+    results_folder = _results_folder(request, policy)
     for name in request.suites:
-        check_writable(place.parent, result_name(name, policy.label), request.output)
-    found = SuitesFound(policy.label)
+        check_writable(results_folder.parent, result_name(name, policy.label), request.output)
+    outcome = SuiteResults(policy.label)
     with sigterm_interrupts():
         if request.endpoint is not None:
             assert request.endpoint_model is not None, "it was checked"
-            asking = request.asking(request.endpoint, request.endpoint_model)
-            run_to_end(_reach(Endpoint(asking.base_url, asking.model, request.api_key_env, 30.0)))
-            _ask_all(request, asking, program, policy, found, None, on_progress)
+            model_settings = request.model_settings(request.endpoint, request.endpoint_model)
+            run_to_end(
+                _check_endpoint(
+                    Endpoint(
+                        model_settings.base_url, model_settings.model, request.api_key_env, 30.0
+                    )
+                )
+            )
+            _run_suites(request, model_settings, program, policy, outcome, None, on_progress)
         else:
-            folder = _new_folder(place, _name(request, "server", policy))
+            folder = _new_folder(results_folder, _folder_name(request, "server", policy))
             on_progress(f"the server begins; its log is {folder / 'server.txt'}")
             assert policy.folder is not None, "it was found"
             with serving(
@@ -164,73 +171,83 @@ def evaluate_suites(
                 api_key_env=request.api_key_env,
                 time_limit=request.time_limit,
             ) as (server, url, model):
-                _ask_all(
-                    request, request.asking(url, model), program, policy, found, server, on_progress
+                _run_suites(
+                    request,
+                    request.model_settings(url, model),
+                    program,
+                    policy,
+                    outcome,
+                    server,
+                    on_progress,
                 )
-    if request.output is not None and found.results:
-        content = {"kind": KIND, **found.summary, "finished_at": time.time()}
-        rows = {name: each["rows"] for name, each in found.results.items()}
-        found.path = write_result({**content, "rows": rows}, place.parent, "", request.output)
-    return found
+    if request.output is not None and outcome.results:
+        content = {"kind": KIND, **outcome.summary, "finished_at": time.time()}
+        rows = {name: result["rows"] for name, result in outcome.results.items()}
+        outcome.path = write_result(
+            {**content, "rows": rows}, results_folder.parent, "", request.output
+        )
+    return outcome
 
 
-def plan(request: SuitesAsked) -> dict[str, Any]:
+def plan(request: SuiteRequest) -> dict[str, Any]:
     """The plan of `evaluate_suites` for `--dry-run`. Sends no request, and starts and writes nothing."""
     program = lighteval.find_program(request.program)
-    policy = _policy(request)
-    place = _place(request, policy)
+    policy = _resolve_policy(request)
+    results_folder = _results_folder(request, policy)
     model = request.endpoint_model or "MODEL"
-    asking = request.asking(request.endpoint or "http://127.0.0.1:PORT", model)
-    folders = {name: place / _name(request, name, policy) for name in request.suites}
+    model_settings = request.model_settings(request.endpoint or "http://127.0.0.1:PORT", model)
+    folders = {
+        name: results_folder / _folder_name(request, name, policy) for name in request.suites
+    }
     return {
         **({"serve": list(request.serve)} if request.serve else {}),
         "key": f"the environment variable {request.api_key_env}",
         "time_limit": request.time_limit,
         "suites": {
             name: {
-                "command": lighteval.command(program, SUITES[name], asking, folder),
-                lighteval.MODEL: lighteval.model_file(asking, folder),
-                "results": str(request.output or result_file(place.parent, folder.name)),
+                "command": lighteval.command(program, SUITES[name], model_settings, folder),
+                lighteval.MODEL: lighteval.model_file(model_settings, folder),
+                "results": str(request.output or result_file(results_folder.parent, folder.name)),
             }
             for name, folder in folders.items()
         },
     }
 
 
-def _ask_all(
-    request: SuitesAsked,
-    asking: Asking,
+def _run_suites(
+    request: SuiteRequest,
+    model_settings: ModelSettings,
     program: Sequence[str],
-    policy: FoundPolicy,
-    found: SuitesFound,
-    server: Family | None,
+    policy: PolicyWeights,
+    outcome: SuiteResults,
+    server: ProcessGroup | None,
     on_progress: Callable[[str], None],
 ) -> None:
-    place = _place(request, policy)
-    key = Endpoint(asking.base_url, asking.model, request.api_key_env).key()
+    results_folder = _results_folder(request, policy)
+    key = Endpoint(model_settings.base_url, model_settings.model, request.api_key_env).key()
     for name in request.suites:
         try:
             if server is not None and server.has_ended:
                 raise RunError(
-                    f"the server has ended. Its log is {server.log}, and ends:\n{server.last_words()}"
+                    f"the server has ended. Its log is {server.log}, and ends:\n{server.last_output()}"
                 )
-            folder = _new_folder(place, _name(request, name, policy))
+            folder = _new_folder(results_folder, _folder_name(request, name, policy))
             on_progress(f"{name} begins; its log is {folder / 'log.txt'}")
-            content = _ask(name, asking, program, folder, key, request.time_limit)
+            content = _run_suite(name, model_settings, program, folder, key, request.time_limit)
         except RunError as error:
-            found.failed[name] = str(error)
+            outcome.failed[name] = str(error)
             on_progress(f"{name} failed: {error}")
             continue
         content = {"policy": policy.label, **content}
         if request.output is None:
             marked = {"format": FORMAT, "kind": KIND, **content}
-            content["results"] = str(add_result(place.parent, folder.name, marked))
-        found.results[name] = content
+            content["results"] = str(add_result(results_folder.parent, folder.name, marked))
+        outcome.results[name] = content
 
 
-def _ask(
+def _run_suite(
     name: str,
-    asking: Asking,
+    model_settings: ModelSettings,
     program: Sequence[str],
     folder: Path,
     key: str | None,
@@ -238,90 +255,100 @@ def _ask(
 ) -> dict[str, Any]:
     """Run one suite; returns the result to store. Raises RunError."""
     suite, log = SUITES[name], folder / "log.txt"
-    lighteval.prepare(asking, folder)
-    words = lighteval.command(program, suite, asking, folder)
-    environment, began = lighteval.environment(key, folder), time.monotonic()
-    with Family(words, folder=folder, log=log, environment=environment, secret=key) as family:
+    lighteval.prepare(model_settings, folder)
+    words = lighteval.command(program, suite, model_settings, folder)
+    environment, started_at = lighteval.environment(key, folder), time.monotonic()
+    with ProcessGroup(words, folder=folder, log=log, environment=environment, secret=key) as family:
         code = family.wait(time_limit)
     lighteval.tidy(folder)
     if code is None:
         raise RunError(f"it took longer than {time_limit:g} seconds. Its log is {log}")
     if code != 0:
         raise RunError(
-            f"lighteval failed ({how_it_ended(code)}). Its log is {log}, and ends:\n{family.last_words()}"
+            f"lighteval failed ({describe_exit(code)}). Its log is {log}, and ends:\n{family.last_output()}"
         )
     try:
-        marks = lighteval.read_marks(suite, folder, log)
+        suite_scores = lighteval.read_scores(suite, folder, log)
     except RunError as error:
         raise RunError(f"{error}. Its log is {log}") from error
-    return _content(name, asking, marks, folder, time.monotonic() - began)
+    return _result_content(
+        name, model_settings, suite_scores, folder, time.monotonic() - started_at
+    )
 
 
-def _content(
-    name: str, asking: Asking, marks: Marks, folder: Path, seconds: float
+def _result_content(
+    name: str,
+    model_settings: ModelSettings,
+    suite_scores: SuiteScores,
+    folder: Path,
+    seconds: float,
 ) -> dict[str, Any]:
-    interval = mean_with_interval(list(marks.scores.values()))
+    interval = mean_with_interval(list(suite_scores.scores.values()))
     return {
         "suite": name,
-        "suite_version": marks.version,
+        "suite_version": suite_scores.version,
         "task": SUITES[name].task,
-        "dataset": marks.dataset,
-        "program": ", ".join(f"{package} {release}" for package, release in marks.releases.items()),
-        "endpoint": asking.base_url,
-        "model": asking.model,
-        "prompts": len(marks.scores),
-        "samples_per_prompt": asking.samples,
-        "samples": len(marks.scores) * asking.samples,
-        "metrics": {METRIC: marks.value},
-        "stderr": {METRIC: marks.stderr},
+        "dataset": suite_scores.dataset,
+        "program": ", ".join(
+            f"{package} {release}" for package, release in suite_scores.releases.items()
+        ),
+        "endpoint": model_settings.base_url,
+        "model": model_settings.model,
+        "prompts": len(suite_scores.scores),
+        "samples_per_prompt": model_settings.samples,
+        "samples": len(suite_scores.scores) * model_settings.samples,
+        "metrics": {METRIC: suite_scores.value},
+        "stderr": {METRIC: suite_scores.stderr},
         "intervals_95": {METRIC: [interval.low, interval.high]},
-        "temperature": asking.temperature,
-        "top_p": asking.top_p,
-        "max_new_tokens": asking.max_new_tokens,
-        "max_prompts": asking.max_questions,
+        "temperature": model_settings.temperature,
+        "top_p": model_settings.top_p,
+        "max_new_tokens": model_settings.max_new_tokens,
+        "max_prompts": model_settings.max_questions,
         "seconds": seconds,
         "finished_at": time.time(),
         "details": str(lighteval.details(folder)),
         "log": str(folder / "log.txt"),
-        "rows": [{"example": number, "score": score} for number, score in marks.scores.items()],
+        "rows": [
+            {"example": number, "score": score} for number, score in suite_scores.scores.items()
+        ],
     }
 
 
-def interval_of(found: dict[str, Any]) -> Interval:
+def interval_of(result: dict[str, Any]) -> Interval:
     """The value of a suite's result with its 95 % interval over the questions."""
-    low, high = found["intervals_95"][METRIC]
-    return Interval(found["metrics"][METRIC], low, high, found["prompts"])
+    low, high = result["intervals_95"][METRIC]
+    return Interval(result["metrics"][METRIC], low, high, result["prompts"])
 
 
-def _policy(request: SuitesAsked) -> FoundPolicy:
+def _resolve_policy(request: SuiteRequest) -> PolicyWeights:
     if request.policy is None:
         assert request.endpoint_model is not None, "it was checked"
-        return FoundPolicy(request.endpoint_model)
-    found = find_policy(request.policy, request.runs_dir)
-    if found.folder is None:
+        return PolicyWeights(request.endpoint_model)
+    policy = find_policy(request.policy, request.runs_dir)
+    if policy.folder is None:
         raise UsageError(
             "--policy base says no model to serve here. Serve it yourself and give --endpoint, or name a folder that holds it."
         )
-    return found
+    return policy
 
 
-def _place(request: SuitesAsked, policy: FoundPolicy) -> Path:
+def _results_folder(request: SuiteRequest, policy: PolicyWeights) -> Path:
     """The folder of the results, which also contains the suites' folders."""
     if request.output is not None:
         return request.output.absolute().parent
     return (policy.run or request.runs_dir.parent).absolute() / RESULTS
 
 
-def _name(request: SuitesAsked, suite: str, policy: FoundPolicy) -> str:
+def _folder_name(request: SuiteRequest, suite: str, policy: PolicyWeights) -> str:
     return f"{request.output.stem}-{suite}" if request.output else result_name(suite, policy.label)
 
 
-def _new_folder(place: Path, name: str) -> Path:
+def _new_folder(parent: Path, name: str) -> Path:
     """Create a folder with a name that no folder or result has yet: `NAME`, `NAME-2` …"""
-    with atomic_files.explaining_disk_errors(place):
-        place.mkdir(parents=True, exist_ok=True)
+    with atomic_files.explaining_disk_errors(parent):
+        parent.mkdir(parents=True, exist_ok=True)
         for number in count(1):
-            folder = place / (name if number == 1 else f"{name}-{number}")
+            folder = parent / (name if number == 1 else f"{name}-{number}")
             if folder.with_name(f"{folder.name}.json").exists():
                 continue
             with suppress(FileExistsError):
@@ -330,6 +357,6 @@ def _new_folder(place: Path, name: str) -> Path:
     raise AssertionError("unreachable")
 
 
-async def _reach(endpoint: Endpoint) -> None:
+async def _check_endpoint(endpoint: Endpoint) -> None:
     async with Client(endpoint) as client:
         await client.reach()

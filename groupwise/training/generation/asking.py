@@ -19,14 +19,14 @@ from groupwise.core.errors import EndpointError
 from groupwise.core.interruption import gather_all
 from groupwise.tasks.data.messages import ends_begun
 from groupwise.training.generation.config import GenerateConfig
-from groupwise.training.generation.journal import Answers, Billed, Journal
+from groupwise.training.generation.journal import Answers, Journal, UsageTotals
 from groupwise.training.generation.prompts import Item
 
-FOR_ALL_ROWS = frozenset({401, 402, 403, 404})
+FATAL_STATUSES = frozenset({401, 402, 403, 404})
 """HTTP statuses that concern every row: the key, the account, the model."""
-OF_THE_ROW = frozenset({400, 413, 422})
+ROW_STATUSES = frozenset({400, 413, 422})
 """HTTP statuses that are caused by the row itself, once another row has been answered."""
-HOPE = 8
+MAX_FAILURES_IN_A_ROW = 8
 """Number of failures in a row after which the work ends; the number of concurrent requests if that is larger."""
 
 
@@ -44,7 +44,7 @@ class Tally:
 
     answered: int = 0
     """Number of rows that have all their generations."""
-    billed: Billed = field(default_factory=Billed)
+    usage_totals: UsageTotals = field(default_factory=UsageTotals)
     failures: list[Failure] = field(default_factory=list[Failure])
     began: float = field(default_factory=time.monotonic)
 
@@ -54,10 +54,10 @@ class Tally:
 
     @property
     def tokens_per_second(self) -> float:
-        return (self.billed.usage.completion_tokens or 0) / max(self.seconds, 1e-9)
+        return (self.usage_totals.usage.completion_tokens or 0) / max(self.seconds, 1e-9)
 
 
-class Asking:
+class RowRequester:
     """Requests the generations of rows from a service."""
 
     def __init__(
@@ -66,14 +66,14 @@ class Asking:
         config: GenerateConfig,
         answers: Answers,
         journal: Journal,
-        changed: Callable[[Tally], None],
+        on_change: Callable[[Tally], None],
     ) -> None:
-        """`changed` is called after every answer and every failure."""
+        """`on_change` is called after every answer and every failure."""
         self._client = client
         self._config = config
         self._answers = answers
         self._journal = journal
-        self._changed = changed
+        self._on_change = on_change
         self._failed_in_a_row = 0
         self.tally = Tally()
 
@@ -81,34 +81,34 @@ class Asking:
         """Request until every row is answered or has failed. Raises EndpointError if continuing would be futile."""
         waiting = iter(items)
         count = min(self._config.concurrency, len(items))
-        await gather_all(self._ask_each(waiting) for _ in range(count))
+        await gather_all(self._ask_rows(waiting) for _ in range(count))
         return self.tally
 
-    async def _ask_each(self, waiting: Iterator[Item]) -> None:
+    async def _ask_rows(self, waiting: Iterator[Item]) -> None:
         for item in waiting:
             try:
                 count = self._config.num_generations
-                while (there := len(self._answers.of(item.key))) < count:
-                    answer = await self._request(item, there, count - there)
-                    self._journal.append(item.key, there, answer)
-                    self.tally.billed.add(answer.usage)
+                while (answer_count := len(self._answers.of(item.key))) < count:
+                    answer = await self._send_request(item, answer_count, count - answer_count)
+                    self._journal.append(item.key, answer_count, answer)
+                    self.tally.usage_totals.add(answer.usage)
                     self._failed_in_a_row = 0
-                    self._changed(self.tally)
+                    self._on_change(self.tally)
                 self.tally.answered += 1
             except EndpointError as error:
                 self.tally.failures.append(Failure(item.index, str(error)))
-                if error.status not in OF_THE_ROW or self.tally.billed.requests == 0:
+                if error.status not in ROW_STATUSES or self.tally.usage_totals.requests == 0:
                     self._failed_in_a_row += 1
-                limit = max(HOPE, self._config.concurrency)
-                if error.status in FOR_ALL_ROWS:
+                limit = max(MAX_FAILURES_IN_A_ROW, self._config.concurrency)
+                if error.status in FATAL_STATUSES:
                     raise error
                 if self._failed_in_a_row >= limit:
                     raise EndpointError(
                         f"{limit} rows failed one after the other; the last:\n{error}", error.status
                     ) from error
-            self._changed(self.tally)
+            self._on_change(self.tally)
 
-    async def _request(self, item: Item, first: int, count: int) -> Choices:
+    async def _send_request(self, item: Item, first_index: int, count: int) -> Choices:
         config = self._config
         # A chat request has fields for the chat template, as vLLM and SGLang accept them: the row's own fields, and
         # whether to continue the last message.
@@ -122,7 +122,7 @@ class Asking:
             "temperature": config.temperature,
             "top_p": config.top_p,
             "max_tokens": config.max_new_tokens,
-            "seed": None if config.seed is None else _row_seed(config.seed, item.key) + first,
+            "seed": None if config.seed is None else _row_seed(config.seed, item.key) + first_index,
             "stop": config.stop,
             "extra": {**template, **config.extra},
             "or_fewer": True,

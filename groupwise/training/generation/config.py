@@ -137,8 +137,8 @@ class GenerateConfig(Strict):
                 "a template takes the place of prompt_column; write {column} into it, or {{ instruction }} for the prompt column.",
                 ("prompt_column", "prompt_template"),
             )
-        of_dataset = ("dataset_config", "prompt_column", "prompt_template", "system_prompt")
-        for name in of_dataset if self.task_module is not None else ():
+        dataset_options = ("dataset_config", "prompt_column", "prompt_template", "system_prompt")
+        for name in dataset_options if self.task_module is not None else ():
             if getattr(self, name) is not None:
                 yield Conflict(
                     f"{name} has no effect on the prompts of a task.", (name, "task_module")
@@ -168,9 +168,9 @@ class GenerateConfig(Strict):
     @property
     def part(self) -> tuple[int, int]:
         """Index of the shard, counted from 0, and the number of shards."""
-        found = _SHARD.fullmatch(self.shard or "1/1")
-        assert found, "checked in conflicts"
-        return int(found[1]) - 1, int(found[2])
+        match = _SHARD.fullmatch(self.shard or "1/1")
+        assert match, "checked in conflicts"
+        return int(match[1]) - 1, int(match[2])
 
     @property
     def root(self) -> Path:
@@ -183,13 +183,13 @@ class GenerateConfig(Strict):
     @property
     def folder(self) -> Path:
         """The folder of this command: the shard's, or the whole generation's."""
-        number, count = self.part
-        return self.root / f"shard-{number + 1}-of-{count}" if self.shard else self.root
+        index, count = self.part
+        return self.root / f"shard-{index + 1}-of-{count}" if self.shard else self.root
 
 
 def _is_shard(text: str) -> bool:
-    found = _SHARD.fullmatch(text)
-    return found is not None and int(found[1]) <= int(found[2])
+    match = _SHARD.fullmatch(text)
+    return match is not None and int(match[1]) <= int(match[2])
 
 
 def read_options(options: Mapping[str, Any]) -> GenerateConfig:
@@ -197,17 +197,17 @@ def read_options(options: Mapping[str, Any]) -> GenerateConfig:
 
     `output="hub:OWNER/NAME"` sets `hub`; `prompt_template="{{ instruction }}"` alone means the prompt column itself.
     """
-    given = dict(options)
-    output = given.get("output")
+    values = dict(options)
+    output = values.get("output")
     if isinstance(output, str) and output.startswith("hub:"):
-        if given.get("hub") is not None:
+        if values.get("hub") is not None:
             raise UsageError("Two datasets on the hub are given; name one.")
-        del given["output"]
-        given["hub"] = output.removeprefix("hub:")
-    template = given.get("prompt_template")
+        del values["output"]
+        values["hub"] = output.removeprefix("hub:")
+    template = values.get("prompt_template")
     # A task's prompts have no template that could be translated.
-    of_dataset = given.get("task_module") is None
-    if of_dataset and isinstance(template, str) and INSTRUCTION.fullmatch(template.strip()):
-        del given["prompt_template"]
-    tree = tree_of(given, "generate")
+    from_dataset = values.get("task_module") is None
+    if from_dataset and isinstance(template, str) and INSTRUCTION.fullmatch(template.strip()):
+        del values["prompt_template"]
+    tree = tree_of(values, "generate")
     return validate(GenerateConfig, tree, check=lambda tree: secrets_in(tree, "extra"))

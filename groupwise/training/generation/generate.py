@@ -32,13 +32,13 @@ from groupwise.core.errors import (
 from groupwise.core.interruption import Interrupted, Interruption, run_to_end
 from groupwise.core.terminal.ticker import Ticker
 from groupwise.runs.lock import LOCK, RunLock, holder
-from groupwise.training.generation.asking import Asking, Failure, Tally
+from groupwise.training.generation.asking import Failure, RowRequester, Tally
 from groupwise.training.generation.config import GenerateConfig, read_options
-from groupwise.training.generation.journal import ANSWERS, Answers, Billed, Journal
+from groupwise.training.generation.journal import ANSWERS, Answers, Journal, UsageTotals
 from groupwise.training.generation.prompts import Prompts, read_prompts
 from groupwise.training.generation.results import (
     TRAIN,
-    left_unjudged,
+    nothing_was_scored,
     replaced_columns,
     write_results,
 )
@@ -96,27 +96,27 @@ def generate(*, dry_run: bool = False, **options: Any) -> GenerateResult:
     before any request costs money, and `EndpointError` if the service fails for good. Repeating the call requests only the missing answers.
     """
     config = read_options(options)
-    return run_to_end(_generate(config, dry_run=dry_run))
+    return run_to_end(_run_generation(config, dry_run=dry_run))
 
 
-async def _generate(config: GenerateConfig, *, dry_run: bool) -> GenerateResult:
+async def _run_generation(config: GenerateConfig, *, dry_run: bool) -> GenerateResult:
     _refuse_foreign(config.folder)
-    plan = _plan(config, await _model(config))
+    plan = _make_plan(config, await _resolve_model(config))
     if dry_run:
-        return GenerateResult(_describe(plan), config.folder)
+        return GenerateResult(_describe_plan(plan), config.folder)
     if config.hub is not None:
         prepare_upload(config.hub, private=config.private)
     with _open_answers(plan) as (answers, journal):
-        if strange := _of_no_row(plan, answers):
+        if orphan_count := _count_orphans(plan, answers):
             logger.warning(
                 "%d answers belong to no row of this %s: they stay in the folder and out of the results",
-                strange,
+                orphan_count,
                 "shard" if config.shard else "input",
             )
-        return await _carry_out(plan, answers, journal)
+        return await _execute_plan(plan, answers, journal)
 
 
-def _plan(config: GenerateConfig, model: str) -> Plan:
+def _make_plan(config: GenerateConfig, model: str) -> Plan:
     shapes = {"model": model, **{name: getattr(config, name) for name in (*PROMPTING, *SAMPLING)}}
     shapes = json.loads(json.dumps(shapes))
     _check_settings(config, shapes)
@@ -129,9 +129,10 @@ def _plan(config: GenerateConfig, model: str) -> Plan:
             if config.prefill == "drop"
             else "the answers go on with its last words (prefill: drop leaves them out)",
         )
-    if replaced := replaced_columns(prompts.items, config):
+    if replaced_names := replaced_columns(prompts.items, config):
         logger.warning(
-            "columns of the data are replaced by those of the results: %s", ", ".join(replaced)
+            "columns of the data are replaced by those of the results: %s",
+            ", ".join(replaced_names),
         )
     atomic_files.check_can_write(config.folder / ANSWERS)
     plan = Plan(config, model, shapes, prompts, build_scoring(config, prompts))
@@ -144,61 +145,65 @@ def _plan(config: GenerateConfig, model: str) -> Plan:
     return plan
 
 
-async def _carry_out(plan: Plan, answers: Answers, journal: Journal) -> GenerateResult:
+async def _execute_plan(plan: Plan, answers: Answers, journal: Journal) -> GenerateResult:
     config, items = plan.config, plan.prompts.items
     missing = [item for item in items if len(answers.of(item.key)) < config.num_generations]
     endpoint = _endpoint(config, plan.model)
     with Interruption() as interruption, Ticker() as ticker:
         async with Client(endpoint, concurrency=config.concurrency) as client:
-            there = len(items) - len(missing)
-            line = _ProgressLine(ticker, config, client, len(items), there)
-            asking = Asking(client, config, answers, journal, line.show)
+            complete_count = len(items) - len(missing)
+            line = _ProgressLine(ticker, config, client, len(items), complete_count)
+            requester = RowRequester(client, config, answers, journal, line.show)
             scores: Scores = {}
             try:
                 if missing:
                     await interruption.allow(client.reach())
-                    await interruption.allow(line.kept_alive(asking.ask(missing), asking.tally))
+                    await interruption.allow(
+                        line.run_with_refresh(requester.ask(missing), requester.tally)
+                    )
                 if plan.scoring is not None:
                     scoring = score_all(plan.scoring.scorer, items, answers, line.show_scored)
                     scores = await interruption.allow(scoring)
             except Interrupted as interrupted:
-                ticker.note(f"Interrupted. {_go_on(config)}")
-                entries = {"state": "interrupted", **_cost_entries(plan, answers, asking.tally)}
-                return GenerateResult(_summary(plan, entries), config.folder, interrupted.exit_code)
+                ticker.note(f"Interrupted. {_resume_hint(config)}")
+                entries = {"state": "interrupted", **_cost_entries(plan, answers, requester.tally)}
+                return GenerateResult(
+                    _summarise_plan(plan, entries), config.folder, interrupted.exit_code
+                )
             except EndpointError as error:
-                raise EndpointError(f"{error}\n{_go_on(config)}", error.status) from error
-    return _finish(plan, answers, scores, asking.tally)
+                raise EndpointError(f"{error}\n{_resume_hint(config)}", error.status) from error
+    return _write_outcome(plan, answers, scores, requester.tally)
 
 
-def _finish(plan: Plan, answers: Answers, scores: Scores, tally: Tally) -> GenerateResult:
+def _write_outcome(plan: Plan, answers: Answers, scores: Scores, tally: Tally) -> GenerateResult:
     config = plan.config
-    unasked = [Failure(each.index, f"not asked: {each.reason}") for each in plan.prompts.unasked]
-    failures = [*tally.failures, *unasked]
+    skipped_rows = [Failure(row.index, f"not asked: {row.reason}") for row in plan.prompts.skipped]
+    failures = [*tally.failures, *skipped_rows]
     counts = write_results(config.folder, config, plan.prompts.items, answers, scores, failures)
-    blind = left_unjudged(config, counts)
-    state = "unscored" if blind else "incomplete" if failures else "done"
+    nothing_scored = nothing_was_scored(config, counts)
+    state = "unscored" if nothing_scored else "incomplete" if failures else "done"
     outcome = {"state": state, **counts.summary, "failed": len(failures)}
-    summary = _summary(plan, outcome | _cost_entries(plan, answers, tally))
+    summary = _summarise_plan(plan, outcome | _cost_entries(plan, answers, tally))
     if failures:
         logger.warning(
             "%d rows have failed; %s says why. The same command asks for them again.",
             len(failures),
             config.folder / "failures.jsonl",
         )
-    if blind:
+    if nothing_scored:
         reason, count = counts.unscored.most_common(1)[0]
-        there = (config.folder / TRAIN).exists()
+        has_train_file = (config.folder / TRAIN).exists()
         message = (
             f"None of {counts.generations} generations could be scored, so that none earns min_reward. Of {count} it is "
-            f"said:\n  {reason}\n{TRAIN} {'is left as it was' if there else 'is not written'}. Mend the rewards and give the same command "
-            "again: what is there is scored anew, and not asked for again."
+            f"said:\n  {reason}\n{TRAIN} {'is left as it was' if has_train_file else 'is not written'}. Mend the rewards and give the "
+            "same command again: what is there is scored anew, and not asked for again."
         )
         logger.error(message)
-    usable = bool(counts.rows) and not blind
-    if config.hub is not None and usable:
+    is_usable = bool(counts.rows) and not nothing_scored
+    if config.hub is not None and is_usable:
         summary["hub"] = upload(config.folder, config.hub, plan.rewards_left_out)
     atomic_files.write_json(config.folder / SUMMARY, summary)
-    return GenerateResult(summary, config.folder, 0 if usable else 1)
+    return GenerateResult(summary, config.folder, 0 if is_usable else 1)
 
 
 # --- the folder ----------------------------------------------------------------------------------
@@ -219,9 +224,9 @@ def _open_answers(plan: Plan) -> Generator[tuple[Answers, Journal]]:
             atomic_files.write_json(config.folder / SETTINGS, {"format": 1, **plan.shapes})
         answers = Answers()
         for shard in _shards(config):
-            if (other := holder(shard)) is not None:
+            if (owner := holder(shard)) is not None:
                 raise RunInUseError(
-                    f"{shard} is still being written by {other}. Wait for it, then put the shards together."
+                    f"{shard} is still being written by {owner}. Wait for it, then put the shards together."
                 )
             answers.read(shard / ANSWERS)
         with Journal(config.folder / ANSWERS, answers) as journal:
@@ -247,14 +252,14 @@ def _shards(config: GenerateConfig) -> list[Path]:
 def _check_settings(config: GenerateConfig, shapes: Mapping[str, Any]) -> None:
     """Raise ResumeMismatchError if the folder's answers were requested with other options."""
     for folder in (config.root, *sorted(config.root.glob(SHARDS))):
-        noted = _saved_settings(folder)
-        if noted is None:
+        saved = _saved_settings(folder)
+        if saved is None:
             continue
-        different = [name for name in shapes if noted.get(name) != shapes[name]]
-        if different:
+        changed_names = [name for name in shapes if saved.get(name) != shapes[name]]
+        if changed_names:
             lines = [
-                f"  {name}: {json.dumps(noted.get(name))} there, {json.dumps(shapes[name])} now"
-                for name in different
+                f"  {name}: {json.dumps(saved.get(name))} there, {json.dumps(shapes[name])} now"
+                for name in changed_names
             ]
             raise ResumeMismatchError(
                 f"{folder} holds answers that were asked for in another way:\n"
@@ -279,12 +284,16 @@ def _refuse_foreign(folder: Path) -> None:
         return
     if not folder.is_dir():
         raise UsageError(f"{folder} is a file. Name a folder for the output.")
-    known = [*folder.glob(SHARDS), *folder.glob(LOCK), *folder.glob(f"{atomic_files.BUILDING}*")]
-    others = sorted(path.name for path in folder.iterdir() if path not in known)
-    if others:
+    own_files = [
+        *folder.glob(SHARDS),
+        *folder.glob(LOCK),
+        *folder.glob(f"{atomic_files.BUILDING}*"),
+    ]
+    foreign_files = sorted(path.name for path in folder.iterdir() if path not in own_files)
+    if foreign_files:
         raise UsageError(
-            f"{folder} holds other files ({', '.join(others[:5])}{', …' if len(others) > 5 else ''}), and results would be written "
-            "among them. Name a new or empty folder."
+            f"{folder} holds other files ({', '.join(foreign_files[:5])}{', …' if len(foreign_files) > 5 else ''}), and results would "
+            "be written among them. Name a new or empty folder."
         )
 
 
@@ -295,19 +304,19 @@ def _endpoint(config: GenerateConfig, model: str) -> Endpoint:
     return Endpoint(config.base_url, model, config.api_key_env, config.timeout, config.retries)
 
 
-async def _model(config: GenerateConfig) -> str:
+async def _resolve_model(config: GenerateConfig) -> str:
     """The configured model, that of the folder's answers, or the only model that the service offers."""
     if config.model is not None:
         return config.model
     for folder in (config.root, *sorted(config.root.glob(SHARDS))):
-        if (noted := _saved_settings(folder)) is not None:
-            return str(noted["model"])
+        if (saved := _saved_settings(folder)) is not None:
+            return str(saved["model"])
     async with Client(_endpoint(config, "")) as client:
-        served = await client.models(retries=0)
-    if len(served) != 1:
-        there = ", ".join(served) or "none"
-        raise UsageError(f"Say which model to ask: {client.endpoint.base_url} serves {there}.")
-    return served[0]
+        models = await client.models(retries=0)
+    if len(models) != 1:
+        model_list = ", ".join(models) or "none"
+        raise UsageError(f"Say which model to ask: {client.endpoint.base_url} serves {model_list}.")
+    return models[0]
 
 
 # --- progress and summary ------------------------------------------------------------------------
@@ -317,30 +326,30 @@ class _ProgressLine:
     """The progress line."""
 
     def __init__(
-        self, ticker: Ticker, config: GenerateConfig, client: Client, rows: int, there: int
+        self, ticker: Ticker, config: GenerateConfig, client: Client, rows: int, done: int
     ) -> None:
         self._ticker = ticker
         self._config = config
         self._client = client
         self._rows = rows
-        self._there = there
+        self._done_before = done
 
     def show(self, tally: Tally) -> None:
         """Show the progress of the answers."""
-        billed = tally.billed.usage
+        usage = tally.usage_totals.usage
         facts = [
-            f"rows {self._there + tally.answered}/{self._rows}",
-            f"tokens {billed.prompt_tokens or 0:,} in, {billed.completion_tokens or 0:,} out",
+            f"rows {self._done_before + tally.answered}/{self._rows}",
+            f"tokens {usage.prompt_tokens or 0:,} in, {usage.completion_tokens or 0:,} out",
             f"{tally.tokens_per_second:,.0f} tok/s",
         ]
-        cost = _cost(self._config, tally.billed)
+        cost = _compute_cost(self._config, tally.usage_totals)
         if cost is not None:
             facts.append(f"cost {cost:.2f}")
         if tally.failures:
             facts.append(f"failed {len(tally.failures)}")
         if tally.answered:
-            left = self._rows - self._there - tally.answered - len(tally.failures)
-            facts.append(f"eta {_clock(tally.seconds / tally.answered * left)}")
+            remaining = self._rows - self._done_before - tally.answered - len(tally.failures)
+            facts.append(f"eta {_format_clock(tally.seconds / tally.answered * remaining)}")
         if pause := self._client.pause:
             facts.append(f"the service wants {pause:.0f} s of rest")
         self._ticker.show("  ".join(facts))
@@ -349,73 +358,73 @@ class _ProgressLine:
         """Show the progress of the scoring."""
         self._ticker.show(f"scored {count}/{self._rows} rows")
 
-    async def kept_alive(self, work: Coroutine[Any, Any, Tally], tally: Tally) -> None:
+    async def run_with_refresh(self, work: Coroutine[Any, Any, Tally], tally: Tally) -> None:
         """Await work, and update the line every `REFRESH` seconds even if no answer arrives."""
 
-        async def tell() -> None:
+        async def refresh() -> None:
             while True:
                 self.show(tally)
                 await asyncio.sleep(REFRESH)
 
-        telling = asyncio.ensure_future(tell())
+        refresh_task = asyncio.ensure_future(refresh())
         try:
             await work
         finally:
-            telling.cancel()
+            refresh_task.cancel()
 
 
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
+def _format_clock(seconds: float) -> str:
+    minutes, remainder = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+    return f"{hours}:{minutes:02}:{remainder:02}" if hours else f"{minutes}:{remainder:02}"
 
 
-def _cost(config: GenerateConfig, billed: Billed) -> float | None:
+def _compute_cost(config: GenerateConfig, totals: UsageTotals) -> float | None:
     if config.price_in is None and config.price_out is None:
         return None
-    tokens_in, tokens_out = billed.usage.prompt_tokens or 0, billed.usage.completion_tokens or 0
+    tokens_in, tokens_out = totals.usage.prompt_tokens or 0, totals.usage.completion_tokens or 0
     return (tokens_in * (config.price_in or 0.0) + tokens_out * (config.price_out or 0.0)) / 1e6
 
 
 def _cost_entries(plan: Plan, answers: Answers, tally: Tally) -> dict[str, Any]:
     """Tokens and cost of this command; under `in_all`, those of all answers, including earlier commands."""
     entries = {
-        **_billed_entries(plan.config, tally.billed),
+        **_billed_entries(plan.config, tally.usage_totals),
         "tokens_per_second": round(tally.tokens_per_second, 1),
-        "in_all": _billed_entries(plan.config, answers.billed),
+        "in_all": _billed_entries(plan.config, answers.usage_totals),
     }
-    if strange := _of_no_row(plan, answers):
-        entries["answers_of_no_row"] = strange
+    if orphan_count := _count_orphans(plan, answers):
+        entries["answers_of_no_row"] = orphan_count
     return entries
 
 
-def _billed_entries(config: GenerateConfig, billed: Billed) -> dict[str, Any]:
+def _billed_entries(config: GenerateConfig, totals: UsageTotals) -> dict[str, Any]:
     entries: dict[str, Any] = {
-        "requests": billed.requests,
-        "prompt_tokens": billed.usage.prompt_tokens,
-        "completion_tokens": billed.usage.completion_tokens,
+        "requests": totals.requests,
+        "prompt_tokens": totals.usage.prompt_tokens,
+        "completion_tokens": totals.usage.completion_tokens,
     }
-    if (cost := _cost(config, billed)) is not None:
+    if (cost := _compute_cost(config, totals)) is not None:
         entries["cost"] = cost
-    if billed.untold:
-        entries["answers_without_usage"] = billed.untold
+    if totals.without_usage:
+        entries["answers_without_usage"] = totals.without_usage
     return entries
 
 
-def _of_no_row(plan: Plan, answers: Answers) -> int:
+def _count_orphans(plan: Plan, answers: Answers) -> int:
     """Number of answers whose row no longer exists or now has another prompt."""
-    return answers.beside({item.key for item in plan.prompts.items})
+    return answers.count_orphans({item.key for item in plan.prompts.items})
 
 
-def _summary(plan: Plan, entries: Mapping[str, Any]) -> dict[str, Any]:
-    rows = len(plan.prompts.items) + len(plan.prompts.unasked)
+def _summarise_plan(plan: Plan, entries: Mapping[str, Any]) -> dict[str, Any]:
+    rows = len(plan.prompts.items) + len(plan.prompts.skipped)
     base: dict[str, Any] = {"output": str(plan.config.folder), "model": plan.model, "rows": rows}
     if plan.rewards_left_out:
         base["rewards_left_out"] = list(plan.rewards_left_out)
     return {**base, **entries}
 
 
-def _describe(plan: Plan) -> dict[str, Any]:
+def _describe_plan(plan: Plan) -> dict[str, Any]:
     """The plan for a dry run."""
     config, answers = plan.config, Answers()
     for folder in (config.folder, *_shards(config)):
@@ -425,15 +434,15 @@ def _describe(plan: Plan) -> dict[str, Any]:
         for item in plan.prompts.items
     ]
     return {
-        **_summary(plan, {}),
+        **_summarise_plan(plan, {}),
         "rows_to_ask": sum(1 for count in missing if count),
         "generations_to_ask": sum(missing),
-        "rows_that_cannot_be_asked": len(plan.prompts.unasked),
-        "answers_of_no_row": _of_no_row(plan, answers),
+        "rows_that_cannot_be_asked": len(plan.prompts.skipped),
+        "answers_of_no_row": _count_orphans(plan, answers),
         "base_url": _endpoint(config, plan.model).base_url,
         "first_prompt": plan.prompts.items[0].prompt if plan.prompts.items else None,
     }
 
 
-def _go_on(config: GenerateConfig) -> str:
+def _resume_hint(config: GenerateConfig) -> str:
     return f"What has come is kept in {config.folder}; the same command goes on with it."

@@ -33,19 +33,19 @@ class Generation:
 
 
 @dataclass(slots=True)
-class Billed:
+class UsageTotals:
     """The billed requests and tokens of answers."""
 
     requests: int = 0
     usage: Usage = field(default_factory=lambda: Usage(0, 0))
-    untold: int = 0
+    without_usage: int = 0
     """Number of answers without the number of billed tokens."""
 
     def add(self, usage: Usage) -> None:
         """Count an answer."""
         self.requests += 1
         if usage.prompt_tokens is None or usage.completion_tokens is None:
-            self.untold += 1
+            self.without_usage += 1
         else:
             self.usage += usage
 
@@ -56,33 +56,33 @@ class Answers:
     def __init__(self) -> None:
         self._generations: dict[str, dict[int, Generation]] = {}
         self._usage: dict[str, list[Usage]] = {}
-        self.billed = Billed()
+        self.usage_totals = UsageTotals()
 
     def of(self, key: str) -> list[Generation]:
         """A row's generations, up to the first missing one."""
-        found = self._generations.get(key, {})
-        count = next(number for number in range(len(found) + 1) if number not in found)
-        return [found[number] for number in range(count)]
+        by_number = self._generations.get(key, {})
+        count = next(number for number in range(len(by_number) + 1) if number not in by_number)
+        return [by_number[number] for number in range(count)]
 
     def usage(self, key: str) -> Usage:
         """The billed tokens of a row."""
         return sum(self._usage.get(key, ()), start=Usage(0, 0))
 
-    def beside(self, keys: Collection[str]) -> int:
+    def count_orphans(self, keys: Collection[str]) -> int:
         """Number of answers that belong to none of these rows."""
-        return sum(len(billed) for key, billed in self._usage.items() if key not in keys)
+        return sum(len(usages) for key, usages in self._usage.items() if key not in keys)
 
     def add(self, line: dict[str, Any]) -> None:
         """Add a line of a journal. If a generation appears twice, the first one counts."""
-        found = self._generations.setdefault(line["key"], {})
+        by_number = self._generations.setdefault(line["key"], {})
         for number, choice in enumerate(line["choices"], line["first"]):
             generation = Generation(
                 choice["text"], choice["finish_reason"], choice.get("reasoning"), line["model"]
             )
-            found.setdefault(number, generation)
+            by_number.setdefault(number, generation)
         usage = Usage(**line["usage"])
         self._usage.setdefault(line["key"], []).append(usage)
-        self.billed.add(usage)
+        self.usage_totals.add(usage)
 
     def read(self, path: Path) -> int:
         """Add a whole journal. Returns its length in bytes without an incomplete last line. Raises StoreError for an invalid line."""
@@ -90,8 +90,8 @@ class Answers:
             data = path.read_bytes()
         except FileNotFoundError:
             return 0
-        whole = data[: data.rfind(b"\n") + 1]
-        for number, line in enumerate(whole.split(b"\n")[:-1], 1):
+        complete_data = data[: data.rfind(b"\n") + 1]
+        for number, line in enumerate(complete_data.split(b"\n")[:-1], 1):
             try:
                 self.add(json.loads(line))
             except (ValueError, KeyError, TypeError) as error:
@@ -99,7 +99,7 @@ class Answers:
                     f"{path}, line {number} is no answer: {error!r}. Something else has changed the file; remove that line, and what it "
                     "held will be asked again."
                 ) from error
-        return len(whole)
+        return len(complete_data)
 
 
 class Journal:
@@ -109,10 +109,10 @@ class Journal:
         """Open the file and cut off an incomplete last line. Old and new answers are added to `answers`."""
         self._path = path
         self._answers = answers
-        whole = answers.read(path)
+        length = answers.read(path)
         with _as_store_error(path):
             self._file = path.open("ab", buffering=0)
-            self._file.truncate(whole)
+            self._file.truncate(length)
             os.fsync(self._file.fileno())
 
     def __enter__(self) -> Journal:
@@ -126,19 +126,19 @@ class Journal:
     ) -> None:
         self._file.close()
 
-    def append(self, key: str, first: int, answer: Choices) -> None:
+    def append(self, key: str, first_index: int, answer: Choices) -> None:
         """Write an answer. It is on disk when this returns. Raises StoreError if writing fails."""
         entries = zip(answer.texts, answer.finish_reasons, answer.reasoning, strict=True)
         line = {
             "key": key,
-            "first": first,
+            "first": first_index,
             "choices": [
                 {
                     "text": text,
                     "finish_reason": reason,
-                    **({"reasoning": thought} if thought else {}),
+                    **({"reasoning": reasoning} if reasoning else {}),
                 }
-                for text, reason, thought in entries
+                for text, reason, reasoning in entries
             ],
             "usage": {
                 "prompt_tokens": answer.usage.prompt_tokens,

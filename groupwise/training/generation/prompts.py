@@ -50,7 +50,7 @@ class Item:
 
 
 @dataclass(frozen=True, slots=True)
-class Unasked:
+class SkippedRow:
     """A row without a usable prompt."""
 
     index: int
@@ -62,7 +62,7 @@ class Prompts:
     """The rows of this command in the order of the input."""
 
     items: tuple[Item, ...]
-    unasked: tuple[Unasked, ...]
+    skipped: tuple[SkippedRow, ...]
     task: Task | None = None
     task_config: RunConfig | None = None
     ending_with_assistant: int = 0
@@ -70,11 +70,11 @@ class Prompts:
 
 
 @dataclass(slots=True)
-class _Found:
+class _PromptRows:
     rows: list[tuple[int, Prompt, dict[str, Any]]] = field(
         default_factory=list[tuple[int, Prompt, dict[str, Any]]]
     )
-    unasked: list[Unasked] = field(default_factory=list[Unasked])
+    skipped: list[SkippedRow] = field(default_factory=list[SkippedRow])
     ending_with_assistant: int = 0
 
 
@@ -85,29 +85,33 @@ def read_prompts(config: GenerateConfig, sampling: Mapping[str, Any]) -> Prompts
     """
     task, task_config = None, None
     if config.task_module is not None:
-        task, task_config, examples = _of_task(config.task_module, config.config)
+        task, task_config, examples = _load_task_prompts(config.task_module, config.config)
         api = config.api or "completions"
-        found = _Found()
+        prompt_rows = _PromptRows()
         for example in examples:
-            whole = {PROMPT: example.prompt, **example.columns}
+            columns = {PROMPT: example.prompt, **example.columns}
             prompt: Prompt = example.prompt
             if isinstance(prompt, str) and api == "chat":
                 prompt = [{"role": "user", "content": prompt}]
-            found.rows.append((example.index, prompt, whole))
+            prompt_rows.rows.append((example.index, prompt, columns))
     else:
         assert config.dataset is not None, "checked in conflicts"
         rows = read_source(config.dataset, config.dataset_config, config.split)
-        found = _prompts_of_rows(rows, config)
-    if not found.rows:
-        first = found.unasked[0]
-        raise TaskError(f"No row can be asked. Row {first.index}: {first.reason}")
-    number, count = config.part
-    items = [item for item in _with_keys(found.rows, sampling) if item.index % count == number]
-    unasked = [each for each in found.unasked if each.index % count == number]
-    return Prompts(tuple(items), tuple(unasked), task, task_config, found.ending_with_assistant)
+        prompt_rows = _prompts_of_rows(rows, config)
+    if not prompt_rows.rows:
+        first_unasked = prompt_rows.skipped[0]
+        raise TaskError(f"No row can be asked. Row {first_unasked.index}: {first_unasked.reason}")
+    shard_index, count = config.part
+    items = [
+        item for item in _with_keys(prompt_rows.rows, sampling) if item.index % count == shard_index
+    ]
+    skipped = [row for row in prompt_rows.skipped if row.index % count == shard_index]
+    return Prompts(
+        tuple(items), tuple(skipped), task, task_config, prompt_rows.ending_with_assistant
+    )
 
 
-def _of_task(source: str, config: str | None) -> tuple[Task, RunConfig, list[Example]]:
+def _load_task_prompts(source: str, config: str | None) -> tuple[Task, RunConfig, list[Example]]:
     task = load_task(source)
     if not task.has("get_rl_dataset"):
         raise TaskError(task.missing("get_rl_dataset", "rl"))
@@ -129,33 +133,33 @@ def _of_task(source: str, config: str | None) -> tuple[Task, RunConfig, list[Exa
     return task, settings, task.rl_examples(view(settings), limit=limit)
 
 
-def _prompts_of_rows(rows: Sequence[Row], config: GenerateConfig) -> _Found:
+def _prompts_of_rows(rows: Sequence[Row], config: GenerateConfig) -> _PromptRows:
     """The prompts of a dataset's rows, from the template or a column. Raises TaskError if a column is missing."""
-    there = list(dict.fromkeys(name for row in rows for name in row))
-    where = f"The dataset {config.dataset!r}"
+    columns = list(dict.fromkeys(name for row in rows for name in row))
+    label = f"The dataset {config.dataset!r}"
     column, template = config.prompt_column or PROMPT, None
     if config.prompt_template is not None:
         template = Template(config.prompt_template, column)
         for name in template.fields:
-            if name not in there:
-                raise TaskError(no_column(where, name, there, " in the prompt template"))
-        _check_braces(config.prompt_template, there, column)
-    elif column not in there:
-        raise TaskError(no_column(where, column, there, " for the prompt"))
-    found = _Found()
+            if name not in columns:
+                raise TaskError(no_column(label, name, columns, " in the prompt template"))
+        _check_braces(config.prompt_template, columns, column)
+    elif column not in columns:
+        raise TaskError(no_column(label, column, columns, " for the prompt"))
+    result = _PromptRows()
     for index, row in enumerate(rows):
         try:
             value = row.get(column) if template is None else template.fill(row)
-            prompt, prefix = _as_sent(value, config)
+            prompt, prefix = _request_prompt(value, config)
         except TaskError as problem:
-            found.unasked.append(Unasked(index, str(problem)))
+            result.skipped.append(SkippedRow(index, str(problem)))
         else:
-            found.ending_with_assistant += prefix
-            found.rows.append((index, prompt, dict(row)))
-    return found
+            result.ending_with_assistant += prefix
+            result.rows.append((index, prompt, dict(row)))
+    return result
 
 
-def _as_sent(value: Any, config: GenerateConfig) -> tuple[Prompt, bool]:
+def _request_prompt(value: Any, config: GenerateConfig) -> tuple[Prompt, bool]:
     """The prompt as messages or text, and whether the row ends with the start of an assistant's turn."""
     prompt = checked_prompt(value, "its prompt", config.prompt_column or PROMPT)
     if config.api == "completions":
@@ -178,15 +182,15 @@ def _as_sent(value: Any, config: GenerateConfig) -> tuple[Prompt, bool]:
 def _with_keys(
     rows: Sequence[tuple[int, Prompt, dict[str, Any]]], sampling: Mapping[str, Any]
 ) -> list[Item]:
-    seen: Counter[str] = Counter()
+    occurrences: Counter[str] = Counter()
     items: list[Item] = []
     for index, prompt, columns in rows:
         request = [canonical(prompt), canonical(sampling)]
         if template := for_request(columns):
             request.append(canonical(template))
         digest = hashlib.sha256(json.dumps(request).encode()).hexdigest()
-        key = hashlib.sha256(f"{digest} {seen[digest]}".encode()).hexdigest()[:32]
-        seen[digest] += 1
+        key = hashlib.sha256(f"{digest} {occurrences[digest]}".encode()).hexdigest()[:32]
+        occurrences[digest] += 1
         items.append(Item(index, prompt, columns, key))
     return items
 
@@ -198,10 +202,10 @@ def _check_braces(template: str, columns: Sequence[str], prompt_column: str) -> 
     """
     if not INSTRUCTION.search(template):
         return
-    single = re.findall(r"(\\\w+)?(?<!\{)\{(\w+)\}(?!\})", template)
-    if meant := [name for command, name in single if not command and name in columns]:
+    braces = re.findall(r"(\\\w+)?(?<!\{)\{(\w+)\}(?!\})", template)
+    if column_names := [name for command, name in braces if not command and name in columns]:
         raise TaskError(
-            f"The prompt template has {{{{ instruction }}}}, beside which single braces stand for themselves, but {{{meant[0]}}} is "
+            f"The prompt template has {{{{ instruction }}}}, beside which single braces stand for themselves, but {{{column_names[0]}}} is "
             f"a column. Write all columns in single braces, {{{prompt_column}}} for {{{{ instruction }}}}; braces that are meant as "
             "such are doubled then."
         )
@@ -214,13 +218,17 @@ class Template:
     """
 
     def __init__(self, text: str, prompt_column: str = PROMPT) -> None:
-        of_others = INSTRUCTION.search(text) is not None
-        self._pieces = _pieces_around(text, prompt_column) if of_others else _pieces(text)
-        self._of_others = of_others
-        self.fields = tuple(dict.fromkeys(piece for kind, piece in self._pieces if kind == "field"))
+        is_jinja = INSTRUCTION.search(text) is not None
+        self._template_pieces = (
+            _parse_instruction_template(text, prompt_column) if is_jinja else _template_pieces(text)
+        )
+        self._is_jinja = is_jinja
+        self.fields = tuple(
+            dict.fromkeys(piece for kind, piece in self._template_pieces if kind == "field")
+        )
         if not self.fields:
-            meant = re.search(r"\{\{\s*(\w+)\s*\}\}", text)
-            hint = f" Is {{{meant[1]}}} meant for {meant[0]}?" if meant else ""
+            match = re.search(r"\{\{\s*(\w+)\s*\}\}", text)
+            hint = f" Is {{{match[1]}}} meant for {match[0]}?" if match else ""
             raise TaskError(
                 "The prompt template names no column, so that every row would get the same prompt. A column stands in single "
                 f"braces, {{question}}; doubled braces stand for themselves.{hint}"
@@ -228,19 +236,22 @@ class Template:
 
     def fill(self, row: Row) -> str:
         """Fill in the template for a row. Raises TaskError if a column is empty in this row."""
-        empty = [name for name in self.fields if row.get(name) in (None, "")]
-        if empty:
-            raise TaskError(f"its column {empty[0]!r}, which the template names, is empty.")
-        if self._of_others and not isinstance(row[self.fields[0]], str | int | float):
+        empty_columns = [name for name in self.fields if row.get(name) in (None, "")]
+        if empty_columns:
+            raise TaskError(f"its column {empty_columns[0]!r}, which the template names, is empty.")
+        if self._is_jinja and not isinstance(row[self.fields[0]], str | int | float):
             raise TaskError(
                 f"its column {self.fields[0]!r} is no text, which {{{{ instruction }}}} in a longer template stands for."
             )
         return "".join(
-            piece if kind == "text" else _as_text(row[piece]) for kind, piece in self._pieces
+            piece if kind == "text" else _column_text(row[piece])
+            for kind, piece in self._template_pieces
         )
 
 
-def _pieces_around(text: str, column: str) -> list[tuple[Literal["text", "field"], str]]:
+def _parse_instruction_template(
+    text: str, column: str
+) -> list[tuple[Literal["text", "field"], str]]:
     """Split a template at `{{ instruction }}`. Raises TaskError for other Jinja expressions, which could not be filled in."""
     texts = INSTRUCTION.split(text)
     if unknown := _BRACES.search("\n".join(texts)):
@@ -249,13 +260,13 @@ def _pieces_around(text: str, column: str) -> list[tuple[Literal["text", "field"
             "columns write each in single braces, {question}."
         )
     pieces: list[tuple[Literal["text", "field"], str]] = [("text", texts[0])]
-    for each in texts[1:]:
+    for part in texts[1:]:
         pieces.append(("field", column))
-        pieces.append(("text", each))
+        pieces.append(("text", part))
     return pieces
 
 
-def _pieces(text: str) -> list[tuple[Literal["text", "field"], str]]:
+def _template_pieces(text: str) -> list[tuple[Literal["text", "field"], str]]:
     pieces: list[tuple[Literal["text", "field"], str]] = []
     try:
         for literal, name, form, conversion in Formatter().parse(text):
@@ -274,7 +285,7 @@ def _pieces(text: str) -> list[tuple[Literal["text", "field"], str]]:
     return pieces
 
 
-def _as_text(value: Any) -> str:
+def _column_text(value: Any) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, Mapping | list | tuple):

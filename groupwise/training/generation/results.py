@@ -87,63 +87,65 @@ def write_results(
     If `min_reward` is set but no generation could be scored, train.jsonl is left unchanged.
     """
     counts = Counts()
-    whole = [
-        (item, found[: config.num_generations])
+    complete_items = [
+        (item, generations[: config.num_generations])
         for item in items
-        if len(found := answers.of(item.key)) >= config.num_generations
+        if len(generations := answers.of(item.key)) >= config.num_generations
     ]
-    _write(folder / GENERATIONS, _generation_rows(whole, answers, scores))
-    selected = _select(whole, config, scores, counts)
-    if not left_unjudged(config, counts):
-        _write(folder / TRAIN, (_train_row(*each) for each in selected))
-    _write(folder / FAILURES, _failure_rows(failures, items))
+    _write_rows(folder / GENERATIONS, _generation_rows(complete_items, answers, scores))
+    selection = _select_generations(complete_items, config, scores, counts)
+    if not nothing_was_scored(config, counts):
+        _write_rows(folder / TRAIN, (_train_row(*entry) for entry in selection))
+    _write_rows(folder / FAILURES, _failure_rows(failures, items))
     return counts
 
 
-def left_unjudged(config: GenerateConfig, counts: Counts) -> bool:
+def nothing_was_scored(config: GenerateConfig, counts: Counts) -> bool:
     """True if rewards decide which generations are kept, but none could be scored."""
     return config.min_reward is not None and bool(counts.unscored) and not counts.rewards
 
 
 def replaced_columns(items: Sequence[Item], config: GenerateConfig) -> list[str]:
     """Columns of the input that the results replace."""
-    ours = {"generation", "finish_reason", "reasoning", "usage", "model"}
-    ours |= {"reward"} if config.scores else set()
-    there = {name for item in items for name in item.columns}
-    return sorted(ours & there)
+    result_columns = {"generation", "finish_reason", "reasoning", "usage", "model"}
+    result_columns |= {"reward"} if config.scores else set()
+    input_columns = {name for item in items for name in item.columns}
+    return sorted(result_columns & input_columns)
 
 
-def _write(path: Path, rows: Iterator[Mapping[str, Any]]) -> None:
-    building = building_path(path)
+def _write_rows(path: Path, rows: Iterator[Mapping[str, Any]]) -> None:
+    temp_path = building_path(path)
     with explaining_disk_errors(path):
         try:
-            with building.open("w", encoding="utf-8") as file:
+            with temp_path.open("w", encoding="utf-8") as file:
                 for row in rows:
                     file.write(json.dumps(plain(row), ensure_ascii=False) + "\n")
-            publish_file(building, path)
+            publish_file(temp_path, path)
         finally:
-            building.unlink(missing_ok=True)
+            temp_path.unlink(missing_ok=True)
 
 
 def _generation_rows(
-    whole: Sequence[tuple[Item, Sequence[Generation]]], answers: Answers, scores: Scores
+    complete_items: Sequence[tuple[Item, Sequence[Generation]]], answers: Answers, scores: Scores
 ) -> Iterator[dict[str, Any]]:
-    for item, found in whole:
+    for item, generations in complete_items:
         usage = answers.usage(item.key)
         row: dict[str, Any] = {
             **item.columns,
-            "generation": _one_or_all([each.text for each in found]),
-            "finish_reason": _one_or_all([each.finish_reason for each in found]),
+            "generation": _one_or_all([generation.text for generation in generations]),
+            "finish_reason": _one_or_all([generation.finish_reason for generation in generations]),
             "usage": {
                 "prompt_tokens": usage.prompt_tokens,
                 "completion_tokens": usage.completion_tokens,
             },
-            "model": found[0].model,
+            "model": generations[0].model,
         }
-        if any(each.reasoning for each in found):
-            row["reasoning"] = _one_or_all([each.reasoning for each in found])
+        if any(generation.reasoning for generation in generations):
+            row["reasoning"] = _one_or_all([generation.reasoning for generation in generations])
         if item.key in scores:
-            row["reward"] = _one_or_all([score.reward for score in scores[item.key][: len(found)]])
+            row["reward"] = _one_or_all(
+                [score.reward for score in scores[item.key][: len(generations)]]
+            )
         yield row
 
 
@@ -165,54 +167,54 @@ def _failure_rows(failures: Sequence[Failure], items: Sequence[Item]) -> Iterato
         }
 
 
-def _select(
-    whole: Sequence[tuple[Item, Sequence[Generation]]],
+def _select_generations(
+    complete_items: Sequence[tuple[Item, Sequence[Generation]]],
     config: GenerateConfig,
     scores: Scores,
     counts: Counts,
 ) -> list[tuple[Item, Generation, MemberScore | None]]:
-    selected: list[tuple[Item, Generation, MemberScore | None]] = []
-    for item, found in whole:
-        members = scores.get(item.key, (None,) * len(found))[: len(found)]
+    selection: list[tuple[Item, Generation, MemberScore | None]] = []
+    for item, generations in complete_items:
+        members = scores.get(item.key, (None,) * len(generations))[: len(generations)]
         counts.rows += 1
         counts.generations += len(members)
-        scored = [score for score in members if score is not None]
-        earned = [score.reward for score in scored if score.reward is not None]
+        known_scores = [score for score in members if score is not None]
+        earned = [score.reward for score in known_scores if score.reward is not None]
         counts.rewards += earned
         counts.best += [max(earned)] if earned else []
         counts.unscored.update(
-            score.reason or score.outcome for score in scored if score.reward is None
+            score.reason or score.outcome for score in known_scores if score.reward is None
         )
-        verdicts = _exclusion_reasons(found, members, config)
-        for generation, score, reason in zip(found, members, verdicts, strict=True):
+        verdicts = _exclusion_reasons(generations, members, config)
+        for generation, score, reason in zip(generations, members, verdicts, strict=True):
             if reason is not None:
                 counts.left_out[reason] += 1
                 continue
             counts.kept += 1
-            selected.append((item, generation, score))
-    return selected
+            selection.append((item, generation, score))
+    return selection
 
 
 def _exclusion_reasons(
-    found: Sequence[Generation], members: Sequence[MemberScore | None], config: GenerateConfig
+    generations: Sequence[Generation], members: Sequence[MemberScore | None], config: GenerateConfig
 ) -> list[str | None]:
     """For each generation of a row, the reason why it is left out, or None."""
-    reasons = [_unusable(each, config) for each in found]
+    reasons = [_unusable_reason(generation, config) for generation in generations]
     if config.min_reward is None:
         return reasons
     earned = [score.reward if score is not None else None for score in members]
-    for number, reward in enumerate(earned):
-        if reasons[number] is None and (reward is None or reward < config.min_reward):
-            reasons[number] = "unscored" if reward is None else "reward too low"
-    left = [number for number, reason in enumerate(reasons) if reason is None]
-    if config.keep == "best" and left:
-        best = max(left, key=lambda number: (earned[number] or 0.0, -number))
-        for number in left:
-            reasons[number] = None if number == best else "not the best"
+    for index, reward in enumerate(earned):
+        if reasons[index] is None and (reward is None or reward < config.min_reward):
+            reasons[index] = "unscored" if reward is None else "reward too low"
+    remaining = [index for index, reason in enumerate(reasons) if reason is None]
+    if config.keep == "best" and remaining:
+        best = max(remaining, key=lambda index: (earned[index] or 0.0, -index))
+        for index in remaining:
+            reasons[index] = None if index == best else "not the best"
     return reasons
 
 
-def _unusable(generation: Generation, config: GenerateConfig) -> str | None:
+def _unusable_reason(generation: Generation, config: GenerateConfig) -> str | None:
     if not generation.text.strip():
         return "empty"
     if generation.finish_reason in CUT_OFF and not config.keep_truncated:
@@ -224,7 +226,7 @@ def _train_row(item: Item, generation: Generation, score: MemberScore | None) ->
     row = {name: value for name, value in item.columns.items() if name not in OTHER_FORMS}
     row |= {
         "prompt": item.prompt,
-        "completion": _completion(item, generation),
+        "completion": _train_completion(item, generation),
         "generation": generation.text,
         "finish_reason": generation.finish_reason,
         "model": generation.model,
@@ -232,7 +234,7 @@ def _train_row(item: Item, generation: Generation, score: MemberScore | None) ->
     return row if score is None else {**row, "reward": score.reward}
 
 
-def _completion(item: Item, generation: Generation) -> Any:
+def _train_completion(item: Item, generation: Generation) -> Any:
     if isinstance(item.prompt, str):
         return generation.text
     message = {"role": "assistant", "content": generation.text}

@@ -40,7 +40,7 @@ def build_scoring(config: GenerateConfig, prompts: Prompts) -> Scoring | None:
     """Build the scorer of these rows; None if nothing is scored. Raises TaskError for rewards that cannot score them."""
     if not config.scores:
         return None
-    rows = {item.index: _columns(item) for item in prompts.items}
+    rows = {item.index: _reward_columns(item) for item in prompts.items}
     task, settings = prompts.task, prompts.task_config
     if task is None or settings is None:
         rubric, left_out = without_tokens(_rubric_of_names(config.rewards, config.answer_column))
@@ -53,9 +53,9 @@ def build_scoring(config: GenerateConfig, prompts: Prompts) -> Scoring | None:
     if not task.has("get_reward_funcs"):
         raise TaskError(task.missing("get_reward_funcs", "rl"))
     tokenizer = rollout_builder.LazyTokenizer(settings)
-    whole = rollout_builder.task_rubric(settings, task, tokenizer)
-    assert whole is not None, "the hook is there"
-    rubric, left_out = without_tokens(whole)
+    full_rubric = rollout_builder.task_rubric(settings, task, tokenizer)
+    assert full_rubric is not None, "the hook is there"
+    rubric, left_out = without_tokens(full_rubric)
     rubric.check_rows(rows)
     if not rollout_builder.scores_in_workers(settings, task, rubric):
         scorer = rollout_builder.build_scorer(settings, task, tokenizer, rubric)
@@ -77,45 +77,45 @@ def scorer_for_worker(rewards: list[str], answer_column: str | None) -> RubricSc
 
 def task_scorer_for_worker(config: Mapping[str, Any], task: str) -> RubricScorer:
     """The factory that reward workers call for a task's rewards."""
-    made = rollout_builder.scorer_for_worker(config, task)
-    assert made.rubric is not None, "the hook is there"
-    return replace(made, rubric=without_tokens(made.rubric)[0])
+    scorer = rollout_builder.scorer_for_worker(config, task)
+    assert scorer.rubric is not None, "the hook is there"
+    return replace(scorer, rubric=without_tokens(scorer.rubric)[0])
 
 
 def without_tokens(rubric: Rubric) -> tuple[Rubric, tuple[str, ...]]:
     """The rewards that need only text, and the names of the others. Raises TaskError if none of the former has any weight."""
-    asking = tuple(
+    token_rewards = tuple(
         name
         for name, function in zip(rubric.names, rubric.functions, strict=True)
         if TOKENS in inspect.signature(function).parameters
     )
-    if not asking:
+    if not token_rewards:
         return rubric, ()
     try:
-        return rubric.without(asking), asking
+        return rubric.without(token_rewards), token_rewards
     except TaskError as nothing_left:
-        names = ", ".join(f"`{name}`" for name in asking)
+        names = ", ".join(f"`{name}`" for name in token_rewards)
         raise TaskError(
-            f"{names} {'asks' if len(asking) == 1 else 'ask'} for {TOKENS}, but a service gives text and no tokens. "
+            f"{names} {'asks' if len(token_rewards) == 1 else 'ask'} for {TOKENS}, but a service gives text and no tokens. "
             f"{nothing_left} Use rewards that read completions."
         ) from nothing_left
 
 
 async def score_all(
-    scorer: Scorer, items: Sequence[Item], answers: Answers, changed: Callable[[int], None]
+    scorer: Scorer, items: Sequence[Item], answers: Answers, on_change: Callable[[int], None]
 ) -> Scores:
-    """Score each row that has generations; `changed` is called with the number of scored rows."""
+    """Score each row that has generations; `on_change` is called with the number of scored rows."""
     scores: Scores = {}
 
     async def score(item: Item, generations: Sequence[Generation]) -> None:
-        group = await scorer.score(_request(item, generations))
+        group = await scorer.score(_score_request(item, generations))
         scores[item.key] = group.members
-        changed(len(scores))
+        on_change(len(scores))
 
     try:
         await scorer.start()
-        each = [(item, answers.of(item.key)) for item in items]
-        await gather_all(score(item, generations) for item, generations in each if generations)
+        pairs = [(item, answers.of(item.key)) for item in items]
+        await gather_all(score(item, generations) for item, generations in pairs if generations)
     finally:
         await scorer.close()
     return scores
@@ -127,7 +127,7 @@ def _rubric_of_names(rewards: Sequence[str], answer_column: str | None) -> Rubri
     )
 
 
-def _columns(item: Item) -> dict[str, Any]:
+def _reward_columns(item: Item) -> dict[str, Any]:
     return {
         name: value
         for name, value in item.columns.items()
@@ -135,14 +135,14 @@ def _columns(item: Item) -> dict[str, Any]:
     }
 
 
-def _request(item: Item, generations: Sequence[Generation]) -> ScoreRequest:
+def _score_request(item: Item, generations: Sequence[Generation]) -> ScoreRequest:
     count = len(generations)
     return ScoreRequest(
         draw=item.index,
         prompts=[item.prompt] * count,
-        completions=[as_completion(item.prompt, each.text) for each in generations],
+        completions=[as_completion(item.prompt, generation.text) for generation in generations],
         completion_ids=[[] for _ in range(count)],
-        columns={name: [value] * count for name, value in _columns(item).items()},
+        columns={name: [value] * count for name, value in _reward_columns(item).items()},
         global_step=0,
         max_steps=1,
     )

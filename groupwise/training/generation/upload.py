@@ -32,7 +32,7 @@ Made with `groupwise generate`. `{TRAIN}` holds what was kept for training, `{GE
 
 def prepare_upload(name: str, *, private: bool) -> None:
     """Create the dataset if it does not exist. Raises UsageError if the user may not write to it, or if it is not private as configured."""
-    with _refusals(UsageError, f"The dataset {name} on the hub cannot be written"):
+    with _converting_hub_errors(UsageError, f"The dataset {name} on the hub cannot be written"):
         _hub().create_repo(name, repo_type="dataset", private=private, exist_ok=True)
         public = private and _hub().repo_info(name, repo_type="dataset").private is False
     if public:
@@ -47,10 +47,10 @@ def upload(folder: Path, name: str, rewards_left_out: Sequence[str] = ()) -> str
 
     `rewards_left_out` are the parts that the column `reward` does not include; the dataset card lists them.
     """
-    what = (
+    failure = (
         f"{folder} is complete, but it could not be uploaded to {name}; run the same command again"
     )
-    with _refusals(EndpointError, what):
+    with _converting_hub_errors(EndpointError, failure):
         from huggingface_hub import CommitOperationAdd
 
         card = CARD
@@ -75,7 +75,7 @@ def _hub() -> Any:
 
 
 @contextmanager
-def _refusals(kind: type[EndpointError | UsageError], what: str) -> Generator[None]:
+def _converting_hub_errors(kind: type[EndpointError | UsageError], failure: str) -> Generator[None]:
     try:
         from huggingface_hub.errors import HfHubHTTPError, LocalTokenNotFoundError
     except ImportError as error:
@@ -86,5 +86,5 @@ def _refusals(kind: type[EndpointError | UsageError], what: str) -> Generator[No
         yield
     except (HfHubHTTPError, LocalTokenNotFoundError, OSError, ValueError) as error:
         raise kind(
-            f"{what}:\n  {error}\nThe token comes from HF_TOKEN or `hf auth login`."
+            f"{failure}:\n  {error}\nThe token comes from HF_TOKEN or `hf auth login`."
         ) from error

@@ -39,16 +39,21 @@ async def sample(run: TaskRun, draw: int, choice: Choice, step: int) -> Group:
     return as_seen(run.tokenizer, group)
 
 
-def reuse_recorded(run: Run, draw: int, again: int, example: Example) -> Group:
+def reuse_recorded(run: Run, draw: int, source_draw: int, example: Example) -> Group:
     """The recorded group of an earlier draw, as the group of this draw: with its rewards, but without advantages."""
-    group = run.folder.store.group(again)
-    assert group is not None, f"draw {again} is in the record"
+    group = run.folder.store.group(source_draw)
+    assert group is not None, f"draw {source_draw} is in the record"
     rollouts: list[Rollout] = []
     for rollout in group.rollouts:  # drop the results of the step that trained on it
         segments = tuple(replace(segment, learner_logprobs=None) for segment in rollout.segments)
         rollouts.append(replace(rollout, draw=draw, advantage=None, segments=segments))
     return replace(
-        group, draw=draw, example=example, rollouts=tuple(rollouts), origin="replay", again=again
+        group,
+        draw=draw,
+        example=example,
+        rollouts=tuple(rollouts),
+        origin="replay",
+        again=source_draw,
     )
 
 
@@ -58,26 +63,26 @@ async def score(run: TaskRun, group: Group, step: int) -> Group:
         return group
     if any(part.weight for rollout in group.rollouts for part in rollout.parts):
         run.unrewarded = False
-    scored = await score_group(run.scorer, group, step, run.max_steps, run.steps_per_epoch)
-    return run.algorithm.shaped(scored, run.longest_completion)
+    scored_group = await score_group(run.scorer, group, step, run.max_steps, run.steps_per_epoch)
+    return run.algorithm.shaped(scored_group, run.longest_completion)
 
 
 def check_served(policy: Policy, group: Group) -> None:
     """Raise `PolicyMismatchError` if a policy segment was drawn by weights other than those of `policy`."""
     for rollout in group.rollouts:
         for segment in rollout.segments:
-            served = (segment.policy_version, segment.fingerprint)
-            if segment.source == "policy" and served != (policy.version, policy.fingerprint):
+            identity = (segment.policy_version, segment.fingerprint)
+            if segment.source == "policy" and identity != (policy.version, policy.fingerprint):
                 raise PolicyMismatchError(
-                    f"Draw {group.draw} was sampled by version {served[0]} with fingerprint {served[1]}, but the learner "
+                    f"Draw {group.draw} was sampled by version {identity[0]} with fingerprint {identity[1]}, but the learner "
                     f"published version {policy.version} with fingerprint {policy.fingerprint}. "
                     "The sampler does not serve what was trained; training on would teach nothing."
                 )
 
 
-async def serve(run: Run, policy: Policy) -> None:
+async def load_policy(run: Run, policy: Policy) -> None:
     """Load these weights into the sampler, and verify by fingerprint that it serves them."""
-    started = time.perf_counter()
+    started_at = time.perf_counter()
     await run.settle()
     await run.sampler.load(policy)
     if run.sampler.fingerprint() != policy.fingerprint:
@@ -86,4 +91,4 @@ async def serve(run: Run, policy: Policy) -> None:
             f"{run.sampler.fingerprint()} after loading it."
         )
     run.serving = policy
-    run.timings.publishing += time.perf_counter() - started
+    run.timings.publishing += time.perf_counter() - started_at

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 
 from groupwise.core.errors import RewardWorkerError
 from groupwise.runs.records import EvaluationRecord
-from groupwise.tasks.data.divergence import Fall, divergence
+from groupwise.tasks.data.divergence import HeldOutDrop, divergence
 from groupwise.tasks.data.reward_hacking import change
 from groupwise.tasks.data.reward_hacking_detectors import Finding, SignalsConfig
 from groupwise.tasks.data.success import part_of_success
@@ -21,7 +21,7 @@ from groupwise.training.loops.run import TaskRun
 
 logger = logging.getLogger(__name__)
 
-ASKED = "held_out"
+HELD_OUT_KEY = "held_out"
 """The run's fact with the fingerprint of its evaluations: their prompts and sampling options."""
 PART, MEAN = "rewards/", "/mean"
 """Prefix and suffix around a reward part's name in the metric of its mean."""
@@ -29,42 +29,42 @@ SIGNAL = "held_out"
 """Name of the reward-hacking signal that comes from evaluations."""
 
 
-async def evaluate_now_and_then(run: TaskRun) -> None:
+async def evaluate_if_due(run: TaskRun) -> None:
     """Evaluate every `eval.eval_steps` steps and when a callback asks for it."""
-    if not _due(run):
+    if not _evaluation_due(run):
         return
-    name = in_passing(run.step)
-    recorded = recorded_evaluation(run, name, run.step)
-    if recorded is None:
+    name = evaluation_name(run.step)
+    result = recorded_evaluation(run, name, run.step)
+    if result is None:
         await evaluate_held_out(run, name)
     else:
-        await announce(run, name, recorded)
+        await announce(run, name, result)
 
 
-def in_passing(step: int) -> str:
+def evaluation_name(step: int) -> str:
     """The name of an evaluation during training."""
     return f"step-{step}"
 
 
-def _due(run: TaskRun) -> bool:
+def _evaluation_due(run: TaskRun) -> bool:
     """True if an evaluation is due. After the last step only on request, because the run ends with another evaluation."""
-    requested = run.callbacks.evaluation_was_asked
-    if requested and run.held_out is None:
+    is_requested = run.callbacks.evaluation_was_asked
+    if is_requested and run.held_out is None:
         logger.warning(
             "a callback asked for an evaluation, but this run has no held-out prompts: that takes the task's "
             "get_eval_dataset, and eval.eval_steps or eval.before_and_after"
         )
         run.callbacks.give_up_evaluation()
     if run.over:
-        return requested and not run.config.eval.before_and_after
-    every = run.config.eval.eval_steps
-    return requested or (every is not None and run.step > 0 and run.step % every == 0)
+        return is_requested and not run.config.eval.before_and_after
+    eval_steps = run.config.eval.eval_steps
+    return is_requested or (eval_steps is not None and run.step > 0 and run.step % eval_steps == 0)
 
 
 async def announce(run: TaskRun, name: str, result: EvalResult) -> None:
     """Pass an evaluation of the current policy to the callbacks, and warn if it shows reward hacking."""
     _notice_divergence(run)
-    await run.callbacks.announce_evaluation(_record(run, name, result))
+    await run.callbacks.announce_evaluation(_evaluation_record(run, name, result))
 
 
 def recorded_evaluation(run: TaskRun, name: str, step: int) -> EvalResult | None:
@@ -77,11 +77,11 @@ def recorded_evaluation(run: TaskRun, name: str, step: int) -> EvalResult | None
 
 def notice_changed_questions(run: TaskRun, questions: str) -> None:
     """After a resume, record the fingerprint of the held-out prompts and options, and log if it changed."""
-    before = _stored_questions(run)
-    if before == questions:
+    stored = _stored_questions(run)
+    if stored == questions:
         return
-    run.folder.store.set_meta({ASKED: questions})
-    if before and run.folder.store.evaluations(rows=False):
+    run.folder.store.set_meta({HELD_OUT_KEY: questions})
+    if stored and run.folder.store.evaluations(rows=False):
         run.say(
             "the held-out prompts, or how they are answered, were changed: evaluations do not compare with earlier ones, and "
             "the best one is looked for anew"
@@ -89,10 +89,10 @@ def notice_changed_questions(run: TaskRun, questions: str) -> None:
 
 
 def _stored_questions(run: TaskRun) -> str:
-    return run.folder.store.get_meta().get(ASKED, "")
+    return run.folder.store.get_meta().get(HELD_OUT_KEY, "")
 
 
-def _record(run: TaskRun, name: str, result: EvalResult) -> EvaluationRecord:
+def _evaluation_record(run: TaskRun, name: str, result: EvalResult) -> EvaluationRecord:
     metrics, rows = result.metrics, result.rows
     return EvaluationRecord(run.step, name, result.policy, metrics, rows, _stored_questions(run))
 
@@ -127,12 +127,12 @@ async def evaluate_held_out(run: TaskRun, name: str) -> EvalResult | None:
         )
         return None
     run.say(f"held-out after {run.step} steps: {describe_result(result)}")
-    return await keep_evaluation(run, name, result)
+    return await store_evaluation(run, name, result)
 
 
-async def keep_evaluation(run: TaskRun, name: str, result: EvalResult) -> EvalResult:
+async def store_evaluation(run: TaskRun, name: str, result: EvalResult) -> EvalResult:
     """Record an evaluation of the current policy and announce it to the callbacks."""
-    run.folder.store.add_evaluation(_record(run, name, result))
+    run.folder.store.add_evaluation(_evaluation_record(run, name, result))
     await announce(run, name, result)
     return result
 
@@ -159,13 +159,13 @@ def _notice_divergence(run: TaskRun) -> None:
         )
     finding = _divergence(run, run.signals.config, evaluations)
     warnings_by_step = {warning.step: warning for warning in store.warnings(SIGNAL)}
-    before = [warning.kind for step, warning in warnings_by_step.items() if step < run.step]
-    was = before[-1:] == ["begins"]
-    now = change(SIGNAL, finding, run.step, was=was) if finding else None
-    if now != warnings_by_step.get(run.step):
-        store.set_warning(run.step, SIGNAL, now)
-        if now is not None:
-            run.warn(now)
+    earlier_kinds = [warning.kind for step, warning in warnings_by_step.items() if step < run.step]
+    was_active = earlier_kinds[-1:] == ["begins"]
+    new_warning = change(SIGNAL, finding, run.step, was=was_active) if finding else None
+    if new_warning != warnings_by_step.get(run.step):
+        store.set_warning(run.step, SIGNAL, new_warning)
+        if new_warning is not None:
+            run.warn(new_warning)
 
 
 def _divergence(
@@ -173,19 +173,26 @@ def _divergence(
 ) -> Finding | None:
     """Compare the evaluation of the current policy with the best one before it; None if they cannot be compared."""
     metric = config.held_out_metric or _main_metric(evaluations[run.step].metrics, config)
-    known = {step: e.metrics[metric] for step, e in evaluations.items() if metric in e.metrics}
-    earlier = [step for step in known if step < run.step]
-    if run.step not in known or not earlier:
+    values_by_step = {
+        step: e.metrics[metric] for step, e in evaluations.items() if metric in e.metrics
+    }
+    earlier_steps = [step for step in values_by_step if step < run.step]
+    if run.step not in values_by_step or not earlier_steps:
         return None
-    best = max(earlier, key=lambda step: (known[step], step))
+    best = max(earlier_steps, key=lambda step: (values_by_step[step], step))
     values: list[Mapping[str, float]] = []
     for step in (best, run.step):
-        whole = run.folder.store.evaluation(evaluations[step].step, evaluations[step].name)
-        measured = measure(metric, whole.rows) if whole else None
-        values.append(measured.values if measured else {})
-    then, now = values
-    both = sorted(then.keys() & now.keys())
-    fall = Fall(metric, [then[key] for key in both], [now[key] for key in both], len(earlier) + 1)
+        evaluation = run.folder.store.evaluation(evaluations[step].step, evaluations[step].name)
+        computed = measure(metric, evaluation.rows) if evaluation else None
+        values.append(computed.values if computed else {})
+    old_values, new_values = values
+    common_keys = sorted(old_values.keys() & new_values.keys())
+    fall = HeldOutDrop(
+        metric,
+        [old_values[key] for key in common_keys],
+        [new_values[key] for key in common_keys],
+        len(earlier_steps) + 1,
+    )
     # Training rewards since the best evaluation. If some examples were chosen by the curriculum or replay,
     # only the rewards of the others count.
     curves = run.folder.store.metrics([f"{REWARD}/fresh", REWARD], best)
@@ -199,8 +206,8 @@ def _main_metric(metrics: Mapping[str, float], config: SignalsConfig) -> str:
     metric = f"{PART}{config.accuracy_part}{MEAN}"
     if config.accuracy_part is not None:
         return metric if metric in parts else REWARD
-    solved = part_of_success(name.removeprefix(PART).removesuffix(MEAN) for name in parts)
-    return REWARD if solved is None else f"{PART}{solved}{MEAN}"
+    success_part = part_of_success(name.removeprefix(PART).removesuffix(MEAN) for name in parts)
+    return REWARD if success_part is None else f"{PART}{success_part}{MEAN}"
 
 
 def describe_result(result: EvalResult) -> str:

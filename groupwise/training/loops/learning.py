@@ -6,7 +6,7 @@ so the clip keeps all updates of a step near that policy. Some algorithms take o
 (`Algorithm.ratio_of_rollout`). If such a rollout has several rows, each row receives before an update the current log-ratios of its
 other rows, which costs another forward pass.
 
-If tokens are kept, the record contains the log-probabilities of the first pass over each group (`noted`).
+If tokens are kept, the record contains the log-probabilities of the first pass over each group (`with_learner_results`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from groupwise.tasks.rollouts.rows import (
     training_rows,
     with_advantages,
     with_learner_logprobs,
-    with_others,
+    with_sibling_stats,
 )
 from groupwise.training.loops.metrics import loss_metrics
 from groupwise.training.loops.run import Learning
@@ -32,7 +32,7 @@ from groupwise.training.loops.training import count_non_finite, update
 
 
 @dataclass(frozen=True, slots=True)
-class Learned:
+class LearnResult:
     """The result of a step's updates."""
 
     changed: bool = False
@@ -45,36 +45,36 @@ class Learned:
 
 
 def with_learner_results(
-    groups: Sequence[Group], weights: Sequence[Weights], learned: Learned
+    groups: Sequence[Group], credits: Sequence[Weights], result: LearnResult
 ) -> list[Group]:
     """The groups of a step as they are recorded: with each rollout's advantages and the learner's log-probabilities of its tokens."""
     return [
-        with_learner_logprobs(with_advantages(group, credit), credit, learned.logprobs.get(place))
-        for place, (group, credit) in enumerate(zip(groups, weights, strict=True))
+        with_learner_logprobs(with_advantages(group, credit), credit, result.logprobs.get(index))
+        for index, (group, credit) in enumerate(zip(groups, credits, strict=True))
     ]
 
 
 async def learn(
-    run: Learning, groups: Sequence[Group], weights: Sequence[Weights], rate: float
-) -> Learned:
+    run: Learning, groups: Sequence[Group], credits: Sequence[Weights], rate: float
+) -> LearnResult:
     """Make the step's updates; none if no group has a signal."""
     rows_by_group = [
         training_rows([group], [credit]) if run.algorithm.teaches(credit) else []
-        for group, credit in zip(groups, weights, strict=True)
+        for group, credit in zip(groups, credits, strict=True)
     ]
     if not any(rows_by_group):
-        return Learned()
+        return LearnResult()
     run.progress.phase("learning")
-    started = time.perf_counter()
+    started_at = time.perf_counter()
     rows_by_group = await run.interruption.allow(_with_logprobs(run, rows_by_group))
-    learned = await _updates(run, groups, rows_by_group, rate)
-    run.timings.learning = time.perf_counter() - started
-    return learned
+    result = await _updates(run, groups, rows_by_group, rate)
+    run.timings.learning = time.perf_counter() - started_at
+    return result
 
 
 async def _updates(
     run: Learning, groups: Sequence[Group], rows_by_group: Sequence[Sequence[Row]], rate: float
-) -> Learned:
+) -> LearnResult:
     losses: list[tuple[dict[str, float], dict[str, float]]] = []
     norms: list[float] = []
     left_out = 0
@@ -86,8 +86,8 @@ async def _updates(
         denominators = run.algorithm.denominators(
             [groups[index] for index in part], run.longest_completion
         )
-        rows = await _with_ratios(run, rows, droppable=not norms)
-        sums = await _forward_backward(run, rows, denominators, droppable=not norms)
+        rows = await _with_ratios(run, rows, interruptible=not norms)
+        sums = await _forward_backward(run, rows, denominators, interruptible=not norms)
         if run.config.run.keep_tokens and logprobs.keys().isdisjoint(part):
             logprobs |= await _trained_logprobs(run, part, rows_by_group)
         result = await update(run, rows, sums, rate)
@@ -99,7 +99,7 @@ async def _updates(
     metrics = {**loss_metrics(losses), "grad_norm": fmean(norms)}
     if left_out:
         metrics["updates/left_out"] = float(left_out)
-    return Learned(changed=left_out < len(norms), metrics=metrics, logprobs=logprobs)
+    return LearnResult(changed=left_out < len(norms), metrics=metrics, logprobs=logprobs)
 
 
 def parts(groups: int, training: TrainingConfig) -> Iterator[range]:
@@ -111,12 +111,12 @@ def parts(groups: int, training: TrainingConfig) -> Iterator[range]:
 
 
 async def _forward_backward(
-    run: Learning, rows: Sequence[Row], denominators: dict[str, float], *, droppable: bool
+    run: Learning, rows: Sequence[Row], denominators: dict[str, float], *, interruptible: bool
 ) -> dict[str, float]:
-    """Compute the gradient of one update. An interruption is accepted only if `droppable`: before the step has changed the weights."""
+    """Compute the gradient of one update. An interruption is accepted only if `interruptible`: before the step has changed the weights."""
     work = run.learner.forward_backward(rows, run.algorithm.loss_spec(), denominators)
     try:
-        return await (run.interruption.allow(work) if droppable else work)
+        return await (run.interruption.allow(work) if interruptible else work)
     except BaseException:
         run.learner.discard()
         raise
@@ -126,12 +126,14 @@ async def _trained_logprobs(
     run: Learning, part: Iterable[int], rows_by_group: Sequence[Sequence[Row]]
 ) -> dict[int, Sequence[tuple[float, ...]]]:
     """Log-probabilities of the latest pass, by index of the group; empty if this learner does not provide them."""
-    found = await run.learner.trained_logprobs()
-    if found is None:
+    logprobs = await run.learner.trained_logprobs()
+    if logprobs is None:
         return {}
-    left = iter(found)
+    remaining = iter(logprobs)
     return {
-        index: [next(left) for _ in rows_by_group[index]] for index in part if rows_by_group[index]
+        index: [next(remaining) for _ in rows_by_group[index]]
+        for index in part
+        if rows_by_group[index]
     }
 
 
@@ -139,29 +141,35 @@ async def _with_logprobs(run: Learning, rows_by_group: Sequence[Sequence[Row]]) 
     """Add the log-probabilities that the loss needs in addition to the sampler's, all with the weights at the start of the step."""
     rows = [row for group in rows_by_group for row in group]
     if run.algorithm.needs_reference:
-        found = await run.learner.logprobs(rows, "reference")
-        rows = [replace(r, reference_logprobs=f) for r, f in zip(rows, found, strict=True)]
+        logprobs = await run.learner.logprobs(rows, "reference")
+        rows = [
+            replace(r, reference_logprobs=row_logprobs)
+            for r, row_logprobs in zip(rows, logprobs, strict=True)
+        ]
     # Log-probabilities at the start of the step are needed by later updates and by other rows of the same rollout;
     # the first update computes its own.
     updates = len([*parts(len(rows_by_group), run.config.training)])
-    needed = updates > 1 or any(row.others is not None for row in with_others(rows))
-    if run.algorithm.needs_proximal and needed:
-        found = await run.learner.logprobs(rows)
-        rows = [replace(r, proximal_logprobs=f) for r, f in zip(rows, found, strict=True)]
-    left = iter(with_others(rows))
-    return [[next(left) for _ in group] for group in rows_by_group]
+    needs_proximal = updates > 1 or any(row.others is not None for row in with_sibling_stats(rows))
+    if run.algorithm.needs_proximal and needs_proximal:
+        logprobs = await run.learner.logprobs(rows)
+        rows = [
+            replace(r, proximal_logprobs=row_logprobs)
+            for r, row_logprobs in zip(rows, logprobs, strict=True)
+        ]
+    remaining = iter(with_sibling_stats(rows))
+    return [[next(remaining) for _ in group] for group in rows_by_group]
 
 
-async def _with_ratios(run: Learning, rows: list[Row], *, droppable: bool) -> list[Row]:
+async def _with_ratios(run: Learning, rows: list[Row], *, interruptible: bool) -> list[Row]:
     """Add to each row the current log-ratios of the other rows of its rollout.
 
     Before the first update, the current log-probabilities are the proximal ones, so every ratio is 1 and no forward pass is needed.
     """
-    parted = [row for row in rows if row.others is not None]
-    known = droppable and run.algorithm.needs_proximal
-    if not parted or known or not run.algorithm.ratio_of_rollout:
+    split_rows = [row for row in rows if row.others is not None]
+    ratios_are_one = interruptible and run.algorithm.needs_proximal
+    if not split_rows or ratios_are_one or not run.algorithm.ratio_of_rollout:
         return rows
-    work = run.learner.logprobs(parted)
-    now = await (run.interruption.allow(work) if droppable else work)
-    left = iter(with_others(parted, now))
-    return [row if row.others is None else next(left) for row in rows]
+    work = run.learner.logprobs(split_rows)
+    logprobs = await (run.interruption.allow(work) if interruptible else work)
+    remaining = iter(with_sibling_stats(split_rows, logprobs))
+    return [row if row.others is None else next(remaining) for row in rows]

@@ -27,7 +27,7 @@ TOKEN_MEANS = {
 }
 """Sums by the learner that are shown as means over the trained tokens: name of the sum -> metric."""
 
-OWN_NAMES = frozenset(
+RESERVED_NAMES = frozenset(
     {
         "reward",
         "reward_std",
@@ -41,7 +41,7 @@ OWN_NAMES = frozenset(
         "num_tokens",
     }
 )
-OWN_PREFIXES = (
+RESERVED_PREFIXES = (
     "rewards/",
     "completions/",
     "rollouts/",
@@ -83,26 +83,26 @@ def group_metrics(groups: Sequence[Group]) -> dict[str, float]:
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     outcomes = Counter(rollout.outcome for rollout in rollouts)
     lengths = [rollout.written for rollout in rollouts]
-    whole = [len(rollout.completion_ids) for rollout in rollouts]
+    full_lengths = [len(rollout.completion_ids) for rollout in rollouts]
     parts: dict[str, list[float]] = {}
     for rollout in rollouts:
         for name, value in rollout.part_values.items():
             if value is not None:
                 parts.setdefault(name, []).append(value)
-    several = [
+    texts_by_group = [
         [r.completion for r in group.rollouts] for group in groups if len(group.rollouts) > 1
     ]
     return {
         **_reward_metrics(groups),
-        **({DISTINCT: fmean(map(distinct_share, several))} if several else {}),
-        **{f"rewards/{name}/mean": fmean(found) for name, found in parts.items()},
-        **{f"rewards/{name}/std": _std(found) for name, found in parts.items()},
+        **({DISTINCT: fmean(map(distinct_share, texts_by_group))} if texts_by_group else {}),
+        **{f"rewards/{name}/mean": fmean(values) for name, values in parts.items()},
+        **{f"rewards/{name}/std": _std(values) for name, values in parts.items()},
         **_task_metrics(groups),
         "completions/mean_length": fmean(lengths),
         "completions/min_length": float(min(lengths)),
         "completions/max_length": float(max(lengths)),
         "completions/clipped_ratio": fmean(rollout.truncated for rollout in rollouts),
-        **({} if whole == lengths else {"rollouts/mean_length": fmean(whole)}),
+        **({} if full_lengths == lengths else {"rollouts/mean_length": fmean(full_lengths)}),
         "rollouts/scored": float(outcomes["scored"]),
         "rollouts/failed": float(outcomes["failed"]),
         "rollouts/timed_out": float(outcomes["timed_out"]),
@@ -120,7 +120,10 @@ def loss_metrics(
         )
     }
     names = {name for sums, _ in updates for name in sums}
-    sums = {name: math.fsum(each.get(name, 0.0) for each, _ in updates) for name in sorted(names)}
+    sums = {
+        name: math.fsum(update_sums.get(name, 0.0) for update_sums, _ in updates)
+        for name in sorted(names)
+    }
     tokens = sums.get("tokens", 0.0)
     means = {
         metric: sums[name] / tokens
@@ -154,7 +157,7 @@ def timing_metrics(timings: Timings) -> dict[str, float]:
     }
 
 
-def failure_reasons(groups: Sequence[Group], most: int = 3) -> list[str]:
+def failure_reasons(groups: Sequence[Group], limit: int = 3) -> list[str]:
     """Reasons why rollouts were not scored, with counts, the most frequent first."""
     reasons = Counter(
         rollout.reason or "no reason given"
@@ -162,7 +165,7 @@ def failure_reasons(groups: Sequence[Group], most: int = 3) -> list[str]:
         for rollout in group.rollouts
         if rollout.outcome in ("failed", "timed_out")
     )
-    return [f"{count} × {reason}" for reason, count in reasons.most_common(most)]
+    return [f"{count} × {reason}" for reason, count in reasons.most_common(limit)]
 
 
 def _reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
@@ -170,29 +173,29 @@ def _reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
         [rollout.reward for rollout in group.scored if rollout.reward is not None]
         for group in groups
     ]
-    scored = [rewards for rewards in per_group if rewards]
-    if not scored:
+    scored_groups = [rewards for rewards in per_group if rewards]
+    if not scored_groups:
         return {}
-    mean = {"reward": fmean(value for rewards in scored for value in rewards)}
+    mean = {"reward": fmean(value for rewards in scored_groups for value in rewards)}
     # There is nothing to compare within a group.
     if all(len(group.rollouts) == 1 for group in groups):
         return mean
-    silent = [tied(rewards) for rewards in scored]
+    ties = [tied(rewards) for rewards in scored_groups]
     return {
         **mean,
-        "reward_std": fmean(_std(rewards) for rewards in scored),
-        "frac_reward_zero_std": fmean(silent),
+        "reward_std": fmean(_std(rewards) for rewards in scored_groups),
+        "frac_reward_zero_std": fmean(ties),
     }
 
 
 def _task_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Metrics that reward functions logged. A metric with one of the loop's names is renamed to `task/<name>`."""
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     for name in sorted({name for group in groups for name in group.metrics}):
-        ours = name in OWN_NAMES or name.startswith(OWN_PREFIXES)
+        is_reserved = name in RESERVED_NAMES or name.startswith(RESERVED_PREFIXES)
         values = (group.metrics[name] for group in groups if name in group.metrics)
-        found[f"task/{name}" if ours else name] = fmean(values)
-    return found
+        metrics[f"task/{name}" if is_reserved else name] = fmean(values)
+    return metrics
 
 
 def _std(values: Sequence[float]) -> float:

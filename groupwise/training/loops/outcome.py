@@ -39,12 +39,17 @@ def write_curve(run: Training, metric: str) -> None:
         atomic_files.write_file(run.folder.path / f"{metric}.svg", svg.encode())
 
 
-def summarise(run: Training, prepared: Prepared, started: float) -> dict[str, Any]:
-    """Summarise any run in a few entries. `started` is a time of `time.perf_counter`."""
+def summarise(run: Training, prepared: Prepared, started_at: float) -> dict[str, Any]:
+    """Summarise any run in a few entries. `started_at` is a time of `time.perf_counter`."""
     published = {"fingerprint": run.policy.fingerprint} if run.policy.fingerprint else {}
-    warned = [
-        {"step": each.step, "signal": each.name, "kind": each.kind, "message": each.message}
-        for each in run.folder.store.warnings()
+    warnings = [
+        {
+            "step": warning.step,
+            "signal": warning.name,
+            "kind": warning.kind,
+            "message": warning.message,
+        }
+        for warning in run.folder.store.warnings()
     ]
     return {
         "run": run.folder.name,
@@ -54,9 +59,9 @@ def summarise(run: Training, prepared: Prepared, started: float) -> dict[str, An
         "max_steps": run.max_steps,
         "policy": f"{run.folder.name}@{run.step}",
         **published,
-        **({"warnings": warned} if warned else {}),
+        **({"warnings": warnings} if warnings else {}),
         **({"advice": advice} if (advice := advice_on(run.folder.store)) else {}),
-        "seconds": round(time.perf_counter() - started, 1),
+        "seconds": round(time.perf_counter() - started_at, 1),
     }
 
 
@@ -88,13 +93,13 @@ async def end(
         summary = {**summary, "policy": f"{run.folder.name}@{step}", "final_step": step}
         hub, final = run.config.run.hub, run.folder.final
         revision = None if hub.revision == "main" else hub.revision
-        place = (
+        location = (
             WeightsLocation(hub.repo_id, revision) if hub.repo_id else WeightsLocation(final.name)
         )
         step, results = summary["final_step"], results_of(summary)
-        card = model_card(run.folder.path, final, step, place=place, results=results)
+        card = model_card(run.folder.path, final, step, location=location, results=results)
         atomic_files.write_file(final / CARD, card.encode())
-        summary = {**summary, **await _upload(run, summary["policy"])}
+        summary = {**summary, **await _upload_final_weights(run, summary["policy"])}
     run.folder.summarise(state, summary)
     try:
         # A run that is killed during these calls has not ended; a resume repeats them.
@@ -119,7 +124,7 @@ def exit_code(run: Training, summary: dict[str, Any]) -> int:
     return 1 if "error" in summary.get("hub", {}) else 0
 
 
-async def _upload(run: Training, policy: str) -> dict[str, Any]:
+async def _upload_final_weights(run: Training, policy: str) -> dict[str, Any]:
     """Upload the final weights. Returns the summary's entry: their location, or the error. The folder has them in any case."""
     hub = run.config.run.hub
     if hub.repo_id is None:
@@ -136,10 +141,10 @@ async def _upload(run: Training, policy: str) -> dict[str, Any]:
         return {"hub": asdict(await run.interruption.allow(uploaded()))}
     except (GroupwiseError, Interrupted) as error:
         why = str(error).rstrip(".") or "interrupted"
-        ways = " with --overwrite or --revision BRANCH" if isinstance(error, UsageError) else ""
+        options = " with --overwrite or --revision BRANCH" if isinstance(error, UsageError) else ""
         run.say(
             f"warning: the run is finished, and {run.folder.final} holds what it made, but that could not be uploaded: {why}. Try "
-            f"again by: groupwise runs push {run.folder.name} --dir {run.folder.path.parent}{ways}"
+            f"again by: groupwise runs push {run.folder.name} --dir {run.folder.path.parent}{options}"
         )
         return {"hub": {"error": str(error) or "interrupted"}}
     finally:

@@ -16,13 +16,13 @@ from groupwise.core.types import Example
 from groupwise.engine.models.chat_template import missing_turn_warning
 from groupwise.engine.models.plan import ModelPlan
 from groupwise.tasks.contract import Task
-from groupwise.tasks.data.order import Order, among
+from groupwise.tasks.data.order import Order, restrict_shares
 from groupwise.tasks.rewards.rubric import Rubric
 from groupwise.tasks.rollouts.prompts import odd_prompts
 from groupwise.training.callbacks.registry import Named
 from groupwise.training.config import Loaded, LoadedConfig, resolved_values
 from groupwise.training.loops.training import TrainedBy
-from groupwise.training.placement import AnyConfig, Layout, crowding
+from groupwise.training.placement import AnyConfig, Layout, oversubscription_warning
 
 ROWS_READ = "rows_read"
 """The run's fact with the number of rows that it reads from a stream of unknown length."""
@@ -70,8 +70,8 @@ def check_start(loaded: LoadedConfig) -> None:
 def starting_from(loaded: Loaded, folder: Path) -> Loaded:
     """The config of a run that starts from the weights in a folder: an adapter, or a whole model."""
     key = key_of_weights(folder)
-    of_another = {"adapter_revision": None} if key == "adapter" else {}
-    model = loaded.config.model.model_copy(update={**of_another, key: str(folder)})
+    reset_keys = {"adapter_revision": None} if key == "adapter" else {}
+    model = loaded.config.model.model_copy(update={**reset_keys, key: str(folder)})
     return replace(loaded, config=loaded.config.model_copy(update={"model": model}))
 
 
@@ -91,7 +91,7 @@ def task_facts(task: Task, rubric: Rubric | None = None) -> dict[str, Any]:
     return {**task.facts, "task": task.name, "task_file": digest(*texts) if texts else ""}
 
 
-def rows_told(task: Task) -> dict[str, dict[str, dict[str, int]]]:
+def row_counts(task: Task) -> dict[str, dict[str, dict[str, int]]]:
     """For each hook, the number of rows that were left out or changed, by reason."""
     return {
         "rows_left_out": {k: dict(a.left_out) for k, a in task.accounts.items() if a.left_out},
@@ -101,11 +101,11 @@ def rows_told(task: Task) -> dict[str, dict[str, dict[str, int]]]:
 
 def order_of(task: Task, hook: str, rows: Sequence[int], config: AnyConfig) -> Order:
     """The order in which a run draws the remaining rows of a hook; `rows` are their indices among all rows of the hook."""
-    shares = among(task.shares.get(hook, ()), rows)
+    shares = restrict_shares(task.shares.get(hook, ()), rows)
     return Order(len(rows), config.training.seed, shuffle=config.data.shuffle, shares=shares)
 
 
-def drawn_in_an_epoch(order: Order, examples: int) -> dict[str, int]:
+def draws_per_epoch(order: Order, examples: int) -> dict[str, int]:
     """The plan's entry with the number of draws per epoch, if an epoch does not draw each example once."""
     return {} if order.length == examples else {"examples_drawn_in_an_epoch": order.length}
 
@@ -117,14 +117,18 @@ def digest(*parts: Any) -> str:
 
 def prompt_warnings(prepared: Prepared, examples: Sequence[Example]) -> list[str]:
     """Warnings about prompts that may not be as their author intended, and about text that was removed from them."""
-    stripped = [
-        f"{count} prompts of {hook}: {what}"
+    strip_warnings = [
+        f"{count} prompts of {hook}: {change}"
         for hook, account in prepared.task.accounts.items()
-        for what, count in account.changed.items()
-        if "data.strip_tags" in what
+        for change, count in account.changed.items()
+        if "data.strip_tags" in change
     ]
-    unheard = missing_turn_warning(prepared.tokenizer, examples[0].prompt)
-    return [*filter(None, [unheard]), *stripped, *odd_prompts(prepared.tokenizer, examples)]
+    turn_warning = missing_turn_warning(prepared.tokenizer, examples[0].prompt)
+    return [
+        *filter(None, [turn_warning]),
+        *strip_warnings,
+        *odd_prompts(prepared.tokenizer, examples),
+    ]
 
 
 def plan_of(
@@ -132,21 +136,23 @@ def plan_of(
     sizes: ModelPlan,
     *,
     counts: Mapping[str, Any],
-    shown: Mapping[str, Any],
+    first_examples: Mapping[str, Any],
     warnings: Sequence[str],
 ) -> dict[str, Any]:
-    """The output of a dry run: the resolved config, and the plan with the amount of work (`counts`) and first examples (`shown`).
+    """The output of a dry run: the resolved config, and the plan with the amount of work (`counts`) and first examples (`first_examples`).
 
     A warning about too many threads is added to `warnings`.
     """
     settings = resolved_values(prepared.config)
-    crowded = crowding(prepared.layout, elsewhere=prepared.config.run.server is not None)
+    thread_warning = oversubscription_warning(
+        prepared.layout, elsewhere=prepared.config.run.server is not None
+    )
     return {
         "config": {**settings, "run": {**settings["run"], "name": prepared.run_name}},
         "plan": {
             "task": prepared.task.described,
             **counts,
-            **rows_told(prepared.task),
+            **row_counts(prepared.task),
             "parameters": sizes.parameters,
             "parameters_trained": sizes.trained_parameters,
             "memory_mib": {
@@ -154,7 +160,7 @@ def plan_of(
                 "total": round(sizes.memory.total),
             },
             "layout": asdict(prepared.layout),
-            "warnings": [*filter(None, [crowded]), *warnings],
-            **shown,
+            "warnings": [*filter(None, [thread_warning]), *warnings],
+            **first_examples,
         },
     }

@@ -54,7 +54,7 @@ def profile_step(training: Training) -> Generator[None]:
         training.learner = learner
     training.progress.phase("writing the profile")
     try:
-        folder = _write(training, step, trace)
+        folder = _write_profile(training, step, trace)
     except OSError as error:  # the trained step matters more
         training.say(f"warning: the profile of step {step} could not be written: {error}")
     else:
@@ -71,7 +71,7 @@ def _marking_calls(training: Training) -> Generator[Trace]:
         yield trace
 
 
-def _write(training: Training, step: int, trace: Any) -> Path:
+def _write_profile(training: Training, step: int, trace: Any) -> Path:
     folder = training.folder.path / PROFILE
     folder.mkdir(exist_ok=True)
     atomic_files.sweep(folder)
@@ -81,10 +81,10 @@ def _write(training: Training, step: int, trace: Any) -> Path:
     seconds = {name: getattr(training.timings, name) for name in phases}
     lines = [f"{name:<12}{value:>10.3f} s\n" for name, value in seconds.items() if value]
     table.write_text(f"{''.join(lines)}\n{trace.table()}\n", encoding="utf-8")
-    building = atomic_files.building_path(folder / f"step-{step}.json")
+    temp_path = atomic_files.building_path(folder / f"step-{step}.json")
     try:
-        trace.write(building)
-        building.replace(folder / f"step-{step}.json")
+        trace.write(temp_path)
+        temp_path.replace(folder / f"step-{step}.json")
     finally:
-        building.unlink(missing_ok=True)
+        temp_path.unlink(missing_ok=True)
     return folder

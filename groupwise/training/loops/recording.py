@@ -26,7 +26,7 @@ In bfloat16, 0.02 is usual with the native engines and 0.04 with transformers' m
 
 
 def commit(
-    run: Run, batch: StepBatch, policy_in: Policy, rate: float, learned: Mapping[str, float]
+    run: Run, batch: StepBatch, policy_in: Policy, rate: float, learner_metrics: Mapping[str, float]
 ) -> dict[str, float]:
     """Commit the step with its rollouts and metrics in one transaction, and advance the run. Returns the metrics."""
     run.tokens_seen += sum(
@@ -37,12 +37,12 @@ def commit(
     run.observe(batch.all)
     signals, warnings = {}, ()
     if run.signals is not None:
-        seen = run.signals.observe(batch.all, run.step, learned.get("entropy"))
-        signals, warnings = seen.metrics, seen.warnings
+        observation = run.signals.observe(batch.all, run.step, learner_metrics.get("entropy"))
+        signals, warnings = observation.metrics, observation.warnings
     metrics = {
         **_drawn_metrics(run, batch, policy_in),
         **run.data_metrics(batch.groups),
-        **learned,
+        **learner_metrics,
         **signals,
         "learning_rate": rate,
         "num_tokens": float(run.tokens_seen),
@@ -60,7 +60,7 @@ def commit(
     )
     run.folder.store.commit_step(record, batch.all, metrics, warnings)
     for group in batch.all:
-        run.drawn.pop(group.draw, None)
+        run.uncommitted_groups.pop(group.draw, None)
     run.progress.step(run.step, metrics, batch.groups)
     logger.info(
         "step %d/%d: reward %.4g, version %d",
@@ -75,10 +75,12 @@ def commit(
     _warn_of_step(run, batch.all, metrics)
     # Prepare the next step: adapt the KL coefficient, and keep the policies that the schedule still needs.
     run.adapt(metrics)
-    run.earlier[run.step] = policy_in
+    run.recent_policies[run.step] = policy_in
     run.step += 1
-    first = run.step - run.kept_policies
-    run.earlier = {step: policy for step, policy in run.earlier.items() if step >= first}
+    first_step = run.step - run.kept_policies
+    run.recent_policies = {
+        step: policy for step, policy in run.recent_policies.items() if step >= first_step
+    }
     return metrics
 
 
@@ -112,8 +114,10 @@ def _warn_of_step(run: Run, groups: Sequence[Group], metrics: Mapping[str, float
     """Warn once each about a large difference between sampler and learner, and about a task that gives no reward."""
     # Both should give a token nearly the same probability; a large difference means that they compute different policies.
     gap = metrics.get("sampling/logprob_gap", 0.0)
-    late = run.config.training.max_off_policy_steps > 0 or run.config.training.updates_per_step > 1
-    if gap > MAX_GAP and not run.gap_seen and not late:
+    is_off_policy = (
+        run.config.training.max_off_policy_steps > 0 or run.config.training.updates_per_step > 1
+    )
+    if gap > MAX_GAP and not run.gap_seen and not is_off_policy:
         run.gap_seen = True
         logger.warning(
             "step %d: sampler and learner differ by %.2g nats per token on average (expected: at most %.2g). The ratio "
@@ -148,8 +152,8 @@ def _drawn_metrics(run: Run, batch: StepBatch, policy_in: Policy) -> dict[str, f
         metrics["sampling/staleness"] = fmean(ages)
     success = success_of(run.config)
     verdicts = [success.judge(rollout) for group in batch.all for rollout in group.rollouts]
-    if judged := [solved for solved in verdicts if solved is not None]:
-        metrics[SOLVED] = fmean(judged)
+    if known_verdicts := [verdict for verdict in verdicts if verdict is not None]:
+        metrics[SOLVED] = fmean(known_verdicts)
     if run.config.sampler.temperature_schedule is not None:
         metrics["sampling/temperature"] = run.config.sampler.temperature_at(run.step)
     knobs = run.algorithm.loss_spec().knobs

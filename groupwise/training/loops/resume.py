@@ -16,10 +16,10 @@ from groupwise.core.errors import ResumeMismatchError, RunInUseError, RunNotFoun
 from groupwise.core.settings.comparison import Change
 from groupwise.engine.models.card import packages_used
 from groupwise.runs import checkpoints, find, recovery
-from groupwise.runs.checkpoints import Checkpoint, Skipped
+from groupwise.runs.checkpoints import Checkpoint, SkippedCheckpoint
 from groupwise.runs.folder import CHECKPOINTS, CONFIG, RECORD, START, RunFolder, read_config
 from groupwise.runs.lock import holder, is_held
-from groupwise.runs.record_segments import PIECE, MadeAnew
+from groupwise.runs.record_segments import PIECE, RebuiltRecord
 from groupwise.runs.records import ResumeRecord
 from groupwise.runs.recovery import CARRIED
 from groupwise.runs.store import Store
@@ -27,7 +27,7 @@ from groupwise.training.config import Loaded, LoadedConfig, compare_for_resume, 
 from groupwise.training.loops.prepare import Prepared, key_of_weights, starting_from
 from groupwise.training.loops.run import POLICIES, SELECTION
 from groupwise.training.loops.training import Training
-from groupwise.training.placement import with_processes
+from groupwise.training.placement import with_layout_defaults
 
 logger = logging.getLogger(__name__)
 
@@ -52,11 +52,11 @@ class ResumePoint:
     """None if the run has no checkpoint: it starts over at step 0."""
     facts: dict[str, Any]
     """Facts that the run recorded about itself when it was started."""
-    skipped: tuple[Skipped, ...]
+    skipped: tuple[SkippedCheckpoint, ...]
     """Damaged checkpoints that cannot be used."""
-    there: tuple[int, ...]
+    checkpoint_steps: tuple[int, ...]
     """The steps of all checkpoints that look complete."""
-    made_anew: MadeAnew | None = None
+    repair: RebuiltRecord | None = None
     """How the run's record was repaired; None if it was intact."""
 
     @property
@@ -78,8 +78,8 @@ class Resumption:
     @property
     def messages(self) -> tuple[str, ...]:
         """Messages from the search for the checkpoint: a repaired record, and checkpoints that cannot be used."""
-        mended = () if self.point.made_anew is None else (str(self.point.made_anew),)
-        return (*mended, *(f"skipped a checkpoint: {skipped}" for skipped in self.point.skipped))
+        repairs = () if self.point.repair is None else (str(self.point.repair),)
+        return (*repairs, *(f"skipped a checkpoint: {skipped}" for skipped in self.point.skipped))
 
 
 def find_resume_point(
@@ -92,11 +92,11 @@ def find_resume_point(
     if not resume and resume_from is None:
         return None
     runs_dir = Path(loaded.config.run.dir)
-    mended = recovery.recover_by_name(resume_from or loaded.run_name, runs_dir)
+    recoveries = recovery.recover_by_name(resume_from or loaded.run_name, runs_dir)
     address = find.resolve(resume_from, runs_dir) if resume_from is not None else None
     path = address.path if address else find.newest_unfinished(loaded.run_name, runs_dir)
-    complete = checkpoints.complete(path / CHECKPOINTS, verify=True)
-    checkpoint = next(reversed(complete), None)
+    complete_checkpoints = checkpoints.complete(path / CHECKPOINTS, verify=True)
+    checkpoint = next(reversed(complete_checkpoints), None)
     if address is not None:
         checkpoint = address.checkpoint or checkpoint
         if checkpoint is None and not resume:
@@ -104,14 +104,16 @@ def find_resume_point(
                 f"The run {address.name!r} has no checkpoint. Give --resume to start it over from step 0."
             )
     _refuse_held(path)
-    made_anew = mended.get(path.resolve()) or recovery.recover(path)
+    repair = recoveries.get(path.resolve()) or recovery.recover(path)
     facts = Store.facts(path / RECORD)
     if facts.get("kind", kind) != kind:
         raise ResumeMismatchError(
             f"{path} is a run of `groupwise {facts['kind']}`; go on with it by that command."
         )
-    there = tuple(found.step for found in checkpoints.complete(path / CHECKPOINTS))
-    return ResumePoint(path, checkpoint, facts, complete.skipped, there, made_anew)
+    checkpoint_steps = tuple(saved.step for saved in checkpoints.complete(path / CHECKPOINTS))
+    return ResumePoint(
+        path, checkpoint, facts, complete_checkpoints.skipped, checkpoint_steps, repair
+    )
 
 
 def _refuse_held(path: Path) -> None:
@@ -121,15 +123,15 @@ def _refuse_held(path: Path) -> None:
         )
 
 
-def with_start_of(loaded: Loaded, point: ResumePoint) -> Loaded:
+def use_copied_start(loaded: Loaded, point: ResumePoint) -> Loaded:
     """The config, with the weights that the run copied from `--init-from`; their path follows the run's folder if that was moved."""
-    own = point.path / START
-    if not point.facts.get("init_from") or not own.is_dir():
+    start_folder = point.path / START
+    if not point.facts.get("init_from") or not start_folder.is_dir():
         return loaded
-    return starting_from(loaded, own.resolve())
+    return starting_from(loaded, start_folder.resolve())
 
 
-def start_to_keep(point: ResumePoint) -> Path | None:
+def start_weights_to_copy(point: ResumePoint) -> Path | None:
     """The weights of `--init-from`, if the run died before they were copied into its folder; otherwise None."""
     if not point.facts.get("init_from") or (point.path / START).is_dir():
         return None
@@ -139,33 +141,35 @@ def start_to_keep(point: ResumePoint) -> Path | None:
 
 def check_resume(point: ResumePoint, prepared: Prepared) -> Resumption:
     """Compare the run as it was started with the config now. Raises `ResumeMismatchError` for changes that a resume may not make."""
-    found = compare_for_resume(read_config(point.path), prepared.config)
+    differences = compare_for_resume(read_config(point.path), prepared.config)
     # The run's name may change, and so may the path of its copied initial weights.
-    own = {"run.name"}
+    allowed_keys = {"run.name"}
     start = point.path / START
     if point.facts.get("init_from"):
-        own |= (
+        allowed_keys |= (
             {f"model.{key_of_weights(start)}"}
             if start.is_dir()
             else {"model.adapter", "model.name"}
         )
-    refused = {key: change for key, change in found.fixed.items() if key not in own}
+    mismatches = {
+        key: change for key, change in differences.fixed.items() if key not in allowed_keys
+    }
     for name, key in FIXED_FACTS.items():
         before, now = point.facts.get(key), prepared.facts.get(key)
         if before is not None and before != now:
-            refused[name] = (before, now)
+            mismatches[name] = (before, now)
     if prepared.max_steps < point.step:
-        refused["training.max_steps"] = (f"{point.step} steps done", prepared.max_steps)
-    if refused:
+        mismatches["training.max_steps"] = (f"{point.step} steps done", prepared.max_steps)
+    if mismatches:
         raise ResumeMismatchError(
             f"{point.path} was started with something else:\n"
             + "\n".join(
                 f"  {key}: {_as_config_text(old)} then, {_as_config_text(new)} now"
-                for key, (old, new) in refused.items()
+                for key, (old, new) in mismatches.items()
             )
             + "\nGive what it was started with, or start another run with run.name=<another name>."
         )
-    before, now = with_processes(point.facts.get("layout", {})), asdict(prepared.layout)
+    before, now = with_layout_defaults(point.facts.get("layout", {})), asdict(prepared.layout)
     layout = {
         f"layout.{key}": (before[key], now[key])
         for key in sorted(before.keys() & now.keys())
@@ -173,8 +177,8 @@ def check_resume(point: ResumePoint, prepared: Prepared) -> Resumption:
     }
     return Resumption(
         point,
-        changed={**found.free, **found.warned, **layout},
-        warnings=tuple(_warnings(point, prepared, found.warned, layout)),
+        changed={**differences.free, **differences.warned, **layout},
+        warnings=tuple(_resume_warnings(point, prepared, differences.warned, layout)),
     )
 
 
@@ -186,9 +190,11 @@ def open_folder(
     if point is not None:
         folder = RunFolder.open(point.path, keep_tokens=keep)
         # Another process may have resumed and ended the run after the checkpoint was chosen and before the lock was taken.
-        now = tuple(found.step for found in checkpoints.complete(folder.checkpoints))
-        ended = folder.store.get_meta().get("finished_at")
-        if now != point.there or ended != point.facts.get("finished_at"):
+        checkpoint_steps = tuple(saved.step for saved in checkpoints.complete(folder.checkpoints))
+        finished_at = folder.store.get_meta().get("finished_at")
+        if checkpoint_steps != point.checkpoint_steps or finished_at != point.facts.get(
+            "finished_at"
+        ):
             folder.close()
             raise RunInUseError(
                 f"{point.path} was gone on with by somebody else in the meantime. Look at it with `groupwise runs show`, and "
@@ -213,12 +219,12 @@ def check_folder(prepared: Prepared, point: ResumePoint | None) -> Path:
     return RunFolder.would_create(Path(prepared.config.run.dir), prepared.run_name)
 
 
-def keep_start(folder: RunFolder, loaded: Loaded, start: Path) -> Loaded:
+def copy_start_weights(folder: RunFolder, loaded: Loaded, start: Path) -> Loaded:
     """Copy the initial weights into the run's folder, which then depends on no other folder, and change their path in its config."""
     start_file = folder.path / START
-    building = atomic_files.building_path(start_file)
-    shutil.copytree(start, building, ignore=shutil.ignore_patterns(*NOT_WEIGHTS))
-    atomic_files.publish_folder(building, start_file)
+    temp_folder = atomic_files.building_path(start_file)
+    shutil.copytree(start, temp_folder, ignore=shutil.ignore_patterns(*NOT_WEIGHTS))
+    atomic_files.publish_folder(temp_folder, start_file)
     loaded = starting_from(loaded, start_file.resolve())
     atomic_files.write_json(folder.path / CONFIG, resolved_values(loaded.config))
     return loaded
@@ -238,36 +244,36 @@ def restore_checkpoint(run: Training, prepared: Prepared, resumption: Resumption
         logger.warning("%s", text)
     dropped = run.folder.store.rewind(run.step)
     run.folder.store.set_meta({"max_steps": run.max_steps, "layout": asdict(prepared.layout)})
-    if used := resumption.point.facts.get("packages"):
-        run.folder.store.set_meta({"packages": packages_used(used)})
-    changed = {key: list(change) for key, change in resumption.changed.items()}
+    if packages := resumption.point.facts.get("packages"):
+        run.folder.store.set_meta({"packages": packages_used(packages)})
+    changes = {key: list(change) for key, change in resumption.changed.items()}
     run.folder.resume(
-        resolved_values(prepared.config), ResumeRecord(run.step, dropped, time.time(), changed)
+        resolved_values(prepared.config), ResumeRecord(run.step, dropped, time.time(), changes)
     )
-    again = f"; {dropped.steps} later steps are done again" if dropped.steps else ""
-    run.say(f"resumed after {run.step} steps{again}")
+    note = f"; {dropped.steps} later steps are done again" if dropped.steps else ""
+    run.say(f"resumed after {run.step} steps{note}")
 
 
-def _warnings(
+def _resume_warnings(
     point: ResumePoint,
     prepared: Prepared,
     keys: Mapping[str, Change],
     layout: Mapping[str, Change],
 ) -> Iterator[str]:
     """Warnings about changes of config and layout after which results agree only up to rounding, and about changed code of the task."""
-    names = {_leaf(key): key for key in keys}
-    facts = {names.get(_leaf(fact), _leaf(fact)): change for fact, change in layout.items()}
-    others = {
-        key: change for key, change in keys.items() if not hasattr(prepared.layout, _leaf(key))
+    names = {_last_key(key): key for key in keys}
+    facts = {names.get(_last_key(fact), _last_key(fact)): change for fact, change in layout.items()}
+    other_changes = {
+        key: change for key, change in keys.items() if not hasattr(prepared.layout, _last_key(key))
     }
-    for key, (before, now) in {**others, **facts}.items():
-        was, now_is = _as_config_text(before), _as_config_text(now)
-        yield f"resumed with another layout: {key} was {was}, is {now_is}; results agree up to rounding"
+    for key, (before, now) in {**other_changes, **facts}.items():
+        old_text, new_text = _as_config_text(before), _as_config_text(now)
+        yield f"resumed with another layout: {key} was {old_text}, is {new_text}; results agree up to rounding"
     if point.facts.get("task_file", "") != prepared.facts["task_file"]:
         yield "the code of the task or of its rewards was changed since the run was started; it goes on with the new one"
 
 
-def _leaf(key: str) -> str:
+def _last_key(key: str) -> str:
     return key.rpartition(".")[2]
 
 

@@ -2,7 +2,7 @@
 
     for each step:
         groups = schedule.next      draw examples in their order, sample and score all groups concurrently
-        take_step(groups)           weights → rows → updates → publish → record → at intervals a checkpoint
+        take_step(groups)           credits → rows → updates → publish → record → at intervals a checkpoint
 
 `train` calls both. If you already have scored groups, call `take_step` directly. Every completion contains the version and fingerprint of
 the weights that drew it, and the loop stops if these are not the ones that the schedule prescribes.
@@ -19,8 +19,8 @@ from dataclasses import replace
 
 from groupwise.engine.learner.schedule import learning_rate
 from groupwise.runs.advice import SOLVED, WITHOUT_SIGNAL, advice_on
-from groupwise.training.loops.drawing import serve
-from groupwise.training.loops.held_out import evaluate_now_and_then
+from groupwise.training.loops.drawing import load_policy
+from groupwise.training.loops.held_out import evaluate_if_due
 from groupwise.training.loops.learning import learn, with_learner_results
 from groupwise.training.loops.metrics import Timings
 from groupwise.training.loops.profiling import profile_step
@@ -29,9 +29,9 @@ from groupwise.training.loops.run import Run, StepBatch, TaskRun
 from groupwise.training.loops.schedules import make_schedule
 from groupwise.training.loops.training import save_checkpoint
 
-WARNED_AFTER = 5
+EARLY_WARNING_STEP = 5
 """Number of steps after which a run warns if its metrics suggest that the reward cannot rise."""
-WARNED_ABOUT = (WITHOUT_SIGNAL, SOLVED, "rollouts/unscored", "entropy")
+EARLY_WARNING_METRICS = (WITHOUT_SIGNAL, SOLVED, "rollouts/unscored", "entropy")
 """Metrics that may show why a reward does not rise: groups without signal, no correct answers, rollouts without a reward, low entropy."""
 
 
@@ -41,12 +41,12 @@ async def train(run: TaskRun) -> None:
     try:
         while await evaluate_and_continue(run):
             await run.callbacks.step_begins()
-            started = time.perf_counter()
+            started_at = time.perf_counter()
             run.timings = Timings()
             with profile_step(run):
                 batch = await run.interruption.allow(run.schedule.next())
-                await take_step(run, batch, started)
-            if run.step == WARNED_AFTER < run.max_steps:
+                await take_step(run, batch, started_at)
+            if run.step == EARLY_WARNING_STEP < run.max_steps:
                 warn_early(run)
             if run.callbacks.save_was_asked() or run.step % run.config.run.save_steps == 0:
                 save_checkpoint(run)
@@ -57,19 +57,19 @@ async def train(run: TaskRun) -> None:
 
 def warn_early(run: TaskRun) -> None:
     """Warn of anything that keeps the reward from rising, so that users need not wait for the end of a futile run."""
-    for each in advice_on(run.folder.store):
-        if each["metric"] in WARNED_ABOUT:
-            run.say(f"warning: after {run.step} steps: {each['says']} {each['do']}")
+    for advice in advice_on(run.folder.store):
+        if advice["metric"] in EARLY_WARNING_METRICS:
+            run.say(f"warning: after {run.step} steps: {advice['says']} {advice['do']}")
 
 
 async def evaluate_and_continue(run: TaskRun) -> bool:
     """Evaluate if that is due. Returns whether there is another step to take."""
-    await evaluate_now_and_then(run)
+    await evaluate_if_due(run)
     return not run.over
 
 
 async def take_step(
-    run: Run, batch: StepBatch, started: float, rate: float | None = None
+    run: Run, batch: StepBatch, started_at: float, rate: float | None = None
 ) -> Mapping[str, float]:
     """Learn from scored groups, publish the weights, and commit the step with its record atomically. Returns the step's metrics.
 
@@ -78,16 +78,16 @@ async def take_step(
     run.timings.drew(batch.sampling, batch.scoring, batch.sampled_tokens)
     await run.callbacks.groups_scored(batch.groups, batch.rejected)
     policy_in = run.policy
-    weights = run.algorithm.weights(batch.groups)
+    credits = run.algorithm.credits(batch.groups)
     if rate is None:
         rate = learning_rate(run.step, run.max_steps, run.config.training)
-    learned = await learn(run, batch.groups, weights, rate)
-    if learned.changed:
+    result = await learn(run, batch.groups, credits, rate)
+    if result.changed:
         await publish(run, policy_in.version + 1)
-    groups = with_learner_results(batch.groups, weights, learned)
+    groups = with_learner_results(batch.groups, credits, result)
     check_something_scored(run, groups)
-    run.timings.step = time.perf_counter() - started
-    metrics = commit(run, replace(batch, groups=groups), policy_in, rate, learned.metrics)
+    run.timings.step = time.perf_counter() - started_at
+    metrics = commit(run, replace(batch, groups=groups), policy_in, rate, result.metrics)
     await run.callbacks.step_committed(metrics)
     return metrics
 
@@ -95,4 +95,4 @@ async def take_step(
 async def publish(run: Run, version: int) -> None:
     """Publish the learner's weights and load them into the sampler."""
     run.policy = await run.learner.publish(version)
-    await serve(run, run.policy)
+    await load_policy(run, run.policy)

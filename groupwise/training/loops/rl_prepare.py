@@ -24,12 +24,12 @@ from groupwise.engine.sampler.config import SERVER_KEYS
 from groupwise.tasks.contract import Task, check_reward_columns, require
 from groupwise.tasks.data.curriculum import EASY
 from groupwise.tasks.data.examples import examples_from_rows, fingerprint
-from groupwise.tasks.data.loading import as_prompts, scorable
+from groupwise.tasks.data.loading import always_scorable, as_prompts
 from groupwise.tasks.data.order import Order
 from groupwise.tasks.data.overlap import same_prompt, same_row, trained_on, warning_of_overlap
 from groupwise.tasks.data.replay import key_of
 from groupwise.tasks.data.reward_hacking import unfilled_arguments_warning
-from groupwise.tasks.data.reward_hacking_detectors import nobody_tells
+from groupwise.tasks.data.reward_hacking_detectors import missing_accuracy_note
 from groupwise.tasks.data.sources import read_source
 from groupwise.tasks.data.success import check_part
 from groupwise.tasks.rewards.router import Router
@@ -46,7 +46,7 @@ from groupwise.training.loops.prepare import (
     Prepared,
     check_start,
     digest,
-    drawn_in_an_epoch,
+    draws_per_epoch,
     order_of,
     plan_of,
     prompt_warnings,
@@ -83,34 +83,36 @@ def prepare_rl(loaded: LoadedConfig, task: object, rows_read: int | None = None)
     `rows_read` is given for a resumed run: the number of rows that it read of a stream without a length. So the run keeps the same
     examples even if its number of steps has changed.
     """
-    found = rollout_builder.task_of(loaded.config, task)
-    require(found, "rl")
-    loaded = with_task_schema(loaded, found.config_schema())
+    resolved_task = rollout_builder.task_of(loaded.config, task)
+    require(resolved_task, "rl")
+    loaded = with_task_schema(loaded, resolved_task.config_schema())
     settings = loaded.config
     check_start(loaded)
     build.check_model(settings)
-    evaluates = _evaluates(settings, found)
-    given = view(settings)
+    evaluates = _evaluates(settings, resolved_task)
+    config_view = view(settings)
     # None if the number of epochs decides, which requires a stream with an end.
     steps = settings.training.max_steps
     rows_read = rows_read or (steps and steps * settings.training.prompts_per_step)
-    examples = found.rl_examples(given, limit=rows_read)
+    examples = resolved_task.rl_examples(config_view, limit=rows_read)
     tokenizer = prefork.load_tokenizer(settings.model)
     build.check_stop_tokens(settings, tokenizer)
-    callbacks = configured_callbacks(settings.callbacks, given, loaded.tree.origin(("callbacks",)))
-    rubric = rollout_builder.task_rubric(settings, found, tokenizer)
+    callbacks = configured_callbacks(
+        settings.callbacks, config_view, loaded.tree.origin(("callbacks",))
+    )
+    rubric = rollout_builder.task_rubric(settings, resolved_task, tokenizer)
     loaded = rollout_builder.with_default_label(loaded, rubric)
     settings = loaded.config
-    in_workers = rollout_builder.scores_in_workers(settings, found, rubric)
-    check_reward_columns(found, rubric, examples, in_workers=in_workers)
+    in_workers = rollout_builder.scores_in_workers(settings, resolved_task, rubric)
+    check_reward_columns(resolved_task, rubric, examples, in_workers=in_workers)
     _check_algorithm(settings, rubric)
-    _check_success_parts(settings, found, rubric, callbacks)
-    easy = easy_examples(settings, found, rubric)
-    _check_replay(settings, (examples, easy))
-    check_reward_columns(found, rubric, easy, in_workers=in_workers)
-    tools = rollout_builder.check_rollouts(settings, found, [*examples, *easy])
+    _check_success_parts(settings, resolved_task, rubric, callbacks)
+    easy_rows = easy_examples(settings, resolved_task, rubric)
+    _check_replay(settings, (examples, easy_rows))
+    check_reward_columns(resolved_task, rubric, easy_rows, in_workers=in_workers)
+    tools = rollout_builder.check_rollouts(settings, resolved_task, [*examples, *easy_rows])
     room = prefork.prompt_room(settings.model, rollout_builder.longest_completion(settings))
-    tokenised = partial(
+    tokenise_rows = partial(
         tokenise,
         tokenizer,
         max_prompt_length=settings.data.max_prompt_length,
@@ -118,30 +120,34 @@ def prepare_rl(loaded: LoadedConfig, task: object, rows_read: int | None = None)
         tools=tools,
         strict=settings.data.strict,
     )
-    prompts = tokenised(examples, where=f"{found.described}: get_rl_dataset")
-    easy_prompts = tokenised(easy, where=EASY_POOL) if easy else None
-    asked = None
+    prompts = tokenise_rows(examples, where=f"{resolved_task.described}: get_rl_dataset")
+    easy_prompts = tokenise_rows(easy_rows, where=EASY_POOL) if easy_rows else None
+    held_out = None
     if evaluates:
-        asked = held_out_prompts(settings, found, tokenizer, room)
-        check_success_part(settings, found, rubric)
-        check_reward_columns(found, rubric, asked.examples, in_workers=in_workers)
-    order = order_of(found, "get_rl_dataset", [each.index for each in prompts.examples], settings)
+        held_out = held_out_prompts(settings, resolved_task, tokenizer, room)
+        check_success_part(settings, resolved_task, rubric)
+        check_reward_columns(resolved_task, rubric, held_out.examples, in_workers=in_workers)
+    order = order_of(
+        resolved_task, "get_rl_dataset", [example.index for example in prompts.examples], settings
+    )
     max_steps = _max_steps(settings, order.length)
     check_profiled_steps(settings.run, max_steps)
-    longest = max(each.longest for each in (prompts, easy_prompts, asked) if each)
+    longest_prompt = max(
+        prompt_set.longest for prompt_set in (prompts, easy_prompts, held_out) if prompt_set
+    )
     return RlPrepared(
         loaded=loaded,
-        task=found,
+        task=resolved_task,
         tokenizer=tokenizer,
         prompts=prompts,
         order=order,
         easy=easy_prompts,
-        held_out_prompts=asked,
+        held_out_prompts=held_out,
         rubric=rubric,
         max_steps=max_steps,
-        layout=placement.choose_layout(settings, longest),
-        facts=task_facts(found, rubric)
-        | _facts(settings, (prompts, easy_prompts), asked, rows_read),
+        layout=placement.choose_layout(settings, longest_prompt),
+        facts=task_facts(resolved_task, rubric)
+        | _held_out_facts(settings, (prompts, easy_prompts), held_out, rows_read),
         callbacks=callbacks,
     )
 
@@ -158,9 +164,9 @@ def _evaluates(config: RunConfig, task: Task) -> bool:
 
 
 def _check_algorithm(config: RunConfig, rubric: Rubric | None) -> None:
-    longest = rollout_builder.longest_written(config)
+    max_tokens = rollout_builder.longest_written(config)
     try:
-        build.build_algorithm(config).check(longest, rubric.names if rubric else ())
+        build.build_algorithm(config).check(max_tokens, rubric.names if rubric else ())
     except ValueError as error:
         raise ConfigError(str(error)) from None
 
@@ -174,7 +180,7 @@ def _max_steps(config: RunConfig, examples: int) -> int:
     return max(1, math.ceil(training.num_train_epochs * examples / training.prompts_per_step))
 
 
-def _facts(
+def _held_out_facts(
     config: RunConfig,
     training_sets: Sequence[PromptSet | None],
     held_out_set: PromptSet | None,
@@ -197,24 +203,28 @@ def _facts(
 def warnings_of(prepared: RlPrepared) -> list[str]:
     """Warnings about prompts, rewards and this machine, before the run."""
     examples, rubric = prepared.prompts.examples, prepared.rubric
-    empty = rubric.never_filled([example.columns for example in examples]) if rubric else []
+    unfilled = (
+        rubric.unfilled_arguments([example.columns for example in examples]) if rubric else []
+    )
     overlap = None
     held_out_set = prepared.held_out_prompts
     if held_out_set is not None:
-        drawn = [e for pool in (prepared.prompts, prepared.easy) if pool for e in pool.examples]
-        same = same_row if prepared.task.has("get_environment") else same_prompt
+        training_examples = [
+            e for pool in (prepared.prompts, prepared.easy) if pool for e in pool.examples
+        ]
+        key_of = same_row if prepared.task.has("get_environment") else same_prompt
         overlap = warning_of_overlap(
-            len(trained_on(drawn, held_out_set.examples, same)),
+            len(trained_on(training_examples, held_out_set.examples, key_of)),
             len(held_out_set.examples),
             instead="data.dataset_test_split, data.test_split_size, or the task's get_eval_dataset",
         )
-    warnings = [unfilled_arguments_warning(empty)] if empty else []
-    of_machine = rubric.check_machine(refuse=False) if rubric else []
+    warnings = [unfilled_arguments_warning(unfilled)] if unfilled else []
+    machine_warnings = rubric.check_machine(refuse=False) if rubric else []
     return [
         *prompt_warnings(prepared, examples),
         *warnings,
         *([overlap] if overlap else []),
-        *of_machine,
+        *machine_warnings,
     ]
 
 
@@ -235,16 +245,16 @@ def easy_examples(config: RunConfig, task: Task, rubric: Rubric | None) -> list[
         )
     columns = pool.columns or (data.renamed_columns("answer") if data.names_data else {})
     rows = read_source(source, pool.dataset_config, pool.dataset_split, columns)
-    where = f"{EASY_POOL} ({source})"
-    routed = isinstance(rubric, Router) and EASY in rubric.rubrics
-    label = {TASK_COLUMN: EASY} if routed else {}
+    origin = f"{EASY_POOL} ({source})"
+    has_easy_rewards = isinstance(rubric, Router) and EASY in rubric.rubrics
+    label = {TASK_COLUMN: EASY} if has_easy_rewards else {}
     rows = [{**label, **row} for row in rows]
     if data.names_data:
-        unscorable = rubric.unscorable if rubric else scorable
-        prepared = as_prompts(data, rows, where, unscorable)
+        is_unscorable = rubric.unscorable if rubric else always_scorable
+        prepared = as_prompts(data, rows, origin, is_unscorable)
         task.accounts[EASY_POOL] = prepared.account
         rows = prepared
-    return examples_from_rows(rows, where=where)
+    return examples_from_rows(rows, where=origin)
 
 
 def _check_replay(config: RunConfig, pools: Sequence[Sequence[Example]]) -> None:
@@ -253,15 +263,15 @@ def _check_replay(config: RunConfig, pools: Sequence[Sequence[Example]]) -> None
     if replay is None:
         return
     examples = [example for pool in pools for example in pool]
-    there = {key_of(example.prompt) for example in examples}
-    if len(examples) > len(there) == 1:
+    keys = {key_of(example.prompt) for example in examples}
+    if len(examples) > len(keys) == 1:
         raise ConfigError(
             f"data.replay tells examples apart by their prompts, and all {len(examples)} have the same one, as those of a game do: it "
             "would keep one for all. Leave data.replay out."
         )
-    if len(there) < replay.warmup_entries:
+    if len(keys) < replay.warmup_entries:
         raise ConfigError(
-            f"data.replay.warmup_entries is {replay.warmup_entries}, but the number of different prompts is {len(there)}, so that nothing "
+            f"data.replay.warmup_entries is {replay.warmup_entries}, but the number of different prompts is {len(keys)}, so that nothing "
             "would ever be drawn again. Lower it."
         )
 
@@ -272,8 +282,8 @@ def _check_success_parts(
     """Raise an error for a success part that the reward does not have: nothing would ever count as solved."""
     if task.has("get_environment"):  # an environment's parts are only known once it returns them
         return
-    caches = [each for _, each in callbacks if isinstance(each, SuccessCache)]
-    parts = [*config.data.success_parts.items(), *((CACHED, each.part) for each in caches)]
+    caches = [callback for _, callback in callbacks if isinstance(callback, SuccessCache)]
+    parts = [*config.data.success_parts.items(), *((CACHED, cache.part) for cache in caches)]
     for key, part in parts:
         check_part(key, part, rubric.names if rubric else (), task.described)
 
@@ -282,7 +292,7 @@ def planned_sizes(config: RunConfig, layout: Layout) -> ModelPlan:
     """Estimate parameters and memory of a run in this layout."""
     members = config.training.num_generations
     rows = -(-config.training.prompts_per_step * members // layout.learning)
-    longest = rollout_builder.longest_completion(config)
+    completion_tokens = rollout_builder.longest_completion(config)
     return plan_model(
         config.model,
         config.lora,
@@ -291,7 +301,8 @@ def planned_sizes(config: RunConfig, layout: Layout) -> ModelPlan:
         microbatch=largest_microbatch(
             layout.max_tokens_per_microbatch,
             layout.key_length,
-            -(-rows // members) * (layout.key_length - longest) + rows * longest,
+            -(-rows // members) * (layout.key_length - completion_tokens)
+            + rows * completion_tokens,
         ),
         needs_reference=build.build_algorithm(config).needs_reference,
         device=layout.device,
@@ -304,19 +315,19 @@ def planned_sizes(config: RunConfig, layout: Layout) -> ModelPlan:
 def _decoding(config: RunConfig, layout: Layout) -> Decoding:
     """The sizes of the batch that a process decodes. Members of a group share their prompt's cache, unless each continues its own text."""
     rollout = config.rollout
-    first = last = rollout_builder.longest_completion(config)
+    first_length = last_length = rollout_builder.longest_completion(config)
     prompts = -(-layout.slots // config.training.num_generations)
     if rollout.type != "single":
-        first = last = config.sampler.max_completion_length
+        first_length = last_length = config.sampler.max_completion_length
         prompts = layout.slots
     if rollout.type == "two_stage":
-        first, last = rollout.max_reasoning_length, rollout.max_answer_length
+        first_length, last_length = rollout.max_reasoning_length, rollout.max_answer_length
     return Decoding(
         slots=layout.slots,
         key_length=layout.key_length,
-        completion=max(first, last),
+        completion=max(first_length, last_length),
         prompts=prompts,
-        prompt=layout.key_length - last,
+        prompt=layout.key_length - last_length,
     )
 
 
@@ -346,7 +357,7 @@ def plan_rl(prepared: RlPrepared, warnings: Sequence[str] = ()) -> dict[str, Any
     counts = {
         "examples": len(examples),
         "examples_dropped_as_too_long": prepared.prompts.dropped,
-        **drawn_in_an_epoch(prepared.order, len(examples)),
+        **draws_per_epoch(prepared.order, len(examples)),
         **({"easy_examples": len(prepared.easy.examples)} if prepared.easy else {}),
         "held_out_examples": len(held_out_set.examples) if held_out_set else 0,
         "steps": prepared.max_steps,
@@ -360,12 +371,15 @@ def plan_rl(prepared: RlPrepared, warnings: Sequence[str] = ()) -> dict[str, Any
     )
     # Warn if no known reward part shows what is solved, because the signals of reward hacking need such a part.
     signals, rubric = config.signals, prepared.rubric
-    text = nobody_tells(signals, rubric.names) if signals and rubric else None
+    text = missing_accuracy_note(signals, rubric.names) if signals and rubric else None
     signals_note = {"signals": text} if text else {}
     return plan_of(
         prepared,
         planned_sizes(config, prepared.layout),
         counts=counts,
-        shown={**signals_note, "first_prompt": render_prompt(prepared.tokenizer, first_prompt)},
+        first_examples={
+            **signals_note,
+            "first_prompt": render_prompt(prepared.tokenizer, first_prompt),
+        },
         warnings=[*warnings_of(prepared), *text_prompts(prepared.tokenizer, examples), *warnings],
     )

@@ -35,14 +35,14 @@ from groupwise.training.callbacks.registry import callbacks_of_task
 from groupwise.training.config import LoadedConfig, RunConfig, load_config, view
 from groupwise.training.evaluation.evaluate import EvalResult, compare_before_after, held_out
 from groupwise.training.loops.held_out import (
-    ASKED,
+    HELD_OUT_KEY,
     announce,
     describe_result,
     evaluate_held_out,
-    in_passing,
-    keep_evaluation,
+    evaluation_name,
     notice_changed_questions,
     recorded_evaluation,
+    store_evaluation,
 )
 from groupwise.training.loops.outcome import (
     end,
@@ -70,7 +70,7 @@ from groupwise.training.loops.start import (
     show_progress,
 )
 from groupwise.training.loops.training import save_checkpoint
-from groupwise.training.loops.warm_up import WarmedUp, needs_warm_up, warm_up
+from groupwise.training.loops.warm_up import WarmUpResult, needs_warm_up, warm_up
 
 logger = logging.getLogger(__name__)
 
@@ -108,66 +108,89 @@ def rl(
     folder. Raises `UsageError` for wrong arguments and `RunError` if the run fails. If the config has `warm_up`, a supervised run is made
     first, unless a matching one exists or `init_from` is given.
     """
-    ways = StartMode(resume, resume_from, init_from)
-    given = load_config(config, overrides, to_train=True)
+    mode = StartMode(resume, resume_from, init_from)
+    loaded = load_config(config, overrides, to_train=True)
     if not dry_run:
-        build.be_launched(given.config)
+        build.be_launched(loaded.config)
 
-    def begin(ways: StartMode, warmed: WarmedUp | None = None) -> RlResult:
-        with nullcontext() if dry_run else build.expected_ranks(given.config):
-            start = find_start(given, ways, KIND)
-            return _rl(start, task, warmed or WarmedUp(), dry_run=dry_run, here=not dry_run)
+    def begin(mode: StartMode, warm_up_result: WarmUpResult | None = None) -> RlResult:
+        with nullcontext() if dry_run else build.expected_ranks(loaded.config):
+            start = find_start(loaded, mode, KIND)
+            return _rl(
+                start,
+                task,
+                warm_up_result or WarmUpResult(),
+                dry_run=dry_run,
+                on_this_machine=not dry_run,
+            )
 
-    if given.config.warm_up is None or not needs_warm_up(given, ways):
-        return run_with_auto_resume(begin, ways, given)
+    if loaded.config.warm_up is None or not needs_warm_up(loaded, mode):
+        return run_with_auto_resume(begin, mode, loaded)
     if not dry_run:  # report mistakes in the second stage before the first one runs
-        with build.expected_ranks(given.config):
-            _rl(find_start(given, StartMode(), KIND), task, WarmedUp(), dry_run=True, here=True)
-    warmed = warm_up(given, task, dry_run=dry_run)
-    if warmed.interrupted is not None:
+        with build.expected_ranks(loaded.config):
+            _rl(
+                find_start(loaded, StartMode(), KIND),
+                task,
+                WarmUpResult(),
+                dry_run=True,
+                on_this_machine=True,
+            )
+    warm_up_result = warm_up(loaded, task, dry_run=dry_run)
+    if warm_up_result.interrupted is not None:
         return RlResult(
-            warmed.interrupted.summary, warmed.interrupted.folder, warmed.interrupted.exit_code
+            warm_up_result.interrupted.summary,
+            warm_up_result.interrupted.folder,
+            warm_up_result.interrupted.exit_code,
         )
     result = run_with_auto_resume(
-        partial(begin, warmed=warmed), StartMode(init_from=warmed.run), given
+        partial(begin, warm_up_result=warm_up_result),
+        StartMode(init_from=warm_up_result.run),
+        loaded,
     )
     if not dry_run:  # the run's own summary contains the warm-up
         return result
-    return replace(result, summary={"warm_up": warmed.summary, **result.summary})
+    return replace(result, summary={"warm_up": warm_up_result.summary, **result.summary})
 
 
 def _rl(
-    start: Start[LoadedConfig], task: object, warmed: WarmedUp, *, dry_run: bool, here: bool
+    start: Start[LoadedConfig],
+    task: object,
+    warm_up_result: WarmUpResult,
+    *,
+    dry_run: bool,
+    on_this_machine: bool,
 ) -> RlResult:
-    """Prepare a run and train it. `here` is True if the run will be on this machine, so that its rewards' needs are checked here."""
+    """Prepare a run and train it. `on_this_machine` is True if the run will be here, so that its rewards' needs are checked now."""
     prepared = prepare_rl(start.loaded, task, start.rows_read)
-    if here and prepared.rubric is not None:
+    if on_this_machine and prepared.rubric is not None:
         prepared.rubric.check_machine()
     resumption = start.resumption(prepared)
     if dry_run:
-        place = check_folder(prepared, start.point)
-        all_callbacks(prepared, place)
-        return RlResult(plan_rl(prepared, dry_run_warnings(resumption)), place)
-    noted = {
+        folder_path = check_folder(prepared, start.point)
+        all_callbacks(prepared, folder_path)
+        return RlResult(plan_rl(prepared, dry_run_warnings(resumption)), folder_path)
+    facts = {
         "examples": len(prepared.prompts.examples),
         "examples_dropped_as_too_long": prepared.prompts.dropped,
-        **warmed.facts,
+        **warm_up_result.facts,
     }
-    with open_run_folder(prepared, start, KIND, noted) as (folder, ready):
-        if warmed.untrained is not None:
+    with open_run_folder(prepared, start, KIND, facts) as (folder, ready_run):
+        if warm_up_result.untrained is not None:
             # The evaluation of the untrained model, recorded before the first step.
-            found, questions = warmed.untrained, ready.facts[ASKED]
+            untrained, questions = warm_up_result.untrained, ready_run.facts[HELD_OUT_KEY]
             folder.store.add_evaluation(
-                EvaluationRecord(0, UNTRAINED, found.policy, found.metrics, found.rows, questions)
+                EvaluationRecord(
+                    0, UNTRAINED, untrained.policy, untrained.metrics, untrained.rows, questions
+                )
             )
-        return run_to_end(run_in(folder, ready, resumption))
+        return run_to_end(run_in(folder, ready_run, resumption))
 
 
 async def run_in(
     folder: RunFolder, prepared: RlPrepared, resumption: Resumption | None
 ) -> RlResult:
     """Build the parts and train; the results are in the folder."""
-    started = time.perf_counter()
+    started_at = time.perf_counter()
     callbacks = all_callbacks(prepared, folder.path)
     publications = build.publication_folder(folder.path, build.publication_bytes(prepared.config))
     scorer = rollout_builder.build_scorer(
@@ -190,11 +213,11 @@ async def run_in(
                 run.callbacks = callbacks
                 if resumption is not None:
                     restore_checkpoint(run, prepared, resumption)
-                    notice_changed_questions(run, prepared.facts[ASKED])
-                say_what_begins(run, prepared)
+                    notice_changed_questions(run, prepared.facts[HELD_OUT_KEY])
+                log_start(run, prepared)
                 await publish(run, run.policy.version)
                 await starting
-                return await conduct(run, prepared, started)
+                return await run_to_completion(run, prepared, started_at)
     finally:
         callbacks.close()
         await rollouts.close()
@@ -205,11 +228,11 @@ async def run_in(
 
 def all_callbacks(prepared: RlPrepared, folder: Path) -> Callbacks:
     """The callbacks of the config, then those of the task."""
-    given, tokenizer = view(prepared.config), prepared.tokenizer
-    of_task = callbacks_of_task(
-        prepared.task, given, tokenizer, str(folder), beside=prepared.callbacks
+    config_view, tokenizer = view(prepared.config), prepared.tokenizer
+    task_callbacks = callbacks_of_task(
+        prepared.task, config_view, tokenizer, str(folder), config_callbacks=prepared.callbacks
     )
-    return Callbacks([*prepared.callbacks, *of_task])
+    return Callbacks([*prepared.callbacks, *task_callbacks])
 
 
 def assemble(
@@ -244,7 +267,7 @@ def assemble(
         prompts=prepared.prompts,
         easy=prepared.easy,
         selection=selection_of(prepared),
-        signals=Signals(config.signals, prepared.rubric.columns_meant if prepared.rubric else ())
+        signals=Signals(config.signals, prepared.rubric.argument_columns if prepared.rubric else ())
         if config.signals
         else None,
         unrewarded=prepared.rubric is None,
@@ -271,16 +294,16 @@ def selection_of(prepared: RlPrepared) -> Selection:
         block=config.training.prompts_per_step,
     )
     replay, schedule = config.data.replay, config.sampler.temperature_schedule
-    waits = replay is not None and replay.at_temperature_floor and schedule is not None
+    waits_for_floor = replay is not None and replay.at_temperature_floor and schedule is not None
     return Selection(
         config.data,
         config.training.seed,
         sizes,
-        replay_from=schedule.steps if waits and schedule else 0,
+        replay_from=schedule.steps if waits_for_floor and schedule else 0,
     )
 
 
-def say_what_begins(run: TaskRun, prepared: RlPrepared) -> None:
+def log_start(run: TaskRun, prepared: RlPrepared) -> None:
     """Log the first lines and the warnings about the data."""
     dropped = prepared.prompts.dropped
     for warning in warnings_of(prepared):
@@ -302,7 +325,7 @@ def say_what_begins(run: TaskRun, prepared: RlPrepared) -> None:
         )
 
 
-async def conduct(run: TaskRun, prepared: RlPrepared, started: float) -> RlResult:
+async def run_to_completion(run: TaskRun, prepared: RlPrepared, started_at: float) -> RlResult:
     """Evaluate, take all steps, evaluate again. An interruption keeps all completed steps."""
     try:
         await run.callbacks.begin(run)
@@ -322,44 +345,47 @@ async def conduct(run: TaskRun, prepared: RlPrepared, started: float) -> RlResul
         run.folder.write_final(fill)
         after = await held_out_result(run, AFTER, run.step, prepared)
     except Interrupted as interrupted:
-        return await leave_interrupted(run, prepared, started, interrupted)
+        return await leave_interrupted(run, prepared, started_at, interrupted)
     except BaseException as error:
         with suppress(StoreError):  # a failure here must not hide the original error
-            run.folder.store.keep_unfinished(run.drawn.values())
+            run.folder.store.keep_unfinished(run.uncommitted_groups.values())
         await report_failure(run, error)
         raise
     write_curve(run, METRIC)
-    summary = {**_summarise(run, prepared, started, before, after), **ended_early(run)}
+    summary = {**_summarise(run, prepared, started_at, before, after), **ended_early(run)}
     summary = await end(run, "finished", summary)
     return RlResult(summary, run.folder.path, exit_code(run, summary), before, after)
 
 
 async def leave_interrupted(
-    run: TaskRun, prepared: RlPrepared, started: float, by: Interrupted
+    run: TaskRun, prepared: RlPrepared, started_at: float, interruption: Interrupted
 ) -> RlResult:
     """Save an interrupted run: its scored groups, and a checkpoint of the last completed step."""
-    run.folder.store.keep_unfinished(run.drawn.values())
+    run.folder.store.keep_unfinished(run.uncommitted_groups.values())
     if run.step > 0:
         save_checkpoint(run)
         await run.callbacks.announce_checkpoint()
     write_curve(run, METRIC)
-    summary = await end(run, "interrupted", _summarise(run, prepared, started))
-    return RlResult(summary, run.folder.path, by.exit_code)
+    summary = await end(run, "interrupted", _summarise(run, prepared, started_at))
+    return RlResult(summary, run.folder.path, interruption.exit_code)
 
 
 def _summarise(
     run: TaskRun,
     prepared: RlPrepared,
-    started: float,
+    started_at: float,
     before: EvalResult | None = None,
     after: EvalResult | None = None,
 ) -> dict[str, Any]:
     """Summarise the run in a few entries."""
     warmed_up = run.folder.store.get_meta().get(WARM_UP_SUMMARY)
-    summary = {**({"warm_up": warmed_up} if warmed_up else {}), **summarise(run, prepared, started)}
-    first, last = first_and_last(run, METRIC)
-    if first is not None:
-        summary |= {"reward_first": first, "reward_last": last}
+    summary = {
+        **({"warm_up": warmed_up} if warmed_up else {}),
+        **summarise(run, prepared, started_at),
+    }
+    first_reward, last_reward = first_and_last(run, METRIC)
+    if first_reward is not None:
+        summary |= {"reward_first": first_reward, "reward_last": last_reward}
     if before and after:
         untrained = recorded_evaluation(run, UNTRAINED, 0)
         summary["held_out"] = compare_before_after(before, after, untrained)
@@ -375,19 +401,19 @@ async def held_out_result(
     """
     if not run.config.eval.before_and_after or run.held_out is None:
         return None
-    way = prepared.facts["held_out"]
-    recorded = recorded_evaluation(run, name, step)
-    if recorded is not None and run.folder.store.get_meta().get(f"held_out_{name}") == way:
+    fingerprint = prepared.facts["held_out"]
+    result = recorded_evaluation(run, name, step)
+    if result is not None and run.folder.store.get_meta().get(f"held_out_{name}") == fingerprint:
         if run.step == step:
-            await announce(run, name, recorded)
-        return recorded
+            await announce(run, name, result)
+        return result
     if run.step != step:
         run.say(
             "held-out prompts, or how they are answered, were changed: no comparison with before"
         )
         return None
-    run.folder.store.set_meta({f"held_out_{name}": way})
-    known = recorded_evaluation(run, in_passing(step), step)
-    if known is not None:
-        return await keep_evaluation(run, name, known)
+    run.folder.store.set_meta({f"held_out_{name}": fingerprint})
+    passing_result = recorded_evaluation(run, evaluation_name(step), step)
+    if passing_result is not None:
+        return await store_evaluation(run, name, passing_result)
     return await evaluate_held_out(run, name)

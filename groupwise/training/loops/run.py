@@ -99,8 +99,8 @@ class Learning(Training):
     def adapt(self, metrics: Mapping[str, float]) -> None:
         """Adapt the algorithm for the next step to the metrics of the last one: its KL coefficient, if it is adaptive."""
         if "kl" in metrics:
-            scored = int(metrics["rollouts/scored"])
-            self.algorithm = self.algorithm.adapted(metrics["kl"], scored)
+            scored_count = int(metrics["rollouts/scored"])
+            self.algorithm = self.algorithm.adapted(metrics["kl"], scored_count)
 
     def position(self) -> dict[str, Any]:
         """See `Training.position`."""
@@ -125,7 +125,7 @@ class Run(Learning):
     """The policy that the sampler has loaded."""
     publications: Path
     """Folder for the learner's publications and for the policies that were restored from a checkpoint."""
-    earlier: dict[int, Policy] = field(default_factory=dict[int, Policy])
+    recent_policies: dict[int, Policy] = field(default_factory=dict[int, Policy])
     """The policies after the last steps, by step; `kept_policies` of them are kept."""
     unscored: list[str] = field(default_factory=list[str])
     """Reasons why rollouts failed in the last step, if it had no scored group; otherwise empty."""
@@ -134,7 +134,7 @@ class Run(Learning):
     """True if environments give the rewards and none has given any so far; False again once that was warned of."""
     gap_seen: bool = False
     """True once a large difference between the sampler's and the learner's log-probabilities was warned of."""
-    drawn: dict[int, Group] = field(default_factory=dict[int, Group])
+    uncommitted_groups: dict[int, Group] = field(default_factory=dict[int, Group])
     """Groups that are sampled and scored but belong to no committed step."""
 
     @property
@@ -162,13 +162,13 @@ class Run(Learning):
 
     def warn(self, warning: WarningRecord) -> None:
         """Log a signal that starts or ends."""
-        where = f"; read the best rollouts: groupwise runs rollouts {self.folder.name} --best"
+        hint = f"; read the best rollouts: groupwise runs rollouts {self.folder.name} --best"
         logger.warning(
             "after %d steps: signal %s: %s%s",
             warning.step,
             warning.name,
             warning.message,
-            where if warning.kind == "begins" else "",
+            hint if warning.kind == "begins" else "",
         )
 
     def position(self) -> dict[str, Any]:
@@ -179,7 +179,7 @@ class Run(Learning):
             "signals": self.signals and self.signals.state(),
             "earlier": {
                 str(step): {"version": policy.version, "fingerprint": policy.fingerprint}
-                for step, policy in self.earlier.items()
+                for step, policy in self.recent_policies.items()
             },
         }
 
@@ -187,13 +187,13 @@ class Run(Learning):
         """See `Training.take_position`."""
         super(Run, self).take_position(position)
         self.unscored_steps = position["unscored_steps"]
-        known = position.get("signals")  # earlier versions did not record signals
-        if self.signals is not None and known is not None:
-            self.signals.load_state(known)
+        signals_state = position.get("signals")  # earlier versions did not record signals
+        if self.signals is not None and signals_state is not None:
+            self.signals.load_state(signals_state)
 
     def save_more(self, folder: Path) -> None:
         """Save the policies that draw the groups of the next steps."""
-        for step, policy in self.earlier.items():
+        for step, policy in self.recent_policies.items():
             shutil.copytree(policy.path, folder / POLICIES / f"step-{step}")
 
     def load_more(self, folder: Path, position: Mapping[str, Any]) -> None:
@@ -201,7 +201,7 @@ class Run(Learning):
         for name, facts in position["earlier"].items():
             saved = self.publications / f"after-step-{name}"
             shutil.copytree(folder / POLICIES / f"step-{name}", saved)
-            self.earlier[int(name)] = replace(self.policy, **facts, path=str(saved))
+            self.recent_policies[int(name)] = replace(self.policy, **facts, path=str(saved))
 
 
 @dataclass(slots=True, kw_only=True)
@@ -292,7 +292,9 @@ class TaskRun(Run):
 
     def load_more(self, folder: Path, position: Mapping[str, Any]) -> None:
         """See `Training.load_more`."""
-        kept = folder / SELECTION  # earlier versions drew in order and had no such file
-        in_order = {"cursor": position["next_draw"]}
-        self.selection.load_state(json.loads(kept.read_bytes()) if kept.exists() else in_order)
+        selection_file = folder / SELECTION  # earlier versions drew in order and had no such file
+        ordered_state = {"cursor": position["next_draw"]}
+        self.selection.load_state(
+            json.loads(selection_file.read_bytes()) if selection_file.exists() else ordered_state
+        )
         super(TaskRun, self).load_more(folder, position)

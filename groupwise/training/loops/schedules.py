@@ -59,34 +59,34 @@ class FixedLag:
             await self._catch_up()
             self._caught_up = True
         for step in range(run.step, min(run.step + self._lag + 1, run.max_steps)):
-            self._begin(step)
+            self._start_step(step)
         batch = await self._steps[run.step]
         del self._steps[run.step]
         return batch
 
     async def settle(self) -> None:
-        await _settle(self, self._run, list(self._sampling.values()))
+        await _settle_sampling(self, self._run, list(self._sampling.values()))
 
     def committed(self, batch: StepBatch) -> None:
         self._run.selection.finish(self._run.step, len(batch.all))
 
     async def close(self) -> None:
-        await _cancel(self._steps.values())
+        await _cancel_tasks(self._steps.values())
         self._steps.clear()
 
     async def _catch_up(self) -> None:
         """Draw again the groups that were in progress when the checkpoint was written, by the same policies as then."""
         run = self._run
         for step in range(run.step, min(run.step + self._lag, run.max_steps)):
-            await self._serve(run.earlier.get(max(0, step - self._lag), run.policy))
-            self._begin(step)
-        await self._serve(run.policy)
+            await self._serve_policy(run.recent_policies.get(max(0, step - self._lag), run.policy))
+            self._start_step(step)
+        await self._serve_policy(run.policy)
 
-    async def _serve(self, policy: Policy) -> None:
+    async def _serve_policy(self, policy: Policy) -> None:
         if policy.version != self._run.serving.version:
-            await drawing.serve(self._run, policy)
+            await drawing.load_policy(self._run, policy)
 
-    def _begin(self, step: int) -> None:
+    def _start_step(self, step: int) -> None:
         if step in self._steps:
             return
         size = self._run.config.training.prompts_per_step
@@ -94,14 +94,14 @@ class FixedLag:
         self._run.selection.plan(step, step, slots)
         self._ends[step] = self._ends[step - 1] + size
         self._sampling[step] = asyncio.Event()
-        before = self._steps.get(step - 1)
-        self._steps[step] = asyncio.create_task(self._draw(step, before))
+        previous = self._steps.get(step - 1)
+        self._steps[step] = asyncio.create_task(self._draw_step(step, previous))
 
-    async def _draw(self, step: int, before: asyncio.Task[StepBatch] | None) -> StepBatch:
+    async def _draw_step(self, step: int, previous: asyncio.Task[StepBatch] | None) -> StepBatch:
         """The groups of a step. With dynamic sampling, wait for the step before, because the first draw depends on it."""
         try:
-            if before is not None and self._run.algorithm.resample_rounds:
-                await asyncio.wait((before,))
+            if previous is not None and self._run.algorithm.resample_rounds:
+                await asyncio.wait((previous,))
             return await self._rounds(step)
         finally:
             self._sampling.pop(step).set()
@@ -109,33 +109,33 @@ class FixedLag:
     async def _rounds(self, step: int) -> StepBatch:
         """Draw the missing groups, in rounds, until enough are accepted or the algorithm allows no further round."""
         size = self._run.config.training.prompts_per_step
-        left = self._run.algorithm.resample_rounds
+        rounds_left = self._run.algorithm.resample_rounds
         timer = _Timer()
         accepted: list[Group] = []
         rejected: list[Group] = []
-        first = self._ends[step - 1]
+        next_draw = self._ends[step - 1]
         while True:
-            draws = range(first, first + size - len(accepted))
-            self._ends[step] = first = draws.stop
-            for group in await self._groups(step, draws, timer, last=not left):
+            draws = range(next_draw, next_draw + size - len(accepted))
+            self._ends[step] = next_draw = draws.stop
+            for group in await self._groups(step, draws, timer, is_last_round=not rounds_left):
                 (accepted if self._run.algorithm.accepts(group) else rejected).append(group)
-            if len(accepted) == size or not left:
+            if len(accepted) == size or not rounds_left:
                 return timer.note(fill_step(accepted, rejected, size))
-            left -= 1
+            rounds_left -= 1
 
     async def _groups(
-        self, step: int, draws: Sequence[int], timer: _Timer, *, last: bool
+        self, step: int, draws: Sequence[int], timer: _Timer, *, is_last_round: bool
     ) -> list[Group]:
         waiting = set(draws)
-        begin = self._ends[step - 1]
+        first_draw = self._ends[step - 1]
 
         async def one(draw: int) -> Group:
-            choice = self._run.selection.take(step, draw - begin, draw)
+            choice = self._run.selection.take(step, draw - first_draw, draw)
             group = timer.sampled(await drawing.sample(self._run, draw, choice, step))
             waiting.discard(draw)
-            if last and not waiting:
+            if is_last_round and not waiting:
                 self._sampling[step].set()
-            return await _scored(self._run, group, step, timer)
+            return await _score_group(self._run, group, step, timer)
 
         return await gather_all(one(draw) for draw in draws)
 
@@ -147,7 +147,7 @@ def fill_step(accepted: Sequence[Group], rejected: Sequence[Group], size: int) -
 
 
 @dataclass(eq=False, slots=True)
-class _UnderWay:
+class _PendingGroup:
     """A group of the free schedule that is not trained yet."""
 
     since: int
@@ -169,7 +169,7 @@ class Free:
         self._size = run.config.training.prompts_per_step
         self._planned: set[int] = set()
         """Blocks whose draws were chosen; a block has as many draws as a step has prompts."""
-        self._under_way: dict[int, _UnderWay] = {}
+        self._pending: dict[int, _PendingGroup] = {}
         self._finished: list[int] = []
         """Draws in the order in which they finished."""
         self._taken: tuple[int, list[int]] = (-1, [])
@@ -184,7 +184,7 @@ class Free:
     def outstanding(self) -> Sequence[int]:
         step, draws = self._taken
         uncommitted = draws if step == self._run.step else []
-        return sorted([*self._again, *self._under_way, *uncommitted])
+        return sorted([*self._again, *self._pending, *uncommitted])
 
     async def next(self) -> StepBatch:
         run = self._run
@@ -192,70 +192,80 @@ class Free:
         self._timer, self._taken = _Timer(), (run.step, [])
         rejected: list[Group] = []
         while True:
-            left = run.algorithm.resample_rounds * size - len(rejected)
-            rejected += [self._take(draw) for draw in self._not_accepted()[:left]]
+            replacements_left = run.algorithm.resample_rounds * size - len(rejected)
+            rejected += [
+                self._take_group(draw) for draw in self._not_accepted()[:replacements_left]
+            ]
             count = size * min(self._lag + 1, self._run.max_steps - self._run.step)
-            while len(self._under_way) < count:
+            while len(self._pending) < count:
                 if self._again:
                     draw = self._again.pop(0)
                 else:
                     draw, self._next = self._next, self._next + 1
-                under_way = self._under_way[draw] = _UnderWay(self._run.step)
-                under_way.task = asyncio.create_task(self._draw(draw, under_way))
-            chosen = self._choose(size)
-            if chosen is not None:
-                return self._timer.note(StepBatch([self._take(draw) for draw in chosen], rejected))
+                pending = self._pending[draw] = _PendingGroup(self._run.step)
+                pending.task = asyncio.create_task(self._draw_group(draw, pending))
+            draws = self._choose(size)
+            if draws is not None:
+                return self._timer.note(
+                    StepBatch([self._take_group(draw) for draw in draws], rejected)
+                )
             # Wait for another group to finish; `result` raises the error if it failed.
-            tasks = [each.task for each in self._under_way.values() if each.task and not each.group]
+            tasks = [
+                entry.task for entry in self._pending.values() if entry.task and not entry.group
+            ]
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
                 task.result()
 
     async def settle(self) -> None:
-        await _settle(self, self._run, [each.sampled for each in self._under_way.values()])
+        await _settle_sampling(
+            self, self._run, [pending.sampled for pending in self._pending.values()]
+        )
 
     def committed(self, batch: StepBatch) -> None:
         """Tell the selection which blocks are complete: all their draws belong to committed steps."""
         draws = {group.draw for group in batch.all}
-        first = min([d for d in self.outstanding if d not in draws], default=self._next)
-        for block in [b for b in self._planned if b < first // self._size]:
+        first_open = min([d for d in self.outstanding if d not in draws], default=self._next)
+        for block in [b for b in self._planned if b < first_open // self._size]:
             self._planned.remove(block)
             self._run.selection.finish(block, self._size)
 
     async def close(self) -> None:
-        await _cancel(each.task for each in self._under_way.values() if each.task)
+        await _cancel_tasks(pending.task for pending in self._pending.values() if pending.task)
 
     def _choose(self, size: int) -> list[int] | None:
         """The draws that the step trains, or None. While others are in progress, replayed groups are limited to their configured share."""
-        groups = {draw: each.group for draw, each in self._under_way.items()}
-        since = {draw: each.since for draw, each in self._under_way.items()}
-        replayed = {d for d, group in groups.items() if group and group.origin == "replay"}
+        groups = {draw: pending.group for draw, pending in self._pending.items()}
+        since = {draw: pending.since for draw, pending in self._pending.items()}
+        replayed_draws = {d for d, group in groups.items() if group and group.origin == "replay"}
         replay = self._run.config.data.replay
-        most = int(replay.max_share * size) if replay and None in groups.values() else size
-        return choose(self._finished, since, self._run.step, self._lag, size, replayed, most)
+        max_replayed = int(replay.max_share * size) if replay and None in groups.values() else size
+        return choose(
+            self._finished, since, self._run.step, self._lag, size, replayed_draws, max_replayed
+        )
 
-    async def _draw(self, draw: int, under_way: _UnderWay) -> None:
+    async def _draw_group(self, draw: int, pending: _PendingGroup) -> None:
         try:
             block, slot = divmod(draw, self._size)
             self._planned.add(block)
             self._run.selection.plan(block, self._run.step, self._size)
             choice = self._run.selection.take(block, slot, draw)
-            group = await drawing.sample(self._run, draw, choice, under_way.since)
+            group = await drawing.sample(self._run, draw, choice, pending.since)
             self._timer.sampled(group)
         finally:
-            under_way.sampled.set()
-        under_way.group = await _scored(self._run, group, under_way.since, self._timer)
+            pending.sampled.set()
+        pending.group = await _score_group(self._run, group, pending.since, self._timer)
         self._finished.append(draw)
 
     def _not_accepted(self) -> list[int]:
-        groups = {draw: self._under_way[draw].group for draw in self._finished}
+        groups = {draw: self._pending[draw].group for draw in self._finished}
         return [
             d for d, group in groups.items() if group and not self._run.algorithm.accepts(group)
         ]
 
-    def _take(self, draw: int) -> Group:
+    def _take_group(self, draw: int) -> Group:
         self._finished.remove(draw)
-        group = self._under_way.pop(draw).group
+        group = self._pending.pop(draw).group
         assert group is not None, f"draw {draw} is not finished"
         self._taken[1].append(draw)
         return group
@@ -267,28 +277,30 @@ def choose(
     step: int,
     lag: int,
     size: int,
-    replayed: AbstractSet[int] = frozenset(),
-    most: int | None = None,
+    replayed_draws: AbstractSet[int] = frozenset(),
+    max_replayed: int | None = None,
 ) -> list[int] | None:
     """Choose the `size` finished groups that step `step` trains, the earliest if possible; None: wait for more.
 
     `since` maps each draw, finished or in progress, to the step at which it was sampled. After this step, the groups sampled at step t or
-    earlier must fit into the steps up to t + lag; if they do not, the surplus is taken now, first. Of the rest, at most `most` chosen
-    groups may be in `replayed`.
+    earlier must fit into the steps up to t + lag; if they do not, the surplus is taken now, first. Of the rest, at most `max_replayed`
+    chosen groups may be in `replayed_draws`.
     """
     counts = Counter(since.values())
     chosen: list[int] = []
     for t in sorted(counts):
-        older = sum(counts[earlier] for earlier in counts if earlier <= t)
-        due = older - max(0, t + lag - step) * size
-        have = sum(since[draw] <= t for draw in chosen)
+        sampled_count = sum(counts[other_step] for other_step in counts if other_step <= t)
+        due = sampled_count - max(0, t + lag - step) * size
+        chosen_count = sum(since[draw] <= t for draw in chosen)
         candidates = [draw for draw in finished if since[draw] <= t and draw not in chosen]
-        if due - have > len(candidates):
+        if due - chosen_count > len(candidates):
             return None
-        chosen += candidates[: max(0, due - have)]
-    for draw in (each for each in finished if each not in chosen):
-        full = most is not None and len(replayed & set(chosen)) >= most
-        if len(chosen) < size and not (full and draw in replayed):
+        chosen += candidates[: max(0, due - chosen_count)]
+    for draw in (candidate for candidate in finished if candidate not in chosen):
+        replay_is_full = (
+            max_replayed is not None and len(replayed_draws & set(chosen)) >= max_replayed
+        )
+        if len(chosen) < size and not (replay_is_full and draw in replayed_draws):
             chosen.append(draw)
     return chosen if len(chosen) == size else None
 
@@ -324,15 +336,19 @@ class _Timer:
         )
 
 
-async def _scored(run: TaskRun, group: Group, step: int, timer: _Timer) -> Group:
-    scored = await drawing.score(run, group, step)
+async def _score_group(run: TaskRun, group: Group, step: int, timer: _Timer) -> Group:
+    scored_group = await drawing.score(run, group, step)
     timer.scored()
-    run.drawn[group.draw] = scored
-    run.progress.phase("sampling", len(run.drawn), run.config.training.prompts_per_step)
-    return scored
+    run.uncommitted_groups[group.draw] = scored_group
+    run.progress.phase(
+        "sampling", len(run.uncommitted_groups), run.config.training.prompts_per_step
+    )
+    return scored_group
 
 
-async def _settle(schedule: Schedule, run: TaskRun, sampling: Sequence[asyncio.Event]) -> None:
+async def _settle_sampling(
+    schedule: Schedule, run: TaskRun, sampling: Sequence[asyncio.Event]
+) -> None:
     """Wait until all is sampled. A run that is asked to end cancels its groups instead; the resume draws them again."""
     try:
         await run.interruption.allow(_all_set(sampling))
@@ -345,7 +361,7 @@ async def _all_set(events: Sequence[asyncio.Event]) -> None:
         await event.wait()
 
 
-async def _cancel(tasks: Iterable[asyncio.Task[StepBatch] | asyncio.Task[None]]) -> None:
+async def _cancel_tasks(tasks: Iterable[asyncio.Task[StepBatch] | asyncio.Task[None]]) -> None:
     given_up: list[asyncio.Task[Any]] = list(tasks)
     for task in given_up:
         task.cancel()

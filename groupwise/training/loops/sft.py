@@ -34,13 +34,13 @@ from groupwise.training.loops.metrics import Timings, loss_metrics, timing_metri
 from groupwise.training.loops.profiling import profile_step
 from groupwise.training.loops.sft_completions import WITH_SIGNAL, Completions
 from groupwise.training.loops.training import Training, count_non_finite, update, write_checkpoint
-from groupwise.training.sft_config import SftConfig, bounds_of, holds
+from groupwise.training.sft_config import SftConfig, holds, parse_condition
 
 logger = logging.getLogger(__name__)
 
-PRINTED = ("eval_loss", "eval_mean_token_accuracy", "reward", WITH_SIGNAL, DISTINCT)
+PRINTED_METRICS = ("eval_loss", "eval_mean_token_accuracy", "reward", WITH_SIGNAL, DISTINCT)
 """The metrics of an evaluation that are printed during the run."""
-EVALUATED_AT_ONCE = 64
+EVALUATION_BATCH = 64
 """Number of held-out rows per batch of an evaluation, which can be interrupted between batches."""
 
 
@@ -67,7 +67,7 @@ class SftRun(Training):
     next_draw: int = 0
     """The first draw that belongs to no step yet."""
     best: Best | None = None
-    to_beat: float | None = None
+    loss_to_beat: float | None = None
     """The loss that early stopping compares with: the last one that was lower by more than the threshold."""
     not_better: int = 0
     """Number of evaluations in a row since then."""
@@ -75,13 +75,13 @@ class SftRun(Training):
     """Number of steps done at the last evaluation."""
     completions: Completions | None = None
     """Draws and measures the policy's own completions; None if evaluations use only the given answers."""
-    reached: str | None = None
+    met_condition: str | None = None
     """The condition of `training.stop_when` that was met; None if none was."""
-    measured: Mapping[str, float] | None = None
+    condition_metrics: Mapping[str, float] | None = None
     """The metrics named by `training.stop_when`, as of the last evaluation."""
 
     @property
-    def gave_up(self) -> bool:
+    def stopped_early(self) -> bool:
         """True if early stopping ends the run here."""
         patience = self.config.eval.early_stopping_patience
         return patience is not None and self.not_better >= patience
@@ -89,7 +89,7 @@ class SftRun(Training):
     @property
     def over(self) -> bool:
         """See `Training.over`."""
-        return super(SftRun, self).over or self.gave_up or self.reached is not None
+        return super(SftRun, self).over or self.stopped_early or self.met_condition is not None
 
     def epoch(self) -> float:
         """See `Training.epoch`."""
@@ -101,10 +101,10 @@ class SftRun(Training):
             **super(SftRun, self).position(),
             "best": asdict(self.best) if self.best else None,
             "next_draw": self.next_draw,
-            "to_beat": self.to_beat,
+            "to_beat": self.loss_to_beat,
             "not_better": self.not_better,
             "evaluated_step": self.evaluated_step,
-            "reached": self.reached,
+            "reached": self.met_condition,
         }
 
     def take_position(self, position: Mapping[str, Any]) -> None:
@@ -117,11 +117,11 @@ class SftRun(Training):
         ):  # the last step of the epochs configured before may have been smaller
             size = self.config.training.examples_per_step
             self.max_steps = self.step + max(0, -(-(self.max_draws - self.next_draw) // size))
-        self.to_beat = position["to_beat"]
+        self.loss_to_beat = position["to_beat"]
         self.not_better = position["not_better"]
         self.evaluated_step = position["evaluated_step"]
         reached = position.get("reached")
-        self.reached = reached if reached in self.config.training.stop_when else None
+        self.met_condition = reached if reached in self.config.training.stop_when else None
 
 
 async def train(run: SftRun) -> None:
@@ -134,17 +134,19 @@ async def train(run: SftRun) -> None:
         await evaluate_if_due(run)
         if run.callbacks.save_was_asked() or run.step % run.config.run.save_steps == 0:
             await save(run)
-    if run.config.training.stop_when and run.reached is None:
-        last = ", ".join(f"{name} is {value:.4g}" for name, value in (run.measured or {}).items())
+    if run.config.training.stop_when and run.met_condition is None:
+        measurements = ", ".join(
+            f"{name} is {value:.4g}" for name, value in (run.condition_metrics or {}).items()
+        )
         run.say(
-            f"warning: no condition of training.stop_when was met in {run.step} steps ({last or 'nothing was evaluated'}): "
+            f"warning: no condition of training.stop_when was met in {run.step} steps ({measurements or 'nothing was evaluated'}): "
             "train for longer, or ask for less"
         )
 
 
 async def take_step(run: SftRun) -> None:
     """Learn from the next examples, and commit the step with its record atomically."""
-    started = time.perf_counter()
+    started_at = time.perf_counter()
     run.timings = Timings()
     training = run.config.training
     # The last step has only the remaining draws of the epochs.
@@ -154,17 +156,17 @@ async def take_step(run: SftRun) -> None:
     rows = [teacher_row(row) for lesson in lessons for row in lesson.rows]
     rate = learning_rate(run.step, run.max_steps, training)
     version_in = run.policy.version
-    learned = await _learn(run, rows, rate)
-    run.timings.step = time.perf_counter() - started
-    learned["learning_rate"] = rate
-    metrics = _commit(run, draws, lessons, version_in, learned)
+    step_metrics = await _update_weights(run, rows, rate)
+    run.timings.step = time.perf_counter() - started_at
+    step_metrics["learning_rate"] = rate
+    metrics = _commit_step(run, draws, lessons, version_in, step_metrics)
     await run.callbacks.step_committed(metrics)
 
 
-async def _learn(run: SftRun, rows: list[Row], rate: float) -> dict[str, float]:
+async def _update_weights(run: SftRun, rows: list[Row], rate: float) -> dict[str, float]:
     """Compute the gradient and update the weights; returns metrics."""
     run.progress.phase("learning")
-    started = time.perf_counter()
+    started_at = time.perf_counter()
     denominators = {Sft.name: float(sum(sum(row.mask) for row in rows))}
     work = run.learner.forward_backward(rows, Sft().loss_spec(), denominators)
     try:
@@ -176,23 +178,23 @@ async def _learn(run: SftRun, rows: list[Row], rate: float) -> dict[str, float]:
     count_non_finite(run, not result.applied)
     if result.applied:
         run.policy = replace(run.policy, version=run.policy.version + 1)
-    run.timings.learning = time.perf_counter() - started
+    run.timings.learning = time.perf_counter() - started_at
     run.timings.learned_tokens = sum(len(r.prompt_ids) + len(r.completion_ids) for r in rows)
     left_out = {} if result.applied else {"updates/left_out": 1.0}
     return {**loss_metrics([(sums, denominators)]), "grad_norm": result.grad_norm, **left_out}
 
 
-def _commit(
+def _commit_step(
     run: SftRun,
     draws: Sequence[int],
     lessons: Sequence[Lesson],
     version_in: int,
-    learned: Mapping[str, float],
+    step_metrics: Mapping[str, float],
 ) -> dict[str, float]:
     """Commit the step with its rows and metrics in one transaction, and advance the run. Returns the metrics."""
     run.tokens_seen += run.timings.learned_tokens
     metrics = {
-        **learned,
+        **step_metrics,
         "num_tokens": float(run.tokens_seen),
         "epoch": (draws[-1] + 1) / run.order.length,
         **{name: value for name, value in timing_metrics(run.timings).items() if value},
@@ -223,26 +225,26 @@ def _commit(
 
 async def evaluate_if_due(run: SftRun) -> None:
     """Evaluate before the first step, every `eval.eval_steps` steps, after the last step, and when a callback asks for it."""
-    requested = run.callbacks.evaluation_was_asked
-    nothing = run.held_out is None and run.completions is None
-    if requested and nothing:
+    is_requested = run.callbacks.evaluation_was_asked
+    has_no_data = run.held_out is None and run.completions is None
+    if is_requested and has_no_data:
         logger.warning(
             "a callback asked for an evaluation, but the task has no get_sft_eval_dataset: there are no held-out rows"
         )
-    if nothing or run.evaluated_step == run.step:
+    if has_no_data or run.evaluated_step == run.step:
         run.callbacks.give_up_evaluation()
         return
     if run.step == 0:
         due = run.config.eval.eval_on_start
     else:
         due = run.step % run.eval_steps == 0 or run.over
-    if due or requested:
-        metrics = await _evaluate(run)
+    if due or is_requested:
+        metrics = await _measure_held_out(run)
         _notice_conditions(run, metrics)
         await _note_best(run, metrics.get("eval_loss"))
 
 
-async def _evaluate(run: SftRun) -> dict[str, float]:
+async def _measure_held_out(run: SftRun) -> dict[str, float]:
     """Measure and record the loss on the held-out rows and the metrics of the policy's own completions."""
     metrics: dict[str, float] = {}
     details: list[dict[str, Any]] = []
@@ -262,7 +264,9 @@ async def _evaluate(run: SftRun) -> dict[str, float]:
     record = EvaluationRecord(run.step, f"step-{run.step}", label, metrics, details, questions)
     run.folder.store.add_evaluation(record)
     await run.callbacks.announce_evaluation(record)
-    numbers = ", ".join(f"{name} {metrics[name]:.4g}" for name in PRINTED if name in metrics)
+    numbers = ", ".join(
+        f"{name} {metrics[name]:.4g}" for name in PRINTED_METRICS if name in metrics
+    )
     run.say(f"held-out after {run.step} steps: {numbers}")
     return metrics
 
@@ -270,18 +274,20 @@ async def _evaluate(run: SftRun) -> dict[str, float]:
 def _notice_conditions(run: SftRun, metrics: Mapping[str, float]) -> None:
     """Record the condition of `training.stop_when` that is met now, if any."""
     conditions = run.config.training.stop_when
-    metrics_named = {name for each in conditions for name, _, _ in bounds_of(each)}
-    unknown = metrics_named - metrics.keys()
-    if unknown and run.measured is None:
+    condition_metrics = {
+        name for condition in conditions for name, _, _ in parse_condition(condition)
+    }
+    unknown = condition_metrics - metrics.keys()
+    if unknown and run.condition_metrics is None:
         raise UsageError(
             f"training.stop_when names {', '.join(sorted(unknown))}, which the evaluation after {run.step} steps does not have. There are: "
             f"{', '.join(sorted(metrics))}"
         )
-    run.measured = {name: metrics[name] for name in sorted(metrics_named - unknown)}
-    met = (each for each in conditions if holds(each, metrics))
-    run.reached = next(met, None)
-    if run.reached is not None:
-        run.say(f"ended after {run.step} steps: {run.reached} (training.stop_when)")
+    run.condition_metrics = {name: metrics[name] for name in sorted(condition_metrics - unknown)}
+    matches = (condition for condition in conditions if holds(condition, metrics))
+    run.met_condition = next(matches, None)
+    if run.met_condition is not None:
+        run.say(f"ended after {run.step} steps: {run.met_condition} (training.stop_when)")
 
 
 async def _held_out_loss(
@@ -290,22 +296,22 @@ async def _held_out_loss(
     """Loss (nats per trained token) and accuracy on the held-out rows, and the loss of each row."""
     losses: list[float] = []
     counts: list[int] = []
-    right = 0
+    correct = 0
     rows = [(lesson, teacher_row(row)) for lesson in held_out.lessons for row in lesson.rows]
-    for start in range(0, len(rows), EVALUATED_AT_ONCE):
+    for start in range(0, len(rows), EVALUATION_BATCH):
         run.progress.phase("evaluating", start, len(rows))
-        part = [row for _, row in rows[start : start + EVALUATED_AT_ONCE]]
-        found = await run.interruption.allow(run.learner.predictions(part))
-        for row, each in zip(part, found, strict=True):
-            losses.append(-math.fsum(compress(each.logprobs, row.mask)))
+        part = [row for _, row in rows[start : start + EVALUATION_BATCH]]
+        predictions = await run.interruption.allow(run.learner.predictions(part))
+        for row, prediction in zip(part, predictions, strict=True):
+            losses.append(-math.fsum(compress(prediction.logprobs, row.mask)))
             counts.append(sum(row.mask))
-            right += sum(compress(each.right, row.mask))
+            correct += sum(compress(prediction.right, row.mask))
         await asyncio.sleep(0)
     loss = math.fsum(losses) / sum(counts)
     metrics = {
         "eval_loss": loss,
         "perplexity": math.exp(min(loss, 700.0)),  # above, exp overflows a float
-        "eval_mean_token_accuracy": right / sum(counts),
+        "eval_mean_token_accuracy": correct / sum(counts),
         "eval_tokens": float(sum(counts)),
     }
     details = [
@@ -321,15 +327,15 @@ async def _note_best(run: SftRun, loss: float | None) -> None:
     if run.step == 0 or loss is None:
         return
     # Only a loss that is lower by more than the threshold resets the count of early stopping.
-    least = run.config.eval.early_stopping_threshold
-    if math.isfinite(loss) and (run.to_beat is None or loss < run.to_beat - least):
-        run.to_beat, run.not_better = loss, 0
+    threshold = run.config.eval.early_stopping_threshold
+    if math.isfinite(loss) and (run.loss_to_beat is None or loss < run.loss_to_beat - threshold):
+        run.loss_to_beat, run.not_better = loss, 0
     else:
         run.not_better += 1
     if math.isfinite(loss) and (run.best is None or loss < run.best.loss):
         run.best = Best(run.step, loss)
         await save(run)
-    if run.gave_up:
+    if run.stopped_early:
         best = f"{run.best.loss:.4f} (after {run.best.step} steps)" if run.best else "infinity"
         run.say(
             f"stopped early: {run.not_better} evaluations without a better loss; the best is {best}"

@@ -1,7 +1,8 @@
 """Draws and scores completions of a supervised run's policy at each evaluation, as `groupwise rl` would.
 
 A warm-up is complete when its completions have the form that the rewards can read, and completions of a prompt still differ. The loss on
-given answers does not show this. `ask` reads config, task and prompts before a model is loaded; `Completions` draws, scores and measures:
+given answers does not show this. `prepare_completions` reads config, task and prompts before a model is loaded; `Completions` draws,
+scores and measures:
 
     reward, rewards/NAME/mean, pass@k …   as in evaluations, at the temperature of the RL config
     groups/with_signal                    share of prompts whose completions earn different rewards, which RL can learn from
@@ -45,7 +46,7 @@ class PreparedPrompts:
     layout: Layout
 
 
-def ask(
+def prepare_completions(
     loaded: LoadedSftConfig, task: Task, tokenizer: Any, layout: Layout
 ) -> PreparedPrompts | None:
     """Prepare the prompts; None if no completions are configured. Raises UsageError for a task without prompts or rewards."""
@@ -65,22 +66,26 @@ def ask(
 def _rl_config(loaded: LoadedSftConfig, task: Task) -> RunConfig:
     config, completions_config = loaded.config, loaded.config.eval.completions
     assert completions_config is not None
-    given: dict[str, Any] = completions_config.rl if isinstance(completions_config.rl, dict) else {}
+    rl_config: dict[str, Any] = (
+        completions_config.rl if isinstance(completions_config.rl, dict) else {}
+    )
     if isinstance(completions_config.rl, str):
-        beside = loaded.path.parent if loaded.path else Path()
-        given = load_config(beside / completions_config.rl).config.model_dump(
+        base_folder = loaded.path.parent if loaded.path else Path()
+        rl_config = load_config(base_folder / completions_config.rl).config.model_dump(
             mode="json", exclude_unset=True
         )
-    of_sft = config.model_dump(mode="json", exclude_unset=True)
-    shared = {
-        name: of_sft[name] for name in ("model", "lora", "run", "distributed") if name in of_sft
+    sft_values = config.model_dump(mode="json", exclude_unset=True)
+    shared_sections = {
+        name: sft_values[name]
+        for name in ("model", "lora", "run", "distributed")
+        if name in sft_values
     }
-    sections: dict[str, Any] = {**given, **shared, "warm_up": None}
-    sections.setdefault("task", of_sft.get("task", {}))
+    sections: dict[str, Any] = {**rl_config, **shared_sections, "warm_up": None}
+    sections.setdefault("task", sft_values.get("task", {}))
     # The sampler uses the learner's weights, so these settings must be the learner's.
-    own = config.training
+    sft_training = config.training
     keys = ("seed", "gradient_checkpointing", "packing", "max_tokens_per_microbatch")
-    training = {**sections.get("training", {}), **{key: getattr(own, key) for key in keys}}
+    training = {**sections.get("training", {}), **{key: getattr(sft_training, key) for key in keys}}
     temperature = sections.get("sampler", {}).get("temperature", 1.0)
     evaluation = {
         **sections.get("eval", {}),
@@ -89,15 +94,15 @@ def _rl_config(loaded: LoadedSftConfig, task: Task) -> RunConfig:
         "temperature": temperature,
         "pass_at_k": None,
     }
-    found = load_config({**sections, "training": training, "eval": evaluation})
-    return with_task_schema(found, task.config_schema()).config
+    loaded_rl = load_config({**sections, "training": training, "eval": evaluation})
+    return with_task_schema(loaded_rl, task.config_schema()).config
 
 
 @dataclass(slots=True, kw_only=True)
 class Completions:
     """Draws completions at an evaluation, scores them and computes metrics."""
 
-    asked: HeldOut
+    held_out: HeldOut
     sampler: Sampler
     scorer: Scorer
     tokenizer: Any
@@ -114,7 +119,7 @@ class Completions:
         published = await learner.publish(policy.version)
         await self.sampler.load(published)
         result = await answer_held_out(
-            self.asked,
+            self.held_out,
             self.sampler,
             self.scorer,
             self.tokenizer,

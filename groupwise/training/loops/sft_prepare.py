@@ -14,7 +14,7 @@ from typing import Any
 from groupwise.core.errors import TaskError
 from groupwise.core.settings.view import View
 from groupwise.engine.distributed import prefork
-from groupwise.engine.models.chat_masks import Masked
+from groupwise.engine.models.chat_masks import MaskedRow
 from groupwise.engine.models.identity import identity
 from groupwise.engine.models.plan import ModelPlan, largest_microbatch, plan_model
 from groupwise.tasks.configured import find_task
@@ -22,7 +22,7 @@ from groupwise.tasks.contract import Task, require
 from groupwise.tasks.data.chat import Account
 from groupwise.tasks.data.order import Order
 from groupwise.tasks.data.overlap import prompt_key, warning_of_overlap
-from groupwise.tasks.rollouts.teacher import Lesson, LessonSet, TeacherWay, read_lessons
+from groupwise.tasks.rollouts.teacher import Lesson, LessonSet, TeacherOptions, read_lessons
 from groupwise.training import placement
 from groupwise.training.callbacks.registry import configured_callbacks
 from groupwise.training.config import resolved_values, with_task_schema
@@ -31,18 +31,18 @@ from groupwise.training.loops.prepare import (
     Prepared,
     check_start,
     digest,
-    drawn_in_an_epoch,
+    draws_per_epoch,
     order_of,
     plan_of,
     prompt_warnings,
     task_facts,
 )
 from groupwise.training.loops.profiling import check_profiled_steps
-from groupwise.training.loops.sft_completions import PreparedPrompts, ask
+from groupwise.training.loops.sft_completions import PreparedPrompts, prepare_completions
 from groupwise.training.placement import Layout
 from groupwise.training.sft_config import LoadedSftConfig, SftConfig
 
-TRAINED = ("⟦", "⟧")
+TRAINED_MARKS = ("⟦", "⟧")
 """Marks around the trained tokens when a row is shown."""
 
 
@@ -57,7 +57,7 @@ class SftPrepared(Prepared):
     held_out: LessonSet | None
     max_draws: int | None
     """Number of examples drawn in all steps together, if the length is given in epochs; otherwise None."""
-    asked: PreparedPrompts | None = None
+    completion_prompts: PreparedPrompts | None = None
     """Prompts for the completions that evaluations draw; None if they draw none."""
 
     @property
@@ -76,35 +76,35 @@ def prepare_sft(loaded: LoadedSftConfig, task: object, rows_read: int | None = N
 
     For `rows_read`, see `groupwise.training.loops.rl_prepare.prepare_rl`.
     """
-    found = find_task(task, View(resolved_values(loaded.config)))
-    require(found, "sft")
-    loaded = with_task_schema(loaded, found.config_schema())
+    resolved_task = find_task(task, View(resolved_values(loaded.config)))
+    require(resolved_task, "sft")
+    loaded = with_task_schema(loaded, resolved_task.config_schema())
     config = loaded.config
     check_start(loaded)
     tokenizer = prefork.load_tokenizer(config.model)
     # None if the number of epochs decides, which requires a stream with an end.
     steps = config.training.max_steps
     rows_read = rows_read or (steps and steps * config.training.examples_per_step)
-    lessons = _read(config, found, tokenizer, "get_sft_dataset", rows_read)
+    lessons = _read_hook(config, resolved_task, tokenizer, "get_sft_dataset", rows_read)
     assert lessons is not None, "an empty dataset is an error"
     held_out = None
-    if found.has("get_sft_eval_dataset"):
+    if resolved_task.has("get_sft_eval_dataset"):
         limit = config.eval.max_examples
-        held_out = _read(config, found, tokenizer, "get_sft_eval_dataset", limit)
+        held_out = _read_hook(config, resolved_task, tokenizer, "get_sft_eval_dataset", limit)
     if held_out is None and config.eval.completions is None:
-        _refuse_evaluation_keys(config, found)
+        _refuse_evaluation_keys(config, resolved_task)
     facts = {
-        **task_facts(found),
-        "data": _fingerprint(lessons),
-        "held_out": _fingerprint(held_out) if held_out else "",
+        **task_facts(resolved_task),
+        "data": _lessons_fingerprint(lessons),
+        "held_out": _lessons_fingerprint(held_out) if held_out else "",
         "base": identity(config.model),
         ROWS_READ: rows_read,
     }
-    rows = [each.example.index for each in lessons.lessons]
-    order = order_of(found, "get_sft_dataset", rows, config)
+    rows = [lesson.example.index for lesson in lessons.lessons]
+    order = order_of(resolved_task, "get_sft_dataset", rows, config)
     epochs = config.training.num_train_epochs
     max_draws = None if epochs is None else max(1, math.ceil(epochs * order.length))
-    given, origin = View(resolved_values(config)), loaded.tree.origin(("callbacks",))
+    config_view, origin = View(resolved_values(config)), loaded.tree.origin(("callbacks",))
     layout = placement.supervised_layout(config)
     if max_draws is None:
         assert config.training.max_steps is not None
@@ -113,17 +113,17 @@ def prepare_sft(loaded: LoadedSftConfig, task: object, rows_read: int | None = N
         max_steps = -(-max_draws // config.training.examples_per_step)
     prepared = SftPrepared(
         loaded=loaded,
-        task=found,
+        task=resolved_task,
         tokenizer=tokenizer,
         max_steps=max_steps,
         layout=layout,
         facts=facts,
-        callbacks=configured_callbacks(config.callbacks, given, origin),
+        callbacks=configured_callbacks(config.callbacks, config_view, origin),
         lessons=lessons,
         order=order,
         held_out=held_out,
         max_draws=max_draws,
-        asked=ask(loaded, found, tokenizer, layout),
+        completion_prompts=prepare_completions(loaded, resolved_task, tokenizer, layout),
     )
     check_profiled_steps(config.run, prepared.max_steps)
     return prepared
@@ -131,65 +131,65 @@ def prepare_sft(loaded: LoadedSftConfig, task: object, rows_read: int | None = N
 
 def _refuse_evaluation_keys(config: SftConfig, task: Task) -> None:
     """Raise TaskError for keys that need held-out rows, because the task has none."""
-    needing = {
+    evaluation_keys = {
         "eval.eval_steps": config.eval.eval_steps,
         "eval.early_stopping_patience": config.eval.early_stopping_patience,
         "eval.load_best_model_at_end": config.eval.load_best_model_at_end or None,
         "training.stop_when": config.training.stop_when or None,
     }
-    keys = [key for key, value in needing.items() if value is not None]
+    keys = [key for key, value in evaluation_keys.items() if value is not None]
     if keys:
-        without = "returns None from" if task.has("get_sft_eval_dataset") else "has no"
+        problem = "returns None from" if task.has("get_sft_eval_dataset") else "has no"
         raise TaskError(
-            f"{' and '.join(keys)} {'is' if len(keys) == 1 else 'are'} set, but {task.described} {without} "
+            f"{' and '.join(keys)} {'is' if len(keys) == 1 else 'are'} set, but {task.described} {problem} "
             "get_sft_eval_dataset, so there is nothing to evaluate on. Leave the key out, or add the hook."
         )
 
 
-def _read(
+def _read_hook(
     config: SftConfig, task: Task, tokenizer: Any, hook: str, limit: int | None
 ) -> LessonSet | None:
     """Read the rows of a hook as lessons; None if the hook returns nothing."""
-    given = View(resolved_values(config))
-    rows = task.sft_rows(hook, given, tokenizer, limit)
+    config_view = View(resolved_values(config))
+    rows = task.sft_rows(hook, config_view, tokenizer, limit)
     if hook == "get_sft_eval_dataset":
         rows = rows[:limit]
     if not rows:
         return None
-    way, where = teacher_way(config, task, tokenizer), f"{task.described}: {hook}"
-    lessons = read_lessons(tokenizer, rows, way, where=where)
+    settings, origin = teacher_settings(config, task, tokenizer), f"{task.described}: {hook}"
+    lessons = read_lessons(tokenizer, rows, settings, where=origin)
     task.accounts[hook] = task.accounts.get(hook, Account()) + Account(lessons.refused)
     if config.data.strict and lessons.dropped:
         raise TaskError(
-            f"{where}: {lessons.dropped} rows have nothing to train within data.max_length = {way.max_length} tokens, and data.strict is "
-            "true. Raise the limit, or set data.strict to false to leave them out."
+            f"{origin}: {lessons.dropped} rows have nothing to train within data.max_length = {settings.max_length} tokens, and "
+            "data.strict is true. Raise the limit, or set data.strict to false to leave them out."
         )
     return lessons
 
 
-def teacher_way(config: SftConfig, task: Task, tokenizer: Any) -> TeacherWay:
+def teacher_settings(config: SftConfig, task: Task, tokenizer: Any) -> TeacherOptions:
     """The settings for reading the task's rows: fields, masks, length, formatting."""
-    given = View(resolved_values(config))
+    config_view = View(resolved_values(config))
     room = prefork.prompt_room(config.model, 0)
-    return TeacherWay(
+    return TeacherOptions(
         text_field=config.data.dataset_text_field,
         completion_only=config.data.completion_only_loss,
         last_turn_only=config.data.assistant_turns == "last",
         max_length=min(config.data.max_length or room, room),
         vocabulary=prefork.vocabulary(config.model),
         truncation=config.data.truncation_mode,
-        formatting=task.sft_function("get_sft_formatting_func", given, tokenizer),
-        collator=task.sft_function("get_sft_data_collator", given, tokenizer),
+        formatting=task.sft_function("get_sft_formatting_func", config_view, tokenizer),
+        collator=task.sft_function("get_sft_data_collator", config_view, tokenizer),
         strict=config.data.strict,
     )
 
 
-def _fingerprint(lessons: LessonSet) -> str:
+def _lessons_fingerprint(lessons: LessonSet) -> str:
     return digest([[row.ids, row.mask] for lesson in lessons.lessons for row in lesson.rows])
 
 
-def planned_sft_sizes(config: SftConfig, layout: Layout, longest: int) -> ModelPlan:
-    """Estimate parameters and memory of a run in this layout with rows of at most `longest` tokens."""
+def planned_sft_sizes(config: SftConfig, layout: Layout, longest_row: int) -> ModelPlan:
+    """Estimate parameters and memory of a run in this layout with rows of at most `longest_row` tokens."""
     examples = config.training.examples_per_step
     return plan_model(
         config.model,
@@ -197,7 +197,9 @@ def planned_sft_sizes(config: SftConfig, layout: Layout, longest: int) -> ModelP
         dtype=layout.dtype,
         decoding=None,
         microbatch=largest_microbatch(
-            layout.max_tokens_per_microbatch, longest, -(-examples // layout.learning) * longest
+            layout.max_tokens_per_microbatch,
+            longest_row,
+            -(-examples // layout.learning) * longest_row,
         ),
         needs_reference=False,
         device=layout.device,
@@ -213,7 +215,7 @@ def plan_sft(prepared: SftPrepared, warnings: Sequence[str] = ()) -> dict[str, A
     `warnings` are added to the plan's own.
     """
     config, lessons, held_out = prepared.config, prepared.lessons, prepared.held_out
-    first = lessons.lessons[prepared.order.example(0)]
+    first_lesson = lessons.lessons[prepared.order.example(0)]
     counts = {
         "examples": len(lessons.lessons),
         "rows": sum(len(lesson.rows) for lesson in lessons.lessons),
@@ -223,7 +225,7 @@ def plan_sft(prepared: SftPrepared, warnings: Sequence[str] = ()) -> dict[str, A
         "tokens": lessons.tokens,
         "trained_tokens": lessons.trained_tokens,
         "longest_row": lessons.longest,
-        **drawn_in_an_epoch(prepared.order, len(lessons.lessons)),
+        **draws_per_epoch(prepared.order, len(lessons.lessons)),
         "held_out_examples": len(held_out.lessons) if held_out else 0,
         "steps": prepared.max_steps,
         "steps_between_evaluations": prepared.eval_steps if held_out else None,
@@ -232,7 +234,9 @@ def plan_sft(prepared: SftPrepared, warnings: Sequence[str] = ()) -> dict[str, A
         prepared,
         planned_sft_sizes(config, prepared.layout, lessons.longest),
         counts=counts,
-        shown={"first_rows": [shown_row(prepared.tokenizer, row) for row in first.rows]},
+        first_examples={
+            "first_rows": [render_row(prepared.tokenizer, row) for row in first_lesson.rows]
+        },
         warnings=[*warnings_of(prepared), *warnings],
     )
 
@@ -242,10 +246,10 @@ def warnings_of(prepared: SftPrepared) -> list[str]:
     examples = [lesson.example for lesson in prepared.lessons.lessons]
     overlap = None
     if prepared.held_out is not None:
-        trained = set(map(_prompt_key, prepared.lessons.lessons))
+        training_keys = set(map(_prompt_key, prepared.lessons.lessons))
         held_out_keys = list(map(_prompt_key, prepared.held_out.lessons))
         overlap = warning_of_overlap(
-            sum(each in trained for each in held_out_keys),
+            sum(key in training_keys for key in held_out_keys),
             len(held_out_keys),
             instead="data.dataset_test_split, data.test_split_size, or the task's get_sft_eval_dataset",
         )
@@ -256,19 +260,19 @@ def _prompt_key(lesson: Lesson) -> str:
     """A key that is equal for lessons with the same prompt; without a prompt, for lessons with the same tokens."""
     prompt = lesson.example.prompt
     if isinstance(prompt, str):
-        asks = bool(prompt)
+        has_prompt = bool(prompt)
     else:
-        asks = any(message["role"] not in ("system", "developer") for message in prompt)
-    return prompt_key(prompt) if asks else json.dumps([row.ids for row in lesson.rows])
+        has_prompt = any(message["role"] not in ("system", "developer") for message in prompt)
+    return prompt_key(prompt) if has_prompt else json.dumps([row.ids for row in lesson.rows])
 
 
-def shown_row(tokenizer: Any, row: Masked) -> str:
+def render_row(tokenizer: Any, row: MaskedRow) -> str:
     """The row as text, with special tokens, and with ⟦ ⟧ around the trained parts."""
     pieces: list[str] = []
     start = 0
-    for place in range(1, len(row.ids) + 1):
-        if place == len(row.ids) or row.mask[place] != row.mask[start]:
-            text = tokenizer.decode(list(row.ids[start:place]), skip_special_tokens=False)
-            pieces.append(text.join(TRAINED) if row.mask[start] else text)
-            start = place
+    for index in range(1, len(row.ids) + 1):
+        if index == len(row.ids) or row.mask[index] != row.mask[start]:
+            text = tokenizer.decode(list(row.ids[start:index]), skip_special_tokens=False)
+            pieces.append(text.join(TRAINED_MARKS) if row.mask[start] else text)
+            start = index
     return "".join(pieces)

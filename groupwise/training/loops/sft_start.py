@@ -82,38 +82,38 @@ def sft(
     (`RUN@STEP`) continues that run from that checkpoint; `init_from` starts a new run from the weights of a run or adapter folder. Raises
     `UsageError` for wrong arguments and `RunError` if the run fails.
     """
-    ways = StartMode(resume, resume_from, init_from)
-    given = load_sft_config(config, overrides, to_train=True)
+    mode = StartMode(resume, resume_from, init_from)
+    loaded = load_sft_config(config, overrides, to_train=True)
     if not dry_run:
-        build.be_launched(given.config)
+        build.be_launched(loaded.config)
 
-    def begin(ways: StartMode) -> SftResult:
-        with nullcontext() if dry_run else build.expected_ranks(given.config):
-            start = find_start(given, ways, KIND)
+    def begin(mode: StartMode) -> SftResult:
+        with nullcontext() if dry_run else build.expected_ranks(loaded.config):
+            start = find_start(loaded, mode, KIND)
             prepared = prepare_sft(start.loaded, task, start.rows_read)
             resumption = start.resumption(prepared)
             if dry_run:
-                place = check_folder(prepared, start.point)
-                return SftResult(plan_sft(prepared, dry_run_warnings(resumption)), place)
-            noted = {
+                folder_path = check_folder(prepared, start.point)
+                return SftResult(plan_sft(prepared, dry_run_warnings(resumption)), folder_path)
+            facts = {
                 "examples": len(prepared.lessons.lessons),
                 "rows_dropped_as_too_long": prepared.lessons.dropped,
             }
-            with open_run_folder(prepared, start, KIND, noted) as (folder, ready):
-                return run_to_end(_run_in(folder, ready, resumption))
+            with open_run_folder(prepared, start, KIND, facts) as (folder, ready_run):
+                return run_to_end(_run_in(folder, ready_run, resumption))
 
-    return run_with_auto_resume(begin, ways, given)
+    return run_with_auto_resume(begin, mode, loaded)
 
 
 async def _run_in(
     folder: RunFolder, prepared: SftPrepared, resumption: Resumption | None
 ) -> SftResult:
     """Build the learner and train; the results are in the folder."""
-    started = time.perf_counter()
+    started_at = time.perf_counter()
     callbacks = Callbacks(prepared.callbacks)
     try:
         with show_progress(folder, prepared, resumption) as (progress, interruption):
-            async with _parts(folder, prepared, interruption) as (learner, completions):
+            async with _build_parts(folder, prepared, interruption) as (learner, completions):
                 config = prepared.config
                 run = SftRun(
                     config=config,
@@ -135,49 +135,57 @@ async def _run_in(
                 if resumption is not None:
                     restore_checkpoint(run, prepared, resumption)
                     _forget_best_if_rows_changed(run, prepared)
-                _say_what_begins(run, prepared)
-                return await _conduct(run, prepared, started)
+                _log_start(run, prepared)
+                return await _run_to_completion(run, prepared, started_at)
     finally:
         callbacks.close()
 
 
 @asynccontextmanager
-async def _parts(
+async def _build_parts(
     folder: RunFolder, prepared: SftPrepared, interruption: Interruption
 ) -> AsyncGenerator[tuple[Learner, Completions | None]]:
     """The learner and, if evaluations draw completions, a sampler of the learner's weights with a scorer."""
-    completions_prepared, task, tokenizer = prepared.asked, prepared.task, prepared.tokenizer
-    if completions_prepared is None:
-        unused = folder.path / "published"  # without a sampler, nothing is published
-        starts = build.start_supervised(prepared.config, prepared.layout, folder.name, unused)
+    completion_prompts, task, tokenizer = (
+        prepared.completion_prompts,
+        prepared.task,
+        prepared.tokenizer,
+    )
+    if completion_prompts is None:
+        unused_folder = folder.path / "published"  # without a sampler, nothing is published
+        starts = build.start_supervised(
+            prepared.config, prepared.layout, folder.name, unused_folder
+        )
         with closing(await load_parts(interruption, starts)) as parts:
             yield parts.learner, None
         return
     publications = build.publication_folder(
-        folder.path, build.publication_bytes(completions_prepared.config)
+        folder.path, build.publication_bytes(completion_prompts.config)
     )
     scorer = rollout_builder.build_scorer(
-        completions_prepared.config, task, tokenizer, completions_prepared.rubric
+        completion_prompts.config, task, tokenizer, completion_prompts.rubric
     )
     rollouts = rollout_builder.build_rollouts(
-        completions_prepared.config, task, tokenizer, completions_prepared.layout.key_length
+        completion_prompts.config, task, tokenizer, completion_prompts.layout.key_length
     )
     try:
         starts = build.start_training(
-            completions_prepared.config, completions_prepared.layout, folder.name, publications
+            completion_prompts.config, completion_prompts.layout, folder.name, publications
         )
         with closing(await load_parts(interruption, starts)) as parts:
             await asyncio.gather(scorer.start(), rollouts.start())
-            way = held_out(
-                completions_prepared.config,
+            held_out_set = held_out(
+                completion_prompts.config,
                 task,
-                completions_prepared.prompts,
+                completion_prompts.prompts,
                 parts.stop_token_ids,
                 rollouts,
             )
             yield (
                 parts.learner,
-                Completions(asked=way, sampler=parts.sampler, scorer=scorer, tokenizer=tokenizer),
+                Completions(
+                    held_out=held_out_set, sampler=parts.sampler, scorer=scorer, tokenizer=tokenizer
+                ),
             )
     finally:
         await rollouts.close()
@@ -187,16 +195,16 @@ async def _parts(
 
 def _forget_best_if_rows_changed(run: SftRun, prepared: SftPrepared) -> None:
     """Forget the best step if the held-out rows changed: losses on other rows are not comparable."""
-    store, now = run.folder.store, prepared.facts["held_out"]
-    if store.get_meta().get("held_out") == now:
+    store, fingerprint = run.folder.store, prepared.facts["held_out"]
+    if store.get_meta().get("held_out") == fingerprint:
         return
-    store.set_meta({"held_out": now})
-    run.best = run.to_beat = run.evaluated_step = None
+    store.set_meta({"held_out": fingerprint})
+    run.best = run.loss_to_beat = run.evaluated_step = None
     run.not_better = 0
     run.say("the held-out rows were changed: the best step is looked for anew")
 
 
-def _say_what_begins(run: SftRun, prepared: SftPrepared) -> None:
+def _log_start(run: SftRun, prepared: SftPrepared) -> None:
     """Log the first lines and the warnings about the data."""
     lessons = prepared.lessons
     logger.info(
@@ -224,7 +232,7 @@ def _say_what_begins(run: SftRun, prepared: SftPrepared) -> None:
         )
 
 
-async def _conduct(run: SftRun, prepared: SftPrepared, started: float) -> SftResult:
+async def _run_to_completion(run: SftRun, prepared: SftPrepared, started_at: float) -> SftResult:
     """Take all steps, then write the final weights. An interruption keeps all completed steps."""
     try:
         await run.callbacks.begin(run)
@@ -232,7 +240,7 @@ async def _conduct(run: SftRun, prepared: SftPrepared, started: float) -> SftRes
     except Interrupted as interrupted:
         if run.step > 0:
             await save(run)
-        summary = await _finish(run, prepared, started, "interrupted")
+        summary = await _finish_run(run, prepared, started_at, "interrupted")
         return SftResult(summary, run.folder.path, interrupted.exit_code)
     except Exception as error:
         await report_failure(run, error)
@@ -258,30 +266,34 @@ async def _conduct(run: SftRun, prepared: SftPrepared, started: float) -> SftRes
         run.tokenizer.save_pretrained(folder)
 
     run.folder.write_final(fill, step)
-    summary = await _finish(run, prepared, started, "finished")
+    summary = await _finish_run(run, prepared, started_at, "finished")
     return SftResult(summary, run.folder.path, exit_code(run, summary))
 
 
-async def _finish(
+async def _finish_run(
     run: SftRun,
     prepared: SftPrepared,
-    started: float,
+    started_at: float,
     state: Literal["finished", "interrupted"],
 ) -> dict[str, Any]:
     """Write the curve, summarise the run, and record its final state."""
     write_curve(run, METRIC)
-    first, last = first_and_last(run, METRIC)
-    summary = {**summarise(run, prepared, started), "loss_first": first, "loss_last": last}
-    found = run.folder.store.evaluations(rows=False)
+    first_loss, last_loss = first_and_last(run, METRIC)
+    summary = {
+        **summarise(run, prepared, started_at),
+        "loss_first": first_loss,
+        "loss_last": last_loss,
+    }
+    evaluations = run.folder.store.evaluations(rows=False)
     # Callbacks may add evaluations without a loss.
-    losses = (record.metrics.get("eval_loss") for record in found)
-    evaluated = [loss for loss in losses if loss is not None]
-    if evaluated:
-        summary |= {"eval_loss_first": evaluated[0], "eval_loss_last": evaluated[-1]}
+    losses = (record.metrics.get("eval_loss") for record in evaluations)
+    eval_losses = [loss for loss in losses if loss is not None]
+    if eval_losses:
+        summary |= {"eval_loss_first": eval_losses[0], "eval_loss_last": eval_losses[-1]}
     if run.best is not None:
         summary |= {"eval_loss_best": run.best.loss, "best_step": run.best.step}
-    if run.gave_up and run.step < run.max_steps:
+    if run.stopped_early and run.step < run.max_steps:
         summary["stopped_early"] = True
-    if run.reached is not None:
-        summary["stopped_by"] = run.reached
+    if run.met_condition is not None:
+        summary["stopped_by"] = run.met_condition
     return await end(run, state, {**summary, **ended_early(run)})

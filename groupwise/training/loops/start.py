@@ -28,19 +28,19 @@ from groupwise.runs import checkpoints, find
 from groupwise.runs.folder import CHECKPOINTS, RECORD, RunFolder
 from groupwise.runs.store import Store
 from groupwise.training.config import Loaded, LoadedConfig
-from groupwise.training.evaluation.policies import FoundPolicy, find_policy
-from groupwise.training.loops.prepare import ROWS_READ, Prepared, rows_told, starting_from
+from groupwise.training.evaluation.policies import PolicyWeights, find_policy
+from groupwise.training.loops.prepare import ROWS_READ, Prepared, row_counts, starting_from
 from groupwise.training.loops.resume import (
     ResumePoint,
     Resumption,
     check_resume,
+    copy_start_weights,
     find_resume_point,
-    keep_start,
     open_folder,
-    start_to_keep,
-    with_start_of,
+    start_weights_to_copy,
+    use_copied_start,
 )
-from groupwise.training.placement import crowding
+from groupwise.training.placement import oversubscription_warning
 
 logger = logging.getLogger(__name__)
 
@@ -50,10 +50,10 @@ AnyPrepared = TypeVar("AnyPrepared", bound=Prepared)
 ENDS = (
     "asked to end: what has been done is saved first; Ctrl-C once more ends at once, without that"
 )
-MOST_IN_VAIN = 3
+MAX_FUTILE_RESUMES = 3
 """Number of losses in a row without a new checkpoint after which a run is no longer resumed automatically."""
 
-WAYS_TO_START = {
+START_OPTIONS = {
     "--resume": "goes on with the newest unfinished run of that name",
     "--resume-from": "goes on with the run and the checkpoint that it names",
     "--init-from": "starts a new run from the weights that it names",
@@ -82,50 +82,50 @@ class StartMode:
 
     def __post_init__(self) -> None:
         values = (self.resume, self.resume_from, self.init_from)
-        given = [name for name, value in zip(WAYS_TO_START, values, strict=True) if value]
-        if len(given) > 1:
-            meant = ", ".join(f"{name} {WAYS_TO_START[name]}" for name in given)
+        names = [name for name, value in zip(START_OPTIONS, values, strict=True) if value]
+        if len(names) > 1:
+            meanings = ", ".join(f"{name} {START_OPTIONS[name]}" for name in names)
             raise UsageError(
-                f"{' and '.join(given)} exclude each other: {meant}. Give one of them."
+                f"{' and '.join(names)} exclude each other: {meanings}. Give one of them."
             )
 
 
 def run_with_auto_resume(
-    begin: Callable[[StartMode], T], ways: StartMode, loaded: LoadedConfig
+    begin: Callable[[StartMode], T], mode: StartMode, loaded: LoadedConfig
 ) -> T:
     """Run `begin` in this mode; if `run.server` loses the run's sampler or learner, resume from the last checkpoint as with `--resume`.
 
     A crashed engine or a restarted server then costs the steps since the last checkpoint. Raises the run's own errors, and the loss
-    itself if it happens `MOST_IN_VAIN` times in a row without a new checkpoint.
+    itself if it happens `MAX_FUTILE_RESUMES` times in a row without a new checkpoint.
     """
-    in_vain, reached, run = 0, 0, ""
+    failures, last_step, run = 0, 0, ""
     while True:
         try:
-            return begin(ways)
+            return begin(mode)
         except UsageError as error:
             if not run:
                 raise
             raise RunError(
-                f"{error.message} The run {run} stands at step {reached}; --resume goes on with it."
+                f"{error.message} The run {run} stands at step {last_step}; --resume goes on with it."
             ) from None
         except ClientError as error:
             if error.code not in LOST:
                 raise
             runs = Path(loaded.config.run.dir)
-            if ways.resume_from is None:
+            if mode.resume_from is None:
                 path = find.newest_unfinished(loaded.run_name, runs)
             else:
-                path = find.resolve(ways.resume_from.partition("@")[0], runs).path
-            newest = checkpoints.newest(path / CHECKPOINTS)
-            run, step = path.name, 0 if newest is None else newest.step
-            in_vain = 0 if step > reached else in_vain + 1
-            if in_vain == MOST_IN_VAIN:
+                path = find.resolve(mode.resume_from.partition("@")[0], runs).path
+            checkpoint = checkpoints.newest(path / CHECKPOINTS)
+            run, step = path.name, 0 if checkpoint is None else checkpoint.step
+            failures = 0 if step > last_step else failures + 1
+            if failures == MAX_FUTILE_RESUMES:
                 raise
-            reached = step
+            last_step = step
             logger.warning("%s", error)
             logger.warning("the run %s goes on by itself, after step %d", run, step)
             _await_server(loaded.config.run.server)
-            ways = StartMode(resume_from=f"{run}@{step}") if step else StartMode(resume=True)
+            mode = StartMode(resume_from=f"{run}@{step}") if step else StartMode(resume=True)
 
 
 def _await_server(url: str | None) -> None:
@@ -162,17 +162,17 @@ class Start(Generic[Loaded]):
         return check_resume(self.point, prepared) if self.point else None
 
 
-def find_start(loaded: Loaded, ways: StartMode, kind: str) -> Start[Loaded]:
+def find_start(loaded: Loaded, mode: StartMode, kind: str) -> Start[Loaded]:
     """Find the initial weights or the point to resume from. `kind` is the command (`rl`, `sft`); it can resume only its own runs."""
     lineage: tuple[dict[str, Any], ...] = ()
-    point = find_resume_point(loaded, ways.resume, ways.resume_from, kind)
+    point = find_resume_point(loaded, mode.resume, mode.resume_from, kind)
     if point is not None:
-        weights = start_to_keep(point)
-        loaded = with_start_of(loaded, point)
-    elif ways.init_from is not None:
-        found = find_policy(ways.init_from, Path(loaded.config.run.dir))
-        weights = found.folder
-        lineage = () if weights is None else _lineage(found, weights)
+        weights = start_weights_to_copy(point)
+        loaded = use_copied_start(loaded, point)
+    elif mode.init_from is not None:
+        policy = find_policy(mode.init_from, Path(loaded.config.run.dir))
+        weights = policy.folder
+        lineage = () if weights is None else _lineage(policy, weights)
     else:
         weights = None
     if weights is not None:
@@ -183,15 +183,15 @@ def find_start(loaded: Loaded, ways: StartMode, kind: str) -> Start[Loaded]:
         warning = check_access(target, point.path if point else None)
         if warning:
             logger.warning("run.hub: %s. It is tried when the run has finished", warning)
-    return Start(loaded, point, ways.init_from, lineage, weights)
+    return Start(loaded, point, mode.init_from, lineage, weights)
 
 
-def _lineage(found: FoundPolicy, weights: Path) -> tuple[dict[str, Any], ...]:
+def _lineage(policy: PolicyWeights, weights: Path) -> tuple[dict[str, Any], ...]:
     """The origin of weights for the model card: the run that trained them and its ancestors, or only a name if no run is known."""
-    run = found.run or find.run_around(weights)
+    run = policy.run or find.run_around(weights)
     if run is None:
-        local = Path(found.label).expanduser().exists()
-        return ({"policy": weights.resolve().name if local else found.label},)
+        is_path = Path(policy.label).expanduser().exists()
+        return ({"policy": weights.resolve().name if is_path else policy.label},)
     facts = Store.facts(run / RECORD)
     known_facts = {
         key: facts[key] for key in ("kind", "task", "dataset", "model") if facts.get(key)
@@ -208,7 +208,7 @@ def left_out_lines(prepared: Prepared) -> list[str]:
     """Messages about rows that cannot be used, one line for each reason."""
     return [
         f"{count} {'row' if count == 1 else 'rows'} of {hook} left out: {reason}"
-        for hook, reasons in rows_told(prepared.task)["rows_left_out"].items()
+        for hook, reasons in row_counts(prepared.task)["rows_left_out"].items()
         for reason, count in reasons.items()
     ]
 
@@ -218,21 +218,21 @@ def open_run_folder(
     prepared: AnyPrepared, start: Start[Any], kind: str, facts: Mapping[str, Any]
 ) -> Generator[tuple[RunFolder, AnyPrepared]]:
     """Open the run's folder and copy the initial weights into it; a new folder records `facts` about the run."""
-    noted = {
+    all_facts = {
         "kind": kind,
         "model": prepared.loaded.config.model.name,
         "task_module": prepared.task.spec,
         **facts,
-        **rows_told(prepared.task),
+        **row_counts(prepared.task),
         "init_from": start.init_from,
         "lineage": start.lineage,
         "packages": packages_used(),
     }
-    folder = open_folder(prepared, start.point, noted)
+    folder = open_folder(prepared, start.point, all_facts)
     try:
         with folder:
             if start.weights is not None:
-                loaded = keep_start(folder, prepared.loaded, start.weights)
+                loaded = copy_start_weights(folder, prepared.loaded, start.weights)
                 prepared = replace(prepared, loaded=loaded)
             if prepared.config.run.keep_tokens:
                 folder.keep_tokenizer(prepared.tokenizer.save_pretrained)
@@ -256,7 +256,9 @@ def show_progress(
     )
     ends = Interruption(lambda: progress.note(ENDS))
     with ends as interruption, progress, _shown_warnings(progress):
-        if warning := crowding(prepared.layout, elsewhere=prepared.config.run.server is not None):
+        if warning := oversubscription_warning(
+            prepared.layout, elsewhere=prepared.config.run.server is not None
+        ):
             logger.warning(warning)
         progress.phase("loading")
         yield progress, interruption

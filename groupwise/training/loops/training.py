@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 NON_FINITE = "non-finite"
 """Folder of a run that holds the rows of skipped updates."""
-MOST_KEPT = 20
+MAX_NON_FINITE_FILES = 20
 """Largest number of files in this folder."""
 
 
@@ -126,7 +126,7 @@ async def update(
 ) -> UpdateResult:
     """Make one optimiser step with the gradient that the learner holds; skip it if loss or gradient is not finite.
 
-    The rows of a skipped update are stored as JSON Lines (up to `MOST_KEPT` files), so that the user can look for the cause.
+    The rows of a skipped update are stored as JSON Lines (up to `MAX_NON_FINITE_FILES` files), so that the user can look for the cause.
     """
     if all(map(math.isfinite, sums.values())):
         config = training.config.training
@@ -149,11 +149,13 @@ async def update(
         folder = training.folder.path / NON_FINITE
         with atomic_files.explaining_disk_errors(folder):
             folder.mkdir(exist_ok=True)
-            kept = {file.name for file in folder.glob("step-*.jsonl")}
-        if len(kept) < MOST_KEPT:
-            again = (f"-{number}" for number in count(2))
-            names = (f"step-{training.step}{more}.jsonl" for more in chain([""], again))
-            file = folder / next(name for name in names if name not in kept)
+            names_kept = {file.name for file in folder.glob("step-*.jsonl")}
+        if len(names_kept) < MAX_NON_FINITE_FILES:
+            numbered_suffixes = (f"-{number}" for number in count(2))
+            names = (
+                f"step-{training.step}{suffix}.jsonl" for suffix in chain([""], numbered_suffixes)
+            )
+            file = folder / next(name for name in names if name not in names_kept)
             atomic_files.write_file(file, b"".join(to_json(row) + b"\n" for row in rows))
             logger.warning("its rows are in %s", file)
     return result

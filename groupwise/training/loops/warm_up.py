@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.core.errors import StoreError, UsageError
-from groupwise.engine.distributed.torchrun import read_launch
+from groupwise.engine.distributed.torchrun import read_torchrun_rank
 from groupwise.runs import checkpoints, find
 from groupwise.runs.curves import WARM_UP, WARM_UP_SUMMARY
 from groupwise.runs.folder import CHECKPOINTS, RECORD, read_config, read_summary
@@ -45,7 +45,7 @@ SUMMARY_KEYS = (
 
 
 @dataclass(frozen=True, slots=True)
-class WarmedUp:
+class WarmUpResult:
     """The result of a warm-up."""
 
     run: str | None = None
@@ -64,65 +64,71 @@ class WarmedUp:
         return {WARM_UP: Path(self.run).name, WARM_UP_SUMMARY: self.summary}
 
 
-def warm_up(loaded: LoadedConfig, task: object, *, dry_run: bool) -> WarmedUp:
+def warm_up(loaded: LoadedConfig, task: object, *, dry_run: bool) -> WarmUpResult:
     """Find, resume or make the supervised run that a new run starts from. With `dry_run`, only find or plan it.
 
     Raises the errors of `groupwise sft`.
     """
-    given = config_of_warm_up(loaded)
-    with nullcontext() if dry_run else build.expected_ranks(given.config):
-        prepared = prepare_sft(given, task)
-    made = matching_run(prepared)
-    if made is not None and _is_finished(made):
-        logger.info("warm-up: the run %s was made from the same config, task and data", made.name)
-        summary = {**_short_summary(read_summary(made) or {}), "found": True}
-        return WarmedUp(
-            str(made), summary, untrained=None if dry_run else _evaluate_untrained(loaded, task)
+    sft_loaded = config_of_warm_up(loaded)
+    with nullcontext() if dry_run else build.expected_ranks(sft_loaded.config):
+        prepared = prepare_sft(sft_loaded, task)
+    run_folder = matching_run(prepared)
+    if run_folder is not None and _is_finished(run_folder):
+        logger.info(
+            "warm-up: the run %s was made from the same config, task and data", run_folder.name
+        )
+        summary = {**_short_summary(read_summary(run_folder) or {}), "found": True}
+        return WarmUpResult(
+            str(run_folder),
+            summary,
+            untrained=None if dry_run else _evaluate_untrained(loaded, task),
         )
     if dry_run:
-        return WarmedUp(None, plan_sft(prepared))
-    if read_launch() is not None:
+        return WarmUpResult(None, plan_sft(prepared))
+    if read_torchrun_rank() is not None:
         raise UsageError(
             "The processes that torchrun has started serve one run, so that warm_up cannot be made here. Make it first, by groupwise sft "
             "with the same config: it is found then."
         )
-    if made is None:
-        result = sft(_with_name(given, _free_name(given)), task)
-    elif checkpoints.newest(made / CHECKPOINTS) is not None:
-        result = sft(given.config, task, resume_from=str(made))
+    if run_folder is None:
+        result = sft(_with_name(sft_loaded, _free_name(sft_loaded)), task)
+    elif checkpoints.newest(run_folder / CHECKPOINTS) is not None:
+        result = sft(sft_loaded.config, task, resume_from=str(run_folder))
     else:  # the run was interrupted before its first checkpoint
-        result = sft(_with_name(given, made.name), task, resume=True)
+        result = sft(_with_name(sft_loaded, run_folder.name), task, resume=True)
     if result.exit_code:
-        return WarmedUp(None, interrupted=result)
+        return WarmUpResult(None, interrupted=result)
     summary = {**_short_summary(result.summary), "found": False}
-    return WarmedUp(str(result.folder), summary, untrained=_evaluate_untrained(loaded, task))
+    return WarmUpResult(str(result.folder), summary, untrained=_evaluate_untrained(loaded, task))
 
 
-def _with_name(given: LoadedSftConfig, name: str) -> SftConfig:
-    run = given.config.run.model_copy(update={"name": name})
-    return given.config.model_copy(update={"run": run})
+def _with_name(loaded: LoadedSftConfig, name: str) -> SftConfig:
+    run = loaded.config.run.model_copy(update={"name": name})
+    return loaded.config.model_copy(update={"run": run})
 
 
-def _free_name(given: LoadedSftConfig) -> str:
+def _free_name(loaded: LoadedSftConfig) -> str:
     """The name of a new warm-up. If an unfinished run has that name, a number is added, because that run may still be resumed."""
-    runs, name, number = Path(given.config.run.dir), given.run_name, 1
+    runs, name, number = Path(loaded.config.run.dir), loaded.run_name, 1
     while (runs / name / RECORD).is_file() and not _is_finished(runs / name):
         number += 1
-        name = f"{given.run_name}-{number}"
+        name = f"{loaded.run_name}-{number}"
     return name
 
 
 def _evaluate_untrained(loaded: LoadedConfig, task: object) -> EvalResult | None:
-    if read_launch() is not None:  # the processes of torchrun can serve only one run, the RL run
+    if (
+        read_torchrun_rank() is not None
+    ):  # the processes of torchrun can serve only one run, the RL run
         return None
     logger.info("held-out prompts, answered by the model as it was before the warm-up")
     return evaluate_untrained(loaded, task)
 
 
-def needs_warm_up(loaded: LoadedConfig, ways: StartMode) -> bool:
+def needs_warm_up(loaded: LoadedConfig, mode: StartMode) -> bool:
     """True if a run starts with its warm-up. A resumed run does if its earlier attempt was interrupted during the warm-up."""
-    if not ways.resume:
-        return ways == StartMode()
+    if not mode.resume:
+        return mode == StartMode()
     runs = Path(loaded.config.run.dir)
     states = [facts.get("state") for _, facts in find.runs_called(loaded.run_name, runs)]
     if any(state != "finished" for state in states):
@@ -134,9 +140,9 @@ def needs_warm_up(loaded: LoadedConfig, ways: StartMode) -> bool:
 def matching_run(prepared: SftPrepared) -> Path | None:
     """The newest run of the same config, task and data; finished runs come first. None if there is none."""
     runs = Path(prepared.config.run.dir)
-    found = [path for path in find.run_folders(runs) if _has_same_inputs(path, prepared)]
+    paths = [path for path in find.run_folders(runs) if _has_same_inputs(path, prepared)]
     return max(
-        found,
+        paths,
         key=lambda path: (_is_finished(path), find.run_info(path).started or 0.0),
         default=None,
     )
@@ -150,12 +156,12 @@ def _has_same_inputs(path: Path, prepared: SftPrepared) -> bool:
         return False
     if facts.get("kind") != KIND or facts.get("init_from"):
         return False
-    facts_compared = [*FIXED_FACTS.values(), "task_file"]
-    if any(facts.get(name) != prepared.facts.get(name) for name in facts_compared):
+    compared_facts = [*FIXED_FACTS.values(), "task_file"]
+    if any(facts.get(name) != prepared.facts.get(name) for name in compared_facts):
         return False
-    found = compare_for_resume(config, prepared.config)
-    changed = [*found.free, *found.warned, *found.fixed]
-    return all(key.startswith("run.") for key in changed)
+    differences = compare_for_resume(config, prepared.config)
+    changed_keys = [*differences.free, *differences.warned, *differences.fixed]
+    return all(key.startswith("run.") for key in changed_keys)
 
 
 def _is_finished(path: Path) -> bool:

@@ -41,16 +41,16 @@ from groupwise.training.evaluation.results import numbers_of, read_result
 from groupwise.training.evaluation.statistics import Interval, paired_difference
 from groupwise.training.sft_config import SftConfig, load_sft_config
 
-NO_MERIT = frozenset({LENGTH, CLIPPED})
+UNDIRECTED_METRICS = frozenset({LENGTH, CLIPPED})
 """Metrics for which more is neither better nor worse."""
 
 LOSS = "loss"
 EVAL_LOSS = "eval_loss"
 
-SAME = 1e-9
+TOLERANCE = 1e-9
 """Values that differ by less count as equal."""
 
-HOW = (
+EVALUATION_KEYS = (
     "eval.samples_per_prompt",
     "eval.temperature",
     "eval.top_k",
@@ -66,7 +66,7 @@ HOW = (
 )
 """Config keys that decide how held-out prompts are answered and judged."""
 
-PLACES = frozenset({"run.name", "run.dir"})
+IGNORED_KEYS = frozenset({"run.name", "run.dir"})
 """Config keys that always differ between two runs."""
 
 
@@ -90,7 +90,7 @@ class Side:
     @property
     def samples(self) -> int:
         """Largest number of answers to one prompt."""
-        return max((len(each) for each in by_prompt(self.rows).values()), default=0)
+        return max((len(group) for group in by_prompt(self.rows).values()), default=0)
 
     @property
     def failed(self) -> int:
@@ -161,9 +161,9 @@ class Comparison:
 
     def summary(self, rows: int = 0) -> dict[str, Any]:
         """The comparison as plain data for `--json`, with the first `rows` of the changed prompts."""
-        plain = {each.name: getattr(self, each.name) for each in fields(self)}
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {
-            **plain,
+            **values,
             "a": self.a.label,
             "b": self.b.label,
             "metrics": {
@@ -171,67 +171,71 @@ class Comparison:
                 for change in self.metrics
             },
             "curve": asdict(self.curve) if self.curve else None,
-            "changed": [asdict(each) for each in self.changed[:rows]],
+            "changed": [asdict(changed_prompt) for changed_prompt in self.changed[:rows]],
         }
 
 
 def compare_references(a: str, b: str, runs_dir: Path = Path("runs")) -> Comparison:
     """Find the sides that two references name and compare them: the command `groupwise runs compare`. Raises `UsageError`."""
-    first, second = find_side(a, runs_dir), find_side(b, runs_dir)
-    if first.supervised and not second.supervised:
-        first = _answers_of(a, b, second, runs_dir)
-    elif second.supervised and not first.supervised:
-        second = _answers_of(b, a, first, runs_dir)
-    for side, other in ((first, second), (second, first)):
-        if not side.rows and (other.rows and not (first.run and second.run)):
+    side_a, side_b = find_side(a, runs_dir), find_side(b, runs_dir)
+    if side_a.supervised and not side_b.supervised:
+        side_a = _answers_of(a, b, side_b, runs_dir)
+    elif side_b.supervised and not side_a.supervised:
+        side_b = _answers_of(b, a, side_a, runs_dir)
+    for side, other_side in ((side_a, side_b), (side_b, side_a)):
+        if not side.rows and (other_side.rows and not (side_a.run and side_b.run)):
             raise RunNotFoundError(_no_evaluation(side.run, None))
-    return compare_sides(first, second)
+    return compare_sides(side_a, side_b)
 
 
 def compare_sides(a: Side, b: Side) -> Comparison:
     """Compare two sides. Raises UsageError if both have evaluations but no prompt in common."""
     if a.supervised and b.supervised:
         return _compare_losses(a, b)
-    of_a, of_b = by_prompt(a.rows), by_prompt(b.rows)
-    both = [key for key in of_a if key in of_b]
-    if a.rows and b.rows and not both:
-        shown = [str(side.rows[0]["prompt"])[:80] for side in (a, b)]
-        same = _changed_columns(a, b)
+    samples_a, samples_b = by_prompt(a.rows), by_prompt(b.rows)
+    common_keys = [key for key in samples_a if key in samples_b]
+    if a.rows and b.rows and not common_keys:
+        prompts_shown = [str(side.rows[0]["prompt"])[:80] for side in (a, b)]
+        same_text = _changed_columns(a, b)
         hint = (
-            f" {same} prompts are the same text, but with other columns, such as another answer."
-            if same
+            f" {same_text} prompts are the same text, but with other columns, such as another answer."
+            if same_text
             else ""
         )
         raise UsageError(
             f"{a.label} and {b.label} have no held-out prompt in common, so they cannot be compared.{hint} The first ones are "
-            f"{shown[0]!r} and {shown[1]!r}. Evaluate both with the same task and the same `task:` section."
+            f"{prompts_shown[0]!r} and {prompts_shown[1]!r}. Evaluate both with the same task and the same `task:` section."
         )
     config = _config_changes(a.config, b.config) if a.config and b.config else {}
     curve = _curve_change(a.run, b.run, REWARD) if a.run and b.run else None
-    if not both and curve is None:
+    if not common_keys and curve is None:
         raise UsageError(_nothing_to_compare(a, b))
-    names = [name for name in a.metrics if both and name in b.metrics]
-    metrics = [_metric_change(name, a, b, both) for name in names]
-    prompts = [_prompt_change(of_a[key], of_b[key]) for key in both]
-    moved = [change for change in prompts if change and abs(change.b - change.a) > SAME]
+    names = [name for name in a.metrics if common_keys and name in b.metrics]
+    metrics = [_metric_change(name, a, b, common_keys) for name in names]
+    prompts = [_prompt_change(samples_a[key], samples_b[key]) for key in common_keys]
+    changed_prompts = [
+        change for change in prompts if change and abs(change.b - change.a) > TOLERANCE
+    ]
     return Comparison(
         a=a,
         b=b,
-        prompts=len(both),
-        only_a=len(of_a) - len(both) if b.rows else 0,
-        only_b=len(of_b) - len(both) if a.rows else 0,
+        prompts=len(common_keys),
+        only_a=len(samples_a) - len(common_keys) if b.rows else 0,
+        only_b=len(samples_b) - len(common_keys) if a.rows else 0,
         metrics=tuple(change for change in metrics if change),
         curve=curve,
         notes=tuple(_notes(a, b, config)),
         config=config,
-        changed=tuple(sorted(moved, key=lambda change: -abs(change.b - change.a))),
+        changed=tuple(sorted(changed_prompts, key=lambda change: -abs(change.b - change.a))),
     )
 
 
 def _compare_losses(a: Side, b: Side) -> Comparison:
     """Compare two supervised runs. Held-out rows are compared only if both runs have exactly the same ones, token by token."""
-    of_a, of_b = _loss_by_example(a.rows), _loss_by_example(b.rows)
-    both = [example for example in of_a if example in of_b] if a.asked == b.asked else []
+    losses_a, losses_b = _loss_by_example(a.rows), _loss_by_example(b.rows)
+    common_examples = (
+        [example for example in losses_a if example in losses_b] if a.asked == b.asked else []
+    )
     curve = _curve_change(a.run, b.run, LOSS) if a.run and b.run else None
     missing = [side.label for side in (a, b) if not side.rows]
     notes: list[str] = []
@@ -239,7 +243,7 @@ def _compare_losses(a: Side, b: Side) -> Comparison:
         notes = [
             f"only losses in training are compared: no evaluation of {' and of '.join(missing)}"
         ]
-    elif not both:
+    elif not common_examples:
         notes = [
             "the held-out rows of the two are not the same as tokens (other data, tokenizer, template, data.* or "
             "eval.max_examples), so their eval_loss cannot be compared"
@@ -247,9 +251,9 @@ def _compare_losses(a: Side, b: Side) -> Comparison:
     data = [Store.facts(side.run / RECORD).get("data") for side in (a, b) if side.run]
     if len(data) == 2 and data[0] != data[1]:
         notes.append("trained on other rows: their losses in training are of other texts")
-    if not both and curve is None:
+    if not common_examples and curve is None:
         raise UsageError(". ".join([_nothing_to_compare(a, b).rstrip("."), *notes]) + ".")
-    others = [
+    other_metrics = [
         MetricChange(name, a.metrics[name], b.metrics[name])
         for name in a.metrics
         if name in b.metrics and name != EVAL_LOSS
@@ -257,10 +261,12 @@ def _compare_losses(a: Side, b: Side) -> Comparison:
     return Comparison(
         a=a,
         b=b,
-        prompts=len(both),
+        prompts=len(common_examples),
         only_a=0,
         only_b=0,
-        metrics=(_loss_change(of_a, of_b, both), *others) if both else (),
+        metrics=(_loss_change(losses_a, losses_b, common_examples), *other_metrics)
+        if common_examples
+        else (),
         curve=curve,
         notes=tuple(notes),
         config=_config_changes(a.config, b.config, SftConfig),
@@ -281,7 +287,7 @@ def find_side(reference: str, runs_dir: Path) -> Side:
         return side_of_file(Path(reference))
     if reference.endswith(".json") and ":" not in reference:
         raise RunNotFoundError(f"There is no file {reference}.")
-    return side_of(*_resolve(reference, runs_dir))
+    return side_of(*_resolve_reference(reference, runs_dir))
 
 
 def side_of(run: Path, step: int | None, name: str = "") -> Side:
@@ -295,17 +301,19 @@ def side_of(run: Path, step: int | None, name: str = "") -> Side:
             raise RunNotFoundError(_no_evaluation(run, None, name))
         return side_of_file(path)
     if step is None and not name:
-        after = [each for each in _recorded_evaluations(run) if each.step > 0]
-        if not after:
+        evaluations = [
+            evaluation for evaluation in _recorded_evaluations(run) if evaluation.step > 0
+        ]
+        if not evaluations:
             return Side(run.name, config=read_config(run), run=run, supervised=_is_supervised(run))
-        return _side_of_record(run, after[-1], whole=True)
-    recorded = [
-        each
-        for each in _recorded_evaluations(run)
-        if step in (None, each.step) and name in ("", each.name)
+        return _side_of_record(run, evaluations[-1], with_run=True)
+    matches = [
+        evaluation
+        for evaluation in _recorded_evaluations(run)
+        if step in (None, evaluation.step) and name in ("", evaluation.name)
     ]
-    if recorded:
-        return _side_of_record(run, recorded[-1])
+    if matches:
+        return _side_of_record(run, matches[-1])
     # Not in the record: take the newest result file of that policy.
     policy = f"{run.name}@{step} ("
     sides = [side for side in _result_files(run) if not name and side.label.startswith(policy)]
@@ -314,22 +322,22 @@ def side_of(run: Path, step: int | None, name: str = "") -> Side:
     return sides[-1]
 
 
-def what_is_meant(
+def split_reference(
     reference: str, resolve: Callable[[str], tuple[Path, int | None]]
 ) -> tuple[Path, int | None, str]:
     """Split `RUN@STEP:EVALUATION` into the run's folder, its step and the name of the evaluation.
 
     Both names may contain colons; if the whole reference is a run, it means that run. Raises the errors of `resolve`.
     """
-    colons = [at for at, letter in enumerate(reference) if letter == ":"]
-    for at in (len(reference), *reversed(colons)):
+    colons = [index for index, letter in enumerate(reference) if letter == ":"]
+    for end in (len(reference), *reversed(colons)):
         with suppress(RunNotFoundError):
-            return *resolve(reference[:at]), reference[at + 1 :]
+            return *resolve(reference[:end]), reference[end + 1 :]
     return *resolve(reference), ""
 
 
-def _resolve(reference: str, runs_dir: Path) -> tuple[Path, int | None, str]:
-    return what_is_meant(reference, partial(resolve_run, runs_dir=runs_dir))
+def _resolve_reference(reference: str, runs_dir: Path) -> tuple[Path, int | None, str]:
+    return split_reference(reference, partial(resolve_run, runs_dir=runs_dir))
 
 
 def side_of_file(path: Path) -> Side:
@@ -343,14 +351,14 @@ def side_of_file(path: Path) -> Side:
     )
 
 
-def _side_of_record(run: Path, record: EvaluationRecord, *, whole: bool = False) -> Side:
+def _side_of_record(run: Path, record: EvaluationRecord, *, with_run: bool = False) -> Side:
     label = f"{run.name}@{record.step} ({record.name})"
     return Side(
         label,
         record.metrics,
-        _rows_of(run, record),
+        _evaluation_rows(run, record),
         read_config(run),
-        run if whole else None,
+        run if with_run else None,
         _is_supervised(run),
         record.asked,
     )
@@ -360,57 +368,64 @@ def _is_supervised(run: Path) -> bool:
     return Store.facts(run / RECORD).get("kind") == "sft"
 
 
-def _answers_of(reference: str, other: str, rewarded: Side, runs_dir: Path) -> Side:
+def _answers_of(reference: str, other_reference: str, rl_side: Side, runs_dir: Path) -> Side:
     """The answers of a supervised run as measured by `groupwise eval`, for a comparison with an RL run."""
-    run, step, _ = _resolve(reference, runs_dir)
+    run, step, _ = _resolve_reference(reference, runs_dir)
     policy = f"{run.name}@" if step is None else f"{run.name}@{step} ("
     sides = [side for side in _result_files(run) if side.label.startswith(policy)]
     if not sides:
         command = f"groupwise eval -c CONFIG -t TASK --policy {reference}"
-        way = (
+        advice = (
             f"`{command}` lets it answer held-out prompts; then this command compares the two."
-            if rewarded.rows
-            else f"`{command} --policy {other}` lets both answer the same held-out prompts and compares them."
+            if rl_side.rows
+            else f"`{command} --policy {other_reference}` lets both answer the same held-out prompts and compares them."
         )
         raise UsageError(
-            f"{reference} is a run of `groupwise sft`, which records losses on given answers, and {other} is judged by the "
-            f"rewards of its own answers. {way}"
+            f"{reference} is a run of `groupwise sft`, which records losses on given answers, and {other_reference} is judged by the "
+            f"rewards of its own answers. {advice}"
         )
     return sides[-1]
 
 
 def _recorded_evaluations(run: Path) -> list[EvaluationRecord]:
-    """The recorded evaluations that have rows. `_rows_of` reads only the rows of the chosen one."""
+    """The recorded evaluations that have rows. `_evaluation_rows` reads only the rows of the chosen one."""
     with Store.open(run / RECORD, readonly=True) as store:
-        whole = store.evaluations_with_rows()
-        found = store.evaluations(rows=False)
-        return [each for each in found if (each.step, each.name, each.policy) in whole]
+        with_rows = store.evaluations_with_rows()
+        evaluations = store.evaluations(rows=False)
+        return [
+            evaluation
+            for evaluation in evaluations
+            if (evaluation.step, evaluation.name, evaluation.policy) in with_rows
+        ]
 
 
-def _rows_of(run: Path, record: EvaluationRecord) -> Sequence[Row]:
+def _evaluation_rows(run: Path, record: EvaluationRecord) -> Sequence[Row]:
     with Store.open(run / RECORD, readonly=True) as store:
         return store.evaluation_rows(record.step, record.name, record.policy)
 
 
 def _result_files(run: Path) -> list[Side]:
     """The result files of a run, oldest first. Other files in the folder are skipped."""
-    found: list[Side] = []
+    sides: list[Side] = []
     for path in sorted((run / RESULTS).glob("*.json"), key=lambda file: file.stat().st_mtime_ns):
         try:
-            found.append(side_of_file(path))
+            sides.append(side_of_file(path))
         except UsageError:
             continue
-    return found
+    return sides
 
 
 def _no_evaluation(run: Path | None, step: int | None, name: str = "") -> str:
     assert run is not None
-    which = "" if step is None else f" after {step} steps"
-    which += f" called {name!r}" if name else ""
-    there = [f"{run.name}@{each.step} ({each.name})" for each in _recorded_evaluations(run)]
-    there += [side.label for side in _result_files(run)]
+    description = "" if step is None else f" after {step} steps"
+    description += f" called {name!r}" if name else ""
+    labels = [
+        f"{run.name}@{evaluation.step} ({evaluation.name})"
+        for evaluation in _recorded_evaluations(run)
+    ]
+    labels += [side.label for side in _result_files(run)]
     return (
-        f"The run {run.name!r} has no evaluation{which} on record. There are: {', '.join(there) or 'none'}. "
+        f"The run {run.name!r} has no evaluation{description} on record. There are: {', '.join(labels) or 'none'}. "
         f"`groupwise eval --policy {run.name}{'' if step is None else f'@{step}'}` makes one where the weights were kept, and "
         "its file can be compared."
     )
@@ -421,54 +436,55 @@ def _no_evaluation(run: Path | None, step: int | None, name: str = "") -> str:
 
 def _loss_by_example(rows: Sequence[Row]) -> dict[int, tuple[float, int]]:
     """For each example, the sum of its losses and its number of trained tokens."""
-    found: dict[int, tuple[float, int]] = {}
+    losses: dict[int, tuple[float, int]] = {}
     for row in rows:
-        total, tokens = found.get(row["example"], (0.0, 0))
-        found[row["example"]] = (total + row["loss"] * row["tokens"], tokens + row["tokens"])
-    return found
+        total, tokens = losses.get(row["example"], (0.0, 0))
+        losses[row["example"]] = (total + row["loss"] * row["tokens"], tokens + row["tokens"])
+    return losses
 
 
 def _loss_change(
-    a: Mapping[int, tuple[float, int]], b: Mapping[int, tuple[float, int]], both: Sequence[int]
+    a: Mapping[int, tuple[float, int]], b: Mapping[int, tuple[float, int]], examples: Sequence[int]
 ) -> MetricChange:
     """The change of the mean loss per token. An observation is an example, weighted by its number of tokens."""
-    each = sum(a[example][1] for example in both) / len(both)
-    before, after = ([side[example][0] / each for example in both] for side in (a, b))
+    mean_tokens = sum(a[example][1] for example in examples) / len(examples)
+    before, after = ([side[example][0] / mean_tokens for example in examples] for side in (a, b))
     pairs = [
-        (x - y) * each / a[example][1] for x, y, example in zip(before, after, both, strict=True)
+        (x - y) * mean_tokens / a[example][1]
+        for x, y, example in zip(before, after, examples, strict=True)
     ]
     return MetricChange(
         EVAL_LOSS,
-        sum(before) / len(both),
-        sum(after) / len(both),
+        sum(before) / len(examples),
+        sum(after) / len(examples),
         paired_difference(before, after),
-        sum(gain > SAME for gain in pairs),
-        sum(gain < -SAME for gain in pairs),
-        sum(abs(gain) <= SAME for gain in pairs),
+        sum(gain > TOLERANCE for gain in pairs),
+        sum(gain < -TOLERANCE for gain in pairs),
+        sum(abs(gain) <= TOLERANCE for gain in pairs),
     )
 
 
-def _metric_change(name: str, a: Side, b: Side, both: Sequence[str]) -> MetricChange | None:
-    first, second = measure(name, a.rows), measure(name, b.rows)
-    if first is None or second is None:
+def _metric_change(name: str, a: Side, b: Side, keys: Sequence[str]) -> MetricChange | None:
+    measure_a, measure_b = measure(name, a.rows), measure(name, b.rows)
+    if measure_a is None or measure_b is None:
         return MetricChange(name, a.metrics[name], b.metrics[name])
     pairs = [
-        (first.values[key], second.values[key])
-        for key in both
-        if key in first.values and key in second.values
+        (measure_a.values[key], measure_b.values[key])
+        for key in keys
+        if key in measure_a.values and key in measure_b.values
     ]
     if not pairs:
         return None
     before, after = [x for x, _ in pairs], [y for _, y in pairs]
-    merit = name not in NO_MERIT
+    has_direction = name not in UNDIRECTED_METRICS
     return MetricChange(
         name,
         sum(before) / len(pairs),
         sum(after) / len(pairs),
         paired_difference(before, after),
-        sum(y - x > SAME for x, y in pairs) if merit else None,
-        sum(x - y > SAME for x, y in pairs) if merit else None,
-        sum(abs(y - x) <= SAME for x, y in pairs) if merit else None,
+        sum(y - x > TOLERANCE for x, y in pairs) if has_direction else None,
+        sum(x - y > TOLERANCE for x, y in pairs) if has_direction else None,
+        sum(abs(y - x) <= TOLERANCE for x, y in pairs) if has_direction else None,
     )
 
 
@@ -492,27 +508,27 @@ def _prompt_change(a: Sequence[Row], b: Sequence[Row]) -> PromptChange | None:
 
 def _curve_change(a: Path, b: Path, metric: str) -> CurveChange | None:
     with (
-        Store.open(a / RECORD, readonly=True) as first,
-        Store.open(b / RECORD, readonly=True) as second,
+        Store.open(a / RECORD, readonly=True) as store_a,
+        Store.open(b / RECORD, readonly=True) as store_b,
     ):
-        curves = [dict(store.metrics([metric]).get(metric, [])) for store in (first, second)]
+        curves = [dict(store.metrics([metric]).get(metric, [])) for store in (store_a, store_b)]
         steps = sorted(curves[0].keys() & curves[1].keys())
         if not steps:
             return None
         ends = [reward_ends([curve[step] for step in steps]) for curve in curves]
-        last = steps[-max(1, min(ENDS, len(steps) // 2)) :]
+        last_steps = steps[-max(1, min(ENDS, len(steps) // 2)) :]
         change = None
         if metric == REWARD:
             means = [
                 {
-                    (each.draw, each.prompt): each.mean
-                    for each in store.group_rewards(last[0], last[-1])
+                    (group.draw, group.prompt): group.mean
+                    for group in store.group_rewards(last_steps[0], last_steps[-1])
                 }
-                for store in (first, second)
+                for store in (store_a, store_b)
             ]
-            both = [key for key in means[0] if key in means[1]]
-            if both:
-                before, after = ([side[key] for key in both] for side in means)
+            common_keys = [key for key in means[0] if key in means[1]]
+            if common_keys:
+                before, after = ([side[key] for key in common_keys] for side in means)
                 change = paired_difference(before, after)
     return CurveChange(metric, len(steps), ends[0], ends[1], change)
 
@@ -523,9 +539,9 @@ def _config_changes(
     model: type[RunConfig] | type[SftConfig] = RunConfig,
 ) -> dict[str, Change]:
     load = load_config if model is RunConfig else load_sft_config
-    found = compare(_with_defaults(a, load), _with_defaults(b, load), model)
-    every = {**found.fixed, **found.warned, **found.free}
-    return {key: every[key] for key in sorted(every) if key not in PLACES}
+    differences = compare(_with_defaults(a, load), _with_defaults(b, load), model)
+    changes = {**differences.fixed, **differences.warned, **differences.free}
+    return {key: changes[key] for key in sorted(changes) if key not in IGNORED_KEYS}
 
 
 def _with_defaults(
@@ -542,41 +558,43 @@ def _with_defaults(
 
 
 def _notes(a: Side, b: Side, config: Mapping[str, Change]) -> list[str]:
-    without = [side.label for side in (a, b) if not side.rows]
-    if without:
+    missing = [side.label for side in (a, b) if not side.rows]
+    if missing:
         return [
-            f"only rewards in training are compared: no evaluation of {' and of '.join(without)}"
+            f"only rewards in training are compared: no evaluation of {' and of '.join(missing)}"
         ]
     notes = [
         f"{name}: {side.failed} of {len(side.rows)} answers could not be scored and are left out"
         for name, side in (("A", a), ("B", b))
         if side.failed
     ]
-    how = [f"{key} is {config[key][0]} / {config[key][1]}" for key in HOW if key in config]
+    settings = [
+        f"{key} is {config[key][0]} / {config[key][1]}" for key in EVALUATION_KEYS if key in config
+    ]
     if a.samples != b.samples and "eval.samples_per_prompt" not in config:
-        how.append(f"{a.samples} / {b.samples} samples of each prompt")
-    if how:
-        notes.append(f"answered or judged in different ways: {', '.join(how)}")
+        settings.append(f"{a.samples} / {b.samples} samples of each prompt")
+    if settings:
+        notes.append(f"answered or judged in different ways: {', '.join(settings)}")
     parts = [sorted({name for row in side.rows for name in row["parts"]}) for side in (a, b)]
     if parts[0] != parts[1]:
         notes.append(
             f"rewarded by different functions: {', '.join(parts[0])} / {', '.join(parts[1])}"
         )
-    changed = _changed_columns(a, b)
-    if changed:
+    changed_count = _changed_columns(a, b)
+    if changed_count:
         notes.append(
-            f"{changed} prompts stand in both with other columns (such as another answer); they are not paired"
+            f"{changed_count} prompts stand in both with other columns (such as another answer); they are not paired"
         )
     return notes
 
 
 def _changed_columns(a: Side, b: Side) -> int:
     """Number of prompts with the same text but different columns on the two sides."""
-    alone = [
-        {prompt_key(samples[0]) for key, samples in mine.items() if key not in theirs}
-        for mine, theirs in (
+    unpaired = [
+        {prompt_key(samples[0]) for key, samples in own_samples.items() if key not in other_samples}
+        for own_samples, other_samples in (
             (by_prompt(a.rows), by_prompt(b.rows)),
             (by_prompt(b.rows), by_prompt(a.rows)),
         )
     ]
-    return len(alone[0] & alone[1])
+    return len(unpaired[0] & unpaired[1])

@@ -42,9 +42,9 @@ Format = Literal["adapter", "merged", "gguf", "jsonl", "parquet"]
 CONVERTER = "convert_hf_to_gguf.py"
 CONVERTER_VARIABLE = "GROUPWISE_GGUF_CONVERTER"
 """The environment variable with the path of the converter."""
-ENOUGH = 0.95
+MIN_KEPT_SHARE = 0.95
 """Fraction of an adapter's change that must survive rounding; below it, a warning is logged."""
-QUOTED = 2000
+MAX_OUTPUT_CHARACTERS = 2000
 """Number of characters from the end of a converter's output that an error quotes."""
 
 
@@ -86,35 +86,35 @@ def export(
         raise UsageError(f"--dtype has no effect on {to}; it is that of a merged model.")
     if converter is not None and to != "gguf":
         raise UsageError(f"--converter has no effect on {to}; it makes a GGUF file.")
-    _check_place(output, force)
+    _check_output(output, force)
     if to in ("jsonl", "parquet"):
         path, step = resolve_run(run, runs_dir)
         check_can_write(to)
         with Store.open(path / RECORD, readonly=True) as store:
             steps = min(steps_of(store), sys.maxsize if step is None else step)
-            made = _fill_output(
+            file_names = _fill_output(
                 output, force, lambda folder: write_record(store, to, folder, steps)
             )
-        return Exported(path.name, steps, to, output, made)
-    weights = _weights(run, runs_dir, trust_remote_code)
+        return Exported(path.name, steps, to, output, file_names)
+    weights = _find_weights(run, runs_dir, trust_remote_code)
     if to == "adapter" and not is_adapter(weights.folder):
         raise UsageError(
             f"{weights.run.name} trained all weights of its model, so it has no adapter. Give --to merged: the model as it is."
         )
-    program = _converter(converter) if to == "gguf" else None
-    keeping = ENOUGH if keep_change else 0.0
+    program = _find_converter(converter) if to == "gguf" else None
+    min_kept = MIN_KEPT_SHARE if keep_change else 0.0
 
     def fill(folder: Path) -> None:
-        _write_weights(weights, to, dtype, program, folder, output, keeping)
+        _write_weights(weights, to, dtype, program, folder, output, min_kept)
 
-    made = _fill_output(output, force, fill)
-    return Exported(weights.run.name, weights.step, to, output, made)
+    file_names = _fill_output(output, force, fill)
+    return Exported(weights.run.name, weights.step, to, output, file_names)
 
 
 # --- the place -----------------------------------------------------------------------------------
 
 
-def _check_place(output: Path, force: bool) -> None:
+def _check_output(output: Path, force: bool) -> None:
     if output.exists() and not output.is_dir():
         raise UsageError(f"{output} is a file; --output names a folder.")
     atomic_files.check_can_write(output)
@@ -124,9 +124,9 @@ def _check_place(output: Path, force: bool) -> None:
         raise UsageError(
             f"{output} is not empty. Name another --output, or give --force to replace the whole folder."
         )
-    place = output.resolve()
-    if place in (Path.home(), Path.cwd(), *Path.home().parents, *Path.cwd().parents) or any(
-        (place / name).exists() for name in (RECORD, ".git")
+    folder = output.resolve()
+    if folder in (Path.home(), Path.cwd(), *Path.home().parents, *Path.cwd().parents) or any(
+        (folder / name).exists() for name in (RECORD, ".git")
     ):
         raise UsageError(
             f"{output} is no folder that an export should replace: you are in it, or it is a run or a repository. Name another "
@@ -149,7 +149,7 @@ def _fill_output(output: Path, force: bool, fill: Callable[[Path], None]) -> tup
 
 
 @dataclass(frozen=True, slots=True)
-class _Weights:
+class _ExportedWeights:
     """The weights to export: a checkpoint of a run, or its final weights."""
 
     run: Path
@@ -163,76 +163,78 @@ class _Weights:
         return self.folder.name == "final"
 
 
-def _weights(run: str, runs_dir: Path, trusted: bool) -> _Weights:
-    found = find_policy(run, runs_dir)
-    if found.run is None or found.folder is None:
+def _find_weights(run: str, runs_dir: Path, trust_remote_code: bool) -> _ExportedWeights:
+    policy = find_policy(run, runs_dir)
+    if policy.run is None or policy.folder is None:
         raise UsageError(
             f"{run!r} is no run. Give the name of one, its folder, or either with @STEP; --dir is the folder that holds the runs."
         )
-    step = int(found.label.rpartition("@")[2])
-    return _Weights(found.run, found.folder, step, trusted)
+    step = int(policy.label.rpartition("@")[2])
+    return _ExportedWeights(policy.run, policy.folder, step, trust_remote_code)
 
 
 def _write_weights(
-    weights: _Weights,
+    weights: _ExportedWeights,
     to: Format,
     dtype: ExportDtype,
     program: Path | None,
     folder: Path,
     output: Path,
-    keeping: float,
+    min_kept: float,
 ) -> None:
     # The checkpoint of the last step also contains the final weights.
     summary = read_summary(weights.run) or {}
-    ended_with = weights.final or summary.get("final_step") == weights.step
+    is_final = weights.final or summary.get("final_step") == weights.step
     card = model_card(
         weights.run,
         weights.folder,
         weights.step,
-        place=WeightsLocation(
+        location=WeightsLocation(
             output.name, file=f"{weights.run.name}.gguf" if to == "gguf" else None
         ),
-        results=results_of(summary) if ended_with else {},
+        results=results_of(summary) if is_final else {},
         merged=to != "adapter",
     )
     if to == "adapter":
-        write_artefact(folder, weights.folder, card, _tokenizer(weights))
+        write_artefact(folder, weights.folder, card, _find_tokenizer(weights))
     elif to == "merged":
-        _write_model(weights, dtype, folder, keeping)
+        _write_model(weights, dtype, folder, min_kept)
         (folder / CARD).write_text(card, encoding="utf-8")
     else:
         assert program is not None, "it was looked for"
         with tempfile.TemporaryDirectory(
             dir=folder.parent, prefix=atomic_files.BUILDING
-        ) as between:
-            _write_model(weights, dtype, Path(between))
-            _convert(program, Path(between), folder / f"{weights.run.name}.gguf")
+        ) as temp_folder:
+            _write_model(weights, dtype, Path(temp_folder))
+            _convert_to_gguf(program, Path(temp_folder), folder / f"{weights.run.name}.gguf")
         (folder / CARD).write_text(card, encoding="utf-8")
 
 
-def _write_model(weights: _Weights, dtype: ExportDtype, folder: Path, keeping: float = 0.0) -> None:
+def _write_model(
+    weights: _ExportedWeights, dtype: ExportDtype, folder: Path, min_kept: float = 0.0
+) -> None:
     from groupwise.engine.models.export import write_merged, write_whole
 
     if is_adapter(weights.folder):
-        files = write_merged(_model(weights), weights.folder, folder, dtype, keeping=keeping)
-        if files.kept < ENOUGH:
+        files = write_merged(_base_model(weights), weights.folder, folder, dtype, keeping=min_kept)
+        if files.kept_share < MIN_KEPT_SHARE:
             logger.warning(
                 "in %s, %.0f %% of the adapter's change is lost in rounding; --dtype float32 keeps all of it",
                 files.dtype,
-                100 * (1 - files.kept),
+                100 * (1 - files.kept_share),
             )
     else:
         write_whole(weights.folder, folder, dtype)
-    _tokenizer(weights, always=True).save_pretrained(folder)
+    _find_tokenizer(weights, always=True).save_pretrained(folder)
 
 
-def _model(weights: _Weights) -> ModelConfig:
+def _base_model(weights: _ExportedWeights) -> ModelConfig:
     """The base model of the run."""
-    recorded = read_config(weights.run)["model"]
-    return recorded_base(recorded, trust_remote_code=weights.trusted)
+    model_section = read_config(weights.run)["model"]
+    return recorded_base(model_section, trust_remote_code=weights.trusted)
 
 
-def _tokenizer(weights: _Weights, *, always: bool = False) -> Any:
+def _find_tokenizer(weights: _ExportedWeights, *, always: bool = False) -> Any:
     """The tokenizer of the run: the one stored with the weights or the final weights, otherwise the base model's.
 
     None if it is stored with the weights already, unless `always`.
@@ -246,15 +248,15 @@ def _tokenizer(weights: _Weights, *, always: bool = False) -> Any:
             return stored_tokenizer(folder)
     from groupwise.engine.models.tokenizer import load_tokenizer
 
-    return load_tokenizer(_model(weights))
+    return load_tokenizer(_base_model(weights))
 
 
 # --- GGUF ----------------------------------------------------------------------------------------
 
 
-def _converter(given: Path | None) -> Path:
+def _find_converter(path_option: Path | None) -> Path:
     """Path of llama.cpp's converter: from the argument, the environment variable, or PATH."""
-    converter = given or os.environ.get(CONVERTER_VARIABLE) or shutil.which(CONVERTER)
+    converter = path_option or os.environ.get(CONVERTER_VARIABLE) or shutil.which(CONVERTER)
     if converter is None:
         raise ModelError(
             f"GGUF files are made by llama.cpp's {CONVERTER}, which is not here. Get it by: git clone "
@@ -268,14 +270,14 @@ def _converter(given: Path | None) -> Path:
     return path
 
 
-def _convert(program: Path, model: Path, output: Path) -> None:
+def _convert_to_gguf(program: Path, model: Path, output: Path) -> None:
     """Run the converter with this Python, which must have the packages that it imports."""
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, str(program), str(model), "--outfile", str(output)],
         capture_output=True,
         text=True,
         check=False,
     )
-    if done.returncode or not output.is_file():
-        output_end = (done.stderr or done.stdout).strip()[-QUOTED:]
-        raise RunError(f"{program} failed (exit code {done.returncode}):\n{output_end}")
+    if process.returncode or not output.is_file():
+        output_end = (process.stderr or process.stdout).strip()[-MAX_OUTPUT_CHARACTERS:]
+        raise RunError(f"{program} failed (exit code {process.returncode}):\n{output_end}")

@@ -71,9 +71,11 @@ def push(
 @contextmanager
 def _with_card_for(target: Target, run: Path, final: Path) -> Generator[Path]:
     """A copy of the final weights for a branch other than the config's, because the model card must name the branch of its files."""
-    place = WeightsLocation(target.repo_id, None if target.revision == "main" else target.revision)
+    location = WeightsLocation(
+        target.repo_id, None if target.revision == "main" else target.revision
+    )
     results = results_of(read_summary(run))
-    card = model_card(run, final, final_step(run), place=place, results=results)
+    card = model_card(run, final, final_step(run), location=location, results=results)
     with tempfile.TemporaryDirectory(dir=run, prefix=atomic_files.BUILDING) as folder:
         write_artefact(Path(folder), final, card, linked=True)
         yield Path(folder)

@@ -43,14 +43,14 @@ from groupwise.training.loops.prepare import starting_from
 from groupwise.training.loops.run import Learning
 from groupwise.training.placement import Layout
 
-RELATIVE = {"float32": 1e-3, "bfloat16": 5e-2}
+RELATIVE_TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
 """Tolerance of gradient norm and loss for rounding, as a fraction of the gradient norm."""
-LEAST = 1e-2
+MIN_GRAD_NORM = 1e-2
 """Smallest gradient norm that is used for the tolerance: rounding errors do not vanish with the gradient."""
 
 
 @dataclass(frozen=True, slots=True)
-class Learnt:
+class StepValues:
     """The results of training a step."""
 
     loss: float | None
@@ -66,39 +66,39 @@ class ReplayedStep:
     """A step as recorded and as replayed."""
 
     step: int
-    recorded: Learnt
-    replayed: Learnt
+    recorded: StepValues
+    replayed: StepValues
     advantages: int
     """Number of rollouts whose recorded advantage differs from the one computed from their rewards."""
     tolerance: float | None
-    """Tolerance of loss and gradient norm, from `RELATIVE`; None: every bit must be equal."""
+    """Tolerance of loss and gradient norm, from `RELATIVE_TOLERANCE`; None: every bit must be equal."""
 
     @property
     def exact(self) -> bool:
         """True if every bit is equal."""
-        return not self.advantages and not self._unequal(0.0) and self._same_fingerprint
+        return not self.advantages and not self._unequal_names(0.0) and self._same_fingerprint
 
     @property
     def differences(self) -> tuple[str, ...]:
         """Names of the values that differ by more than the tolerance."""
-        found = self._unequal(self.tolerance or 0.0)
+        names = self._unequal_names(self.tolerance or 0.0)
         if self.tolerance is None and not self._same_fingerprint:
-            found.append("fingerprint")
-        return (*found, *(["advantages"] if self.advantages else []))
+            names.append("fingerprint")
+        return (*names, *(["advantages"] if self.advantages else []))
 
     @property
     def _same_fingerprint(self) -> bool:
         return self.recorded.fingerprint == self.replayed.fingerprint
 
-    def _unequal(self, tolerance: float) -> list[str]:
+    def _unequal_names(self, tolerance: float) -> list[str]:
         before, now = self.recorded, self.replayed
-        slack = tolerance * max(before.grad_norm or 0.0, LEAST)
+        margin = tolerance * max(before.grad_norm or 0.0, MIN_GRAD_NORM)
         pairs = {
-            "loss": _close(before.loss, now.loss, slack),
-            "grad_norm": _close(before.grad_norm, now.grad_norm, slack),
+            "loss": _is_close(before.loss, now.loss, margin),
+            "grad_norm": _is_close(before.grad_norm, now.grad_norm, margin),
             "version": before.version == now.version,
         }
-        return [name for name, equal in pairs.items() if not equal]
+        return [name for name, is_equal in pairs.items() if not is_equal]
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ def replay(reference: str, *, step: int | None = None, runs_dir: Path = Path("ru
     """
     path = find.resolve(reference, runs_dir).path
     with Store.open(path / RECORD, readonly=True) as store:
-        return run_to_end(_replay(_recording(path, store, step)))
+        return run_to_end(_replay(_open_recording(path, store, step)))
 
 
 # --- the record ----------------------------------------------------------------------------------
@@ -178,7 +178,7 @@ class _Recording:
         return self.checkpoint.step if self.checkpoint else 0
 
 
-def _recording(path: Path, store: Store, asked: int | None) -> _Recording:
+def _open_recording(path: Path, store: Store, requested_step: int | None) -> _Recording:
     facts, resumes = store.get_meta(), store.resumes()
     if facts.get("kind", "rl") != "rl":
         raise UsageError(
@@ -187,28 +187,31 @@ def _recording(path: Path, store: Store, asked: int | None) -> _Recording:
     steps = {record.step: record for record in store.steps()}
     if not steps:
         raise RunNotFoundError(f"The run {path.name!r} has recorded no step yet.")
-    step = max(steps) if asked is None else asked
+    step = max(steps) if requested_step is None else requested_step
     if step not in steps:
         raise RunNotFoundError(
             f"The run {path.name!r} has no step {step}; it has the steps {min(steps)} to {max(steps)}."
         )
     checkpoint = _checkpoint_before(path, step)
-    first = checkpoint.step if checkpoint else 0
-    recorded = {k: as_it_was(facts["layout"], resumes, k, "layout") for k in range(first, step + 1)}
-    layout, rounding = _adapted_layout(recorded[step])
-    if any(earlier != recorded[step] for earlier in recorded.values()):
-        rounding = (*rounding, "a resume since the checkpoint changed the layout")
-    loaded = load_config(as_it_was(read_config(path), resumes, step))
+    first_step = checkpoint.step if checkpoint else 0
+    layouts = {
+        k: config_at_step(facts["layout"], resumes, k, "layout")
+        for k in range(first_step, step + 1)
+    }
+    layout, reasons = _adapted_layout(layouts[step])
+    if any(other_layout != layouts[step] for other_layout in layouts.values()):
+        reasons = (*reasons, "a resume since the checkpoint changed the layout")
+    loaded = load_config(config_at_step(read_config(path), resumes, step))
     # Initial weights from another run are stored in this run's folder, which may have been moved.
     start = path / START
     config = (starting_from(loaded, start) if start.is_dir() else loaded).config
-    before, now = facts.get("base"), identity(config.model)
-    if before is not None and before != now:
+    before, current = facts.get("base"), identity(config.model)
+    if before is not None and before != current:
         raise ResumeMismatchError(
-            f"{path} was trained on another model: {config.model.name!r} had the fingerprint {before} then, and has {now} now. "
+            f"{path} was trained on another model: {config.model.name!r} had the fingerprint {before} then, and has {current} now. "
             "Put the weights back that it had, and replay again."
         )
-    return _Recording(path, store, step, steps, checkpoint, config, layout, rounding)
+    return _Recording(path, store, step, steps, checkpoint, config, layout, reasons)
 
 
 def _checkpoint_before(path: Path, step: int) -> Checkpoint | None:
@@ -223,44 +226,48 @@ def _checkpoint_before(path: Path, step: int) -> Checkpoint | None:
     return None
 
 
-def as_it_was(
-    now: Mapping[str, Any], resumes: Sequence[ResumeRecord], step: int, above: str = ""
+def config_at_step(
+    current: Mapping[str, Any], resumes: Sequence[ResumeRecord], step: int, section: str = ""
 ) -> dict[str, Any]:
-    """The config at a step; with `above`, the recorded values under that key.
+    """The config at a step; with `section`, the recorded values under that key.
 
     Later resumes may have changed it; these changes are reverted.
     """
-    redone = [number for number, resume in enumerate(resumes, 1) if resume.step <= step]
-    found: dict[str, Any] = copy.deepcopy(dict(now))
-    for resume in reversed(resumes[max(redone, default=0) :]):
-        for key, (before, _) in resume.changes.items():
-            if key.startswith("layout.") == (above == "layout"):
-                _put(found, key.removeprefix(f"{above}.").split("."), before)
-    return found
+    resumes_applied = [index for index, resume in enumerate(resumes, 1) if resume.step <= step]
+    config: dict[str, Any] = copy.deepcopy(dict(current))
+    for resume in reversed(resumes[max(resumes_applied, default=0) :]):
+        for key, (old_value, _) in resume.changes.items():
+            if key.startswith("layout.") == (section == "layout"):
+                _set_key(config, key.removeprefix(f"{section}.").split("."), old_value)
+    return config
 
 
-def _put(tree: dict[str, Any], keys: Sequence[str], value: Any) -> None:
+def _set_key(tree: dict[str, Any], keys: Sequence[str], value: Any) -> None:
     *sections, leaf = keys
     for section in sections:
         tree = tree.setdefault(section, {})
     tree[leaf] = value
 
 
-def _adapted_layout(recorded: Mapping[str, Any]) -> tuple[Layout, tuple[str, ...]]:
+def _adapted_layout(layout_record: Mapping[str, Any]) -> tuple[Layout, tuple[str, ...]]:
     """The recorded layout as far as this machine supports it, and the reasons why results may differ in their last bits."""
-    before = Layout(**recorded)
-    device = before.device if before.device in ("cpu", choose_device()) else choose_device()
-    here = replace(
-        before, device=device, processor=describe_processor(device), torch=torch_version()
+    recorded_layout = Layout(**layout_record)
+    device = (
+        recorded_layout.device
+        if recorded_layout.device in ("cpu", choose_device())
+        else choose_device()
+    )
+    layout = replace(
+        recorded_layout, device=device, processor=describe_processor(device), torch=torch_version()
     )
     reasons = [
         f"{key} was {old or 'not recorded'}, is {new}"
-        for key, old in asdict(before).items()
-        if old != (new := asdict(here)[key])
+        for key, old in asdict(recorded_layout).items()
+        if old != (new := asdict(layout)[key])
     ]
     if device != "cpu":
         reasons.append(f"on {device} some sums are added up in any order")
-    return here, tuple(reasons)
+    return layout, tuple(reasons)
 
 
 # --- the training, repeated ----------------------------------------------------------------------
@@ -286,17 +293,17 @@ async def _replay(recording: _Recording) -> Replay:
                 interruption=Interruption(),
                 policy=Policy(folder.name, 0, "", "adapter", ""),
             )
-            wrong = await _begin(run, recording)
+            mismatch = await _load_start(run, recording)
             steps: list[ReplayedStep] = []
             for step in range(recording.first, recording.step + 1):
-                steps.append(await _step(run, recording, step))
-                learnt = steps[-1].replayed
-                values = {"loss": learnt.loss, "grad_norm": learnt.grad_norm}
+                steps.append(await _replay_step(run, recording, step))
+                values_replayed = steps[-1].replayed
+                values = {"loss": values_replayed.loss, "grad_norm": values_replayed.grad_norm}
                 progress.step(
                     step, {name: value for name, value in values.items() if value is not None}
                 )
     start = f"{name}@{recording.first}" if recording.checkpoint else "the starting weights"
-    return Replay(name, recording.step, start, wrong, recording.rounding, tuple(steps))
+    return Replay(name, recording.step, start, mismatch, recording.rounding, tuple(steps))
 
 
 @contextmanager
@@ -304,44 +311,44 @@ def _scratch(recording: _Recording) -> Generator[tuple[RunFolder, Path]]:
     """A temporary run folder and a folder for published weights; both are deleted at the end."""
     config = recording.config
     size = build.publication_bytes(config)
-    with tempfile.TemporaryDirectory(prefix="groupwise-replay-") as place:
-        publications = build.publication_folder(Path(place), size)
+    with tempfile.TemporaryDirectory(prefix="groupwise-replay-") as temp_folder:
+        publications = build.publication_folder(Path(temp_folder), size)
         try:
             with RunFolder.create(
-                Path(place), recording.path.name, resolved_values(config)
+                Path(temp_folder), recording.path.name, resolved_values(config)
             ) as folder:
                 yield folder, publications
         finally:
             build.remove_publications(publications)
 
 
-async def _begin(run: Learning, recording: _Recording) -> str | None:
+async def _load_start(run: Learning, recording: _Recording) -> str | None:
     """Load the initial weights of the replay. Returns how they differ from the recorded ones, or None."""
     checkpoint = recording.checkpoint
     if checkpoint is None:
         # The fingerprint of the run's initial weights, which sampled the first groups.
         groups = recording.store.groups(0)
-        found = (
+        fingerprints = (
             segment.fingerprint
             for group in groups
             for rollout in group.rollouts
             for segment in rollout.segments
             if segment.policy_version == 0
         )
-        recorded = next(found, None)
+        fingerprint = next(fingerprints, None)
     else:
-        _load(run, checkpoint)
-        recorded = run.policy.fingerprint
+        _load_checkpoint(run, checkpoint)
+        fingerprint = run.policy.fingerprint
     run.policy = await run.learner.publish(run.policy.version)
-    if recorded in (None, run.policy.fingerprint):
+    if fingerprint in (None, run.policy.fingerprint):
         return None
     return (
-        f"the weights have the fingerprint {run.policy.fingerprint}, {recorded} was recorded: this machine makes "
+        f"the weights have the fingerprint {run.policy.fingerprint}, {fingerprint} was recorded: this machine makes "
         "or reads other ones than the run had"
     )
 
 
-def _load(run: Learning, checkpoint: Checkpoint) -> None:
+def _load_checkpoint(run: Learning, checkpoint: Checkpoint) -> None:
     try:
         run.learner.load(str(checkpoint.path))
     except (OSError, GroupwiseError) as error:
@@ -354,22 +361,22 @@ def _load(run: Learning, checkpoint: Checkpoint) -> None:
     run.take_position(checkpoint.extra["position"])
 
 
-async def _step(run: Learning, recording: _Recording, step: int) -> ReplayedStep:
+async def _replay_step(run: Learning, recording: _Recording, step: int) -> ReplayedStep:
     """Repeat `groupwise.training.loops.rl.take_step` without sampling and recording."""
     record, metrics = recording.steps[step], recording.store.step_metrics(step)
     groups = _trained_groups(recording, record)
-    weights = run.algorithm.weights(groups)
-    learned = await learn(run, groups, weights, record.learning_rate)
-    if learned.changed:
+    credits = run.algorithm.credits(groups)
+    result = await learn(run, groups, credits, record.learning_rate)
+    if result.changed:
         run.policy = await run.learner.publish(run.policy.version + 1)
-    run.adapt({**learned.metrics, "rollouts/scored": metrics["rollouts/scored"]})
+    run.adapt({**result.metrics, "rollouts/scored": metrics["rollouts/scored"]})
     run.step += 1
     return ReplayedStep(
         step,
-        recorded=_learnt(metrics, record.version_out, record.fingerprint_out),
-        replayed=_learnt(learned.metrics, run.policy.version, run.policy.fingerprint),
-        advantages=sum(map(_other_advantages, groups, weights)),
-        tolerance=RELATIVE[recording.layout.dtype] if recording.rounding else None,
+        recorded=_step_values(metrics, record.version_out, record.fingerprint_out),
+        replayed=_step_values(result.metrics, run.policy.version, run.policy.fingerprint),
+        advantages=sum(map(_other_advantages, groups, credits)),
+        tolerance=RELATIVE_TOLERANCE[recording.layout.dtype] if recording.rounding else None,
     )
 
 
@@ -377,13 +384,13 @@ def _trained_groups(recording: _Recording, record: StepRecord) -> list[Group]:
     """The groups that the step trained, in order. Raises UsageError if their tokens were not kept."""
     by_draw = {group.draw: group for group in recording.store.groups(record.step)}
     groups = [by_draw[draw] for draw in record.draws]
-    forgotten = any(
+    tokens_missing = any(
         segment.source == "policy" and segment.sampling_logprobs is None
         for group in groups
         for rollout in group.rollouts
         for segment in rollout.segments
     )
-    if forgotten:
+    if tokens_missing:
         raise UsageError(
             f"Step {record.step} of {recording.path.name!r} was recorded without tokens (run.keep_tokens was false), and "
             "they are what is trained: it cannot be replayed, nor can steps after it up to the next checkpoint."
@@ -391,18 +398,18 @@ def _trained_groups(recording: _Recording, record: StepRecord) -> list[Group]:
     return groups
 
 
-def _other_advantages(group: Group, weights: Weights) -> int:
-    given = [weight.advantage if weight else None for weight in weights]
+def _other_advantages(group: Group, credits: Weights) -> int:
+    advantages = [credit.advantage if credit else None for credit in credits]
     recorded = [rollout.advantage for rollout in group.rollouts]
-    return sum(before != now for before, now in zip(recorded, given, strict=True))
+    return sum(before != now for before, now in zip(recorded, advantages, strict=True))
 
 
-def _learnt(metrics: Mapping[str, float], version: int, fingerprint: str) -> Learnt:
-    return Learnt(metrics.get("loss"), metrics.get("grad_norm"), version, fingerprint)
+def _step_values(metrics: Mapping[str, float], version: int, fingerprint: str) -> StepValues:
+    return StepValues(metrics.get("loss"), metrics.get("grad_norm"), version, fingerprint)
 
 
-def _close(before: float | None, now: float | None, slack: float) -> bool:
+def _is_close(before: float | None, now: float | None, margin: float) -> bool:
     if before is None or now is None:
         return before is now
     both_broken = math.isnan(before) and math.isnan(now)
-    return both_broken or before == now or abs(before - now) <= slack
+    return both_broken or before == now or abs(before - now) <= margin

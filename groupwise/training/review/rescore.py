@@ -134,8 +134,8 @@ class Rescoring:
     @property
     def exit_code(self) -> int:
         """1 if a reward function failed on every rollout, or if no rollout could be scored; otherwise 0."""
-        nothing = 0 < self.overall.rollouts == self.overall.failed
-        return 1 if self.failed_rewards or nothing else 0
+        all_failed = 0 < self.overall.rollouts == self.overall.failed
+        return 1 if self.failed_rewards or all_failed else 0
 
     def rows(self) -> Iterator[Rescored]:
         """Read the rollouts from their file, in the order of the record."""
@@ -149,7 +149,7 @@ class Rescoring:
             "rewards": self.rewards,
             "broken": list(self.failed_rewards),
             "overall": asdict(self.overall),
-            "steps": {str(step): asdict(each) for step, each in self.steps.items()},
+            "steps": {str(step): asdict(agreement) for step, agreement in self.steps.items()},
             "moved": [asdict(row) for row in self.farthest(rows)],
             "results": str(self.path),
             "results_rows": str(self.rows_path),
@@ -157,8 +157,8 @@ class Rescoring:
 
     def farthest(self, count: int) -> list[Rescored]:
         """The `count` rollouts whose rank in the group changed most."""
-        moved = (row for row in self.rows() if row.ranks_moved) if count else ()
-        return nlargest(count, moved, key=lambda row: row.ranks_moved)
+        moved_rows = (row for row in self.rows() if row.ranks_moved) if count else ()
+        return nlargest(count, moved_rows, key=lambda row: row.ranks_moved)
 
 
 def rescore(
@@ -182,27 +182,31 @@ def rescore(
         kind = store.get_meta().get("kind", "rl")
         if kind != "rl":
             raise UsageError(f"{path} is a run of `groupwise {kind}`: it has no rollouts to score.")
-        chosen = _draws_to_score(store, path.name, step, limit)
+        draws_by_step = _draws_to_score(store, path.name, step, limit)
         loaded = load_config(read_config(path), overrides)
         judge = _task_judge(loaded, task) if task is not None else _named_judge(loaded, rewards)
-        place = result_file(path, judge.name)
-        atomic_files.check_can_write(place)
-        with atomic_files.explaining_disk_errors(place):
-            place.parent.mkdir(parents=True, exist_ok=True)
-        steps = store.get_meta().get("max_steps") or len(chosen)
-        rows_file = atomic_files.building_path(place.with_suffix(ROWS))
+        target = result_file(path, judge.name)
+        atomic_files.check_can_write(target)
+        with atomic_files.explaining_disk_errors(target):
+            target.parent.mkdir(parents=True, exist_ok=True)
+        steps = store.get_meta().get("max_steps") or len(draws_by_step)
+        rows_file = atomic_files.building_path(target.with_suffix(ROWS))
         try:
             with atomic_files.explaining_disk_errors(rows_file), rows_file.open("wb") as file:
-                found = run_to_end(_rescore_steps(store, chosen, judge, steps, file))
-            agreements = {number: _agreement([one]) for number, one in found.items()}
-            overall = _agreement(list(found.values()))
+                tallies = run_to_end(_rescore_steps(store, draws_by_step, judge, steps, file))
+            agreements = {
+                step_number: _agreement([tally]) for step_number, tally in tallies.items()
+            }
+            overall = _agreement(list(tallies.values()))
             content = {
                 "format": FORMAT,
                 "kind": KIND,
                 "run": path.name,
                 "rewards": judge.weights,
                 "overall": asdict(overall),
-                "steps": {str(number): asdict(each) for number, each in agreements.items()},
+                "steps": {
+                    str(number): asdict(agreement) for number, agreement in agreements.items()
+                },
             }
             result = add_result(path, judge.name, content, rows_file)
         finally:
@@ -228,36 +232,36 @@ class _Judge:
 
 
 def _task_judge(loaded: LoadedConfig, task: object) -> _Judge:
-    found = rollout_builder.task_of(loaded.config, task)
-    if not found.has("get_reward_funcs") and found.has("get_environment"):
+    resolved_task = rollout_builder.task_of(loaded.config, task)
+    if not resolved_task.has("get_reward_funcs") and resolved_task.has("get_environment"):
         raise TaskError(
-            f"{found.described} has no get_reward_funcs: its environment gave the rewards, turn by turn, which cannot be "
+            f"{resolved_task.described} has no get_reward_funcs: its environment gave the rewards, turn by turn, which cannot be "
             "computed again from the record. Give --rewards MODULE:FUNCTION, functions that judge what was recorded."
         )
-    if not found.has("get_reward_funcs"):
-        raise TaskError(found.missing("get_reward_funcs", "rl"))
-    found.check_signature("get_reward_funcs")
-    schema = found.config_schema()
+    if not resolved_task.has("get_reward_funcs"):
+        raise TaskError(resolved_task.missing("get_reward_funcs", "rl"))
+    resolved_task.check_signature("get_reward_funcs")
+    schema = resolved_task.config_schema()
     config = (with_task_schema(loaded, schema) if schema else loaded).config
     tokenizer = rollout_builder.LazyTokenizer(config)
-    rubric = rollout_builder.task_rubric(config, found, tokenizer)
+    rubric = rollout_builder.task_rubric(config, resolved_task, tokenizer)
     assert rubric is not None
-    scorer = rollout_builder.build_scorer(config, found, tokenizer, rubric)
-    where = f"{found.described}: get_reward_funcs"
-    return _Judge(f"rescored-{found.name}", where, rubric, scorer)
+    scorer = rollout_builder.build_scorer(config, resolved_task, tokenizer, rubric)
+    origin = f"{resolved_task.described}: get_reward_funcs"
+    return _Judge(f"rescored-{resolved_task.name}", origin, rubric, scorer)
 
 
 def _named_judge(loaded: LoadedConfig, rewards: Sequence[str]) -> _Judge:
     answer_column = loaded.config.rewards.answer_column
     rubric = _named_rubric(rewards, answer_column)
-    given = {"rewards": list(rewards), "answer_column": answer_column}
+    arguments = {"rewards": list(rewards), "answer_column": answer_column}
     limit = loaded.config.rewards.time_limit
     if rubric.stateful or loaded.config.rewards.in_process:
         scorer = InProcessScorer(rubric, _no_metrics, time_limit=limit)
     else:
         scorer = RewardWorkers(
             "groupwise.training.review.rescore:named_scorer",
-            given,
+            arguments,
             workers=loaded.config.rewards.workers,
             time_limit=limit,
             start_limit=loaded.config.rewards.start_limit,
@@ -283,13 +287,13 @@ def _check_needs(judge: _Judge, groups: Sequence[Group]) -> None:
     """Raise TaskError if a function needs data that the record does not have."""
     for group in groups:
         judge.rubric.check_rows({group.example.index: group.example.columns})
-    forgotten = any(
+    tokens_missing = any(
         rollout.completion and not rollout.completion_ids
         for group in groups
         for rollout in group.rollouts
     )
     for name, function in zip(judge.rubric.names, judge.rubric.functions, strict=True):
-        if forgotten and "completion_ids" in inspect.signature(function).parameters:
+        if tokens_missing and "completion_ids" in inspect.signature(function).parameters:
             raise TaskError(
                 f"{judge.where}: `{name}` asks for completion_ids, but the run did not keep tokens (run.keep_tokens). "
                 "Rewards that read the text can be used."
@@ -312,12 +316,12 @@ def _draws_to_score(
         )
     draws = [(k, draw) for k, draws in steps.items() if step in (None, k) for draw in draws]
     by_draw = groupby(draws[-limit:] if limit else draws, key=itemgetter(0))
-    return {k: frozenset(draw for _, draw in some) for k, some in by_draw}
+    return {k: frozenset(draw for _, draw in step_draws) for k, step_draws in by_draw}
 
 
 async def _rescore_steps(
     store: Store,
-    chosen: dict[int, frozenset[int]],
+    draws_by_step: dict[int, frozenset[int]],
     judge: _Judge,
     max_steps: int,
     file: BinaryIO,
@@ -325,17 +329,17 @@ async def _rescore_steps(
     """Score the rollouts again and write them to `file`, step by step. Returns a tally of each step."""
     tallies: dict[int, _Tally] = {}
     try:
-        for step, draws in chosen.items():
+        for step, draws in draws_by_step.items():
             pairs = [_before_scoring(group) for group in store.groups(step) if group.draw in draws]
-            _check_needs(judge, [blank for _, blank in pairs])
-            scored = await gather_all(
-                score_group(judge.scorer, blank, step, max_steps)
-                for _, blank in pairs
-                if blank.rollouts
+            _check_needs(judge, [unscored for _, unscored in pairs])
+            rescored_groups = await gather_all(
+                score_group(judge.scorer, unscored, step, max_steps)
+                for _, unscored in pairs
+                if unscored.rollouts
             )
-            by_draw = {group.draw: group for group in scored}
+            by_draw = {group.draw: group for group in rescored_groups}
             groups = [
-                _with_ranks(_old_and_new(step, old, by_draw.get(old.draw))) for old, _ in pairs
+                _with_ranks(_pair_rollouts(step, old, by_draw.get(old.draw))) for old, _ in pairs
             ]
             tallies[step] = _tally(groups, judge.rubric.names)
             for row in chain.from_iterable(groups):
@@ -351,20 +355,22 @@ def _before_scoring(group: Group) -> tuple[Group, Group]:
 
     Rollouts that failed in an environment are left out, because they never reached their end.
     """
-    kept = [rollout for rollout in group.rollouts if _can_be_judged(rollout)]
-    blank = [
+    rollouts = [rollout for rollout in group.rollouts if _can_be_judged(rollout)]
+    unscored = [
         replace(rollout, outcome="pending", reason=None, reward=None, parts=(), notes={})
-        for rollout in kept
+        for rollout in rollouts
     ]
-    return replace(group, rollouts=tuple(kept)), replace(group, rollouts=tuple(blank))
+    return replace(group, rollouts=tuple(rollouts)), replace(group, rollouts=tuple(unscored))
 
 
 def _can_be_judged(rollout: Rollout) -> bool:
-    answered = any(segment.source == "environment" for segment in rollout.segments)
-    return rollout.outcome == "scored" or (rollout.outcome != "pending" and not answered)
+    has_environment_text = any(segment.source == "environment" for segment in rollout.segments)
+    return rollout.outcome == "scored" or (
+        rollout.outcome != "pending" and not has_environment_text
+    )
 
 
-def _old_and_new(step: int, old: Group, new: Group | None) -> list[Rescored]:
+def _pair_rollouts(step: int, old: Group, new: Group | None) -> list[Rescored]:
     if new is None:
         return []
     return [
@@ -391,25 +397,27 @@ def _old_and_new(step: int, old: Group, new: Group | None) -> list[Rescored]:
 # --- comparison of old and new -------------------------------------------------------------------
 
 
-def _both(rows: Sequence[Rescored]) -> list[tuple[float, float]]:
+def _reward_pairs(rows: Sequence[Rescored]) -> list[tuple[float, float]]:
     return [(row.old, row.new) for row in rows if row.old is not None and row.new is not None]
 
 
 def _with_ranks(group: Sequence[Rescored]) -> list[Rescored]:
     """The rollouts of a group with their ranks."""
-    pairs = _both(group)
-    old, new = [x for x, _ in pairs], [y for _, y in pairs]
+    pairs = _reward_pairs(group)
+    old_rewards, new_rewards = [x for x, _ in pairs], [y for _, y in pairs]
     return [
         row
         if row.old is None or row.new is None
-        else replace(row, old_rank=_rank(row.old, old), new_rank=_rank(row.new, new))
+        else replace(
+            row, old_rank=_rank(row.old, old_rewards), new_rank=_rank(row.new, new_rewards)
+        )
         for row in group
     ]
 
 
 def _rank(value: float, values: Sequence[float]) -> float:
-    better = sum(other > value for other in values)
-    return better + (1 + sum(other == value for other in values)) / 2
+    better_count = sum(other_value > value for other_value in values)
+    return better_count + (1 + sum(other_value == value for other_value in values)) / 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -440,10 +448,10 @@ class _Tally:
 
 def _tally(groups: Sequence[Sequence[Rescored]], names: Sequence[str]) -> _Tally:
     rows = [row for group in groups for row in group]
-    both = _both(rows)
-    old, new = [x for x, _ in both], [y for _, y in both]
-    mean_old, mean_new = (fmean(old), fmean(new)) if both else (0.0, 0.0)
-    alike = [each for group in groups for each in _ordered_alike(group)]
+    pairs = _reward_pairs(rows)
+    old, new = [x for x, _ in pairs], [y for _, y in pairs]
+    mean_old, mean_new = (fmean(old), fmean(new)) if pairs else (0.0, 0.0)
+    orders_agree = [agrees for group in groups for agrees in _order_agreements(group)]
     # The reason why a rollout was not scored; if it was, the reasons why rewards without weight failed.
     reasons: Counter[str] = Counter()
     for row in rows:
@@ -452,17 +460,17 @@ def _tally(groups: Sequence[Sequence[Rescored]], names: Sequence[str]) -> _Tally
         rollouts=len(rows),
         moved=sum(row.ranks_moved > 0 for row in rows),
         failed=sum(row.new is None for row in rows),
-        scored=len(both),
+        scored=len(pairs),
         sums=(fsum(old), fsum(new)),
         squares=(
             fsum((x - mean_old) * (x - mean_old) for x in old),
             fsum((y - mean_new) * (y - mean_new) for y in new),
-            fsum((x - mean_old) * (y - mean_new) for x, y in both),
+            fsum((x - mean_old) * (y - mean_new) for x, y in pairs),
         ),
         lowest=(min(old, default=inf), min(new, default=inf)),
         highest=(max(old, default=-inf), max(new, default=-inf)),
-        pairs=len(alike),
-        alike=sum(alike),
+        pairs=len(orders_agree),
+        alike=sum(orders_agree),
         reasons=dict(reasons.most_common(KEPT_REASONS)),
         unanswered=Counter(
             name
@@ -475,65 +483,66 @@ def _tally(groups: Sequence[Sequence[Rescored]], names: Sequence[str]) -> _Tally
 
 def _agreement(tallies: Sequence[_Tally]) -> Agreement:
     """Combine the tallies of several steps."""
-    some = [each for each in tallies if each.scored]
-    scored = sum(each.scored for each in some)
-    pairs = sum(each.pairs for each in some)
-    means = _means(some, scored) if scored else (None, None)
+    scored_tallies = [tally for tally in tallies if tally.scored]
+    scored_count = sum(tally.scored for tally in scored_tallies)
+    pairs = sum(tally.pairs for tally in scored_tallies)
+    means = _means(scored_tallies, scored_count) if scored_count else (None, None)
     return Agreement(
-        rollouts=sum(each.rollouts for each in tallies),
-        scored=scored,
+        rollouts=sum(tally.rollouts for tally in tallies),
+        scored=scored_count,
         old=means[0],
         new=means[1],
-        correlation=_correlation(some, scored),
-        agreement=sum(each.alike for each in some) / pairs if pairs else None,
-        moved=sum(each.moved for each in tallies),
-        failed=sum(each.failed for each in tallies),
-        reasons=dict(_total(each.reasons for each in tallies).most_common(SHOWN_REASONS)),
-        unanswered=dict(_total(each.unanswered for each in tallies)),
+        correlation=_correlation(scored_tallies, scored_count),
+        agreement=sum(tally.alike for tally in scored_tallies) / pairs if pairs else None,
+        moved=sum(tally.moved for tally in tallies),
+        failed=sum(tally.failed for tally in tallies),
+        reasons=dict(_sum_counts(tally.reasons for tally in tallies).most_common(SHOWN_REASONS)),
+        unanswered=dict(_sum_counts(tally.unanswered for tally in tallies)),
     )
 
 
-def _total(counts: Iterable[dict[str, int]]) -> Counter[str]:
+def _sum_counts(counts: Iterable[dict[str, int]]) -> Counter[str]:
     total: Counter[str] = Counter()
-    for each in counts:
-        total.update(each)
+    for count in counts:
+        total.update(count)
     return total
 
 
-def _means(tallies: Sequence[_Tally], scored: int) -> tuple[float, float]:
+def _means(tallies: Sequence[_Tally], scored_count: int) -> tuple[float, float]:
     return (
-        fsum(each.sums[0] for each in tallies) / scored,
-        fsum(each.sums[1] for each in tallies) / scored,
+        fsum(tally.sums[0] for tally in tallies) / scored_count,
+        fsum(tally.sums[1] for tally in tallies) / scored_count,
     )
 
 
-def _correlation(tallies: Sequence[_Tally], scored: int) -> float | None:
+def _correlation(tallies: Sequence[_Tally], scored_count: int) -> float | None:
     """Pearson's correlation over all steps; None if either side is constant.
 
     Each step contributes its squares about its own mean, and the distance of its mean from the overall mean.
     """
     spread = [
-        max(each.highest[side] for each in tallies) > min(each.lowest[side] for each in tallies)
-        for side in ((0, 1) if scored else ())
+        max(tally.highest[side] for tally in tallies) > min(tally.lowest[side] for tally in tallies)
+        for side in ((0, 1) if scored_count else ())
     ]
     if not spread or not all(spread):
         return None
-    mean = _means(tallies, scored)
-    apart = [
-        (each, each.means[0] - mean[0], each.means[1] - mean[1], each.scored) for each in tallies
+    mean = _means(tallies, scored_count)
+    deviations = [
+        (tally, tally.means[0] - mean[0], tally.means[1] - mean[1], tally.scored)
+        for tally in tallies
     ]
-    old = fsum(each.squares[0] + n * x * x for each, x, _, n in apart)
-    new = fsum(each.squares[1] + n * y * y for each, _, y, n in apart)
-    both = fsum(each.squares[2] + n * x * y for each, x, y, n in apart)
-    return max(-1.0, min(1.0, both / sqrt(old * new))) if old and new else None
+    old = fsum(tally.squares[0] + n * x * x for tally, x, _, n in deviations)
+    new = fsum(tally.squares[1] + n * y * y for tally, _, y, n in deviations)
+    covariance = fsum(tally.squares[2] + n * x * y for tally, x, y, n in deviations)
+    return max(-1.0, min(1.0, covariance / sqrt(old * new))) if old and new else None
 
 
-def _ordered_alike(group: Sequence[Rescored]) -> Iterator[bool]:
+def _order_agreements(group: Sequence[Rescored]) -> Iterator[bool]:
     """For each pair of a group that is not tied on both sides, whether both sides order it alike."""
-    for (x_old, x_new), (y_old, y_new) in combinations(_both(group), 2):
-        before, after = _sign(x_old - y_old), _sign(x_new - y_new)
-        if before or after:
-            yield before == after
+    for (x_old, x_new), (y_old, y_new) in combinations(_reward_pairs(group), 2):
+        old_order, new_order = _sign(x_old - y_old), _sign(x_new - y_new)
+        if old_order or new_order:
+            yield old_order == new_order
 
 
 def _sign(value: float) -> int:

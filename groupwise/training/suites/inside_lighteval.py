@@ -26,8 +26,8 @@ def _prepare(file: str) -> None:
         loaded = sys.modules.get(f"lighteval.tasks.tasks.{module}")
         for task in getattr(loaded, "TASKS_TABLE", ()):
             task.generation_size = None
-    with open(file, "w", encoding="utf-8") as written:
-        json.dump({name: metadata.version(name) for name in PACKAGES}, written)
+    with open(file, "w", encoding="utf-8") as stream:
+        json.dump({name: metadata.version(name) for name in PACKAGES}, stream)
 
 
 if VARIABLE in os.environ:

@@ -38,7 +38,7 @@ MODEL, OUTPUT, RELEASES = "model.yaml", "out", "releases.json"
 UNANSWERED = b"eturning empty response"
 """Part of lighteval's log line for each request that it gives up."""
 UNASKABLE = "o1"
-CLOSE = 1e-6
+TOLERANCE = 1e-6
 """Tolerance between the mean of the individual marks and the reported value."""
 
 
@@ -69,7 +69,7 @@ SUITES = {
 
 
 @dataclass(frozen=True, slots=True)
-class Asking:
+class ModelSettings:
     """The service to ask, and the parameters of the requests."""
 
     base_url: str
@@ -106,7 +106,7 @@ class Asking:
 
 
 @dataclass(frozen=True, slots=True)
-class Marks:
+class SuiteScores:
     """The result of a suite."""
 
     value: float
@@ -122,13 +122,13 @@ class Marks:
 
 def chosen_suites(names: Sequence[str], samples: int = 1) -> tuple[str, ...]:
     """The names without duplicates, with `all` replaced by all suites. Raises UsageError for unknown names, and for too many samples."""
-    wanted = dict.fromkeys(
-        one for name in names for one in (SUITES if name == ALL else (name,))
+    suites = dict.fromkeys(
+        suite for name in names for suite in (SUITES if name == ALL else (name,))
     )  # in the order given
-    for name in wanted:
+    for name in suites:
         if name not in SUITES:
-            near = nearest(name, list(SUITES))
-            hint = f" Did you mean {' or '.join(near)}?" if near else ""
+            suggestions = nearest(name, list(SUITES))
+            hint = f" Did you mean {' or '.join(suggestions)}?" if suggestions else ""
             raise UsageError(
                 f"There is no suite {name!r}.{hint} There are {', '.join(SUITES)}, and {ALL}."
             )
@@ -137,55 +137,61 @@ def chosen_suites(names: Sequence[str], samples: int = 1) -> tuple[str, ...]:
                 f"{name} takes one answer to each problem, not {samples}: lighteval runs its tests on one. Leave the number of samples out "
                 "for it, and ask the other suites by a command of their own."
             )
-    return tuple(wanted)
+    return tuple(suites)
 
 
-def find_program(given: Sequence[str] = ()) -> tuple[str, ...]:
+def find_program(program: Sequence[str] = ()) -> tuple[str, ...]:
     """The command that runs lighteval: given, from the environment, or by its name. Raises a UsageError that explains the installation."""
-    words = tuple(given) or tuple(shlex.split(os.environ.get(PROGRAM_VARIABLE, ""))) or (PROGRAM,)
-    found = shutil.which(words[0])
-    if found is None:
-        first, *others = (f"'{package}'" for package in PACKAGES)
+    words = tuple(program) or tuple(shlex.split(os.environ.get(PROGRAM_VARIABLE, ""))) or (PROGRAM,)
+    executable = shutil.which(words[0])
+    if executable is None:
+        main_package, *extra_packages = (f"'{package}'" for package in PACKAGES)
         raise UsageError(
             f"There is no program {words[0]!r}. Suites are run by lighteval, which needs an environment of its own:\n"
-            f"  uv tool install {first} {' '.join(f'--with {other}' for other in others)}\n"
-            f"or\n  pipx install {first} && pipx inject lighteval {' '.join(others)}\n"
+            f"  uv tool install {main_package} {' '.join(f'--with {package}' for package in extra_packages)}\n"
+            f"or\n  pipx install {main_package} && pipx inject lighteval {' '.join(extra_packages)}\n"
             f"Where it is not on the PATH, --program or the environment variable {PROGRAM_VARIABLE} says how it is run."
         )
     if find_spec("pyarrow") is None:
         raise UsageError(
             "What lighteval leaves is read with the package pyarrow: pip install 'groupwise[train]'."
         )
-    return (os.path.abspath(found), *words[1:])
+    return (os.path.abspath(executable), *words[1:])
 
 
-def command(program: Sequence[str], suite: Suite, asking: Asking, folder: Path) -> list[str]:
+def command(
+    program: Sequence[str], suite: Suite, model_settings: ModelSettings, folder: Path
+) -> list[str]:
     """The command line that runs a suite in `folder`."""
-    times = f"@k=1@n={asking.samples}" if suite.repeatable else ""
-    limit = () if asking.max_questions is None else ("--max-samples", str(asking.max_questions))
+    repeat_suffix = f"@k=1@n={model_settings.samples}" if suite.repeatable else ""
+    limit = (
+        ()
+        if model_settings.max_questions is None
+        else ("--max-samples", str(model_settings.max_questions))
+    )
     return [
-        *(*program, "endpoint", "litellm", str(folder / MODEL), f"{suite.task}{times}|0"),
+        *(*program, "endpoint", "litellm", str(folder / MODEL), f"{suite.task}{repeat_suffix}|0"),
         *("--output-dir", str(folder / OUTPUT), "--save-details"),
         *("--custom-tasks", inside_lighteval.__file__, *limit),
     ]
 
 
-def model_file(asking: Asking, folder: Path) -> dict[str, Any]:
+def model_file(model_settings: ModelSettings, folder: Path) -> dict[str, Any]:
     """The content of lighteval's YAML file about the model."""
     generation = {
-        "temperature": asking.temperature,
-        "top_p": asking.top_p,
-        "max_new_tokens": asking.max_new_tokens,
+        "temperature": model_settings.temperature,
+        "top_p": model_settings.top_p,
+        "max_new_tokens": model_settings.max_new_tokens,
     }
     return {
         "model_parameters": {
-            "model_name": f"openai/{asking.model}",
+            "model_name": f"openai/{model_settings.model}",
             "provider": "openai",
-            "base_url": asking.base_url,
-            "concurrent_requests": asking.concurrency,
-            "timeout": asking.timeout,
+            "base_url": model_settings.base_url,
+            "concurrent_requests": model_settings.concurrency,
+            "timeout": model_settings.timeout,
             # Otherwise lighteval would ask OpenRouter for it.
-            "max_model_length": asking.max_new_tokens,
+            "max_model_length": model_settings.max_new_tokens,
             "cache_dir": str(folder / "cache"),
             "generation_parameters": {k: v for k, v in generation.items() if v is not None},
         }
@@ -202,14 +208,14 @@ def environment(key: str | None, folder: Path) -> dict[str, str]:
     }
 
 
-def prepare(asking: Asking, folder: Path) -> None:
+def prepare(model_settings: ModelSettings, folder: Path) -> None:
     """Write the model file into the suite's folder."""
-    atomic_files.write_json(folder / MODEL, model_file(asking, folder))
+    atomic_files.write_json(folder / MODEL, model_file(model_settings, folder))
 
 
-def read_marks(suite: Suite, folder: Path, log: Path) -> Marks:
+def read_scores(suite: Suite, folder: Path, log: Path) -> SuiteScores:
     """Read the result. Raises RunError unless it is complete."""
-    content = _result(folder)
+    content = _read_result_file(folder)
     try:
         results = content["results"].items()
         task, metrics = next(pair for pair in results if pair[0] == f"{suite.task}|0")
@@ -224,16 +230,16 @@ def read_marks(suite: Suite, folder: Path, log: Path) -> Marks:
         raise RunError(
             f"its result is not what lighteval 0.13 writes ({type(error).__name__}: {error})"
         ) from error
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    share = number and 0 <= value <= 1
-    if not share or not scores or abs(fmean(scores.values()) - value) > CLOSE:
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_fraction = is_number and 0 <= value <= 1
+    if not is_fraction or not scores or abs(fmean(scores.values()) - value) > TOLERANCE:
         raise RunError(f"its result says {value!r}, which is not the mean of its single marks")
     if missing := log.read_bytes().count(UNANSWERED):
         raise RunError(
             f"{missing} of {len(scores)} questions got no answer, which lighteval counts as wrong answers. The log says why; longer "
             "limits than the service has are a frequent reason, and too many requests at once"
         )
-    return Marks(
+    return SuiteScores(
         float(value),
         float(stderr) if isinstance(stderr, float) and math.isfinite(stderr) else None,
         scores,
@@ -255,7 +261,7 @@ def details(folder: Path) -> Path:
     return file
 
 
-def _result(folder: Path) -> dict[str, Any]:
+def _read_result_file(folder: Path) -> dict[str, Any]:
     files = list((folder / OUTPUT / "results").rglob("results_*.json"))
     if len(files) != 1:
         raise RunError(f"it left {len(files) or 'no'} results in {folder / OUTPUT / 'results'}")

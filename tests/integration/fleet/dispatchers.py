@@ -22,10 +22,10 @@ def main(url: str, owner: str, seed: int) -> None:
         if (unplaced := found.unplaced) is not None:
             time.sleep(chance.choice((0.0, 0.01)))  # others may release something meanwhile
             database.run(lambda s, unplaced=unplaced: claim.mark(s, unplaced, owner))
-        for each in found.made:
+        for each in found.claimed:
             time.sleep(chance.uniform(0, 0.01))  # it "runs"
             database.run(lambda s, epoch=each.epoch: end(s, epoch, "completed"))
-        if not found.made:
+        if not found.claimed:
             time.sleep(0.01)
     database.close()
 

@@ -243,7 +243,7 @@ def test_a_gpu_that_somebody_took_between_plan_and_booking(
     add_machine(database, "vm-1", 1)
     for name in ("one", "two"):
         submit(database, name, gpus=1)
-    with a_claim_that_stops(second, stops_in(monkeypatch, claim, "_book")) as slow:
+    with a_claim_that_stops(second, stops_in(monkeypatch, claim, "_book_capacity")) as slow:
         assert claimed_ids(database, limit=1) == ["two"]  # `one` is locked by the other
     assert slow == []
     assert statuses(database) == {"one": "queued", "two": "running"}
@@ -264,7 +264,7 @@ def test_claims_at_once_see_each_other(
         add_machine(database, "vm-1", 2, facts={"ram_mb": 1000})
         for gpu, name in enumerate(("one", "two")):
             submit(database, name, named=[gpu], vm="vm-1", ram_mb=600)
-    step = stops_in(monkeypatch, claim, "_book", after=True)
+    step = stops_in(monkeypatch, claim, "_book_capacity", after=True)
     taken: list[Any] = []
     with a_claim_that_stops(second, step) as first:
         step.reached.clear()
@@ -284,7 +284,7 @@ def test_dispatchers_do_not_wait_for_each_others_jobs(database: Database, second
 
     def nested(session: Session) -> list[str]:
         outer = claim.claim(session, owner="one", lease_seconds=30, limit=1)
-        return [each.job_id for each in outer.made] + claimed_ids(second, limit=1)
+        return [each.job_id for each in outer.claimed] + claimed_ids(second, limit=1)
 
     # the second transaction runs within the first one, on a connection of its own
     assert database.run(nested) == ["j0", "j1"]

@@ -22,7 +22,7 @@ def alias(host: ssh_hosts.Host, jump: Alias | None = None) -> Alias:
 
 
 def fingerprint(host: ssh_hosts.Host) -> str:
-    return keys.parse(host.host_key).fingerprint
+    return keys.parse_host_key(host.host_key).fingerprint
 
 
 @pytest.fixture
@@ -75,4 +75,4 @@ def test_neither_is_used_before_somebody_has_looked_at_its_key(
     assert fleet("vm", "add", "inner", *way, "--trust", fingerprint(inner))[0] == 0
     _, found, _ = fleet("vm", "show", "inner")
     assert found["fingerprint"] == fingerprint(inner)
-    assert keys.parse(found["jump"]["host_key"]).fingerprint == fingerprint(gate)
+    assert keys.parse_host_key(found["jump"]["host_key"]).fingerprint == fingerprint(gate)

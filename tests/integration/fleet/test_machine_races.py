@@ -81,7 +81,7 @@ def test_of_two_who_add_a_machine_the_second_is_told(
 
 def take(session: Session) -> list[str]:
     found = claim.claim(session, owner="me", lease_seconds=30.0, limit=10)
-    return [each.job_id for each in found.made]
+    return [each.job_id for each in found.claimed]
 
 
 @pytest.fixture

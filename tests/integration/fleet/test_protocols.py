@@ -15,7 +15,7 @@ import pytest
 
 from groupwise.jobs.hosts import driver
 from groupwise.jobs.hosts.answers import MemberState, RunnerState
-from groupwise.jobs.hosts.driver import Known, Launch, Runner
+from groupwise.jobs.hosts.driver import KnownState, Launch, Runner
 from groupwise.jobs.hosts.local import LocalHost
 from groupwise.jobs.hosts.runner_text import RunnerText, runner_text
 from groupwise.jobs.hosts.spec import JobSpec
@@ -52,7 +52,7 @@ def release(here: Machine, monkeypatch: pytest.MonkeyPatch) -> Release:
 async def comes_to(runner: Runner, seen: MemberState, wanted: RunnerState) -> MemberState:
     async with asyncio.timeout(TIMEOUT_S):
         while seen.state is not wanted:
-            known = {(seen.job, seen.epoch): Known(seen.state, seen.log_size)}
+            known = {(seen.job, seen.epoch): KnownState(seen.state, seen.log_size)}
             (seen,) = await runner.wait(known, seconds=TIMEOUT_S)
     return seen
 
@@ -78,7 +78,7 @@ async def is_driven_by(here: Machine, first: Runner, then: Callable[[], Runner])
     assert (await runner.launch(waits)).state is RunnerState.RUNNING
     told = await runner.status("waits", 1)
     if told.log_size == 0:
-        known = {("waits", 1): Known(told.state)}
+        known = {("waits", 1): KnownState(told.state)}
         (told,) = await runner.wait(known, seconds=TIMEOUT_S)
     assert (await runner.log("waits", 1, 0)).data == b"one\n"
     await runner.touch({("waits", 1): None})

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from groupwise.jobs.fleet.store.database import Database, connect
-from groupwise.jobs.hosts import engines
+from groupwise.jobs.hosts import schedulers
 from tests import slurm
 from tests.cluster_fleet import SAVES, SAYS, ClusterFleet
 from tests.fleet_databases import copied
@@ -53,7 +53,7 @@ async def fleet(
     cluster: Cluster, migrated_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Fleet]:
     monkeypatch.setenv("SLURM_CONF", str(cluster.configuration))
-    monkeypatch.setattr(engines, "LOOK_SECONDS", 0.3)
+    monkeypatch.setattr(schedulers, "POLL_SECONDS", 0.3)
     database = connect(copied(migrated_file, tmp_path))
     made = Fleet(database, tmp_path, cluster)
     try:

@@ -241,7 +241,7 @@ async def test_after_a_call_without_an_answer_a_new_connection_is_made(
     full.heal()
     before = logins(full)
     if call is not None:
-        host.doubt()
+        host.note_restart()
         with pytest.raises(OutcomeUnknown, match="restarted"):
             await call
     await told(host)

@@ -27,15 +27,15 @@ from groupwise.jobs.clouds.aws_machines import MARGIN_MINUTES, AwsMachines, AwsT
 from groupwise.jobs.clouds.backend import (
     CloudError,
     Handle,
+    JobNotFound,
     NameTaken,
-    NotHere,
     Order,
     Outcome,
     Phase,
     Unreachable,
 )
 from groupwise.jobs.clouds.boot import ARM
-from groupwise.jobs.clouds.ec2 import Ec2, Refused
+from groupwise.jobs.clouds.ec2 import AwsRefused, Ec2
 from groupwise.jobs.clouds.machine import MachineBackend
 from groupwise.jobs.hosts.driver import Runner
 from groupwise.jobs.hosts.failures import FailureClass
@@ -151,7 +151,7 @@ async def test_the_machine_is_as_it_was_described(
     account: FakeAws, client: Renter, spot: bool
 ) -> None:
     before = time.time()
-    await client.makes(asks={"spot": True, "max_price": 0.61} if spot else {})
+    await client.makes(place_options={"spot": True, "max_price": 0.61} if spot else {})
     [found] = account.requests
     [disk] = found.pop("BlockDeviceMappings")
     assert disk["Ebs"] == {"VolumeSize": 250, "VolumeType": "gp3", "DeleteOnTermination": True}
@@ -226,7 +226,7 @@ class Faulty(Ec2):
 
     def _ask(self, service: str, verb: str, **more: Any) -> Any:
         self._count(verb)
-        said = super()._ask(service, verb, **more)
+        said = super()._call_aws(service, verb, **more)
         self.has_started = self.has_started or verb == "run_instances"
         return said
 
@@ -347,7 +347,7 @@ async def test_one_that_aws_does_not_know_yet_is_ended_once_it_does(
         if verb == "create_tags" or (verb == "terminate_instances" and unknown):
             if verb == "terminate_instances":
                 unknown.pop()
-            raise Refused("no such machine", "InvalidInstanceID.NotFound")
+            raise AwsRefused("no such machine", "InvalidInstanceID.NotFound")
         if verb == "get_console_output":
             raise CloudError("the set-up fails")
 
@@ -382,7 +382,7 @@ async def test_what_a_dead_laptop_left_is_taken_up_or_begun_anew(
     else:
         await client.gives_back()
         assert (account.living(), await client.find()) == ([], None)
-        with pytest.raises(NotHere):
+        with pytest.raises(JobNotFound):
             await client.resume()
     assert await client.outcome(await client.makes()) is Outcome.SUCCEEDED
     [lives] = account.living()
@@ -405,7 +405,7 @@ async def test_a_job_whose_machine_is_gone_goes_on_from_what_was_fetched(
     (tmp_path / "in").write_text("the input")
     client = reach()
     files = client.store.put_files({"in": tmp_path / "in"})
-    first = await client.submit(script, files=files, asks={"spot": True})
+    first = await client.submit(script, files=files, place_options={"spot": True})
     await client.saved(first, 4)
     await client.fetched(first)
     account.interrupt_spot_instance(account.living()[0])
@@ -458,7 +458,7 @@ async def test_another_attempt_there_has_its_time_before_the_machine_ends(
         await client.resume()
     refuses.unlink()
     assert (account.deadline(machine), (await client.find()).attempt) == (soon, 1)
-    for fails in ((MachineBackend, "_begin"), (AwsMachines, "tag")):
+    for fails in ((MachineBackend, "_start_attempt"), (AwsMachines, "tag")):
         with monkeypatch.context() as patched:
             patched.setattr(*fails, _cut_off)
             with pytest.raises(asyncio.CancelledError):
@@ -613,7 +613,7 @@ def test_a_spot_machine_that_is_wanted_back_is_followed_by_another(
     script = job(person, SAVES_WHEN_TOLD)
     watching = person.begins(*python, "--spot", "--name", "moves", *script)
     person.sees("attempt 1 began with ''")
-    spot_notice.tell(str(account.host.home / "groupwise-launch"))
+    spot_notice.evict_all(str(account.host.home / "groupwise-launch"))
     assert watching.wait(240) == 0
     assert "attempt 2 began with 'seven'" in person.said()
     assert len(account.requests) == 2

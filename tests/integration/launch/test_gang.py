@@ -246,7 +246,7 @@ async def test_who_asks_after_it_has_begun_leaves_it_its_gpus(
     asked = one.order(WAITS, gpus=1)
     first = await one.submit(asked)
     assert await other.submit(asked) == first
-    assert await other.backend._begin(asked, other.store, first.attempt, 1) == first
+    assert await other.backend._start_attempt(asked, other.store, first.attempt, 1) == first
     monkeypatch.setattr(other.backend._others[0], "join", away)
     with pytest.raises(Unreachable):
         await other.submit(asked)

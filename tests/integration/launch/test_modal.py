@@ -129,7 +129,7 @@ async def test_a_job_that_outlasts_a_call_goes_on_in_others_with_nobody_there(
         ),
         values={"TOKEN": CANARY} if ours else {},
         limits=Limits(time_seconds=limit),
-        asks={"timeout": 13, "secrets": {} if ours else {"keys": ["TOKEN"]}},
+        place_options={"timeout": 13, "secrets": {} if ours else {"keys": ["TOKEN"]}},
     )
     await client.backend.close()
     await wait_until_async(lambda: len(modal.calls()) >= 2)
@@ -155,7 +155,9 @@ async def test_a_call_that_made_no_checkpoint_is_not_repeated_for_ever(
     modal: FakeModal, client: LaunchClient
 ) -> None:
     client = sparing(client, modal, 10.0)
-    handle = await client.submit(WAITS, limits=Limits(time_seconds=100), asks={"timeout": 11})
+    handle = await client.submit(
+        WAITS, limits=Limits(time_seconds=100), place_options={"timeout": 11}
+    )
     end = await client.ending(handle)
     assert (end.outcome, "no checkpoint" in end.reason) == (Outcome.TIME_LIMIT, True)
     assert len(modal.calls()) == 1
@@ -170,7 +172,7 @@ async def test_modals_own_time_out_kills_and_what_was_committed_is_there(
     script = COUNTS.replace("sys.exit(0)", "None") + "time.sleep(1000)"
     limits = Limits(time_seconds=100, grace_seconds=60)
     words = ("2", str(client.folder))
-    handle = await client.submit(script, *words, limits=limits, asks={"timeout": 8})
+    handle = await client.submit(script, *words, limits=limits, place_options={"timeout": 8})
     assert await client.outcome(handle) is Outcome.LOST
     assert modal.result(modal.calls()[0]) == "timed out"
     assert (await client.fetched(handle))["outputs/checkpoints/step-2/w"] == b"2"
@@ -257,7 +259,7 @@ async def test_an_image_is_made_once_and_again_only_from_what_it_is_made_of(
 ) -> None:
     sha, app = client.store.put(b"made of this"), modal.folder / "apps/groupwise-abc"
     image = {"name": "abc", "python": "3.11", "files": {"builder.py": [sha, 0o644, 12]}}
-    handle = await client.submit("raise SystemExit(1)", asks={"image": image})
+    handle = await client.submit("raise SystemExit(1)", place_options={"image": image})
     assert app.read_text() == '["builder.py"]'
     await client.ending(handle)
     empty = BlobStore(client.folder / "another")
@@ -270,12 +272,12 @@ async def test_an_image_is_made_once_and_again_only_from_what_it_is_made_of(
 async def test_a_plan_needs_no_token_and_tells_what_it_costs(client: LaunchClient) -> None:
     backend = modal_backend(FakeModal(client.folder / "modal", owner=None), spare=180.0)
     limits = Limits(time_seconds=50 * 3600)
-    plan = await backend.plan(client.order("x", limits=limits, asks={"gpu": "A100"}))
+    plan = await backend.plan(client.order("x", limits=limits, place_options={"gpu": "A100"}))
     assert plan.price_per_hour == pytest.approx(0.000583 * 3600)
     assert "no token of Modal" in plan.steps[0]
     assert any("up to 2 more" in step for step in plan.steps)
     with pytest.raises(UsageError, match="at most 86400 s"):
-        await backend.plan(client.order("x", asks={"timeout": 86_401}))
+        await backend.plan(client.order("x", place_options={"timeout": 86_401}))
 
 
 async def test_a_job_costs_what_its_attempts_took(
@@ -283,7 +285,7 @@ async def test_a_job_costs_what_its_attempts_took(
 ) -> None:
     monkeypatch.setitem(DOLLARS_PER_SECOND, "H100", 10.0)
     fails = "import os, sys; sys.exit(os.environ['ATTEMPT'] == '1')"
-    first = await client.submit(fails, gpus=2, asks={"gpu": "H100"})
+    first = await client.submit(fails, gpus=2, place_options={"gpu": "H100"})
     before = await client.backend.cost(first)
     seconds = (await client.ending(first)).seconds
     second = await client.resume()
@@ -300,7 +302,7 @@ async def test_a_job_costs_what_its_attempts_took(
 @pytest.fixture
 def typing(modal: FakeModal, monkeypatch: pytest.MonkeyPatch) -> None:
     """Modal is the one of this machine."""
-    monkeypatch.setitem(places.WAYS, places.MODAL, lambda _: modal_backend(modal))
+    monkeypatch.setitem(places.BACKENDS, places.MODAL, lambda _: modal_backend(modal))
 
 
 @pytest.mark.usefixtures("typing")

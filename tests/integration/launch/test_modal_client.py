@@ -57,9 +57,13 @@ async def test_the_desk_is_deployed_once_and_is_one_container(
     server: Server, port: LiveModal
 ) -> None:
     server.answers = lambda name, *words: at_once([name, *words])
-    assert await port.desk("turns", [["a", 1]]) == ["groupwise-desk-1/desk", "turns", [["a", 1]]]
+    assert await port.call_coordinator("turns", [["a", 1]]) == [
+        "groupwise-desk-1/desk",
+        "turns",
+        [["a", 1]],
+    ]
     other = LiveModal()
-    await other.desk("note", "a", 1, 1, "fc-1")
+    await other.call_coordinator("note", "a", 1, 1, "fc-1")
     await other.close()
     assert len(server.of("FunctionCreate")) == 1
     made = server.functions["groupwise-desk-1/desk"]

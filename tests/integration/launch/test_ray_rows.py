@@ -17,7 +17,7 @@ import pytest
 from groupwise.jobs.fleet.poller import Pace
 from groupwise.jobs.fleet.store.database import connect
 from groupwise.jobs.fleet.verbs import jobs
-from groupwise.jobs.hosts import engines
+from groupwise.jobs.hosts import schedulers
 from tests import ray_cluster
 from tests.cluster_fleet import SAVES, ClusterFleet
 from tests.fleet_databases import copied
@@ -42,7 +42,7 @@ async def fleet(
     cluster: Ray, migrated_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[ClusterFleet]:
     monkeypatch.setenv("RAY_AUTH_TOKEN", cluster.token)
-    monkeypatch.setattr(engines, "LOOK_SECONDS", PACE.interval)
+    monkeypatch.setattr(schedulers, "POLL_SECONDS", PACE.interval)
     database = connect(copied(migrated_file, tmp_path))
     said = cluster.folder / "said"
     made = ClusterFleet(database, tmp_path, lambda: said.read_text()[-2000:], PACE)

@@ -12,8 +12,8 @@ from typing import Any, TypeAlias
 import pytest
 
 from groupwise.jobs.clouds.backend import Backend, CloudError, Order, Outcome, Phase, Unreachable
-from groupwise.jobs.hosts import engines
 from groupwise.jobs.hosts import ray as ray_host
+from groupwise.jobs.hosts import schedulers
 from groupwise.jobs.hosts import slurm as slurm_host
 from groupwise.jobs.hosts.failures import FailureClass
 from groupwise.jobs.hosts.port import OutcomeUnknown
@@ -129,7 +129,7 @@ only_ray = pytest.mark.parametrize("cluster", [of_ray], ids=["ray"], indirect=Tr
 @pytest.fixture
 def submitter(cluster: ClusterCase, person: Person, monkeypatch: pytest.MonkeyPatch) -> Person:
     """A user on the cluster's head node, with a polling interval of 1 s."""
-    monkeypatch.setattr(engines, "LOOK_SECONDS", 1.0)
+    monkeypatch.setattr(schedulers, "POLL_SECONDS", 1.0)
     for variable, value in cluster.variables.items():
         monkeypatch.setenv(variable, value)
     (person.project / "job.py").write_text(RUNS)
@@ -150,7 +150,7 @@ def asked(
         f"{asks.pop('slowly', 0)}",
         name=client.name + more,
         gpus=gpus,
-        asks={**asks, **({"options": [*options]} if options else {})},
+        place_options={**asks, **({"options": [*options]} if options else {})},
         limits=Limits(time_seconds=600, grace_seconds=20),
     )
 

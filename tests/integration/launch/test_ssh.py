@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.jobs.hosts.keys import parse
+from groupwise.jobs.hosts.keys import parse_host_key
 from tests.integration.launch.person import Person
 from tests.ssh_hosts import LoopbackHost, loopback_hosts
 from tests.wheels import fill_wheelhouse, lock_of
@@ -37,7 +37,7 @@ def way_to(host: LoopbackHost, *trust: str) -> list[str]:
 
 
 def trusting(host: LoopbackHost) -> list[str]:
-    return way_to(host, "--trust", parse(host.host_key).fingerprint)
+    return way_to(host, "--trust", parse_host_key(host.host_key).fingerprint)
 
 
 @pytest.fixture
@@ -52,7 +52,7 @@ def test_nothing_is_said_to_a_machine_that_nobody_trusts(
     before = machine.log().count("Accepted publickey")
     job = ("--python", sys.executable, "--script", "job.py")
     typed = person.types(*way_to(machine), *job, code=2)
-    assert parse(machine.host_key).fingerprint in typed.err
+    assert parse_host_key(machine.host_key).fingerprint in typed.err
     assert "--trust SHA256:" in typed.err
     typed = person.types(*way_to(machine, "--trust", "SHA256:another"), *job, code=2)
     assert "not SHA256:another" in typed.err

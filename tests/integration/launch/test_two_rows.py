@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from groupwise.jobs.fleet.store.database import connect
-from groupwise.jobs.hosts import engines
+from groupwise.jobs.hosts import schedulers
 from tests import slurm
 from tests.cluster_fleet import ClusterFleet
 from tests.fleet_databases import copied
@@ -19,7 +19,7 @@ async def fleet(
     migrated_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[ClusterFleet]:
     monkeypatch.setenv("SLURM_CONF", str(slurm.shared().configuration))
-    monkeypatch.setattr(engines, "LOOK_SECONDS", 0.3)
+    monkeypatch.setattr(schedulers, "POLL_SECONDS", 0.3)
     database = connect(copied(migrated_file, tmp_path))
     made = ClusterFleet(database, tmp_path)
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from functools import partial
 
-from groupwise.dashboard.mounted import in_front
+from groupwise.dashboard.mounted import mount_dashboard
 from groupwise.server.serve import build_service, serve
 from groupwise.server.settings import read_settings
 
@@ -15,4 +15,4 @@ if __name__ == "__main__":
     options = {"output_dir": sys.argv[1], "port": int(sys.argv[2])}
     settings = read_settings(None, {}, options, sys.argv[3:])
     build = partial(build_service, factory=FACTORY)
-    sys.exit(serve(settings, None, build=build, in_front=in_front(settings, None)))
+    sys.exit(serve(settings, None, build=build, in_front=mount_dashboard(settings, None)))

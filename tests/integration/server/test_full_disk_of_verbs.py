@@ -15,14 +15,14 @@ from groupwise.core.errors import StoreError
 from groupwise.server.engine.saved_adapters import SavedFolders
 from groupwise.server.ledger import writer
 from groupwise.server.tinker import service
-from groupwise.server.tinker.futures import NotKept
+from groupwise.server.tinker.futures import LedgerUnavailable
 from tests.disks import fill, small_disk
 from tests.processes import wait_until_async
 from tests.tinker_app import KEY, app
 from tests.unit.server.tinker.test_engine_manager import CALLS, TIMEOUT_S, Loop, plain, undisturbed
 from tests.unit.server.tinker.verb_service import Disk, Server, serving
 
-AGAIN = (NotKept, StoreError)
+AGAIN = (LedgerUnavailable, StoreError)
 PAUSE_S = 0.05
 
 
@@ -52,9 +52,9 @@ async def test_nothing_is_told_and_everything_goes_on(
         async with serving(disk / "output", engine) as server:
             fill(disk)
             await told_to_come_again(server)
-            await refused(server.service.opened.create_session(None))
+            await refused(server.service.registry.create_session(None))
             (disk / "ballast").unlink()
-            loop = Loop(await server.service.opened.create_session(None))
+            loop = Loop(await server.service.registry.create_session(None))
             for number in range(CALLS):
                 if number in (0, 2, 4):
                     await request_meets_it(loop, server, number, disk)

@@ -219,7 +219,7 @@ class Verbs:
 async def verbs_course(folder: Path, asked: list[tuple[str, Any, int]]) -> None:
     async with serving(folder, Disk(SavedFolders(folder))) as server:
         service = server.service
-        verbs = Verbs(server, await service.opened.create_session(None))
+        verbs = Verbs(server, await service.registry.create_session(None))
         await verbs.ask("POST /api/v1/create_model", created(verbs.session).model_dump(), 0)
         sampler = {"sampling_session_seq_id": 0, "base_model": "tiny", "session_id": verbs.session}
         await verbs.ask("POST /api/v1/create_sampling_session", sampler, 0)
@@ -232,9 +232,9 @@ async def verbs_course(folder: Path, asked: list[tuple[str, Any, int]]) -> None:
                 assert b"The server failed" not in answer.body
             elif answer is not None and answer.media_type == JSON:
                 RESULT.validate_json(answer.body)
-        for session in [*service.opened._sessions]:  # pyright: ignore[reportPrivateUsage]
-            await service.opened.finish(session)
-        after = Loop(await service.opened.create_session(None))
+        for session in [*service.registry._sessions]:  # pyright: ignore[reportPrivateUsage]
+            await service.registry.finish(session)
+        after = Loop(await service.registry.create_session(None))
         await after.go(service, last=5)
         assert all(each and each.state == "answered" for each in await after.answers(service))
 

@@ -13,7 +13,7 @@ from axe_playwright_python.sync_playwright import Axe
 from playwright.sync_api import Page, ViewportSize, expect
 
 from groupwise.api.schemas.keys import Keyring
-from groupwise.dashboard.access import Door
+from groupwise.dashboard.access import AccessControl
 from groupwise.dashboard.app import make_app
 from groupwise.dashboard.context import DashboardContext
 from groupwise.dashboard.sources.cached_values import ending
@@ -37,7 +37,7 @@ def shown(
     runs: Path, keys: Keyring | None = None, fleet: LocalFleet | None = None
 ) -> Iterator[str]:
     watched = None if fleet is None else WatchedFleet(fleet)
-    place = DashboardContext(RunsIndex(runs), Door(keys, acts=True), watched)
+    place = DashboardContext(RunsIndex(runs), AccessControl(keys, acts=True), watched)
     with (
         nullcontext() if watched is None else ending(watched),
         listening(make_app(place)) as address,

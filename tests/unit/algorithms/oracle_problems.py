@@ -34,7 +34,7 @@ class Problem:
 
     def weights(self, algorithm: Algorithm) -> list[RolloutCredit | None]:
         """Those of all rollouts in their order, which is that of the rows."""
-        return [weight for of_group in algorithm.weights(self.groups) for weight in of_group]
+        return [weight for of_group in algorithm.credits(self.groups) for weight in of_group]
 
     def batch(self, algorithm: Algorithm) -> TokenBatch:
         """The rows that train."""

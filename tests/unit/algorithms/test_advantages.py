@@ -162,8 +162,8 @@ def test_groups_keep_their_identity_in_any_order(name: str, data: st.DataObject,
     rewards = data.draw(st.lists(REWARDS, min_size=1, max_size=5))
     order = data.draw(st.permutations(range(len(rewards))))
     groups = [group(*values) for values in rewards]
-    straight = make(name, {}).weights(groups)
-    shuffled = make(name, {}).weights([groups[i] for i in order])
+    straight = make(name, {}).credits(groups)
+    shuffled = make(name, {}).credits([groups[i] for i in order])
     assert shuffled == tuple(straight[i] for i in order)
 
 
@@ -173,15 +173,15 @@ def test_groups_keep_their_identity_in_any_order(name: str, data: st.DataObject,
 def test_a_group_does_not_know_the_others(name: str, data: st.DataObject, group) -> None:
     groups = [group(*values) for values in data.draw(st.lists(REWARDS, min_size=2, max_size=4))]
     algorithm = make(name, {})
-    alone = tuple(algorithm.weights([each])[0] for each in groups)
-    assert algorithm.weights(groups) == alone
+    alone = tuple(algorithm.credits([each])[0] for each in groups)
+    assert algorithm.credits(groups) == alone
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
 def test_failed_members_are_as_if_never_there(name: str, group) -> None:
     algorithm = make(name, {})
-    whole = algorithm.weights([group(0.0, 0.5, 1.0), group(1.0, 3.0)])
-    holed = algorithm.weights([group(None, 0.0, 0.5, None, 1.0), group(1.0, 3.0, None)])
+    whole = algorithm.credits([group(0.0, 0.5, 1.0), group(1.0, 3.0)])
+    holed = algorithm.credits([group(None, 0.0, 0.5, None, 1.0), group(1.0, 3.0, None)])
     assert holed == ((None, *whole[0][:2], None, whole[0][2]), (*whole[1], None))
     groups = [group(None, 0.0, 1.0), group(None)]
     assert algorithm.denominators(groups, 8) == algorithm.denominators([group(0.0, 1.0)], 8)
@@ -191,10 +191,10 @@ def test_failed_members_are_as_if_never_there(name: str, group) -> None:
 def test_a_step_that_agrees_has_no_signal_and_keeps_its_denominator(name: str, group) -> None:
     algorithm = make(name, {})
     groups = [group(0.35, 0.35, 0.1 + 0.25), group(0.35)]
-    for weights in algorithm.weights(groups):
+    for weights in algorithm.credits(groups):
         assert [weight.advantage for weight in weights if weight] == [0.0] * len(weights)
         assert not algorithm.teaches(weights)
     assert algorithm.denominators(groups, 8)["policy"] > 0
-    assert make(name, {"beta": 0.1}).teaches(algorithm.weights(groups)[0])
-    assert make(name, {"entropy_coef": 0.1}).teaches(algorithm.weights(groups)[0])
+    assert make(name, {"beta": 0.1}).teaches(algorithm.credits(groups)[0])
+    assert make(name, {"entropy_coef": 0.1}).teaches(algorithm.credits(groups)[0])
     assert algorithm.denominators([], 8) == {"policy": 0.0}

@@ -44,7 +44,7 @@ KL: dict[str, Any] = {"beta": 0.1, "kl_gradient": "estimator"}
 def test_weights_and_denominators(
     pair, group, algorithm: Algorithm, advantage: float, scales, denominators
 ) -> None:
-    weights = [weight for weight in algorithm.weights([pair])[0] if weight]
+    weights = [weight for weight in algorithm.credits([pair])[0] if weight]
     assert [each.advantage for each in weights] == pytest.approx([advantage, -advantage])
     assert tuple(each.scale for each in weights) == scales
     assert algorithm.denominators([pair, group(1.0, None)], 8) == denominators
@@ -54,7 +54,7 @@ def test_weights_and_denominators(
 def _computed(algorithm: Algorithm, pair, weighted, total, policy, **given) -> tuple[float, Any]:
     """The loss of the step of the pair, and the gradient of its log-probabilities."""
     given = {"sampling": FLAT, "proximal": FLAT, "mask": LENGTHS, **given}
-    rows = weighted(algorithm.weights([pair])[0], policy, **given)
+    rows = weighted(algorithm.credits([pair])[0], policy, **given)
     loss = total(algorithm, rows, algorithm.denominators([pair], 8))
     loss.backward()
     return loss.item(), rows.policy_logprobs_BT.grad
@@ -153,7 +153,7 @@ def test_off_policy_loss_and_gradient(
 
 def test_tokens_of_the_environment_count_nowhere(rollout, group, weighted, total) -> None:
     talk = group(rollout(0, 1.0, tokens=2, observed=2), rollout(1, 0.0, tokens=4))
-    weights = Grpo().weights([talk])[0]
+    weights = Grpo().credits([talk])[0]
     assert weights[0] is not None
     assert weights[0].scale == 1 / 2
     rows = weighted(weights, FLAT, mask=[[0, 0, 1, 1], [1, 1, 1, 1]])
@@ -163,7 +163,7 @@ def test_tokens_of_the_environment_count_nowhere(rollout, group, weighted, total
 
 def test_failed_members_have_no_weight_and_no_share(group) -> None:
     mixed = group(1.0, None, 0.0)
-    weights = Grpo().weights([mixed])[0]
+    weights = Grpo().credits([mixed])[0]
     assert weights[1] is None
     assert [weight.advantage for weight in weights if weight] == pytest.approx([A, -A])
     assert Grpo().denominators([mixed, group(None, None)], 8) == {"policy": 2.0}
@@ -175,8 +175,8 @@ def test_failed_members_have_no_weight_and_no_share(group) -> None:
 def test_truncated_members_teach_unless_masked(rollout, group, kind, denominator) -> None:
     """Their rewards still count in mean and spread, and they in the denominator."""
     cut = group(rollout(0, 0.0, truncated=True), 1.0, 1.0)
-    plain = kind().weights([cut])[0]
-    masked = kind(mask_truncated_completions=True).weights([cut])[0]
+    plain = kind().credits([cut])[0]
+    masked = kind(mask_truncated_completions=True).credits([cut])[0]
     assert plain[0] is not None
     assert masked == (None, *plain[1:])
     found = kind(mask_truncated_completions=True).denominators([cut], 8)
@@ -185,7 +185,7 @@ def test_truncated_members_teach_unless_masked(rollout, group, kind, denominator
 
 def test_rollout_without_a_token_counts_but_has_no_row(rollout, group) -> None:
     silent = group(rollout(0, 0.0, tokens=0), 1.0)
-    weights = Grpo().weights([silent])[0]
+    weights = Grpo().credits([silent])[0]
     assert weights[0] is None
     assert weights[1] is not None
     assert weights[1].advantage == pytest.approx(A)
@@ -222,7 +222,7 @@ def test_tokens_beyond_the_cap_of_cispo_keep_their_gradient_and_are_counted(
 
 
 def test_rloo_compares_with_the_mean_of_the_others(group) -> None:
-    weights = Rloo().weights([group(1.0, None, 0.0, 5.0)])[0]
+    weights = Rloo().credits([group(1.0, None, 0.0, 5.0)])[0]
     found = [weight and weight.advantage for weight in weights]
     assert found == [pytest.approx(1 - 2.5), None, pytest.approx(0 - 3), pytest.approx(5 - 0.5)]
 
@@ -237,7 +237,7 @@ def test_rloo_sums_its_penalty_over_the_rollout(pair, weighted, total) -> None:
 
 
 def _advantages(algorithm: ReinforcePp, groups) -> list[list[float]]:
-    return [[weight.advantage for weight in row if weight] for row in algorithm.weights(groups)]
+    return [[weight.advantage for weight in row if weight] for row in algorithm.credits(groups)]
 
 
 def test_reinforce_pp_normalises_over_the_step(group) -> None:

@@ -242,7 +242,7 @@ def test_numerator_and_denominator_count_the_same_tokens(
     knobs = {"mask_truncated_completions": True, "entropy_coef": 1.0}
     algorithm = make(name, {**knobs, "importance_sampling_correction": "none"})
     step = [group(rollout(0, 0.0, tokens=2), rollout(1, 1.0, tokens=4, truncated=True), None)]
-    (weights,) = algorithm.weights(step)
+    (weights,) = algorithm.credits(step)
     assert [weight is None for weight in weights] == [False, True, True]
     flat = [[-1.0, -1.0]]
     rows = weighted([RolloutCredit(1.0, weights[0].scale)], flat, entropies=[[1.0, 1.0]])

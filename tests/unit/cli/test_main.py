@@ -50,7 +50,7 @@ def rl(monkeypatch: pytest.MonkeyPatch) -> Verb:
 
 @pytest.fixture
 def evaluate(monkeypatch: pytest.MonkeyPatch) -> Verb:
-    verb = replaced(monkeypatch, "groupwise.training.evaluation.evaluate", "evaluate_each")
+    verb = replaced(monkeypatch, "groupwise.training.evaluation.evaluate", "evaluate_policies")
     verb.result = [Result()]
     return verb
 

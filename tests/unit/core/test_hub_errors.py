@@ -15,7 +15,7 @@ from groupwise.core import hub_errors
 def _asked_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name in (*hub_errors.PROXIES, "HF_HUB_OFFLINE"):
         monkeypatch.delenv(name, raising=False)
-    asked = hub_errors.answers
+    asked = hub_errors.is_reachable
     asked.cache_clear()
     yield
     asked.cache_clear()
@@ -25,16 +25,16 @@ def test_whether_the_hub_answers_is_asked_once_and_quickly(monkeypatch: pytest.M
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
         monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{port}")
-        assert hub_errors.answers()
-    assert hub_errors.answers(), "it is not asked again"
-    hub_errors.answers.cache_clear()
-    assert not hub_errors.answers(), "nobody listens there any more"
-    hub_errors.answers.cache_clear()
+        assert hub_errors.is_reachable()
+    assert hub_errors.is_reachable(), "it is not asked again"
+    hub_errors.is_reachable.cache_clear()
+    assert not hub_errors.is_reachable(), "nobody listens there any more"
+    hub_errors.is_reachable.cache_clear()
     monkeypatch.setenv("HTTPS_PROXY", "http://proxy.example:3128")
-    assert hub_errors.answers(), "only the proxy can tell"
-    hub_errors.answers.cache_clear()
+    assert hub_errors.is_reachable(), "only the proxy can tell"
+    hub_errors.is_reachable.cache_clear()
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert not hub_errors.answers()
+    assert not hub_errors.is_reachable()
 
 
 def of_status(status: int) -> httpx.HTTPStatusError:
@@ -56,10 +56,10 @@ def wrapped(cause: BaseException) -> OSError:
 def test_what_passes_by_itself(
     monkeypatch: pytest.MonkeyPatch, error: Exception, *, passes: bool
 ) -> None:
-    monkeypatch.setattr(hub_errors, "answers", lambda: True)
-    assert hub_errors.will_pass(error) is passes
+    monkeypatch.setattr(hub_errors, "is_reachable", lambda: True)
+    assert hub_errors.is_temporary(error) is passes
 
 
 def test_who_decided_to_be_offline_stays_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    assert not hub_errors.will_pass(ConnectionResetError())
+    assert not hub_errors.is_temporary(ConnectionResetError())

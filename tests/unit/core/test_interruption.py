@@ -16,7 +16,7 @@ import asyncio, signal
 from groupwise.core import interruption as tuned
 from groupwise.core.interruption import Interrupted, Interruption
 
-tuned.TOGETHER = 0.0
+tuned.SAME_SIGNAL_SECONDS = 0.0
 
 def say(*words):
     print(*words, flush=True)
@@ -105,7 +105,7 @@ def test_told_by_several_at_once_or_by_a_queue_again_it_does_not_hurry(together,
     """A queue tells all processes of a job, and torchrun or srun pass on what they hear."""
     body = f"""
     async def main():
-        tuned.TOGETHER = {together}
+        tuned.SAME_SIGNAL_SECONDS = {together}
         with Interruption() as interruption:
             heard = []
             receive = signal.getsignal(signal.SIGTERM)

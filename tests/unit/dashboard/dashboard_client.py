@@ -8,7 +8,7 @@ from typing import Any
 import httpx2
 
 from groupwise.api.schemas.keys import Keyring
-from groupwise.dashboard.access import Door
+from groupwise.dashboard.access import AccessControl
 from groupwise.dashboard.app import make_app
 from groupwise.dashboard.context import DashboardContext
 from groupwise.dashboard.sources.runs import RunsIndex
@@ -18,8 +18,8 @@ HERE = "http://127.0.0.1:8080"
 
 def place_of(runs: Path, keys: Keyring | None = None) -> DashboardContext:
     index = RunsIndex(runs)
-    index.all_runs(patience=10.0)
-    return DashboardContext(index, Door(keys))
+    index.all_runs(timeout=10.0)
+    return DashboardContext(index, AccessControl(keys))
 
 
 def asking(runs: Path, keys: Keyring | None = None, at: str = HERE) -> httpx2.AsyncClient:

@@ -8,7 +8,7 @@ import pytest
 
 from groupwise.api.schemas.keys import Keyring, Role, new_key, read_key_file
 from groupwise.api.schemas.problems import Refusal
-from groupwise.dashboard.access import LASTS, Door
+from groupwise.dashboard.access import COOKIE_LIFETIME, AccessControl
 
 HERE = {"host": "127.0.0.1:8080"}
 
@@ -31,23 +31,23 @@ def ring(*keys: Any, plain: str | None = None) -> Keyring:
 
 def test_a_key_becomes_a_cookie_that_outlives_the_process_and_not_its_time(key: Any) -> None:
     clock = Clock()
-    cookie = Door(ring(key), clock).admit(f" {key.key}\n", "a")
+    cookie = AccessControl(ring(key), clock).admit(f" {key.key}\n", "a")
     assert cookie is not None
     assert key.key.rpartition("-")[2] not in cookie
-    later = Door(ring(key), clock)
+    later = AccessControl(ring(key), clock)
     visitor = later.visitor({}, cookie)
     assert visitor is not None
     assert (visitor.caller.key_id, visitor.by_cookie) == (key.id, True)
-    clock.now += LASTS + 1
+    clock.now += COOKIE_LIFETIME + 1
     assert later.visitor({}, cookie) is None
 
 
 def test_a_cookie_ends_with_its_key_and_cannot_be_made_up(key: Any) -> None:
     other = new_key(Role.ADMIN)
-    cookie = Door(ring(key)).admit(key.key, "a")
+    cookie = AccessControl(ring(key)).admit(key.key, "a")
     assert cookie is not None
-    assert Door(ring(other)).visitor({}, cookie) is None
-    door = Door(ring(key, other))
+    assert AccessControl(ring(other)).visitor({}, cookie) is None
+    door = AccessControl(ring(key, other))
     assert door.visitor({}, cookie) is not None
     name, until, nonce, seal = cookie.split(".")
     for forged in (
@@ -64,13 +64,13 @@ def test_a_cookie_ends_with_its_key_and_cannot_be_made_up(key: Any) -> None:
 
 
 def test_a_plain_key_opens_too_and_a_program_shows_its_key_with_each_request(key: Any) -> None:
-    door = Door(ring(plain="a-plain-key-of-16"))
+    door = AccessControl(ring(plain="a-plain-key-of-16"))
     cookie = door.admit("a-plain-key-of-16", "a")
     visitor = door.visitor({}, cookie)
     assert visitor is not None
     assert (visitor.caller.key_id, visitor.by_cookie) == ("environment", True)
-    assert Door(ring(plain="another-key-of-16")).visitor({}, cookie) is None
-    door = Door(ring(key))
+    assert AccessControl(ring(plain="another-key-of-16")).visitor({}, cookie) is None
+    door = AccessControl(ring(key))
     visitor = door.visitor({"authorization": f"Bearer {key.key}"}, None)
     assert visitor is not None
     assert not visitor.by_cookie
@@ -80,7 +80,7 @@ def test_a_plain_key_opens_too_and_a_program_shows_its_key_with_each_request(key
 
 
 def test_wrong_keys_may_not_be_tried_for_ever(key: Any) -> None:
-    door = Door(ring(key))
+    door = AccessControl(ring(key))
     for _ in range(10):
         assert door.admit("gw-wrong-key", "one") is None
     with pytest.raises(Refusal) as refused:
@@ -90,7 +90,7 @@ def test_wrong_keys_may_not_be_tried_for_ever(key: Any) -> None:
 
 
 def test_without_keys_only_this_machine_is_answered() -> None:
-    door = Door(None)
+    door = AccessControl(None)
     assert door.is_open
     assert door.visitor(HERE, None) is not None
     for other in (
@@ -105,7 +105,7 @@ def test_without_keys_only_this_machine_is_answered() -> None:
 
 def test_a_form_is_of_a_page_of_this_host_also_behind_a_proxy_that_renames_it() -> None:
     key = new_key(Role.ACT)
-    door = Door(ring(key), acts=True)
+    door = AccessControl(ring(key), acts=True)
     visitor = door.visitor(HERE, door.admit(key.key, "a"))
     assert visitor is not None
     here, elsewhere = {"origin": "http://127.0.0.1:8080"}, {"origin": "https://gw.example.org"}

@@ -16,7 +16,7 @@ import pytest
 
 from groupwise.core.types import Example, Group, Rollout
 from groupwise.runs.records import StepRecord
-from groupwise.runs.search import AskedFilter
+from groupwise.runs.search import PromptFilter
 from groupwise.runs.store import Store
 from tests.unit.dashboard.dashboard_client import asking
 from tests.web_runs import write_run
@@ -128,6 +128,6 @@ def test_completions_of_an_earlier_draw_are_nobodys_answer_anew(tmp_path: Path) 
         ]
         store.commit_step(StepRecord(0, 0, 1, "w", (0, 1), 0.1, 0.0), groups, {})
         store.keep_unfinished([Group(2, Example(0, "p"), ())])
-        assert [each.draw for each in store.groups_asked(AskedFilter())] == [0]
+        assert [each.draw for each in store.completed_prompts(PromptFilter())] == [0]
         assert store.scores([0]) == {}, "no number"
         assert store.scores([1])[1].best == 1.0

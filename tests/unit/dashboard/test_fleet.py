@@ -13,12 +13,12 @@ import pytest
 
 from groupwise.api.schemas.keys import Keyring, Role, new_key, read_key_file
 from groupwise.api.schemas.problems import Refusal
-from groupwise.dashboard.access import Door
+from groupwise.dashboard.access import AccessControl
 from groupwise.dashboard.app import make_app
 from groupwise.dashboard.context import DashboardContext
 from groupwise.dashboard.fleet.jobs import MOST_OF_REASON
 from groupwise.dashboard.sources.cached_values import ending
-from groupwise.dashboard.sources.fleet import WatchedFleet, lasting
+from groupwise.dashboard.sources.fleet import WatchedFleet, without_volatile
 from groupwise.dashboard.sources.runs import RunsIndex
 from groupwise.jobs.fleet.client import FleetClient
 from groupwise.jobs.fleet.files.logs import append, make
@@ -59,7 +59,9 @@ def client_of(
     fleet: Any, runs: Path, keys: Keyring | None = None, *, acts: bool = True
 ) -> httpx2.AsyncClient:
     place = DashboardContext(
-        RunsIndex(runs), Door(keys, acts=acts), None if fleet is None else WatchedFleet(fleet)
+        RunsIndex(runs),
+        AccessControl(keys, acts=acts),
+        None if fleet is None else WatchedFleet(fleet),
     )
     transport = httpx2.ASGITransport(make_app(place))
     return httpx2.AsyncClient(transport=transport, base_url=HERE)
@@ -165,7 +167,7 @@ async def test_a_fleet_elsewhere_is_shown_and_changed_over_its_api(
                 for each in (found, expected):
                     for ends_now in ("timeline", "axis", "ran"):  # which is another now
                         each.pop(ends_now, None)
-                assert lasting(found) == lasting(expected), path
+                assert without_volatile(found) == without_volatile(expected), path
             log = (await elsewhere.get("/fleet/jobs/running-1/log?epoch=1")).json()
             assert log["text"].startswith("step 1\n")
             for path, action in (("jobs/waiting-1", "hold"), ("machines/box-1", "drain")):

@@ -10,9 +10,9 @@ import pytest
 from starlette.requests import Request
 
 from groupwise.api.schemas.problems import Refusal
-from groupwise.dashboard.access import Door
+from groupwise.dashboard.access import AccessControl
 from groupwise.dashboard.context import DashboardContext
-from groupwise.dashboard.live import Streams, look_of
+from groupwise.dashboard.live import Streams, stamp_function
 from groupwise.dashboard.sources.runs import RunsIndex
 from groupwise.runs.store import Store
 from tests.web_runs import add_step, write_run
@@ -26,7 +26,9 @@ def asked(query: str) -> Request:
 def test_a_run_is_new_after_a_step_and_after_an_evaluation_beside_it(tmp_path: Path) -> None:
     path = write_run(tmp_path / "one", 2)
     write_run(tmp_path / "two", 2)
-    look = look_of(DashboardContext(RunsIndex(tmp_path), Door(None)), asked("run=one&run=two"))
+    look = stamp_function(
+        DashboardContext(RunsIndex(tmp_path), AccessControl(None)), asked("run=one&run=two")
+    )
     seen = [look()]
     assert look() == seen[0]
     with Store.open(path / "run.db") as store:
@@ -44,7 +46,9 @@ def test_evaluations_are_new_once_a_result_is_there(tmp_path: Path, place: str) 
     runs = tmp_path / "runs"
     write_run(runs / "one", 2)
     now = [0.0]
-    look = look_of(DashboardContext(RunsIndex(runs, lambda: now[0]), Door(None)), asked(""))
+    look = stamp_function(
+        DashboardContext(RunsIndex(runs, lambda: now[0]), AccessControl(None)), asked("")
+    )
     before = look()
     now[0] += 10
     assert look() == before
@@ -57,9 +61,9 @@ def test_evaluations_are_new_once_a_result_is_there(tmp_path: Path, place: str) 
 
 def test_only_so_many_pages_are_followed_at_once() -> None:
     streams = Streams(2)
-    streams.take()
-    streams.take()
+    streams.acquire()
+    streams.acquire()
     with pytest.raises(Refusal, match="close some"):
-        streams.take()
-    streams.leave()
-    streams.take()
+        streams.acquire()
+    streams.release()
+    streams.acquire()

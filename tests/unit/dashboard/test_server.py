@@ -23,13 +23,13 @@ from groupwise.api.schemas.activity import (
 )
 from groupwise.api.schemas.keys import Keyring, Role
 from groupwise.api.schemas.training import Counters, EventData, StatusAnswer
-from groupwise.dashboard.access import Door
+from groupwise.dashboard.access import AccessControl
 from groupwise.dashboard.app import make_app
 from groupwise.dashboard.context import DashboardContext
-from groupwise.dashboard.mounted import in_front
+from groupwise.dashboard.mounted import mount_dashboard
 from groupwise.dashboard.sources.runs import RunsIndex
-from groupwise.dashboard.sources.server import CLOCKS_RUN, WatchedServer
-from groupwise.server.serve import Built
+from groupwise.dashboard.sources.server import REFRESH_SECONDS, WatchedServer
+from groupwise.server.serve import Services
 from groupwise.server.settings import ServerConfig
 from tests.unit.server.fake_service import RUN, FakeService
 from tests.unit.server.http_client import keyring
@@ -93,7 +93,9 @@ def everything() -> Told:
 
 
 def client_of(server: Any, runs: Path) -> httpx2.AsyncClient:
-    place = DashboardContext(RunsIndex(runs), Door(None), server=server and WatchedServer(server))
+    place = DashboardContext(
+        RunsIndex(runs), AccessControl(None), server=server and WatchedServer(server)
+    )
     return httpx2.AsyncClient(transport=httpx2.ASGITransport(make_app(place)), base_url=HERE)
 
 
@@ -145,7 +147,7 @@ def test_pages_are_told_of_news_and_of_nothing_else() -> None:
     changed = seen(2, at=2e9, groups=passing, clients=[], sessions=[])
     assert changed != before
     assert seen(2, at=3e9, groups=activity.groups) == changed
-    assert seen(CLOCKS_RUN) != changed  # leases have become shorter
+    assert seen(REFRESH_SECONDS) != changed  # leases have become shorter
 
 
 # Mounted on the server
@@ -153,8 +155,8 @@ def test_pages_are_told_of_news_and_of_nothing_else() -> None:
 
 def mounted(folder: Path, keys: Keyring | None) -> Any:
     config = ServerConfig(output_dir=str(folder))
-    serving, answers = Built(FakeService()).application(config, keys)
-    return in_front(config, keys)(answers, serving)
+    serving, answers = Services(FakeService()).application(config, keys)
+    return mount_dashboard(config, keys)(answers, serving)
 
 
 @pytest.fixture

@@ -62,7 +62,7 @@ async def test_all_come_as_one_archive(client: httpx2.AsyncClient, run: Path, wh
 
 
 def test_an_archive_is_made_while_it_is_sent(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(made, "PIECE", 1000)
+    monkeypatch.setattr(made, "CHUNK_BYTES", 1000)
     pieces = [*archive(run / "final", "x")]
     assert (len(pieces) > 6, max(map(len, pieces)) < 2500) == (True, True)
 

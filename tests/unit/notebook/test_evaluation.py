@@ -21,7 +21,7 @@ def asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[EvalConfig]:
     def evaluated(config: Any, *_: Any, overrides: Any, samples_per_prompt: int, **__: Any) -> Any:
         samples = f"eval.samples_per_prompt={samples_per_prompt}"
         found.append(load_config(config, [*overrides, samples]).config.eval)
-        return SimpleNamespace(policy="base", metrics={}, judged=[], prompts=1)
+        return SimpleNamespace(policy="base", metrics={}, metrics_with_interval=[], prompts=1)
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(evaluation, "evaluated", evaluated)

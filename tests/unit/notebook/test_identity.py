@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from groupwise.notebook import Criterion, Rubric, Session, TrainingConfig, identity
-from groupwise.notebook.fingerprint import Look, digest
+from groupwise.notebook.fingerprint import FunctionDescription, digest
 from groupwise.notebook.identity import (
     Collected,
     collected_names,
@@ -264,7 +264,7 @@ def rubric_of(names: dict[str, Any]) -> Any:
 
 
 def look_at(reward: Any) -> dict[str, str]:
-    return Look(reward).found
+    return FunctionDescription(reward).fingerprints
 
 
 def made(source: str, calls: int = 0) -> dict[str, str]:

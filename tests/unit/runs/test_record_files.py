@@ -134,7 +134,7 @@ def test_one_step_or_evaluation_is_read_at_a_time(store, tmp_path, monkeypatch):
         return plain(self, wanted)
 
     monkeypatch.setattr(Store, "every_rollout", every_rollout)
-    read = record_files._rows(store, "rollouts", 3, {})
+    read = record_files._rows_of_kind(store, "rollouts", 3, {})
     next(read)
     assert asked == [0]
     assert len(list(read)) == 2

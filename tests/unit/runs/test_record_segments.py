@@ -22,7 +22,7 @@ from groupwise.core.errors import RunInUseError, StoreError
 from groupwise.core.types import Example, Group, RewardPart, Rollout, SamplingParams, Segment
 from groupwise.runs import checkpoints, record_segments
 from groupwise.runs.folder import RunFolder
-from groupwise.runs.record_segments import trouble_with, write_piece
+from groupwise.runs.record_segments import find_damage, write_piece
 from groupwise.runs.records import (
     EvaluationRecord,
     ResumeRecord,
@@ -160,7 +160,7 @@ def test_a_piece_of_a_format_without_warnings_gives_the_rest(tmp_path):
             "INSERT INTO groups (draw, step, position, example, prompt, prompt_text, columns, metrics)"
             " VALUES (0, 0, 0, 0, '\"p\"', 'p', '{\"task\": \"sums\"}', '{}');"
         )
-    record_segments._put_together(tmp_path / "run.db", [tmp_path / "old.db"])
+    record_segments._build_record(tmp_path / "run.db", [tmp_path / "old.db"])
     found = rows(tmp_path / "run.db")
     assert (len(found["steps"]), found["warnings"]) == (1, [])
     with Store.open(tmp_path / "run.db", readonly=True) as store:
@@ -331,7 +331,7 @@ def test_damage_is_noticed_and_mended(run, how):
     assert made.trouble.startswith(("was damaged", "was empty"))
     assert rows(run.path / "run.db") == before
     assert recover(run.path) is None
-    assert trouble_with(run.path / "run.db", thorough=True) is None
+    assert find_damage(run.path / "run.db", thorough=True) is None
 
 
 def test_what_cannot_be_mended_is_told(run):

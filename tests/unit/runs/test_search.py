@@ -330,7 +330,7 @@ def test_what_is_taken_back_is_forgotten_by_the_index(tmp_path: Path) -> None:
         assert [view.step for view in store.rollouts(RolloutFilter(text="東京"))] == [0]
         store.rewind(0)
     with sqlite3.connect(path) as record:
-        for index in text_index.TEXTS:
+        for index in text_index.INDEX_SOURCES:
             record.execute(
                 f"CREATE VIRTUAL TABLE temp.{index}_left USING fts5vocab(main, {index}, row)"
             )
@@ -362,7 +362,7 @@ def test_kinds_are_counted_the_most_frequent_first(tmp_path: Path) -> None:
         assert found[1].example == "no number in 'text 7'", "the newest"
         assert store.draw_of(found[1].rollout) == 7
         assert len(found[3].reason) == 300
-        assert store.failures(most=1) == found[:1]
+        assert store.failures(limit=1) == found[:1]
         newest = store.failures(newest=3)
         assert sum(each.count for each in newest) == 3
         assert newest[0] == FailureKind(found[0].reason, 2, found[0].example, found[0].rollout)

@@ -40,7 +40,7 @@ from groupwise.runs.records import (
     StepRecord,
     WarningRecord,
 )
-from groupwise.runs.search import AskedFilter
+from groupwise.runs.search import PromptFilter
 from groupwise.runs.store import Store
 from groupwise.runs.tables import task_of
 
@@ -721,7 +721,7 @@ class TestFormat:
         with Store.open(path, readonly=True) as store:
             assert store.steps() == [StepRecord(0, 0, 1, "f", (0,), 0.1, 2.0)]
             assert store.evaluations() == [EvaluationRecord(1, "after", "r@1", {})]
-            assert (store.warnings(), store.groups_asked(AskedFilter())) == ([], [])
+            assert (store.warnings(), store.completed_prompts(PromptFilter())) == ([], [])
         columns = "SELECT group_concat(name) FROM pragma_table_info(?)"
         tables = schema_tables(tmp_path / "new.db")
         old, new = (

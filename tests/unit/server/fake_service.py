@@ -25,7 +25,7 @@ from groupwise.api.schemas.training import (
     StopAnswer,
     TokenizerAnswer,
 )
-from groupwise.server.ledger.answers import StoredResponse
+from groupwise.server.ledger.idempotency import StoredResponse
 from groupwise.server.run.downloads import OpenFile, OpenVersion
 from groupwise.server.run.responses import (
     answer_of,

@@ -19,7 +19,7 @@ from groupwise.api.schemas.training import (
     StartRequest,
 )
 from groupwise.core.errors import GroupwiseError
-from groupwise.server.serve import Built, read_start, serve
+from groupwise.server.serve import Services, read_start, serve
 from groupwise.server.settings import ServerConfig, read_settings
 from tests.unit.server.fake_service import FakeService
 
@@ -57,8 +57,8 @@ def main(folder: str, more: str | None = None) -> int:
     slow = more == "slow"
     start_with = read_start(Path(more)) if more and not slow else None
 
-    async def build(_: ServerConfig) -> Built:
-        return Built(Telling(slow=slow))
+    async def build(_: ServerConfig) -> Services:
+        return Services(Telling(slow=slow))
 
     try:
         return serve(config, None, start_with, build)

@@ -86,7 +86,7 @@ class Served:
 
     async def kill(self) -> None:
         """The server's process is gone: nothing is finished, and what is on the disk stands."""
-        conductor = self.service._current.conductor  # pyright: ignore[reportPrivateUsage]
+        conductor = self.service._active_run.conductor  # pyright: ignore[reportPrivateUsage]
         periodic = self.service._periodic._tasks  # pyright: ignore[reportPrivateUsage]
         tasks = [*periodic, conductor._task if conductor else None]  # pyright: ignore[reportPrivateUsage]
         for task in tasks:

@@ -15,8 +15,8 @@ from groupwise.training.config import load_config
 def test_a_zygote_is_begun_early_only_where_it_will_be_needed(monkeypatch, tmp_path):
     begun = []
     monkeypatch.setattr(build, "NVIDIA", tmp_path / "nvidiactl")
-    monkeypatch.setattr(prefork, "begin", lambda: begun.append(True))
-    monkeypatch.setattr(prefork, "give_up", begun.clear)
+    monkeypatch.setattr(prefork, "start_zygote", lambda: begun.append(True))
+    monkeypatch.setattr(prefork, "end_zygote", begun.clear)
     monkeypatch.setattr(placement, "available_cores", lambda: 2)
 
     def expected(**sections) -> bool:

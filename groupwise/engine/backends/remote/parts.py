@@ -88,8 +88,8 @@ class RemotePartsSpec:
     @property
     def folders_to_send(self) -> dict[str, Path]:
         """Folders to send to the server, by their role."""
-        given = {"model": self.model, "adapter": self.adapter, "weights": self.weights}
-        return {name: folder for name, folder in given.items() if folder is not None}
+        folders = {"model": self.model, "adapter": self.adapter, "weights": self.weights}
+        return {name: folder for name, folder in folders.items() if folder is not None}
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,15 +111,15 @@ def planned_layout(
     transport: httpx2.AsyncBaseTransport | None = None,
 ) -> dict[str, Any]:
     """The layout of the work on the server's machine, as `groupwise.training.placement.Layout`. Raises UsageError if it is refused."""
-    own = Path(config["model"]["name"]).expanduser() / "config.json"
+    config_file = Path(config["model"]["name"]).expanduser() / "config.json"
     body = PlanRequest(
         kind=kind,
         config=sections(kind, config),
         longest_prompt=longest_prompt,
-        described=own.read_text(encoding="utf-8") if own.is_file() else None,
+        described=config_file.read_text(encoding="utf-8") if config_file.is_file() else None,
     )
     with RequestThread(url, transport=transport) as thread:
-        sent = thread.client.send(
+        request = thread.client.send(
             "POST",
             "/parts/plan",
             body=body.model_dump_json().encode(),
@@ -127,7 +127,7 @@ def planned_layout(
             retry_timeout=FIRST_RETRY_TIMEOUT,
         )
         try:
-            return read_answer(PlanAnswer, thread.now(sent)).layout
+            return read_answer(PlanAnswer, thread.now(request)).layout
         except (Refused, NoAnswer) as error:
             raise as_usage(error) from None
 
@@ -192,8 +192,8 @@ def owner_of(spec: RemotePartsSpec) -> str:
     """A name that stays the same when a run is resumed. A run's folder has one loop at a time, so an earlier owner no longer exists."""
     if spec.kind == "serving":
         return f"evaluation ({secrets.token_hex(6)})"
-    place = f"{uuid.getnode()}:{socket.gethostname()}:{Path(spec.config['run']['dir']).resolve()}:{spec.run}"
-    return f"{spec.run[:80]} ({hashlib.sha256(place.encode()).hexdigest()[:12]})"
+    identity = f"{uuid.getnode()}:{socket.gethostname()}:{Path(spec.config['run']['dir']).resolve()}:{spec.run}"
+    return f"{spec.run[:80]} ({hashlib.sha256(identity.encode()).hexdigest()[:12]})"
 
 
 _COMPLETIONS = TypeAdapter(tuple[Completion, ...])
@@ -206,7 +206,7 @@ Stamp = tuple[tuple[str, int, int], ...]
 class Published:
     """A downloaded publication."""
 
-    there: str
+    remote_folder: str
     """Its folder on the server."""
     stamp: Stamp
     """Stamp of its local files; if they change, they may differ from the server's files."""
@@ -234,23 +234,23 @@ class RemoteSampler:
         return self._fingerprint
 
     async def _ensure_loaded(self, policy: Policy) -> None:
-        known = self._published.get(policy.path)
-        if known is not None and known.stamp == stamp_of(Path(policy.path)):
+        publication = self._published.get(policy.path)
+        if publication is not None and publication.stamp == stamp_of(Path(policy.path)):
             try:
-                return await self._load(policy, known.there)
+                return await self._load_policy(policy, publication.remote_folder)
             except UsageError:  # the server no longer keeps that folder
                 del self._published[policy.path]
-        sent = self._session.new_folder("policy")
-        await self._session.upload(weight_files(Path(policy.path)), sent)
+        remote_folder = self._session.new_folder("policy")
+        await self._session.upload(weight_files(Path(policy.path)), remote_folder)
         try:
-            await self._load(policy, sent)
+            await self._load_policy(policy, remote_folder)
         finally:
-            await self._session.forget(sent)
+            await self._session.forget(remote_folder)
 
-    async def _load(self, policy: Policy, there: str) -> None:
+    async def _load_policy(self, policy: Policy, folder: str) -> None:
         try:
             self._fingerprint = await self._session.call_in_thread(
-                Load(policy=replace(policy, path=there))
+                Load(policy=replace(policy, path=folder))
             )
         except PolicyMismatchError:  # the server has loaded the weights all the same
             self._fingerprint = await self._session.call_in_thread(Fingerprint())
@@ -300,9 +300,9 @@ class RemoteLearner(VerbLearner):
         self._base = base
         self._tells_trained_logprobs = tells_trained_logprobs
 
-    async def _call(self, do: Verb) -> Any:
-        """See `VerbLearner._call`."""
-        return await self._session.call(do, ordered=True)
+    async def _call_verb(self, verb: Verb) -> Any:
+        """See `VerbLearner._call_verb`."""
+        return await self._session.call(verb, ordered=True)
 
     async def trained_logprobs(self) -> list[tuple[float, ...]] | None:
         """See `groupwise.core.types.Learner.trained_logprobs`; None if the server's version does not report them."""
@@ -316,20 +316,20 @@ class RemoteLearner(VerbLearner):
 
     async def publish(self, version: int) -> Policy:
         """See `groupwise.core.types.Learner.publish`. The files are downloaded; old publications are removed."""
-        return await self._session.run(self._publish(version))
+        return await self._session.run(self._publish_version(version))
 
     def save(self, folder: str) -> None:
         """See `groupwise.core.types.Learner.save`. Raises StoreError if the local files cannot be written."""
         with atomic_files.explaining_disk_errors(Path(folder)):
-            self._session.now(self._save(Path(folder)))
+            self._session.now(self._save_state(Path(folder)))
 
     def load(self, folder: str) -> None:
         """See `groupwise.core.types.Learner.load`."""
-        self._session.now(self._load(Path(folder)))
+        self._session.now(self._load_state(Path(folder)))
 
     # --- within the session's thread --------------------------------------------------------------
 
-    async def _publish(self, version: int) -> Policy:
+    async def _publish_version(self, version: int) -> Policy:
         policy = _POLICY.validate_python(
             await self._session.call_in_thread(Publish(version=version), ordered=True)
         )
@@ -341,21 +341,21 @@ class RemoteLearner(VerbLearner):
             self._published.pop(str(old), None)
         return replace(policy, path=str(folder))
 
-    async def _fetch_files(self, there: str, folder: Path) -> None:
-        await self._session.download(there, folder)
+    async def _fetch_files(self, remote_folder: str, folder: Path) -> None:
+        await self._session.download(remote_folder, folder)
         described = folder / ADAPTER_CONFIG
         if self._base is not None and described.is_file():
             facts = {**json.loads(described.read_bytes()), BASE: self._base}
             described.write_text(json.dumps(facts, indent=2, sort_keys=True))
 
-    async def _save(self, folder: Path) -> None:
-        there = self._session.new_folder("state")
-        await self._session.call_in_thread(SaveState(folder=there), ordered=True)
-        await self._fetch_files(there, folder)
-        await self._session.forget(there)
+    async def _save_state(self, folder: Path) -> None:
+        remote_folder = self._session.new_folder("state")
+        await self._session.call_in_thread(SaveState(folder=remote_folder), ordered=True)
+        await self._fetch_files(remote_folder, folder)
+        await self._session.forget(remote_folder)
 
-    async def _load(self, folder: Path) -> None:
-        there = self._session.new_folder("state")
-        await self._session.upload(weight_files(folder), there)
-        await self._session.call_in_thread(LoadState(folder=there), ordered=True)
-        await self._session.forget(there)
+    async def _load_state(self, folder: Path) -> None:
+        remote_folder = self._session.new_folder("state")
+        await self._session.upload(weight_files(folder), remote_folder)
+        await self._session.call_in_thread(LoadState(folder=remote_folder), ordered=True)
+        await self._session.forget(remote_folder)

@@ -80,11 +80,11 @@ class RequestThread:
             return
 
         async def end() -> None:
-            own = asyncio.current_task()
-            others = [task for task in asyncio.all_tasks() if task is not own]
-            for task in others:
+            current = asyncio.current_task()
+            tasks = [task for task in asyncio.all_tasks() if task is not current]
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(*others, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
             await self.client.close()
 
         self.now(end())
@@ -135,34 +135,39 @@ class Session(RequestThread):
         if self._open:
             self._open = False
             with suppress(ClientError):  # the server then notices the missing heartbeat
-                last = LAST_RETRY_TIMEOUT
-                self.now(self._send("DELETE", retry_timeout=last, timeout=last))
+                self.now(
+                    self._send_request(
+                        "DELETE", retry_timeout=LAST_RETRY_TIMEOUT, timeout=LAST_RETRY_TIMEOUT
+                    )
+                )
         super().close()
 
     async def open(self, owner: str) -> PartsAnswer:
         """Reserve the server's engine; parts of an earlier session of the same owner are ended. Raises UsageError if that is refused."""
         body = PartsRequest(owner=owner).model_dump_json().encode()
-        sent = self._send("PUT", body=body, server_wait=60.0, retry_timeout=FIRST_RETRY_TIMEOUT)
+        request = self._send_request(
+            "PUT", body=body, server_wait=60.0, retry_timeout=FIRST_RETRY_TIMEOUT
+        )
         self._open = True  # perhaps, even if waiting for the answer is cancelled
         try:
-            answer = read_answer(PartsAnswer, await self.run(sent))
+            answer = read_answer(PartsAnswer, await self.run(request))
         except (Refused, NoAnswer) as error:
             self._open = False
             raise as_usage(error) from None
         self._piece = answer.piece
-        self._beats = self.start(self._beat(min(HEARTBEAT, answer.silence / 4)))
+        self._beats = self.start(self._send_heartbeats(min(HEARTBEAT, answer.silence / 4)))
         return answer
 
-    async def call(self, do: AnyVerb, *, ordered: bool = False) -> Any:
+    async def call(self, verb: AnyVerb, *, ordered: bool = False) -> Any:
         """Execute a verb in the parts. `ordered`: after all earlier ordered calls.
 
         Cancelling the wait cancels the call. Raises the server's error, and ClientError.
         """
-        return await self.run(self.call_in_thread(do, ordered=ordered))
+        return await self.run(self.call_in_thread(verb, ordered=ordered))
 
-    def call_now(self, do: AnyVerb, *, ordered: bool = False) -> Any:
+    def call_now(self, verb: AnyVerb, *, ordered: bool = False) -> Any:
         """Like `call`, for code that is not async."""
-        return self.now(self.call_in_thread(do, ordered=ordered))
+        return self.now(self.call_in_thread(verb, ordered=ordered))
 
     def new_folder(self, kind: str) -> str:
         """A new name for a folder of the session on the server."""
@@ -170,19 +175,19 @@ class Session(RequestThread):
 
     # --- within the thread ------------------------------------------------------------------------
 
-    async def call_in_thread(self, do: AnyVerb, *, ordered: bool = False) -> Any:
+    async def call_in_thread(self, verb: AnyVerb, *, ordered: bool = False) -> Any:
         """Like `call`, for code that already runs in the thread."""
         number, after = next(self._numbers), None
         if ordered:
             after, self._last = self._last, number
         path = f"/calls/{number}"
-        body = CallRequest(after=after, do=do).model_dump_json().encode()
+        body = CallRequest(after=after, do=verb).model_dump_json().encode()
 
         async def step(method: str, body: bytes | None = None) -> CallAnswer:
             query = {"wait": str(DEFAULT_CALL_WAIT)}
             return read_answer(
                 CallAnswer,
-                await self._send(
+                await self._send_request(
                     method, path, body=body, query=query, server_wait=DEFAULT_CALL_WAIT
                 ),
             )
@@ -198,9 +203,9 @@ class Session(RequestThread):
             await self._give_up(path)  # otherwise later ordered calls would wait for it
             raise
         if answer.error is not None:
-            raise _error(answer.error.code, answer.error.message)
+            raise _exception_of(answer.error.code, answer.error.message)
         if answer.state != "done":
-            raise RunError(f"The call {do.verb} to {self.client.connection.url} was given up.")
+            raise RunError(f"The call {verb.verb} to {self.client.connection.url} was given up.")
         return answer.result
 
     async def upload(self, files: Iterable[Path], folder: str) -> None:
@@ -211,15 +216,15 @@ class Session(RequestThread):
                 while True:
                     piece = await asyncio.to_thread(source.read, self._piece)
                     query = {"offset": str(offset)}
-                    await self._send("PUT", path, body=piece, query=query, headers=BYTES)
+                    await self._send_request("PUT", path, body=piece, query=query, headers=BYTES)
                     offset += len(piece)
                     if len(piece) < self._piece:
                         break
 
     async def download(self, folder: str, into: Path) -> None:
         """Download the files of a folder of the session into an existing local folder."""
-        found = read_answer(FolderAnswer, await self._send("GET", f"/folders/{folder}"))
-        for facts in found.files:
+        answer = read_answer(FolderAnswer, await self._send_request("GET", f"/folders/{folder}"))
+        for facts in answer.files:
             if not re.fullmatch(PATH_PATTERN, facts.path):
                 raise RunError(
                     f"The server names a file {facts.path!r:.200}, which is none of a folder."
@@ -230,7 +235,7 @@ class Session(RequestThread):
             with target.open("wb") as file:
                 while (offset := file.tell()) < facts.size:
                     query = {"offset": str(offset)}
-                    piece = (await self._send("GET", f"/files/{path}", query=query)).content
+                    piece = (await self._send_request("GET", f"/files/{path}", query=query)).content
                     if not piece:
                         raise RunError(
                             f"{path} of the server ended after {offset} of {facts.size} bytes; it was changed on its way."
@@ -239,26 +244,26 @@ class Session(RequestThread):
 
     async def forget(self, folder: str) -> None:
         """Delete a folder of the session on the server."""
-        await self._send("DELETE", f"/folders/{folder}")
+        await self._send_request("DELETE", f"/folders/{folder}")
 
     async def _give_up(self, path: str) -> None:
         with suppress(ClientError):
-            await self._send("DELETE", path)
+            await self._send_request("DELETE", path)
 
-    async def _beat(self, every: float) -> None:
+    async def _send_heartbeats(self, interval: float) -> None:
         """Send a heartbeat every `every` seconds, until the task is cancelled."""
         while True:
-            await asyncio.sleep(every)
+            await asyncio.sleep(interval)
             with suppress(ClientError):  # the next call reports the problem
-                await self._send("GET", retry_timeout=every, timeout=every)
+                await self._send_request("GET", retry_timeout=interval, timeout=interval)
 
-    async def _send(self, method: str, below: str = "", **options: Any) -> httpx2.Response:
+    async def _send_request(self, method: str, below: str = "", **options: Any) -> httpx2.Response:
         """Send a request about this session's parts; see `AsyncTrainingClient.send`."""
         return await self.client.send(method, f"/parts/{self.id}{below}", **options)
 
 
-def _error(code: str, message: str) -> GroupwiseError:
+def _exception_of(code: str, message: str) -> GroupwiseError:
     """The server's error as an exception of the same class; RunError if its code is unknown."""
     kinds = (kind for kind in vars(errors).values() if isinstance(kind, type))
-    known = {kind.code: kind for kind in kinds if issubclass(kind, GroupwiseError)}
-    return known.get(code, RunError)(message)
+    classes = {kind.code: kind for kind in kinds if issubclass(kind, GroupwiseError)}
+    return classes.get(code, RunError)(message)

@@ -30,7 +30,7 @@ from groupwise.core import atomic_files
 from groupwise.core.accelerators import accelerator as of_this_machine
 from groupwise.core.cache import cache_folder
 from groupwise.core.errors import RunError, UsageError
-from groupwise.engine.backends.tunix.messages import OPENED_BY_ANOTHER, Found, Look
+from groupwise.engine.backends.tunix.messages import TPU_IN_USE_ADVICE, Look, WorkerInfo
 from groupwise.engine.backends.tunix.process import WorkerProcess, own_environment
 
 logger = logging.getLogger(__name__)
@@ -51,7 +51,11 @@ USUAL_SECONDS, MAX_SECONDS = 20.0, 300.0
 """Seconds in which JAX usually opens its devices, and after which this module gives up."""
 MADE, LOCK = "made.json", "lock"
 INSTALL = "groupwise fetch-tunix"
-QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "GRPC_VERBOSITY": "ERROR", "TOKENIZERS_PARALLELISM": "false"}
+QUIET_ENVIRONMENT = {
+    "TF_CPP_MIN_LOG_LEVEL": "2",
+    "GRPC_VERBOSITY": "ERROR",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 """Silences stderr messages of libraries that JAX uses; they do not help users."""
 THREADS_OF_A_DEVICE = 4
 """Threads per device if JAX splits one CPU into several. With fewer, a device that waits for the others may occupy a thread they need."""
@@ -68,64 +72,72 @@ def home() -> Path:
 
 def python() -> Path:
     """The Python of the environment. Raises UsageError if there is none, or if it was created for other requirements."""
-    if own := os.environ.get(VARIABLE):
-        if not Path(own).is_file():
-            raise UsageError(f"{VARIABLE} is {own}, but there is no such file.")
-        if not os.access(own, os.X_OK):
+    if override := os.environ.get(VARIABLE):
+        if not Path(override).is_file():
+            raise UsageError(f"{VARIABLE} is {override}, but there is no such file.")
+        if not os.access(override, os.X_OK):
             raise UsageError(
-                f"{VARIABLE} is {own}, which is no program; name the Python of an environment."
+                f"{VARIABLE} is {override}, which is no program; name the Python of an environment."
             )
-        return Path(own)
-    made = _read_made()
-    if made is None:
+        return Path(override)
+    record = _read_record()
+    if record is None:
         raise UsageError(
             f"The backend tunix needs an environment of its own, in {home()}, and there is none. Make it (1.5 GB, a few minutes): "
             f"{_install_words()}. Or name the Python of one that has google-tunix in {VARIABLE}."
         )
-    if made["requirements"] != _digest():
+    if record["requirements"] != _requirements_digest():
         raise UsageError(
             f"The environment in {home()} was made for another version of groupwise. Make it anew: {_install_words()}."
         )
-    return _interpreter(made)
+    return _interpreter(record)
 
 
 def accelerator() -> Accelerator:
     """JAX's default device: that of the environment created here, or else that of this machine."""
-    made = _read_made()
-    if made is not None and made["accelerator"] in EXTRAS:
-        return made["accelerator"]
+    record = _read_record()
+    if record is not None and record["accelerator"] in EXTRAS:
+        return record["accelerator"]
     return _detect_accelerator()
 
 
-def install(wanted: Accelerator | None = None, *, anew: bool = False, say: bool = True) -> Path:
-    """Create the environment and return its Python; an up-to-date one is kept, unless `anew`. `wanted` defaults to `accelerator()`.
+def install(kind: Accelerator | None = None, *, anew: bool = False, say: bool = True) -> Path:
+    """Create the environment and return its Python; an up-to-date one is kept, unless `anew`. `kind` defaults to `accelerator()`.
 
     Raises UsageError with pip's last output if it cannot be created; the previous environment then stays in use.
     """
-    with _exclusively():
-        kind = wanted or accelerator()
-        made = _read_made()
-        if made and (made["requirements"], made["accelerator"]) == (_digest(), kind) and not anew:
-            return _interpreter(made)
-        folder = Path(tempfile.mkdtemp(prefix=f"{kind}-", dir=home()))
+    with _exclusive_lock():
+        target = kind or accelerator()
+        record = _read_record()
+        if (
+            record
+            and (record["requirements"], record["accelerator"]) == (_requirements_digest(), target)
+            and not anew
+        ):
+            return _interpreter(record)
+        folder = Path(tempfile.mkdtemp(prefix=f"{target}-", dir=home()))
         try:
-            _fill(folder, kind, say)
+            _install_packages(folder, target, say)
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
-        made = {"requirements": _digest(), "accelerator": kind, "folder": folder.name}
-        atomic_files.write_json(home() / MADE, made)
-        for each in home().iterdir():
-            if each.name in (MADE, LOCK, folder.name):
+        record = {
+            "requirements": _requirements_digest(),
+            "accelerator": target,
+            "folder": folder.name,
+        }
+        atomic_files.write_json(home() / MADE, record)
+        for entry in home().iterdir():
+            if entry.name in (MADE, LOCK, folder.name):
                 continue
-            if each.is_dir() and not each.is_symlink():
-                shutil.rmtree(each, ignore_errors=True)
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry, ignore_errors=True)
             else:
-                each.unlink(missing_ok=True)
-        return _interpreter(made)
+                entry.unlink(missing_ok=True)
+        return _interpreter(record)
 
 
-def _fill(folder: Path, kind: Accelerator, say: bool) -> None:
+def _install_packages(folder: Path, kind: Accelerator, say: bool) -> None:
     """Create a virtual environment in `folder` and install the packages, with this environment's pip, or else with uv."""
     # No pip inside: that would need ensurepip, which some systems leave out.
     venv.create(folder, with_pip=False)
@@ -138,7 +150,7 @@ def _fill(folder: Path, kind: Accelerator, say: bool) -> None:
     else:
         raise UsageError("There is neither pip nor uv to install packages with.")
     words = [*installer, "-r", str(REQUIREMENTS), *EXTRAS[kind]]
-    done = subprocess.run(
+    result = subprocess.run(
         words,
         stdout=None if say else subprocess.DEVNULL,
         stderr=subprocess.PIPE,
@@ -146,14 +158,14 @@ def _fill(folder: Path, kind: Accelerator, say: bool) -> None:
         check=False,
         env=own_environment(),
     )
-    if done.returncode:
+    if result.returncode:
         raise UsageError(
-            f"The packages of requirements.txt could not be installed ({' '.join(words[:4])} …):\n{done.stderr[-2000:].strip()}"
+            f"The packages of requirements.txt could not be installed ({' '.join(words[:4])} …):\n{result.stderr[-2000:].strip()}"
         )
 
 
 @contextmanager
-def _exclusively() -> Generator[None]:
+def _exclusive_lock() -> Generator[None]:
     """Hold the lock; wait if another process is creating an environment."""
     home().mkdir(parents=True, exist_ok=True)
     with (home() / LOCK).open("w") as lock:
@@ -172,21 +184,21 @@ def _install_words() -> str:
 
 
 def _detect_accelerator() -> Accelerator:
-    found = of_this_machine()
-    return "cuda" if found == "gpu" else found
+    device = of_this_machine()
+    return "cuda" if device == "gpu" else device
 
 
-def look() -> Found:
+def query_worker() -> WorkerInfo:
     """Versions and devices as a worker reports them. Takes some seconds, once for each environment and settings of JAX.
 
     Warns if the machine has an accelerator that JAX does not see, unless the user has set JAX_PLATFORMS. Raises UsageError if JAX cannot
     open its devices, or not within `MAX_SECONDS`.
     """
-    return _look_once(python(), *(os.environ.get(each) for each in (PLATFORMS, "XLA_FLAGS")))
+    return _look_once(python(), *(os.environ.get(name) for name in (PLATFORMS, "XLA_FLAGS")))
 
 
 @cache
-def _look_once(interpreter: Path, *settings: str | None) -> Found:
+def _look_once(interpreter: Path, *settings: str | None) -> WorkerInfo:
     worker = start_worker(None, (1, 1))
     try:
         future = worker.begin(Look())
@@ -199,10 +211,10 @@ def _look_once(interpreter: Path, *settings: str | None) -> Found:
                 MAX_SECONDS,
             )
             answer = future.result(MAX_SECONDS - USUAL_SECONDS)
-        found = Found.model_validate(answer)
+        report = WorkerInfo.model_validate(answer)
     except TimeoutError:
         raise UsageError(
-            f"JAX has not opened its devices within {MAX_SECONDS:.0f} s. {OPENED_BY_ANOTHER} One worker has the TPUs of one host: a slice "
+            f"JAX has not opened its devices within {MAX_SECONDS:.0f} s. {TPU_IN_USE_ADVICE} One worker has the TPUs of one host: a slice "
             f"of several hosts waits for the others.{worker.last_words()}"
         ) from None
     except RunError as error:
@@ -212,7 +224,7 @@ def _look_once(interpreter: Path, *settings: str | None) -> Found:
     finally:
         worker.close()
     detected = _detect_accelerator()
-    if found.platform == "cpu" != detected and PLATFORMS not in os.environ:
+    if report.platform == "cpu" != detected and PLATFORMS not in os.environ:
         logger.warning(
             "this machine has a %s, but JAX sees its CPU alone, and computes there. Make Tunix's environment for it: "
             "%s --accelerator %s",
@@ -220,34 +232,34 @@ def _look_once(interpreter: Path, *settings: str | None) -> Found:
             INSTALL,
             detected,
         )
-    return found
+    return report
 
 
 def mesh_of(shape: tuple[int, int] | None) -> tuple[int, int]:
     """Number of devices for the axes (fsdp, tp): those of the config, or else all devices on the first axis."""
-    return shape or (look().devices, 1)
+    return shape or (query_worker().devices, 1)
 
 
 def start_worker(threads: int | None, mesh: tuple[int, int]) -> WorkerProcess:
     """Start a worker in the environment. On a CPU it computes with `threads` threads, and JAX sees as many devices as the mesh has; each
     device needs `THREADS_OF_A_DEVICE` threads."""
     flags = [os.environ.get("XLA_FLAGS", "")]
-    own = {**QUIET, **_compilation_cache()}
-    made = None if os.environ.get(VARIABLE) else _read_made()
-    if made is not None and made["accelerator"] != "cpu" and PLATFORMS not in os.environ:
+    environment = {**QUIET_ENVIRONMENT, **_compilation_cache()}
+    record = None if os.environ.get(VARIABLE) else _read_record()
+    if record is not None and record["accelerator"] != "cpu" and PLATFORMS not in os.environ:
         # JAX fails if it cannot open a named device; without a name it would silently use the CPU.
-        own[PLATFORMS] = f"{made['accelerator']},cpu"
+        environment[PLATFORMS] = f"{record['accelerator']},cpu"
     least = 0
     if (count := mesh[0] * mesh[1]) > 1:
         flags.append(f"--xla_force_host_platform_device_count={count}")
         least = THREADS_OF_A_DEVICE * count
     if most := max(least, threads or 0):
-        own["NPROC"] = str(most)  # XLA reads the number of CPU threads from it
+        environment["NPROC"] = str(most)  # XLA reads the number of CPU threads from it
     if accelerator() == "cuda":
         flags.append(REPEATABLE)
     if threads == 1:
         flags.append("--xla_cpu_multi_thread_eigen=false")
-    return WorkerProcess(python(), {**own, "XLA_FLAGS": " ".join(flags).strip()})
+    return WorkerProcess(python(), {**environment, "XLA_FLAGS": " ".join(flags).strip()})
 
 
 def _compilation_cache() -> dict[str, str]:
@@ -267,22 +279,22 @@ def _compilation_cache() -> dict[str, str]:
     return {}
 
 
-def _read_made() -> dict[str, Any] | None:
+def _read_record() -> dict[str, Any] | None:
     """Facts about the environment in use; None if there is none, or if they cannot be read."""
     try:
-        made = json.loads((home() / MADE).read_bytes())
+        record = json.loads((home() / MADE).read_bytes())
         keys = {"requirements", "accelerator", "folder"}
-        whole = keys <= made.keys() and _interpreter(made).is_file()
+        complete = keys <= record.keys() and _interpreter(record).is_file()
     except (OSError, ValueError, AttributeError):
         return None
-    return made if whole else None
+    return record if complete else None
 
 
-def _interpreter(made: Mapping[str, Any]) -> Path:
-    return home() / made["folder"] / "bin" / "python"
+def _interpreter(record: Mapping[str, Any]) -> Path:
+    return home() / record["folder"] / "bin" / "python"
 
 
-def _digest() -> str:
+def _requirements_digest() -> str:
     """Digest of the requirements without their comments."""
     lines = [line.partition("#")[0].strip() for line in REQUIREMENTS.read_text().splitlines()]
     return hashlib.sha256("\n".join(filter(None, lines)).encode()).hexdigest()[:16]

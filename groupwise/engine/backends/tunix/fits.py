@@ -19,7 +19,7 @@ from groupwise.core.errors import ModelError, UsageError
 from groupwise.engine.backends.tunix.messages import Open
 from groupwise.engine.models.files import files_in_index
 
-Described = Mapping[str, Any]
+HfConfig = Mapping[str, Any]
 """The config of a model's text part: `config.json` with transformers' defaults for its type."""
 Shape = tuple[int, ...]
 
@@ -44,7 +44,7 @@ COMPUTED: Mapping[str, Mapping[str, Any]] = {
 }
 """Keys that change transformers' computation, by `model_type`, each with the only value that Tunix supports."""
 
-_ATTENTION = tuple(f"self_attn.{each}_proj" for each in "qkvo")
+_ATTENTION = tuple(f"self_attn.{letter}_proj" for letter in "qkvo")
 _MLP = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 
 MODEL, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -66,49 +66,51 @@ def check(order: Open) -> None:
     check_files(Path(order.model), order.text)
 
 
-def check_unread(described: Described, mesh: tuple[int, int], layers: Sequence[str]) -> None:
+def check_unread(hf_config: HfConfig, mesh: tuple[int, int], layers: Sequence[str]) -> None:
     """Run the checks that need no weights. `layers` are transformers' names of the layers that get an adapter."""
-    check_description(described)
-    check_mesh(described, mesh)
-    check_layers(described, layers)
+    check_description(hf_config)
+    check_mesh(hf_config, mesh)
+    check_layers(hf_config, layers)
 
 
 # --- the model's config ---------------------------------------------------------------------------
 
 
-def check_description(described: Described) -> None:
+def check_description(hf_config: HfConfig) -> None:
     """Raise `ModelError` for a model that Tunix does not support, or computes differently from transformers."""
-    kind = str(described.get("model_type"))
+    kind = str(hf_config.get("model_type"))
     if kind not in COMPUTED:
         raise ModelError(
             f"model.backend tunix has no models of the type {kind!r}; it has: {', '.join(COMPUTED)}. {TORCH}"
         )
     for key, value in COMPUTED[kind].items():
-        given = described.get(key, value)
-        if (given or None) != (value or None):
-            raise _difference(kind, key, given, f"has {value!r} alone")
-    _check_positions(kind, described)
-    tunix = ["full_attention"] * described["num_hidden_layers"]
+        actual = hf_config.get(key, value)
+        if (actual or None) != (value or None):
+            raise _unsupported_value(kind, key, actual, f"has {value!r} alone")
+    _check_positions(kind, hf_config)
+    tunix = ["full_attention"] * hf_config["num_hidden_layers"]
     if kind == "gemma3_text":
         tunix = [
-            "full_attention" if number % GEMMA3_PATTERN == 0 else "sliding_attention"
-            for number in range(1, len(tunix) + 1)
+            "full_attention" if index % GEMMA3_PATTERN == 0 else "sliding_attention"
+            for index in range(1, len(tunix) + 1)
         ]
-    given = described.get("layer_types") or tunix
-    if list(given) != tunix:
-        number = next(each for each, (a, b) in enumerate(zip(given, tunix, strict=True)) if a != b)
-        raise _difference(kind, f"layer_types[{number}]", given[number], f"has {tunix[number]} there")  # fmt: skip
+    actual = hf_config.get("layer_types") or tunix
+    if list(actual) != tunix:
+        number = next(
+            position for position, (a, b) in enumerate(zip(actual, tunix, strict=True)) if a != b
+        )
+        raise _unsupported_value(kind, f"layer_types[{number}]", actual[number], f"has {tunix[number]} there")  # fmt: skip
     if kind == "gemma3_text":
-        scalar, head = described["query_pre_attn_scalar"], described["head_dim"]
-        width = described["hidden_size"] // described["num_attention_heads"]
+        scalar, head = hf_config["query_pre_attn_scalar"], hf_config["head_dim"]
+        width = hf_config["hidden_size"] // hf_config["num_attention_heads"]
         if scalar not in (head, width):
-            raise _difference(
+            raise _unsupported_value(
                 kind, "query_pre_attn_scalar", scalar, f"has {head} (head_dim) and {width} (hidden_size by heads)"
             )  # fmt: skip
 
 
-def _check_positions(kind: str, described: Described) -> None:
-    ropes: dict[str, Any] = described["rope_parameters"]
+def _check_positions(kind: str, hf_config: HfConfig) -> None:
+    ropes: dict[str, Any] = hf_config["rope_parameters"]
     nested: dict[str, dict[str, Any]] = {k: v for k, v in ropes.items() if isinstance(v, dict)}
     for name, rope in (nested or {"": ropes}).items():
         scaled = rope.get("rope_type", "default")
@@ -118,67 +120,67 @@ def _check_positions(kind: str, described: Described) -> None:
                 f"{TORCH}"
             )
         if (share := rope.get("partial_rotary_factor") or 1) != 1:
-            raise _difference(kind, "partial_rotary_factor", share, "has 1 alone")
+            raise _unsupported_value(kind, "partial_rotary_factor", share, "has 1 alone")
 
 
-def _difference(kind: str, key: str, given: Any, tunix: str) -> ModelError:
+def _unsupported_value(kind: str, key: str, actual: Any, tunix: str) -> ModelError:
     return ModelError(
-        f"{key} of this model is {given!r}, but Tunix's {kind} {tunix}, so that it would be another model. {TORCH}"
+        f"{key} of this model is {actual!r}, but Tunix's {kind} {tunix}, so that it would be another model. {TORCH}"
     )
 
 
 # --- the mesh -------------------------------------------------------------------------------------
 
 
-def check_mesh(described: Described, mesh: tuple[int, int]) -> None:
+def check_mesh(hf_config: HfConfig, mesh: tuple[int, int]) -> None:
     """Raise UsageError if the mesh's devices do not divide the model's axes evenly."""
-    kind = described["model_type"]
+    kind = hf_config["model_type"]
     axes = ("hidden_size", "intermediate_size", "vocab_size", "num_attention_heads")
-    sizes: dict[str, int] = {key: described[key] for key in axes}
-    sizes["num_key_value_heads"] = _kv_heads(described)
+    sizes: dict[str, int] = {key: hf_config[key] for key in axes}
+    sizes["num_key_value_heads"] = _kv_heads(hf_config)
     fsdp, tp = mesh
-    by_tp = {**sizes, "head_dim": _head_size(described)} if kind == "qwen3" else sizes
+    by_tp = {**sizes, "head_dim": _head_size(hf_config)} if kind == "qwen3" else sizes
     if kind == "gemma3_text" and sizes["num_key_value_heads"] == 1:
         by_tp.pop("num_key_value_heads")  # each device holds a single key head whole
     for axis, parts, divided in (("fsdp", fsdp, {"hidden_size": sizes["hidden_size"]}), ("tp", tp, by_tp)):  # fmt: skip
-        wrong = [f"{key} is {size}" for key, size in divided.items() if size % parts]
-        if wrong:
+        indivisible = [f"{key} is {size}" for key, size in divided.items() if size % parts]
+        if indivisible:
             raise UsageError(
                 f"model.mesh is {list(mesh)}: its {axis} of {parts} does not divide this model, whose "
-                f"{', '.join(wrong)}. Take another number of devices for {axis}."
+                f"{', '.join(indivisible)}. Take another number of devices for {axis}."
             )
 
 
-def _head_size(described: Described) -> int:
-    return described.get("head_dim") or described["hidden_size"] // described["num_attention_heads"]
+def _head_size(hf_config: HfConfig) -> int:
+    return hf_config.get("head_dim") or hf_config["hidden_size"] // hf_config["num_attention_heads"]
 
 
-def _kv_heads(described: Described) -> int:
-    return described.get("num_key_value_heads") or described["num_attention_heads"]
+def _kv_heads(hf_config: HfConfig) -> int:
+    return hf_config.get("num_key_value_heads") or hf_config["num_attention_heads"]
 
 
 # --- the adapted layers ---------------------------------------------------------------------------
 
 
-def check_layers(described: Described, layers: Sequence[str]) -> None:
+def check_layers(hf_config: HfConfig, layers: Sequence[str]) -> None:
     """Raise `ModelError` for layers that Tunix cannot adapt, or that share one weight in Tunix with layers that get no adapter."""
-    known = [*_ATTENTION, *_MLP]
-    parts = [each.rpartition("layers.")[2].partition(".") for each in layers]
+    adaptable = [*_ATTENTION, *_MLP]
+    parts = [path.rpartition("layers.")[2].partition(".") for path in layers]
     for (number, _, part), layer in zip(parts, layers, strict=True):
-        if not number.isdecimal() or part not in known:
+        if not number.isdecimal() or part not in adaptable:
             raise ModelError(
-                f"lora.target_modules has {layer}, which the backend tunix does not adapt; it adapts: {', '.join(known)}."
+                f"lora.target_modules has {layer}, which the backend tunix does not adapt; it adapts: {', '.join(adaptable)}."
             )
     adapted = {(number, part) for number, _, part in parts}
-    together: tuple[str, ...] = ()
-    if described["model_type"] == "gemma3_text":
+    fused: tuple[str, ...] = ()
+    if hf_config["model_type"] == "gemma3_text":
         # In Tunix one weight holds keys and values; with equally many heads it holds queries as well.
-        alike = _kv_heads(described) == described["num_attention_heads"]
-        together = _ATTENTION[0 if alike else 1 : 3]
+        same_heads = _kv_heads(hf_config) == hf_config["num_attention_heads"]
+        fused = _ATTENTION[0 if same_heads else 1 : 3]
     for number, part in sorted(adapted):
-        if part in together and any((number, each) not in adapted for each in together):
+        if part in fused and any((number, sibling) not in adapted for sibling in fused):
             raise ModelError(
-                f"lora.target_modules has {part}, which is one weight with others in Tunix ({', '.join(together)}): take all or none."
+                f"lora.target_modules has {part}, which is one weight with others in Tunix ({', '.join(fused)}): take all or none."
             )
 
 
@@ -200,22 +202,22 @@ class Stored:
     """The format of the file's first tensor; Tunix reads all tensors of the file in it."""
 
 
-def check_files(folder: Path, described: Described) -> None:
+def check_files(folder: Path, hf_config: HfConfig) -> None:
     """Raise `ModelError` unless the files hold every weight of the config, in its shape and in a format that Tunix reads, and no weights
     that Tunix would ignore."""
-    kind, shapes = described["model_type"], expected_shapes(described)
-    found = _read_headers(folder, TEXT if kind == "gemma3_text" else "")
-    if missing := sorted(set(shapes) - set(found)):
+    kind, shapes = hf_config["model_type"], expected_shapes(hf_config)
+    headers = _read_headers(folder, TEXT if kind == "gemma3_text" else "")
+    if missing := sorted(set(shapes) - set(headers)):
         raise ModelError(
             f"{len(missing)} weights are missing in {folder}: {', '.join(missing[:4])}."
         )
-    extra = sorted(set(found) - set(shapes) - {HEAD})
+    extra = sorted(set(headers) - set(shapes) - {HEAD})
     if extra:
         raise ModelError(
             f"{folder} holds {len(extra)} weights that Tunix's {kind} has no place for: {', '.join(extra[:4])}. {TORCH}"
         )
     for name, shape in shapes.items():
-        stored = found[name]
+        stored = headers[name]
         if stored.shape != shape:
             raise ModelError(
                 f"{name} in {stored.file} has the shape {list(stored.shape)}, but its config.json says {list(shape)}."
@@ -231,9 +233,9 @@ def check_files(folder: Path, described: Described) -> None:
                 "model.backend out to train it with torch."
             )
     if (
-        HEAD in found
+        HEAD in headers
         and HEAD not in shapes
-        and _read_bytes(found[HEAD]) != _read_bytes(found[EMBEDDING])
+        and _read_bytes(headers[HEAD]) != _read_bytes(headers[EMBEDDING])
     ):
         raise ModelError(
             f"tie_word_embeddings of this model is true, but {folder} holds a {HEAD} that is not its embedding, which Tunix would leave "
@@ -241,11 +243,11 @@ def check_files(folder: Path, described: Described) -> None:
         )
 
 
-def expected_shapes(described: Described) -> dict[str, Shape]:
+def expected_shapes(hf_config: HfConfig) -> dict[str, Shape]:
     """Transformers' names of a model's weights in files, with their shapes."""
-    hidden, inner = described["hidden_size"], described["intermediate_size"]
-    head = _head_size(described)
-    queries, keys = head * described["num_attention_heads"], head * _kv_heads(described)
+    hidden, inner = hf_config["hidden_size"], hf_config["intermediate_size"]
+    head = _head_size(hf_config)
+    queries, keys = head * hf_config["num_attention_heads"], head * _kv_heads(hf_config)
     layer: dict[str, Shape] = {
         "self_attn.q_proj.weight": (queries, hidden),
         "self_attn.k_proj.weight": (keys, hidden),
@@ -257,7 +259,7 @@ def expected_shapes(described: Described) -> dict[str, Shape]:
         "input_layernorm.weight": (hidden,),
         "post_attention_layernorm.weight": (hidden,),
     }
-    match described["model_type"]:
+    match hf_config["model_type"]:
         case "gemma3_text":
             norms = ("pre_feedforward_layernorm", "post_feedforward_layernorm")
             layer |= {f"{name}.weight": (hidden,) for name in norms}
@@ -269,14 +271,14 @@ def expected_shapes(described: Described) -> dict[str, Shape]:
             layer |= {f"self_attn.{name}_proj.bias": (size,) for name, size in sizes.items()}
         case _:
             pass
-    found: dict[str, Shape] = {
+    shapes: dict[str, Shape] = {
         f"model.layers.{number}.{name}": shape
-        for number in range(described["num_hidden_layers"])
+        for number in range(hf_config["num_hidden_layers"])
         for name, shape in layer.items()
     }
-    table = (described["vocab_size"], hidden)
-    found |= {EMBEDDING: table, "model.norm.weight": (hidden,)}
-    return found if described.get("tie_word_embeddings") else {**found, HEAD: table}
+    table = (hf_config["vocab_size"], hidden)
+    shapes |= {EMBEDDING: table, "model.norm.weight": (hidden,)}
+    return shapes if hf_config.get("tie_word_embeddings") else {**shapes, HEAD: table}
 
 
 def _read_headers(folder: Path, prefix: str) -> dict[str, Stored]:
@@ -296,39 +298,39 @@ def _read_headers(folder: Path, prefix: str) -> dict[str, Stored]:
             f"There is neither {MODEL} nor {INDEX} in {folder}, and Tunix reads no other files. Load the model with transformers and "
             "save_pretrained it, or leave model.backend out to train it with torch."
         )
-    found: dict[str, Stored] = {}
+    tensors: dict[str, Stored] = {}
     for file in sorted(folder.glob("*.safetensors")):
-        for name, stored in _header(file):
+        for name, stored in _tensors_in_header(file):
             name = name.removeprefix(prefix)
             if name.startswith(OF_PICTURES) or NO_WEIGHT.fullmatch(name):
                 continue
-            if name in found or file not in files:
-                other = "another file, too" if name in found else "none of the model's files"
+            if name in tensors or file not in files:
+                other = "another file, too" if name in tensors else "none of the model's files"
                 raise ModelError(
                     f"{file} holds {name}, which is in {other}; Tunix reads every *.safetensors of a folder. Move that file away."
                 )
-            found[name] = stored
-    return found
+            tensors[name] = stored
+    return tensors
 
 
-def _header(file: Path) -> list[tuple[str, Stored]]:
+def _tensors_in_header(file: Path) -> list[tuple[str, Stored]]:
     """The tensors in a safetensors file's header. The file has the header's size (8 bytes), the header as JSON, then the tensors' data."""
-    found: list[tuple[str, Stored]] = []
+    entries: list[tuple[str, Stored]] = []
     with file.open("rb") as content:
         try:
             (size,) = struct.unpack("<Q", content.read(8))
             header: dict[str, Any] = json.loads(content.read(size))
-            tensors = {name: each for name, each in header.items() if name != "__metadata__"}
-            first = next((each["dtype"] for each in tensors.values()), "")
-            for name, each in tensors.items():
-                begin, end = (8 + size + offset for offset in each["data_offsets"])
-                stored = Stored(file, each["dtype"], tuple(each["shape"]), begin, end, first)
-                found.append((name, stored))
+            tensors = {name: info for name, info in header.items() if name != "__metadata__"}
+            first = next((info["dtype"] for info in tensors.values()), "")
+            for name, info in tensors.items():
+                begin, end = (8 + size + offset for offset in info["data_offsets"])
+                stored = Stored(file, info["dtype"], tuple(info["shape"]), begin, end, first)
+                entries.append((name, stored))
         except (struct.error, ValueError, KeyError, TypeError) as error:
             raise ModelError(f"{file} is no safetensors file: {error}. Fetch it anew.") from error
-    if any(stored.end > file.stat().st_size for _, stored in found):
+    if any(stored.end > file.stat().st_size for _, stored in entries):
         raise ModelError(f"{file} is shorter than its header says. Fetch it anew.")
-    return found
+    return entries
 
 
 def _read_bytes(stored: Stored) -> bytes:

@@ -25,7 +25,7 @@ from groupwise.api.schemas.parts import (
     Update,
 )
 
-OPENED_BY_ANOTHER = (
+TPU_IN_USE_ADVICE = (
     "A TPU belongs to one process at a time: end other runs that have it, and restart kernels that have used jax. "
     "With JAX_PLATFORMS=cpu in the environment it computes on the CPU."
 )
@@ -39,12 +39,12 @@ class Message(BaseModel):
 
 
 class Look(Message):
-    """Asks for versions and devices; the answer is `Found`. Nothing is loaded."""
+    """Asks for versions and devices; the answer is `WorkerInfo`. Nothing is loaded."""
 
     verb: Literal["look"] = "look"
 
 
-class Found(Message):
+class WorkerInfo(Message):
     """Versions and devices."""
 
     tunix: str
@@ -133,7 +133,7 @@ class Order(Message):
     cancel: int | None = None
 
 
-class Trouble(Message):
+class WorkerError(Message):
     """The error that a call raised."""
 
     kind: str
@@ -146,7 +146,7 @@ class Answer(Message):
 
     number: int
     result: Any = None
-    error: Trouble | None = None
+    error: WorkerError | None = None
 
 
 ANY: TypeAdapter[Any] = TypeAdapter(Any, config=ConfigDict(ser_json_inf_nan="strings"))

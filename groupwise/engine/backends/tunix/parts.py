@@ -54,10 +54,12 @@ class TunixSampler:
 
     async def generate(self, request: GroupRequest) -> tuple[Completion, ...]:
         """See `groupwise.core.types.Sampler.generate`. The worker does not know stop texts; tokens after one are removed here."""
-        found = _COMPLETIONS.validate_python(await self._worker.call(Generate(request=request)))
+        completions = _COMPLETIONS.validate_python(
+            await self._worker.call(Generate(request=request))
+        )
         if not request.params.stop:
-            return found
-        return tuple(self._cut_at_stop(each, request.params) for each in found)
+            return completions
+        return tuple(self._cut_at_stop(completion, request.params) for completion in completions)
 
     def _cut_at_stop(self, completion: Completion, params: SamplingParams) -> Completion:
         text_of = partial(self._tokenizer.decode, skip_special_tokens=False)
@@ -90,9 +92,9 @@ class TunixLearner(VerbLearner):
         self._publish_folder = publish_folder
         self._keep = keep_publications
 
-    async def _call(self, do: Verb) -> Any:
-        """See `VerbLearner._call`."""
-        return await self._worker.call(do)
+    async def _call_verb(self, verb: Verb) -> Any:
+        """See `VerbLearner._call_verb`."""
+        return await self._worker.call(verb)
 
     def discard(self) -> None:
         """See `groupwise.core.types.Learner.discard`."""

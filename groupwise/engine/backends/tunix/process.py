@@ -23,7 +23,7 @@ from typing import Any
 
 from groupwise.core import errors
 from groupwise.core.errors import RunError
-from groupwise.core.processes.family import MARK, end_family, how_it_ended
+from groupwise.core.processes.family import MARK, describe_exit, end_family
 from groupwise.core.processes.output import Output
 from groupwise.engine.backends.tunix.messages import Answer, Order, Verb
 
@@ -85,7 +85,7 @@ class WorkerProcess:
 
     def last_words(self) -> str:
         """The worker's last output, for a message."""
-        return self._output.last_words()
+        return self._output.last_output()
 
     def close(self) -> None:
         """End the worker, and all processes that it started."""
@@ -109,18 +109,18 @@ class WorkerProcess:
             if self._ended is not None:
                 raise RunError(self._ended)
             self._pending[number] = future
-            self._send(Order(number=number, do=do))
+            self._send_order(Order(number=number, do=do))
 
         def withdraw_if_cancelled(done: Future[Any]) -> None:
             if done.cancelled():
                 with self._lock:
                     if self._pending.pop(number, None) is not None:
-                        self._send(Order(cancel=number))
+                        self._send_order(Order(cancel=number))
 
         future.add_done_callback(withdraw_if_cancelled)
         return future
 
-    def _send(self, order: Order) -> None:
+    def _send_order(self, order: Order) -> None:
         line = order.model_dump_json() + "\n"
         with suppress(OSError):  # the worker has ended; the reading thread handles that
             self._connection.sendall(line.encode())
@@ -153,11 +153,11 @@ class WorkerProcess:
         started.set_result(process)
         with suppress(OSError, ValueError):
             for line in self._lines:
-                self._take(Answer.model_validate_json(line))
+                self._handle_answer(Answer.model_validate_json(line))
         with suppress(subprocess.TimeoutExpired):
             process.wait(LAST_BREATH)
-        how = how_it_ended(process.poll())
-        reason = f"The Tunix worker ended: {how}{self._output.last_words()}"
+        how = describe_exit(process.poll())
+        reason = f"The Tunix worker ended: {how}{self._output.last_output()}"
         with self._lock:
             self._ended = reason
             pending, self._pending = self._pending, {}
@@ -165,7 +165,7 @@ class WorkerProcess:
             if future.set_running_or_notify_cancel():
                 future.set_exception(RunError(reason))
 
-    def _take(self, answer: Answer) -> None:
+    def _handle_answer(self, answer: Answer) -> None:
         with self._lock:
             future = self._pending.pop(answer.number, None)
         if future is None or not future.set_running_or_notify_cancel():

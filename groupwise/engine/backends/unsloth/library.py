@@ -30,22 +30,22 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 INSTALL = "pip install 'groupwise[train,unsloth]'"
-FIRST = "default"
+FIRST_ADAPTER = "default"
 """The name that peft gives an adapter by default."""
 
 
 def installed_version() -> str:
     """The installed version of Unsloth. Raises UsageError with advice if it is not installed."""
     try:
-        found = version("unsloth")
+        unsloth_version = version("unsloth")
     except PackageNotFoundError:
-        found = None
-    if found is None or find_spec("unsloth") is None:
+        unsloth_version = None
+    if unsloth_version is None or find_spec("unsloth") is None:
         raise UsageError(
             f"model.backend is unsloth, but Unsloth is not installed here. Install it: {INSTALL}. Or leave model.backend out: "
             "transformers and torch then train the model."
         )
-    return found
+    return unsloth_version
 
 
 def ready() -> None:
@@ -109,7 +109,7 @@ def load(config: ModelConfig, dtype: str, longest: int | None) -> PreTrainedMode
 
 
 def adapt(model: PreTrainedModel, config: LoraConfig, *, gradient_checkpointing: bool) -> PeftModel:
-    """Add an adapter called `FIRST` to the model; Unsloth's own kernels compute it if they support it."""
+    """Add an adapter called `FIRST_ADAPTER` to the model; Unsloth's own kernels compute it if they support it."""
     targets = config.target_modules
     with _contain_output():
         return _fast().get_peft_model(

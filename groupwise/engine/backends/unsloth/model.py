@@ -21,11 +21,11 @@ from groupwise.core.errors import ModelError
 from groupwise.core.types import PolicyRole, Row
 from groupwise.engine.backends.unsloth import library
 from groupwise.engine.learner.engine import Compute
-from groupwise.engine.learner.forward import Forward, ForwardOutputs, whole_rows
+from groupwise.engine.learner.forward import ForwardOutputs, ForwardResult, whole_rows
 from groupwise.engine.learner.layout import MicroBatch, microbatches
 from groupwise.engine.learner.weights import TrainedWeights
 from groupwise.engine.models.decoder import Cache, Decoder
-from groupwise.engine.models.lora import AdaptedModel, no_target
+from groupwise.engine.models.lora import AdaptedModel, no_target_message
 
 
 class Layer:
@@ -63,46 +63,46 @@ class UnslothModel(AdaptedModel):
                 base, config, gradient_checkpointing=gradient_checkpointing
             )
         except ValueError as error:
-            raise ModelError(no_target(base, str(error).rstrip("."))) from error
+            raise ModelError(no_target_message(base, str(error).rstrip("."))) from error
 
     @contextlib.contextmanager
     def using(self, name: str | None, *, dropout: bool = False) -> Iterator[PreTrainedModel]:
         """See `AdaptedModel.using`. Waits while another thread computes."""
         assert not dropout, "the config refuses it"
         with self._alone:
-            before = self.switch.active
-            self._act(name)
+            previous = self.switch.active
+            self._activate(name)
             try:
                 yield self.base
             finally:
-                self._act(before)
+                self._activate(previous)
 
     def native(self, name: str) -> None:
         """None, because Unsloth's kernels compute this model."""
 
-    def _act(self, name: str | None) -> None:
+    def _activate(self, name: str | None) -> None:
         self.switch.active = name
         for layer in self.layers.values():
             cast("Layer", layer).act(name)
 
-    def _inject(self, name: str, config: LoraConfig) -> None:
-        """See `AdaptedModel._inject`. The first adapter replaces the one that `library.adapt` created."""
+    def _inject_adapter(self, name: str, config: LoraConfig) -> None:
+        """See `AdaptedModel._inject_adapter`. The first adapter replaces the one that `library.adapt` created."""
         self._peft.add_adapter(name, config)
-        if library.FIRST in self._peft.peft_config:
+        if library.FIRST_ADAPTER in self._peft.peft_config:
             self._peft.set_adapter(name)  # peft warns if an active adapter is deleted
-            self._peft.delete_adapter(library.FIRST)
+            self._peft.delete_adapter(library.FIRST_ADAPTER)
         self.configs[name] = config
-        self._take_stock()
-        self._act(self.switch.active)
+        self._update_layers()
+        self._activate(self.switch.active)
 
-    def _take_stock(self) -> None:
-        """See `AdaptedModel._take_stock`."""
-        found = {
+    def _update_layers(self) -> None:
+        """See `AdaptedModel._update_layers`."""
+        layers = {
             path: Layer(module)
             for path, module in self.base.named_modules()
             if isinstance(module, LoraLayer)
         }
-        self.layers = cast("Any", found)
+        self.layers = cast("Any", layers)
 
 
 class UnslothDecoder(Decoder):
@@ -117,21 +117,21 @@ class UnslothDecoder(Decoder):
 
 
 class UnslothEngine:
-    """A `groupwise.engine.learner.engine.Engine` over a model that Unsloth has loaded. Each row is computed whole, prompt included."""
+    """A `groupwise.engine.learner.engine.LearnerEngine` over a model that Unsloth has loaded. Computes each row whole, with its prompt."""
 
     def __init__(self, weights: TrainedWeights) -> None:
         self._weights = weights
         self._decoder = UnslothDecoder(weights.model)
 
     def cut(self, rows: Sequence[Row], max_tokens: int, *, gradient: bool) -> list[MicroBatch]:
-        """See `Engine.cut`."""
+        """See `LearnerEngine.cut`."""
         return microbatches(rows, max_tokens, prompt_shared=False)
 
     @contextmanager
     def acting(self, role: PolicyRole, *, gradient: bool) -> Generator[Compute]:
-        """See `Engine.acting`. The same kernels compute without a gradient, so log-probabilities equal those in training."""
+        """See `LearnerEngine.acting`. The same kernels compute without a gradient, so log-probabilities equal those in training."""
 
-        def compute(batch: MicroBatch, outputs: ForwardOutputs) -> Forward:
+        def compute(batch: MicroBatch, outputs: ForwardOutputs) -> ForwardResult:
             return whole_rows(self._decoder, batch, outputs)
 
         reference = role == "reference"
@@ -143,4 +143,4 @@ class UnslothEngine:
             yield compute
 
     def keep_step(self, role: PolicyRole, *, gradient: bool) -> None:
-        """See `Engine.keep_step`. Nothing to do."""
+        """See `LearnerEngine.keep_step`. Nothing to do."""

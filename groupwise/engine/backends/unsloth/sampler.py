@@ -46,29 +46,29 @@ class UnslothSampler(QueuedSampler):
         most = getattr(weights.model.config, "max_position_embeddings", None)
         self._room = min(layout.key_length, most or layout.key_length)
 
-    async def _serve(self) -> None:
-        """See `QueuedSampler._serve`."""
+    async def _draw_waiting(self) -> None:
+        """See `QueuedSampler._draw_waiting`."""
         while self._waiting:
             # Take waiting members in order while `generate` has room for the longest prompt with the longest completion.
-            longest = most = 0
+            longest = max_tokens = 0
             while self._waiting and len(self._batch) < self.layout.slots:
                 request = self._waiting[0].ticket.request
                 longest = max(longest, len(request.prompt_ids))
-                most = max(most, request.params.max_tokens)
-                if self._batch and longest + most > self._room:
+                max_tokens = max(max_tokens, request.params.max_tokens)
+                if self._batch and longest + max_tokens > self._room:
                     break
                 self._batch.append(self._waiting.popleft())
             try:
-                await asyncio.to_thread(self._generate)
+                await asyncio.to_thread(self._generate_batch)
             except asyncio.CancelledError:
                 self._ending = True  # the thread ends after its next token
                 raise
             tickets = {id(member.ticket): member.ticket for member in self._batch}
             self._reset()
             for ticket in tickets.values():
-                self._deliver(ticket)
+                self._deliver_if_finished(ticket)
 
-    def _generate(self) -> None:
+    def _generate_batch(self) -> None:
         """Complete the batch in one `generate`; the prompts [B, P] are padded on the left, so that their ends are aligned."""
         model: Any = self._weights.model
         prompts = [member.ticket.request.prompt_ids for member in self._batch]
@@ -80,24 +80,28 @@ class UnslothSampler(QueuedSampler):
             model.generate(
                 input_ids=torch.tensor(ids, device=model.device),
                 attention_mask=torch.tensor(mask, device=model.device),
-                max_new_tokens=max(each.ticket.request.params.max_tokens for each in self._batch),
+                max_new_tokens=max(
+                    member.ticket.request.params.max_tokens for member in self._batch
+                ),
                 do_sample=False,
                 use_cache=True,
                 pad_token_id=0,
-                logits_processor=LogitsProcessorList([_Drawing(self)]),
-                stopping_criteria=StoppingCriteriaList([_Ended(self)]),
+                logits_processor=LogitsProcessorList([_TokenDrawer(self)]),
+                stopping_criteria=StoppingCriteriaList([_AllEnded(self)]),
             )
 
     def draw(self, logits_BV: Tensor) -> Tensor:
         """Draw for each unfinished row of the batch. Returns the tokens [B]; 0 for finished rows."""
         tokens_B = torch.zeros(len(self._batch), dtype=torch.long, device=logits_BV.device)
-        going = [place for place, member in enumerate(self._batch) if not self._is_over(member)]
-        if going:
-            members = [self._batch[place] for place in going]
-            tokens, logprobs = draw_members(members, logits_BV[going])
+        unfinished = [
+            index for index, member in enumerate(self._batch) if not self._is_over(member)
+        ]
+        if unfinished:
+            members = [self._batch[index] for index in unfinished]
+            tokens, logprobs = draw_members(members, logits_BV[unfinished])
             for member, token, logprob in zip(members, tokens, logprobs, strict=True):
-                self._append(member, token, logprob)
-            tokens_B[going] = torch.tensor(tokens, device=logits_BV.device)
+                self._append_token(member, token, logprob)
+            tokens_B[unfinished] = torch.tensor(tokens, device=logits_BV.device)
         return tokens_B
 
     def over(self) -> list[bool]:
@@ -107,12 +111,12 @@ class UnslothSampler(QueuedSampler):
     def _is_over(self, member: Member) -> bool:
         return self._ending or member.finish_reason is not None or id(member.ticket) in self._left
 
-    def _on_their_way(self) -> Sequence[Member]:
-        """See `QueuedSampler._on_their_way`."""
+    def _in_progress(self) -> Sequence[Member]:
+        """See `QueuedSampler._in_progress`."""
         return self._batch
 
-    def _forget(self, ticket: Ticket) -> None:
-        """See `QueuedSampler._forget`."""
+    def _drop_group(self, ticket: Ticket) -> None:
+        """See `QueuedSampler._drop_group`."""
         self._left.add(id(ticket))
 
     def _reset(self) -> None:
@@ -124,7 +128,7 @@ class UnslothSampler(QueuedSampler):
         """See `QueuedSampler._refresh`. Nothing to do: the modules hold the weights themselves."""
 
 
-class _Drawing(LogitsProcessor):
+class _TokenDrawer(LogitsProcessor):
     """Leaves only the drawn token in the logits [B, V]."""
 
     def __init__(self, sampler: UnslothSampler) -> None:
@@ -135,7 +139,7 @@ class _Drawing(LogitsProcessor):
         return torch.full_like(scores, -torch.inf).scatter_(1, tokens_B[:, None], 0.0)
 
 
-class _Ended(StoppingCriteria):
+class _AllEnded(StoppingCriteria):
     """Reports the rows that have ended."""
 
     def __init__(self, sampler: UnslothSampler) -> None:

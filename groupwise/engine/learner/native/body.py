@@ -21,9 +21,9 @@ from groupwise.engine.learner.native.elementwise import (
     add_norm_gradient,
     norm_scale,
     norm_with_gradient,
+    rotate_back_,
     swiglu,
     swiglu_with_gradient,
-    turn_back_,
 )
 from groupwise.engine.learner.native.layout import FlatBatch
 from groupwise.engine.learner.native.product import Product
@@ -52,7 +52,7 @@ class Activations:
 
     residual_NH: Tensor
     qkv_NO: Tensor
-    found_NO: Tensor
+    attention_NO: Tensor
     """The output of attention."""
     middle_NH: Tensor
     """The residual stream before the MLP."""
@@ -78,9 +78,9 @@ def residual_stream(
 def _factors(products: Sequence[Product], factors: Mapping[str, Factors]) -> Iterator[Tensor]:
     """Factors of all products, in the order in which `_Body.backward` returns their gradients."""
     for product in products:
-        for each in product.adapted:
-            yield factors[each.part.path].down_RI
-            yield factors[each.part.path].up_OR
+        for adapted in product.adapted:
+            yield factors[adapted.part.path].down_RI
+            yield factors[adapted.part.path].up_OR
 
 
 class _Body(torch.autograd.Function):
@@ -90,23 +90,23 @@ class _Body(torch.autograd.Function):
     def forward(ctx: Any, work: Work, gradient: bool, *_: Tensor) -> Tensor:
         model = work.model
         residual_NH = model.embedded(torch.tensor(work.batch.token_ids, device=model.device))
-        kept: list[Activations | Tensor] = []
+        saved: list[Activations | Tensor] = []
         for number in range(len(model.layers)):
             before_NH = residual_NH
             residual_NH, of_layer = _forward_layer(work, number, before_NH)
             if gradient:
-                kept.append(before_NH if work.recompute else of_layer)
-        ctx.work, ctx.kept = work, kept
+                saved.append(before_NH if work.recompute else of_layer)
+        ctx.work, ctx.kept = work, saved
         return residual_NH
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
         work: Work = ctx.work
-        kept: list[Activations | Tensor] = ctx.kept
+        saved: list[Activations | Tensor] = ctx.kept
         d_NH = grad_outputs[0].clone()  # changed in place from here on
         gradients: list[Tensor] = []
         for number in reversed(range(len(work.model.layers))):
-            of_layer = kept.pop()
+            of_layer = saved.pop()
             if isinstance(of_layer, Tensor):
                 _, of_layer = _forward_layer(work, number, of_layer)
             gradients = _backward_layer_(work, number, of_layer, d_NH) + gradients
@@ -119,16 +119,16 @@ def _forward_layer(work: Work, number: int, residual_NH: Tensor) -> tuple[Tensor
     qkv, output, gate_up, down = work.products[4 * number : 4 * number + 4]
     qkv_NO, qkv_low = qkv.forward(model.normed(residual_NH, layer.attention_norm_H))
     queries, keys, values = _rotate_heads(work, layer, qkv_NO)
-    found_NO = qkv_NO.new_empty(len(qkv_NO), output.linear.weight_OI.shape[1])
-    for each in work.attention:
-        each.forward(queries, keys, values, found_NO)
-    y_NH, output_low = output.forward(found_NO)
+    attention_NO = qkv_NO.new_empty(len(qkv_NO), output.linear.weight_OI.shape[1])
+    for attention in work.attention:
+        attention.forward(queries, keys, values, attention_NO)
+    y_NH, output_low = output.forward(attention_NO)
     middle_NH = residual_NH + y_NH
     gate_up_N2F, gate_up_low = gate_up.forward(model.normed(middle_NH, layer.mlp_norm_H))
     y_NH, down_low = down.forward(swiglu(gate_up_N2F))
     lows = qkv_low, output_low, gate_up_low, down_low
-    kept = Activations(residual_NH, qkv_NO, found_NO, middle_NH, gate_up_N2F, lows)
-    return middle_NH + y_NH, kept
+    activations = Activations(residual_NH, qkv_NO, attention_NO, middle_NH, gate_up_N2F, lows)
+    return middle_NH + y_NH, activations
 
 
 def _rotate_heads(work: Work, layer: Layer, qkv_NO: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -142,27 +142,31 @@ def _rotate_heads(work: Work, layer: Layer, qkv_NO: Tensor) -> tuple[Tensor, Ten
     )
 
 
-def _backward_layer_(work: Work, number: int, kept: Activations, d_NH: Tensor) -> list[Tensor]:
+def _backward_layer_(
+    work: Work, number: int, activations: Activations, d_NH: Tensor
+) -> list[Tensor]:
     """Turn the gradient of a layer's output into that of its input, in place; return the gradients of the layer's factors."""
     layer = work.model.layers[number]
     qkv, output, gate_up, down = work.products[4 * number : 4 * number + 4]
-    qkv_low, output_low, gate_up_low, down_low = kept.lows
+    qkv_low, output_low, gate_up_low, down_low = activations.lows
     epsilon = work.model.shape.epsilon
 
     dy_NH = d_NH.to(work.model.dtype)
     u_NR = down.low_gradient(dy_NH)
-    a_NF, d_gate_up = swiglu_with_gradient(kept.gate_up_N2F, down.input_gradient(dy_NH, u_NR))
+    a_NF, d_gate_up = swiglu_with_gradient(
+        activations.gate_up_N2F, down.input_gradient(dy_NH, u_NR)
+    )
     of_down = down.factor_gradients(a_NF, dy_NH, down_low, u_NR)
     of_gate_up = _through_norm_(
-        gate_up, gate_up_low, d_gate_up, kept.middle_NH, layer.mlp_norm_H, epsilon, d_NH
+        gate_up, gate_up_low, d_gate_up, activations.middle_NH, layer.mlp_norm_H, epsilon, d_NH
     )
     dy_NH = d_NH.to(work.model.dtype)
     u_NR = output.low_gradient(dy_NH)
-    d_qkv = _attention_backward(work, layer, kept.qkv_NO, output.input_gradient(dy_NH, u_NR))
-    of_output = output.factor_gradients(kept.found_NO, dy_NH, output_low, u_NR)
-    before = d_NH if number else None  # the embeddings need no gradient
+    d_qkv = _attention_backward(work, layer, activations.qkv_NO, output.input_gradient(dy_NH, u_NR))
+    of_output = output.factor_gradients(activations.attention_NO, dy_NH, output_low, u_NR)
+    d_input = d_NH if number else None  # the embeddings need no gradient
     of_qkv = _through_norm_(
-        qkv, qkv_low, d_qkv, kept.residual_NH, layer.attention_norm_H, epsilon, before
+        qkv, qkv_low, d_qkv, activations.residual_NH, layer.attention_norm_H, epsilon, d_input
     )
     return [*of_qkv, *of_output, *of_gate_up, *of_down]
 
@@ -183,20 +187,20 @@ def _through_norm_(
     return product.factor_gradients(x_NH, dy_NO, low_NR, u_NR)
 
 
-def _attention_backward(work: Work, layer: Layer, qkv_NO: Tensor, d_found: Tensor) -> Tensor:
+def _attention_backward(work: Work, layer: Layer, qkv_NO: Tensor, d_attention: Tensor) -> Tensor:
     """The gradient [N, O] of the output of the layer's first product (queries, keys and values)."""
     model, shape = work.model, work.model.shape
     queries, keys, values = _rotate_heads(work, layer, qkv_NO)
     turned = shape.heads + shape.kv_heads
     d_NJD = torch.empty(len(qkv_NO), turned + shape.kv_heads, shape.head_size, device=qkv_NO.device)
-    for each in work.attention:
-        each.backward(d_found, queries, keys, values, d_NJD)
+    for attention in work.attention:
+        attention.backward(d_attention, queries, keys, values, d_NJD)
     raw_queries, raw_keys, _ = model.split(qkv_NO)
     for part, rotations, raw, norm_D in (
         (slice(0, shape.heads), work.query_rotations_N1C, raw_queries, layer.query_norm_D),
         (slice(shape.heads, turned), work.rotations_N1C, raw_keys, layer.key_norm_D),
     ):
-        turn_back_(d_NJD[:, part], rotations)
+        rotate_back_(d_NJD[:, part], rotations)
         if norm_D is not None:
             x = raw.to(d_NJD.dtype)
             d = torch.zeros_like(x)

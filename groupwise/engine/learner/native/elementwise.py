@@ -65,7 +65,7 @@ def swiglu(gate_up_N2F: Tensor) -> Tensor:
     if kernels is not None:
         return kernels.gated(gate_up_N2F, gate_up_N2F.dtype)
     y_NF = gate_up_N2F.new_empty(len(gate_up_N2F), gate_up_N2F.shape[1] // 2)
-    for rows in _pieces(gate_up_N2F):
+    for rows in _row_pieces(gate_up_N2F):
         gate, up = _wide(gate_up_N2F[rows]).chunk(2, dim=-1)
         y_NF[rows] = F.silu(gate, inplace=True).mul_(up)
     return y_NF
@@ -82,18 +82,18 @@ def swiglu_with_gradient(gate_up_N2F: Tensor, dy_NF: Tensor) -> tuple[Tensor, Te
     if kernels is not None:
         return kernels.gated_with_gradient(gate_up_N2F, dy_NF)
     y_NF, d_N2F = torch.empty_like(dy_NF), torch.empty_like(gate_up_N2F)
-    for rows in _pieces(gate_up_N2F):
-        both, dy = _wide(gate_up_N2F[rows]), _wide(dy_NF[rows])
-        gate, up = both.chunk(2, dim=-1)
+    for rows in _row_pieces(gate_up_N2F):
+        gate_up, dy = _wide(gate_up_N2F[rows]), _wide(dy_NF[rows])
+        gate, up = gate_up.chunk(2, dim=-1)
         active = F.silu(gate)
         y_NF[rows] = active * up
         torch.ops.aten.silu_backward.grad_input(dy * up, gate, grad_input=gate)
         torch.mul(dy, active, out=up)
-        d_N2F[rows] = both
+        d_N2F[rows] = gate_up
     return y_NF, d_N2F
 
 
-def _pieces(x_NX: Tensor) -> Iterator[slice]:
+def _row_pieces(x_NX: Tensor) -> Iterator[slice]:
     """Slices of a few rows on a CPU, so that their float32 copies fit its cache; one slice of all rows on other devices."""
     rows = ROWS_IN_CACHE if x_NX.device.type == "cpu" else max(1, len(x_NX))
     return (slice(start, start + rows) for start in range(0, len(x_NX), rows))
@@ -104,6 +104,6 @@ def _wide(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32), copy=True)
 
 
-def turn_back_(d_NJD: Tensor, rotations_N1C: Tensor) -> None:
+def rotate_back_(d_NJD: Tensor, rotations_N1C: Tensor) -> None:
     """Apply the gradient of rotary positions in place: a rotation by the opposite angle."""
     torch.view_as_complex(d_NJD.unflatten(-1, (-1, 2))).mul_(rotations_N1C.conj())

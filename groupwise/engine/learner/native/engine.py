@@ -10,7 +10,7 @@ from torch.nn.functional import embedding
 
 from groupwise.core.types import PolicyRole, Row
 from groupwise.engine.learner.engine import Compute
-from groupwise.engine.learner.forward import Forward, ForwardOutputs, asked_of
+from groupwise.engine.learner.forward import ForwardOutputs, ForwardResult, query_tokens
 from groupwise.engine.learner.native.body import residual_stream
 from groupwise.engine.learner.native.head import token_numbers
 from groupwise.engine.learner.native.layout import FlatBatch, cut
@@ -20,7 +20,7 @@ from groupwise.engine.models.native.weights import NativeModel
 
 
 class NativeEngine:
-    """A `groupwise.engine.learner.engine.Engine` for an adapter over a model of the Llama family."""
+    """A `groupwise.engine.learner.engine.LearnerEngine` for an adapter over a model of the Llama family."""
 
     def __init__(
         self,
@@ -37,21 +37,21 @@ class NativeEngine:
         ready_to_learn(model)
 
     def cut(self, rows: Sequence[Row], max_tokens: int, *, gradient: bool) -> list[FlatBatch]:
-        """See `Engine.cut`."""
+        """See `LearnerEngine.cut`."""
         return cut(rows, max_tokens, packing=self._packing)
 
     def keep_step(self, role: PolicyRole, *, gradient: bool) -> None:
-        """See `Engine.keep_step`."""
+        """See `LearnerEngine.keep_step`."""
 
     @contextmanager
     def acting(self, role: PolicyRole, *, gradient: bool) -> Generator[Compute]:
-        """See `Engine.acting`."""
+        """See `LearnerEngine.acting`."""
         model, factors = self._model, self._weights.factors(role)
 
-        def compute(batch: FlatBatch, outputs: ForwardOutputs) -> Forward:
+        def compute(batch: FlatBatch, outputs: ForwardOutputs) -> ForwardResult:
             residual_NH = residual_stream(model, batch, factors, recompute=self._recompute)
-            queried = asked_of(batch.rows, outputs, model.device)
-            before_N = torch.tensor(batch.before, device=model.device)[queried.among_A]
+            queried = query_tokens(batch.rows, outputs, model.device)
+            before_N = torch.tensor(batch.predictors, device=model.device)[queried.among_A]
             # Rows of one prompt share its last token. The gradient of plain indexing would add their parts in the order in which threads
             # finish; that of `embedding` adds them in a fixed order.
             before_NH = embedding(before_N, residual_NH)

@@ -33,10 +33,10 @@ class FusedAttention(PaddedAttention):
     def forward(self, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
         """See `Attention.forward`."""
         out_NHD = out.view(len(out), self.shape.heads, self.shape.head_size)
-        found_MLHD = self.room(out_NHD)
-        found_MHLD = _attention_output(*self._inputs(queries, keys, values))
-        found_MLHD.copy_(found_MHLD.transpose(1, 2))
-        self.put(found_MLHD, out_NHD)
+        output_MLHD = self.room(out_NHD)
+        output_MHLD = _attention_output(*self._attention_inputs(queries, keys, values))
+        output_MLHD.copy_(output_MHLD.transpose(1, 2))
+        self.put(output_MLHD, out_NHD)
 
     def gradients(
         self,
@@ -47,19 +47,23 @@ class FusedAttention(PaddedAttention):
         d_queries_MLHD: Tensor,
     ) -> tuple[Tensor, Tensor]:
         """See `PaddedAttention.gradients`."""
-        inputs = self._inputs(queries, keys, values)
-        d_found_MLHD = self.beside(d_out.view(len(d_out), self.shape.heads, self.shape.head_size))
+        inputs = self._attention_inputs(queries, keys, values)
+        d_output_MLHD = self.to_batch(
+            d_out.view(len(d_out), self.shape.heads, self.shape.head_size)
+        )
         with torch.enable_grad():
-            found_MHLD = _attention_output(*(each.requires_grad_() for each in inputs))
+            output_MHLD = _attention_output(*(tensor.requires_grad_() for tensor in inputs))
         d_queries_MHLD, d_keys_MJCD, d_values_MJCD = torch.autograd.grad(
-            found_MHLD, inputs, d_found_MLHD.transpose(1, 2)
+            output_MHLD, inputs, d_output_MLHD.transpose(1, 2)
         )
         d_queries_MLHD.copy_(d_queries_MHLD.transpose(1, 2))
         return d_keys_MJCD, d_values_MJCD
 
-    def _inputs(self, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+    def _attention_inputs(
+        self, queries: Tensor, keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, ...]:
         """Queries [M, heads, L, D], and keys and values [M, J, C, D], in one number format; no result shares memory with the inputs."""
-        queries_MHLD = self.beside(queries).transpose(1, 2)
+        queries_MHLD = self.to_batch(queries).transpose(1, 2)
         return (
             queries_MHLD.to(values.dtype, copy=True),
             self.with_prompt(keys).to(values.dtype),
@@ -71,7 +75,7 @@ def fused_attention(
     shape: Shape, texts: Sequence[Texts], device: torch.device
 ) -> list[FusedAttention]:
     """One attention object for each set of texts."""
-    return [FusedAttention(shape, each, real_places(each, device)) for each in texts]
+    return [FusedAttention(shape, text_set, real_places(text_set, device)) for text_set in texts]
 
 
 def _attention_output(queries_MHLD: Tensor, keys_MJCD: Tensor, values_MJCD: Tensor) -> Tensor:

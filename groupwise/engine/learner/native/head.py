@@ -29,7 +29,7 @@ def token_numbers(model: NativeModel, residual_NH: Tensor, targets: Targets) -> 
     """
     gradient = torch.is_grad_enabled() and residual_NH.requires_grad
     logprobs_N, entropies_N, right_N = _Head.apply(residual_NH, model, targets, gradient)  # pyright: ignore[reportGeneralTypeIssues]
-    return TokenNumbers(logprobs_N, entropies_N, right_N if targets.wanted.accuracy else None)
+    return TokenNumbers(logprobs_N, entropies_N, right_N if targets.outputs.accuracy else None)
 
 
 class _Head(torch.autograd.Function):
@@ -39,15 +39,15 @@ class _Head(torch.autograd.Function):
     def forward(
         ctx: Any, residual_NH: Tensor, model: NativeModel, targets: Targets, gradient: bool
     ) -> tuple[Tensor, Tensor, Tensor]:
-        found = _Numbers(model, residual_NH, targets, gradient)
+        numbers = _HeadNumbers(model, residual_NH, targets, gradient)
         for start in range(0, len(residual_NH), CHUNK):
-            found.compute(start, min(start + CHUNK, len(residual_NH)))
-        ctx.model, ctx.slopes = model, (found.chosen_slopes_NH, found.entropy_slopes_NH)
+            numbers.compute(start, min(start + CHUNK, len(residual_NH)))
+        ctx.model, ctx.slopes = model, (numbers.chosen_slopes_NH, numbers.entropy_slopes_NH)
         ctx.save_for_backward(residual_NH)
-        ctx.mark_non_differentiable(found.right_N)
-        if not targets.wanted.entropy_gradient:
-            ctx.mark_non_differentiable(found.entropies_N)
-        return found.logprobs_N, found.entropies_N, found.right_N
+        ctx.mark_non_differentiable(numbers.right_N)
+        if not targets.outputs.entropy_gradient:
+            ctx.mark_non_differentiable(numbers.entropies_N)
+        return numbers.logprobs_N, numbers.entropies_N, numbers.right_N
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
@@ -64,7 +64,7 @@ class _Head(torch.autograd.Function):
         return d_residual_NH, None, None, None
 
 
-class _Numbers:
+class _HeadNumbers:
     """The results, filled chunk by chunk, and the buffers for computing a chunk."""
 
     def __init__(
@@ -76,7 +76,7 @@ class _Numbers:
         self.entropies_N = residual_NH.new_empty(count)
         self.right_N = residual_NH.new_zeros(count, dtype=torch.bool)
         self.chosen_slopes_NH = torch.empty_like(residual_NH) if gradient else None
-        entropy = gradient and targets.wanted.entropy_gradient
+        entropy = gradient and targets.outputs.entropy_gradient
         self.entropy_slopes_NH = torch.empty_like(residual_NH) if entropy else None
         rows = min(count, ROWS_IN_CACHE if residual_NH.device.type == "cpu" else CHUNK)
         self._scaled_RV = residual_NH.new_empty(rows, model.shape.vocabulary)
@@ -90,12 +90,12 @@ class _Numbers:
         rows = len(self._scaled_RV)
         for first in range(start, end, rows):
             last = min(first + rows, end)
-            here = slice(first - start, last - start)
-            self._rows(
+            chunk = slice(first - start, last - start)
+            self._compute_rows(
                 slice(first, last),
                 targets.part(first, last),
-                logits_CV[here],
-                None if entropy_CV is None else entropy_CV[here],
+                logits_CV[chunk],
+                None if entropy_CV is None else entropy_CV[chunk],
             )
         temperatures_C1 = targets.temperatures_N[start:end, None]
         for slopes_NH, weights_CV in (
@@ -106,8 +106,8 @@ class _Numbers:
                 slopes_CH = weights_CV @ model.head.weight_OI
                 torch.div(slopes_CH, temperatures_C1, out=slopes_NH[start:end]).neg_()
 
-    def _rows(
-        self, places: slice, targets: Targets, logits_RV: Tensor, entropy_RV: Tensor | None
+    def _compute_rows(
+        self, indices: slice, targets: Targets, logits_RV: Tensor, entropy_RV: Tensor | None
     ) -> None:
         """Compute the numbers of a few targets. With gradients, overwrite the logits with the factors of the head's weight rows."""
         count = len(logits_RV)
@@ -121,10 +121,10 @@ class _Numbers:
         normaliser_R = scaled_RV.amax(-1).sub_(probabilities_RV.amax(-1).log_())
         ids_R1 = targets.ids_N[:, None]
         entropies_R = normaliser_R - torch.linalg.vecdot(probabilities_RV, scaled_RV)
-        self.logprobs_N[places] = scaled_RV.gather(1, ids_R1)[:, 0] - normaliser_R
-        self.entropies_N[places] = entropies_R
-        if targets.wanted.accuracy:
-            self.right_N[places] = scaled_RV.argmax(-1) == targets.ids_N
+        self.logprobs_N[indices] = scaled_RV.gather(1, ids_R1)[:, 0] - normaliser_R
+        self.entropies_N[indices] = entropies_R
+        if targets.outputs.accuracy:
+            self.right_N[indices] = scaled_RV.argmax(-1) == targets.ids_N
         if entropy_RV is not None:
             scaled_RV.sub_((normaliser_R - entropies_R)[:, None])
             torch.mul(scaled_RV, probabilities_RV, out=entropy_RV)

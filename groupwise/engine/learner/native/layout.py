@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from groupwise.core.types import Row
-from groupwise.engine.learner.layout import by_prompt, widest
+from groupwise.engine.learner.layout import group_by_prompt, longest_completion
 
 SPREAD = 2
 """Texts are computed as one padded batch if the longest is at most this many times as long as the shortest."""
@@ -51,13 +51,13 @@ class FlatBatch:
     """Position of each token in its own text, prompt included; N."""
     texts: tuple[Texts, ...]
     """Sets of texts that together cover all tokens; those that see no prompt come first."""
-    before: tuple[int, ...]
+    predictors: tuple[int, ...]
     """Index of the token before each completion token, one row after another."""
 
     @property
     def width(self) -> int:
         """Tokens of the longest completion."""
-        return widest(self.rows)
+        return longest_completion(self.rows)
 
     @property
     def tokens(self) -> int:
@@ -73,35 +73,35 @@ def cut(rows: Sequence[Row], max_tokens: int, *, packing: bool = True) -> list[F
     batches: list[FlatBatch] = []
     taken: list[list[int]] = []
     used = 0
-    for members in by_prompt(rows).values():
+    for members in group_by_prompt(rows).values():
         for part in _fitting(rows, members, max_tokens):
-            tokens = _tokens(rows, part)
+            tokens = _group_tokens(rows, part)
             if taken and (not packing or used + tokens > max_tokens):
-                batches.append(flat(rows, taken))
+                batches.append(flat_batch(rows, taken))
                 taken, used = [], 0
             taken.append(part)
             used += tokens
-    return [*batches, flat(rows, taken)] if taken else batches
+    return [*batches, flat_batch(rows, taken)] if taken else batches
 
 
 def _fitting(rows: Sequence[Row], members: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
     """Divide the members of a group, longest first, into parts that fit the budget; each part has at least one."""
     part: list[int] = []
     for index in sorted(members, key=lambda index: -len(rows[index].completion_ids)):
-        if part and _tokens(rows, [*part, index]) > max_tokens:
+        if part and _group_tokens(rows, [*part, index]) > max_tokens:
             yield part
             part = []
         part.append(index)
     yield part
 
 
-def _tokens(rows: Sequence[Row], members: Sequence[int]) -> int:
+def _group_tokens(rows: Sequence[Row], members: Sequence[int]) -> int:
     """Tokens to compute for these rows of one prompt."""
-    own = sum(len(rows[index].completion_ids) - 1 for index in members)
-    return len(rows[members[0]].prompt_ids) + own
+    completion_tokens = sum(len(rows[index].completion_ids) - 1 for index in members)
+    return len(rows[members[0]].prompt_ids) + completion_tokens
 
 
-def flat(rows: Sequence[Row], groups: Sequence[Sequence[int]]) -> FlatBatch:
+def flat_batch(rows: Sequence[Row], groups: Sequence[Sequence[int]]) -> FlatBatch:
     """The micro-batch of these rows, given by group; within a group the longest comes first."""
     axis = _Axis()
     trunks: list[tuple[int, ...]] = []  # texts that see no prompt
@@ -111,17 +111,17 @@ def flat(rows: Sequence[Row], groups: Sequence[Sequence[int]]) -> FlatBatch:
         trunks.append((*row.prompt_ids, *alone))
     order = sorted(range(len(groups)), key=lambda number: -len(trunks[number]))
     starts = dict(zip(order, axis.add([trunks[number] for number in order]), strict=True))
-    before: list[int] = []
+    predictors: list[int] = []
     for number, members in enumerate(groups):
         length = len(rows[members[0]].prompt_ids)
-        last = starts[number] + length - 1
+        last_prompt_index = starts[number] + length - 1
         completions = [rows[index].completion_ids for index in members]
         if len(members) == 1:
-            before += range(last, last + len(completions[0]))
+            predictors += range(last_prompt_index, last_prompt_index + len(completions[0]))
             continue
-        begins = axis.add([ids[:-1] for ids in completions], (starts[number], length))
-        for ids, begin in zip(completions, begins, strict=True):
-            before += [last, *range(begin, begin + len(ids) - 1)]
+        text_starts = axis.add([ids[:-1] for ids in completions], (starts[number], length))
+        for ids, start in zip(completions, text_starts, strict=True):
+            predictors += [last_prompt_index, *range(start, start + len(ids) - 1)]
     indices = tuple(index for members in groups for index in members)
     return FlatBatch(
         rows=tuple(rows[index] for index in indices),
@@ -129,7 +129,7 @@ def flat(rows: Sequence[Row], groups: Sequence[Sequence[int]]) -> FlatBatch:
         token_ids=tuple(axis.token_ids),
         positions=tuple(axis.positions),
         texts=tuple(axis.texts),
-        before=tuple(before),
+        predictors=tuple(predictors),
     )
 
 
@@ -145,16 +145,16 @@ class _Axis:
         self, texts: Sequence[Sequence[int]], prompt: tuple[int, int] | None = None
     ) -> list[int]:
         """Append texts that see this prompt, longest first; return the start of each."""
-        begins: list[int] = []
-        first = 0 if prompt is None else prompt[1]
+        starts: list[int] = []
+        first_position = 0 if prompt is None else prompt[1]
         for ids in texts:
-            begins.append(len(self.token_ids))
+            starts.append(len(self.token_ids))
             self.token_ids += ids
-            self.positions += range(first, first + len(ids))
+            self.positions += range(first_position, first_position + len(ids))
         # Form sets of similar length; empty texts are left out.
-        start, left = begins[0], [len(ids) for ids in texts if ids]
-        while left:
-            taken = [length for length in left if SPREAD * length >= left[0]]
+        start, remaining = starts[0], [len(ids) for ids in texts if ids]
+        while remaining:
+            taken = [length for length in remaining if SPREAD * length >= remaining[0]]
             self.texts.append(Texts(start, tuple(taken), prompt))
-            start, left = self.texts[-1].end, left[len(taken) :]
-        return begins
+            start, remaining = self.texts[-1].end, remaining[len(taken) :]
+        return starts

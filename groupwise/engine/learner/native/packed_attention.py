@@ -29,10 +29,14 @@ class PackedAttention:
         keys: list[int] = []
         lengths: list[int] = []
         key_lengths: list[int] = []
-        for each in texts:
-            prompt = [] if each.prompt is None else [*range(each.prompt[0], sum(each.prompt))]
-            start = each.start
-            for length in each.lengths:
+        for text_set in texts:
+            prompt = (
+                []
+                if text_set.prompt is None
+                else [*range(text_set.prompt[0], sum(text_set.prompt))]
+            )
+            start = text_set.start
+            for length in text_set.lengths:
                 keys += prompt
                 keys += range(start, start + length)
                 start += length
@@ -46,37 +50,41 @@ class PackedAttention:
 
     def forward(self, queries: Tensor, keys: Tensor, values: Tensor, out: Tensor) -> None:
         """See `Attention.forward`."""
-        out.copy_(self._attention_output(*self._inputs(queries, keys, values)).flatten(1))
+        out.copy_(self._attention_output(*self._attention_inputs(queries, keys, values)).flatten(1))
 
     def backward(
         self, d_out: Tensor, queries: Tensor, keys: Tensor, values: Tensor, d_qkv: Tensor
     ) -> None:
         """See `Attention.backward`."""
         heads = self._shape.heads
-        inputs = [each.requires_grad_() for each in self._inputs(queries, keys, values)]
+        inputs = [
+            tensor.requires_grad_() for tensor in self._attention_inputs(queries, keys, values)
+        ]
         with torch.enable_grad():
-            found_NHD = self._attention_output(*inputs)
+            output_NHD = self._attention_output(*inputs)
         d_queries, d_keys_KJD, d_values_KJD = torch.autograd.grad(
-            found_NHD, inputs, d_out.view(found_NHD.shape)
+            output_NHD, inputs, d_out.view(output_NHD.shape)
         )
         d_qkv[:, :heads] = d_queries
         d_both = torch.cat((d_keys_KJD, d_values_KJD), dim=1)
         if self._keys_K is not None:
             # The sum, for each token, over all texts that saw it. Plain indexing would add in the order in which threads finish; the
             # gradient of an embedding adds in the order of the indices.
-            tokens, each = len(d_qkv), d_both.shape[1:]
+            tokens, shape = len(d_qkv), d_both.shape[1:]
             d_KX = d_both.to(torch.promote_types(d_both.dtype, torch.float32)).flatten(1)
             d_NX = torch.ops.aten.embedding_dense_backward(d_KX, self._keys_K, tokens, -1, False)
-            d_both = d_NX.view(tokens, *each)
+            d_both = d_NX.view(tokens, *shape)
         d_qkv[:, heads:] = d_both
 
-    def _inputs(self, queries: Tensor, keys: Tensor, values: Tensor) -> tuple[Tensor, ...]:
+    def _attention_inputs(
+        self, queries: Tensor, keys: Tensor, values: Tensor
+    ) -> tuple[Tensor, ...]:
         """Queries, and the keys and values that each text sees, in one number format; no result shares memory with the inputs."""
-        both = keys.to(values.dtype), values
+        pair = keys.to(values.dtype), values
         if self._keys_K is None:
-            keys, values = (each.clone(memory_format=torch.contiguous_format) for each in both)
+            keys, values = (tensor.clone(memory_format=torch.contiguous_format) for tensor in pair)
         else:
-            keys, values = (each.index_select(0, self._keys_K) for each in both)
+            keys, values = (tensor.index_select(0, self._keys_K) for tensor in pair)
         return queries.to(values.dtype, copy=True), keys, values
 
     def _attention_output(self, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:

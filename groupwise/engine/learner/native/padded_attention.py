@@ -77,28 +77,28 @@ class PaddedAttention(ABC):
         """Tokens of the longest text, L."""
         return self.texts.lengths[0]
 
-    def beside(self, x: Tensor) -> Tensor:
+    def to_batch(self, x: Tensor) -> Tensor:
         """The rows of the texts as a batch [M, L, …], padded with 0."""
-        own = self._rows(x)
+        rows = self._text_rows(x)
         if self.real_X is not None:
-            padded = own.new_zeros(self.count * self.length, *own.shape[1:])
-            own = padded.index_copy_(0, self.real_X, own)
-        return own.view(self.count, self.length, *own.shape[1:])
+            padded = rows.new_zeros(self.count * self.length, *rows.shape[1:])
+            rows = padded.index_copy_(0, self.real_X, rows)
+        return rows.view(self.count, self.length, *rows.shape[1:])
 
-    def with_prompt(self, x_NJD: Tensor, more: int = 0) -> Tensor:
+    def with_prompt(self, x_NJD: Tensor, padding: int = 0) -> Tensor:
         """Keys or values [M, J, C, D]: those of the prompt, then the texts' own, then `more` zeros that no query sees."""
         prompt, (heads, size) = self.texts.prompt_length, x_NJD.shape[1:]
         end = prompt + self.length
-        all_MJCD = x_NJD.new_empty(self.count, heads, end + more, size)
+        all_MJCD = x_NJD.new_empty(self.count, heads, end + padding, size)
         if prompt:
             all_MJCD[:, :, :prompt].copy_(self._prompt_rows(x_NJD).transpose(0, 1))
-        all_MJCD[:, :, prompt:end].copy_(self.beside(x_NJD).transpose(1, 2))
+        all_MJCD[:, :, prompt:end].copy_(self.to_batch(x_NJD).transpose(1, 2))
         all_MJCD[:, :, end:].zero_()
         return all_MJCD
 
     def room(self, x: Tensor) -> Tensor:
         """Output buffer [M, L, …]: the texts' rows of x themselves if none is padded, else new memory."""
-        rows = self._rows(x)
+        rows = self._text_rows(x)
         if self.real_X is not None:
             rows = x.new_empty(self.count * self.length, *x.shape[1:])
         return rows.view(self.count, self.length, *x.shape[1:])
@@ -106,9 +106,9 @@ class PaddedAttention(ABC):
     def put(self, room: Tensor, x: Tensor) -> None:
         """Copy the rows written to the buffer `room` to the texts' rows of x."""
         if self.real_X is not None:
-            self._rows(x).copy_(room.flatten(0, 1).index_select(0, self.real_X))
+            self._text_rows(x).copy_(room.flatten(0, 1).index_select(0, self.real_X))
 
-    def _rows(self, x: Tensor) -> Tensor:
+    def _text_rows(self, x: Tensor) -> Tensor:
         return x[self.texts.start : self.texts.end]
 
     def _prompt_rows(self, x: Tensor) -> Tensor:

@@ -60,12 +60,12 @@ class PieceAttention(PaddedAttention):
         """See `Attention.forward`."""
         heads = self._heads(queries, keys, values)
         out_NJRD = out.view(len(out), *self._per_token)
-        found_MLJRD = self.room(out_NJRD)
-        for piece in self._pieces():
+        output_MLJRD = self.room(out_NJRD)
+        for piece in self._attention_pieces():
             probabilities_BQC = self._probabilities(heads, piece).to(values.dtype)
-            found_BQD = torch.bmm(probabilities_BQC, self._visible(heads.values_MJCD, piece))
-            found_MLJRD[piece].copy_(self._apart(found_BQD, piece))
-        self.put(found_MLJRD, out_NJRD)
+            output_BQD = torch.bmm(probabilities_BQC, self._visible(heads.values_MJCD, piece))
+            output_MLJRD[piece].copy_(self._apart(output_BQD, piece))
+        self.put(output_MLJRD, out_NJRD)
 
     def gradients(
         self,
@@ -79,16 +79,16 @@ class PieceAttention(PaddedAttention):
         heads = self._heads(queries, keys, values)
         d_out_MJRLD = self._by_head(d_out)
         d_queries_MLJRD = d_queries_MLHD.unflatten(2, self._per_token[:2])
-        pieces = [*self._pieces()]
+        pieces = [*self._attention_pieces()]
         if len(pieces) == 1:
             d_q_BQD, d_k_BCD, d_v_BCD = self._gradients(heads, d_out_MJRLD, pieces[0])
             d_queries_MLJRD.copy_(self._apart(d_q_BQD, pieces[0]))
             return d_k_BCD.view_as(heads.keys_MJCD), d_v_BCD.view_as(heads.keys_MJCD)
         sums = [torch.zeros_like(heads.keys_MJCD, dtype=d_queries_MLJRD.dtype) for _ in range(2)]
         for piece in pieces:
-            d_q_BQD, *found = self._gradients(heads, d_out_MJRLD, piece)
+            d_q_BQD, *d_keys_values = self._gradients(heads, d_out_MJRLD, piece)
             d_queries_MLJRD[piece].copy_(self._apart(d_q_BQD, piece))
-            for sum_MJCD, d_BCD in zip(sums, found, strict=True):
+            for sum_MJCD, d_BCD in zip(sums, d_keys_values, strict=True):
                 d_MJCD = d_BCD.unflatten(0, (-1, self.shape.kv_heads))
                 sum_MJCD[piece.texts, :, : d_BCD.shape[1]] += d_MJCD
         return sums[0], sums[1]
@@ -119,7 +119,7 @@ class PieceAttention(PaddedAttention):
         shape = self.shape
         return shape.kv_heads, shape.queries_per_key, shape.head_size
 
-    def _pieces(self) -> Iterator[Piece]:
+    def _attention_pieces(self) -> Iterator[Piece]:
         queries = _queries(self.shape, self.texts)
         scores = queries * self.shape.heads * (self.texts.prompt_length + self.length)
         texts = max(1, SCORES // scores)
@@ -132,15 +132,17 @@ class PieceAttention(PaddedAttention):
 
     def _heads(self, queries: Tensor, keys: Tensor, values: Tensor) -> Heads:
         end = self.texts.prompt_length + self.length
-        more = multiple(end, ALIGNED) - end
+        padding = multiple(end, ALIGNED) - end
         return Heads(
-            self._by_head(queries), self.with_prompt(keys, more), self.with_prompt(values, more)
+            self._by_head(queries),
+            self.with_prompt(keys, padding),
+            self.with_prompt(values, padding),
         )
 
     def _by_head(self, x_NJD: Tensor) -> Tensor:
         """A tensor of queries as [M, J, R, L, D]."""
         x_NJRD = x_NJD.view(len(x_NJD), *self._per_token)
-        return self.beside(x_NJRD).permute(0, 2, 3, 1, 4).contiguous()
+        return self.to_batch(x_NJRD).permute(0, 2, 3, 1, 4).contiguous()
 
     def _probabilities(self, heads: Heads, piece: Piece) -> Tensor:
         """Probabilities [B, Q, C], float32 or wider. B: texts times key heads; Q: queries per key head; C: keys up to the last query."""
@@ -176,9 +178,12 @@ def piece_attention(
     shape: Shape, texts: Sequence[Texts], device: torch.device
 ) -> list[PieceAttention]:
     """One attention object for each set of texts."""
-    most = max(_queries(shape, each) for each in texts)
+    most = max(_queries(shape, text_set) for text_set in texts)
     later_QX = torch.full((most, most + ALIGNED), -torch.inf, device=device).triu_(1)
-    return [PieceAttention(shape, each, real_places(each, device), later_QX) for each in texts]
+    return [
+        PieceAttention(shape, text_set, real_places(text_set, device), later_QX)
+        for text_set in texts
+    ]
 
 
 def _queries(shape: Shape, texts: Texts) -> int:

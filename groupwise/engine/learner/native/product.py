@@ -43,9 +43,9 @@ class Product:
         start = 0
         for part in linear.parts:
             if part.path in factors:
-                each = factors[part.path]
-                end = start + each.down_RI.shape[0]
-                self.adapted.append(AdaptedPart(part, start, end, each.scaling))
+                part_factors = factors[part.path]
+                end = start + part_factors.down_RI.shape[0]
+                self.adapted.append(AdaptedPart(part, start, end, part_factors.scaling))
                 start = end
 
     def forward(self, x_NI: Tensor) -> tuple[Tensor, Tensor | None]:
@@ -79,13 +79,13 @@ class Product:
         if low_NR is None or u_NR is None:
             return []
         d_down_RI = (u_NR.t() @ x_NI).float()
-        found: list[Tensor] = []
-        for each in self.adapted:
-            part = each.part
+        gradients: list[Tensor] = []
+        for adapted in self.adapted:
+            part = adapted.part
             # The transpose of dB: in this order the product takes two thirds of the time.
-            d_up_RO = low_NR[:, each.start : each.end].t() @ dy_NO[:, part.start : part.end]
-            d_up_OR = d_up_RO.t().float().mul_(each.scaling)
+            d_up_RO = low_NR[:, adapted.start : adapted.end].t() @ dy_NO[:, part.start : part.end]
+            d_up_OR = d_up_RO.t().float().mul_(adapted.scaling)
             if part.order is not None:
                 d_up_OR = torch.empty_like(d_up_OR).index_copy_(0, part.order, d_up_OR)
-            found += d_down_RI[each.start : each.end], d_up_OR
-        return found
+            gradients += d_down_RI[adapted.start : adapted.end], d_up_OR
+        return gradients

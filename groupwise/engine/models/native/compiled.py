@@ -49,8 +49,8 @@ def gated(gate_up_N2F: Tensor, dtype: torch.dtype) -> Tensor:
     """`silu(gate) · up`, [N, F], rounded once at the end."""
     from groupwise.engine.models.native import kernels
 
-    rows, both = gate_up_N2F.shape
-    into_NF = torch.empty(rows, both // 2, dtype=dtype)
+    rows, columns = gate_up_N2F.shape
+    into_NF = torch.empty(rows, columns // 2, dtype=dtype)
     kernels.swiglu(array(gate_up_N2F), array(into_NF))
     return into_NF
 

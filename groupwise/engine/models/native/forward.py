@@ -51,14 +51,14 @@ def residual_after_layers(
         lows = adapter[4 * number : 4 * number + 4] if adapter is not None else (None,) * 4
         x_NH = model.normed(residual_NH, layer.attention_norm_H, few=few)
         if few:
-            found = attend(number, layer.qkv.few(x_NH, lows[0]))
-            residual_NH += layer.output.few(found, lows[1])
+            attended = attend(number, layer.qkv.few(x_NH, lows[0]))
+            residual_NH += layer.output.few(attended, lows[1])
             x_NH = model.normed(residual_NH, layer.mlp_norm_H, few=few)
             gated_NF = model.gated(layer.gate_up.few(x_NH, lows[2]), few=few)
             residual_NH += layer.down.few(gated_NF, lows[3])
         else:
-            found = attend(number, layer.qkv.many(x_NH, lows[0]))
-            layer.output.add_many(residual_NH, found, lows[1])
+            attended = attend(number, layer.qkv.many(x_NH, lows[0]))
+            layer.output.add_many(residual_NH, attended, lows[1])
             x_NH = model.normed(residual_NH, layer.mlp_norm_H, few=few)
             layer.down.add_many(
                 residual_NH, _gated_many(model, layer.gate_up, x_NH, lows[2]), lows[3]
@@ -82,14 +82,14 @@ def _gated_many(model: Decoder, gate_up: Linear, x_NH: Tensor, low: LowRank | No
 
 def text_attention(model: Decoder, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """Causal attention of one text, [N, heads · D]."""
-    found = F.scaled_dot_product_attention(
+    output = F.scaled_dot_product_attention(
         queries.to(model.dtype).transpose(0, 1)[None],
         keys.to(model.dtype).transpose(0, 1)[None],
         values.to(model.dtype).transpose(0, 1)[None],
         is_causal=True,
         enable_gqa=True,
     )
-    return found[0].transpose(0, 1).flatten(1)
+    return output[0].transpose(0, 1).flatten(1)
 
 
 def plain_logits(model: Decoder, ids_N: Tensor, adapter: Adapter | None = None) -> Tensor:

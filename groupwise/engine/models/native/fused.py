@@ -36,8 +36,8 @@ def _try_kernels(device: torch.device) -> ModuleType | None:
 
         rows, weight = (torch.linspace(-2, 2, size, device=device) for size in (288, 72))
         rows = rows.view(4, 72)
-        found = triton_kernels.normed(rows, weight, 1e-5, torch.float32)
-        error = float((found - F.rms_norm(rows, (72,), weight, 1e-5)).abs().max())
+        normed = triton_kernels.normed(rows, weight, 1e-5, torch.float32)
+        error = float((normed - F.rms_norm(rows, (72,), weight, 1e-5)).abs().max())
     except Exception as reason:  # noqa: BLE001 — after any compiler error torch can do without it
         logger.warning(
             "Triton's kernels cannot be used here, so steps take longer: %s: %s",

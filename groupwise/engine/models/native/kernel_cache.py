@@ -52,10 +52,10 @@ class KernelCache(FunctionCache):
 
     def load_overload(self, sig: Any, target_context: Any) -> Any:
         """The compiled function for arguments of these types; None if it is not cached."""
-        found = super().load_overload(sig, target_context)
-        if found is None:
+        overload = super().load_overload(sig, target_context)
+        if overload is None:
             _tell_of_compiling(self._cache_path)
-        return found
+        return overload
 
     def save_overload(self, sig: Any, data: Any) -> None:
         """Save a compiled function; a write error is only logged."""
@@ -74,7 +74,7 @@ class KernelFiles:
     def load(self, key: Any) -> Any:
         """The function saved under this key; None if none is, or it is damaged."""
         try:
-            stored = self._path(key).read_bytes()
+            stored = self._kernel_path(key).read_bytes()
         except OSError:
             return None
         digest, content = stored[:DIGEST_BYTES], stored[DIGEST_BYTES:]
@@ -88,7 +88,7 @@ class KernelFiles:
             if self._sources not in other.name:
                 other.unlink(missing_ok=True)
         content = dumps(value)
-        path = self._path(key)
+        path = self._kernel_path(key)
         building = building_path(path)
         try:
             building.write_bytes(sha256(content).digest() + content)
@@ -96,7 +96,7 @@ class KernelFiles:
         finally:
             building.unlink(missing_ok=True)
 
-    def _path(self, key: Any) -> Path:
+    def _kernel_path(self, key: Any) -> Path:
         versions = numba.__version__, llvmlite.__version__
         kind = sha256(repr((versions, key)).encode()).hexdigest()[:16]
         return self._folder / f"{self._name}.{self._sources}-{kind}.nbc"
@@ -110,12 +110,12 @@ def sources() -> str:
 
 def digest_of(folder: Traversable) -> str:
     """A digest of all Python files in a folder."""
-    found = sha256()
-    for file in sorted(folder.iterdir(), key=lambda each: each.name):
+    digest = sha256()
+    for file in sorted(folder.iterdir(), key=lambda path: path.name):
         if file.name.endswith(".py"):
             content = file.read_bytes()
-            found.update(f"{file.name} {len(content)} ".encode() + content)
-    return found.hexdigest()[:16]
+            digest.update(f"{file.name} {len(content)} ".encode() + content)
+    return digest.hexdigest()[:16]
 
 
 @cache
@@ -137,7 +137,9 @@ def _tell_not_kept(reason: str) -> None:
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def kernel(order: Set[str] = frozenset(), *, kept: bool = False) -> Callable[[Function], Function]:
+def kernel(
+    order: Set[str] = frozenset(), *, cached: bool = False
+) -> Callable[[Function], Function]:
     """Compile a function when it is first called with arguments of some kind.
 
     `order` are LLVM's fast-math flags: permitted changes to the order of sums and to special numbers. If `kept`, the result is cached for
@@ -147,7 +149,7 @@ def kernel(order: Set[str] = frozenset(), *, kept: bool = False) -> Callable[[Fu
 
     def decorate(function: Function) -> Function:
         compiled: Any = numba.njit(**options)(function)
-        if kept:
+        if cached:
             compiled._cache = cache_of(function)  # as numba itself does for cache=True
         return cast("Function", compiled)
 

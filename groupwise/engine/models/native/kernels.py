@@ -36,12 +36,12 @@ ANY_ORDER = ROUNDING_KEPT | {"reassoc"}
 # Numbers
 
 
-def _number(stored: Any) -> Any:
+def _to_float32(stored: Any) -> Any:
     """Convert a stored number to float32."""
     raise NotImplementedError  # numba compiles one of the two overloads below
 
 
-@overload(_number)
+@overload(_to_float32)
 def _number_of(stored: Any) -> Callable[[Any], Any]:
     def upper_half(stored: Any) -> Any:
         return np.uint32(np.uint32(stored) << np.uint32(16)).view(np.float32)
@@ -52,20 +52,20 @@ def _number_of(stored: Any) -> Callable[[Any], Any]:
     return upper_half if stored == types.uint16 else as_it_is
 
 
-def _store(into: Any, place: Any, number: Any) -> None:
+def _store(into: Any, index: Any, number: Any) -> None:
     """Round a float32 to the format of an array, half to even, and store it there."""
     raise NotImplementedError
 
 
 @overload(_store)
-def _store_into(into: Any, place: Any, number: Any) -> Callable[[Any, Any, Any], None]:
-    def upper_half(into: Any, place: Any, number: Any) -> None:
+def _store_into(into: Any, index: Any, number: Any) -> Callable[[Any, Any, Any], None]:
+    def upper_half(into: Any, index: Any, number: Any) -> None:
         bits = np.float32(number).view(np.uint32)
         odd = (bits >> np.uint32(16)) & np.uint32(1)
-        into[place] = np.uint16((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
+        into[index] = np.uint16((bits + np.uint32(0x7FFF) + odd) >> np.uint32(16))
 
-    def as_it_is(into: Any, place: Any, number: Any) -> None:
-        into[place] = number
+    def as_it_is(into: Any, index: Any, number: Any) -> None:
+        into[index] = number
 
     return upper_half if into.dtype == types.uint16 else as_it_is
 
@@ -82,9 +82,9 @@ _pointer: Any = intrinsic(_typed_pointer)
 
 
 def _typed_prefetch(_: Any, address: Any) -> Any:
-    def prefetch(context: Any, builder: Any, __: Any, given: Any) -> Any:
+    def prefetch(context: Any, builder: Any, __: Any, args: Any) -> Any:
         code = VectorCode(builder)
-        code.prefetch(given[0], code.number(0))
+        code.prefetch(args[0], code.number(0))
         return context.get_dummy_value()
 
     return types.void(types.int64), prefetch
@@ -95,10 +95,10 @@ _prefetch: Any = intrinsic(_typed_prefetch)
 
 
 @kernel(ROUNDING_KEPT)
-def _fetch(address: Any, size: Any) -> None:
+def _prefetch_range(address: Any, size: Any) -> None:
     """Start to fetch `size` bytes into the cache."""
-    for place in range(address, address + size, CACHE_LINE):
-        _prefetch(place)
+    for line_address in range(address, address + size, CACHE_LINE):
+        _prefetch(line_address)
 
 
 LOWEST, HIGHEST = np.float32(-87.0), np.float32(89.0)
@@ -148,14 +148,14 @@ def _norm_row(x_H: Array, weight_H: Array, epsilon: Any, into_H: Array) -> Any:
     return scale
 
 
-@kernel(ANY_ORDER, kept=True)
+@kernel(ANY_ORDER, cached=True)
 def norm(x_NH: Array, weight_H: Array, epsilon: Any, into_NH: Array) -> None:
     """Root-mean-square norm of each row of a float32 matrix, multiplied by a float32 weight."""
     for n in range(x_NH.shape[0]):
         _norm_row(x_NH[n], weight_H, epsilon, into_NH[n])
 
 
-@kernel(ANY_ORDER, kept=True)
+@kernel(ANY_ORDER, cached=True)
 def norm_gradient(
     x_NH: Array, weight_H: Array, epsilon: Any, dy_NH: Array, into_NH: Array, y_NH: Array
 ) -> None:
@@ -171,24 +171,24 @@ def norm_gradient(
             dy_H, into_H = dy_NH[n], into_NH[n]
             along = np.float32(0.0)
             for h in range(size):
-                along += _number(dy_H[h]) * weight_H[h] * x_H[h]
+                along += _to_float32(dy_H[h]) * weight_H[h] * x_H[h]
             share = scale * scale * scale * along / np.float32(size)
             for h in range(size):
-                into_H[h] += scale * _number(dy_H[h]) * weight_H[h] - share * x_H[h]
+                into_H[h] += scale * _to_float32(dy_H[h]) * weight_H[h] - share * x_H[h]
 
 
-@kernel(ROUNDING_KEPT, kept=True)
+@kernel(ROUNDING_KEPT, cached=True)
 def swiglu(gate_up_N2F: Array, into_NF: Array) -> None:
     """`silu(gate) · up`; gate is the left half of each row, up the right one."""
     rows, size = into_NF.shape
     for n in range(rows):
         gate_F, up_F, into_F = gate_up_N2F[n, :size], gate_up_N2F[n, size:], into_NF[n]
         for f in range(size):
-            gate = _number(gate_F[f])
-            _store(into_F, f, gate / (np.float32(1.0) + _exp(-gate)) * _number(up_F[f]))
+            gate = _to_float32(gate_F[f])
+            _store(into_F, f, gate / (np.float32(1.0) + _exp(-gate)) * _to_float32(up_F[f]))
 
 
-@kernel(ROUNDING_KEPT, kept=True)
+@kernel(ROUNDING_KEPT, cached=True)
 def swiglu_gradient(gate_up_N2F: Array, dy_NF: Array, y_NF: Array, into_N2F: Array) -> None:
     """Write `silu(gate) · up` into `y_NF` again, and the gradient with respect to gate and up into `into_N2F`.
 
@@ -200,7 +200,7 @@ def swiglu_gradient(gate_up_N2F: Array, dy_NF: Array, y_NF: Array, into_N2F: Arr
         dgate_F, dup_F = into_N2F[n, :size], into_N2F[n, size:]
         dy_F, y_F = dy_NF[n], y_NF[n]
         for f in range(size):
-            gate, up, dy = _number(gate_F[f]), _number(up_F[f]), _number(dy_F[f])
+            gate, up, dy = _to_float32(gate_F[f]), _to_float32(up_F[f]), _to_float32(dy_F[f])
             one = np.float32(1.0)
             logistic = one / (one + _exp(-gate))
             active = gate * logistic
@@ -213,7 +213,7 @@ def swiglu_gradient(gate_up_N2F: Array, dy_NF: Array, y_NF: Array, into_N2F: Arr
 
 
 @kernel(ANY_ORDER)
-def _head(
+def _compute_head(
     stored_D: Array, norm_D: Array, epsilon: Any, turn_C2: Array, scale: Any, into_D: Array
 ) -> None:
     """Compute one head of a query or key: its norm if the model has one, then the rotation to its position, then the scale."""
@@ -222,10 +222,10 @@ def _head(
     if norm_D.shape[0]:
         squares = np.float32(0.0)
         for d in range(size):
-            squares += _number(stored_D[d]) * _number(stored_D[d])
+            squares += _to_float32(stored_D[d]) * _to_float32(stored_D[d])
         factor = _inverse_root(squares / np.float32(size) + epsilon)
     for c in range(size // 2):
-        x, y = factor * _number(stored_D[2 * c]), factor * _number(stored_D[2 * c + 1])
+        x, y = factor * _to_float32(stored_D[2 * c]), factor * _to_float32(stored_D[2 * c + 1])
         if norm_D.shape[0]:
             x, y = x * norm_D[2 * c], y * norm_D[2 * c + 1]
         cos, sin = turn_C2[c, 0] * scale, turn_C2[c, 1] * scale
@@ -242,16 +242,16 @@ def _score_code(queries: int) -> Any:
     def typed(
         _: Any, query: Any, query_stride: Any, keys: Any, size: Any, scores: Any, stride: Any
     ) -> Any:
-        def score(context: Any, builder: Any, __: Any, given: Any) -> Any:
-            query, query_stride, keys, size, scores, stride = given
+        def score(context: Any, builder: Any, __: Any, args: Any) -> Any:
+            query, query_stride, keys, size, scores, stride = args
             code = VectorCode(builder)
             rows = code.addresses(query, query_stride, queries)
 
             def add(d: Any, sums: list[Any]) -> list[Any]:
-                line = code.load(keys, builder.mul(d, code.number(4 * STRETCH)))
-                place = builder.mul(d, code.number(4))
+                keys16 = code.load(keys, builder.mul(d, code.number(4 * STRETCH)))
+                offset = builder.mul(d, code.number(4))
                 return [
-                    code.fused(code.spread(row, place), line, total)
+                    code.fused(code.spread(row, offset), keys16, total)
                     for row, total in zip(rows, sums, strict=True)
                 ]
 
@@ -285,25 +285,25 @@ def _values_code(queries: int) -> Any:
     ) -> Any:
         halves = like.dtype == types.uint16
 
-        def add_values(context: Any, builder: Any, __: Any, given: Any) -> Any:
-            weights, weights_stride, values, values_stride, count, sums, stride, _ = given
+        def add_values(context: Any, builder: Any, __: Any, args: Any) -> Any:
+            weights, weights_stride, values, values_stride, count, sums, stride, _ = args
             code = VectorCode(builder)
             rows = code.addresses(weights, weights_stride, queries)
-            places = code.addresses(sums, stride, queries)
+            addresses = code.addresses(sums, stride, queries)
 
             def add(t: Any, now: list[Any]) -> list[Any]:
-                place = builder.mul(t, values_stride)
-                line = code.load_halves(values, place) if halves else code.load(values, place)
-                place = builder.mul(t, code.number(4))
+                offset = builder.mul(t, values_stride)
+                line = code.load_halves(values, offset) if halves else code.load(values, offset)
+                offset = builder.mul(t, code.number(4))
                 return [
-                    code.fused(code.spread(row, place), line, total)
+                    code.fused(code.spread(row, offset), line, total)
                     for row, total in zip(rows, now, strict=True)
                 ]
 
             zero = code.number(0)
-            found = code.loop(count, [code.load(place, zero) for place in places], add)
-            for total, place in zip(found, places, strict=True):
-                code.store(total, place, zero)
+            totals = code.loop(count, [code.load(address, zero) for address in addresses], add)
+            for total, address in zip(totals, addresses, strict=True):
+                code.store(total, address, zero)
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 7, like), add_values
@@ -316,7 +316,9 @@ _values_1, _values_2, _values_3, _values_4 = map(_values_code, (1, 2, 3, 4))
 
 
 @kernel(ROUNDING_KEPT)
-def _score(queries_RD: Array, keys_KDS: Array, blocks: Any, scores_RX: Array, start: Any) -> None:
+def _score_blocks(
+    queries_RD: Array, keys_KDS: Array, blocks: Any, scores_RX: Array, start: Any
+) -> None:
     """Write the products of queries with the keys of the first `blocks` blocks into the scores, from column `start` on."""
     repeat, size = queries_RD.shape
     room = 4 * scores_RX.shape[1]
@@ -324,15 +326,15 @@ def _score(queries_RD: Array, keys_KDS: Array, blocks: Any, scores_RX: Array, st
         keys = keys_KDS.ctypes.data + 4 * block * size * STRETCH
         into = scores_RX.ctypes.data + 4 * (start + block * STRETCH)
         for r in range(0, repeat, 4):
-            query, found = queries_RD.ctypes.data + 4 * r * size, into + r * room
+            query, output = queries_RD.ctypes.data + 4 * r * size, into + r * room
             if repeat - r >= 4:
-                _score_4(query, 4 * size, keys, size, found, room)
+                _score_4(query, 4 * size, keys, size, output, room)
             elif repeat - r == 3:
-                _score_3(query, 4 * size, keys, size, found, room)
+                _score_3(query, 4 * size, keys, size, output, room)
             elif repeat - r == 2:
-                _score_2(query, 4 * size, keys, size, found, room)
+                _score_2(query, 4 * size, keys, size, output, room)
             else:
-                _score_1(query, 4 * size, keys, size, found, room)
+                _score_1(query, 4 * size, keys, size, output, room)
 
 
 @kernel(ANY_ORDER | {"nnan"})
@@ -345,7 +347,7 @@ def _highest(scores_T: Array) -> Any:
 
 
 @kernel(ANY_ORDER)
-def _weigh(scores_T: Array, seen: Any, highest: Any) -> Any:
+def _softmax_weights(scores_T: Array, seen: Any, highest: Any) -> Any:
     """Turn scores into weights, `exp(score − highest)`, 0 for all but the first `seen`; returns their sum."""
     for t in range(scores_T.shape[0]):
         scores_T[t] = _exp(scores_T[t] - highest)
@@ -396,24 +398,26 @@ def _attend_heads(
     sums_RD: Array,
 ) -> None:
     """Attention of one key head's queries to the keys seen of their row and of its prompt; overwrites `scores_RX`."""
-    own = STRETCH * _blocks(seen)
-    both = own + STRETCH * _blocks(prompt_seen)
-    _score(queries_RD, keys_KDS, _blocks(seen), scores_RX, 0)
-    _score(queries_RD, prompt_keys_KDS, _blocks(prompt_seen), scores_RX, own)
+    own_width = STRETCH * _blocks(seen)
+    total_width = own_width + STRETCH * _blocks(prompt_seen)
+    _score_blocks(queries_RD, keys_KDS, _blocks(seen), scores_RX, 0)
+    _score_blocks(queries_RD, prompt_keys_KDS, _blocks(prompt_seen), scores_RX, own_width)
     totals_R = np.empty(queries_RD.shape[0], np.float32)
     for r in range(queries_RD.shape[0]):
-        own_T, prompt_P = scores_RX[r, :own], scores_RX[r, own:both]
+        own_T, prompt_P = scores_RX[r, :own_width], scores_RX[r, own_width:total_width]
         highest = max(_highest(own_T[:seen]), _highest(prompt_P[:prompt_seen]))
-        totals_R[r] = _weigh(own_T, seen, highest) + _weigh(prompt_P, prompt_seen, highest)
+        totals_R[r] = _softmax_weights(own_T, seen, highest) + _softmax_weights(
+            prompt_P, prompt_seen, highest
+        )
     sums_RD[:] = np.float32(0.0)
     _add_values(scores_RX, 0, values_TD, seen, sums_RD)
-    _add_values(scores_RX, own, prompt_values_PD, prompt_seen, sums_RD)
+    _add_values(scores_RX, own_width, prompt_values_PD, prompt_seen, sums_RD)
     for r in range(queries_RD.shape[0]):
         for d in range(sums_RD.shape[1]):
             sums_RD[r, d] /= totals_R[r]
 
 
-@kernel(ROUNDING_KEPT, kept=True)
+@kernel(ROUNDING_KEPT, cached=True)
 def attend(
     qkv_NO: Array,
     turns_NC2: Array,
@@ -425,7 +429,7 @@ def attend(
     values_BTD: Array,
     written_N: Array,
     prompts_N4: Array,
-    found_NO: Array,
+    output_NO: Array,
 ) -> None:
     """Attention of one new token of every row, to the row's own tokens and to its prompt, in one layer.
 
@@ -436,7 +440,7 @@ def attend(
     prompt.
     """
     rows, size = qkv_NO.shape[0], keys_BKDS.shape[2]
-    repeat = found_NO.shape[1] // size // kv_heads
+    repeat = output_NO.shape[1] // size // kv_heads
     heads = repeat * kv_heads
     one, scale = np.float32(1.0), _inverse_root(np.float32(size))
     width = values_BTD.shape[2]
@@ -454,23 +458,23 @@ def attend(
             at = written_N[n]
             if n + 1 < rows:  # prefetch for the next row while this one is computed
                 count, following = _blocks(written_N[n + 1] + 1), (n + 1) * kv_heads + j
-                _fetch(keys_BKDS[following].ctypes.data, count * size * STRETCH * 4)
-                _fetch(
+                _prefetch_range(keys_BKDS[following].ctypes.data, count * size * STRETCH * 4)
+                _prefetch_range(
                     values_BTD[following].ctypes.data, count * STRETCH * width * values_BTD.itemsize
                 )
-            place = (heads + j) * size
-            stored_D = qkv_NO[n, place : place + size]
-            _head(stored_D, key_norm_D, epsilon, turns_NC2[n], one, key_D)
+            offset = (heads + j) * size
+            stored_D = qkv_NO[n, offset : offset + size]
+            _compute_head(stored_D, key_norm_D, epsilon, turns_NC2[n], one, key_D)
             for d in range(size):
                 keys_KDS[at // STRETCH, d, at % STRETCH] = key_D[d]
-            place += kv_heads * size
-            value_D, stored_D = values_TD[at], qkv_NO[n, place : place + size]
+            offset += kv_heads * size
+            value_D, stored_D = values_TD[at], qkv_NO[n, offset : offset + size]
             for d in range(size):
-                _store(value_D, d, _number(stored_D[d]))
+                _store(value_D, d, _to_float32(stored_D[d]))
             start = j * repeat * size
             for r in range(repeat):
                 stored_D = qkv_NO[n, start + r * size : start + (r + 1) * size]
-                _head(stored_D, query_norm_D, epsilon, turns_NC2[n], scale, queries_RD[r])
+                _compute_head(stored_D, query_norm_D, epsilon, turns_NC2[n], scale, queries_RD[r])
             _attend_heads(
                 queries_RD,
                 keys_KDS,
@@ -482,7 +486,7 @@ def attend(
                 scores_RX,
                 sums_RD,
             )
-            found_O = found_NO[n, start : start + repeat * size]
+            output_O = output_NO[n, start : start + repeat * size]
             for r in range(repeat):
                 for d in range(size):
-                    _store(found_O, r * size + d, sums_RD[r, d])
+                    _store(output_O, r * size + d, sums_RD[r, d])

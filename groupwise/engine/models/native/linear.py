@@ -87,11 +87,11 @@ class Linear:
                 return x_NI @ self.weight_OI.t()
             return torch.addmm(self.bias_O, x_NI, self.weight_OI.t())
         if rounds_before_adding(x_NI):
-            found_NO = in_float32(x_NI, self.weight_OI, x_NI @ low.down_RI.t(), low.up_OR)
+            y_NO = in_float32(x_NI, self.weight_OI, x_NI @ low.down_RI.t(), low.up_OR)
         else:
-            found_NO = low.added(x_NI).addmm_(x_NI, self.weight_OI.t())
+            y_NO = low.added(x_NI).addmm_(x_NI, self.weight_OI.t())
         # Added last: in `added`, a small addition of the adapter would be rounded to the precision of the larger bias.
-        return found_NO if self.bias_O is None else found_NO.add_(self.bias_O)
+        return y_NO if self.bias_O is None else y_NO.add_(self.bias_O)
 
     def add_many(self, into_NO: Tensor, x_NI: Tensor, low: LowRank | None) -> None:
         """Add the product of many rows to float32 rows, in place."""
@@ -103,14 +103,14 @@ class Linear:
 
     def low_rank(self, factors: Mapping[str, Factors]) -> LowRank | None:
         """The adapter's addition to this product, from its factors by layer name; None if it does not change this product."""
-        found = list(self._adapter_factors(factors))
-        if not found:
+        adapted = list(self._adapter_factors(factors))
+        if not adapted:
             return None
         weight = self.weight_OI
-        down_RI = torch.cat([down_RI for _, down_RI, _ in found])
+        down_RI = torch.cat([down_RI for _, down_RI, _ in adapted])
         up_OR = weight.new_zeros(weight.shape[0], down_RI.shape[0])
         first = 0
-        for part, down, up in found:
+        for part, down, up in adapted:
             up_OR[part.start : part.end, first : first + len(down)] = up
             first += len(down)
         return LowRank(down_RI, up_OR)
@@ -131,10 +131,10 @@ class Linear:
         dtype = self.weight_OI.dtype
         for part in self.parts:
             if part.path in factors:
-                each = factors[part.path]
-                up_OR = (each.up_OR * each.scaling).to(dtype)
+                part_factors = factors[part.path]
+                up_OR = (part_factors.up_OR * part_factors.scaling).to(dtype)
                 up_OR = up_OR if part.order is None else up_OR[part.order]
-                yield part, each.down_RI.to(dtype), up_OR
+                yield part, part_factors.down_RI.to(dtype), up_OR
 
 
 def rounds_before_adding(x: Tensor) -> bool:
@@ -168,19 +168,19 @@ def quick_float32(enabled: bool) -> Generator[None]:
     products of up to 4,096 multiplications to MKL, which may add in another order.
     """
     products = cast("Any", torch.backends.mkldnn).matmul
-    before = products.fp32_precision
+    previous = products.fp32_precision
     if enabled and not _would_round():
         products.fp32_precision = "bf16"
     try:
         yield
     finally:
-        products.fp32_precision = before
+        products.fp32_precision = previous
 
 
 def _would_round() -> bool:
     """True if oneDNN rounds float32 to bfloat16 when allowed to: it does with AMX, and non-x86 CPUs may have something similar."""
-    found = torch.cpu.get_capabilities()
-    return found.get("architecture") != "x86_64" or bool(found.get("amx_bf16"))
+    capabilities = torch.cpu.get_capabilities()
+    return capabilities.get("architecture") != "x86_64" or bool(capabilities.get("amx_bf16"))
 
 
 @dataclass(frozen=True, slots=True)

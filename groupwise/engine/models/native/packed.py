@@ -86,26 +86,26 @@ class Packed:
         from groupwise.engine.models.native import products
 
         low = self._no_adapter if low is None else low
-        x = array(self._pad(x_NI))
+        x = array(self._pad_rows(x_NI))
         into_NO = torch.empty(len(x), self._shape[0])
         into, blocks = array(into_NO), len(low.ranks_B2)
-        several = torch.get_num_threads() > 1
-        low_NR = products.narrow(x, low.down) if several else NOT_YET
+        multithreaded = torch.get_num_threads() > 1
+        low_NR = products.narrow(x, low.down) if multithreaded else NOT_YET
 
         def part(first: int, last: int) -> None:
             products.product(
                 x, self._weights, self._bias_O, low.down, low_NR, low.up_RO, low.ranks_B2, into, first, last
             )  # fmt: skip
 
-        if several:
+        if multithreaded:
             in_parts(part, blocks, least=BLOCKS_OF_A_THREAD)
         else:
             part(0, blocks)
-        found_NO = into_NO[: len(x_NI)]
-        whole = self._outputs == self._shape[0]
-        return found_NO if whole else found_NO[:, : self._outputs].contiguous()
+        y_NO = into_NO[: len(x_NI)]
+        unpadded = self._outputs == self._shape[0]
+        return y_NO if unpadded else y_NO[:, : self._outputs].contiguous()
 
-    def _pad(self, x_NI: Tensor) -> Tensor:
+    def _pad_rows(self, x_NI: Tensor) -> Tensor:
         rows, inputs = x_NI.shape
         if not self._pairs:
             x_NI = x_NI.float()
@@ -116,9 +116,9 @@ class Packed:
     def _in_tiles(self, weight_OI: Tensor) -> Array:
         """The matrix as [O / 16, I, 16], or [O / 16, I / 2, 16, 2] for pairs, padded with zeros."""
         outputs, inputs = weight_OI.shape
-        more = -outputs % LANES, self._shape[1] - inputs
-        if any(more):
-            weight_OI = F.pad(weight_OI, (0, more[1], 0, more[0]))
+        padding = -outputs % LANES, self._shape[1] - inputs
+        if any(padding):
+            weight_OI = F.pad(weight_OI, (0, padding[1], 0, padding[0]))
         together = 2 if self._pairs else 1
         tiles = weight_OI.unflatten(0, (-1, LANES)).unflatten(2, (-1, together)).transpose(1, 2)
         return array(tiles.contiguous())
@@ -141,7 +141,7 @@ def in_parts(work: Callable[[int, int], object], count: int, *, least: int) -> N
     if threads not in _pools:
         _pools[threads] = ThreadPoolExecutor(threads, "groupwise-kernels")
     borders = [count * number // threads for number in range(threads + 1)]
-    others = [_pools[threads].submit(work, first, last) for first, last in pairwise(borders[1:])]
+    futures = [_pools[threads].submit(work, first, last) for first, last in pairwise(borders[1:])]
     work(borders[0], borders[1])
-    for each in others:
-        each.result()
+    for future in futures:
+        future.result()

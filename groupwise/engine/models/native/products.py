@@ -105,7 +105,7 @@ def _add_pair(code: VectorCode, total: Any, left: Any, right: Any) -> Any:
         name = "llvm.x86.avx512bf16.dpbf16ps.512"
         multiply = code.function(name, FLOATS, [FLOATS, _TWOS, _TWOS])
         return code.builder.call(
-            multiply, [total, *(code.builder.bitcast(each, _TWOS) for each in (left, right))]
+            multiply, [total, *(code.builder.bitcast(operand, _TWOS) for operand in (left, right))]
         )
     for part in (code.lower_halves, code.upper_halves):
         total = code.fused(part(left), part(right), total)
@@ -117,21 +117,21 @@ _HALVES = _Kind(32, 1, _add_halves)
 _PAIRS = _Kind(64, 2, _add_pairs)
 
 
-def _kind(x_NI: Any, weights: Any) -> _Kind:
+def _kind_of_product(x_NI: Any, weights: Any) -> _Kind:
     """The kind of a product, chosen by the numba types of its arrays."""
     if x_NI.dtype == types.uint16:
         return _PAIRS
     return _HALVES if weights.dtype == types.uint16 else _FLOATS
 
 
-def _line(x_NI: Any, weights: Any) -> Any:
+def _line_size(x_NI: Any, weights: Any) -> Any:
     """`line` and `inputs` of the product's kind."""
     raise NotImplementedError  # numba compiles the overload below
 
 
-@overload(_line)
+@overload(_line_size)
 def _line_of(x_NI: Any, weights: Any) -> Callable[[Any, Any], Any]:
-    kind = _kind(x_NI, weights)
+    kind = _kind_of_product(x_NI, weights)
     line, inputs = kind.line, kind.inputs
 
     def numbers(x_NI: Any, weights: Any) -> Any:
@@ -148,7 +148,7 @@ def _add_rank(
     return _add_fused(code, line, rows, rank, sums)
 
 
-def _tile(rows: int) -> Any:
+def _tile_code(rows: int) -> Any:
     """Code for a tile of `rows` rows.
 
     Its arguments are x and the weights, for their types; then the address of the first line, the number of lines, the address to fetch
@@ -175,11 +175,11 @@ def _tile(rows: int) -> Any:
         into: Any,
         stride: Any,
     ) -> Any:
-        kind = _kind(x_NI, weights)
+        kind = _kind_of_product(x_NI, weights)
 
-        def tile(context: Any, builder: Any, __: Any, given: Any) -> Any:
-            first_line, lines, fetched, fetched_stride, x, x_stride, up, up_stride = given[2:10]
-            low, low_stride, ranks, begun, into, stride = given[10:]
+        def tile(context: Any, builder: Any, __: Any, args: Any) -> Any:
+            first_line, lines, fetched, fetched_stride, x, x_stride, up, up_stride = args[2:10]
+            low, low_stride, ranks, begun, into, stride = args[10:]
             code = VectorCode(builder)
             x_rows = code.addresses(x, x_stride, rows)
             low_rows = code.addresses(low, low_stride, rows)
@@ -203,7 +203,7 @@ def _tile(rows: int) -> Any:
     return intrinsic(typed)
 
 
-_small, _large = _tile(SMALL), _tile(LARGE)
+_small, _large = _tile_code(SMALL), _tile_code(LARGE)
 
 
 @kernel()
@@ -221,7 +221,7 @@ def _multiply(
     """`x Wᵀ + low Bᵀ + bias`, tile by tile; see `product`."""
     rows, inputs = x_NI.shape
     outputs, ranks = into_NO.shape[1], low_NR.shape[1]
-    line, together = _line(x_NI, weights)
+    line, together = _line_size(x_NI, weights)
     lines = inputs // together
     tiles = (rows + LARGE - 1) // LARGE
     for block in range(first_block, last_block):
@@ -254,13 +254,13 @@ def _narrow(x_NI: Array, down: Array) -> Any:
     return low_NR
 
 
-@kernel(kept=True)
+@kernel(cached=True)
 def narrow(x_NI: Array, down: Array) -> Any:
     """`x Aᵀ` [N, R], in float32; see `product`."""
     return _narrow(x_NI, down)
 
 
-@kernel(kept=True)
+@kernel(cached=True)
 def product(
     x_NI: Array,
     weights: Array,

@@ -24,7 +24,9 @@ COLUMNS = 128
 
 
 @triton.jit
-def _norm(x, weight, y, dy, into, hidden, epsilon, GRADIENT: tl.constexpr, BLOCK: tl.constexpr):
+def _norm_kernel(
+    x, weight, y, dy, into, hidden, epsilon, GRADIENT: tl.constexpr, BLOCK: tl.constexpr
+):
     row = tl.program_id(0).to(tl.int64) * hidden
     at = tl.arange(0, BLOCK)
     inside = at < hidden
@@ -35,24 +37,24 @@ def _norm(x, weight, y, dy, into, hidden, epsilon, GRADIENT: tl.constexpr, BLOCK
     if GRADIENT:
         g = tl.load(dy + row + at, mask=inside, other=0.0).to(tl.float32) * factor
         mean = tl.sum(g * value, 0) / hidden
-        before = tl.load(into + row + at, mask=inside, other=0.0)
+        previous = tl.load(into + row + at, mask=inside, other=0.0)
         gradient = scale * g - scale * scale * scale * mean * value
-        tl.store(into + row + at, before + gradient, mask=inside)
+        tl.store(into + row + at, previous + gradient, mask=inside)
 
 
 @triton.jit
-def _gated_kernel(both, y, width, SPAN: tl.constexpr):
+def _gated_kernel(gate_up, y, width, SPAN: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * SPAN + tl.arange(0, SPAN)
     inside = at < width
-    gate = tl.load(both + 2 * row * width + at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(both + (2 * row + 1) * width + at, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_up + 2 * row * width + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + (2 * row + 1) * width + at, mask=inside, other=0.0).to(tl.float32)
     tl.store(y + row * width + at, gate * tl.sigmoid(gate) * up, mask=inside)
 
 
 @triton.jit
 def _gated_low(
-    both, low, up, y, rows, width, ranks,
+    gate_up, low, up, y, rows, width, ranks,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, RANKS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -64,25 +66,25 @@ def _gated_low(
         low + row[:, None] * ranks + rank[None, :],
         mask=(row < rows)[:, None] & (rank < ranks)[None, :], other=0.0,
     )  # fmt: skip
-    there = (at < width)[:, None] & (rank < ranks)[None, :]
+    valid = (at < width)[:, None] & (rank < ranks)[None, :]
     of_gate = at[:, None] * ranks + rank[None, :]
-    gate = tl.load(both + cells, mask=inside, other=0.0)
-    weight = tl.load(up + of_gate, mask=there, other=0.0)
+    gate = tl.load(gate_up + cells, mask=inside, other=0.0)
+    weight = tl.load(up + of_gate, mask=valid, other=0.0)
     gate += tl.dot(factor, tl.trans(weight), input_precision="ieee")
-    value = tl.load(both + width + cells, mask=inside, other=0.0)
-    weight = tl.load(up + width * ranks + of_gate, mask=there, other=0.0)
+    value = tl.load(gate_up + width + cells, mask=inside, other=0.0)
+    weight = tl.load(up + width * ranks + of_gate, mask=valid, other=0.0)
     value += tl.dot(factor, tl.trans(weight), input_precision="ieee")
     to = row[:, None].to(tl.int64) * width + at[None, :]
     tl.store(y + to, gate * tl.sigmoid(gate) * value, mask=inside)
 
 
 @triton.jit
-def _gated_gradient(both, dy, y, d_both, width, SPAN: tl.constexpr):
+def _gated_gradient(gate_up, dy, y, d_both, width, SPAN: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * SPAN + tl.arange(0, SPAN)
     inside = at < width
-    gate = tl.load(both + 2 * row * width + at, mask=inside, other=0.0).to(tl.float32)
-    up = tl.load(both + (2 * row + 1) * width + at, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gate_up + 2 * row * width + at, mask=inside, other=0.0).to(tl.float32)
+    up = tl.load(gate_up + (2 * row + 1) * width + at, mask=inside, other=0.0).to(tl.float32)
     d = tl.load(dy + row * width + at, mask=inside, other=0.0).to(tl.float32)
     sigmoid = tl.sigmoid(gate)
     active = gate * sigmoid
@@ -145,15 +147,15 @@ def _cache_kernel(
         tl.store(to + 2 * at + 1, second, mask=inside)
     else:
         prompt = tl.load(prompts + row)
-        own = tl.load(positions + row) - prompt
-        page = tl.load(pages + row * MOST + tl.cdiv(prompt, PAGE) + own // PAGE).to(tl.int64)
-        place = ((page * KV_HEADS + (head - HEADS) % KV_HEADS) * PAGE + own % PAGE) * SIZE
+        index = tl.load(positions + row) - prompt
+        page = tl.load(pages + row * MOST + tl.cdiv(prompt, PAGE) + index // PAGE).to(tl.int64)
+        cell = ((page * KV_HEADS + (head - HEADS) % KV_HEADS) * PAGE + index % PAGE) * SIZE
         if head < HEADS + KV_HEADS:
-            tl.store(keys + place + 2 * at, first, mask=inside)
-            tl.store(keys + place + 2 * at + 1, second, mask=inside)
+            tl.store(keys + cell + 2 * at, first, mask=inside)
+            tl.store(keys + cell + 2 * at + 1, second, mask=inside)
         else:
-            tl.store(values + place + 2 * at, first, mask=inside)
-            tl.store(values + place + 2 * at + 1, second, mask=inside)
+            tl.store(values + cell + 2 * at, first, mask=inside)
+            tl.store(values + cell + 2 * at + 1, second, mask=inside)
 
 
 @triton.jit
@@ -165,40 +167,40 @@ def _attention_kernel(
     row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     position, prompt = tl.load(positions + row), tl.load(prompts + row)
     of_prompt = tl.cdiv(prompt, PAGE)
-    own = position + 1 - prompt
+    own_length = position + 1 - prompt
     query, size, key = tl.arange(0, QUERIES), tl.arange(0, BLOCK), tl.arange(0, PAGE)
     SHARED: tl.constexpr = HEADS // KV_HEADS
     of_queries = (row * HEADS + kv_head * SHARED + query[:, None]) * SIZE + size[None, :]
-    there = (query < SHARED)[:, None] & (size < SIZE)[None, :]
-    q = tl.load(queries + of_queries, mask=there, other=0.0)
+    valid = (query < SHARED)[:, None] & (size < SIZE)[None, :]
+    q = tl.load(queries + of_queries, mask=valid, other=0.0)
     highest = tl.full([QUERIES], -float("inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
-    found = tl.zeros([QUERIES, BLOCK], tl.float32)
-    for number in range(of_prompt + tl.cdiv(own, PAGE)):
+    output = tl.zeros([QUERIES, BLOCK], tl.float32)
+    for number in range(of_prompt + tl.cdiv(own_length, PAGE)):
         page = tl.load(pages + row * MOST + number).to(tl.int64)
         keys_left = tl.where(
-            number < of_prompt, prompt - number * PAGE, own - (number - of_prompt) * PAGE
+            number < of_prompt, prompt - number * PAGE, own_length - (number - of_prompt) * PAGE
         )
         inside = key < keys_left
         of_page = (page * KV_HEADS + kv_head) * PAGE * SIZE
         cells = of_page + key[:, None] * SIZE + size[None, :]
-        there_too = inside[:, None] & (size < SIZE)[None, :]
-        k = tl.load(keys + cells, mask=there_too, other=0.0)
+        valid_keys = inside[:, None] & (size < SIZE)[None, :]
+        k = tl.load(keys + cells, mask=valid_keys, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
         scores = tl.where(inside[None, :], scores, -float("inf"))
         higher = tl.maximum(highest, tl.max(scores, 1))
         weights = tl.exp(scores - higher[:, None])
         fading = tl.exp(highest - higher)
         total = total * fading + tl.sum(weights, 1)
-        v = tl.load(values + cells, mask=there_too, other=0.0)
-        found = found * fading[:, None]
-        found += tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        v = tl.load(values + cells, mask=valid_keys, other=0.0)
+        output = output * fading[:, None]
+        output += tl.dot(weights.to(v.dtype), v, input_precision="ieee")
         highest = higher
-    tl.store(out + of_queries, found / total[:, None], mask=there)
+    tl.store(out + of_queries, output / total[:, None], mask=valid)
 
 
 @triton.jit
-def _peaks(logits, temperatures, peaks, vocabulary, SPAN: tl.constexpr):
+def _peaks_kernel(logits, temperatures, peaks, vocabulary, SPAN: tl.constexpr):
     row, chunk = tl.program_id(0).to(tl.int64), tl.program_id(1)
     at = chunk * SPAN + tl.arange(0, SPAN)
     value = tl.load(logits + row * vocabulary + at, mask=at < vocabulary, other=-float("inf"))
@@ -207,16 +209,18 @@ def _peaks(logits, temperatures, peaks, vocabulary, SPAN: tl.constexpr):
 
 
 @triton.jit
-def _sums(
+def _sums_kernel(
     logits, temperatures, peaks, sums, vocabulary, blocks,
     SPAN: tl.constexpr, BLOCK: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     row, chunk, chunks = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    every = tl.arange(0, CHUNKS)
-    found = tl.load(peaks + row * chunks + every, mask=every < chunks, other=-float("inf"))
+    chunk_ids = tl.arange(0, CHUNKS)
+    chunk_peaks = tl.load(
+        peaks + row * chunks + chunk_ids, mask=chunk_ids < chunks, other=-float("inf")
+    )
     at = chunk * SPAN + tl.arange(0, SPAN)
     value = tl.load(logits + row * vocabulary + at, mask=at < vocabulary, other=-float("inf"))
-    weight = tl.exp(value.to(tl.float32) / tl.load(temperatures + row) - tl.max(found, 0))
+    weight = tl.exp(value.to(tl.float32) / tl.load(temperatures + row) - tl.max(chunk_peaks, 0))
     weight = tl.where(at < vocabulary, weight, 0.0)
     block = chunk * (SPAN // BLOCK) + tl.arange(0, SPAN // BLOCK)
     total = tl.sum(tl.reshape(weight, [SPAN // BLOCK, BLOCK]), 1)
@@ -224,14 +228,16 @@ def _sums(
 
 
 @triton.jit
-def _search(
+def _search_kernel(
     logits, temperatures, uniforms, peaks, sums, tokens, logprobs, vocabulary, blocks, chunks,
     SMALL: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr, CHUNKS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    every = tl.arange(0, CHUNKS)
-    found = tl.load(peaks + row * chunks + every, mask=every < chunks, other=-float("inf"))
-    peak, temperature = tl.max(found, 0), tl.load(temperatures + row)
+    chunk_ids = tl.arange(0, CHUNKS)
+    chunk_peaks = tl.load(
+        peaks + row * chunks + chunk_ids, mask=chunk_ids < chunks, other=-float("inf")
+    )
+    peak, temperature = tl.max(chunk_peaks, 0), tl.load(temperatures + row)
     at = tl.arange(0, BLOCKS)
     cumulative = tl.load(sums + row * blocks + at, mask=at < blocks, other=0.0).to(tl.float64)
     cumulative = tl.cumsum(cumulative, 0)
@@ -239,14 +245,14 @@ def _search(
     # Rounding may raise it to the total, beyond the last token that has weight.
     target = tl.minimum(tl.load(uniforms + row) * total, total - total * SMALL)
     block = tl.minimum(tl.sum((cumulative <= target).to(tl.int32), 0), blocks - 1)
-    rest = target - tl.max(tl.where(at < block, cumulative, 0.0), 0)
+    remaining = target - tl.max(tl.where(at < block, cumulative, 0.0), 0)
     token = block * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(logits + row * vocabulary + token, mask=token < vocabulary, other=-float("inf"))
     weight = tl.exp(value.to(tl.float32) / temperature - peak)
     inside = tl.cumsum(tl.where(token < vocabulary, weight, 0.0).to(tl.float64), 0)
-    there = tl.max(inside, 0)
-    rest = tl.minimum(rest, there - there * SMALL)
-    offset = tl.sum((inside <= rest).to(tl.int32), 0)
+    block_total = tl.max(inside, 0)
+    remaining = tl.minimum(remaining, block_total - block_total * SMALL)
+    offset = tl.sum((inside <= remaining).to(tl.int32), 0)
     chosen = tl.minimum(block * BLOCK + offset, vocabulary - 1)
     logit = tl.load(logits + row * vocabulary + chosen).to(tl.float32) / temperature
     # Make a NaN or infinite sum visible in the log-probability, for any chosen token.
@@ -266,11 +272,11 @@ def drawn(
     tokens_S = torch.empty(rows, dtype=torch.long, device=logits_SV.device)
     logprobs_S = peaks_SC.new_empty(rows)
     most = int(triton.next_power_of_2(chunks))
-    _peaks[(rows, chunks)](logits_SV, temperatures_S, peaks_SC, vocabulary, SPAN=SPAN)
-    _sums[(rows, chunks)](
+    _peaks_kernel[(rows, chunks)](logits_SV, temperatures_S, peaks_SC, vocabulary, SPAN=SPAN)
+    _sums_kernel[(rows, chunks)](
         logits_SV, temperatures_S, peaks_SC, sums_SK, vocabulary, blocks, SPAN=SPAN, BLOCK=block, CHUNKS=most
     )  # fmt: skip
-    _search[(rows,)](
+    _search_kernel[(rows,)](
         logits_SV, temperatures_S, uniforms_S, peaks_SC, sums_SK, tokens_S, logprobs_S, vocabulary, blocks, chunks,
         SMALL=2**-40, BLOCK=block, BLOCKS=int(triton.next_power_of_2(blocks)), CHUNKS=most,
     )  # fmt: skip
@@ -296,18 +302,18 @@ def norm_with_gradient(
     gradient = None if dy_NH is None or into_NH is None else (dy_NH.contiguous(), into_NH)
     dy_NH, into_NH = gradient or (x_NH, x_NH)  # without a gradient the kernel reads neither
     if rows:
-        _norm[(rows,)](
+        _norm_kernel[(rows,)](
             x_NH, weight_H, y_NH, dy_NH, into_NH, hidden, epsilon,
-            GRADIENT=gradient is not None, **_row(hidden),
+            GRADIENT=gradient is not None, **_row_options(hidden),
         )  # fmt: skip
     return y_NH
 
 
 def gated(gate_up_N2F: Tensor, dtype: torch.dtype) -> Tensor:
     """`silu(gate) · up`, [N, F]."""
-    rows, both = gate_up_N2F.shape
-    y_NF = gate_up_N2F.new_empty(rows, both // 2, dtype=dtype)
-    _gated_kernel[_spans(y_NF)](gate_up_N2F, y_NF, both // 2, SPAN=SPAN)
+    rows, columns = gate_up_N2F.shape
+    y_NF = gate_up_N2F.new_empty(rows, columns // 2, dtype=dtype)
+    _gated_kernel[_spans(y_NF)](gate_up_N2F, y_NF, columns // 2, SPAN=SPAN)
     return y_NF
 
 
@@ -315,11 +321,11 @@ def gated_with_low_rank(
     gate_up_N2F: Tensor, low_NR: Tensor, up_2FR: Tensor, dtype: torch.dtype
 ) -> Tensor:
     """`gated` of `gate_up_N2F`, in float32, plus `low_NR up_2FRᵀ`, [N, F]."""
-    rows, both = gate_up_N2F.shape
+    rows, columns = gate_up_N2F.shape
     ranks = low_NR.shape[1]
-    y_NF = gate_up_N2F.new_empty(rows, both // 2, dtype=dtype)
-    _gated_low[(-(-rows // TILE), -(-both // 2 // COLUMNS))](
-        gate_up_N2F, low_NR, up_2FR, y_NF, rows, both // 2, ranks,
+    y_NF = gate_up_N2F.new_empty(rows, columns // 2, dtype=dtype)
+    _gated_low[(-(-rows // TILE), -(-columns // 2 // COLUMNS))](
+        gate_up_N2F, low_NR, up_2FR, y_NF, rows, columns // 2, ranks,
         ROWS=TILE, COLUMNS=COLUMNS, RANKS=max(16, int(triton.next_power_of_2(ranks))),
     )  # fmt: skip
     return y_NF
@@ -347,7 +353,7 @@ def turned(
     real = torch.view_as_real(rotations_N1C)
     _rotation_kernel[(rows, heads)](
         heads_NJD, weight, real, y_NJD, heads_NJD.stride(0), epsilon,
-        NORMED=normed, SIZE=size, **_row(size // 2),
+        NORMED=normed, SIZE=size, **_row_options(size // 2),
     )  # fmt: skip
     return y_NJD
 
@@ -373,28 +379,28 @@ def cached_attention(
     heads = width // size - 2 * kv_heads
     queries_SHD = keys_GJTD.new_empty(rows, heads, size)
     out_SX = keys_GJTD.new_empty(rows, heads * size)
-    query_norm, key_norm = (qkv_SO if each is None else each for each in norms)
+    query_norm, key_norm = (qkv_SO if norm is None else norm for norm in norms)
     cells = {"HEADS": heads, "KV_HEADS": kv_heads, "MOST": pages_SM.shape[1], "PAGE": page}
     _cache_kernel[(rows, heads + 2 * kv_heads)](
         qkv_SO, query_norm, key_norm, torch.view_as_real(rotations_S1C), queries_SHD, keys_GJTD, values_GJTD,
         pages_SM, positions_S, prompts_S, width, epsilon,
-        NORMED=norms[0] is not None, SIZE=size, **cells, **_row(size // 2),
+        NORMED=norms[0] is not None, SIZE=size, **cells, **_row_options(size // 2),
     )  # fmt: skip
     _attention_kernel[(rows, kv_heads)](
         queries_SHD, keys_GJTD, values_GJTD, out_SX, pages_SM, positions_S, prompts_S, size**-0.5,
         SIZE=size, BLOCK=max(16, int(triton.next_power_of_2(size))),
-        QUERIES=max(16, int(triton.next_power_of_2(heads // kv_heads))), **cells, **_tiles(keys_GJTD),
+        QUERIES=max(16, int(triton.next_power_of_2(heads // kv_heads))), **cells, **_tile_options(keys_GJTD),
     )  # fmt: skip
     return out_SX
 
 
-def _tiles(keys_GJTD: Tensor) -> dict[str, int]:
+def _tile_options(keys_GJTD: Tensor) -> dict[str, int]:
     """Warps of a program, and the number of tiles loaded ahead: as many as a small GPU's shared memory holds."""
     tile = keys_GJTD.shape[2] * keys_GJTD.shape[3] * keys_GJTD.element_size()
     return {"num_warps": 4, "num_stages": 3 if tile <= 1 << 14 else 1}
 
 
-def _row(size: int) -> dict[str, int]:
+def _row_options(size: int) -> dict[str, int]:
     """Launch options for one program per row: its block size, and enough warps that each thread has about 8 numbers."""
     block = int(triton.next_power_of_2(size))
     return {"BLOCK": block, "num_warps": min(max(block // 256, 1), 16)}

@@ -90,21 +90,21 @@ class VectorCode:
     def loop(self, count: Any, sums: list[Any], body: Body) -> list[Any]:
         """The sums after running `body` `count` times, which may be 0."""
         builder = self.builder
-        before = builder.block
-        check, inside, after = map(builder.append_basic_block, ("check", "inside", "after"))
+        entry = builder.block
+        check, inside, end = map(builder.append_basic_block, ("check", "inside", "after"))
         builder.branch(check)
         builder.position_at_end(check)
         index = builder.phi(LONG)
-        index.add_incoming(self.number(0), before)
+        index.add_incoming(self.number(0), entry)
         now = [builder.phi(FLOATS) for _ in sums]
-        for each, begun in zip(now, sums, strict=True):
-            each.add_incoming(begun, before)
-        builder.cbranch(builder.icmp_signed("<", index, count), inside, after)
+        for phi, begun in zip(now, sums, strict=True):
+            phi.add_incoming(begun, entry)
+        builder.cbranch(builder.icmp_signed("<", index, count), inside, end)
         builder.position_at_end(inside)
         later = body(index, cast("list[Any]", now))
-        for each, found in zip(now, later, strict=True):
-            each.add_incoming(found, builder.block)
+        for phi, value in zip(now, later, strict=True):
+            phi.add_incoming(value, builder.block)
         index.add_incoming(builder.add(index, self.number(1)), builder.block)
         builder.branch(check)
-        builder.position_at_end(after)
+        builder.position_at_end(end)
         return cast("list[Any]", now)

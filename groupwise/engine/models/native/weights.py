@@ -97,7 +97,8 @@ class NativeModel:
         self.embedding_VH = cast("Tensor", model.get_input_embeddings().weight)
         path = next(path for path, module in model.named_modules() if module is body)
         self.layers = [
-            self._layer(f"{path}.layers.{index}", layer) for index, layer in enumerate(body.layers)
+            self._native_layer(f"{path}.layers.{index}", layer)
+            for index, layer in enumerate(body.layers)
         ]
         self.norm_H = body.norm.weight.detach().float()
         head = _base_layer(cast("nn.Module", model.get_output_embeddings()))
@@ -163,8 +164,8 @@ class NativeModel:
         """Queries or keys after their norm and rotation; in float32, or in the model's number format if GPU kernels compute them."""
         kernels = kernels_for(heads_NJD)
         if kernels is not None:
-            given = heads_NJD, norm_D, rotations_N1C, self.shape.epsilon
-            return kernels.turned(*given, self.dtype)
+            arguments = heads_NJD, norm_D, rotations_N1C, self.shape.epsilon
+            return kernels.turned(*arguments, self.dtype)
         x = heads_NJD.float()
         if norm_D is not None:
             x = F.rms_norm(x, (self.shape.head_size,), norm_D, self.shape.epsilon)
@@ -198,7 +199,7 @@ class NativeModel:
         """
         return (few and self.packed) or (self.compiled and compiled.suits(x))
 
-    def _layer(self, path: str, layer: Any) -> Layer:
+    def _native_layer(self, path: str, layer: Any) -> Layer:
         attention = layer.self_attn
         order_D = _interleaved_order(self.shape.head_size, self.device)
         return Layer(

@@ -17,7 +17,7 @@ from torch import Tensor
 from groupwise.engine.models.footprint import grown_room
 from groupwise.engine.models.native.facts import LANES, ROWS, STRETCH, multiple
 from groupwise.engine.models.native.weights import NativeModel
-from groupwise.engine.sampler.engine import Prompt, Row
+from groupwise.engine.sampler.engine import DecodeRow, Prompt
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,7 +39,7 @@ class Group:
     end: int
 
 
-def groups(rows: Sequence[Row]) -> Iterator[Group]:
+def groups(rows: Sequence[DecodeRow]) -> Iterator[Group]:
     """Yield the groups of adjacent rows with the same prompt, in order."""
     start = 0
     for prompt, members in groupby(rows, key=lambda row: row.prompt):
@@ -57,11 +57,11 @@ def in_blocks(keys_PJD: Tensor) -> Tensor:
 
 def with_room(values_PJD: Tensor) -> Tensor:
     """Values of a text as [J, P, D]; P and D are padded with zeros."""
-    more = -values_PJD.shape[2] % LANES, -len(values_PJD) % STRETCH
-    return F.pad(values_PJD.transpose(0, 1), (0, more[0], 0, more[1]))
+    padding = -values_PJD.shape[2] % LANES, -len(values_PJD) % STRETCH
+    return F.pad(values_PJD.transpose(0, 1), (0, padding[0], 0, padding[1]))
 
 
-class OwnCache:
+class CompletionCache:
     """Keys and values of the rows' own tokens. It grows when needed and never shrinks."""
 
     def __init__(self, model: NativeModel) -> None:
@@ -87,16 +87,16 @@ class OwnCache:
         self.keys_LBKDS, self.values_LBTD = keys, values
         self.rows, self.length = rows, length
 
-    def arrange(self, places: Sequence[int], length: int) -> None:
-        """Reorder rows: row i becomes the one that was at `places[i]`. The first `length` tokens of each are moved."""
-        first = next((new for new, old in enumerate(places) if new != old), None)
-        if first is None:
+    def arrange(self, sources: Sequence[int], length: int) -> None:
+        """Reorder rows: row i becomes the one that was at `sources[i]`. The first `length` tokens of each are moved."""
+        first_moved = next((new for new, old in enumerate(sources) if new != old), None)
+        if first_moved is None:
             return
-        moved = torch.tensor(places[first:], device=self.keys_LBKDS.device)
-        each = torch.arange(self._kv_heads, device=moved.device)
-        heads = (moved[:, None] * self._kv_heads + each).flatten()
-        here = slice(first * self._kv_heads, len(places) * self._kv_heads)
+        moved = torch.tensor(sources[first_moved:], device=self.keys_LBKDS.device)
+        head_indices = torch.arange(self._kv_heads, device=moved.device)
+        heads = (moved[:, None] * self._kv_heads + head_indices).flatten()
+        rows = slice(first_moved * self._kv_heads, len(sources) * self._kv_heads)
         blocks = multiple(length, STRETCH) // STRETCH
         for keys_BKDS, values_BTD in zip(self.keys_LBKDS, self.values_LBTD, strict=True):
-            keys_BKDS[here, :blocks] = keys_BKDS[heads, :blocks]
-            values_BTD[here, :length] = values_BTD[heads, :length]
+            keys_BKDS[rows, :blocks] = keys_BKDS[heads, :blocks]
+            values_BTD[rows, :length] = values_BTD[heads, :length]

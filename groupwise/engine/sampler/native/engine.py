@@ -21,11 +21,11 @@ from groupwise.engine.models.native.facts import ROWS
 from groupwise.engine.models.native.forward import Adapter, residual_after_layers
 from groupwise.engine.models.native.ready import ready_to_decode
 from groupwise.engine.models.native.weights import NativeModel
-from groupwise.engine.sampler.engine import Prompt, Row
+from groupwise.engine.sampler.engine import DecodeRow, Prompt
 from groupwise.engine.sampler.native.cache import (
+    CompletionCache,
     Group,
     NativePrompt,
-    OwnCache,
     groups,
     in_blocks,
     with_room,
@@ -37,20 +37,20 @@ NO_NORM = np.empty(0, np.float32)
 
 
 class NativeEngine:
-    """A `groupwise.engine.sampler.engine.Engine` over a model of the Llama family."""
+    """A `groupwise.engine.sampler.engine.DecodeEngine` over a model of the Llama family."""
 
     def __init__(self, model: NativeModel, weights: ServedWeights) -> None:
-        self.rows: list[Row] = []
+        self.rows: list[DecodeRow] = []
         self._model = model
         self._weights = weights
-        self._own = OwnCache(model)
+        self._completions = CompletionCache(model)
         self._several: Adapter | None = None
         self._few: Adapter | None = None
         self.refresh()
         ready_to_decode(self._model)
 
     def prefill(self, ids: Sequence[int]) -> Prompt:
-        """See `Engine.prefill`."""
+        """See `DecodeEngine.prefill`."""
 
         def keep(keys_PJD: Tensor, values_PJD: Tensor) -> tuple[Tensor, Tensor]:
             return in_blocks(keys_PJD), with_room(values_PJD)
@@ -58,31 +58,31 @@ class NativeEngine:
         return NativePrompt(len(ids), *prefill(self._model, ids, self._several, keep))
 
     def prefill_all(self, texts: Sequence[Sequence[int]]) -> list[Prompt]:
-        """See `Engine.prefill_all`."""
+        """See `DecodeEngine.prefill_all`."""
         return [self.prefill(ids) for ids in texts]
 
-    def begin(self, prompt: Prompt) -> Row:
-        """See `Engine.begin`."""
-        row = Row(prompt)
-        same = [number for number, other in enumerate(self.rows) if other.prompt is prompt]
-        self.rows.insert(same[-1] + 1 if same else len(self.rows), row)
+    def add_row(self, prompt: Prompt) -> DecodeRow:
+        """See `DecodeEngine.add_row`."""
+        row = DecodeRow(prompt)
+        siblings = [number for number, other in enumerate(self.rows) if other.prompt is prompt]
+        self.rows.insert(siblings[-1] + 1 if siblings else len(self.rows), row)
         return row
 
-    def finish(self, rows: Sequence[Row]) -> None:
-        """See `Engine.finish`."""
+    def remove_rows(self, rows: Sequence[DecodeRow]) -> None:
+        """See `DecodeEngine.remove_rows`."""
         self.rows = [row for row in self.rows if row not in rows]
 
     def decode(self, tokens: Sequence[int]) -> Tensor:
-        """See `Engine.decode`."""
+        """See `DecodeEngine.decode`."""
         model, rows = self._model, self.rows
         longest = 1 + max(row.written for row in rows)
-        self._settle(longest)
+        self._reorder_cache(longest)
         padding = -len(rows) % ROWS
         ids_N = torch.tensor([*tokens, *[0] * padding])
         positions_N = torch.tensor([*(row.position for row in rows), *[0] * padding])
         written_N = torch.tensor([*(row.written for row in rows), *[0] * padding])
         attend = CompiledAttention(
-            model, self._own, list(groups(rows)), model.rotations(positions_N), written_N
+            model, self._completions, list(groups(rows)), model.rotations(positions_N), written_N
         )
         residual_NH = residual_after_layers(
             model, model.embedded(ids_N), attend, self._few, few=True
@@ -92,7 +92,7 @@ class NativeEngine:
         return model.logits(residual_NH)[: len(rows)]
 
     def refresh(self) -> None:
-        """See `Engine.refresh`."""
+        """See `DecodeEngine.refresh`."""
         model = self._weights.native()
         assert model is not None, "a model that was native stays so, whatever its weights are"
         self._model = model
@@ -102,17 +102,17 @@ class NativeEngine:
         self._few = [linear.packed_low_rank(factors) for linear in linears]
 
     def reset(self) -> None:
-        """See `Engine.reset`."""
+        """See `DecodeEngine.reset`."""
         self.rows = []
-        self._own = OwnCache(self._model)
+        self._completions = CompletionCache(self._model)
 
-    def _settle(self, longest: int) -> None:
+    def _reorder_cache(self, longest: int) -> None:
         """Reorder the cache to match the order of the rows; new rows have no content yet."""
-        self._own.reserve(len(self.rows), longest)
-        places = [row.place if row.place is not None else n for n, row in enumerate(self.rows)]
-        self._own.arrange(places, longest - 1)
+        self._completions.reserve(len(self.rows), longest)
+        sources = [row.slot if row.slot is not None else n for n, row in enumerate(self.rows)]
+        self._completions.arrange(sources, longest - 1)
         for number, row in enumerate(self.rows):
-            row.place = number
+            row.slot = number
 
 
 class CompiledAttention:
@@ -121,13 +121,13 @@ class CompiledAttention:
     def __init__(
         self,
         model: NativeModel,
-        own: OwnCache,
+        cache: CompletionCache,
         groups: Sequence[Group],
         rotations_N1C: Tensor,
         written_N: Tensor,
     ) -> None:
         self._model = model
-        self._keys_LBKDS, self._values_LBTD = array(own.keys_LBKDS), array(own.values_LBTD)
+        self._keys_LBKDS, self._values_LBTD = array(cache.keys_LBKDS), array(cache.values_LBTD)
         self._turns_NC2 = array(torch.view_as_real(rotations_N1C[:, 0]))
         self._written_N = array(written_N)
         self._epsilon = np.float32(model.shape.epsilon)
@@ -145,7 +145,7 @@ class CompiledAttention:
 
         shape, weights = self._model.shape, self._model.layers[layer]
         outputs = shape.heads * shape.head_size
-        found_NO = torch.empty(len(qkv_NO), outputs, dtype=self._model.dtype)
+        output_NO = torch.empty(len(qkv_NO), outputs, dtype=self._model.dtype)
         kernels.attend(
             array(qkv_NO),
             self._turns_NC2,
@@ -157,9 +157,9 @@ class CompiledAttention:
             self._values_LBTD[layer],
             self._written_N,
             self._prompts_N4 + layer * self._bytes_of_layer_N4,
-            array(found_NO),
+            array(output_NO),
         )
-        return found_NO
+        return output_NO
 
 
 def _norm(norm_D: Tensor | None) -> Any:

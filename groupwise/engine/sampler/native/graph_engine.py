@@ -1,11 +1,11 @@
 """Decoding on a GPU, always in the same shape, so that one token of all rows is one CUDA graph.
 
-All places for rows are computed at every token, even empty ones: reading the weights takes most of the time, and products of another
+All slots for rows are computed at every token, even empty ones: reading the weights takes most of the time, and products of another
 shape might give other last bits.
 
 Keys and values are kept in pages of `PAGE` tokens. The rows of a group share the pages of their prompt; after the first row, the GPU reads
 these from its own cache. Rows take their own pages as they grow. There are as many pages as rows of full length need if they share
-nothing. Page 0 belongs to no row: empty places write to it.
+nothing. Page 0 belongs to no row: empty slots write to it.
 
 A row's bits depend on its own tokens alone. One Triton kernel attends to as many pages as each row has. Without Triton, torch attends to
 the pages of a row of full length, and a mask hides the missing ones. Keys are stored, and multiplied by queries, in the model's
@@ -26,7 +26,7 @@ from groupwise.engine.models.native.forward import residual_after_layers
 from groupwise.engine.models.native.fused import kernels_for
 from groupwise.engine.models.native.linear import LowRank
 from groupwise.engine.models.native.weights import NativeModel
-from groupwise.engine.sampler.engine import Prompt, Row
+from groupwise.engine.sampler.engine import DecodeRow, Prompt
 from groupwise.engine.sampler.native.prefill import prefill_together
 from groupwise.engine.sampler.native.recording import Compute, Record
 from groupwise.engine.sampler.weights import ServedWeights
@@ -41,7 +41,7 @@ class PagedPrompt(Prompt):
 
 
 class GraphEngine:
-    """A `groupwise.engine.sampler.engine.Engine` over a native model, for a GPU; without CUDA graphs it runs on any device."""
+    """A `groupwise.engine.sampler.engine.DecodeEngine` over a native model, for a GPU; without CUDA graphs it runs on any device."""
 
     def __init__(
         self,
@@ -52,8 +52,8 @@ class GraphEngine:
         record: Record,
     ) -> None:
         shape = model.shape
-        self.rows: list[Row] = []
-        """Rows in progress, in the order of their places."""
+        self.rows: list[DecodeRow] = []
+        """Rows in progress, in the order of their slots."""
         self._model = model
         self._weights = weights
         self._record = record
@@ -63,14 +63,14 @@ class GraphEngine:
         self._keys_LGJTD = torch.zeros(room, device=model.device, dtype=model.dtype)
         self._values_LGJTD = torch.zeros_like(self._keys_LGJTD)
         self._inputs_3S = torch.zeros(3, slots, device=model.device, dtype=torch.long)
-        """For every place: the token, its position, and the length of the row's prompt."""
+        """For every slot: the token, its position, and the length of the row's prompt."""
         self._pages_SM = torch.zeros(slots, most, device=model.device, dtype=torch.int32)
-        """For every place the page numbers of its prompt, then its own; on the GPU."""
-        self._pages_here_SM = torch.zeros(slots, most, dtype=torch.int32)
+        """For every slot the page numbers of its prompt, then its own; on the GPU."""
+        self._host_pages_SM = torch.zeros(slots, most, dtype=torch.int32)
         """The same in main memory, where it is changed."""
         self._free: list[int] = []
         """Pages that are not in use."""
-        self._pages: dict[Prompt | Row, list[int]] = {}
+        self._pages: dict[Prompt | DecodeRow, list[int]] = {}
         """Pages of the prompts in use, and of each row's own tokens."""
         self._adapter: list[LowRank | None] = []
         self._recorded: Compute | None = None
@@ -78,16 +78,18 @@ class GraphEngine:
         self.reset()
 
     def prefill(self, ids: Sequence[int]) -> Prompt:
-        """See `Engine.prefill`."""
+        """See `DecodeEngine.prefill`."""
         return self.prefill_all([ids])[0]
 
     def prefill_all(self, texts: Sequence[Sequence[int]]) -> list[Prompt]:
-        """See `Engine.prefill_all`."""
-        found = prefill_together(self._model, texts, self._adapter, self._slots)
-        return [PagedPrompt(len(ids), *each) for ids, each in zip(texts, found, strict=True)]
+        """See `DecodeEngine.prefill_all`."""
+        prompts = prefill_together(self._model, texts, self._adapter, self._slots)
+        return [
+            PagedPrompt(len(ids), *tensors) for ids, tensors in zip(texts, prompts, strict=True)
+        ]
 
-    def begin(self, prompt: Prompt) -> Row:
-        """See `Engine.begin`."""
+    def add_row(self, prompt: Prompt) -> DecodeRow:
+        """See `DecodeEngine.add_row`."""
         assert isinstance(prompt, PagedPrompt)
         if prompt not in self._pages:
             count = -(-prompt.length // PAGE)
@@ -97,51 +99,51 @@ class GraphEngine:
                 (self._keys_LGJTD, prompt.keys_LJPD),
                 (self._values_LGJTD, prompt.values_LJPD),
             ):
-                whole = F.pad(tensor, (0, 0, 0, count * PAGE - prompt.length))
-                cache[:, into] = whole.unflatten(2, (count, PAGE)).transpose(1, 2)
-        occupied = {row.place for row in self.rows}
-        place = next(n for n in range(self._slots) if n not in occupied)
-        row = Row(prompt, place=place)
+                padded = F.pad(tensor, (0, 0, 0, count * PAGE - prompt.length))
+                cache[:, into] = padded.unflatten(2, (count, PAGE)).transpose(1, 2)
+        occupied = {row.slot for row in self.rows}
+        slot = next(n for n in range(self._slots) if n not in occupied)
+        row = DecodeRow(prompt, slot=slot)
         self._pages[row] = []
         pages = self._pages[prompt]
-        self._pages_here_SM[place, : len(pages)] = torch.tensor(pages)
+        self._host_pages_SM[slot, : len(pages)] = torch.tensor(pages)
         self.rows.append(row)
-        self.rows.sort(key=lambda each: each.place or 0)
+        self.rows.sort(key=lambda other: other.slot or 0)
         return row
 
-    def finish(self, rows: Sequence[Row]) -> None:
-        """See `Engine.finish`."""
+    def remove_rows(self, rows: Sequence[DecodeRow]) -> None:
+        """See `DecodeEngine.remove_rows`."""
         self.rows = [row for row in self.rows if row not in rows]
         shared = {row.prompt for row in self.rows}
         for row in rows:
             self._free += self._pages.pop(row)
             if row.prompt not in shared:
                 self._free += self._pages.pop(row.prompt, ())
-            self._pages_here_SM[row.place or 0] = 0
+            self._host_pages_SM[row.slot or 0] = 0
 
     def decode(self, tokens: Sequence[int]) -> Tensor:
-        """See `Engine.decode`."""
+        """See `DecodeEngine.decode`."""
         inputs = [[0] * self._slots for _ in range(3)]
         for row, token in zip(self.rows, tokens, strict=True):
-            place, length = row.place or 0, row.prompt.length
+            slot, length = row.slot or 0, row.prompt.length
             if row.written % PAGE == 0:
                 page = self._free.pop()
                 number = len(self._pages[row.prompt]) + len(self._pages[row])
-                self._pages_here_SM[place, number] = page
+                self._host_pages_SM[slot, number] = page
                 self._pages[row].append(page)
-            for each, value in zip(inputs, (token, row.position, length), strict=True):
-                each[place] = value
+            for values, value in zip(inputs, (token, row.position, length), strict=True):
+                values[slot] = value
             row.written += 1
         self._inputs_3S.copy_(torch.tensor(inputs))
-        self._pages_SM.copy_(self._pages_here_SM)
+        self._pages_SM.copy_(self._host_pages_SM)
         if self._recorded is None:
             self._recorded = self._record(self._logits)
         logits_SV = self._recorded()
         # Indexing copies: the next token overwrites these logits.
-        return logits_SV[[row.place or 0 for row in self.rows]]
+        return logits_SV[[row.slot or 0 for row in self.rows]]
 
     def refresh(self) -> None:
-        """See `Engine.refresh`."""
+        """See `DecodeEngine.refresh`."""
         model = self._weights.native()
         assert model is not None, "a model that was native stays so, whatever its weights are"
         factors = self._weights.factors()
@@ -155,11 +157,11 @@ class GraphEngine:
         self._recorded = None
 
     def reset(self) -> None:
-        """See `Engine.reset`."""
+        """See `DecodeEngine.reset`."""
         self.rows = []
         self._pages = {}
         self._free = [*range(self._keys_LGJTD.shape[1] - 1, 0, -1)]
-        self._pages_here_SM.zero_()
+        self._host_pages_SM.zero_()
         self._keys_LGJTD.zero_()
         self._values_LGJTD.zero_()
 
@@ -169,17 +171,17 @@ class GraphEngine:
         ids_S, positions_S, prompts_S = self._inputs_3S
         rotations_S1C = model.rotations(positions_S)
         kernels = kernels_for(self._keys_LGJTD)
-        places: tuple[Tensor, ...] = () if kernels is not None else self._places()
+        page_indices: tuple[Tensor, ...] = () if kernels is not None else self._cache_indices()
 
         def attend(number: int, qkv_SO: Tensor) -> Tensor:
-            layer, (keys, values) = model.layers[number], self._cache(number)
+            layer, (keys, values) = model.layers[number], self._layer_cache(number)
             if kernels is not None:
                 norms = layer.query_norm_D, layer.key_norm_D
                 return kernels.cached_attention(
                     qkv_SO, norms, rotations_S1C, keys, values, self._pages_SM, positions_S, prompts_S, model.shape.epsilon,
                 )  # fmt: skip
             return self._plain_attention(
-                keys, values, model.heads(layer, qkv_SO, rotations_S1C), *places
+                keys, values, model.heads(layer, qkv_SO, rotations_S1C), *page_indices
             )
 
         residual_SH = residual_after_layers(
@@ -187,10 +189,10 @@ class GraphEngine:
         )
         return model.logits(residual_SH)
 
-    def _cache(self, number: int) -> tuple[Tensor, Tensor]:
+    def _layer_cache(self, number: int) -> tuple[Tensor, Tensor]:
         return self._keys_LGJTD[number], self._values_LGJTD[number]
 
-    def _places(self) -> tuple[Tensor, ...]:
+    def _cache_indices(self) -> tuple[Tensor, ...]:
         """Arguments of `_plain_attention` that all layers share: page and cell of each new token, and a mask of visible keys [S, M · T]."""
         _, positions_S, prompts_S = self._inputs_3S
         own_S = positions_S - prompts_S
@@ -212,10 +214,10 @@ class GraphEngine:
         seen_SC: Tensor,
     ) -> Tensor:
         """The same as `triton_kernels.cached_attention`, by torch operations that first copy the pages of all rows."""
-        queries_SHD, *both = heads
+        queries_SHD, *keys_values = heads
         dtype = keys_GJTD.dtype
         copies: list[Tensor] = []
-        for cache_GJTD, new_SJD in zip((keys_GJTD, values_GJTD), both, strict=True):
+        for cache_GJTD, new_SJD in zip((keys_GJTD, values_GJTD), keys_values, strict=True):
             cache_GJTD[page_S, :, cell_S] = new_SJD.to(dtype)
             pages_XJTD = cache_GJTD.index_select(0, self._pages_SM.flatten())
             rows_SMJTD = pages_XJTD.unflatten(0, self._pages_SM.shape)
@@ -224,10 +226,10 @@ class GraphEngine:
             copies.append(rows_SJCD.masked_fill(~seen_SC[:, None, :, None], 0.0))
         mask_SC = torch.zeros_like(seen_SC, dtype=dtype).masked_fill_(~seen_SC, -torch.inf)
         queries_SJRD = queries_SHD.to(dtype).unflatten(1, (keys_GJTD.shape[1], -1))
-        found_SJRD = F.scaled_dot_product_attention(
+        output_SJRD = F.scaled_dot_product_attention(
             queries_SJRD, *copies, attn_mask=mask_SC[:, None, None]
         )
-        return found_SJRD.flatten(1)
+        return output_SJRD.flatten(1)
 
 
 def _shapes(adapter: Sequence[LowRank | None]) -> list[tuple[torch.Size, torch.Size] | None]:

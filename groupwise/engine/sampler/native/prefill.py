@@ -26,16 +26,16 @@ def prefill(
     """Logits [V] after a prompt, and the stored forms of its keys and of its values, stacked over all layers."""
     ids_P = torch.tensor(ids, device=model.device)
     rotations_P1C = model.rotations(torch.arange(len(ids), device=model.device))
-    kept: list[tuple[Tensor, Tensor]] = []
+    layer_caches: list[tuple[Tensor, Tensor]] = []
 
     def attend(number: int, qkv_PO: Tensor) -> Tensor:
         queries, keys, values = model.heads(model.layers[number], qkv_PO, rotations_P1C)
-        kept.append(keep(keys, values))
+        layer_caches.append(keep(keys, values))
         return text_attention(model, queries, keys, values)
 
     residual_PH = residual_after_layers(model, model.embedded(ids_P), attend, adapter, few=False)
     last_8H = F.pad(residual_PH[-1:], (0, 0, 0, ROWS - 1))
-    keys, values = zip(*kept, strict=True)
+    keys, values = zip(*layer_caches, strict=True)
     return model.logits(last_8H)[0], torch.stack(keys), torch.stack(values)
 
 
@@ -57,24 +57,26 @@ def prefill_together(
         batches[-1].append(number)
         room -= len(ids)
     lasts: list[Tensor] = []
-    found: list[tuple[Tensor, Tensor]] = []
+    caches: list[tuple[Tensor, Tensor]] = []
     for batch in batches:
-        residual_NH, keys_LJND, values_LJND = _batch(model, [texts[n] for n in batch], adapter)
+        residual_NH, keys_LJND, values_LJND = _prefill_batch(
+            model, [texts[n] for n in batch], adapter
+        )
         end = 0
         for number in batch:
             start, end = end, end + len(texts[number])
             lasts.append(residual_NH[end - 1])
             # Copies, because a view would keep the memory of the whole batch.
-            both = keys_LJND[:, :, start:end], values_LJND[:, :, start:end]
-            found.append((both[0].contiguous(), both[1].contiguous()))
+            cache = keys_LJND[:, :, start:end], values_LJND[:, :, start:end]
+            caches.append((cache[0].contiguous(), cache[1].contiguous()))
     logits: list[Tensor] = []
     for start in range(0, len(lasts), most):
         some_NH = torch.stack(lasts[start : start + most])
         logits += model.logits(F.pad(some_NH, (0, 0, 0, most - len(some_NH))))[: len(some_NH)]
-    return [(each, *both) for each, both in zip(logits, found, strict=True)]
+    return [(logits_V, *cache) for logits_V, cache in zip(logits, caches, strict=True)]
 
 
-def _batch(
+def _prefill_batch(
     model: NativeModel, texts: Sequence[Sequence[int]], adapter: Adapter | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The residual stream [N, H] after these texts, and their keys and values [L, J, N, D]; N is padded to a multiple of `BATCH`."""
@@ -84,22 +86,22 @@ def _batch(
     size = sum(lengths)
     device = model.device
     ids_N = torch.tensor([*(id_ for ids in texts for id_ in ids), *[0] * empty], device=device)
-    positions_N = torch.tensor([n for each in lengths for n in range(each)], device=device)
+    positions_N = torch.tensor([n for length in lengths for n in range(length)], device=device)
     rotations_N1C = model.rotations(positions_N)
     packed = varlen.suits(model.shape, model.dtype, device)
     ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
-    kept: list[tuple[Tensor, Tensor]] = []
+    layer_caches: list[tuple[Tensor, Tensor]] = []
 
     def attend(number: int, qkv_NO: Tensor) -> Tensor:
         heads = model.heads(model.layers[number], qkv_NO, rotations_N1C)
-        queries, keys, values = (each.to(model.dtype) for each in heads)
-        kept.append((keys.transpose(0, 1), values.transpose(0, 1)))
+        queries, keys, values = (tensor.to(model.dtype) for tensor in heads)
+        layer_caches.append((keys.transpose(0, 1), values.transpose(0, 1)))
         if packed:
-            given = queries, keys, values.contiguous()
-            return varlen.attention(*given, (ends, ends), (size, size)).flatten(1)
-        parts = zip(*(each.split(lengths) for each in (queries, keys, values)), strict=True)
-        return torch.cat([text_attention(model, *each) for each in parts])
+            inputs = queries, keys, values.contiguous()
+            return varlen.attention(*inputs, (ends, ends), (size, size)).flatten(1)
+        parts = zip(*(tensor.split(lengths) for tensor in (queries, keys, values)), strict=True)
+        return torch.cat([text_attention(model, *text) for text in parts])
 
     residual_NH = residual_after_layers(model, model.embedded(ids_N), attend, adapter, few=False)
-    keys, values = zip(*kept, strict=True)
+    keys, values = zip(*layer_caches, strict=True)
     return residual_NH, torch.stack(keys), torch.stack(values)

@@ -37,28 +37,28 @@ class ListedModel:
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class SharedFolder:
     """A folder that this machine and the servers share, used if the servers cannot read the publications' folder."""
 
-    here: Path
-    there: str
+    local_path: Path
+    server_path: str
     """Its path on the servers."""
 
     def put(self, policy: Policy) -> str:
         """Copy a publication there, completely or not at all; returns the copy's path on the servers."""
         run, name = Path(policy.path).parent.name, adapter_name(policy)
-        target = self.here / run / name
+        target = self.local_path / run / name
         building = target.with_name(f".building-{name}")
         with atomic_files.explaining_disk_errors(target):
             shutil.rmtree(building, ignore_errors=True)
             shutil.rmtree(target, ignore_errors=True)
             shutil.copytree(policy.path, building)
             building.rename(target)
-        return f"{self.there}/{run}/{name}"
+        return f"{self.server_path}/{run}/{name}"
 
     def remove(self, policy: Policy) -> None:
         """Remove the copy of a publication."""
-        folder = self.here / Path(policy.path).parent.name
+        folder = self.local_path / Path(policy.path).parent.name
         shutil.rmtree(folder / adapter_name(policy), ignore_errors=True)
         if folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
@@ -79,32 +79,32 @@ def _read_listed(body: bytes) -> dict[str, ListedModel]:
     entries: object = read_json(body).get("data")
     if not isinstance(entries, list):
         raise EndpointError(f"answered no list of models, but {excerpt(body)}")
-    found: dict[str, ListedModel] = {}
+    models: dict[str, ListedModel] = {}
     for entry in cast("list[Any]", entries):
         fields = cast("Mapping[str, Any]", entry) if isinstance(entry, Mapping) else {}
         name, root, longest = (fields.get(key) for key in ("id", "root", "max_model_len"))
         if isinstance(name, str):
-            found[name] = ListedModel(
+            models[name] = ListedModel(
                 root if isinstance(root, str) else None, longest if type(longest) is int else None
             )
-    return found
+    return models
 
 
-async def make_served(
-    server: Server, name: str, folder: str, there: Mapping[str, ListedModel]
+async def serve_adapter(
+    server: Server, name: str, folder: str, models: Mapping[str, ListedModel]
 ) -> None:
-    """Make a server serve the adapter in `folder` as `name`, and no other one of the same run. `there`: the server's list."""
-    if name in there and there[name].root != folder:
+    """Make a server serve the adapter in `folder` as `name`, and no other one of the same run. `models`: the server's list."""
+    if name in models and models[name].root != folder:
         await unload(server, name)
-    if name not in there or there[name].root != folder:
-        await _load(server, name, folder)
+    if name not in models or models[name].root != folder:
+        await _load_adapter(server, name, folder)
     mine = folder.rpartition("/")[0]
-    for other, entry in there.items():
+    for other, entry in models.items():
         if other != name and entry.root is not None and entry.root.rpartition("/")[0] == mine:
             await unload(server, other)
 
 
-async def _load(server: Server, name: str, folder: str) -> None:
+async def _load_adapter(server: Server, name: str, folder: str) -> None:
     body = {"lora_name": name, "lora_path": folder}
     try:
         await server.client.ask("POST", LOAD, body, len, 0)

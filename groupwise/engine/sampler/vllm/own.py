@@ -49,7 +49,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 def largest_rank(rank: int) -> int:
     """The --max-lora-rank to set for adapters of this rank."""
-    return next((each for each in RANKS if each >= rank), rank)
+    return next((supported for supported in RANKS if supported >= rank), rank)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,12 +111,12 @@ class OwnEndpoint(Endpoint):
         return self.secret
 
 
-class OwnServer:
+class SpawnedServer:
     """The server of this run; see the module's docstring. `up` starts it."""
 
     def __init__(self, spec: ServerSpec, log: Path, *, timeout: float) -> None:
         """`log`: file for the server's output, emptied at the start of each run. `timeout`: seconds for one request."""
-        self._wanted = spec
+        self._settings = spec
         self.log = log
         """File of the server's output."""
         self._secret = secrets.token_urlsafe(32)
@@ -133,21 +133,21 @@ class OwnServer:
     async def up(self, server: Server, patience: float, timing: Timing) -> None:
         """Start it unless it is running, and wait until it answers. Raises UsageError with its last output if it does not."""
         if self._supervisor is None:
-            self._begin()
-        until = timing.clock() + patience
+            self._start_supervisor()
+        deadline = timing.clock() + patience
         while not self._answered.is_set():
             with suppress(EndpointError):
                 await server.client.ask("GET", "/models", None, bytes, 0)
                 self._answered.set()
                 return
-            if self._gave_up or timing.clock() >= until:
+            if self._gave_up or timing.clock() >= deadline:
                 why = "ended" if self._gave_up else f"has not answered for {patience:g} s"
                 self.close()
                 words = ""
                 with suppress(OSError):
                     words = self.log.read_text(errors="replace")[-LAST_WORDS:].strip()
                 raise UsageError(
-                    f"The vLLM of sampler.vllm_python ({self._wanted.python}) {why}. Its last words, in {self.log}:\n{words or 'none'}"
+                    f"The vLLM of sampler.vllm_python ({self._settings.python}) {why}. Its last words, in {self.log}:\n{words or 'none'}"
                 )
             await timing.sleep(LOOKS_EVERY)
 
@@ -157,27 +157,27 @@ class OwnServer:
         if self._supervisor is not None:
             self._supervisor.join()
 
-    def _begin(self) -> None:
-        python = Path(self._wanted.python).expanduser()
+    def _start_supervisor(self) -> None:
+        python = Path(self._settings.python).expanduser()
         if not (python.is_file() and os.access(python, os.X_OK)):
             raise UsageError(
-                f"sampler.vllm_python is {self._wanted.python}, where there is no program. Name the Python of an environment that has "
+                f"sampler.vllm_python is {self._settings.python}, where there is no program. Name the Python of an environment that has "
                 "vLLM, as /opt/vllm/bin/python."
             )
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.log.write_bytes(b"")
-        self._supervisor = threading.Thread(target=self._keep, name="vllm", daemon=True)
+        self._supervisor = threading.Thread(target=self._keep_running, name="vllm", daemon=True)
         self._supervisor.start()
 
-    def _keep(self) -> None:
+    def _keep_running(self) -> None:
         """Keep a server running until `close`. This thread must outlive it, because the kernel ends it with the thread that started it."""
         failed = 0
         while not self._closing.is_set():
             with self.log.open("ab") as log:
-                process = self._start(log)
+                process = self._start_server(log)
                 while process.poll() is None and not self._closing.wait(LOOKS_EVERY):
                     pass
-                _end(process)
+                _end_server(process)
             if self._closing.is_set():
                 return
             failed = 0 if self._answered.is_set() else failed + 1
@@ -190,52 +190,52 @@ class OwnServer:
                 self.log,
             )
 
-    def _start(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
-        python = str(Path(self._wanted.python).expanduser())
+    def _start_server(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
+        python = str(Path(self._settings.python).expanduser())
         words = [sys.executable, "-I", "-S", "-c", PARENT_ENDS, str(os.getpid())]
-        given = {"VLLM_API_KEY": self._secret, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-        if self._wanted.gpus is not None:
-            given["CUDA_VISIBLE_DEVICES"] = ",".join(self._wanted.gpus)
+        environment = {"VLLM_API_KEY": self._secret, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
+        if self._settings.gpus is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._settings.gpus)
         of_this_python = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
         inherited = {key: value for key, value in os.environ.items() if key not in of_this_python}
         return subprocess.Popen(
-            [*words, python, *self._wanted.arguments(self._port)],
+            [*words, python, *self._settings.arguments(self._port)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env={**inherited, **given},
+            env={**inherited, **environment},
             start_new_session=True,
         )
 
 
-def gpus_beside(
+def free_gpus(
     count: int, parallel: int, memory: float, learners: int = 1
 ) -> tuple[str, ...] | None:
     """GPUs for a server that the learners on the first of `count` do not use; None without GPUs. Raises UsageError if too few."""
     if count == 0:
         return None
-    visible = [each.strip() for each in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
-    there = [each for each in visible if each] or [str(number) for number in range(count)]
-    if len(there) >= learners + parallel:
-        return tuple(there[learners : learners + parallel])
+    visible = [gpu.strip() for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
+    gpus = [gpu for gpu in visible if gpu] or [str(number) for number in range(count)]
+    if len(gpus) >= learners + parallel:
+        return tuple(gpus[learners : learners + parallel])
     if learners > 1:
         raise UsageError(
             f"{learners} learners of this machine and sampler.tensor_parallel_size {parallel} need {learners + parallel} GPUs, and there "
-            f"are {len(there)}. Lower distributed.learners, or add GPUs."
+            f"are {len(gpus)}. Lower distributed.learners, or add GPUs."
         )
     if parallel > 1:
         raise UsageError(
-            f"sampler.tensor_parallel_size is {parallel}, but beside the learner's GPU there are {len(there) - 1}. Lower it."
+            f"sampler.tensor_parallel_size is {parallel}, but beside the learner's GPU there are {len(gpus) - 1}. Lower it."
         )
     if memory > 0.6:
         raise UsageError(
             f"sampler.gpu_memory_utilization is {memory:g}, but there is one GPU, on which the run learns, too. Set it to 0.5 or less, or "
             "add a GPU."
         )
-    return tuple(there)
+    return tuple(gpus)
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end_server(process: subprocess.Popen[bytes]) -> None:
     """End a server with all processes that it started; they are in its process group."""
     for number, patience in ((signal.SIGTERM, GRACE), (signal.SIGKILL, None)):
         with suppress(ProcessLookupError):

@@ -32,22 +32,22 @@ NOT_APPLIED = "the adapter"
 NOT_PROCESSED = "the temperature"
 
 
-def judge(
+def check_logprobs(
     server: str,
     name: str,
     answered: Sequence[float],
     expected: Sequence[float],
-    others: Mapping[str, Sequence[float]],
+    alternatives: Mapping[str, Sequence[float]],
     tolerance: float,
 ) -> None:
     """Raise `PolicyMismatchError` unless the server's log-probabilities match those of the weights here.
 
-    All are of the same tokens, in nats. `others`: expected values if the server left out the step in the key (`NOT_APPLIED`,
+    All are of the same tokens, in nats. `alternatives`: expected values if the server left out the step in the key (`NOT_APPLIED`,
     `NOT_PROCESSED`). `tolerance`: the largest accepted mean difference.
     """
     distance = _distance(answered, expected)
     if distance > NEGLIGIBLE:
-        for lacking, values in others.items():
+        for lacking, values in alternatives.items():
             if CLEARLY * _distance(answered, values) < distance:
                 raise PolicyMismatchError(
                     f"{server} answers for {name} as the base does without any adapter, so nothing that is learnt would be sampled. "
@@ -66,5 +66,5 @@ def judge(
         )
 
 
-def _distance(some: Sequence[float], others: Sequence[float]) -> float:
-    return math.sqrt(fmean((a - b) ** 2 for a, b in zip(some, others, strict=True)))
+def _distance(first: Sequence[float], second: Sequence[float]) -> float:
+    return math.sqrt(fmean((a - b) ** 2 for a, b in zip(first, second, strict=True)))

@@ -23,10 +23,10 @@ from groupwise.engine.sampler.rules import refuse_misfit, refuse_other_weights
 from groupwise.engine.sampler.vllm import probe
 from groupwise.engine.sampler.vllm.adapters import (
     UNLOAD,
-    Shared,
+    SharedFolder,
     adapter_name,
     list_models,
-    make_served,
+    serve_adapter,
 )
 from groupwise.engine.sampler.vllm.servers import Server, Servers
 from groupwise.engine.sampler.vllm.wire import (
@@ -40,7 +40,7 @@ ATTEMPTS = 3
 """How often a server may answer that it does not know an adapter that it has just loaded."""
 
 
-class Knows(Protocol):
+class PolicyWitness(Protocol):
     """Log-probabilities under the published weights, read from the files; `groupwise.engine.sampler.vllm.witness` computes them."""
 
     @property
@@ -77,19 +77,19 @@ class VllmSampler:
     def __init__(
         self,
         servers: Servers,
-        witness: Knows,
+        witness: PolicyWitness,
         tokenizer: Any,
         *,
         base: str,
         key_length: int,
         tolerance: float,
-        shared: Shared | None = None,
+        shared: SharedFolder | None = None,
         begin: Callable[[], Awaitable[None]] | None = None,
         end: Callable[[], None] | None = None,
     ) -> None:
         """`base`: the servers' name for the base. `key_length`: most tokens of prompt and completion. `tolerance`: in nats, see
-        `probe.judge`. `shared`: None if the servers can read the folder of the publications. `begin` and `end` are given for a server of
-        this run: `begin` starts it and waits until it answers, and may be called repeatedly."""
+        `probe.check_logprobs`. `shared`: None if the servers can read the folder of the publications. `begin` and `end` are given for a
+        server of this run: `begin` starts it and waits until it answers, and may be called repeatedly."""
         self._servers = servers
         self._witness = witness
         self._tokenizer = tokenizer
@@ -112,7 +112,7 @@ class VllmSampler:
         self._under_way += 1
         try:
             return tuple(
-                await gather_all(self._member(served, request, seed) for seed in request.seeds)
+                await gather_all(self._draw_member(served, request, seed) for seed in request.seeds)
             )
         finally:
             self._under_way -= 1
@@ -128,18 +128,18 @@ class VllmSampler:
                 f"{policy.path} holds all weights of a model, but the servers of sampler.url take adapters alone. Train an adapter (lora), "
                 "or leave sampler.engine out."
             )
-        before, self._served = self._served, None
+        previous, self._served = self._served, None
         self._witness.read(policy.path)
         refuse_other_weights(policy, self._witness.fingerprint())
         folder = policy.path if self._shared is None else self._shared.put(policy)
         name = adapter_name(policy)
-        await self._serve(Served(name, policy.version, policy.fingerprint, folder, policy))
-        if before is not None and before.name != name:
-            self._forget(before)
+        await self._serve_adapter(Served(name, policy.version, policy.fingerprint, folder, policy))
+        if previous is not None and previous.name != name:
+            self._remove_adapter(previous)
 
     async def serve_base(self) -> None:
         """Serve the base without adapter."""
-        await self._serve(Served(self._base, 0, self._witness.fingerprint()))
+        await self._serve_adapter(Served(self._base, 0, self._witness.fingerprint()))
 
     def fingerprint(self) -> str:
         """Fingerprint of the published files as read here; the servers' answers have been checked against these weights."""
@@ -158,26 +158,26 @@ class VllmSampler:
             if server.ready == served.name:
                 server.tell(UNLOAD, {"lora_name": served.name})
             server.ready = None
-        self._forget(served)
+        self._remove_adapter(served)
 
-    def _forget(self, served: Served) -> None:
+    def _remove_adapter(self, served: Served) -> None:
         if self._shared is not None and served.policy is not None:
             self._shared.remove(served.policy)
 
     # --- preparing servers --------------------------------------------------------------------------
 
-    async def _serve(self, served: Served) -> None:
+    async def _serve_adapter(self, served: Served) -> None:
         """Prepare all servers that answer; at least one must."""
         if self._begin is not None:
             await self._begin()
         self._served = served
         await gather_all(self._try_to_ready(server, served) for server in self._servers.all)
-        await self._servers.ask(partial(self._ready, served=served))
+        await self._servers.ask(partial(self._prepare_once, served=served))
 
     async def _try_to_ready(self, server: Server, served: Served) -> None:
         """Prepare a server; one that does not answer gets no requests for a while."""
         try:
-            await self._ready(server, served)
+            await self._prepare_once(server, served)
         except EndpointError as error:
             if not error.may_pass:
                 raise
@@ -185,24 +185,24 @@ class VllmSampler:
         else:
             server.note_answer()
 
-    async def _ready(self, server: Server, served: Served) -> None:
+    async def _prepare_once(self, server: Server, served: Served) -> None:
         async with server.preparing:
             for attempt in range(ATTEMPTS):
                 if server.ready == served.name:
                     return
                 try:
-                    await self._prepare(server, served)
+                    await self._prepare_server(server, served)
                 except EndpointError as error:
                     if error.status != 404 or attempt == ATTEMPTS - 1:
                         raise
 
-    async def _prepare(self, server: Server, served: Served) -> None:
+    async def _prepare_server(self, server: Server, served: Served) -> None:
         """Load the adapter into a server, and compare the server's log-probabilities with those of the weights here."""
-        there = await list_models(server)
-        base = there.get(self._base)
+        models = await list_models(server)
+        base = models.get(self._base)
         if base is None:
             raise UsageError(
-                f"{server.url} serves no model {self._base!r}; it serves: {', '.join(sorted(there)) or 'none'}. Set sampler.served_model "
+                f"{server.url} serves no model {self._base!r}; it serves: {', '.join(sorted(models)) or 'none'}. Set sampler.served_model "
                 "to the name of the base there, or start vLLM with that --served-model-name."
             )
         if base.longest is not None and base.longest < self._key_length:
@@ -211,17 +211,21 @@ class VllmSampler:
                 f"with --max-model-len {self._key_length}, or lower data.max_prompt_length or sampler.max_completion_length."
             )
         if served.folder is not None:
-            await make_served(server, served.name, served.folder, there)
+            await serve_adapter(server, served.name, served.folder, models)
         prompts = [tuple(self._tokenizer(text)["input_ids"]) for text in probe.TEXTS]
         completions = await gather_all(
             self._request_completion(server, served, prompt, probe.SEED, probe.PARAMS)
             for prompt in prompts
         )
-        answers = list(zip(prompts, (each.token_ids for each in completions), strict=True))
-        found = [value for each in completions for value in each.logprobs]
+        answers = list(
+            zip(prompts, (completion.token_ids for completion in completions), strict=True)
+        )
+        logprobs = [value for completion in completions for value in completion.logprobs]
         # Computed by the learner's model, which has the same base.
-        here = self._logprobs_here(answers, adapter=served.folder is not None)
-        probe.judge(server.url, served.name, found, here.pop(""), here, self._tolerance)
+        expected = self._logprobs_here(answers, adapter=served.folder is not None)
+        probe.check_logprobs(
+            server.url, served.name, logprobs, expected.pop(""), expected, self._tolerance
+        )
         server.ready = served.name
 
     def _logprobs_here(
@@ -243,9 +247,11 @@ class VllmSampler:
 
     # --- one completion ---------------------------------------------------------------------------
 
-    async def _member(self, served: Served, request: GroupRequest, seed: int) -> Completion:
+    async def _draw_member(self, served: Served, request: GroupRequest, seed: int) -> Completion:
         completion = await self._servers.ask(
-            lambda server: self._draw(server, served, request.prompt_ids, seed, request.params)
+            lambda server: self._draw_completion(
+                server, served, request.prompt_ids, seed, request.params
+            )
         )
         return Completion(
             token_ids=completion.token_ids,
@@ -256,7 +262,7 @@ class VllmSampler:
             fingerprint=served.fingerprint,
         )
 
-    async def _draw(
+    async def _draw_completion(
         self,
         server: Server,
         served: Served,
@@ -266,7 +272,7 @@ class VllmSampler:
     ) -> Drawn:
         """Draw a completion on a server that is prepared; prepare it again if it has been restarted since."""
         for attempt in range(ATTEMPTS):
-            await self._ready(server, served)
+            await self._prepare_once(server, served)
             try:
                 return await self._request_completion(server, served, prompt_ids, seed, params)
             except EndpointError as error:
@@ -285,11 +291,11 @@ class VllmSampler:
     ) -> Drawn:
         def read(answer: bytes) -> Drawn:
             return read_completion(
-                answer, served.name, prompt_ids, params, self._witness.vocabulary, self._text
+                answer, served.name, prompt_ids, params, self._witness.vocabulary, self._decode_text
             )
 
         body = request_body(served.name, prompt_ids, seed, params)
         return await server.client.ask("POST", "/completions", body, read, 0)
 
-    def _text(self, token_ids: Sequence[int]) -> str:
+    def _decode_text(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)

@@ -24,7 +24,7 @@ from groupwise.core.retry import Backoff, Timing
 
 logger = logging.getLogger(__name__)
 
-FAREWELL = 5.0
+CLOSE_TIMEOUT = 5.0
 """Timeout in seconds for telling a server that its adapter is no longer needed."""
 
 T = TypeVar("T")
@@ -56,14 +56,14 @@ class Server:
     @property
     def client(self) -> Client:
         """Client for the running event loop. Connections are closed after each request, so there is none to close."""
-        return self._here()[0]
+        return self._client_of_loop()[0]
 
     @property
     def preparing(self) -> asyncio.Lock:
         """Lock that is held while the server is prepared."""
-        return self._here()[1]
+        return self._client_of_loop()[1]
 
-    def _here(self) -> tuple[Client, asyncio.Lock]:
+    def _client_of_loop(self) -> tuple[Client, asyncio.Lock]:
         loop = asyncio.get_running_loop()
         if loop not in self._clients:
             client = Client(
@@ -96,7 +96,7 @@ class Server:
         key = self.endpoint.key()
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         with suppress(httpx2.HTTPError):
-            httpx2.post(self.url + path, json=body, headers=headers, timeout=FAREWELL)
+            httpx2.post(self.url + path, json=body, headers=headers, timeout=CLOSE_TIMEOUT)
 
 
 class Servers:
@@ -117,43 +117,43 @@ class Servers:
 
     async def ask(self, work: Callable[[Server], Awaitable[T]]) -> T:
         """Result of `work` on one of the servers; it is retried while it raises an EndpointError that may be temporary."""
-        until, last = math.inf, None
+        deadline, last_error = math.inf, None
         while True:
-            server = await self._least_loaded(until, last)
+            server = await self._least_loaded(deadline, last_error)
             server.load += 1
             try:
-                found = await work(server)
+                result = await work(server)
             except EndpointError as error:
                 if not error.may_pass:
                     raise
                 server.note_failure(error)
-                until, last = min(until, self._timing.clock() + self._patience), error
-                if self._timing.clock() >= until:
-                    raise self._given_up(last) from None
+                deadline, last_error = min(deadline, self._timing.clock() + self._patience), error
+                if self._timing.clock() >= deadline:
+                    raise self._no_server_error(last_error) from None
             else:
                 server.note_answer()
-                return found
+                return result
             finally:
                 server.load -= 1
 
-    async def _least_loaded(self, until: float, last: EndpointError | None) -> Server:
+    async def _least_loaded(self, deadline: float, last_error: EndpointError | None) -> Server:
         """The least loaded server that is not paused; if all are paused, wait for the first one, at most until `until`."""
-        until = min(until, self._timing.clock() + self._patience)
+        deadline = min(deadline, self._timing.clock() + self._patience)
         while True:
             now = self._timing.clock()
             ready = [server for server in self.all if server.alone_until <= now]
             if ready:
                 return min(ready, key=lambda server: server.load)
-            if now >= until:
-                raise self._given_up(last)
-            first = min(server.alone_until for server in self.all)
-            await self._timing.sleep(min(first, until) - now)
+            if now >= deadline:
+                raise self._no_server_error(last_error)
+            next_attempt = min(server.alone_until for server in self.all)
+            await self._timing.sleep(min(next_attempt, deadline) - now)
 
-    def _given_up(self, last: EndpointError | None) -> EndpointError:
+    def _no_server_error(self, last_error: EndpointError | None) -> EndpointError:
         urls = ", ".join(server.url for server in self.all)
-        last_words = "" if last is None else f" The last word: {last}"
+        last_words = "" if last_error is None else f" The last word: {last_error}"
         return EndpointError(
             f"None of the servers of vLLM ({urls}) has answered for {self._patience:g} s (sampler.patience). {self._remedy}, then go on "
             f"with --resume.{last_words}",
-            None if last is None else last.status,
+            None if last_error is None else last_error.status,
         )

@@ -117,7 +117,7 @@ def read_completion(
         raise EndpointError(
             f"was given a prompt of {len(prompt_ids)} tokens and used another one of {len(seen)}"
         )
-    ids, logprobs = _tokens(choice, answer, vocabulary)
+    ids, logprobs = _read_tokens(choice, answer, vocabulary)
     if not 1 <= len(ids) <= params.max_tokens:
         raise EndpointError(
             f"drew {len(ids)} tokens, where 1 to {params.max_tokens} were asked for"
@@ -125,37 +125,39 @@ def read_completion(
     return _find_end(choice, ids, logprobs, params, text_of)
 
 
-def _tokens(
+def _read_tokens(
     choice: Mapping[str, Any], answer: bytes, vocabulary: int
 ) -> tuple[tuple[int, ...], tuple[float, ...]]:
-    given: object = choice.get("logprobs")
-    logprobs = cast("Mapping[str, Any]", given) if isinstance(given, Mapping) else {}
+    content: object = choice.get("logprobs")
+    logprobs = cast("Mapping[str, Any]", content) if isinstance(content, Mapping) else {}
     ids: object = choice.get("token_ids")
     if ids is None:
-        ids = [_id_in(token) for token in _list(logprobs.get("tokens"))] or None
+        ids = [_id_in_text(token) for token in _as_list(logprobs.get("tokens"))] or None
     values: object = logprobs.get("token_logprobs")
     if not isinstance(ids, list) or not isinstance(values, list):
         lacking = "log-probabilities" if isinstance(ids, list) else "token ids"
         raise EndpointError(
             f"answered without {lacking}, of which training is made. vLLM gives both from 0.10.2 on: {excerpt(answer)}"
         )
-    found, numbers = cast("list[Any]", ids), cast("list[Any]", values)
-    if len(found) != len(numbers):
-        raise EndpointError(f"answered {len(numbers)} log-probabilities for {len(found)} tokens")
-    for token in found:
+    token_ids, numbers = cast("list[Any]", ids), cast("list[Any]", values)
+    if len(token_ids) != len(numbers):
+        raise EndpointError(
+            f"answered {len(numbers)} log-probabilities for {len(token_ids)} tokens"
+        )
+    for token in token_ids:
         if type(token) is not int or not 0 <= token < vocabulary:
             raise EndpointError(
                 f"drew the token {token!r}, but those of the model are 0 to {vocabulary - 1}: it serves another model"
             )
-    return tuple(found), tuple(_check_logprob(number) for number in numbers)
+    return tuple(token_ids), tuple(_check_logprob(number) for number in numbers)
 
 
-def _id_in(token: object) -> int | None:
+def _id_in_text(token: object) -> int | None:
     text = token.removeprefix(TOKEN_AS_TEXT) if isinstance(token, str) else ""
     return int(text) if text != token and text.isdecimal() else None
 
 
-def _list(value: object) -> list[Any]:
+def _as_list(value: object) -> list[Any]:
     return cast("list[Any]", value) if isinstance(value, list) else []
 
 
@@ -179,7 +181,7 @@ def _find_end(
 ) -> Drawn:
     """Cut the completion at its end by this project's rules. vLLM accepts stop texts only after `min_tokens`; here they may end with the
     last of these tokens."""
-    early = next((place for place, id in enumerate(ids[:-1]) if id in params.stop_token_ids), None)
+    early = next((index for index, id in enumerate(ids[:-1]) if id in params.stop_token_ids), None)
     if early is not None:
         raise EndpointError(
             f"went on after the stop token {ids[early]}, the {early + 1}. of {len(ids)} tokens"

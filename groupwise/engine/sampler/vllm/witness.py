@@ -10,12 +10,12 @@ from typing import Any, cast
 import torch
 
 from groupwise.engine.models.lora import fingerprint
-from groupwise.engine.models.memory import memory_explained
+from groupwise.engine.models.memory import explaining_out_of_memory
 from groupwise.engine.sampler.weights import ServedAdapter, ServedWeights
 
 
 class Witness:
-    """A `groupwise.engine.sampler.vllm.sampler.Knows` over weights in this process."""
+    """A `groupwise.engine.sampler.vllm.sampler.PolicyWitness` over weights in this process."""
 
     def __init__(self, weights: ServedWeights) -> None:
         self._weights = weights
@@ -55,7 +55,7 @@ class Witness:
             acting = (
                 weights.adapted.using(None) if isinstance(weights, ServedAdapter) else nullcontext()
             )
-        with memory_explained("comparing with the server"), torch.inference_mode(), acting:
+        with explaining_out_of_memory("comparing with the server"), torch.inference_mode(), acting:
             logits_TV = model(input_ids=ids_BT, use_cache=False).logits[0, start:-1].float()
-        found_TV = (logits_TV / temperature).log_softmax(-1)
-        return found_TV.gather(-1, ids_BT[0, start + 1 :, None])[:, 0].tolist()
+        logprobs_TV = (logits_TV / temperature).log_softmax(-1)
+        return logprobs_TV.gather(-1, ids_BT[0, start + 1 :, None])[:, 0].tolist()

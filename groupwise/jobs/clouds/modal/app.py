@@ -16,8 +16,7 @@ from typing import Any, cast
 
 import modal
 
-from groupwise.jobs.clouds.modal import coordinator as desks
-from groupwise.jobs.clouds.modal import worker as works
+from groupwise.jobs.clouds.modal import coordinator, worker
 from groupwise.jobs.clouds.modal.port import MOST_SECONDS, Call, Image, app_of
 
 DESK_APP = "groupwise-desk-1"
@@ -45,11 +44,11 @@ def runs() -> modal.Volume:
     return modal.Volume.from_name(RUNS, create_if_missing=True, version=2)
 
 
-def desk(what: str, *arguments: Any) -> Any:
+def desk(verb: str, *arguments: Any) -> Any:
     """Answer a request to the coordinator; see `coordinator.py`."""
     volume = runs()
     volume.reload()
-    answer = desks.answer(HOME, what, arguments)
+    answer = coordinator.answer(HOME, verb, arguments)
     volume.commit()
     return answer
 
@@ -57,19 +56,19 @@ def desk(what: str, *arguments: Any) -> Any:
 def work(document: Mapping[str, Any]) -> str:
     """Run one stint of a job, the part that one Modal call runs; see `worker.py`."""
     secrets: dict[str, str] = json.loads(os.environ.pop(SECRETS, "{}"))
-    me = modal.current_function_call_id()
-    assert me is not None, "this runs in a call"
-    around = works.Surroundings(
+    call_id = modal.current_function_call_id()
+    assert call_id is not None, "this runs in a call"
+    context = worker.ContainerContext(
         home=HOME,
         scratch=SCRATCH,
         volume=runs(),
-        desk=function(DESK_APP, "desk").remote,
-        spawn=lambda call: called(call, secrets).spawn(call.document()).object_id,
+        call_coordinator=function(DESK_APP, "desk").remote,
+        spawn=lambda call: configured_function(call, secrets).spawn(call.document()).object_id,
         variables={"HF_HOME": f"{CACHE}/huggingface"},
         environment=os.environ,
     )
     try:
-        return works.work(Call(**document), me, secrets, around)
+        return worker.work(Call(**document), call_id, secrets, context)
     except Exception as error:
         raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
@@ -77,36 +76,38 @@ def work(document: Mapping[str, Any]) -> str:
 def function(app: str, name: str, client: modal.Client | None = None) -> Any:
     """A handle of a deployed function. Modal reports a missing function only when it is called. Modal's types do not describe its
     arguments."""
-    found = modal.Function.from_name(app, name, client=client)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
-    return cast("Any", found)
+    handle = modal.Function.from_name(app, name, client=client)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+    return cast("Any", handle)
 
 
 def named_secrets(
-    named: Mapping[str, Sequence[str]], client: modal.Client | None = None
+    variables_by_secret: Mapping[str, Sequence[str]], client: modal.Client | None = None
 ) -> list[modal.Secret]:
     """Handles of secrets of the workspace. Modal reports a missing secret or variable only when it is used."""
     return [
         modal.Secret.from_name(name, required_keys=list(variables), client=client)
-        for name, variables in named.items()
+        for name, variables in variables_by_secret.items()
     ]
 
 
-def called(call: Call, secrets: Mapping[str, str], client: modal.Client | None = None) -> Any:
+def configured_function(
+    call: Call, secrets: Mapping[str, str], client: modal.Client | None = None
+) -> Any:
     """The function `work` with the GPU, time limit and secrets of this call. `secrets` become an unnamed Modal secret, which exists for
     this call only."""
-    carried = [modal.Secret.from_dict({SECRETS: json.dumps(dict(secrets))})] if secrets else []
-    found = function(call.app or app_of(PLAIN), "work", client)
-    return found.with_options(
+    job_secrets = [modal.Secret.from_dict({SECRETS: json.dumps(dict(secrets))})] if secrets else []
+    handle = function(call.app or app_of(PLAIN), "work", client)
+    return handle.with_options(
         gpu=call.gpu,
         cpu=WORK_CORES,
         memory=WORK_MB,
         timeout=call.timeout,
-        secrets=[*carried, *named_secrets(call.named, client)],
+        secrets=[*job_secrets, *named_secrets(call.named, client)],
         retries=0,
     )
 
 
-def made_of(image: Image, folder: Path) -> modal.Image:
+def build_image(image: Image, folder: Path) -> modal.Image:
     """Modal's image with the job's packages, installed by the same builder from the same lock file as on every other machine."""
     plain = modal.Image.debian_slim(image.python)
     if not image.files:
@@ -120,12 +121,12 @@ def deploy(image: Image, client: modal.Client | None = None) -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         for path, data in image.files.items():
-            place = folder / path
-            place.parent.mkdir(parents=True, exist_ok=True)
-            place.write_bytes(data)
+            target = folder / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(data)
         app = modal.App(app_of(image.name), include_source=False)
         app.function(
-            image=made_of(image, folder).add_local_python_source("groupwise"),
+            image=build_image(image, folder).add_local_python_source("groupwise"),
             volumes={
                 HOME: runs(),
                 CACHE: modal.Volume.from_name(CACHES, create_if_missing=True, version=2),

@@ -1,6 +1,6 @@
 """Modal as a backend: a machine whose disk is a Modal volume, and whose jobs are started by Modal calls, each with its own GPU.
 
-`asks` of an order: gpu (Modal's name for it), timeout (seconds of a call), image (name, python, and files: its entries in the blob
+`place_options` of an order: gpu (Modal's name for it), timeout (seconds of a call), image (name, python, and files: its entries in the blob
 store).
 """
 
@@ -14,8 +14,8 @@ from groupwise.core.errors import UsageError
 from groupwise.jobs.clouds.backend import Capabilities, Cost, Handle, Order, Plan
 from groupwise.jobs.clouds.machine import MachineBackend
 from groupwise.jobs.clouds.modal.port import MOST_SECONDS, NAMED, SPARE_SECONDS, Call, Image, app_of
-from groupwise.jobs.clouds.modal.runner import ModalRunner, engine_of
-from groupwise.jobs.hosts.driver import Engine
+from groupwise.jobs.clouds.modal.runner import ModalRunner, scheduler_of
+from groupwise.jobs.hosts.driver import Scheduler
 from groupwise.jobs.hosts.files import BlobStore
 from groupwise.jobs.hosts.spec import FileEntry
 
@@ -59,8 +59,8 @@ class ModalBackend(MachineBackend):
     async def plan(self, order: Order) -> Plan:
         """See `Backend.plan`. It works without a Modal token; with a token, the only request to Modal is for its owner."""
         order.check()
-        call = self._call(order)
-        files = {each.sha256: each.size for each in order.spec.files.values()}
+        call = self._modal_call(order)
+        files = {entry.sha256: entry.size for entry in order.spec.files.values()}
         with self._cloud_errors():
             owner = await self._modal.port.workspace()
         token = (
@@ -68,35 +68,35 @@ class ModalBackend(MachineBackend):
             if owner is None
             else f"as {owner}"
         )
-        image = order.asks.get("image")
-        made = (
+        image = order.place_options.get("image")
+        image_step = (
             f"have Modal make the image of app {call.app}, once" if image else "take a plain image"
         )
         secrets = " and ".join(
-            f"{', '.join(words)} of {name}" for name, words in call.named.items()
+            f"{', '.join(variables)} of {name}" for name, variables in call.named.items()
         )
         secrets_text = f", with {secrets} of its workspace" if secrets else ""
         calls = math.ceil(call.limit / (call.timeout - call.spare)) if call.limit else 1
-        more = (
+        continuation = (
             f", and gone on with by up to {calls - 1} more, from its checkpoints"
             if calls > 1
             else ""
         )
         steps = (
             token,
-            made,
+            image_step,
             f"send what it lacks of {len(files)} files ({sum(files.values())} bytes) to its volume",
-            f"spawn a call with {call.gpu or 'no GPU'}{secrets_text}, ended by Modal after {call.timeout / 3600:.3g} h{more}",
+            f"spawn a call with {call.gpu or 'no GPU'}{secrets_text}, ended by Modal after {call.timeout / 3600:.3g} h{continuation}",
             f"prices as of {PRICED_AT}, of GPUs alone",
         )
-        price = per_hour(order.asks.get("gpu"), order.gpus)
+        price = per_hour(order.place_options.get("gpu"), order.gpus)
         return Plan(self._where, steps, order.spec.arguments, price, paid=True)
 
     async def submit(self, order: Order, store: BlobStore) -> Handle:
         """See `Backend.submit`."""
         order.check()
         with self._cloud_errors():
-            await self._modal.port.expect_secrets(order.asks.get(NAMED) or {})
+            await self._modal.port.expect_secrets(order.place_options.get(NAMED) or {})
             await self._deploy(order, store)
         return await super().submit(order, store)
 
@@ -111,54 +111,56 @@ class ModalBackend(MachineBackend):
     async def cost(self, handle: Handle) -> Cost | None:
         """See `Priced.cost`: an estimate from the duration of the attempts and the list prices."""
         order = await self.order(handle)
-        price = per_hour(order.asks.get("gpu"), order.gpus)
+        price = per_hour(order.place_options.get("gpu"), order.gpus)
         if price is None:
             return None
-        attempts = await self._begun_attempts(handle.name)
-        took = {each.epoch: each.exit.seconds for each in attempts if each.exit is not None}
-        seconds = sum(filter(None, took.values()))
-        unknown = sorted({each.epoch for each in attempts} - took.keys())
-        lacks = (
+        attempts = await self._started_attempts(handle.name)
+        durations = {
+            attempt.epoch: attempt.exit.seconds for attempt in attempts if attempt.exit is not None
+        }
+        seconds = sum(filter(None, durations.values()))
+        unknown = sorted({attempt.epoch for attempt in attempts} - durations.keys())
+        uncounted = (
             f"; attempt {', '.join(map(str, unknown))} is not counted, since its end is not known"
             if unknown
             else ""
         )
         return Cost(
             round(price * seconds / 3600, 2),
-            f"{seconds:.0f} s of {max(1, order.gpus)} {order.asks['gpu']} at list prices of {PRICED_AT}, from the first call's beginning "
-            f"to each attempt's end, without processors and memory{lacks}; Modal's bill is what counts",
+            f"{seconds:.0f} s of {max(1, order.gpus)} {order.place_options['gpu']} at list prices of {PRICED_AT}, from the first call's "
+            f"beginning to each attempt's end, without processors and memory{uncounted}; Modal's bill is what counts",
         )
 
     async def _deploy(self, order: Order, store: BlobStore) -> None:
         """Have Modal build the order's image if Modal does not have it yet."""
-        image: Mapping[str, Any] | None = order.asks.get("image")
+        image: Mapping[str, Any] | None = order.place_options.get("image")
         if image is None or await self._modal.port.has_app(app := app_of(image["name"])):
             return
         entries = {path: FileEntry(*entry) for path, entry in image["files"].items()}
-        if store.missing([each.sha256 for each in entries.values()]):
+        if store.missing([entry.sha256 for entry in entries.values()]):
             raise UsageError(
                 f"the app {app} is not at Modal any more, and this machine does not have what its image is made of: resume the job from "
                 "the machine that it was launched from, or launch it under another name."
             )
-        files = {path: store.read(each.sha256) for path, each in entries.items()}
+        files = {path: store.read(entry.sha256) for path, entry in entries.items()}
         await self._modal.port.deploy(Image(image["name"], image["python"], files))
 
-    async def _engine(self, order: Order) -> Engine:
-        return engine_of(self._call(order))
+    async def _scheduler(self, order: Order) -> Scheduler:
+        return scheduler_of(self._modal_call(order))
 
-    def _call(self, order: Order) -> Call:
+    def _modal_call(self, order: Order) -> Call:
         """The Modal call for this job; `ModalRunner` adds the attempt's number. Raises UsageError if the timeout is out of range."""
-        asks, image = order.asks, order.asks.get("image")
-        gpu, gpus = asks.get("gpu"), (order.gpus or 1) if asks.get("gpu") else 0
-        timeout = int(asks.get("timeout") or MOST_SECONDS)
+        place_options, image = order.place_options, order.place_options.get("image")
+        gpu, gpus = place_options.get("gpu"), (order.gpus or 1) if place_options.get("gpu") else 0
+        timeout = int(place_options.get("timeout") or MOST_SECONDS)
         if not self._spare < timeout <= MOST_SECONDS:
             raise UsageError(
                 f"a time-out of {timeout} s: a call of Modal has more than {self._spare:g} s, which are kept for saving, and at most "
                 f"{MOST_SECONDS} s, 24 hours. A job may take longer: --time-limit."
             )
-        limit, within = order.spec.limits.time_seconds, timeout - self._spare
+        limit, usable_seconds = order.spec.limits.time_seconds, timeout - self._spare
         if limit is not None and limit <= timeout:  # one call suffices, including the time to save
-            limit = min(limit, within)
+            limit = min(limit, usable_seconds)
             timeout = min(timeout, math.ceil(limit + self._spare))
         return Call(
             order.name,
@@ -171,7 +173,7 @@ class ModalBackend(MachineBackend):
             limit=limit,
             python=f"{ENVIRONMENTS}/{image['name']}/bin/python" if image else None,
             every=self._every,
-            named=order.asks.get(NAMED) or {},
+            named=order.place_options.get(NAMED) or {},
         )
 
 

@@ -30,22 +30,22 @@ from typing import Any
 
 from groupwise.jobs.clouds.modal.port import ROOT
 from groupwise.jobs.hosts.bootstrap import BOOTSTRAP, FLAGS
-from groupwise.jobs.hosts.runner.claims import take_token
-from groupwise.jobs.hosts.runner.files import modified, read_json, write_json
+from groupwise.jobs.hosts.runner.attempt_folder import take_token
+from groupwise.jobs.hosts.runner.files import modification_time, read_json, write_json
 from groupwise.jobs.hosts.runner.root import Attempt, Root
 
 TURN = "turn.json"
-ASKED = "asked.json"
+TAKEN_TOKEN = "asked.json"
 """The name of `queued.json` once a call has taken it; the file holds no secrets."""
 OVER = ("voided", "refused")
 
 
-def answer(home: str, what: str, arguments: Sequence[Any]) -> Any:
+def answer(home: str, verb: str, arguments: Sequence[Any]) -> Any:
     """Answer one request to the coordinator. `home`: the folder of the volume."""
-    return VERBS[what](home, *arguments)
+    return VERBS[verb](home, *arguments)
 
 
-def attempt(home: str, job: str, epoch: int) -> Attempt:
+def attempt_at(home: str, job: str, epoch: int) -> Attempt:
     """An attempt on the volume, or on a container's copy of it."""
     return Attempt(Root(os.path.join(home, ROOT)), job, epoch)
 
@@ -53,7 +53,7 @@ def attempt(home: str, job: str, epoch: int) -> Attempt:
 def ask(home: str, request: bytes) -> bytes:
     """Pass a request to the runner. Request and answer are framed as in `groupwise.jobs.hosts.framing`."""
     environment = {"HOME": home, "PATH": os.environ.get("PATH", os.defpath), "LANG": "C.UTF-8"}
-    done = subprocess.run(
+    process = subprocess.run(
         [sys.executable, *FLAGS, "-c", BOOTSTRAP],
         input=request,
         stdout=subprocess.PIPE,
@@ -61,36 +61,36 @@ def ask(home: str, request: bytes) -> bytes:
         cwd="/",
         check=False,
     )
-    return done.stdout
+    return process.stdout
 
 
 def note(home: str, job: str, epoch: int, number: int, call: str) -> dict[str, Any] | None:
     """Record that a call was spawned for this stint; returns the turn, or None if the attempt does not exist."""
-    place = attempt(home, job, epoch)
-    if not os.path.isdir(place.path):
+    attempt = attempt_at(home, job, epoch)
+    if not os.path.isdir(attempt.path):
         return None
-    turn = turn_of(place)
+    turn = turn_of(attempt)
     if turn["number"] == number and call not in turn["given"]:
         turn["given"].append(call)
-        write_json(place.at(TURN), turn)
+        write_json(attempt.at(TURN), turn)
     return turn
 
 
 def turns(home: str, names: Sequence[Sequence[Any]]) -> dict[str, dict[str, Any]]:
     """The turns of attempts, each with `age`: seconds since this turn was created."""
-    found: dict[str, dict[str, Any]] = {}
+    answer: dict[str, dict[str, Any]] = {}
     for job, epoch in names:
-        place = attempt(home, job, epoch)
-        turn = turn_of(place)
-        found[place.name] = {**turn, "age": time.time() - turn["since"]}
-    return found
+        attempt = attempt_at(home, job, epoch)
+        turn = turn_of(attempt)
+        answer[attempt.name] = {**turn, "age": time.time() - turn["since"]}
+    return answer
 
 
 def take(home: str, job: str, epoch: int, number: int, call: str) -> dict[str, Any] | None:
     """Give the turn to a call. The call keeps the turn if Modal restarts it in another container."""
-    place = attempt(home, job, epoch)
-    turn = turn_of(place)
-    if is_over(place):
+    attempt = attempt_at(home, job, epoch)
+    turn = turn_of(attempt)
+    if is_over(attempt):
         return None
     handed_over = _was_handed_over(turn, number, call)
     if not handed_over:
@@ -98,11 +98,14 @@ def take(home: str, job: str, epoch: int, number: int, call: str) -> dict[str, A
         if (
             turn["number"] != number
             or turn["call"] not in (None, call)
-            or not (take_token(place, place.at(ASKED)) or os.path.exists(place.at(ASKED)))
+            or not (
+                take_token(attempt, attempt.at(TAKEN_TOKEN))
+                or os.path.exists(attempt.at(TAKEN_TOKEN))
+            )
         ):
             return None
         turn.update(call=call, began=turn["began"] or time.time())
-        write_json(place.at(TURN), turn)
+        write_json(attempt.at(TURN), turn)
     return {"spent": max(0.0, time.time() - turn["began"]), "handed_over": handed_over}
 
 
@@ -113,35 +116,35 @@ def _was_handed_over(turn: Mapping[str, Any], number: int, call: str) -> bool:
 
 def hand_over(home: str, job: str, epoch: int, number: int, call: str) -> bool:
     """Hand the turn over from this call to the next stint. True if this call is to spawn the next one."""
-    place = attempt(home, job, epoch)
-    turn = turn_of(place)
-    if is_over(place):
+    attempt = attempt_at(home, job, epoch)
+    turn = turn_of(attempt)
+    if is_over(attempt):
         return False
     if turn["number"] == number and turn["call"] == call:
         turn.update(number=number + 1, call=None, given=[], by=call, since=time.time())
-        write_json(place.at(TURN), turn)
+        write_json(attempt.at(TURN), turn)
     return _was_handed_over(turn, number, call)
 
 
 def end(home: str, job: str, epoch: int, because: str) -> None:
     """Write an exit record for an attempt that has not ended yet."""
-    place = attempt(home, job, epoch)
-    if os.path.isdir(place.path) and not is_over(place):
+    attempt = attempt_at(home, job, epoch)
+    if os.path.isdir(attempt.path) and not is_over(attempt):
         record = {"reason": "cancelled", "message": because, "tail": ""}
-        write_json(place.at("exit.json"), record)
+        write_json(attempt.at("exit.json"), record)
 
 
-def turn_of(place: Attempt) -> dict[str, Any]:
+def turn_of(attempt: Attempt) -> dict[str, Any]:
     """The attempt's turn; the first turn if none is recorded yet."""
-    first: dict[str, Any] = {"number": 1, "call": None, "given": [], "by": None, "began": None}
-    first["since"] = modified(place.path)
-    return {**first, **(read_json(place.at(TURN)) or {})}
+    default: dict[str, Any] = {"number": 1, "call": None, "given": [], "by": None, "began": None}
+    default["since"] = modification_time(attempt.path)
+    return {**default, **(read_json(attempt.at(TURN)) or {})}
 
 
-def is_over(place: Attempt) -> bool:
+def is_over(attempt: Attempt) -> bool:
     """True if the attempt has ended or will never start."""
-    state = read_json(place.at("state.json"))
-    return state is None or state.get("phase") in OVER or os.path.exists(place.at("exit.json"))
+    state = read_json(attempt.at("state.json"))
+    return state is None or state.get("phase") in OVER or os.path.exists(attempt.at("exit.json"))
 
 
 VERBS: dict[str, Callable[..., Any]] = {

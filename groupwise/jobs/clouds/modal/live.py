@@ -28,7 +28,7 @@ class LiveModal:
         """`profile`: a profile of ~/.modal.toml; None: the active profile, or the environment variables."""
         self._profile = profile
         self._client: Client | None = None
-        self._has_desk = False
+        self._has_coordinator = False
 
     @cached_property
     def _token(self) -> tuple[str, str] | None:
@@ -36,9 +36,9 @@ class LiveModal:
             raise RunnerRefused("modal", INSTALL)
         from modal.config import config
 
-        named = self._profile is not None
+        uses_profile = self._profile is not None
         identity, secret = (
-            config.get(key, profile=self._profile, use_env=not named)
+            config.get(key, profile=self._profile, use_env=not uses_profile)
             for key in ("token_id", "token_secret")
         )
         return (identity, secret) if identity and secret else None
@@ -47,12 +47,12 @@ class LiveModal:
         """See `ModalPort.workspace`."""
         if find_spec("modal") is None or self._token is None:
             return None
-        client = await self._connect()
+        client = await self._open_client()
         with _host_errors("modal"):
             await client.hello.aio()  # pyright: ignore[reportUnknownMemberType]
         return f"profile {self._profile}" if self._profile else "the token of this machine"
 
-    async def _connect(self) -> Client:
+    async def _open_client(self) -> Client:
         if self._client is None:
             if self._token is None:
                 raise RunnerRefused("modal", NO_TOKEN)
@@ -64,14 +64,14 @@ class LiveModal:
 
     async def has_app(self, name: str) -> bool:
         """See `ModalPort.has_app`."""
-        return await self._has(name, "work")
+        return await self._has_function(name, "work")
 
-    async def _has(self, app: str, function: str) -> bool:
+    async def _has_function(self, app: str, function: str) -> bool:
         import modal
 
         from groupwise.jobs.clouds.modal import app as deployed
 
-        client = await self._connect()
+        client = await self._open_client()
         with _host_errors("app"):
             try:
                 await deployed.function(app, function, client).hydrate.aio()
@@ -90,7 +90,7 @@ class LiveModal:
         standard output."""
         import modal
 
-        client = await self._connect()
+        client = await self._open_client()
 
         def deploy_quietly() -> None:
             with redirect_stdout(sys.stderr), modal.enable_output():
@@ -99,44 +99,46 @@ class LiveModal:
         with _host_errors("deploy"):
             await asyncio.to_thread(deploy_quietly)
 
-    async def desk(self, what: str, *arguments: Any) -> Any:
-        """See `ModalPort.desk`."""
+    async def call_coordinator(self, verb: str, *arguments: Any) -> Any:
+        """See `ModalPort.call_coordinator`."""
         from groupwise.jobs.clouds.modal import app
 
-        if not self._has_desk and not await self._has(app.DESK_APP, "desk"):
+        if not self._has_coordinator and not await self._has_function(app.DESK_APP, "desk"):
             await self._deploy(app.deploy_desk)
-        self._has_desk = True
-        desk = app.function(app.DESK_APP, "desk", await self._connect())
+        self._has_coordinator = True
+        desk = app.function(app.DESK_APP, "desk", await self._open_client())
         with _host_errors("desk"):
-            return await desk.remote.aio(what, *arguments)
+            return await desk.remote.aio(verb, *arguments)
 
     async def spawn(self, call: Call, secrets: Mapping[str, str]) -> str:
         """See `ModalPort.spawn`."""
         from groupwise.jobs.clouds.modal import app
 
-        client = await self._connect()
+        client = await self._open_client()
         if not call.app and not await self.has_app(app_of(app.PLAIN)):
             await self.deploy(Image(app.PLAIN, app.DESK_PYTHON))
         with _host_errors("spawn"):
-            spawned = await app.called(call, secrets, client).spawn.aio(call.document())
+            spawned = await app.configured_function(call, secrets, client).spawn.aio(
+                call.document()
+            )
         return str(spawned.object_id)
 
-    async def expect_secrets(self, named: Mapping[str, Sequence[str]]) -> None:
+    async def expect_secrets(self, variables_by_secret: Mapping[str, Sequence[str]]) -> None:
         """See `ModalPort.expect_secrets`."""
         from groupwise.jobs.clouds.modal import app
 
-        client = await self._connect()
+        client = await self._open_client()
         with _host_errors("secret"):
-            for each in app.named_secrets(named, client):
-                await each.hydrate.aio()  # pyright: ignore[reportUnknownMemberType]
+            for secret in app.named_secrets(variables_by_secret, client):
+                await secret.hydrate.aio()  # pyright: ignore[reportUnknownMemberType]
 
     async def lives(self, call: str) -> bool:
         """See `ModalPort.lives`. A network error on the way to Modal does not mean that the call has ended."""
         import modal
         from modal import exception
 
-        found = modal.FunctionCall.from_id(call, client=await self._connect())
-        ended = (
+        function_call = modal.FunctionCall.from_id(call, client=await self._open_client())
+        end_errors = (
             exception.OutputExpiredError,
             exception.FunctionTimeoutError,
             exception.RemoteError,
@@ -146,10 +148,10 @@ class LiveModal:
         )
         with _host_errors("call"):
             try:
-                await found.get.aio(timeout=0)
+                await function_call.get.aio(timeout=0)
             except builtins.TimeoutError:
                 return True
-            except ended:
+            except end_errors:
                 return False
             except exception.Error:
                 raise
@@ -163,9 +165,9 @@ class LiveModal:
         """See `ModalPort.cancel`."""
         import modal
 
-        found = modal.FunctionCall.from_id(call, client=await self._connect())
+        function_call = modal.FunctionCall.from_id(call, client=await self._open_client())
         with _host_errors("cancel"), suppress(modal.exception.NotFoundError):
-            await found.cancel.aio()  # pyright: ignore[reportUnknownMemberType]
+            await function_call.cancel.aio()  # pyright: ignore[reportUnknownMemberType]
 
     async def close(self) -> None:
         """See `ModalPort.close`."""

@@ -18,7 +18,7 @@ NAME = "modal"
 ROOT = "groupwise-launch"
 """The runner's folder on the volume."""
 NAMED = "secrets"
-"""The key of `Order.asks` whose value becomes `Call.named`."""
+"""The key of `Order.place_options` whose value becomes `Call.named`."""
 MOST_SECONDS = 86_400
 """The longest timeout of a call that Modal allows, in seconds."""
 SPARE_SECONDS = 180.0
@@ -91,7 +91,7 @@ class ModalPort(Protocol):
         """Deploy the app of this image. May be repeated."""
         ...
 
-    async def desk(self, what: str, *arguments: Any) -> Any:
+    async def call_coordinator(self, verb: str, *arguments: Any) -> Any:
         """Send a request to the coordinator; see `coordinator.py`."""
         ...
 
@@ -99,7 +99,7 @@ class ModalPort(Protocol):
         """Start a call that continues without this process; returns its id."""
         ...
 
-    async def expect_secrets(self, named: Mapping[str, Sequence[str]]) -> None:
+    async def expect_secrets(self, variables_by_secret: Mapping[str, Sequence[str]]) -> None:
         """Raise RunnerRefused if the workspace lacks one of these secrets, or a secret lacks one of its variables."""
         ...
 

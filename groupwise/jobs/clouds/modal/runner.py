@@ -19,27 +19,27 @@ from typing import Any
 
 from groupwise.jobs.clouds.modal.port import NAME, ROOT, Call, ModalPort
 from groupwise.jobs.hosts.answers import MemberState, RunnerState
-from groupwise.jobs.hosts.driver import USUAL, Engine, Known, Runner
-from groupwise.jobs.hosts.engines import (
-    LIVING_BEAT,
-    ON_ITS_WAY,
-    UNSURE,
-    EngineRunner,
-    as_running,
-    name_of,
-)
+from groupwise.jobs.hosts.driver import DEFAULT_TIMEOUT, KnownState, Runner, Scheduler
 from groupwise.jobs.hosts.framing import (
     AnswerReader,
     checked_answer,
-    no_answer,
+    incomplete_answer_error,
     request_bytes,
-    without_answer,
+    timeout_message,
 )
 from groupwise.jobs.hosts.port import (
     HostError,
     OutcomeUnknown,
     Request,
     RunnerResponse,
+)
+from groupwise.jobs.hosts.schedulers import (
+    MAX_HEARTBEAT_AGE,
+    SUBMISSION_GRACE,
+    UNSURE_STATES,
+    SchedulerRunner,
+    as_running,
+    scheduler_job_name,
 )
 
 COLD = 120.0
@@ -48,7 +48,7 @@ TURNS = 3
 """How often an attempt that keeps changing is read at most, to judge its state."""
 
 
-class DeskHost:
+class CoordinatorHost:
     """A `Host` whose machine is the coordinator's container."""
 
     def __init__(self, port: ModalPort) -> None:
@@ -59,12 +59,12 @@ class DeskHost:
         seconds = (request.longest or timeout) + COLD
         try:
             async with asyncio.timeout(seconds):
-                answer = await self._port.desk("ask", request_bytes(request))
+                answer = await self._port.call_coordinator("ask", request_bytes(request))
         except TimeoutError:
-            raise OutcomeUnknown(no_answer(request, "Modal", seconds)) from None
+            raise OutcomeUnknown(timeout_message(request, "Modal", seconds)) from None
         reader = AnswerReader(request)
         if not reader.feed(answer):
-            raise without_answer(reader, None, "")
+            raise incomplete_answer_error(reader, None, "")
         assert reader.answer is not None, "it is whole"
         return checked_answer(reader.answer)
 
@@ -75,7 +75,7 @@ class DeskHost:
 
 @dataclass(frozen=True, slots=True)
 class ModalTurn:
-    """The calls that Modal has for one stint of an attempt: an `EngineJob`."""
+    """The calls that Modal has for one stint of an attempt: an `SchedulerJob`."""
 
     name: str
     number: int
@@ -88,35 +88,35 @@ class ModalTurn:
     """What the attempt waits for before it starts; empty: no call lives, and none is being spawned."""
 
     @property
-    def lives(self) -> bool:
-        """See `EngineJob.lives`."""
+    def is_alive(self) -> bool:
+        """See `SchedulerJob.is_alive`."""
         return bool(self.waits_for)
 
     def __str__(self) -> str:
         return self.waits_for
 
 
-class ModalRunner(EngineRunner[ModalTurn]):
-    """The `EngineRunner` for Modal. A `launch` with an engine made by `engine_of` spawns a call for the attempt."""
+class ModalRunner(SchedulerRunner[ModalTurn]):
+    """The `SchedulerRunner` for Modal. A `launch` with an engine made by `scheduler_of` spawns a call for the attempt."""
 
     title = "Modal"
     carries_secrets = True
 
     def __init__(self, port: ModalPort, *, root: str = ROOT, every: float = 5.0) -> None:
         """`every`: seconds between two polls of `wait`; each poll keeps the coordinator's container running."""
-        super().__init__(DeskHost(port), root=root)
+        super().__init__(CoordinatorHost(port), root=root)
         self.port, self._every = port, every
 
-    async def word(self) -> str:
-        """See `EngineRunner.word`."""
+    async def engine_id(self) -> str:
+        """See `SchedulerRunner.engine_id`."""
         return NAME
 
     async def find_jobs(self, attempts: Iterable[MemberState]) -> Sequence[ModalTurn]:
-        """See `EngineRunner.find_jobs`: the turn of each attempt, including attempts for which no call was spawned yet."""
-        by_name = {f"{each.job}.{each.epoch}": each for each in attempts}
-        keys = [[each.job, each.epoch] for each in by_name.values()]
-        turns: dict[str, dict[str, Any]] = await self.port.desk("turns", keys)
-        found: list[ModalTurn] = []
+        """See `SchedulerRunner.find_jobs`: the turn of each attempt, including attempts for which no call was spawned yet."""
+        by_name = {f"{state.job}.{state.epoch}": state for state in attempts}
+        keys = [[state.job, state.epoch] for state in by_name.values()]
+        turns: dict[str, dict[str, Any]] = await self.port.call_coordinator("turns", keys)
+        jobs: list[ModalTurn] = []
         for name, turn in turns.items():
             call: str | None = turn["call"]
             spawned: list[str] = turn["given"]
@@ -124,13 +124,19 @@ class ModalRunner(EngineRunner[ModalTurn]):
             waits_for = ""
             if living:
                 waits_for = f"call {living[0]} waits for a container of Modal"
-            elif call is None and turn["age"] < ON_ITS_WAY:
+            elif call is None and turn["age"] < SUBMISSION_GRACE:
                 waits_for = "it is on its way to Modal"
             if call and call not in spawned:
                 spawned = [*spawned, call]
-            its = name_of(by_name[name]), turn["number"], call, tuple(spawned), waits_for
-            found.append(ModalTurn(*its))
-        return found
+            fields = (
+                scheduler_job_name(by_name[name]),
+                turn["number"],
+                call,
+                tuple(spawned),
+                waits_for,
+            )
+            jobs.append(ModalTurn(*fields))
+        return jobs
 
     async def _was_submitted(self, state: MemberState) -> bool:
         [turn] = await self.find_jobs([state])
@@ -139,17 +145,19 @@ class ModalRunner(EngineRunner[ModalTurn]):
     async def _submit(
         self, state: MemberState, options: Sequence[str], secrets: Mapping[str, str]
     ) -> None:
-        """See `EngineRunner._submit`."""
+        """See `SchedulerRunner._submit`."""
         call = replace(Call(**json.loads(options[0])), job=state.job, epoch=state.epoch)
         spawned = await self.port.spawn(call, secrets)
-        turn = await self.port.desk("note", state.job, state.epoch, call.number, spawned)
+        turn = await self.port.call_coordinator(
+            "note", state.job, state.epoch, call.number, spawned
+        )
         if turn is None:  # the attempt was removed in the meantime
             turn = {"given": [spawned], "call": "none"}
         # If several calls were spawned at once, keep one. The others would end by themselves, because they do not get the turn.
-        stays = turn["call"] or turn["given"][0]
-        for each in turn["given"]:
-            if each != stays:
-                await self.port.cancel(each)
+        kept_call = turn["call"] or turn["given"][0]
+        for spawned_call in turn["given"]:
+            if spawned_call != kept_call:
+                await self.port.cancel(spawned_call)
 
     async def _cancel(self, jobs: Iterable[ModalTurn]) -> None:
         for call in [call for turn in jobs for call in turn.spawned]:
@@ -157,67 +165,76 @@ class ModalRunner(EngineRunner[ModalTurn]):
                 await self.port.cancel(call)
 
     async def wait(
-        self, known: Mapping[tuple[str, int], Known], *, seconds: float, margin: float = USUAL
+        self,
+        known: Mapping[tuple[str, int], KnownState],
+        *,
+        seconds: float,
+        margin: float = DEFAULT_TIMEOUT,
     ) -> tuple[MemberState, ...]:
         """See `Runner.wait`. It polls, because a coordinator that waits for one caller answers no other."""
-        until = time.monotonic() + seconds
+        deadline = time.monotonic() + seconds
         while True:
             states = [await self.status(*key) for key in known]
-            left = until - time.monotonic()
-            if left <= 0 or any(_is_news(each, known[each.job, each.epoch]) for each in states):
+            seconds_left = deadline - time.monotonic()
+            if seconds_left <= 0 or any(
+                _differs(state, known[state.job, state.epoch]) for state in states
+            ):
                 return tuple(states)
-            await asyncio.sleep(min(self._every, left))
+            await asyncio.sleep(min(self._every, seconds_left))
 
     async def kill(
-        self, job: str, epoch: int, *, grace: float, timeout: float = USUAL
+        self, job: str, epoch: int, *, grace: float, timeout: float = DEFAULT_TIMEOUT
     ) -> MemberState:
         """See `Runner.kill`. If no container has the attempt, no process would notice: cancel its calls, and have the coordinator write its
         exit record."""
         state = await Runner.kill(self, job, epoch, grace=grace, timeout=timeout)
-        if state.state in UNSURE and (state.beat_age or 0.0) > LIVING_BEAT:
+        if state.state in UNSURE_STATES and (state.beat_age or 0.0) > MAX_HEARTBEAT_AGE:
             for turn in await self.find_jobs([state]):
                 for call in turn.spawned:
                     await self.port.cancel(call)
-            await self.port.desk("end", job, epoch, "cancelled while it waited for a container")
+            await self.port.call_coordinator(
+                "end", job, epoch, "cancelled while it waited for a container"
+            )
             return await self.status(job, epoch)
         return await self._judge_one(state)
 
     # --- judging --------------------------------------------------------------------------------
 
     def _is_unsure(self, state: MemberState) -> bool:
-        return state.engine is not None and state.state in UNSURE
+        return state.engine is not None and state.state in UNSURE_STATES
 
     async def _judge(self, state: MemberState, jobs: Sequence[ModalTurn]) -> MemberState:
-        """See `EngineRunner._judge`. If no call lives, read the files again: they may have a last commit, or the turn of the next call."""
+        """See `SchedulerRunner._judge`. If no call lives, read the files again: they may have a last commit, or the turn of the next
+        call."""
         [turn] = jobs
         for _ in range(TURNS):
-            if turn.lives:
+            if turn.is_alive:
                 queued = state.state is RunnerState.QUEUED
                 return replace(state, engine_says=str(turn)) if queued else as_running(state)
-            before = (state.state, turn.number, turn.call)
+            previous = (state.state, turn.number, turn.call)
             state = await Runner.status(self, state.job, state.epoch)
             if not self._is_unsure(state):
                 return state
             [turn] = await self.find_jobs([state])
-            if (state.state, turn.number, turn.call) == before:
+            if (state.state, turn.number, turn.call) == previous:
                 break
         if state.state is RunnerState.QUEUED:
-            return await self._not_queued(state, jobs)
+            return await self._judge_unqueued(state, jobs)
         return replace(state, state=RunnerState.LOST, survivors=0)
 
-    async def _not_queued(self, state: MemberState, jobs: Sequence[ModalTurn]) -> MemberState:
-        return await self._never_begins(state, "Modal has no call for it any more")
+    async def _judge_unqueued(self, state: MemberState, jobs: Sequence[ModalTurn]) -> MemberState:
+        return await self._void_unstarted(state, "Modal has no call for it any more")
 
 
-def engine_of(call: Call) -> Engine:
-    """The `Engine` to pass to `launch` for this call."""
-    return Engine(NAME, (json.dumps(call.document()),))
+def scheduler_of(call: Call) -> Scheduler:
+    """The `Scheduler` to pass to `launch` for this call."""
+    return Scheduler(NAME, (json.dumps(call.document()),))
 
 
-def _is_news(state: MemberState, known: Known) -> bool:
+def _differs(state: MemberState, known: KnownState) -> bool:
     """True if an attempt differs from what its caller knows. Queued and claimed count as the same, since callers do not distinguish
     them."""
-    waits = {state.state, known.state} <= {RunnerState.QUEUED, RunnerState.CLAIMED}
+    both_waiting = {state.state, known.state} <= {RunnerState.QUEUED, RunnerState.CLAIMED}
     progress = (state.log_size, state.checkpoints, state.step)
     differs = progress != (known.log_size, known.checkpoints, known.step)
-    return differs or (state.state is not known.state and not waits)
+    return differs or (state.state is not known.state and not both_waiting)

@@ -20,13 +20,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
-from groupwise.jobs.clouds.modal.coordinator import ASKED, attempt
+from groupwise.jobs.clouds.modal.coordinator import TAKEN_TOKEN, attempt_at
 from groupwise.jobs.clouds.modal.port import ROOT, Call
 from groupwise.jobs.hosts.runner.checkpoints import Checkpoint, checkpoints_of
-from groupwise.jobs.hosts.runner.ending import evict, ring
+from groupwise.jobs.hosts.runner.ending import evict, wake_supervisor
 from groupwise.jobs.hosts.runner.files import (
     cell_words,
-    is_full,
+    is_disk_full,
     make_folder,
     number_in,
     read_json,
@@ -35,13 +35,21 @@ from groupwise.jobs.hosts.runner.files import (
     write_file,
     write_json,
 )
-from groupwise.jobs.hosts.runner.order import LARGEST_TOKEN
+from groupwise.jobs.hosts.runner.launch_request import LARGEST_TOKEN
 from groupwise.jobs.hosts.runner.processes import boot_clock
 from groupwise.jobs.hosts.runner.protocol import as_bytes
 from groupwise.jobs.hosts.runner.root import TOKEN
 from groupwise.jobs.hosts.runner.supervisor import EVICT_GRACE
 
-FRESH = (ASKED, "turn.json", "log", "exit.json", "outcome.json", "bell", "queued.json.voided")
+NOT_COPIED = (
+    TAKEN_TOKEN,
+    "turn.json",
+    "log",
+    "exit.json",
+    "outcome.json",
+    "bell",
+    "queued.json.voided",
+)
 """Files of the attempt's folder on the volume that are not copied: the supervisor starts without them."""
 EVICTED_SECONDS = 27.0
 """Seconds that the supervisor has to end. Its command gets 25 of them; Modal gives the container 30."""
@@ -60,7 +68,7 @@ class Volume(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class ContainerContext:
     """The folders, services and variables that a container provides."""
 
     home: str
@@ -68,7 +76,7 @@ class Surroundings:
     scratch: str
     """A folder on the container's own disk."""
     volume: Volume
-    desk: Callable[..., Any]
+    call_coordinator: Callable[..., Any]
     """Sends a request to the coordinator."""
     spawn: Callable[[Call], str]
     """Spawns another call with the same secrets; returns its id."""
@@ -78,98 +86,98 @@ class Surroundings:
     """The container's environment variables, including those of the workspace's secrets."""
 
 
-def work(call: Call, me: str, secrets: Mapping[str, str], around: Surroundings) -> str:
-    """Run a call of the worker; returns how it ended, which Modal shows on its pages. `me`: the id of this call."""
-    turn = around.desk("take", call.job, call.epoch, call.number, me)
+def work(call: Call, call_id: str, secrets: Mapping[str, str], context: ContainerContext) -> str:
+    """Run a call of the worker; returns how it ended, which Modal shows on its pages. `call_id`: the id of this call."""
+    turn = context.call_coordinator("take", call.job, call.epoch, call.number, call_id)
     if turn is None:
         return "it is another call's turn, or the job is over"
     if turn["handed_over"]:  # the container was taken away before it could spawn the next call
-        return follow(call, around)
-    around.volume.reload()
-    there = around.environment
-    variables = {name: there[name] for name in call.variables if name in there}
-    return Stint(call, me, around, turn["spent"]).run({**variables, **secrets})
+        return spawn_next(call, context)
+    context.volume.reload()
+    environment = context.environment
+    variables = {name: environment[name] for name in call.variables if name in environment}
+    return Stint(call, call_id, context, turn["spent"]).run({**variables, **secrets})
 
 
-def follow(call: Call, around: Surroundings) -> str:
+def spawn_next(call: Call, context: ContainerContext) -> str:
     """Spawn a call for the next stint."""
-    following = replace(call, number=call.number + 1)
-    spawned = around.spawn(following)
-    around.desk("note", call.job, call.epoch, following.number, spawned)
+    next_call = replace(call, number=call.number + 1)
+    spawned = context.spawn(next_call)
+    context.call_coordinator("note", call.job, call.epoch, next_call.number, spawned)
     return "another call goes on with it"
 
 
 class Stint:
     """One stint of a job: the part that this call runs."""
 
-    def __init__(self, call: Call, me: str, around: Surroundings, spent: float) -> None:
-        self.call, self.me, self.around, self.spent = call, me, around, spent
-        self.there = attempt(around.home, call.job, call.epoch)
-        self.here = attempt(around.scratch, call.job, call.epoch)
-        self.asked = read_json(self.there.at(ASKED), LARGEST_TOKEN) or {}
-        spec: dict[str, Any] = self.asked["spec"]
+    def __init__(self, call: Call, call_id: str, context: ContainerContext, spent: float) -> None:
+        self.call, self.call_id, self.context, self.spent = call, call_id, context, spent
+        self.volume_attempt = attempt_at(context.home, call.job, call.epoch)
+        self.local_attempt = attempt_at(context.scratch, call.job, call.epoch)
+        self.request = read_json(self.volume_attempt.at(TAKEN_TOKEN), LARGEST_TOKEN) or {}
+        spec: dict[str, Any] = self.request["spec"]
         self.artefacts: list[str] = spec["artefacts"]
         self.folders: list[str] = spec["checkpoints"]
-        most = call.timeout - call.spare
-        left = most if call.limit is None else call.limit - spent
-        self.is_last = call.limit is not None and left <= most
+        usable_seconds = call.timeout - call.spare
+        seconds_left = usable_seconds if call.limit is None else call.limit - spent
+        self.is_last = call.limit is not None and seconds_left <= usable_seconds
         """True if the job's time limit ends before this call does."""
-        self.seconds = max(0.001, min(most, left))
-        self.brought: dict[str, tuple[int, Any]] = {}
+        self.seconds = max(0.001, min(usable_seconds, seconds_left))
+        self.copied: dict[str, tuple[int, Any]] = {}
         """Checkpoints that are on the volume: path to step and `mark` of the manifest."""
-        self.began_at = -1
+        self.resumed_step = -1
         """The step of the checkpoint from which this stint resumes; -1: none."""
-        self.log_there = size_of(self.there.at("log"))
+        self.log_offset = size_of(self.volume_attempt.at("log"))
         self.state: dict[str, Any] = {}
-        self.not_kept: dict[str, str] = {}
+        self.copy_errors: dict[str, str] = {}
 
     def run(self, secrets: Mapping[str, str]) -> str:
         """Run the job until it ends or this call's time is over."""
         self.lay_out(secrets)
-        process = self.begin()
+        process = self.start_supervisor()
         try:
             while process.poll() is None:
                 try:
                     process.wait(self.call.every)
                 except subprocess.TimeoutExpired:
-                    self.share()
+                    self.sync()
         except (
             BaseException
         ):  # the container is taken away, for whichever reason: the command saves first
-            self.leave(process)
+            self.save_and_stop(process)
             raise
-        return self.settle()
+        return self.finish()
 
     # - before
 
     def lay_out(self, secrets: Mapping[str, str]) -> None:
         """Copy the attempt to this disk, including its newest checkpoint, and mark it as queued here."""
-        shutil.rmtree(self.here.path, ignore_errors=True)
-        make_folder(os.path.dirname(self.here.path))
-        ignored = shutil.ignore_patterns(*FRESH)
+        shutil.rmtree(self.local_attempt.path, ignore_errors=True)
+        make_folder(os.path.dirname(self.local_attempt.path))
+        ignored = shutil.ignore_patterns(*NOT_COPIED)
         shutil.copytree(
-            self.there.path,
-            self.here.path,
+            self.volume_attempt.path,
+            self.local_attempt.path,
             symlinks=True,
             ignore=lambda folder, names: (
-                ignored(folder, names) if folder == self.there.path else set()
+                ignored(folder, names) if folder == self.volume_attempt.path else set()
             ),
         )
-        write_file(self.here.at("log"), b"")
-        state = read_json(self.there.at("state.json")) or {}
+        write_file(self.local_attempt.at("log"), b"")
+        state = read_json(self.volume_attempt.at("state.json")) or {}
         fields_dropped = ("pid", "start_ticks", "started_at", "supervisor", "cgroup")
         queued = {name: value for name, value in state.items() if name not in fields_dropped}
-        write_json(self.here.at("state.json"), {**queued, "phase": "queued"})
-        write_file(self.here.at(TOKEN), as_bytes(self.token(secrets)))
+        write_json(self.local_attempt.at("state.json"), {**queued, "phase": "queued"})
+        write_file(self.local_attempt.at(TOKEN), as_bytes(self.token(secrets)))
 
     def token(self, secrets: Mapping[str, str]) -> dict[str, Any]:
         """The request with which the supervisor starts. The supervisor removes the file before it starts the command."""
-        spec, limits = self.asked["spec"], dict(self.asked["spec"].get("limits") or {})
+        spec, limits = self.request["spec"], dict(self.request["spec"].get("limits") or {})
         limits["time_seconds"] = self.seconds
-        variables: dict[str, str] = {**self.around.variables, **(spec.get("environment") or {})}
+        variables: dict[str, str] = {**self.context.variables, **(spec.get("environment") or {})}
         return {
-            **self.asked,
-            "root": os.path.join(self.around.scratch, ROOT),
+            **self.request,
+            "root": os.path.join(self.context.scratch, ROOT),
             "spec": {
                 **spec,
                 "environment": {n: v for n, v in variables.items() if n not in secrets},
@@ -178,29 +186,40 @@ class Stint:
             },
             "secrets": dict(secrets),
             "python": self.call.python or sys.executable,
-            "resume": self.newest(),
+            "resume": self.resume_request(),
         }
 
-    def newest(self) -> dict[str, Any] | None:
+    def resume_request(self) -> dict[str, Any] | None:
         """The checkpoint from which to resume. The files of all checkpoints are in the working folder already."""
-        found = checkpoints_of(self.here, self.folders)
-        self.brought = {each.path: (each.step, self.mark(each)) for each in found}
-        first: dict[str, Any] = self.asked.get("resume") or {}
-        if not found:
-            return {**first, "manifest": {}} if first else None
-        self.began_at = found[-1].step
-        return {"manifest": {}, "step": found[-1].step, "path": found[-1].path}
+        checkpoints = checkpoints_of(self.local_attempt, self.folders)
+        self.copied = {
+            checkpoint.path: (checkpoint.step, self.manifest_mark(checkpoint))
+            for checkpoint in checkpoints
+        }
+        requested: dict[str, Any] = self.request.get("resume") or {}
+        if not checkpoints:
+            return {**requested, "manifest": {}} if requested else None
+        self.resumed_step = checkpoints[-1].step
+        return {"manifest": {}, "step": checkpoints[-1].step, "path": checkpoints[-1].path}
 
-    def begin(self) -> subprocess.Popen[bytes]:
+    def start_supervisor(self) -> subprocess.Popen[bytes]:
         """Start the supervisor in its own session: signals to this process do not reach it."""
         visible = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(
             map(str, range(self.call.gpus))
         )
         names = ("HOME", "USER", "PATH", "LANG", "LD_LIBRARY_PATH")
-        passed = {name: os.environ[name] for name in names if name in os.environ}
+        inherited = {name: os.environ[name] for name in names if name in os.environ}
         return subprocess.Popen(
-            [sys.executable, "-I", "-S", "-X", "utf8", self.here.at("runner.py"), self.here.path],
-            env={**passed, "CUDA_VISIBLE_DEVICES": visible if self.call.gpus else ""},
+            [
+                sys.executable,
+                "-I",
+                "-S",
+                "-X",
+                "utf8",
+                self.local_attempt.at("runner.py"),
+                self.local_attempt.path,
+            ],
+            env={**inherited, "CUDA_VISIBLE_DEVICES": visible if self.call.gpus else ""},
             stdin=subprocess.DEVNULL,
             cwd="/",
             start_new_session=True,
@@ -208,51 +227,58 @@ class Stint:
 
     # - while it runs
 
-    def share(self) -> None:
+    def sync(self) -> None:
         """Copy everything new to the volume, and check there for a cancellation."""
-        self.share_log()
-        self.share_state()
-        self.share_checkpoints()
-        set_cell(self.there.at("heartbeat"), f"{boot_clock():.3f}")
-        self.around.volume.commit()
-        self.around.volume.reload()
-        self.hear()
+        self.sync_log()
+        self.sync_state()
+        self.sync_checkpoints()
+        set_cell(self.volume_attempt.at("heartbeat"), f"{boot_clock():.3f}")
+        self.context.volume.commit()
+        self.context.volume.reload()
+        self.forward_cancel()
 
-    def share_log(self) -> None:
+    def sync_log(self) -> None:
         """Append new output to the log on the volume, which already has the output of earlier stints."""
-        with open(self.here.at("log"), "rb") as source, open(self.there.at("log"), "r+b") as log:
-            source.seek(log.seek(0, os.SEEK_END) - self.log_there)
+        with (
+            open(self.local_attempt.at("log"), "rb") as source,
+            open(self.volume_attempt.at("log"), "r+b") as log,
+        ):
+            source.seek(log.seek(0, os.SEEK_END) - self.log_offset)
             shutil.copyfileobj(source, log)
 
-    def share_state(self) -> None:
+    def sync_state(self) -> None:
         """Copy the state, with a boot id of this stint: pids of this container mean nothing to the coordinator."""
-        state = read_json(self.here.at("state.json")) or {}
-        shared = {**state, "boot_id": f"{self.me} {self.call.number}"}
+        state = read_json(self.local_attempt.at("state.json")) or {}
+        shared = {**state, "boot_id": f"{self.call_id} {self.call.number}"}
         if state.get("phase") != "queued" and shared != self.state:
             self.state = shared
-            write_json(self.there.at("state.json"), shared)
+            write_json(self.volume_attempt.at("state.json"), shared)
 
-    def share_checkpoints(self) -> None:
+    def sync_checkpoints(self) -> None:
         """Copy new checkpoints. Remove a checkpoint that the command has removed, once there is a later one."""
-        found = checkpoints_of(self.here, self.folders)
-        for each in found:
-            if self.brought.get(each.path) != (each.step, self.mark(each)):
-                self.bring(each)
-        newest = found[-1].step if found else -1
-        for path in set(self.brought) - {each.path for each in found}:
-            if self.brought[path][0] < newest:
-                shutil.rmtree(os.path.join(self.there.work, path), ignore_errors=True)
-                del self.brought[path]
+        checkpoints = checkpoints_of(self.local_attempt, self.folders)
+        for checkpoint in checkpoints:
+            if self.copied.get(checkpoint.path) != (
+                checkpoint.step,
+                self.manifest_mark(checkpoint),
+            ):
+                self.copy_checkpoint(checkpoint)
+        newest = checkpoints[-1].step if checkpoints else -1
+        for path in set(self.copied) - {checkpoint.path for checkpoint in checkpoints}:
+            if self.copied[path][0] < newest:
+                shutil.rmtree(os.path.join(self.volume_attempt.work, path), ignore_errors=True)
+                del self.copied[path]
 
-    def mark(self, checkpoint: Checkpoint) -> tuple[int, int]:
+    def manifest_mark(self, checkpoint: Checkpoint) -> tuple[int, int]:
         """Time (ns) and size of the manifest. They differ if a checkpoint was replaced by another of the same name."""
-        found = checkpoint.found[checkpoint.manifest]
-        return found.st_mtime_ns, found.st_size
+        file_stat = checkpoint.stats[checkpoint.manifest]
+        return file_stat.st_mtime_ns, file_stat.st_size
 
-    def bring(self, checkpoint: Checkpoint) -> None:
+    def copy_checkpoint(self, checkpoint: Checkpoint) -> None:
         """Copy a checkpoint, its manifest last. Skip it if it is removed while it is copied."""
         source, target = (
-            os.path.join(work, checkpoint.path) for work in (self.here.work, self.there.work)
+            os.path.join(work, checkpoint.path)
+            for work in (self.local_attempt.work, self.volume_attempt.work)
         )
         shutil.rmtree(target, ignore_errors=True)
         try:
@@ -261,80 +287,91 @@ class Stint:
                 shutil.copy2(os.path.join(source, path), os.path.join(target, path))
         except OSError as error:
             shutil.rmtree(target, ignore_errors=True)
-            if is_full(error):
+            if is_disk_full(error):
                 raise
             return
-        self.brought[checkpoint.path] = (checkpoint.step, self.mark(checkpoint))
+        self.copied[checkpoint.path] = (checkpoint.step, self.manifest_mark(checkpoint))
 
-    def hear(self) -> None:
+    def forward_cancel(self) -> None:
         """Pass a cancellation on to the supervisor; the request is a file on the volume."""
-        grace = number_in(cell_words(self.there.at("cancel")))
-        if grace is not None and grace != number_in(cell_words(self.here.at("cancel"))):
-            set_cell(self.here.at("cancel"), f"{grace:.3f}")
-            ring(self.here)
+        grace = number_in(cell_words(self.volume_attempt.at("cancel")))
+        if grace is not None and grace != number_in(cell_words(self.local_attempt.at("cancel"))):
+            set_cell(self.local_attempt.at("cancel"), f"{grace:.3f}")
+            wake_supervisor(self.local_attempt)
 
     # - after
 
-    def leave(self, process: subprocess.Popen[bytes]) -> None:
+    def save_and_stop(self, process: subprocess.Popen[bytes]) -> None:
         """Ask the command to save, and copy its checkpoints. If the command has ended, copy its results and exit record instead."""
-        evict(self.here, EVICT_GRACE)
+        evict(self.local_attempt, EVICT_GRACE)
         try:
             process.wait(EVICTED_SECONDS)
         except subprocess.TimeoutExpired:
             process.kill()
-        record = read_json(self.here.at("exit.json")) or {}
+        record = read_json(self.local_attempt.at("exit.json")) or {}
         if record.get("reason") in ("exited", "cancelled"):
-            self.settle()
+            self.finish()
         else:
-            self.share_log()
-            self.share_checkpoints()
-            self.around.volume.commit()
+            self.sync_log()
+            self.sync_checkpoints()
+            self.context.volume.commit()
 
-    def settle(self) -> str:
+    def finish(self) -> str:
         """Copy the results and the exit record to the volume, or start the next stint. Returns how this stint ended."""
-        record = read_json(self.here.at("exit.json"))
-        if record is None and (read_json(self.here.at("state.json")) or {}).get("refused"):
-            self.share_state()
-            self.around.volume.commit()
+        exit_record = read_json(self.local_attempt.at("exit.json"))
+        if exit_record is None and (read_json(self.local_attempt.at("state.json")) or {}).get(
+            "refused"
+        ):
+            self.sync_state()
+            self.context.volume.commit()
             return "refused"
-        if record is None:
+        if exit_record is None:
             raise RuntimeError("the supervisor ended without an exit record")
-        limit, spent = self.call.limit, self.spent + float(record.get("seconds") or 0.0)
+        limit, spent = self.call.limit, self.spent + float(exit_record.get("seconds") or 0.0)
         self.is_last = self.is_last or (limit is not None and spent >= limit)
-        if record["reason"] == "time_limit" and not self.is_last and self.goes_on():
-            return follow(self.call, self.around)
-        self.share_log()
-        self.share_state()
+        if exit_record["reason"] == "time_limit" and not self.is_last and self.hand_over():
+            return spawn_next(self.call, self.context)
+        self.sync_log()
+        self.sync_state()
         for path in self.artefacts:
-            self.keep(os.path.join(self.here.work, path), os.path.join(self.there.work, path))
-        write_json(self.there.at("exit.json"), self.whole_record(record))
-        self.around.volume.commit()
-        return str(record["reason"])
+            self.mirror(
+                os.path.join(self.local_attempt.work, path),
+                os.path.join(self.volume_attempt.work, path),
+            )
+        write_json(self.volume_attempt.at("exit.json"), self.whole_record(exit_record))
+        self.context.volume.commit()
+        return str(exit_record["reason"])
 
-    def goes_on(self) -> bool:
+    def hand_over(self) -> bool:
         """Hand over if this call's time is over and the job's is not; returns True if another call continues. A stint that has made no
         checkpoint does not hand over, because such a job would never end."""
-        self.share_log()
-        self.share_checkpoints()
-        if max((step for step, _ in self.brought.values()), default=-1) <= self.began_at:
+        self.sync_log()
+        self.sync_checkpoints()
+        if max((step for step, _ in self.copied.values()), default=-1) <= self.resumed_step:
             return False
-        self.around.volume.commit()
+        self.context.volume.commit()
         call = self.call
-        return bool(self.around.desk("hand_over", call.job, call.epoch, call.number, self.me))
+        return bool(
+            self.context.call_coordinator(
+                "hand_over", call.job, call.epoch, call.number, self.call_id
+            )
+        )
 
     def whole_record(self, record: Mapping[str, Any]) -> dict[str, Any]:
         """The exit record of the whole job, across its stints."""
-        found = {**record, "seconds": self.spent + float(record.get("seconds") or 0.0)}
+        whole = {**record, "seconds": self.spent + float(record.get("seconds") or 0.0)}
         if record["reason"] == "time_limit":
             call = f"its call's time of {self.call.timeout:g} s was up, and it had made no checkpoint in it to go on from"
             job = f"its time limit of {self.call.limit or 0:g} s was reached"
-            found["message"] = job if self.is_last else call
-        if self.not_kept:
-            listed = ", ".join(f"{path} ({why})" for path, why in [*self.not_kept.items()][:5])
-            found["message"] = f"{found.get('message') or ''} not kept: {listed}".strip()
-        return found
+            whole["message"] = job if self.is_last else call
+        if self.copy_errors:
+            listed = ", ".join(
+                f"{path} ({reason})" for path, reason in [*self.copy_errors.items()][:5]
+            )
+            whole["message"] = f"{whole.get('message') or ''} not kept: {listed}".strip()
+        return whole
 
-    def keep(self, source: str, target: str) -> None:
+    def mirror(self, source: str, target: str) -> None:
         """Make `target` equal to `source`; do not copy files that are equal already."""
         try:
             if os.path.islink(source):
@@ -344,11 +381,11 @@ class Stint:
                 if os.path.islink(target) or os.path.isfile(target):
                     _remove(target)
                 os.makedirs(target, exist_ok=True)
-                names = os.listdir(source)
-                for name in set(os.listdir(target)) - set(names):
+                source_names = os.listdir(source)
+                for name in set(os.listdir(target)) - set(source_names):
                     _remove(os.path.join(target, name))
-                for name in names:
-                    self.keep(os.path.join(source, name), os.path.join(target, name))
+                for name in source_names:
+                    self.mirror(os.path.join(source, name), os.path.join(target, name))
             elif os.path.isfile(source) and not _is_same(source, target):
                 _remove(target)
                 os.makedirs(os.path.dirname(target), exist_ok=True)
@@ -356,7 +393,9 @@ class Stint:
             elif not os.path.lexists(source):
                 _remove(target)
         except OSError as error:
-            self.not_kept[os.path.relpath(source, self.here.work)] = error.strerror or str(error)
+            self.copy_errors[os.path.relpath(source, self.local_attempt.work)] = (
+                error.strerror or str(error)
+            )
 
 
 def _remove(path: str) -> None:
@@ -369,7 +408,10 @@ def _remove(path: str) -> None:
 def _is_same(source: str, target: str) -> bool:
     """True if both have the same size and modification time, which `copy2` preserves."""
     try:
-        one, other = os.stat(source), os.lstat(target)
+        source_stat, target_stat = os.stat(source), os.lstat(target)
     except FileNotFoundError:
         return False
-    return (one.st_size, one.st_mtime_ns) == (other.st_size, other.st_mtime_ns)
+    return (source_stat.st_size, source_stat.st_mtime_ns) == (
+        target_stat.st_size,
+        target_stat.st_mtime_ns,
+    )

@@ -15,7 +15,7 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from groupwise.api.http.app import About, assemble
+from groupwise.api.http.app import ApiInfo, assemble
 from groupwise.api.http.middleware import RouteTable
 from groupwise.api.http.route import Route
 from groupwise.api.schemas.keys import LOCAL, Caller, Keyring, Role, StoredKey, id_in, presented_key
@@ -39,7 +39,7 @@ ROUTES: tuple[Route, ...] = tuple(
 )
 """Every route except the health check reads the database, if only for the caller's key."""
 
-ABOUT = About(
+ABOUT = ApiInfo(
     "Groupwise fleet",
     "Jobs on many machines: submit one, watch it, cancel it, fetch what it left. A job is a command, an environment, files and resources. "
     "Every refusal is a problem (RFC 9457) with a `code` that never changes its meaning.",
@@ -48,18 +48,20 @@ ACTS_FOR = "X-Acts-For"
 """Header of `make_local_app` only: the actor of the request instead of the local user."""
 
 
-def make_app(serving: Serving, plain: str | None, *, open_to_this_machine: bool) -> FastAPI:
+def make_app(
+    serving: Serving, environment_key: str | None, *, open_to_this_machine: bool
+) -> FastAPI:
     """The application.
 
-    `plain` is the key from the environment. `open_to_this_machine`: there was no key when it started to listen. Until the first one is made
-    every caller from this machine is an admin, and this process never answers any other machine.
+    `environment_key` is the key from the environment. `open_to_this_machine`: there was no key when it started to listen. Until the first
+    one is made every caller from this machine is an admin, and this process never answers any other machine.
     """
 
     async def identify(headers: Mapping[str, str]) -> Caller:
         def caller(session: Session) -> Caller:
             if open_to_this_machine and not any_key(session):
                 return LOCAL
-            return caller_of(session, headers, plain)
+            return caller_of(session, headers, environment_key)
 
         return await serving.database.read_in_thread(caller)
 
@@ -90,13 +92,13 @@ def make_local_app(serving: Serving, user: str) -> ASGIApp:
     return application
 
 
-def caller_of(session: Session, headers: Mapping[str, str], plain: str | None) -> Caller:
-    """The caller of a request with these headers. `plain`: the key from the server's environment; its role is admin. Raises
+def caller_of(session: Session, headers: Mapping[str, str], environment_key: str | None) -> Caller:
+    """The caller of a request with these headers. `environment_key`: the key from the server's environment; its role is admin. Raises
     `unauthorised`."""
     presented = presented_key(headers)
     if presented is None:
         raise Refusal("unauthorised")
-    caller = Keyring(_stored_keys(session, presented), plain).caller(presented)
+    caller = Keyring(_stored_keys(session, presented), environment_key).caller(presented)
     if caller is None:
         raise Refusal(
             "unauthorised",

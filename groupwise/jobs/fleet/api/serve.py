@@ -78,24 +78,24 @@ async def serving(
     """Serve requests within the `with` block, which gets the address. Raises UsageError if it cannot listen."""
     check(address, database, environment)
     folders = Folders(place.logs, place.artefacts, BlobStore(place.blobs))
-    shared = Serving(database, folders, doorbell, place.secrets)
+    serving_state = Serving(database, folders, doorbell, place.secrets)
     app = make_app(
-        shared,
+        serving_state,
         environment.get(VARIABLE),
         open_to_this_machine=not _has_keys(database, environment),
     )
-    with bind(address.host, address.port) as listening:
+    with bind(address.host, address.port) as listen_socket:
         http = Uvicorn(
             uvicorn_config(app, certificate=address.certificate, key=address.key, proxy=None)
         )
         http.config.timeout_graceful_shutdown = END_SECONDS
-        answering = asyncio.create_task(http.serve(sockets=[listening]))
+        serve_task = asyncio.create_task(http.serve(sockets=[listen_socket]))
         try:
             await http.listening.wait()
-            host, port = listening.getsockname()[:2]
+            host, port = listen_socket.getsockname()[:2]
             yield url_at(address.scheme, host, port)
         finally:
-            shared.end()
+            serving_state.end()
             http.should_exit = True
             with contextlib.suppress(asyncio.CancelledError):
-                await answering
+                await serve_task

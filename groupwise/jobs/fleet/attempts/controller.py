@@ -150,10 +150,10 @@ Have = int | tuple[int, int | None]
 class _Fetching:
     """The log or the checkpoints of a member, fetched while it runs."""
 
-    there: Have
+    available: Have
     """The machine's last state: bytes of log; or the number of checkpoints with the newest step (if only the last two are kept, the number
     alone stays at 2)."""
-    here: Have
+    fetched: Have
     """The part of `there` that is on the control side."""
     task: asyncio.Task[None] | None = None
     """The task in progress; at most one runs at a time."""
@@ -161,7 +161,7 @@ class _Fetching:
     @property
     def begins(self) -> bool:
         """True if there is something to fetch and no task is fetching it."""
-        return self.there != self.here and (self.task is None or self.task.done())
+        return self.available != self.fetched and (self.task is None or self.task.done())
 
     async def wait_until_ended(self) -> None:
         """Wait until the running task has ended, with or without success."""
@@ -224,7 +224,7 @@ class _MemberMonitor:
             self.ended = self._clock() - state.exit.age
         self.last, self.reachable, self.asked = state, True, True
 
-    def lost_contact(self, why: str) -> None:
+    def lost_contact(self, reason: str) -> None:
         self.last, self.reachable, self.hearing, self.elsewhere = None, False, False, False
         self._wake()
 
@@ -260,7 +260,7 @@ class _MemberMonitor:
         )  # fmt: skip
 
 
-class Drive:
+class AttemptController:
     """Drives one attempt, for the dispatcher that owns it."""
 
     def __init__(self, epoch: int, deps: ControllerDependencies) -> None:
@@ -269,17 +269,17 @@ class Drive:
         self._monitors: dict[int, _MemberMonitor] = {}
         self._silences: dict[int, float] = {}
         """When each silent member fell silent, by this process's monotonic clock."""
-        self._news = asyncio.Event()
+        self._has_news = asyncio.Event()
         self._backoff = Backoff(deps.pauses.first, deps.pauses.longest, deps.chance.random)
 
     def poke(self) -> None:
         """Wake the controller: the attempt has changed in the database."""
-        self._news.set()
+        self._has_news.set()
 
     async def run(self) -> None:
         """Run until nothing is left to do, or another dispatcher owns the attempt."""
         try:
-            while await self._round():
+            while await self._run_round():
                 pass
         except Stale as error:
             log.info("%s", error)
@@ -291,12 +291,12 @@ class Drive:
                 if monitor.watch is not None:
                     monitor.watch.remove(monitor)
 
-    async def _round(self) -> bool:
+    async def _run_round(self) -> bool:
         """Read, decide, perform, then wait for news. False once nothing is left to do."""
-        self._news.clear()
+        self._has_news.clear()
         try:
-            row = await self._look()
-            view = self._view(row)
+            row = await self._read_current()
+            view = self._decision_view(row)
             if over(view):
                 return False
             effects = decide(view)
@@ -311,14 +311,14 @@ class Drive:
         limit = self._deps.pauses.idle
         if effects:  # they have changed nothing yet: check again soon, with a growing pause
             limit = self._backoff.next()
-        await wait_at_most(limit, self._news)
+        await wait_at_most(limit, self._has_news)
         return True
 
     # Reading
 
-    async def _look(self) -> Snapshot:
+    async def _read_current(self) -> Snapshot:
         """Read the row, after asking each machine whose member has no fresh reading."""
-        row = await self._read()
+        row = await self._read_snapshot()
         if row.state is AttemptState.RESERVED:
             return row
         unasked: list[MemberRow] = []
@@ -328,23 +328,23 @@ class Drive:
                 if monitor.last is None and (monitor.reachable or monitor.elsewhere):
                     unasked.append(member)
         if unasked:
-            await _all(self._ask(row, m, lambda r, m: r.status(*self._monitor(row, m).name)) for m in unasked)  # fmt: skip
+            await _gather_all(self._ask_machine(row, m, lambda r, m: r.status(*self._monitor(row, m).name)) for m in unasked)  # fmt: skip
         for member in row.members:
-            self._fetch_beside(row, member)
+            self._start_fetching(row, member)
         return await self._note_contact(row)
 
-    async def _read(self) -> Snapshot:
-        found = await self._deps.gateway.look_together(self._deps.snapshots, self.epoch)
-        if found is None:
+    async def _read_snapshot(self) -> Snapshot:
+        snapshot = await self._deps.gateway.look_together(self._deps.snapshots, self.epoch)
+        if snapshot is None:
             raise Stale(f"epoch {self.epoch} is not {self._deps.owner}'s")
-        return found
+        return snapshot
 
     def _monitor(self, row: Snapshot, member: MemberRow) -> _MemberMonitor:
         """The monitor of a member, which also listens to the watch of its machine."""
         monitor = self._monitors.get(member.rank)
         if monitor is None:
             monitor = self._monitors[member.rank] = _MemberMonitor(
-                row.job_id, self.epoch, self._news.set
+                row.job_id, self.epoch, self._has_news.set
             )
             monitor.provided = len(row.members) == 1 or not files_of(row)
             runner = self._deps.runner(member.machine)
@@ -352,7 +352,7 @@ class Drive:
         monitor.place = member.handle.get("place", monitor.place)
         return monitor
 
-    async def _ask(
+    async def _ask_machine(
         self,
         row: Snapshot,
         member: MemberRow,
@@ -363,31 +363,31 @@ class Drive:
         try:
             monitor.learn(await question(self._deps.runner(member.machine), member))
         except HostUnreachable as error:
-            self._silent(monitor, error)
+            self._note_silence(monitor, error)
         except RunnerRefused as error:  # the last reading still holds
             log.info("%s on %s: %s", row.key, member.machine.vm_id, error)
             if monitor.last is None:
-                self._silent(monitor, error)
+                self._note_silence(monitor, error)
         except HostError as error:
             log.info("%s on %s: %s", row.key, member.machine.vm_id, error)
             if not monitor.asked:
-                self._silent(monitor, error)
+                self._note_silence(monitor, error)
             monitor.last, monitor.asked = (
                 None,
                 False,
             )  # asked again, once, before it counts as silent
 
-    def _silent(self, monitor: _MemberMonitor, error: Exception) -> None:
+    def _note_silence(self, monitor: _MemberMonitor, error: Exception) -> None:
         """Count the machine as silent, until its watch reaches it again."""
         monitor.lost_contact(str(error))
         if monitor.watch is not None:
-            monitor.watch.down = True
+            monitor.watch.is_silent = True
             monitor.watch.look_again()
 
     async def _note_contact(self, row: Snapshot) -> Snapshot:
         """Record which machines fell silent and which answer again. The latter must be recorded before a status request may reset the
         deadman of a member there."""
-        changed = [
+        changed_members = [
             (m.rank, not monitor.reachable, monitor.elsewhere)
             for m in row.members
             if (monitor := self._monitors.get(m.rank))
@@ -397,39 +397,39 @@ class Drive:
                 or m.elsewhere != monitor.elsewhere
             )
         ]
-        if changed:
+        if changed_members:
             owner, epoch = self._deps.owner, self.epoch
 
             def note(session: Any) -> None:
-                for rank, silent, elsewhere in changed:
+                for rank, silent, elsewhere in changed_members:
                     records.contact(session, epoch, owner, rank, silent=silent, elsewhere=elsewhere)
 
             await self._deps.gateway.commit("attempt.contact", note)
-            row = await self._read()
+            row = await self._read_snapshot()
         for member in row.members:
             if (monitor := self._monitors.get(member.rank)) is None:
                 continue
-            hearing = (
+            is_hearing = (
                 monitor.reachable and monitor.last is not None and monitor.last.state in CHANGEABLE
             )
-            if hearing != monitor.hearing:
-                monitor.hearing = hearing
+            if is_hearing != monitor.hearing:
+                monitor.hearing = is_hearing
                 if monitor.watch is not None:
                     monitor.watch.look_again()
         return row
 
-    def _view(self, row: Snapshot) -> View:
+    def _decision_view(self, row: Snapshot) -> View:
         return View(
             job_id=row.job_id,
             epoch=row.epoch,
             state=row.state,
-            members=tuple(self._member(row, m) for m in row.members),
+            members=tuple(self._member_view(row, m) for m in row.members),
             cancel_requested=row.cancel_requested,
             cleanup=row.cleanup,
         )
 
-    def _member(self, row: Snapshot, m: MemberRow) -> MemberView:
-        seen = MemberView(
+    def _member_view(self, row: Snapshot, m: MemberRow) -> MemberView:
+        member_view = MemberView(
             rank=m.rank,
             vm_id=m.machine.vm_id,
             reading=Reading.UNKNOWN,
@@ -443,18 +443,18 @@ class Drive:
         )
         monitor = self._monitors.get(m.rank)
         if monitor is None:
-            return seen
-        last = monitor.last
-        refused = last.refused if last else None
+            return member_view
+        state = monitor.last
+        refusal = state.refused if state else None
         return replace(
-            seen,
+            member_view,
             reading=monitor.reading,
-            exit=last.exit if last and last.exit else m.exit,
-            refusal=f"{refused.code}: {refused.message}" if refused else monitor.refusal,
-            highest=refused.highest if refused else None,
+            exit=state.exit if state and state.exit else m.exit,
+            refusal=f"{refusal.code}: {refusal.message}" if refusal else monitor.refusal,
+            highest=refusal.highest if refusal else None,
             provided=monitor.provided,
             given=monitor.given,
-            engine_says=last.engine_says if last else "",
+            engine_says=state.engine_says if state else "",
             rejected=monitor.refusal is not None,
             ended=monitor.ended,
             collected=monitor.collected,
@@ -485,25 +485,27 @@ class Drive:
         """Perform the effects; returns whether that changed anything."""
         self._provide_no_others(effects)
         if len(effects) == 1 and isinstance(effects[0], Move):
-            await self._move(row, effects[0])
+            await self._write_move(row, effects[0])
             return True
         owner, epoch = self._deps.owner, self.epoch
-        if seen := self._unwritten_states(
+        if unwritten_states := self._unwritten_states(
             row
         ):  # states that machines report and the database does not have yet
 
             def write(session: Any) -> None:
-                for rank, state in seen:
+                for rank, state in unwritten_states:
                     records.record(session, epoch, owner, state, rank)
 
             await self._deps.gateway.commit_of(epoch, "attempt.record", write)
-        before = {rank: monitor.decision_state for rank, monitor in self._monitors.items()}
+        states_before = {rank: monitor.decision_state for rank, monitor in self._monitors.items()}
         ranks = dict.fromkeys(e.rank for e in effects if not isinstance(e, Move))
-        await _all(
+        await _gather_all(
             self._perform_for(row, rank, [e for e in effects if getattr(e, "rank", None) == rank])
             for rank in ranks
         )
-        return before != {rank: monitor.decision_state for rank, monitor in self._monitors.items()}
+        return states_before != {
+            rank: monitor.decision_state for rank, monitor in self._monitors.items()
+        }
 
     async def _perform_for(self, row: Snapshot, rank: int, effects: Sequence[Effect]) -> None:
         """Perform the effects of one member in order."""
@@ -513,15 +515,15 @@ class Drive:
                 case Provide():
                     self._provide(row, member)
                 case Launch():
-                    await self._launch(row, member)
+                    await self._launch_member(row, member)
                 case Void():
-                    await self._ask(row, member, lambda r, _: r.void(row.job_id, row.epoch))
+                    await self._ask_machine(row, member, lambda r, _: r.void(row.job_id, row.epoch))
                 case Kill():
-                    await self._ask(
+                    await self._ask_machine(
                         row, member, lambda r, _: r.kill(row.job_id, row.epoch, grace=grace)
                     )
                 case Collect():
-                    await self._collect(row, member)
+                    await self._collect_member(row, member)
                 case CheckRelease():
                     await self._check_release(row, member)
                 case Abandon():
@@ -529,10 +531,10 @@ class Drive:
                 case Move():
                     raise AssertionError("a move stands alone")
 
-    async def _move(self, row: Snapshot, move: Move) -> None:
+    async def _write_move(self, row: Snapshot, move: Move) -> None:
         """Write the next state, in one transaction with the readings that led to it."""
         owner, epoch, chance = self._deps.owner, self.epoch, self._deps.chance
-        seen, ends = self._unwritten_states(row), move.to is AttemptState.ENDED
+        unwritten_states, ends_attempt = self._unwritten_states(row), move.to is AttemptState.ENDED
 
         def write(session: Any) -> None:
             if move.to is AttemptState.LAUNCHING:
@@ -540,16 +542,16 @@ class Drive:
                 for member in row.members:
                     if (deadman := member.machine.deadman) is not None:
                         records.sending(session, epoch, owner, member.rank, deadman)
-            for rank, state in seen:
+            for rank, state in unwritten_states:
                 records.record(session, epoch, owner, state, rank)
-            if ends:
+            if ends_attempt:
                 ending.end(session, epoch, owner, move, chance)
             else:
                 records.move(session, epoch, owner, move.to)
 
-        if ends:
-            await self._last_of_what_it_left(row)
-        await self._deps.gateway.commit_of(epoch, f"attempt.{move.to}", write, ends=ends)
+        if ends_attempt:
+            await self._fetch_remainder(row)
+        await self._deps.gateway.commit_of(epoch, f"attempt.{move.to}", write, ends=ends_attempt)
 
     def _unwritten_states(self, row: Snapshot) -> list[tuple[int, MemberState]]:
         """Readings that the database does not have yet, by rank. An absent folder proves nothing and is never recorded."""
@@ -562,7 +564,7 @@ class Drive:
             and (m.recorded, m.waits) != (monitor.last.state, records.waits_for(monitor.last))
         ]
 
-    async def _launch(self, row: Snapshot, member: MemberRow) -> None:
+    async def _launch_member(self, row: Snapshot, member: MemberRow) -> None:
         """Launch the attempt on this member's machine. If files are missing there, they must be provided first. Any other refusal is kept
         in the monitor, since the folder stays absent after it."""
         monitor = self._monitor(row, member)
@@ -571,17 +573,17 @@ class Drive:
         except SecretMissing as error:
             monitor.refusal = f"{refusals.SECRET}: {error}"
             return
-        refused: list[RunnerRefused] = []
+        refusals_received: list[RunnerRefused] = []
 
-        async def tell(runner: Runner, _: MemberRow) -> MemberState:
+        async def launch_member(runner: Runner, _: MemberRow) -> MemberState:
             try:
                 return await runner.launch(await with_machine_time(launch, runner))
             except RunnerRefused as error:
-                refused.append(error)
+                refusals_received.append(error)
                 return await runner.status(row.job_id, row.epoch)
 
-        await self._ask(row, member, tell)
-        for error in refused:
+        await self._ask_machine(row, member, launch_member)
+        for error in refusals_received:
             if error.code == "missing_blobs":
                 monitor.provided = False
             else:
@@ -611,21 +613,21 @@ class Drive:
         except RunnerRefused as error:
             monitor.refusal = str(error)
         except HostError as error:
-            self._silent(monitor, error)
+            self._note_silence(monitor, error)
         except BlobError as error:
-            monitor.refusal = await asyncio.to_thread(_why_not_provided, store, row, error)
+            monitor.refusal = await asyncio.to_thread(_provision_problem, store, row, error)
         except OSError as error:
             monitor.refusal = f"{refusals.DISK}: a file of the job cannot be read: {error}"
         except Exception as error:  # noqa: BLE001  # the drive raises it, and its failures are reported
             monitor.mistake = error
         if monitor.provided or monitor.refusal or monitor.mistake:
-            self._news.set()
+            self._has_news.set()
 
     async def _check_release(self, row: Snapshot, member: MemberRow) -> None:
         """Ask whether the machine still runs or holds anything of the attempt; if not, release its reservations."""
         monitor, machine = self._monitor(row, member), member.machine
         try:
-            found = await self._deps.runner(machine).release(
+            release = await self._deps.runner(machine).release(
                 row.job_id, row.epoch, gpus=member.gpus, share_mb=member.share_mb,
                 idle_memory_mb=machine.idle_memory_mb, probe=machine.probe,
             )  # fmt: skip
@@ -633,19 +635,19 @@ class Drive:
             log.warning("%s on %s: %s", row.key, machine.vm_id, error)
             return
         except HostError as error:
-            self._silent(monitor, error)
+            self._note_silence(monitor, error)
             return
-        monitor.quiet = all(holder.what == "memory" for holder in found.holders)
+        monitor.quiet = all(holder.what == "memory" for holder in release.holders)
         if row.state is not AttemptState.ENDED:
             return
         owner, epoch, rank = self._deps.owner, self.epoch, member.rank
-        if found.clean:
+        if release.clean:
             await self._deps.gateway.commit_of(
                 epoch, "attempt.release", lambda s: ending.release(s, epoch, owner, rank)
             )
-            self._news.set()
+            self._has_news.set()
             return
-        holders = [{"what": h.what, "detail": h.detail, "pid": h.pid} for h in found.holders]
+        holders = [{"what": h.what, "detail": h.detail, "pid": h.pid} for h in release.holders]
         await self._deps.gateway.commit(
             "attempt.leaking", lambda s: records.leaking(s, epoch, owner, rank, holders)
         )
@@ -655,92 +657,100 @@ class Drive:
         await self._deps.gateway.commit(
             "attempt.abandon", lambda s: ending.abandon(s, epoch, owner, rank)
         )
-        self._news.set()
+        self._has_news.set()
 
     # Fetching
 
-    def _part(self, row: Snapshot, member: MemberRow) -> Part:
+    def _part_of(self, row: Snapshot, member: MemberRow) -> Part:
         """The member in the form that log mirror and collectors take."""
         return Part(
             self._deps.runner(member.machine), self._deps.owner, row.job_id, row.generation,
             row.epoch, member.rank, row.spec, member.log_offset,
         )  # fmt: skip
 
-    def _fetch_beside(self, row: Snapshot, member: MemberRow) -> None:
+    def _start_fetching(self, row: Snapshot, member: MemberRow) -> None:
         """While the member runs: start to fetch new log and new checkpoints, each unless a task is doing so."""
         monitor = self._monitors.get(member.rank)
         if monitor is None or monitor.last is None or monitor.last.state not in CHANGEABLE:
             return
         logs, checkpoints, size = self._deps.logs, self._deps.checkpoints, monitor.last.log_size
-        monitor.log.there, monitor.checkpoints.there = (
+        monitor.log.available, monitor.checkpoints.available = (
             size,
             (monitor.last.checkpoints, monitor.last.step),
         )
         if monitor.log.begins:
-            part = self._part(row, member)
+            part = self._part_of(row, member)
             fetching = monitor.log
-            fetch = self._fetch(fetching, fetching.there, part, lambda: logs.catch_up(part, size))
+            fetch = self._run_fetch(
+                fetching, fetching.available, part, lambda: logs.catch_up(part, size)
+            )
             fetching.task = self._deps.spawn(fetch)
         if monitor.checkpoints.begins:
-            part = self._part(row, member)
+            part = self._part_of(row, member)
             fetching = monitor.checkpoints
-            fetch = self._fetch(fetching, fetching.there, part, lambda: checkpoints.mirror(part))
+            fetch = self._run_fetch(
+                fetching, fetching.available, part, lambda: checkpoints.mirror(part)
+            )
             fetching.task = self._deps.spawn(fetch)
 
-    async def _fetch(
-        self, fetching: _Fetching, there: Have, part: Part, fetch: Callable[[], Awaitable[None]]
+    async def _run_fetch(
+        self,
+        fetching: _Fetching,
+        machine_state: Have,
+        part: Part,
+        fetch: Callable[[], Awaitable[None]],
     ) -> None:
         """Fetch the data that the machine had when the task was created, and note that it has arrived."""
         try:
             await fetch()
-            fetching.here = there
+            fetching.fetched = machine_state
         except (HostError, RunError, Stale, *OWN_DISK) as error:  # tried again in a later round
             log.info("%s.%s: %s", part.job_id, part.epoch, error)
             return
-        if fetching.there != there:
-            self._news.set()  # more has arrived there meanwhile, perhaps the last of it
+        if fetching.available != machine_state:
+            self._has_news.set()  # more has arrived there meanwhile, perhaps the last of it
 
-    async def _collect(self, row: Snapshot, member: MemberRow) -> None:
+    async def _collect_member(self, row: Snapshot, member: MemberRow) -> None:
         """Fetch the rest of the log, the newest checkpoint and the artefacts."""
-        monitor, part = self._monitor(row, member), self._part(row, member)
-        last = monitor.last  # kept, since the machine's watch may reset it meanwhile
-        if last is None:
+        monitor, part = self._monitor(row, member), self._part_of(row, member)
+        state = monitor.last  # kept, since the machine's watch may reset it meanwhile
+        if state is None:
             return
         try:
             await monitor.log.wait_until_ended()
-            await self._deps.logs.catch_up(part, last.log_size)
+            await self._deps.logs.catch_up(part, state.log_size)
             await monitor.checkpoints.wait_until_ended()
-            if last.checkpoints:
+            if state.checkpoints:
                 await self._deps.checkpoints.mirror(part)
-            found = await self._deps.collector.collect(part)
+            collected = await self._deps.collector.collect(part)
             monitor.problem, monitor.left_out, monitor.collected = (
-                found.problem,
-                found.left_out,
+                collected.problem,
+                collected.left_out,
                 True,
             )
         except RunnerRefused as error:
             monitor.problem, monitor.collected = f"{member.machine.vm_id} refused: {error}", True
         except OutcomeUnknown as error:  # the machine may still answer other requests
-            why = f"{member.machine.vm_id} does not give what it left: {error}"
-            await self._not_taken_in(row, member, why, mendable=True)
-            await self._ask(row, member, lambda r, _: r.status(row.job_id, row.epoch))
+            reason = f"{member.machine.vm_id} does not give what it left: {error}"
+            await self._note_failed_collection(row, member, reason, mendable=True)
+            await self._ask_machine(row, member, lambda r, _: r.status(row.job_id, row.epoch))
         except HostError as error:
-            self._silent(monitor, error)
+            self._note_silence(monitor, error)
         except OWN_DISK as error:
             log.warning("%s: its artefacts cannot be written: %s", row.key, error)
-            why = f"the control machine could not write: {error}"
+            reason = f"the control machine could not write: {error}"
             # A full or broken disk can be repaired; a name or content that cannot be stored is the job's.
-            ours = isinstance(error, OSError) and error.errno not in JOBS_OWN_ERRNOS
-            await self._not_taken_in(row, member, why, mendable=ours)
+            is_repairable = isinstance(error, OSError) and error.errno not in JOBS_OWN_ERRNOS
+            await self._note_failed_collection(row, member, reason, mendable=is_repairable)
         except (Stale, RunError):
             raise
         except Exception as error:  # a job's files must never make it impossible to end it
             log.exception("%s: what it left cannot be taken in", row.key)
-            why = f"the control machine could not take it in: {error!r}"
-            await self._not_taken_in(row, member, why, mendable=False)
+            reason = f"the control machine could not take it in: {error!r}"
+            await self._note_failed_collection(row, member, reason, mendable=False)
 
-    async def _not_taken_in(
-        self, row: Snapshot, member: MemberRow, why: str, *, mendable: bool
+    async def _note_failed_collection(
+        self, row: Snapshot, member: MemberRow, reason: str, *, mendable: bool
     ) -> None:
         """Count a failed collection, which is tried again. After MOST_TRIES, if the cause can be repaired (`mendable`), the attempt is
         marked as stuck and an operator alerted, so that nothing that the job made is lost. Otherwise, or once cancelled, it ends without
@@ -750,14 +760,14 @@ class Drive:
         if monitor.tries < MOST_TRIES:
             return
         if not mendable or row.cancel_requested:
-            monitor.problem, monitor.collected = why, True
+            monitor.problem, monitor.collected = reason, True
             return
         owner, epoch = self._deps.owner, self.epoch
         await self._deps.gateway.commit_of(
-            epoch, "attempt.stuck", lambda s: records.stuck(s, epoch, owner, member.rank, why)
+            epoch, "attempt.stuck", lambda s: records.stuck(s, epoch, owner, member.rank, reason)
         )
 
-    async def _last_of_what_it_left(self, row: Snapshot) -> None:
+    async def _fetch_remainder(self, row: Snapshot) -> None:
         """Fetch log and newest checkpoint of an attempt that ends without collection (its machine rebooted), as far as possible.
 
         After this, no machine that answers has a newer checkpoint than the one from which the next attempt resumes.
@@ -766,13 +776,13 @@ class Drive:
             monitor = self._monitors.get(member.rank)
             if monitor is None or monitor.collected or monitor.last is None:
                 continue
-            part, last = self._part(row, member), monitor.last
+            part, state = self._part_of(row, member), monitor.last
             try:
                 await monitor.log.wait_until_ended()
-                if last.log_size:
-                    await self._deps.logs.catch_up(part, last.log_size)
+                if state.log_size:
+                    await self._deps.logs.catch_up(part, state.log_size)
                 await monitor.checkpoints.wait_until_ended()
-                if last.checkpoints:
+                if state.checkpoints:
                     await self._deps.checkpoints.mirror(part)
             except (HostError, *OWN_DISK) as error:
                 log.info("%s: the end of what it left is lost: %s", row.key, error)
@@ -782,23 +792,23 @@ class Drive:
                 log.exception("%s: the end of what it left is lost", row.key)
 
 
-def _why_not_provided(store: BlobStore, row: Snapshot, error: BlobError) -> str | None:
+def _provision_problem(store: BlobStore, row: Snapshot, error: BlobError) -> str | None:
     """A refusal that names the files that the store has lost: first those of the checkpoint, since there may be another one. None: the
     files exist again.
     """
     resume = resume_of(row)
-    if resume and (lacking := _lacking(store, resume.manifest)):
+    if resume and (lacking := _missing_files(store, resume.manifest)):
         return refusals.of_checkpoint(resume.step, resume.path, lacking, error)
-    if lacking := _lacking(store, files_of(row)):
+    if lacking := _missing_files(store, files_of(row)):
         return refusals.of_files(row.job_id, lacking, error)
     return None
 
 
-def _lacking(store: BlobStore, files: Manifest) -> list[str]:
+def _missing_files(store: BlobStore, files: Manifest) -> list[str]:
     return [path for path, entry in files.items() if entry.sha256 not in store]
 
 
-async def _all(work: Any) -> None:
+async def _gather_all(work: Any) -> None:
     """Await all coroutines, even if some fail; then raise the first error."""
     for result in await asyncio.gather(*work, return_exceptions=True):
         if isinstance(result, BaseException):

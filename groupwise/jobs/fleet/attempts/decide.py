@@ -197,11 +197,11 @@ def decide(view: View) -> tuple[Effect, ...]:
         case AttemptState.RESERVED:
             return _decide_reserved(view)
         case AttemptState.LAUNCHING:
-            return _launching(view)
+            return _decide_launching(view)
         case AttemptState.RUNNING:
-            return _running(view)
+            return _decide_running(view)
         case AttemptState.COLLECTING:
-            return _collecting(view)
+            return _decide_collecting(view)
         case AttemptState.ENDED:
             return _decide_ended(view)
 
@@ -218,48 +218,58 @@ def over(view: View) -> bool:
 
 def _decide_reserved(view: View) -> tuple[Effect, ...]:
     if view.cancel_requested:
-        return (_end(view, Outcome.VOID, because="cancelled before anything was sent"),)
+        return (_end_move(view, Outcome.VOID, because="cancelled before anything was sent"),)
     if unfit := [m.vm_id for m in view.members if m.lost or m.drained]:
-        return (_end(view, Outcome.VOID, because=f"nothing new begins on {', '.join(unfit)}"),)
+        return (_end_move(view, Outcome.VOID, because=f"nothing new begins on {', '.join(unfit)}"),)
     return (Move(AttemptState.LAUNCHING),)
 
 
-def _launching(view: View) -> tuple[Effect, ...]:
+def _decide_launching(view: View) -> tuple[Effect, ...]:
     if all(m.reading in BEGUN for m in view.members):
         return (Move(AttemptState.RUNNING),)
     end = _launch_given_up(view)
     if end is None:
-        return _begin(view)
+        return _provide_or_launch(view)
     return _once_still(view, end)
 
 
 def _launch_given_up(view: View) -> Move | None:
     """The end of an attempt whose launch must not continue; None: it continues."""
-    ran = any(m.reading in BEGUN for m in view.members)
+    has_run = any(m.reading in BEGUN for m in view.members)
     if gone_members := [m for m in view.members if m.is_gone]:
-        return _end(view, Outcome.FAILED, FailureClass.HOST_LOST, _gone_because(gone_members[0]))
+        return _end_move(
+            view, Outcome.FAILED, FailureClass.HOST_LOST, _gone_reason(gone_members[0])
+        )
     if view.cancel_requested:
-        outcome = Outcome.CANCELLED if ran else Outcome.VOID
-        return _end(view, outcome, because="cancelled while it was being launched")
-    if lost := [m for m in view.members if m.lost and m.reading not in BEGUN]:
-        outcome = Outcome.FAILED if ran else Outcome.VOID
-        failure = FailureClass.HOST_LOST if ran else None
-        return _end(view, outcome, failure, _gone_because(lost[0]))
-    if refused := [m for m in view.members if m.reading is Reading.REFUSED or m.rejected]:
-        outcome = Outcome.FAILED if ran else Outcome.VOID
-        return _end(view, outcome, *_refused_because(refused[0]), culprit=refused[0])
-    if voided := [m for m in view.members if m.reading is Reading.VOIDED]:
-        if engine_reason := refusals.of_engine(voided[0].refusal):
-            return _end(
-                view, Outcome.VOID, FailureClass.PREEMPTION, engine_reason, culprit=voided[0]
+        outcome = Outcome.CANCELLED if has_run else Outcome.VOID
+        return _end_move(view, outcome, because="cancelled while it was being launched")
+    if lost_members := [m for m in view.members if m.lost and m.reading not in BEGUN]:
+        outcome = Outcome.FAILED if has_run else Outcome.VOID
+        failure = FailureClass.HOST_LOST if has_run else None
+        return _end_move(view, outcome, failure, _gone_reason(lost_members[0]))
+    if refusing_members := [m for m in view.members if m.reading is Reading.REFUSED or m.rejected]:
+        outcome = Outcome.FAILED if has_run else Outcome.VOID
+        return _end_move(
+            view, outcome, *_refusal_cause(refusing_members[0]), culprit=refusing_members[0]
+        )
+    if voided_members := [m for m in view.members if m.reading is Reading.VOIDED]:
+        if engine_reason := refusals.of_engine(voided_members[0].refusal):
+            return _end_move(
+                view,
+                Outcome.VOID,
+                FailureClass.PREEMPTION,
+                engine_reason,
+                culprit=voided_members[0],
             )
-        outcome = Outcome.FAILED if ran else Outcome.VOID
-        failure = FailureClass.LAUNCH_FAILURE if ran else None
-        return _end(view, outcome, failure, f"it had been made void on {voided[0].vm_id}")
+        outcome = Outcome.FAILED if has_run else Outcome.VOID
+        failure = FailureClass.LAUNCH_FAILURE if has_run else None
+        return _end_move(
+            view, outcome, failure, f"it had been made void on {voided_members[0].vm_id}"
+        )
     return None
 
 
-def _begin(view: View) -> tuple[Effect, ...]:
+def _provide_or_launch(view: View) -> tuple[Effect, ...]:
     """Launch once all members have their files: a member that starts long before another gives up waiting for it."""
     to_begin = [m for m in view.members if m.reading in SILENT or m.reading is Reading.ABSENT]
     absent = [m for m in to_begin if m.reading is Reading.ABSENT]
@@ -269,7 +279,7 @@ def _begin(view: View) -> tuple[Effect, ...]:
     return tuple(Provide(m.rank) for m in absent if not m.provided)
 
 
-def _refused_because(member: MemberView) -> tuple[FailureClass, str]:
+def _refusal_cause(member: MemberView) -> tuple[FailureClass, str]:
     """Failure class and reason of a refused launch. A machine is named only for its own refusals."""
     if refusals.code_of(member.refusal) in refusals.OURS:
         message = refusals.message_of(member.refusal)
@@ -279,7 +289,7 @@ def _refused_because(member: MemberView) -> tuple[FailureClass, str]:
     return FailureClass.LAUNCH_FAILURE, because
 
 
-def _running(view: View) -> tuple[Effect, ...]:
+def _decide_running(view: View) -> tuple[Effect, ...]:
     if all(m.reading is Reading.EXITED for m in view.members):
         return (Move(AttemptState.COLLECTING),)
     if not view.cancel_requested and not any(_has_failed(m) for m in view.members):
@@ -296,22 +306,22 @@ def _has_failed(member: MemberView) -> bool:
 
 def _lost_while_running(view: View) -> Move:
     """The end of an attempt that ran but has members without an exit record."""
-    missing = [m for m in view.members if m.reading is not Reading.EXITED]
-    gone_members = [m for m in missing if m.is_gone]
-    rebooted = [m for m in missing if m.reading is Reading.REBOOTED]
+    unexited_members = [m for m in view.members if m.reading is not Reading.EXITED]
+    gone_members = [m for m in unexited_members if m.is_gone]
+    rebooted_members = [m for m in unexited_members if m.reading is Reading.REBOOTED]
     if gone_members:
         failure, member = FailureClass.HOST_LOST, gone_members[0]
-    elif rebooted:
-        failure, member = FailureClass.REBOOT, rebooted[0]
+    elif rebooted_members:
+        failure, member = FailureClass.REBOOT, rebooted_members[0]
     else:
-        failure, member = FailureClass.SUPERVISOR_LOST, missing[0]
-    return _end(view, Outcome.FAILED, failure, _lost_because(member))
+        failure, member = FailureClass.SUPERVISOR_LOST, unexited_members[0]
+    return _end_move(view, Outcome.FAILED, failure, _lost_reason(member))
 
 
-def _collecting(view: View) -> tuple[Effect, ...]:
-    if waiting := [m for m in view.members if not m.collected and not m.is_gone]:
-        return tuple(Collect(m.rank) for m in waiting if m.reading not in SILENT)
-    end = _result(view)
+def _decide_collecting(view: View) -> tuple[Effect, ...]:
+    if uncollected_members := [m for m in view.members if not m.collected and not m.is_gone]:
+        return tuple(Collect(m.rank) for m in uncollected_members if m.reading not in SILENT)
+    end = _final_move(view)
     if end.outcome is Outcome.CANCELLED:
         return _once_still(view, end)
     return (end,)
@@ -349,13 +359,13 @@ def _towards_release(member: MemberView) -> tuple[Effect, ...]:
 
 def _once_still(view: View, end: Move | Callable[[View], Move]) -> tuple[Effect, ...]:
     """The end, if the attempt runs on no machine; otherwise the effects that stop it there."""
-    restless = [m for m in view.members if not _still(view, m)]
+    restless = [m for m in view.members if not _is_still(view, m)]
     if restless:
         return tuple(effect for m in restless for effect in _towards_stillness(m))
     return (end if isinstance(end, Move) else end(view),)
 
 
-def _still(view: View, member: MemberView) -> bool:
+def _is_still(view: View, member: MemberView) -> bool:
     """True if it is proved that the member does not run there, and never will.
 
     An exit record proves that the command has ended, but before a cancellation is acknowledged its child processes must be gone too. A
@@ -391,28 +401,32 @@ def _towards_stillness(member: MemberView) -> tuple[Effect, ...]:
 # ---------------------------------------------------------------------------------------------------------------------------------------
 
 
-def _result(view: View) -> Move:
+def _final_move(view: View) -> Move:
     """The end of an attempt whose members all left an exit record."""
-    failing = [m for m in view.members if m.exit is None or not has_succeeded(m.exit)]
-    if not failing:
-        if unfetched := [m for m in view.members if not m.collected]:
-            because = (
-                f"it succeeded, but {unfetched[0].vm_id} was lost before its artefacts were fetched"
-            )
-            return _end(view, Outcome.FAILED, FailureClass.HOST_LOST, because)
-        if spoilt := [m for m in view.members if m.collection_problem]:
-            because = str(spoilt[0].collection_problem)
-            return _end(view, Outcome.FAILED, FailureClass.ARTEFACTS, because)
-        return _end(view, Outcome.SUCCEEDED, because="exit code 0")
-    first = min(failing, key=_cause_order)
-    if first.exit is None:
-        return _end(view, Outcome.FAILED, FailureClass.SUPERVISOR_LOST, "it left no exit record")
-    if view.cancel_requested and first.exit.reason is ExitReason.CANCELLED:
-        return _end(view, Outcome.CANCELLED, because="cancelled")
-    if first.exit.reason is ExitReason.CANCELLED and (lost := [m for m in view.members if m.lost]):
-        return _end(view, Outcome.FAILED, FailureClass.HOST_LOST, _gone_because(lost[0]))
-    found = classify(first.exit, gpu_problems=first.gpu_problems)
-    return _end(view, Outcome.FAILED, found.failure, found.because, culprit=first)
+    failed_members = [m for m in view.members if m.exit is None or not has_succeeded(m.exit)]
+    if not failed_members:
+        if unfetched_members := [m for m in view.members if not m.collected]:
+            because = f"it succeeded, but {unfetched_members[0].vm_id} was lost before its artefacts were fetched"
+            return _end_move(view, Outcome.FAILED, FailureClass.HOST_LOST, because)
+        if problem_members := [m for m in view.members if m.collection_problem]:
+            because = str(problem_members[0].collection_problem)
+            return _end_move(view, Outcome.FAILED, FailureClass.ARTEFACTS, because)
+        return _end_move(view, Outcome.SUCCEEDED, because="exit code 0")
+    cause = min(failed_members, key=_cause_order)
+    if cause.exit is None:
+        return _end_move(
+            view, Outcome.FAILED, FailureClass.SUPERVISOR_LOST, "it left no exit record"
+        )
+    if view.cancel_requested and cause.exit.reason is ExitReason.CANCELLED:
+        return _end_move(view, Outcome.CANCELLED, because="cancelled")
+    if cause.exit.reason is ExitReason.CANCELLED and (
+        lost_members := [m for m in view.members if m.lost]
+    ):
+        return _end_move(
+            view, Outcome.FAILED, FailureClass.HOST_LOST, _gone_reason(lost_members[0])
+        )
+    classified = classify(cause.exit, gpu_problems=cause.gpu_problems)
+    return _end_move(view, Outcome.FAILED, classified.failure, classified.because, culprit=cause)
 
 
 def _cause_order(member: MemberView) -> tuple[bool, float, int]:
@@ -422,7 +436,7 @@ def _cause_order(member: MemberView) -> tuple[bool, float, int]:
     return killed, member.ended or 0.0, member.rank
 
 
-def _end(
+def _end_move(
     view: View,
     outcome: Outcome,
     failure: FailureClass | None = None,
@@ -431,14 +445,14 @@ def _end(
 ) -> Move:
     evidence: dict[str, Any] = {
         "because": because,
-        "members": [_evidence(m) for m in view.members],
+        "members": [_member_evidence(m) for m in view.members],
     }
     if culprit or failure:
-        evidence["rank"] = (culprit or _at_fault(view.members)).rank
+        evidence["rank"] = (culprit or _member_at_fault(view.members)).rank
     return Move(AttemptState.ENDED, outcome, failure, because, evidence)
 
 
-def _at_fault(members: Sequence[MemberView]) -> MemberView:
+def _member_at_fault(members: Sequence[MemberView]) -> MemberView:
     """The member that caused the failure; rank 0 if that is unknown."""
     for member in members:
         if member.is_gone or member.rejected or member.reading in {Reading.REFUSED, Reading.LOST}:
@@ -446,26 +460,26 @@ def _at_fault(members: Sequence[MemberView]) -> MemberView:
     return members[0]
 
 
-def _evidence(member: MemberView) -> dict[str, Any]:
-    found: dict[str, Any] = {
+def _member_evidence(member: MemberView) -> dict[str, Any]:
+    evidence: dict[str, Any] = {
         "rank": member.rank,
         "vm": member.vm_id,
         "reading": str(member.reading),
     }
     if member.refusal:
-        found["refusal"] = member.refusal
+        evidence["refusal"] = member.refusal
     if member.highest is not None:
-        found["highest"] = member.highest
+        evidence["highest"] = member.highest
     if member.lost:
-        found["vm_lost"] = True
+        evidence["vm_lost"] = True
     if member.deadman_over:
-        found["deadman_over"] = True
+        evidence["deadman_over"] = True
     if member.left_out:
-        found["left_out"] = member.left_out
+        evidence["left_out"] = member.left_out
     if member.gpu_problems:
-        found["gpu_problems"] = list(member.gpu_problems)
+        evidence["gpu_problems"] = list(member.gpu_problems)
     if member.exit:
-        found["exit"] = {
+        evidence["exit"] = {
             "code": member.exit.code,
             "signal": member.exit.signal,
             "reason": str(member.exit.reason),
@@ -473,18 +487,18 @@ def _evidence(member: MemberView) -> dict[str, Any]:
             "leftovers": member.exit.leftovers,
             "tail": member.exit.tail[-2000:],
         }
-    return found
+    return evidence
 
 
-def _gone_because(member: MemberView) -> str:
+def _gone_reason(member: MemberView) -> str:
     if member.lost:
         return f"{member.vm_id} was declared lost"
     return f"{member.vm_id} was silent for longer than its deadman"
 
 
-def _lost_because(member: MemberView) -> str:
+def _lost_reason(member: MemberView) -> str:
     if member.is_gone:
-        return _gone_because(member)
+        return _gone_reason(member)
     if member.reading is Reading.REBOOTED:
         return f"{member.vm_id} has booted since"
     if member.reading is Reading.LOST and member.engine_says:

@@ -41,14 +41,14 @@ class Death(BaseException):
     """The process counts as dead from here on; only tests raise it. No `except Exception` stops it."""
 
 
-def _nothing(name: str, side: Side) -> None:
+def _ignore_effect(name: str, side: Side) -> None:
     """The hook of a process that does not die."""
 
 
 class Gateway:
     """The only way by which a dispatcher affects anything outside itself."""
 
-    def __init__(self, database: Database, hook: Hook = _nothing) -> None:
+    def __init__(self, database: Database, hook: Hook = _ignore_effect) -> None:
         self.database = database
         self._writes = Writes(database)
         self._hook = hook
@@ -56,65 +56,65 @@ class Gateway:
 
     async def commit(self, name: str, fn: Callable[[Session], T]) -> T:
         """Run one transaction; `fn` may be called several times, see `Database.run`."""
-        return await self._through(name, lambda: self.database.in_thread(fn))
+        return await self._run_effect(name, lambda: self.database.in_thread(fn))
 
     async def commit_of(
         self, epoch: int, name: str, fn: Callable[[Session], T], *, ends: bool = False
     ) -> T:
         """`commit` for a short write about one attempt, which may share its transaction with concurrent ones. `ends`: it ends the
         attempt."""
-        return await self._through(name, lambda: self._writes.commit(epoch, fn, ends=ends))
+        return await self._run_effect(name, lambda: self._writes.commit(epoch, fn, ends=ends))
 
     async def look(self, fn: Callable[[Session], T]) -> T:
         """Read the database. That changes nothing, so it is no effect, but a dead process must not read either."""
-        self._alive()
-        found = await self.database.read_in_thread(fn)
-        self._alive()
-        return found
+        self._require_alive()
+        result = await self.database.read_in_thread(fn)
+        self._require_alive()
+        return result
 
     async def look_together(self, reads: Reads[Key, T], key: Key) -> T | None:
         """`look` for a read that many controllers do at the same time; they share transactions."""
-        self._alive()
-        found = await reads.look(key)
-        self._alive()
-        return found
+        self._require_alive()
+        result = await reads.look(key)
+        self._require_alive()
+        return result
 
     async def ask(self, name: str, call: Callable[[], Awaitable[T]]) -> T:
         """Send a request to a machine."""
-        return await self._through(name, call)
+        return await self._run_effect(name, call)
 
     async def write(self, name: str, fn: Callable[[], T]) -> T:
         """Do a durable write on this machine, in a thread."""
-        return await self._through(name, lambda: asyncio.to_thread(fn))
+        return await self._run_effect(name, lambda: asyncio.to_thread(fn))
 
     def host(self, host: Host) -> Host:
         """Wrap the connection to a machine: each request becomes an effect, named by its verb."""
-        return _Watched(host, self)
+        return _HookedHost(host, self)
 
-    async def _through(self, name: str, effect: Callable[[], Awaitable[T]]) -> T:
-        self._pass(name, Side.BEFORE)
+    async def _run_effect(self, name: str, effect: Callable[[], Awaitable[T]]) -> T:
+        self._call_hook(name, Side.BEFORE)
         try:
             result = await effect()
         except Exception:  # a failed call may have had its effect all the same
-            self._pass(name, Side.AFTER)
+            self._call_hook(name, Side.AFTER)
             raise
-        self._pass(name, Side.AFTER)
+        self._call_hook(name, Side.AFTER)
         return result
 
-    def _pass(self, name: str, side: Side) -> None:
-        self._alive()
+    def _call_hook(self, name: str, side: Side) -> None:
+        self._require_alive()
         try:
             self._hook(name, side)
         except Death:
             self._dead = True
             raise
 
-    def _alive(self) -> None:
+    def _require_alive(self) -> None:
         if self._dead:
             raise Death
 
 
-class _Watched:
+class _HookedHost:
     """A `Host` whose requests all pass the gateway."""
 
     def __init__(self, host: Host, gateway: Gateway) -> None:

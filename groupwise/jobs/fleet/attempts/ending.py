@@ -22,7 +22,7 @@ from groupwise.jobs.fleet.attempts.decide import Move
 from groupwise.jobs.fleet.attempts.records import job_of, locked_attempt, members_of
 from groupwise.jobs.fleet.queue import requeue_pending
 from groupwise.jobs.fleet.queue.failures import JobFacts, Verdict, after_end
-from groupwise.jobs.fleet.queue.request import Beyond
+from groupwise.jobs.fleet.queue.request import RequestDocument
 from groupwise.jobs.fleet.queue.resources import Resources
 from groupwise.jobs.fleet.states import (
     FINAL,
@@ -65,16 +65,20 @@ def end(session: Session, epoch: int, owner: str, move: Move, chance: random.Ran
         return
     job = job_of(session, attempt)
     verdict = verdict_on(session, job, attempt, move, chance)
-    before = attempt.state
+    state_before = attempt.state
     attempt.outcome = move.outcome
     attempt.failure_class = move.failure
     attempt.charged = verdict.charged if move.failure else None
     attempt.evidence = {**attempt.evidence, **move.evidence}
     attempt.ended_at = seconds(session)
     attempt.state = AttemptState.ENDED
-    after = {"state": AttemptState.ENDED, "outcome": move.outcome, "failure_class": move.failure}
+    event_after = {
+        "state": AttemptState.ENDED,
+        "outcome": move.outcome,
+        "failure_class": move.failure,
+    }
     _append_event(
-        session, attempt, owner, events.ATTEMPT_ENDED, before={"state": before}, after=after,
+        session, attempt, owner, events.ATTEMPT_ENDED, before={"state": state_before}, after=event_after,
         detail={"because": move.because},
     )  # fmt: skip
     yield None  # a trigger demands that the attempt ends before its job moves
@@ -87,15 +91,15 @@ def end(session: Session, epoch: int, owner: str, move: Move, chance: random.Ran
         _note_gpus(session, attempt, owner, move)
         epochs.raise_above(session, [_member_at_fault(move).get("highest") or 0])
     _move_job(session, job, attempt, owner, move, verdict)
-    freed: list[str] = []
+    freed_vm_ids: list[str] = []
     if move.outcome is Outcome.VOID:
         # It never ran, and every machine that knew of it has ensured that it never will.
         for member in members_of(session, epoch):
             member.released = True
-            freed.append(member.vm_id)
+            freed_vm_ids.append(member.vm_id)
             yield _close_reservations(session, epoch, member.rank)
         _perhaps_clean(session, attempt, owner)
-    requeue_pending.wake(session, vm_ids=freed, actor=_actor(owner))
+    requeue_pending.wake(session, vm_ids=freed_vm_ids, actor=_actor(owner))
 
 
 def verdict_on(
@@ -107,10 +111,10 @@ def verdict_on(
     facts = JobFacts(
         cancel_requested=job.cancel_requested_at is not None,
         spent=job.spent,
-        policy=Beyond.model_validate(job.request).retry_policy(),
+        policy=RequestDocument.model_validate(job.request).retry_policy(),
         hopeless=_is_hopeless(session, job, move),
         same_machine=blamed is not None and _was_refused_here_before(session, attempt, blamed),
-        taken=_is_taken(move),
+        taken=_resources_are_taken(move),
         steps_back=_steps_back(attempt, move),
     )
     return after_end(facts, move.outcome, move.failure, move.because, chance)
@@ -120,7 +124,7 @@ def _move_job(
     session: Session, job: Job, attempt: Attempt, owner: str, move: Move, verdict: Verdict
 ) -> None:
     """Write the job's next status, its retry counters and the event."""
-    before, now = job.status, seconds(session)
+    status_before, now = job.status, seconds(session)
     record: Mapping[str, Any] | None = _member_at_fault(move).get("exit")
     exit_code, tail = None, ""
     if record is not None:
@@ -150,7 +154,7 @@ def _move_job(
     }
     _append_event(
         session, attempt, owner, f"job.{verdict.status}",
-        before={"status": before}, after={"status": verdict.status}, detail=detail,
+        before={"status": status_before}, after={"status": verdict.status}, detail=detail,
     )  # fmt: skip
 
 
@@ -173,17 +177,17 @@ def _quarantine(session: Session, attempt: Attempt, owner: str, move: Move) -> N
     other jobs still get the GPU, and it is quarantined once another job accuses it too.
     """
     member = _member_at_fault(move)
-    proven = bool(member.get("gpu_problems"))
+    is_proven = bool(member.get("gpu_problems"))
     for gpu in _gpus_meant(session, attempt, member, move.because):
         if gpu.quarantined is not None:
             continue
-        if not proven and not _accused_before(session, attempt, gpu):
-            before, now = gpu.accused, seconds(session)
-            by = {"job_id": attempt.job_id, "epoch": attempt.epoch}
-            gpu.accused = {**by, "at": now, "said": move.because}
+        if not is_proven and not _accused_before(session, attempt, gpu):
+            accusation_before, now = gpu.accused, seconds(session)
+            accuser = {"job_id": attempt.job_id, "epoch": attempt.epoch}
+            gpu.accused = {**accuser, "at": now, "said": move.because}
             _append_event(
                 session, attempt, owner, events.GPU_ACCUSED, vm_id=gpu.vm_id,
-                before={"accused": before}, after={"accused": gpu.accused},
+                before={"accused": accusation_before}, after={"accused": gpu.accused},
                 detail={"index": gpu.index, "uuid": gpu.uuid},
             )  # fmt: skip
             continue
@@ -211,10 +215,10 @@ def _gpus_meant(
 
 def _accused_before(session: Session, attempt: Attempt, gpu: GPU) -> bool:
     """True if another job accused the GPU within ACCUSATION_SECONDS."""
-    found = gpu.accused
-    if found is None or found["job_id"] == attempt.job_id:
+    accusation = gpu.accused
+    if accusation is None or accusation["job_id"] == attempt.job_id:
         return False
-    return found["at"] > seconds(session) - ACCUSATION_SECONDS
+    return accusation["at"] > seconds(session) - ACCUSATION_SECONDS
 
 
 def _blame_machine(session: Session, attempt: Attempt, owner: str, move: Move) -> None:
@@ -240,9 +244,9 @@ def _machine_to_blame(move: Move) -> str | None:
     refusal: str | None = culprit.get("refusal")
     if move.failure is not FailureClass.LAUNCH_FAILURE or refusal is None:
         return None
-    word = refusals.code_of(refusal)
-    elsewhere = word in refusals.OF_JOBS or word in refusals.OF_GPUS
-    return None if elsewhere else culprit.get("vm")
+    code = refusals.code_of(refusal)
+    is_not_machines_fault = code in refusals.OF_JOBS or code in refusals.OF_GPUS
+    return None if is_not_machines_fault else culprit.get("vm")
 
 
 def _note_gpus(session: Session, attempt: Attempt, owner: str, move: Move) -> None:
@@ -266,25 +270,28 @@ def _is_hopeless(session: Session, job: Job, move: Move) -> bool:
     secret or a disk of the control machine may be available again later."""
     if move.failure not in REFUSED:
         return False
-    word = refusals.code_of(_member_at_fault(move).get("refusal"))
-    if word != "unknown_program":
-        return word in refusals.FOR_GOOD
+    code = refusals.code_of(_member_at_fault(move).get("refusal"))
+    if code != "unknown_program":
+        return code in refusals.FOR_GOOD
     resources = Resources.model_validate(job.resources or {})
     if resources.vm is not None or resources.named:
         return True
-    tried = (
+    tried_machines = (
         select(Member.vm_id)
         .join(Attempt, Attempt.epoch == Member.epoch)
         .where(Attempt.job_id == job.job_id, Attempt.generation == job.generation)
     )
-    usable = (VM.active, VM.lost_at.is_(None), VM.contact == Contact.OK)
-    return session.scalar(select(VM.vm_id).where(*usable, VM.vm_id.not_in(tried)).limit(1)) is None
+    is_usable = (VM.active, VM.lost_at.is_(None), VM.contact == Contact.OK)
+    return (
+        session.scalar(select(VM.vm_id).where(*is_usable, VM.vm_id.not_in(tried_machines)).limit(1))
+        is None
+    )
 
 
-def _is_taken(move: Move) -> bool:
+def _resources_are_taken(move: Move) -> bool:
     """True if another attempt holds its GPUs or slot. This database may not know that attempt, and it may run for days."""
-    word = refusals.code_of(_member_at_fault(move).get("refusal"))
-    return move.failure is FailureClass.LAUNCH_FAILURE and word in refusals.TAKEN
+    code = refusals.code_of(_member_at_fault(move).get("refusal"))
+    return move.failure is FailureClass.LAUNCH_FAILURE and code in refusals.TAKEN
 
 
 def _steps_back(attempt: Attempt, move: Move) -> bool:
@@ -296,21 +303,23 @@ def _steps_back(attempt: Attempt, move: Move) -> bool:
 
 def _note_damage(session: Session, attempt: Attempt, owner: str, move: Move) -> None:
     """Mark the checkpoint as damaged: no attempt resumes from it. The event records where the next one resumes."""
-    damaged = attempt.resume_from or {}
-    of_job = Checkpoint.job_id == attempt.job_id
+    checkpoint = attempt.resume_from or {}
+    is_jobs = Checkpoint.job_id == attempt.job_id
     session.execute(
         update(Checkpoint)
-        .where(of_job, Checkpoint.epoch == damaged["epoch"], Checkpoint.path == damaged["path"])
+        .where(
+            is_jobs, Checkpoint.epoch == checkpoint["epoch"], Checkpoint.path == checkpoint["path"]
+        )
         .values(damaged_at=seconds(session))
         .execution_options(synchronize_session=False)
     )
-    whole = select(Checkpoint.step).where(of_job, Checkpoint.damaged_at.is_(None))
-    step = session.scalar(whole.order_by(*NEWEST_FIRST).limit(1))
-    then = "from the beginning" if step is None else f"from the checkpoint of step {step}"
+    undamaged_steps = select(Checkpoint.step).where(is_jobs, Checkpoint.damaged_at.is_(None))
+    step = session.scalar(undamaged_steps.order_by(*NEWEST_FIRST).limit(1))
+    next_start = "from the beginning" if step is None else f"from the checkpoint of step {step}"
     _append_event(
         session, attempt, owner, events.JOB_CHECKPOINT_DAMAGED, before={}, after={},
         detail={
-            "step": damaged["step"], "path": damaged["path"], "then": then, "because": move.because
+            "step": checkpoint["step"], "path": checkpoint["path"], "then": next_start, "because": move.because
         },
     )  # fmt: skip
 
@@ -385,10 +394,10 @@ def _perhaps_clean(session: Session, attempt: Attempt, owner: str) -> None:
         m.released or m.handle.get("abandoned") for m in members
     ):
         return
-    before, attempt.cleanup = attempt.cleanup, Cleanup.CLEAN
+    cleanup_before, attempt.cleanup = attempt.cleanup, Cleanup.CLEAN
     _append_event(
         session, attempt, owner, "attempt.clean",
-        before={"cleanup": before}, after={"cleanup": Cleanup.CLEAN},
+        before={"cleanup": cleanup_before}, after={"cleanup": Cleanup.CLEAN},
     )  # fmt: skip
 
 

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from groupwise.core.rendezvous import meeting_of
+from groupwise.core.rendezvous import rendezvous_variables
 from groupwise.jobs.fleet.attempts.records import MemberRow, Snapshot
 from groupwise.jobs.fleet.queue.resources import Resources
 from groupwise.jobs.fleet.secrets import Secrets
-from groupwise.jobs.hosts.driver import Engine, Launch, Resume, Runner
+from groupwise.jobs.hosts.driver import Launch, Resume, Runner, Scheduler
 from groupwise.jobs.hosts.spec import FileEntry, Manifest, from_json
 
 
@@ -21,7 +21,7 @@ def launch_of(row: Snapshot, member: MemberRow, secrets: Secrets) -> Launch:
     """The launch request for this member's machine. Raises SecretMissing if a secret cannot be read."""
     environment = {"ATTEMPT": str(row.number), "PREVIOUS_FAILURE": row.previous_failure or ""}
     if len(row.members) > 1:
-        environment |= meeting_of(
+        environment |= rendezvous_variables(
             member.rank, len(row.members), row.members[0].machine.ip_address, row.key
         )
     return Launch(
@@ -41,7 +41,7 @@ def launch_of(row: Snapshot, member: MemberRow, secrets: Secrets) -> Launch:
     )
 
 
-def _engine_of(row: Snapshot, member: MemberRow) -> Engine | None:
+def _engine_of(row: Snapshot, member: MemberRow) -> Scheduler | None:
     """The engine that starts it and the options for that, if the machine has one."""
     if member.machine.engine is None:
         return None

@@ -106,7 +106,7 @@ class MemberRow:
         if document is None:
             return None
         state = {"job": "", "epoch": 0, "state": Reading.EXITED, "exit": document}
-        return answers.member_state(state).exit
+        return answers.parse_member_state(state).exit
 
     @property
     def silent_since(self) -> float | None:
@@ -170,8 +170,8 @@ def snapshots(session: Session, epochs: Sequence[int], owner: str) -> dict[int, 
     reservations = _reservations_held(session, epochs)
     members: dict[int, list[MemberRow]] = {}
     for row in session.execute(_MEMBERS, {"epochs": epochs}):
-        own = reservations.get((row.epoch, row.rank), ())
-        members.setdefault(row.epoch, []).append(_member(row, own))
+        member_reservations = reservations.get((row.epoch, row.rank), ())
+        members.setdefault(row.epoch, []).append(_member_row(row, member_reservations))
     now = seconds(session)
     return {
         row.epoch: Snapshot(
@@ -247,15 +247,15 @@ _HELD = (
 
 def _reservations_held(session: Session, epochs: Sequence[int]) -> dict[tuple[int, int], list[Any]]:
     """Reservations by epoch and rank, including released ones, since a repeated launch must be identical to the first."""
-    held: dict[tuple[int, int], list[Any]] = {}
+    by_member: dict[tuple[int, int], list[Any]] = {}
     for row in session.execute(_HELD, {"epochs": epochs}):
-        held.setdefault((row.epoch, row.rank), []).append(row)
-    return held
+        by_member.setdefault((row.epoch, row.rank), []).append(row)
+    return by_member
 
 
-def _member(row: Any, reservations: Sequence[Any]) -> MemberRow:
-    gpus = [each for each in reservations if each.uuid is not None]
-    first = reservations[0] if reservations else None
+def _member_row(row: Any, reservations: Sequence[Any]) -> MemberRow:
+    gpus = [reservation for reservation in reservations if reservation.uuid is not None]
+    first_reservation = reservations[0] if reservations else None
     return MemberRow(
         rank=row.rank,
         machine=machine(row.VM),
@@ -264,8 +264,8 @@ def _member(row: Any, reservations: Sequence[Any]) -> MemberRow:
         log_offset=row.log_offset,
         released=row.released,
         gpus=tuple(gpu.uuid for gpu in gpus),
-        share_mb=first.share_mb if first else None,
-        slot=first.slot if first else None,
+        share_mb=first_reservation.share_mb if first_reservation else None,
+        slot=first_reservation.slot if first_reservation else None,
         gpu_problems=tuple(
             f"GPU {gpu.index} ({gpu.uuid}) has vanished"
             for gpu in gpus
@@ -310,24 +310,24 @@ def names(session: Session) -> list[str]:
 
 def pending_requests(session: Session, owner: str) -> dict[int, tuple[bool, tuple[str, ...]]]:
     """Users' requests about this owner's open attempts, by epoch: whether it is cancelled, and its machines that were declared lost."""
-    found: dict[int, tuple[bool, tuple[str, ...]]] = {
+    requests: dict[int, tuple[bool, tuple[str, ...]]] = {
         epoch: (cancelled is not None, ())
         for epoch, cancelled in session.execute(
             select(Attempt.epoch, Job.cancel_requested_at)
             .join(Job, Job.job_id == Attempt.job_id)
-            .where(Attempt.owner == owner, _open())
+            .where(Attempt.owner == owner, _is_open())
         )
     }
     for epoch, vm_id in session.execute(
         select(Member.epoch, Member.vm_id)
         .join(VM, VM.vm_id == Member.vm_id)
         .join(Attempt, Attempt.epoch == Member.epoch)
-        .where(Attempt.owner == owner, _open(), VM.lost_at.is_not(None))
+        .where(Attempt.owner == owner, _is_open(), VM.lost_at.is_not(None))
         .order_by(Member.epoch, Member.rank)
     ):
-        cancelled, lost = found.get(epoch, (False, ()))
-        found[epoch] = cancelled, (*lost, vm_id)
-    return found
+        cancelled, lost_vm_ids = requests.get(epoch, (False, ()))
+        requests[epoch] = cancelled, (*lost_vm_ids, vm_id)
+    return requests
 
 
 def boot_observations(session: Session, owner: str) -> dict[str, tuple[str | None, bool]]:
@@ -336,7 +336,7 @@ def boot_observations(session: Session, owner: str) -> dict[str, tuple[str | Non
         select(VM.vm_id, VM.boot_id, VM.contact)
         .join(Member, Member.vm_id == VM.vm_id)
         .join(Attempt, Attempt.epoch == Member.epoch)
-        .where(Attempt.owner == owner, _open())
+        .where(Attempt.owner == owner, _is_open())
         .distinct()
     )
     return {vm_id: (boot, contact == Contact.OK) for vm_id, boot, contact in rows}
@@ -344,16 +344,18 @@ def boot_observations(session: Session, owner: str) -> dict[str, tuple[str | Non
 
 def known_jobs(session: Session, vm_id: str, jobs: Iterable[str]) -> dict[str, Known]:
     """The jobs that a machine reports, as the database knows them."""
-    found: dict[str, Known] = {}
-    here = exists().where(Member.epoch == Attempt.epoch, Member.vm_id == vm_id)
+    known: dict[str, Known] = {}
+    is_on_machine = exists().where(Member.epoch == Attempt.epoch, Member.vm_id == vm_id)
     for job_id, epoch, live in session.execute(
-        select(Attempt.job_id, Attempt.epoch, and_(Attempt.state != AttemptState.ENDED, here))
+        select(
+            Attempt.job_id, Attempt.epoch, and_(Attempt.state != AttemptState.ENDED, is_on_machine)
+        )
         .where(Attempt.job_id.in_(set(jobs)))
         .order_by(Attempt.epoch)
     ):
-        before = found.get(job_id, Known(None, 0))
-        found[job_id] = Known(epoch if live else before.live_epoch, epoch)
-    return found
+        previous = known.get(job_id, Known(None, 0))
+        known[job_id] = Known(epoch if live else previous.live_epoch, epoch)
+    return known
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------------
@@ -366,7 +368,7 @@ def renew(session: Session, owner: str, lease: float = LEASE) -> list[int]:
     return list(
         session.scalars(
             update(Attempt)
-            .where(Attempt.owner == owner, _open())
+            .where(Attempt.owner == owner, _is_open())
             .values(lease_until=clock() + lease)
             .returning(Attempt.epoch)
         )
@@ -380,34 +382,38 @@ def adopt(session: Session, owner: str, lease: float = LEASE) -> list[int]:
     since, so it counts as run out.
     """
     now = seconds(session)
-    found = session.scalars(
+    attempts = session.scalars(
         select(Attempt)
         .where(
-            _open(),
+            _is_open(),
             or_(Attempt.lease_until < now, Attempt.lease_until > now + 2 * LONGEST_LEASE),
         )
         .order_by(Attempt.epoch)
         .limit(ADOPTED_AT_ONCE)
         .with_for_update(skip_locked=True)
     ).all()
-    for attempt in found:
-        before, attempt.owner = attempt.owner, owner
+    for attempt in attempts:
+        previous_owner, attempt.owner = attempt.owner, owner
         attempt.lease_until = now + lease
-        _tell(session, attempt, owner, "attempt.adopted", {"owner": before}, {"owner": owner})
-    return [attempt.epoch for attempt in found]
+        _append_event(
+            session, attempt, owner, "attempt.adopted", {"owner": previous_owner}, {"owner": owner}
+        )
+    return [attempt.epoch for attempt in attempts]
 
 
 def release_ownership(session: Session, owner: str) -> None:
     """Give up all leases: this owner stops, and other dispatchers may adopt its attempts at once. Running jobs continue."""
-    session.execute(update(Attempt).where(Attempt.owner == owner, _open()).values(lease_until=0.0))
+    session.execute(
+        update(Attempt).where(Attempt.owner == owner, _is_open()).values(lease_until=0.0)
+    )
 
 
-def let_all_go(session: Session) -> None:
+def end_all_leases(session: Session) -> None:
     """End all leases, when their owners are known to be gone: their attempts may then be adopted at once."""
-    session.execute(update(Attempt).where(_open()).values(lease_until=0.0))
+    session.execute(update(Attempt).where(_is_open()).values(lease_until=0.0))
 
 
-def _open() -> ColumnElement[bool]:
+def _is_open() -> ColumnElement[bool]:
     return or_(Attempt.state != AttemptState.ENDED, Attempt.cleanup != Cleanup.CLEAN)
 
 
@@ -433,19 +439,21 @@ _JOBS = "groupwise_jobs"
 def lock(session: Session, epochs: Iterable[int], ending: Iterable[int] = ()) -> None:
     """Lock, with one query for each table, the attempts that are about to be written and the jobs of those that end, and read their
     members. `guarded`, `members_of` and `job_of` then use these rows. Call it first in the transaction."""
-    given = {"epochs": sorted(set(epochs))}
-    locked = {each.epoch: each for each in session.scalars(_GUARDED, given)}
+    parameters = {"epochs": sorted(set(epochs))}
+    locked = {attempt.epoch: attempt for attempt in session.scalars(_GUARDED, parameters)}
     session.info[_LOCKED] = locked
-    if ended := [locked[epoch].job_id for epoch in ending if epoch in locked]:
-        jobs = select(Job).where(Job.job_id.in_(ended)).order_by(Job.job_id).with_for_update()
-        session.info[_JOBS] = {each.job_id: each for each in session.scalars(jobs)}
-    of: dict[int, list[Member]] = {epoch: [] for epoch in given["epochs"]}
-    blamed: set[int] = set()
-    for member, failures in session.execute(_WITH_FAILURES, given):
-        of[member.epoch].append(member)
+    if ended_job_ids := [locked[epoch].job_id for epoch in ending if epoch in locked]:
+        jobs = (
+            select(Job).where(Job.job_id.in_(ended_job_ids)).order_by(Job.job_id).with_for_update()
+        )
+        session.info[_JOBS] = {job.job_id: job for job in session.scalars(jobs)}
+    members: dict[int, list[Member]] = {epoch: [] for epoch in parameters["epochs"]}
+    blamed_epochs: set[int] = set()
+    for member, failures in session.execute(_WITH_FAILURES, parameters):
+        members[member.epoch].append(member)
         if failures:
-            blamed.add(member.epoch)
-    session.info[_READ], session.info[_BLAMED] = of, blamed
+            blamed_epochs.add(member.epoch)
+    session.info[_READ], session.info[_BLAMED] = members, blamed_epochs
 
 
 _WITH_FAILURES = (
@@ -466,9 +474,9 @@ def job_of(session: Session, attempt: Attempt) -> Job:
 
 def members_of(session: Session, epoch: int) -> Sequence[Member]:
     """The members of an attempt, by rank."""
-    read: dict[int, list[Member]] = session.info.get(_READ, {})
-    if epoch in read:
-        return read[epoch]
+    members_by_epoch: dict[int, list[Member]] = session.info.get(_READ, {})
+    if epoch in members_by_epoch:
+        return members_by_epoch[epoch]
     return session.scalars(select(Member).where(Member.epoch == epoch).order_by(Member.rank)).all()
 
 
@@ -482,13 +490,13 @@ def move(session: Session, epoch: int, owner: str, to: AttemptState) -> None:
     attempt = locked_attempt(session, epoch, owner)
     if attempt.state == to:
         return
-    before, attempt.state = attempt.state, to
+    state_before, attempt.state = attempt.state, to
     if to is AttemptState.RUNNING:
-        _begin(session, attempt)
-    _tell(session, attempt, owner, f"attempt.{to}", {"state": before}, {"state": to})
+        _mark_running(session, attempt)
+    _append_event(session, attempt, owner, f"attempt.{to}", {"state": state_before}, {"state": to})
 
 
-def _begin(session: Session, attempt: Attempt) -> None:
+def _mark_running(session: Session, attempt: Attempt) -> None:
     """All members run, which proves that their machines can launch: reset the machines' counts of failed launches."""
     attempt.running_at = seconds(session)
     blamed: set[int] | None = session.info.get(_BLAMED)
@@ -512,10 +520,10 @@ def record(session: Session, epoch: int, owner: str, state: MemberState, rank: i
     locked_attempt(session, epoch, owner)
     member = session.get_one(Member, (epoch, rank))
     member.state = str(state.state)
-    waits = waits_for(state)
+    wait_reason = waits_for(state)
     member.handle = {
         **{name: value for name, value in member.handle.items() if name != WAITS},
-        **({} if waits is None else {WAITS: waits}),
+        **({} if wait_reason is None else {WAITS: wait_reason}),
         **{name: value for name, value in state.handle.items() if value is not None},
         **({} if state.exit is None else {"exit": asdict(state.exit)}),
     }
@@ -555,44 +563,48 @@ def contact(
     session.flush()
     members = members_of(session, attempt.epoch)
     since = [m.handle["silent_since"] for m in members if "silent_since" in m.handle]
-    before = attempt.contact
+    contact_before = attempt.contact
     attempt.contact = Contact.UNREACHABLE if since else Contact.OK
     attempt.unreachable_since = min(since, default=None)
-    if before != attempt.contact:
+    if contact_before != attempt.contact:
         kind = events.ATTEMPT_UNREACHABLE if since else events.ATTEMPT_REACHABLE
-        _tell(
+        _append_event(
             session, attempt, owner, kind,
-            {"contact": before}, {"contact": attempt.contact}, vm_id=member.vm_id,
+            {"contact": contact_before}, {"contact": attempt.contact}, vm_id=member.vm_id,
         )  # fmt: skip
 
 
-def stuck(session: Session, epoch: int, owner: str, rank: int, why: str) -> None:
+def stuck(session: Session, epoch: int, owner: str, rank: int, reason: str) -> None:
     """Mark an attempt as stuck for a reason that is not the job's; the operator is alerted once for each reason."""
     attempt = locked_attempt(session, epoch, owner)
     member = session.get_one(Member, (epoch, rank))
-    if member.handle.get("stuck") == why:
+    if member.handle.get("stuck") == reason:
         return
-    member.handle = {**member.handle, "stuck": why}
-    _tell(
+    member.handle = {**member.handle, "stuck": reason}
+    _append_event(
         session, attempt, owner, events.ATTEMPT_STUCK, {}, {},
-        vm_id=member.vm_id, detail={"rank": rank, "why": why},
+        vm_id=member.vm_id, detail={"rank": rank, "why": reason},
     )  # fmt: skip
 
 
 def not_mirrored(
-    session: Session, epoch: int, owner: str, rank: int, why: str, *, gone: bool
+    session: Session, epoch: int, owner: str, rank: int, reason: str, *, gone: bool
 ) -> None:
     """Record that a checkpoint could not be fetched. The operator is alerted once, until one arrives again: at once if it can never be
     fetched, but if it was deleted before it was fetched (`gone`), only after GONE_IN_A_ROW failures in a row."""
     attempt = locked_attempt(session, epoch, owner)
     member = session.get_one(Member, (epoch, rank))
-    before, in_a_row = member.handle, member.handle.get("missed", 0) + 1
-    tell = not gone or in_a_row >= GONE_IN_A_ROW
-    member.handle = {**before, "missed": in_a_row, **({"not_mirrored": why} if tell else {})}
-    if tell and "not_mirrored" not in before:
-        _tell(
+    handle_before, in_a_row = member.handle, member.handle.get("missed", 0) + 1
+    should_alert = not gone or in_a_row >= GONE_IN_A_ROW
+    member.handle = {
+        **handle_before,
+        "missed": in_a_row,
+        **({"not_mirrored": reason} if should_alert else {}),
+    }
+    if should_alert and "not_mirrored" not in handle_before:
+        _append_event(
             session, attempt, owner, events.JOB_CHECKPOINT_NOT_MIRRORED, {}, {},
-            vm_id=member.vm_id, detail={"why": why},
+            vm_id=member.vm_id, detail={"why": reason},
         )  # fmt: skip
 
 
@@ -600,8 +612,8 @@ def note_mirrored(session: Session, epoch: int, rank: int) -> None:
     """A checkpoint has arrived, so earlier failures no longer matter. The attempt's row is locked."""
     member = session.get_one(Member, (epoch, rank))
     if "missed" in member.handle:
-        over = ("missed", "not_mirrored")
-        member.handle = {k: v for k, v in member.handle.items() if k not in over}
+        cleared = ("missed", "not_mirrored")
+        member.handle = {k: v for k, v in member.handle.items() if k not in cleared}
 
 
 def leaking(
@@ -611,11 +623,11 @@ def leaking(
     attempt = locked_attempt(session, epoch, owner)
     if attempt.state != AttemptState.ENDED or attempt.cleanup == Cleanup.LEAKING:
         return
-    before, attempt.cleanup = attempt.cleanup, Cleanup.LEAKING
+    cleanup_before, attempt.cleanup = attempt.cleanup, Cleanup.LEAKING
     member = session.get_one(Member, (epoch, rank))
-    _tell(
+    _append_event(
         session, attempt, owner, "attempt.leaking",
-        {"cleanup": before}, {"cleanup": Cleanup.LEAKING},
+        {"cleanup": cleanup_before}, {"cleanup": Cleanup.LEAKING},
         vm_id=member.vm_id, detail={"rank": rank, "holders": [dict(h) for h in holders]},
     )  # fmt: skip
 
@@ -651,7 +663,7 @@ class LeftBehind:
     share_mb: int | None
 
 
-def not_looked_at(session: Session, began: float, *, lately: bool = True) -> list[str]:
+def unobserved_machines(session: Session, started_at: float, *, lately: bool = True) -> list[str]:
     """Machines that were not asked for their state since `began`, with or without an answer. If `lately`, an observation that was still
     fresh at `began` counts too. While there are such machines, the fleet may have stood still and its database may have been restored.
 
@@ -667,7 +679,7 @@ def not_looked_at(session: Session, began: float, *, lately: bool = True) -> lis
         vm_id
         for vm_id, observed, facts in rows
         if _asked_at(observed, facts, now)
-        < began - (capacity.stale_after(facts) if lately else 0.0)
+        < started_at - (capacity.stale_after(facts) if lately else 0.0)
     ]
 
 
@@ -679,8 +691,8 @@ def _asked_at(observed: float, facts: Mapping[str, Any], now: float) -> float:
 
 def missed_at(facts: Mapping[str, Any]) -> float:
     """When a machine last failed to answer; 0.0 if it has answered since, or if the column holds no time."""
-    found = facts.get("missed_at")
-    return found if isinstance(found, int | float) else 0.0
+    time = facts.get("missed_at")
+    return time if isinstance(time, int | float) else 0.0
 
 
 def left_behind(session: Session, vm_id: str) -> list[LeftBehind]:
@@ -696,16 +708,18 @@ def left_behind(session: Session, vm_id: str) -> list[LeftBehind]:
         )
         .order_by(Member.epoch, Member.rank)
     )
-    found: list[LeftBehind] = []
+    members: list[LeftBehind] = []
     for job_id, epoch, rank in rows:
         reservations = _reservations_held(session, [epoch]).get((epoch, rank), [])
-        gpus = tuple(each.uuid for each in reservations if each.uuid is not None)
-        found.append(
+        gpus = tuple(
+            reservation.uuid for reservation in reservations if reservation.uuid is not None
+        )
+        members.append(
             LeftBehind(
                 job_id, epoch, rank, gpus, reservations[0].share_mb if reservations else None
             )
         )
-    return found
+    return members
 
 
 def left_nothing(session: Session, epoch: int, rank: int) -> None:
@@ -715,10 +729,10 @@ def left_nothing(session: Session, epoch: int, rank: int) -> None:
     )
 
 
-def welcome_back(session: Session, owner: str, vm_id: str) -> bool:
+def use_again(session: Session, owner: str, vm_id: str) -> bool:
     """Use a machine again that was declared lost, if it holds nothing of earlier attempts. Returns whether it does not."""
     vm = session.get_one(VM, vm_id, with_for_update=True)
-    unfinished = session.scalar(
+    open_epoch = session.scalar(
         select(Member.epoch)
         .join(Attempt, Attempt.epoch == Member.epoch)
         .where(
@@ -727,18 +741,18 @@ def welcome_back(session: Session, owner: str, vm_id: str) -> bool:
         )
         .limit(1)
     )
-    if vm.lost_at is None or unfinished is not None:
+    if vm.lost_at is None or open_epoch is not None:
         return False
-    before, vm.lost_at = vm.lost_at, None
+    lost_at_before, vm.lost_at = vm.lost_at, None
     events.append(
         session, actor=f"dispatcher:{owner}", kind=events.VM_RETURNED, vm_id=vm_id,
-        before={"lost_at": before}, after={"lost_at": None},
+        before={"lost_at": lost_at_before}, after={"lost_at": None},
     )  # fmt: skip
     requeue_pending.wake(session, vm_ids=[vm_id], actor=f"dispatcher:{owner}")
     return True
 
 
-def _tell(
+def _append_event(
     session: Session,
     attempt: Attempt,
     owner: str,

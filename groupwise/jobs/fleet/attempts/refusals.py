@@ -52,18 +52,18 @@ def of_engine(refusal: str | None) -> str | None:
 def of_files(job_id: str, lacking: Sequence[str], error: Exception) -> str:
     """The refusal for lost files of a job. They do not come back by themselves: the submitter has them."""
     return (
-        f"{BLOB}: {_not_there(lacking)}: {error}. Submit the job again, which sends its files, or put them back and "
+        f"{BLOB}: {_missing_files_message(lacking)}: {error}. Submit the job again, which sends its files, or put them back and "
         f"`groupwise fleet resume {job_id}`"
     )
 
 
 def of_checkpoint(step: int, path: str, lacking: Sequence[str], error: Exception) -> str:
     """The refusal for a lost checkpoint. Only the store had it; the job can resume from another one."""
-    return f"{CHECKPOINT}: the checkpoint of step {step}, {path}, is damaged: {_not_there(lacking)}: {error}"
+    return f"{CHECKPOINT}: the checkpoint of step {step}, {path}, is damaged: {_missing_files_message(lacking)}: {error}"
 
 
-def _not_there(lacking: Sequence[str]) -> str:
-    more = f" and {len(lacking) - _NAMED} more" if len(lacking) > _NAMED else ""
-    which = shorten(", ".join(lacking[:_NAMED]), LONGEST_LINE) + more
-    are = "is" if len(lacking) == 1 else "are"
-    return f"{which} {are} not in the fleet's store of files"
+def _missing_files_message(lacking: Sequence[str]) -> str:
+    rest_note = f" and {len(lacking) - _NAMED} more" if len(lacking) > _NAMED else ""
+    names = shorten(", ".join(lacking[:_NAMED]), LONGEST_LINE) + rest_note
+    verb = "is" if len(lacking) == 1 else "are"
+    return f"{names} {verb} not in the fleet's store of files"

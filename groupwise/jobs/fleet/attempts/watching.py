@@ -21,7 +21,7 @@ from typing import Protocol
 from groupwise.core.retry import Backoff
 from groupwise.jobs.fleet.tasks import wait_at_most
 from groupwise.jobs.hosts.answers import MemberState, RunnerState
-from groupwise.jobs.hosts.driver import Known, Runner
+from groupwise.jobs.hosts.driver import KnownState, Runner
 from groupwise.jobs.hosts.port import HostError
 
 log = logging.getLogger(__name__)
@@ -51,7 +51,7 @@ class Listener(Protocol):
         """Its state may have changed to this one."""
         ...
 
-    def lost_contact(self, why: str) -> None:
+    def lost_contact(self, reason: str) -> None:
         """Its machine does not answer."""
         ...
 
@@ -83,9 +83,9 @@ class Watch:
     listeners: dict[tuple[str, int], Listener] = field(
         default_factory=dict[tuple[str, int], Listener]
     )
-    down: bool = False
+    is_silent: bool = False
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    seen: asyncio.Event = field(default_factory=asyncio.Event)
+    contacted: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when a listener has just reached the machine by another request."""
 
     def add(self, listener: Listener) -> None:
@@ -109,68 +109,74 @@ class Watch:
         while self.listeners:
             self.changed.clear()
             try:
-                await (self._knock() if self.down else self._poll())
+                await (self._try_contact() if self.is_silent else self._poll())
                 backoff.reset()
             except HostError as error:
                 self._silence(str(error))
-                await self._rest(backoff.next())
+                await self._pause(backoff.next())
 
-    async def _rest(self, pause: float) -> None:
+    async def _pause(self, pause: float) -> None:
         """Pause before the next poll; shorter if a listener has reached the machine meanwhile."""
-        self.seen.clear()
-        await wait_at_most(pause, self.seen)
+        self.contacted.clear()
+        await wait_at_most(pause, self.contacted)
 
-    def _silence(self, why: str) -> None:
-        if not self.down:
-            log.warning("%s does not answer: %s", self.vm_id, why)
-        self.down = True
+    def _silence(self, reason: str) -> None:
+        if not self.is_silent:
+            log.warning("%s does not answer: %s", self.vm_id, reason)
+        self.is_silent = True
         for listener in list(self.listeners.values()):
-            listener.lost_contact(why)
+            listener.lost_contact(reason)
 
-    async def _knock(self) -> None:
+    async def _try_contact(self) -> None:
         job, epoch = next(iter(self.listeners))
         await self.runner.status(job, epoch)
         log.info("%s answers again", self.vm_id)
-        self.down = False
+        self.is_silent = False
         for listener in list(self.listeners.values()):
             listener.contact_again()
 
     async def _poll(self) -> None:
         """Send one `wait` request, and cancel it as soon as other attempts should be named."""
         known = {
-            name: Known(last.state, last.log_size, last.checkpoints, last.step, last.clock)
+            name: KnownState(
+                last_state.state,
+                last_state.log_size,
+                last_state.checkpoints,
+                last_state.step,
+                last_state.clock,
+            )
             for name, listener in self.listeners.items()
-            if listener.hearing and (last := listener.last) and last.state in CHANGEABLE
+            if listener.hearing and (last_state := listener.last) and last_state.state in CHANGEABLE
         }
         if not known:
             await self.changed.wait()
             return
-        asked_at, news = time.monotonic(), False
+        asked_at, has_news = time.monotonic(), False
         states: tuple[MemberState, ...] | None = None
-        waiting = asyncio.ensure_future(self.runner.wait(known, seconds=self.pauses.poll))
-        changed = asyncio.ensure_future(self.changed.wait())
+        wait_task = asyncio.ensure_future(self.runner.wait(known, seconds=self.pauses.poll))
+        changed_task = asyncio.ensure_future(self.changed.wait())
         try:
-            await asyncio.wait({waiting, changed}, return_when=asyncio.FIRST_COMPLETED)
-            if waiting.done():
-                states = waiting.result()
+            await asyncio.wait({wait_task, changed_task}, return_when=asyncio.FIRST_COMPLETED)
+            if wait_task.done():
+                states = wait_task.result()
         finally:
-            for task in (waiting, changed):
+            for task in (wait_task, changed_task):
                 task.cancel()
-            await asyncio.gather(waiting, changed, return_exceptions=True)
+            await asyncio.gather(wait_task, changed_task, return_exceptions=True)
         for state in states or ():
             name = (state.job, state.epoch)
-            news |= name in known and _differs(state, known[name])
+            has_news |= name in known and _has_changed(state, known[name])
             if listener := self.listeners.get(name):
                 listener.heard(state)
         if states is not None:
             # a machine that answers every `wait` at once is not asked again at once
-            pause = self.pauses.first / (10 if news else 1)
-            await self._rest(max(0.0, asked_at + pause - time.monotonic()))
+            pause = self.pauses.first / (10 if has_news else 1)
+            await self._pause(max(0.0, asked_at + pause - time.monotonic()))
 
 
-def _differs(state: MemberState, known: Known) -> bool:
-    found = (state.state, state.log_size, state.checkpoints, state.step)
-    return found != (known.state, known.log_size, known.checkpoints, known.step)
+def _has_changed(state: MemberState, known: KnownState) -> bool:
+    current = (state.state, state.log_size, state.checkpoints, state.step)
+    return current != (known.state, known.log_size, known.checkpoints, known.step)
 
 
 class Watches:
@@ -197,7 +203,7 @@ class Watches:
     def note_answer(self, vm_id: str) -> None:
         """The machine answers other requests: end the pause before the next poll."""
         if watch := self._by_machine.get(vm_id):
-            watch.seen.set()
+            watch.contacted.set()
 
     def note_end(self, vm_id: str, watch: Watch) -> None:
         """The watch has ended; if it crashed and still has listeners, a new one starts."""

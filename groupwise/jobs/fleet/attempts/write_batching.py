@@ -48,26 +48,26 @@ class Later(Generic[Result]):
     task: asyncio.Task[Result]
 
 
-class Gathered(Generic[One, Result]):
-    """Collects requests that arrive while others are being handled; `deal` answers many at once, in their order."""
+class Batcher(Generic[One, Result]):
+    """Collects requests that arrive while others are being handled; `handle` answers many at once, in their order."""
 
     def __init__(
         self,
-        deal: Callable[
+        handle: Callable[
             [Sequence[One]], Awaitable[Sequence[Result | BaseException | Later[Result]]]
         ],
     ) -> None:
-        self._deal = deal
+        self._handle = handle
         self._waiting: list[tuple[One, asyncio.Future[Result]]] = []
-        self._dealing: asyncio.Task[None] | None = None
-        self._slow: set[asyncio.Task[Result]] = set()
+        self._working: asyncio.Task[None] | None = None
+        self._slow_tasks: set[asyncio.Task[Result]] = set()
 
     async def ask(self, one: One) -> Result:
         """Return the answer, or raise its error. If the caller is cancelled meanwhile, this returns only once the work is over."""
         entry = (one, asyncio.get_running_loop().create_future())
         self._waiting.append(entry)
-        if self._dealing is None or self._dealing.done():
-            self._dealing = asyncio.create_task(self._deal_with_all())
+        if self._working is None or self._working.done():
+            self._working = asyncio.create_task(self._work_off())
         try:
             return await asyncio.shield(entry[1])
         except asyncio.CancelledError:
@@ -77,40 +77,40 @@ class Gathered(Generic[One, Result]):
             await _wait_until_done(entry[1])
             raise
 
-    async def _deal_with_all(self) -> None:
+    async def _work_off(self) -> None:
         while self._waiting:
-            now, self._waiting = self._waiting[:MOST], self._waiting[MOST:]
+            batch, self._waiting = self._waiting[:MOST], self._waiting[MOST:]
             try:
-                found = await self._deal([one for one, _ in now])
+                results = await self._handle([one for one, _ in batch])
             # every error goes to the callers, which would otherwise wait for ever
             except BaseException as error:  # noqa: BLE001
-                found = [error] * len(now)
-            for (_, answer), result in zip(now, found, strict=True):
+                results = [error] * len(batch)
+            for (_, future), result in zip(batch, results, strict=True):
                 if isinstance(result, Later):
-                    later = cast("Later[Result]", result).task
-                    self._slow.add(later)
-                    later.add_done_callback(partial(self._pass_on, answer))
+                    slow_task = cast("Later[Result]", result).task
+                    self._slow_tasks.add(slow_task)
+                    slow_task.add_done_callback(partial(self._pass_on, future))
                 elif isinstance(result, BaseException):
-                    answer.set_exception(result)
+                    future.set_exception(result)
                 else:
-                    answer.set_result(result)
+                    future.set_result(result)
 
-    def _pass_on(self, answer: asyncio.Future[Result], task: asyncio.Task[Result]) -> None:
-        self._slow.discard(task)
+    def _pass_on(self, future: asyncio.Future[Result], task: asyncio.Task[Result]) -> None:
+        self._slow_tasks.discard(task)
         if task.cancelled():
-            answer.cancel()
+            future.cancel()
         elif (error := task.exception()) is not None:
-            answer.set_exception(error)
+            future.set_exception(error)
         else:
-            answer.set_result(task.result())
+            future.set_result(task.result())
 
 
-async def _wait_until_done(answer: asyncio.Future[Any]) -> None:
-    while not answer.done():
+async def _wait_until_done(future: asyncio.Future[Any]) -> None:
+    while not future.done():
         with suppress(asyncio.CancelledError):
-            await asyncio.wait({answer})
-    if not answer.cancelled():
-        answer.exception()  # its caller is gone
+            await asyncio.wait({future})
+    if not future.cancelled():
+        future.exception()  # its caller is gone
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,16 +128,16 @@ class Writes:
 
     def __init__(self, database: Database) -> None:
         self._database = database
-        self._gathered = Gathered[Write, Any](self._deal)
+        self._gathered = Batcher[Write, Any](self._write_batch)
 
     async def commit(self, epoch: int, fn: Callable[[Session], Any], *, ends: bool = False) -> Any:
         """Like `Database.in_thread`, for a write about this attempt. `ends`: it ends the attempt."""
         return await self._gathered.ask(Write(epoch, fn, ends))
 
-    async def _deal(self, writes: Sequence[Write]) -> Sequence[Any]:
+    async def _write_batch(self, writes: Sequence[Write]) -> Sequence[Any]:
         if len(writes) > 1:
             try:
-                return await self._database.in_thread(lambda session: _all(session, writes))
+                return await self._database.in_thread(lambda session: _write_all(session, writes))
             except (CommitUnknown, DatabaseFailure) as error:
                 return [error] * len(writes)
             except Exception:  # noqa: BLE001  # one of them failed, unknown which: each runs alone below
@@ -156,32 +156,32 @@ class Reads(Generic[One, Result]):
     ) -> None:
         self._database = database
         self._fn = fn
-        self._gathered = Gathered[One, Result | None](self._deal)
+        self._gathered = Batcher[One, Result | None](self._read_batch)
 
     async def look(self, one: One) -> Result | None:
         """Like `Database.read_in_thread`, for one key."""
         return await self._gathered.ask(one)
 
-    async def _deal(self, keys: Sequence[One]) -> Sequence[Result | BaseException | None]:
+    async def _read_batch(self, keys: Sequence[One]) -> Sequence[Result | BaseException | None]:
         try:
-            found = await self._read(keys)
-            return [found.get(key) for key in keys]
+            results = await self._read_keys(keys)
+            return [results.get(key) for key in keys]
         except DatabaseFailure as error:
             return [error] * len(keys)
         except Exception as error:  # noqa: BLE001  # an unknown one of them cannot be read
             if len(keys) == 1:
                 return [error]
-        return [answer for key in keys for answer in await self._deal([key])]
+        return [result for key in keys for result in await self._read_batch([key])]
 
-    async def _read(self, keys: Sequence[One]) -> Mapping[One, Result]:
+    async def _read_keys(self, keys: Sequence[One]) -> Mapping[One, Result]:
         return await self._database.read_in_thread(lambda session: self._fn(session, keys))
 
 
-class _Apart(Exception):
+class _SeparateWrites(Exception):
     """The batch would have to wait for another process's lock."""
 
 
-def _all(session: Session, writes: Sequence[Write]) -> list[Any]:
+def _write_all(session: Session, writes: Sequence[Write]) -> list[Any]:
     try:
         _wait_for_locks(session, LOCK_SECONDS)
         ending = (write.epoch for write in writes if write.ends)
@@ -189,13 +189,13 @@ def _all(session: Session, writes: Sequence[Write]) -> list[Any]:
         with requeue_pending.woken_once(session):
             with events.gathering(session), at_one_moment(session):
                 with side_by_side(session):
-                    done = [write.fn(session) for write in writes]
+                    results = [write.fn(session) for write in writes]
                 session.flush()
             _wait_for_locks(session, engine.LOCK_SECONDS)  # waking waits for claims, which are many
-        return done
+        return results
     except OperationalError as error:
         if getattr(error.orig, "sqlstate", None) == "55P03":
-            raise _Apart from error
+            raise _SeparateWrites from error
         raise
 
 

@@ -37,7 +37,7 @@ from groupwise.jobs.fleet.files.folders import folder_name
 from groupwise.jobs.fleet.store import rights
 from groupwise.jobs.fleet.store.tables import Job
 from groupwise.jobs.hosts.answers import WorkTree
-from groupwise.jobs.hosts.fetching import Changed, Fetching, to_its_end
+from groupwise.jobs.hosts.fetching import Fetcher, FileChanged, wait_until_done
 from groupwise.jobs.hosts.files import BlobError, BlobStore, sync_folder
 from groupwise.jobs.hosts.spec import Limits, Manifest, from_json
 
@@ -89,36 +89,38 @@ class Collector:
         """Fetch and verify them all. Raises HostError, OSError."""
         target = artefact_folder(self._artefacts, part.job_id, part.epoch, part.rank)
         if not target.exists():
-            problem = await self._fetch(part, target)
+            problem = await self._fetch_artefacts(part, target)
             if problem is not None:
                 return Collected(problem)
         if part.rank == 0:
-            await self._write("current", lambda: _link_current(target))
-        return await asyncio.to_thread(_outcome, target, from_json(part.spec).artefacts)
+            await self._write_through_gateway("current", lambda: _link_current(target))
+        return await asyncio.to_thread(_collection_result, target, from_json(part.spec).artefacts)
 
-    async def _fetch(self, part: Part, target: Path) -> str | None:
+    async def _fetch_artefacts(self, part: Part, target: Path) -> str | None:
         """Fetch all files and publish the folder. Returns the reason if that can never succeed."""
         limits = from_json(part.spec).limits
         folder, lock = await asyncio.to_thread(_lock_partial, target)
-        fetching = Fetching(part.runner, part.job_id, part.epoch, folder, self._written)
+        downloads = Fetcher(part.runner, part.job_id, part.epoch, folder, self._write_file)
         try:
-            why = ""
+            changed_path = ""
             for _ in range(TRIES):
                 tree = await part.runner.manifest(part.job_id, part.epoch, "artefacts")
-                problem = _beyond(tree.files, limits) or await asyncio.to_thread(
+                problem = _limit_problem(tree.files, limits) or await asyncio.to_thread(
                     self._never_fits, sum(entry.size for entry in tree.files.values())
                 )
                 if problem is not None:
                     return problem
                 await self._copy_known(part, folder, tree.files)
                 try:
-                    await fetching.files(tree.files)
-                except Changed as change:
-                    why = str(change)
+                    await downloads.fetch(tree.files)
+                except FileChanged as change:
+                    changed_path = str(change)
                     continue
-                await self._write("publish", partial(_publish, folder, target, tree))
+                await self._write_through_gateway(
+                    "publish", partial(_publish_folder, folder, target, tree)
+                )
                 return None
-            return f"{why} has been changed since the command ended"
+            return f"{changed_path} has been changed since the command ended"
         finally:
             os.close(lock)
 
@@ -142,26 +144,26 @@ class Collector:
             project = session.scalars(select(Job.project).where(Job.job_id == part.job_id)).one()
             return rights.lacking(session, [project], hashes)
 
-        lacking = await self._gateway.look(lacking_rights)
+        lacking_hashes = await self._gateway.look(lacking_rights)
 
         def copy() -> None:
             for path, entry in stored.items():
-                place = folder / path
-                if entry.sha256 not in lacking and not place.exists():
-                    place.parent.mkdir(parents=True, exist_ok=True)
+                path_in_folder = folder / path
+                if entry.sha256 not in lacking_hashes and not path_in_folder.exists():
+                    path_in_folder.parent.mkdir(parents=True, exist_ok=True)
                     with contextlib.suppress(BlobError):
-                        self._store.copy(entry, place)
+                        self._store.copy(entry, path_in_folder)
 
-        await self._write("known", copy)
+        await self._write_through_gateway("known", copy)
 
-    async def _write(self, name: str, fn: Callable[[], T]) -> T:
-        return await to_its_end(self._written(name, fn))
+    async def _write_through_gateway(self, name: str, fn: Callable[[], T]) -> T:
+        return await wait_until_done(self._write_file(name, fn))
 
-    def _written(self, name: str, fn: Callable[[], T]) -> Awaitable[T]:
+    def _write_file(self, name: str, fn: Callable[[], T]) -> Awaitable[T]:
         return self._gateway.write(f"artefacts.{name}", fn)
 
 
-def _beyond(files: Manifest, limits: Limits) -> str | None:
+def _limit_problem(files: Manifest, limits: Limits) -> str | None:
     """The reason if the files exceed the job's limits; the machine should enforce them, but is not trusted to."""
     size = sum(entry.size for entry in files.values())
     if size > limits.artefact_mb << 20:
@@ -190,13 +192,13 @@ def _lock_partial(target: Path) -> tuple[Path, int]:
     raise OSError(f"no folder to fetch to can be locked beside {target}")
 
 
-def _publish(folder: Path, target: Path, tree: WorkTree) -> None:
+def _publish_folder(folder: Path, target: Path, tree: WorkTree) -> None:
     """Remove stray files from the folder, write the record, and give the folder its name."""
-    for place in sorted(folder.rglob("*"), reverse=True):
-        if place.is_dir():
-            sync_folder(place)
-        elif place.relative_to(folder).as_posix() not in tree.files:
-            place.unlink()
+    for path in sorted(folder.rglob("*"), reverse=True):
+        if path.is_dir():
+            sync_folder(path)
+        elif path.relative_to(folder).as_posix() not in tree.files:
+            path.unlink()
     sync_folder(folder)
     document = {
         "files": {name: [e.sha256, e.mode, e.size] for name, e in tree.files.items()},
@@ -219,23 +221,23 @@ def _publish(folder: Path, target: Path, tree: WorkTree) -> None:
     sync_folder(target.parent)
 
 
-def _outcome(target: Path, artefacts: Collection[str]) -> Collected:
+def _collection_result(target: Path, artefacts: Collection[str]) -> Collected:
     """Report required files that are missing, and how much else was left out. `artefacts`: the paths that the job names."""
     document = json.loads(record_of(target).read_text())
     left_out: list[tuple[str, str]] = document["left_out"]
-    more: dict[str, int] = document.get("left_out_more", {})
-    lacking: list[str] = []
-    for path, why in left_out:
-        reason = KEPT_BACK.get(why) or (NAMED.get(why, why) if path in artefacts else None)
+    uncounted: dict[str, int] = document.get("left_out_more", {})
+    missing: list[str] = []
+    for path, code in left_out:
+        reason = KEPT_BACK.get(code) or (NAMED.get(code, code) if path in artefacts else None)
         if reason:
-            lacking.append(f"{path}: {reason}")
-    unnamed = sum(number for why, number in more.items() if why in KEPT_BACK)
-    others = len(left_out) - len(lacking) + sum(more.values()) - unnamed
-    if not lacking and not unnamed:
-        return Collected(left_out=others)
-    listed = "; ".join(lacking[:MAX_PATHS_LISTED])
-    problem = f"{len(lacking) + unnamed} of the artefacts did not come: {listed}"
-    return Collected(problem, others)
+            missing.append(f"{path}: {reason}")
+    unnamed_missing = sum(number for code, number in uncounted.items() if code in KEPT_BACK)
+    other_count = len(left_out) - len(missing) + sum(uncounted.values()) - unnamed_missing
+    if not missing and not unnamed_missing:
+        return Collected(left_out=other_count)
+    description = "; ".join(missing[:MAX_PATHS_LISTED])
+    problem = f"{len(missing) + unnamed_missing} of the artefacts did not come: {description}"
+    return Collected(problem, other_count)
 
 
 def _link_current(target: Path) -> None:

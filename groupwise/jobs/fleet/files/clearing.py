@@ -62,8 +62,8 @@ def clear_away(
 
     Does nothing while another process clears this store, or if one did less than `after` seconds ago. The process may die after any step.
     """
-    with _alone(store, after) as alone:
-        if not alone:
+    with _clearing_lock(store, after) as has_lock:
+        if not has_lock:
             return 0
         names: set[str] = set()
         for folder in folders:
@@ -74,17 +74,17 @@ def clear_away(
             remove_files(folders, job_id)
         database.run(forget_processes)
         forget_history(database)
-        now, needed = store.now(), store.all_needed()
+        now, needed_hashes = store.now(), store.all_needed()
         blobs = database.read(named_blobs)
         if blobs is None:
             return 0
-        freed = store.collect(blobs | needed, now=now)
+        freed = store.collect(blobs | needed_hashes, now=now)
         forget_rights(database, store)
         return freed
 
 
 @contextmanager
-def _alone(store: BlobStore, after: float) -> Generator[bool]:
+def _clearing_lock(store: BlobStore, after: float) -> Generator[bool]:
     """Yields True if it is time to clear and no other process clears this store meanwhile."""
     with (store.root / CLEARING).open("ab") as lock:
         try:
@@ -92,9 +92,9 @@ def _alone(store: BlobStore, after: float) -> Generator[bool]:
         except BlockingIOError:
             yield False
             return
-        due = os.fstat(lock.fileno()).st_mtime + after <= store.now()
-        yield due
-        if due:
+        is_due = os.fstat(lock.fileno()).st_mtime + after <= store.now()
+        yield is_due
+        if is_due:
             os.utime(lock.fileno())
 
 
@@ -111,9 +111,9 @@ def forget_history(database: Database) -> None:
 
 
 def _forget_minutes(gpus: Sequence[int], session: Session) -> None:
-    first = int(seconds(session) // 60) - HISTORY_MINUTES
-    old = GPUHistory.gpu_id.in_(gpus) & (GPUHistory.minute < first)
-    session.execute(delete(GPUHistory).where(old).execution_options(synchronize_session=False))
+    first_minute = int(seconds(session) // 60) - HISTORY_MINUTES
+    is_old = GPUHistory.gpu_id.in_(gpus) & (GPUHistory.minute < first_minute)
+    session.execute(delete(GPUHistory).where(is_old).execution_options(synchronize_session=False))
 
 
 # --- blobs ----------------------------------------------------------------------------------------
@@ -151,11 +151,11 @@ def _hashes_in(session: Session, query: Any) -> Iterator[str]:
 
 def forget_rights(database: Database, store: BlobStore) -> None:
     """Delete the rights to blobs that are gone. A blob that was sent again meanwhile has a new right, which is too young to be deleted."""
-    known = database.read(partial(rights.old, age=SPARED))
-    missing = [sha256 for sha256 in known if sha256 not in store]
+    hashes = database.read(partial(rights.old, age=SPARED))
+    missing = [sha256 for sha256 in hashes if sha256 not in store]
     for start in range(0, len(missing), READ_AT_ONCE):
-        some = missing[start : start + READ_AT_ONCE]
-        database.run(partial(rights.forget, hashes=some, age=SPARED))
+        portion = missing[start : start + READ_AT_ONCE]
+        database.run(partial(rights.forget, hashes=portion, age=SPARED))
 
 
 # --- logs and artefacts ---------------------------------------------------------------------------
@@ -163,26 +163,26 @@ def forget_rights(database: Database, store: BlobStore) -> None:
 
 def pruned_jobs(session: Session, jobs: Iterable[str]) -> list[str]:
     """The jobs among these that were pruned and not submitted again under the same id."""
-    found: list[str] = []
-    waiting = sorted(jobs)
-    for start in range(0, len(waiting), READ_AT_ONCE):
-        some = waiting[start : start + READ_AT_ONCE]
+    pruned: list[str] = []
+    job_ids = sorted(jobs)
+    for start in range(0, len(job_ids), READ_AT_ONCE):
+        portion = job_ids[start : start + READ_AT_ONCE]
         query = (
             select(Event.job_id)
             .where(
-                Event.job_id.in_(some),
+                Event.job_id.in_(portion),
                 Event.kind == events.JOB_PRUNED,
                 ~exists().where(Job.job_id == Event.job_id),
             )
             .distinct()
         )
-        found += [job for job in session.scalars(query) if job is not None]
-    return found
+        pruned += [job for job in session.scalars(query) if job is not None]
+    return pruned
 
 
 def remove_files(folders: Iterable[Path], job_id: str) -> None:
     """Remove the files of a job from the folders of logs and artefacts."""
-    for path in _paths(folders, job_id):
+    for path in _job_paths(folders, job_id):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
         else:
@@ -192,19 +192,19 @@ def remove_files(folders: Iterable[Path], job_id: str) -> None:
 def size_of_files(folders: Iterable[Path], job_id: str) -> int:
     """Disk usage in bytes of a job's files in these folders."""
     size = 0
-    for path in _paths(folders, job_id):
-        inside = path.rglob("*") if path.is_dir() and not path.is_symlink() else ()
-        for each in (path, *inside):
+    for path in _job_paths(folders, job_id):
+        children = path.rglob("*") if path.is_dir() and not path.is_symlink() else ()
+        for child in (path, *children):
             with suppress(OSError):
-                blocks = each.lstat().st_blocks
-                size += blocks * 512 if each.is_file() else 0
+                blocks = child.lstat().st_blocks
+                size += blocks * 512 if child.is_file() else 0
     return size
 
 
-def _paths(folders: Iterable[Path], job_id: str) -> Iterator[Path]:
-    own = folder_name(job_id)
+def _job_paths(folders: Iterable[Path], job_id: str) -> Iterator[Path]:
+    base_name = folder_name(job_id)
     for folder in folders:
-        for name in (own, f"{own}.log"):
+        for name in (base_name, f"{base_name}.log"):
             path = folder / name
             if path.is_symlink() or path.exists():
                 yield path

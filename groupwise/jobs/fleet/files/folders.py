@@ -26,14 +26,14 @@ def identity_of(folder: Path) -> str:
     path = folder / IDENTITY
     with contextlib.suppress(FileNotFoundError):
         return path.read_text(encoding="ascii").strip()
-    new = folder / f"{IDENTITY}.{secrets.token_hex(8)}"
-    new.write_text(f"{secrets.token_hex(8)}\n", encoding="ascii")
+    temporary = folder / f"{IDENTITY}.{secrets.token_hex(8)}"
+    temporary.write_text(f"{secrets.token_hex(8)}\n", encoding="ascii")
     try:
-        os.link(new, path)
+        os.link(temporary, path)
     except FileExistsError:  # another process was faster
         pass
     except OSError:  # a file system without hard links
-        new.replace(path)
+        temporary.replace(path)
     finally:
-        new.unlink(missing_ok=True)
+        temporary.unlink(missing_ok=True)
     return path.read_text(encoding="ascii").strip()

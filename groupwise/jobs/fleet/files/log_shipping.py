@@ -76,7 +76,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class Behind:
+class UnshippedLog:
     """A log with bytes on this disk that have not been sent."""
 
     job_id: str
@@ -84,11 +84,11 @@ class Behind:
     epoch: int
     rank: int
     vm_id: str
-    sent: int
+    shipped: int
     """Bytes sent so far."""
-    here: int
+    available: int
     """Bytes on this disk."""
-    over: bool
+    has_ended: bool
     """True if nothing will be added."""
 
     @property
@@ -135,28 +135,30 @@ class _Writer:
         """`stalled`: the warning to log when a write blocks."""
         self._write = write
         self._stalled = stalled
-        self._given: queue.SimpleQueue[tuple[bytes, Future[None]]] = queue.SimpleQueue()
+        self._queue: queue.SimpleQueue[tuple[bytes, Future[None]]] = queue.SimpleQueue()
         self._thread: threading.Thread | None = None
 
     async def take(self, lines: bytes) -> None:
         """Return once the lines are written. If the caller is cancelled, they may still be written later."""
         if self._thread is None:
-            self._thread = threading.Thread(target=self._work, name="log-shipping", daemon=True)
+            self._thread = threading.Thread(
+                target=self._run_writer, name="log-shipping", daemon=True
+            )
             self._thread.start()
         done: Future[None] = Future()
-        self._given.put((lines, done))
-        waiting = asyncio.wrap_future(done)
+        self._queue.put((lines, done))
+        future = asyncio.wrap_future(done)
         try:
-            await asyncio.wait((waiting,), timeout=TAKEN)
-            if not waiting.done():
+            await asyncio.wait((future,), timeout=TAKEN)
+            if not future.done():
                 logger.warning("%s; lines of logs wait meanwhile, none is lost", self._stalled)
-            await waiting
+            await future
         finally:
-            waiting.cancel()
+            future.cancel()
 
-    def _work(self) -> None:
+    def _run_writer(self) -> None:
         while True:
-            lines, done = self._given.get()
+            lines, done = self._queue.get()
             if not done.set_running_or_notify_cancel():
                 continue
             try:
@@ -202,10 +204,10 @@ class File(_Writer):
     """Writes to a file, which is opened at each write and may therefore be rotated."""
 
     def __init__(self, path: Path) -> None:
-        super().__init__(self._append, f"{path} takes nothing")
+        super().__init__(self._append_lines, f"{path} takes nothing")
         self._path = path
 
-    def _append(self, lines: bytes) -> None:
+    def _append_lines(self, lines: bytes) -> None:
         with self._path.open("ab", buffering=0) as file:
             _write_all(file.fileno(), lines)
             os.fsync(file.fileno())
@@ -221,21 +223,21 @@ class Address:
     async def take(self, lines: bytes) -> None:
         """See `Sink`."""
         async with httpx2.AsyncClient(timeout=30.0, transport=self._transport) as http:
-            answer = await http.post(
+            response = await http.post(
                 self._url, content=lines, headers={"Content-Type": "application/x-ndjson"}
             )
-            if answer.is_client_error and answer.status_code not in ELSEWHERE:
-                raise Refused(answer.status_code)
-            answer.raise_for_status()
+            if response.is_client_error and response.status_code not in ELSEWHERE:
+                raise Refused(response.status_code)
+            response.raise_for_status()
 
 
-def sink_of(word: str) -> Sink:
+def sink_of(setting: str) -> Sink:
     """The sink that the setting `ship_logs` names: `stdout`, an http(s) address, or the path of a file."""
-    if word == "stdout":
+    if setting == "stdout":
         return StandardOutput()
-    if word.startswith(("http://", "https://")):
-        return Address(word)
-    return File(Path(word).expanduser())
+    if setting.startswith(("http://", "https://")):
+        return Address(setting)
+    return File(Path(setting).expanduser())
 
 
 class Shipper:
@@ -249,11 +251,11 @@ class Shipper:
         self._sink = sink
         self._interval = interval
         self._largest = LARGEST
-        self._first = NONE
+        self._first_key = NONE
         """The next round starts after this log: a log that ends rounds is then not always the first."""
-        self._taken = 0
+        self._taken_bytes = 0
         """Bytes of logs that the sink has taken since this process started."""
-        self._refused: dict[tuple[int, int], tuple[float, Backoff]] = {}
+        self._refused_logs: dict[tuple[int, int], tuple[float, Backoff]] = {}
         """Logs that the sink refuses while it takes others: the monotonic time until which each waits, and its backoff."""
         self._warned_of_left_out = False
 
@@ -281,85 +283,89 @@ class Shipper:
 
     async def round(self) -> int:
         """Send all lines that are available now. Returns how many bytes of logs they were."""
-        before, seen = self._taken, set[tuple[int, int]]()
-        refused: dict[tuple[int, int], Refused] = {}
+        taken_before, seen_keys = self._taken_bytes, set[tuple[int, int]]()
+        refusals: dict[tuple[int, int], Refused] = {}
         async for log in self._all_behind():
-            seen.add(log.key)
-            if log.key in self._refused and time.monotonic() < self._refused[log.key][0]:
+            seen_keys.add(log.key)
+            if log.key in self._refused_logs and time.monotonic() < self._refused_logs[log.key][0]:
                 continue
             try:
-                await self._send(log)
-                self._refused.pop(log.key, None)
+                await self._ship(log)
+                self._refused_logs.pop(log.key, None)
             except Refused as error:
-                refused[log.key] = error
-                new = refused.keys() - self._refused.keys()
-                if self._taken == before and len(new) >= REFUSED_IN_A_ROW:
+                refusals[log.key] = error
+                new_refusals = refusals.keys() - self._refused_logs.keys()
+                if self._taken_bytes == taken_before and len(new_refusals) >= REFUSED_IN_A_ROW:
                     break
             except AWAY:
-                self._first = log.key
+                self._first_key = log.key
                 raise
-        self._pause_refused(refused, seen, nothing_taken=self._taken == before)
-        return self._taken - before
+        self._pause_refused(refusals, seen_keys, nothing_taken=self._taken_bytes == taken_before)
+        return self._taken_bytes - taken_before
 
-    async def _all_behind(self) -> AsyncIterator[Behind]:
+    async def _all_behind(self) -> AsyncIterator[UnshippedLog]:
         """Yield each log with unsent bytes once, in order, starting after the log at which the last round ended."""
-        first, self._first = self._first, NONE
-        for last, until in ((first, LAST), (NONE, first)):
-            if last == until:
+        first, self._first_key = self._first_key, NONE
+        for start, end in ((first, LAST), (NONE, first)):
+            if start == end:
                 break
-            while behind := await self._database.read_in_thread(
-                partial(_behind, after=last, until=until)
+            while batch := await self._database.read_in_thread(
+                partial(_logs_behind, start=start, end=end)
             ):
-                for log in behind:
+                for log in batch:
                     yield log
-                last = behind[-1].key
+                start = batch[-1].key
 
     def _pause_refused(
         self,
-        refused: Mapping[tuple[int, int], Refused],
-        seen: Set[tuple[int, int]],
+        refusals: Mapping[tuple[int, int], Refused],
+        seen_keys: Set[tuple[int, int]],
         *,
         nothing_taken: bool,
     ) -> None:
         """After a whole round, pause the refused logs. Raises Refused if nothing was taken: then the sink seems to be the cause."""
-        new = {key: error for key, error in refused.items() if key not in self._refused}
-        if new and nothing_taken:
-            self._first, error = next(reversed(new.items()))
+        new_refusals = {
+            key: error for key, error in refusals.items() if key not in self._refused_logs
+        }
+        if new_refusals and nothing_taken:
+            self._first_key, error = next(reversed(new_refusals.items()))
             raise error
-        for (epoch, rank), error in new.items():
+        for (epoch, rank), error in new_refusals.items():
             logger.warning(
                 "of the log of attempt %d, rank %d, nothing is taken (%s), not even that a line was left out; it waits, the others go on",
                 epoch,
                 rank,
                 error,
             )
-        self._refused = {key: pause for key, pause in self._refused.items() if key in seen}
-        for key in refused:
-            backoff = self._refused[key][1] if key in self._refused else self._backoff()
-            self._refused[key] = time.monotonic() + backoff.next(), backoff
+        self._refused_logs = {
+            key: pause for key, pause in self._refused_logs.items() if key in seen_keys
+        }
+        for key in refusals:
+            backoff = self._refused_logs[key][1] if key in self._refused_logs else self._backoff()
+            self._refused_logs[key] = time.monotonic() + backoff.next(), backoff
 
-    async def _send(self, log: Behind) -> None:
+    async def _ship(self, log: UnshippedLog) -> None:
         """Send all available lines of one log."""
-        while log.sent < log.here:
-            lines, end = await asyncio.to_thread(_lines, self._logs, log)
-            if end == log.sent:
+        while log.shipped < log.available:
+            lines, end = await asyncio.to_thread(_read_lines, self._logs, log)
+            if end == log.shipped:
                 break
             if lines:
-                await self._give(log, lines)
+                await self._ship_lines(log, lines)
             else:
-                await self._move(log, log.sent, end)
-            log = replace(log, sent=end)
+                await self._store_position(log, log.shipped, end)
+            log = replace(log, shipped=end)
 
-    async def _give(self, log: Behind, lines: Sequence[_LogLine]) -> None:
+    async def _ship_lines(self, log: UnshippedLog, lines: Sequence[_LogLine]) -> None:
         """Send these lines, in halves if they are too many or refused; the second half follows the first, to keep the order."""
         if await self._is_taken(log, lines):
-            await self._move(log, lines[0].begin, lines[-1].end)
+            await self._store_position(log, lines[0].begin, lines[-1].end)
             return
         half = len(lines) // 2
-        await self._give(log, lines[:half])
-        await self._give(log, lines[half:])
+        await self._ship_lines(log, lines[:half])
+        await self._ship_lines(log, lines[half:])
 
-    async def _is_taken(self, log: Behind, lines: Sequence[_LogLine]) -> bool:
+    async def _is_taken(self, log: UnshippedLog, lines: Sequence[_LogLine]) -> bool:
         """True once the lines are taken. A single line always is, if only as a note that it was left out."""
         size = sum(len(line.encoded) for line in lines)
         if size > self._largest and len(lines) > 1:
@@ -373,7 +379,7 @@ class Shipper:
                 return False
             line = lines[0]
             note = f"[{line.end - line.begin} bytes are left out here: {error}]"
-            await self._sink.take(_encode(log, line.begin, note, left_out=str(error)))
+            await self._sink.take(_encode_line(log, line.begin, note, left_out=str(error)))
             if not self._warned_of_left_out:
                 logger.warning(
                     "where logs are sent a line of %s was refused (%s): it is left out there, "
@@ -384,7 +390,7 @@ class Shipper:
             self._warned_of_left_out = True
         return True
 
-    async def _move(self, log: Behind, begin: int, end: int) -> None:
+    async def _store_position(self, log: UnshippedLog, begin: int, end: int) -> None:
         def move(session: Session) -> None:
             """Store the position. It never moves back: another process may have sent more meanwhile."""
             session.execute(
@@ -395,68 +401,70 @@ class Shipper:
             )
 
         await self._database.in_thread(move)
-        self._taken += end - begin
+        self._taken_bytes += end - begin
 
 
-def _behind(session: Session, after: tuple[int, int], until: tuple[int, int]) -> list[Behind]:
+def _logs_behind(
+    session: Session, start: tuple[int, int], end: tuple[int, int]
+) -> list[UnshippedLog]:
     query = (
         select(Member, Attempt, Job.project)
         .join(Attempt, Attempt.epoch == Member.epoch)
         .join(Job, Job.job_id == Attempt.job_id)
         .where(Member.log_shipped < Member.log_offset)
-        .where(tuple_(Member.epoch, Member.rank) > tuple_(*map(literal, after)))
-        .where(tuple_(Member.epoch, Member.rank) <= tuple_(*map(literal, until)))
+        .where(tuple_(Member.epoch, Member.rank) > tuple_(*map(literal, start)))
+        .where(tuple_(Member.epoch, Member.rank) <= tuple_(*map(literal, end)))
         .order_by(Member.epoch, Member.rank)
         .limit(MEMBERS_AT_ONCE)
     )
     return [
-        Behind(
+        UnshippedLog(
             job_id=attempt.job_id,
             project=project,
             epoch=member.epoch,
             rank=member.rank,
             vm_id=member.vm_id,
-            sent=member.log_shipped,
-            here=member.log_offset,
-            over=attempt.state == AttemptState.ENDED,
+            shipped=member.log_shipped,
+            available=member.log_offset,
+            has_ended=attempt.state == AttemptState.ENDED,
         )
         for member, attempt, project in session.execute(query)
     ]
 
 
-def _lines(logs: Path, log: Behind) -> tuple[list[_LogLine], int]:
+def _read_lines(logs: Path, log: UnshippedLog) -> tuple[list[_LogLine], int]:
     """The lines that can be sent, and the offset after them. A pruned log has no lines and counts as sent."""
     data = b""
     with (
         contextlib.suppress(FileNotFoundError),
         log_path(logs, log.job_id, log.epoch, log.rank).open("rb") as file,
     ):
-        data = os.pread(file.fileno(), min(PIECE, log.here - log.sent), log.sent)
+        data = os.pread(file.fileno(), min(PIECE, log.available - log.shipped), log.shipped)
     if not data:
-        return [], log.here
-    whole = log.over and log.sent + len(data) == log.here
+        return [], log.available
+    is_complete = log.has_ended and log.shipped + len(data) == log.available
     lines: list[_LogLine] = []
-    for offset, part in _split(data, whole):
-        begin = log.sent + offset
+    for offset, part in _split_lines(data, is_complete):
+        begin = log.shipped + offset
         text = part.decode("utf-8", "replace").removesuffix("\n")
-        lines.append(_LogLine(begin, begin + len(part), _encode(log, begin, text)))
-    return lines, lines[-1].end if lines else log.sent
+        lines.append(_LogLine(begin, begin + len(part), _encode_line(log, begin, text)))
+    return lines, lines[-1].end if lines else log.shipped
 
 
-def _split(data: bytes, whole: bool) -> Iterator[tuple[int, bytes]]:
+def _split_lines(data: bytes, is_complete: bool) -> Iterator[tuple[int, bytes]]:
     """Offset and bytes of each line, including its line end. The last line may lack one only if nothing follows, or it is too long."""
     begin = 0
     while begin < len(data):
         end = data.find(b"\n", begin, begin + LONGEST) + 1
         if not end:
-            if len(data) - begin < LONGEST and not whole:
+            if len(data) - begin < LONGEST and not is_complete:
                 return
             end = min(begin + LONGEST, len(data))
         yield begin, data[begin:end]
         begin = end
 
 
-def _encode(log: Behind, offset: int, line: str, **more: str) -> bytes:
+def _encode_line(log: UnshippedLog, offset: int, line: str, **fields: str) -> bytes:
     document = {
         "job_id": log.job_id,
         "project": log.project,
@@ -465,6 +473,6 @@ def _encode(log: Behind, offset: int, line: str, **more: str) -> bytes:
         "vm_id": log.vm_id,
         "offset": offset,
         "line": line,
-        **more,
+        **fields,
     }
     return json.dumps(document).encode() + b"\n"

@@ -62,7 +62,7 @@ def epochs(logs: Path, job: str) -> list[int]:
     """Epochs of the job that have a log here, oldest first."""
     with contextlib.suppress(FileNotFoundError):
         names = os.listdir(log_path(logs, job, 0).parent)
-        return sorted(int(found[1]) for found in map(_NAME.fullmatch, names) if found)
+        return sorted(int(match[1]) for match in map(_NAME.fullmatch, names) if match)
     return []
 
 
@@ -81,10 +81,10 @@ def append(path: Path, offset: int, data: bytes) -> int:
         if size != offset:
             return size
         try:
-            rest, at = memoryview(data), offset
-            while rest:
-                count = os.pwrite(file, rest, at)
-                rest, at = rest[count:], at + count
+            remaining, position = memoryview(data), offset
+            while remaining:
+                count = os.pwrite(file, remaining, position)
+                remaining, position = remaining[count:], position + count
             os.fsync(file)
         except OSError:
             os.ftruncate(file, offset)  # a full disk may have taken a part of it
@@ -146,7 +146,7 @@ class LogMirror:
     def __init__(self, logs: Path, gateway: Gateway) -> None:
         self._logs = logs
         self._gateway = gateway
-        self._cut: set[tuple[int, int]] = set()
+        self._checked: set[tuple[int, int]] = set()
         """Logs (epoch, rank) whose torn end was cut off since this process started, as far as they are remembered."""
 
     async def catch_up(self, part: Part, size: int) -> None:
@@ -154,25 +154,27 @@ class LogMirror:
 
         def open_log() -> tuple[Path, int]:
             path = make(self._logs, part.job_id, part.epoch, part.rank)
-            if (part.epoch, part.rank) not in self._cut:
+            if (part.epoch, part.rank) not in self._checked:
                 return path, cut(path, part.log_offset)
             return path, path.stat().st_size
 
-        path, here = await self._gateway.write("log.open", open_log)
-        if len(self._cut) >= REMEMBERED:
-            self._cut.clear()  # cutting again costs one check, and at most bytes that are fetched again
-        self._cut.add((part.epoch, part.rank))
-        while here < size:
-            piece = await part.runner.log(part.job_id, part.epoch, here, limit=PIECE)
+        path, local_size = await self._gateway.write("log.open", open_log)
+        if len(self._checked) >= REMEMBERED:
+            self._checked.clear()  # cutting again costs one check, and at most bytes that are fetched again
+        self._checked.add((part.epoch, part.rank))
+        while local_size < size:
+            piece = await part.runner.log(part.job_id, part.epoch, local_size, limit=PIECE)
             if not piece.data:
                 break  # the log is shorter than reported: all of it is here
-            data, offset = piece.data, here
-            here = await self._gateway.write("log.append", lambda: append(path, offset, data))  # noqa: B023  # awaited at once
-        if here != part.log_offset:
-            await self._gateway.commit("log.offset", lambda session: _report(session, part, here))
+            data, offset = piece.data, local_size
+            local_size = await self._gateway.write("log.append", lambda: append(path, offset, data))  # noqa: B023  # awaited at once
+        if local_size != part.log_offset:
+            await self._gateway.commit(
+                "log.offset", lambda session: _store_offset(session, part, local_size)
+            )
 
 
-def _report(session: Session, part: Part, offset: int) -> None:
+def _store_offset(session: Session, part: Part, offset: int) -> None:
     locked_attempt(session, part.epoch, part.owner)
     session.get_one(Member, (part.epoch, part.rank)).log_offset = offset
 
@@ -210,10 +212,10 @@ class Follower:
     def read(self, limit: int = PIECE) -> LogPiece | None:
         """The next bytes; None: none yet. A later epoch follows once all of the one before has been read."""
         if self.position is None:
-            known = epochs(self._logs, self._job)
-            if not known:
+            known_epochs = epochs(self._logs, self._job)
+            if not known_epochs:
                 return None
-            self.position = Position(known[-1], 0)
+            self.position = Position(known_epochs[-1], 0)
         while True:
             epoch, offset = self.position.epoch, self.position.offset
             # The epochs are listed before reading: all of this one is read before the next one starts.
@@ -260,17 +262,17 @@ def _offset_of_tail(path: Path, lines: int) -> int:
     pieces: list[bytes] = []
     with file:
         size = file.seek(0, os.SEEK_END)
-        ends, start, first = 0, size, max(0, size - LONGEST_TAIL)
+        line_ends, start, first = 0, size, max(0, size - LONGEST_TAIL)
         # A line end of two bytes may be split between two pieces, and is then counted twice.
-        while start > first and ends <= lines + len(pieces):
-            before, start = start, max(first, start - TAIL_PIECE)
+        while start > first and line_ends <= lines + len(pieces):
+            piece_end, start = start, max(first, start - TAIL_PIECE)
             file.seek(start)
-            piece = file.read(before - start)
-            ends += piece.count(b"\n") + piece.count(b"\r") - piece.count(b"\r\n")
+            piece = file.read(piece_end - start)
+            line_ends += piece.count(b"\n") + piece.count(b"\r") - piece.count(b"\r\n")
             pieces.append(piece)
-    end = b"".join(reversed(pieces))
-    inside = (found.end() for found in _LINE_END.finditer(end) if found.end() < len(end))
-    begins = deque(inside, maxlen=lines)
-    if len(begins) < lines:
-        return size - len(end)
-    return size - len(end) + begins[0] if lines else size
+    tail = b"".join(reversed(pieces))
+    starts = (match.end() for match in _LINE_END.finditer(tail) if match.end() < len(tail))
+    last_starts = deque(starts, maxlen=lines)
+    if len(last_starts) < lines:
+        return size - len(tail)
+    return size - len(tail) + last_starts[0] if lines else size

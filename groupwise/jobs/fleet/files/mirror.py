@@ -52,7 +52,7 @@ STANDS_STILL = 60.0
 """Seconds without progress after which a blob is not waited for any longer: a call to a machine that answers takes less."""
 
 
-class _Torn(Exception):
+class _NotMirrored(Exception):
     """A checkpoint does not match its manifest, or is gone."""
 
 
@@ -81,80 +81,80 @@ class CheckpointMirror:
         tree = await part.runner.manifest(part.job_id, part.epoch, "checkpoints")
         if not tree.checkpoints:
             return
-        own = select(func.max(Checkpoint.step)).where(
+        newest_step = select(func.max(Checkpoint.step)).where(
             Checkpoint.job_id == part.job_id, Checkpoint.epoch == part.epoch
         )
-        here = await self._gateway.look(lambda session: session.scalar(own))
-        missed: tuple[CheckpointTree, _Torn] | None = None
+        mirrored_step = await self._gateway.look(lambda session: session.scalar(newest_step))
+        missed: tuple[CheckpointTree, _NotMirrored] | None = None
         for checkpoint in sorted(tree.checkpoints, key=lambda c: c.step, reverse=True):
-            if here is not None and checkpoint.step <= here:
+            if mirrored_step is not None and checkpoint.step <= mirrored_step:
                 break
             with self._store.needed(entry.sha256 for entry in checkpoint.files.values()):
                 try:
-                    await self._fetch(part, checkpoint)
-                except _Torn as torn:
+                    await self._fetch_checkpoint(part, checkpoint)
+                except _NotMirrored as torn:
                     missed = missed or (checkpoint, torn)
                     continue
                 await self._gateway.commit(
                     "checkpoint.row",
-                    partial(_record, part=part, checkpoint=checkpoint, keep=self._keep),
+                    partial(_write_row, part=part, checkpoint=checkpoint, keep=self._keep),
                 )
             return
         if missed:
             await self._report_missed(part, *missed)
 
-    async def _report_missed(self, part: Part, newest: CheckpointTree, torn: _Torn) -> None:
+    async def _report_missed(self, part: Part, newest: CheckpointTree, torn: _NotMirrored) -> None:
         """Record that it could not be fetched. If it still exists unchanged, it never can be; else the job replaced it too quickly."""
         tree = await part.runner.manifest(part.job_id, part.epoch, "checkpoints")
         is_gone = newest not in tree.checkpoints
-        because = (
+        cause = (
             "it was changed or removed before it had come, as those before it" if is_gone else torn
         )
-        why = f"{newest.path} is not mirrored: {because}"
-        log.info("%s.%s: %s", part.job_id, part.epoch, why)
+        reason = f"{newest.path} is not mirrored: {cause}"
+        log.info("%s.%s: %s", part.job_id, part.epoch, reason)
         await self._gateway.commit(
             "checkpoint.missed",
             lambda session: not_mirrored(
-                session, part.epoch, part.owner, part.rank, why, gone=is_gone
+                session, part.epoch, part.owner, part.rank, reason, gone=is_gone
             ),
         )
 
-    async def _fetch(self, part: Part, checkpoint: CheckpointTree) -> None:
+    async def _fetch_checkpoint(self, part: Part, checkpoint: CheckpointTree) -> None:
         """Fetch all its blobs into the store, the largest first: one that is too large then fails early. Raises _Torn."""
         largest_first = sorted(checkpoint.files.items(), key=lambda file: -file[1].size)
         entries = {entry.sha256: (path, entry) for path, entry in largest_first}
-        own = select(Job.project).where(Job.job_id == part.job_id)
-        project = await self._gateway.look(lambda session: session.scalars(own).one())
+        project_query = select(Job.project).where(Job.job_id == part.job_id)
+        project = await self._gateway.look(lambda session: session.scalars(project_query).one())
         hashes = await self._missing_blobs(entries, project)
         size = sum(entries[sha256][1].size for sha256 in hashes)
         if (problem := await asyncio.to_thread(no_room, self._store.root, size)) is not None:
-            raise _Torn(problem)
+            raise _NotMirrored(problem)
         for sha256 in hashes:
             path, entry = entries[sha256]
             try:
                 await self._ensure_blob(part, path, entry, project)
             except RunnerRefused as error:
-                raise _Torn(str(error)) from error
+                raise _NotMirrored(str(error)) from error
             except BlobError as error:
-                raise _Torn(f"{path}: {error}") from error
+                raise _NotMirrored(f"{path}: {error}") from error
 
     async def _missing_blobs(self, hashes: Iterable[str], project: str) -> list[str]:
         """The blobs to fetch: those that are missing in the store, and those that the project may not name."""
-        every = list(hashes)
-        lacking = await self._gateway.look(
-            lambda session: rights.lacking(session, [project], every)
+        all_hashes = list(hashes)
+        without_right = await self._gateway.look(
+            lambda session: rights.lacking(session, [project], all_hashes)
         )
-        known = [sha256 for sha256 in every if sha256 not in lacking]
+        permitted = [sha256 for sha256 in all_hashes if sha256 not in without_right]
         missing = await self._gateway.write(
-            "checkpoint.missing", lambda: self._store.missing(known, marked=True)
+            "checkpoint.missing", lambda: self._store.missing(permitted, marked=True)
         )
-        return [sha256 for sha256 in every if sha256 in lacking or sha256 in missing]
+        return [sha256 for sha256 in all_hashes if sha256 in without_right or sha256 in missing]
 
     async def _ensure_blob(self, part: Part, path: str, entry: FileEntry, project: str) -> None:
         """Return once a blob is in the store, fetched by this task or another. Raises RunnerRefused, BlobError."""
         sender = rights.sender([project])
-        patience = STANDS_STILL + entry.size / SLOWEST_DISK
-        here, since = -1, self._clock()
+        timeout = STANDS_STILL + entry.size / SLOWEST_DISK
+        last_received, last_change = -1, self._clock()
         while True:
             try:
                 await self._fetch_blob(part, path, entry, project, sender)
@@ -163,10 +163,10 @@ class CheckpointMirror:
                 await self._sleep(LOOK_AGAIN)
             if not await self._missing_blobs([entry.sha256], project):
                 return
-            now = self._store.received(entry.sha256, sender)
-            if now != here:
-                here, since = now, self._clock()
-            elif self._clock() - since >= patience:
+            received = self._store.received(entry.sha256, sender)
+            if received != last_received:
+                last_received, last_change = received, self._clock()
+            elif self._clock() - last_change >= timeout:
                 sender = uuid.uuid4().hex
 
     async def _fetch_blob(
@@ -187,7 +187,7 @@ class CheckpointMirror:
         await self._gateway.commit("checkpoint.right", partial(rights.record, rights=rights_given))
 
 
-def _record(session: Session, part: Part, checkpoint: CheckpointTree, keep: int) -> None:
+def _write_row(session: Session, part: Part, checkpoint: CheckpointTree, keep: int) -> None:
     """Write the row, from which the job can now resume, and delete rows beyond `keep`: damaged ones first, then the oldest."""
     locked_attempt(session, part.epoch, part.owner)
     note_mirrored(session, part.epoch, part.rank)
@@ -203,11 +203,11 @@ def _record(session: Session, part: Part, checkpoint: CheckpointTree, keep: int)
         )
     )
     session.flush()
-    old = session.scalars(
+    surplus = session.scalars(
         select(Checkpoint)
         .where(Checkpoint.job_id == part.job_id)
         .order_by(Checkpoint.damaged_at.is_not(None), *NEWEST_FIRST)
         .offset(keep)
     ).all()
-    for each in old:
-        session.delete(each)
+    for row in surplus:
+        session.delete(row)

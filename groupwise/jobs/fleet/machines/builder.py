@@ -167,24 +167,24 @@ def log(text: str) -> None:
 def build(order: Order) -> dict[str, Any]:
     """Make the environment, unless it exists."""
     folder, name = order.folder, order.name
-    place = os.path.join(folder, name)
+    path = os.path.join(folder, name)
     os.makedirs(folder, mode=0o755, exist_ok=True)
     lock = take_lock(folder, name, wait=True)
     assert lock is not None, "a waiting call returns the lock"
     try:
-        found = complete_environment(place)
-        if found:
-            log(f"it is there already: {place}")
-            os.utime(os.path.join(place, MARKER))
-            return {**found, "made": False}
-        clear(place)
+        marker = complete_environment(path)
+        if marker:
+            log(f"it is there already: {path}")
+            os.utime(os.path.join(path, MARKER))
+            return {**marker, "made": False}
+        clear(path)
         try:
-            return make(order, place, lock)
+            return make(order, path, lock)
         except BaseException:
-            shutil.rmtree(place, ignore_errors=True)  # a full disk may be the cause
+            shutil.rmtree(path, ignore_errors=True)  # a full disk may be the cause
             raise
         finally:
-            shutil.rmtree(place + TEMPORARY, ignore_errors=True)
+            shutil.rmtree(path + TEMPORARY, ignore_errors=True)
     finally:
         os.close(lock)
 
@@ -205,42 +205,42 @@ def take_lock(folder: str, name: str, wait: bool) -> int | None:
     return fd
 
 
-def complete_environment(place: str) -> dict[str, Any] | None:
+def complete_environment(path: str) -> dict[str, Any] | None:
     """The marker's content, if the marker exists and the groupwise release that it names can be imported there."""
     try:
-        with open(os.path.join(place, MARKER), encoding="utf-8") as file:
+        with open(os.path.join(path, MARKER), encoding="utf-8") as file:
             marker = dict(json.load(file))
     except (OSError, ValueError):
         return None
-    works, why = import_groupwise(place)
-    if works == marker.get("groupwise"):
+    version, problem = import_groupwise(path)
+    if version == marker.get("groupwise"):
         return marker
-    log(f"{place} was complete and does not work any more, so it is made again: {why}")
+    log(f"{path} was complete and does not work any more, so it is made again: {problem}")
     return None
 
 
-def clear(place: str) -> None:
+def clear(path: str) -> None:
     """Remove the environment, marker first: a half-removed one then never looks complete."""
-    if not os.path.lexists(place):
+    if not os.path.lexists(path):
         return
-    users = users_of(place)
+    users = users_of(path)
     if users:
         raise Problem(
-            f"{place} has to be made again, and processes use it: {', '.join(users[:5])}. "
+            f"{path} has to be made again, and processes use it: {', '.join(users[:5])}. "
             "Let them end (`groupwise fleet vm drain`), then prepare the machine again."
         )
     with contextlib.suppress(FileNotFoundError):
-        os.unlink(os.path.join(place, MARKER))
-    shutil.rmtree(place)
+        os.unlink(os.path.join(path, MARKER))
+    shutil.rmtree(path)
 
 
-def make(order: Order, place: str, lock: int) -> dict[str, Any]:
+def make(order: Order, path: str, lock: int) -> dict[str, Any]:
     """Build the environment; the marker is written after everything else is on disk."""
-    began = time.monotonic()
+    started_at = time.monotonic()
     program, version = interpreter(order)
-    log(f"1/4 an environment with Python {version} ({program}) in {place}")
-    pip = Pip(order, place, lock)
-    pip.run([program, "-m", "venv", "--without-pip", place], "no environment can be made")
+    log(f"1/4 an environment with Python {version} ({program}) in {path}")
+    pip = Pip(order, path, lock)
+    pip.run([program, "-m", "venv", "--without-pip", path], "no environment can be made")
     # A separate step, because venv hides the output of ensurepip.
     pip.run([pip.python, "-m", "ensurepip", "--upgrade", "--default-pip"], "it gets no pip")
     log("2/4 groupwise, as it is installed where `vm prepare` was called")
@@ -249,46 +249,46 @@ def make(order: Order, place: str, lock: int) -> dict[str, Any]:
     if order.pins:
         pip.install("-r", "lock.txt", *(("--require-hashes",) if order.hashed else ()))
     if order.wheels:
-        own = [os.path.join("wheels", wheel) for wheel in order.wheels]
-        pip.install("--no-index", "--no-deps", *own)
+        wheel_paths = [os.path.join("wheels", wheel) for wheel in order.wheels]
+        pip.install("--no-index", "--no-deps", *wheel_paths)
     log("4/4 looking whether it works")
     pip.check()
-    works, why = import_groupwise(place)
-    if works is None:
-        raise Problem(f"it was made, and groupwise cannot be imported there: {why}")
-    made = {
-        "python": os.path.join(place, "bin", "python"),
+    groupwise_version, problem = import_groupwise(path)
+    if groupwise_version is None:
+        raise Problem(f"it was made, and groupwise cannot be imported there: {problem}")
+    environment = {
+        "python": os.path.join(path, "bin", "python"),
         "version": version,
-        "groupwise": works,
+        "groupwise": groupwise_version,
         "wheel": order.wheel_sha256,
         "made_at": time.time(),
     }
     os.sync()
-    marker = os.path.join(place, MARKER)
+    marker = os.path.join(path, MARKER)
     with open(marker + ".new", "w", encoding="utf-8") as file:
-        json.dump(made, file)
+        json.dump(environment, file)
         file.flush()
         os.fsync(file.fileno())
     os.rename(marker + ".new", marker)
     os.sync()
-    log(f"made in {time.monotonic() - began:.0f} s")
-    return {**made, "made": True}
+    log(f"made in {time.monotonic() - started_at:.0f} s")
+    return {**environment, "made": True}
 
 
-def import_groupwise(place: str) -> tuple[str | None, str]:
+def import_groupwise(path: str) -> tuple[str | None, str]:
     """Import groupwise there: its release and "", or None and the reason."""
-    command = [os.path.join(place, "bin", "python"), "-I", "-c", WORKS]
+    command = [os.path.join(path, "bin", "python"), "-I", "-c", WORKS]
     try:
-        done = subprocess.run(
+        process = subprocess.run(
             command, stdin=subprocess.DEVNULL, capture_output=True, timeout=TRIED, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return None, str(error)
     try:
-        return str(json.loads(done.stdout)["groupwise"]), ""
+        return str(json.loads(process.stdout)["groupwise"]), ""
     except (ValueError, KeyError, TypeError):
-        words = done.stderr.decode("utf-8", "replace").strip().splitlines()
-        return None, words[-1] if words else f"exit code {done.returncode}"
+        lines = process.stderr.decode("utf-8", "replace").strip().splitlines()
+        return None, lines[-1] if lines else f"exit code {process.returncode}"
 
 
 # --- the interpreter ----------------------------------------------------------------------------
@@ -296,8 +296,8 @@ def import_groupwise(place: str) -> tuple[str | None, str]:
 
 def interpreter(order: Order) -> tuple[str, str]:
     """The first interpreter of `order.pythons` that is new enough, and its version."""
-    least = ".".join(map(str, order.least))
-    seen: list[str] = []
+    minimum = ".".join(map(str, order.least))
+    too_old: list[str] = []
     for name in order.pythons:
         program = os.path.expanduser(name) if "/" in name else shutil.which(name)
         version = version_of(program) if program else None
@@ -305,20 +305,20 @@ def interpreter(order: Order) -> tuple[str, str]:
             continue
         if tuple(map(int, version.split(".")[:2])) >= tuple(order.least):
             return program, version
-        seen.append(f"{program} is Python {version}")
+        too_old.append(f"{program} is Python {version}")
     names = ", ".join(order.pythons)
-    there = "; ".join(dict.fromkeys(seen)) or "none of these is there"
+    explanation = "; ".join(dict.fromkeys(too_old)) or "none of these is there"
     raise Problem(
-        f"groupwise needs Python {least} or newer, and the machine has none among {names}: {there}. Install one there (Debian and "
-        f"Ubuntu: `apt install python{least} python{least}-venv`; without root: `uv python install {least}`), or name it: "
-        f"--python /path/to/python{least}"
+        f"groupwise needs Python {minimum} or newer, and the machine has none among {names}: {explanation}. Install one there (Debian and "
+        f"Ubuntu: `apt install python{minimum} python{minimum}-venv`; without root: `uv python install {minimum}`), or name it: "
+        f"--python /path/to/python{minimum}"
     )
 
 
 def version_of(program: str) -> str | None:
     """The version of an interpreter; None if it is not a working Python."""
     try:
-        words = subprocess.run(
+        output = subprocess.run(
             [program, "-I", "-c", PROBE],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
@@ -328,7 +328,7 @@ def version_of(program: str) -> str | None:
         ).stdout.split()
     except (OSError, subprocess.TimeoutExpired):
         return None
-    return words[0].decode("ascii", "replace") if len(words) == 2 else None
+    return output[0].decode("ascii", "replace") if len(output) == 2 else None
 
 
 # --- pip ----------------------------------------------------------------------------------------
@@ -355,22 +355,22 @@ class Pip:
 
     def install(self, *arguments: str) -> None:
         """Install from the wheelhouse only, if there is one; the settings of the machine's pip are then ignored."""
-        own: list[str] = []
+        index_options: list[str] = []
         if self.order.offline:
             self.environment["PIP_CONFIG_FILE"] = os.devnull
-            own = ["--no-index", "--find-links", "wheelhouse"]
+            index_options = ["--no-index", "--find-links", "wheelhouse"]
         self.run(
-            [self.python, "-m", "pip", "install", *own, *arguments],
+            [self.python, "-m", "pip", "install", *index_options, *arguments],
             "pip could not install everything",
         )
 
     def check(self) -> None:
         """Check that the releases fit together. Only missing requirements of groupwise itself are an error: then the lock is wrong."""
         code, lines = self.output_of([self.python, "-m", "pip", "check"])
-        lacking = [line for line in lines if line.startswith("groupwise ")]
-        if lacking:
+        missing = [line for line in lines if line.startswith("groupwise ")]
+        if missing:
             raise Problem(
-                f"the lock has not all that groupwise itself needs: {'; '.join(lacking)}. Without --lock it is made from what is "
+                f"the lock has not all that groupwise itself needs: {'; '.join(missing)}. Without --lock it is made from what is "
                 "installed where `vm prepare` is called."
             )
         if code:
@@ -380,9 +380,9 @@ class Pip:
         """Run a command of the build. If it fails, raises Problem with advice."""
         code, lines = self.output_of(command)
         if code:
-            last = lines[-1] if lines else f"exit code {code}"
-            what = advice("\n".join(lines), self.order) or last
-            raise Problem(f"{failure}: {what}")
+            last_line = lines[-1] if lines else f"exit code {code}"
+            explanation = advice("\n".join(lines), self.order) or last_line
+            raise Problem(f"{failure}: {explanation}")
 
     def output_of(self, command: Sequence[str]) -> tuple[int, list[str]]:
         """The command's exit code, and the last lines of its output. It inherits the lock: no other build starts while it lives."""
@@ -419,12 +419,12 @@ def advice(text: str, order: Order) -> str | None:
             "`apt install python3-venv` there (python3.12-venv for python3.12, and so on); or name another one by --python."
         )
     disk = os.statvfs(order.folder)
-    free = disk.f_bavail * disk.f_frsize >> 20  # MiB
-    if free < LITTLE_MB:
+    free_mib = disk.f_bavail * disk.f_frsize >> 20  # MiB
+    if free_mib < LITTLE_MB:
         text = "No space left on device"  # not every program reports that
-    for pattern, what in COMPLAINTS:
+    for pattern, message in COMPLAINTS:
         if re.search(pattern, text):
-            return what.format(free=free, folder=order.folder)
+            return message.format(free=free_mib, folder=order.folder)
     return None
 
 
@@ -438,58 +438,60 @@ def prune(order: Order) -> None:
     removed: list[str] = []
     used: list[str] = []
     recent: list[str] = []
-    there = [
+    matches = [
         re.fullmatch(f"({NAME.pattern})({re.escape(TEMPORARY)})?", name)
         for name in os.listdir(folder)
     ]
-    for name in sorted({found[1] for found in there if found}):
-        place = os.path.join(folder, name)
+    for name in sorted({match[1] for match in matches if match}):
+        path = os.path.join(folder, name)
         if name in order.keep:
             continue
         lock = take_lock(folder, name, wait=False)
         if lock is None:
             continue
         try:
-            if is_recent(place, order.asked_at):
+            if is_recent(path, order.asked_at):
                 recent.append(name)
                 continue
-            if users_of(place):
+            if users_of(path):
                 used.append(name)
                 continue
-            clear(place)
-            shutil.rmtree(place + TEMPORARY, ignore_errors=True)
+            clear(path)
+            shutil.rmtree(path + TEMPORARY, ignore_errors=True)
             removed.append(name)
         finally:
             os.close(lock)
     finish({"removed": removed, "used": used, "recent": recent})
 
 
-def is_recent(place: str, asked_at: float) -> bool:
+def is_recent(path: str, asked_at: float) -> bool:
     """True if it is complete, and so new that its user may not have recorded it yet when the names to keep were read."""
     try:
-        return os.stat(os.path.join(place, MARKER)).st_mtime + SPARED > asked_at
+        return os.stat(os.path.join(path, MARKER)).st_mtime + SPARED > asked_at
     except FileNotFoundError:
         return False
 
 
-def users_of(place: str) -> list[str]:
+def users_of(path: str) -> list[str]:
     """Processes that were started from it or have a file of it mapped, as far as this user may read /proc."""
-    mark = os.fsencode(place + "/")
+    prefix = os.fsencode(path + "/")
     users: list[str] = []
     for pid in os.listdir("/proc"):
         if not pid.isdigit() or int(pid) == os.getpid():
             continue
         # Its command line, its environment (a job's PATH starts with the environment's folder), and its mapped files.
-        if any(mark in of_process(pid, what) for what in ("cmdline", "environ", "maps")):
+        if any(
+            prefix in of_process(pid, proc_file) for proc_file in ("cmdline", "environ", "maps")
+        ):
             program = of_process(pid, "comm").decode("utf-8", "replace").strip()
             users.append(f"{program or 'a process'} (pid {pid})")
     return users
 
 
-def of_process(pid: str, what: str) -> bytes:
+def of_process(pid: str, name: str) -> bytes:
     """A file of /proc; empty if this user may not read it, or the process has ended."""
     try:
-        with open(f"/proc/{pid}/{what}", "rb") as file:
+        with open(f"/proc/{pid}/{name}", "rb") as file:
             return file.read()
     except OSError:
         return b""

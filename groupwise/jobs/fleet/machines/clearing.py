@@ -116,9 +116,9 @@ class MachineClearing:
             return  # the attempts given up on it are cleaned up first
         try:
             runner = runner_of(machine)
-            seen = await runner.observe(probe=records.NO_PROBE)
-            await self._forget(machine, runner, seen)
-            await self._sweep(machine, runner)
+            observation = await runner.observe(probe=records.NO_PROBE)
+            await self._forget_attempts(machine, runner, observation)
+            await self._sweep_blobs(machine, runner)
         except HostError as error:
             log.debug("%s is not cleared: %s", machine.vm_id, error)
         except RunError as error:
@@ -126,27 +126,31 @@ class MachineClearing:
         except Exception:  # a row written by hand must not keep other machines from being cleared
             log.exception("%s is not cleared", machine.vm_id)
 
-    async def _forget(self, machine: Machine, runner: Runner, seen: Observation) -> None:
-        over = {(s.job, s.epoch): s for s in seen.attempts if s.state in OVER}
-        if not over:
+    async def _forget_attempts(
+        self, machine: Machine, runner: Runner, observation: Observation
+    ) -> None:
+        ended_attempts = {(s.job, s.epoch): s for s in observation.attempts if s.state in OVER}
+        if not ended_attempts:
             return
-        due = await self._gateway.look(
-            lambda s: forgettable(s, machine.vm_id, list(over), self._keeping)
+        forgettable_names = await self._gateway.look(
+            lambda s: forgettable(s, machine.vm_id, list(ended_attempts), self._keeping)
         )
-        for name, state in over.items():
-            ended = None if state.exit is None else state.exit.finished_at
-            if ended is not None and seen.time is not None and is_doctors(*name):
-                due += [name] if seen.time > ended + LEAST else []  # both by the machine's clock
-        until = self._clock() + LONGEST
-        for job, epoch in due:
-            if self._clock() > until:
+        for name, state in ended_attempts.items():
+            ended_at = None if state.exit is None else state.exit.finished_at
+            if ended_at is not None and observation.time is not None and is_doctors(*name):
+                forgettable_names += (
+                    [name] if observation.time > ended_at + LEAST else []
+                )  # both by the machine's clock
+        deadline = self._clock() + LONGEST
+        for job, epoch in forgettable_names:
+            if self._clock() > deadline:
                 return
             try:
                 await runner.forget(job, epoch)
             except RunnerRefused as error:
                 log.info("%s keeps %s.%d: %s", machine.vm_id, job, epoch, error)
 
-    async def _sweep(self, machine: Machine, runner: Runner) -> None:
+    async def _sweep_blobs(self, machine: Machine, runner: Runner) -> None:
         now = self._clock()
         if now < self._swept.get(machine.vm_id, -SWEPT_EVERY) + SWEPT_EVERY:
             return
@@ -163,34 +167,38 @@ def forgettable(
 ) -> list[Name]:
     """The attempts that a machine reports as over and whose folders may be deleted there, the oldest first."""
     now = seconds(session)
-    known = _rows(session, vm_id, names)
+    rows = _attempt_rows(session, vm_id, names)
     unfinished = session.execute(
         select(Attempt.job_id, func.max(Attempt.epoch))
         .join(Member, Member.epoch == Attempt.epoch)
         .join(Job, Job.job_id == Attempt.job_id)
         .where(
             Member.vm_id == vm_id,
-            Attempt.job_id.in_({job for job, _ in known}),
+            Attempt.job_id.in_({job for job, _ in rows}),
             Job.status.not_in(FINAL),
         )
         .group_by(Attempt.job_id)
     )
-    last = dict(unfinished.all())  # the newest folder of each job that has not ended
-    free = [name for name, row in known.items() if _is_free(row) and last.get(name[0]) != name[1]]
-    free.sort(key=lambda name: -known[name].ended_at)
-    due: list[Name] = []
-    for place, name in enumerate(free):
-        row = known[name]
+    newest_epochs = dict(unfinished.all())  # the newest folder of each job that has not ended
+    free_names = [
+        name
+        for name, row in rows.items()
+        if _is_free(row) and newest_epochs.get(name[0]) != name[1]
+    ]
+    free_names.sort(key=lambda name: -rows[name].ended_at)
+    due_names: list[Name] = []
+    for index, name in enumerate(free_names):
+        row = rows[name]
         days = keeping.succeeded if row.outcome in SUCCEEDED else keeping.others
-        if now - row.ended_at >= (LEAST if place >= MOST_FOLDERS else days):
-            due.append(name)
+        if now - row.ended_at >= (LEAST if index >= MOST_FOLDERS else days):
+            due_names.append(name)
     return [
-        *_attempts_of_pruned_jobs(session, [n for n in names if n not in known]),
-        *reversed(due),
+        *_attempts_of_pruned_jobs(session, [n for n in names if n not in rows]),
+        *reversed(due_names),
     ]
 
 
-def _rows(session: Session, vm_id: str, names: Iterable[Name]) -> dict[Name, Any]:
+def _attempt_rows(session: Session, vm_id: str, names: Iterable[Name]) -> dict[Name, Any]:
     wanted_names = set(names)
     rows = session.execute(
         select(
@@ -210,8 +218,8 @@ def _rows(session: Session, vm_id: str, names: Iterable[Name]) -> dict[Name, Any
 
 def _is_free(row: Any) -> bool:
     """True if the attempt is over and its machine holds nothing of it: it is neither driven nor fetched from."""
-    over = row.state == AttemptState.ENDED and row.cleanup == Cleanup.CLEAN
-    return over and row.released and row.ended_at is not None
+    has_ended = row.state == AttemptState.ENDED and row.cleanup == Cleanup.CLEAN
+    return has_ended and row.released and row.ended_at is not None
 
 
 def _attempts_of_pruned_jobs(session: Session, names: Sequence[Name]) -> list[Name]:
@@ -225,8 +233,8 @@ def _attempts_of_pruned_jobs(session: Session, names: Sequence[Name]) -> list[Na
         )
         .distinct()
     )
-    over = {(job, epoch) for job, epoch in session.execute(was_clean)}
-    return [name for name in names if name in over]
+    cleaned = {(job, epoch) for job, epoch in session.execute(was_clean)}
+    return [name for name in names if name in cleaned]
 
 
 def needed_blobs(session: Session, vm_id: str) -> list[str]:
@@ -242,6 +250,6 @@ def needed_blobs(session: Session, vm_id: str) -> list[str]:
         .where(Member.vm_id == vm_id, Attempt.state != AttemptState.ENDED)
     )
     manifests: list[Mapping[str, Sequence[Any]]] = []
-    for own, files, resume in rows:
-        manifests += [own or files or {}, resume["manifest"] if resume else {}]
+    for own_files, files, resume in rows:
+        manifests += [own_files or files or {}, resume["manifest"] if resume else {}]
     return sorted({str(entry[0]) for manifest in manifests for entry in manifest.values()})

@@ -58,12 +58,12 @@ def normal(name: str) -> str:
 
 def name_of_wheel(path: Path) -> str:
     """The distribution in a wheel. Raises UsageError if the file name is not that of a wheel."""
-    found = WHEEL.fullmatch(path.name)
-    if found is None:
+    match = WHEEL.fullmatch(path.name)
+    if match is None:
         raise UsageError(
             f"{path}: this is not the name of a wheel (name-version-python-abi-platform.whl)."
         )
-    return normal(found["name"])
+    return normal(match["name"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------------------------
@@ -76,14 +76,16 @@ def lock_of_this_installation(
 ) -> Lock:
     """Lock the requirements of groupwise with these extras, and the distributions `also`, as installed here. `without`: these come as
     wheels."""
-    own = installation()
-    there = [normal(extra) for extra in own.metadata.get_all("Provides-Extra") or ()]
+    groupwise = installation()
+    known_extras = [normal(extra) for extra in groupwise.metadata.get_all("Provides-Extra") or ()]
     for extra in extras:
-        if normal(extra) not in there:
+        if normal(extra) not in known_extras:
             raise UsageError(
-                f"--extra {extra}: groupwise has no such extra; there are: {', '.join(sorted(there))}."
+                f"--extra {extra}: groupwise has no such extra; there are: {', '.join(sorted(known_extras))}."
             )
-    roots: list[tuple[str, Distribution, Sequence[str]]] = [(NAME, own, [*map(normal, extras)])]
+    roots: list[tuple[str, Distribution, Sequence[str]]] = [
+        (NAME, groupwise, [*map(normal, extras)])
+    ]
     for name in also:
         try:
             roots.append((normal(name), distribution(name), ()))
@@ -91,85 +93,85 @@ def lock_of_this_installation(
             raise UsageError(
                 f"--with {name}: it is not installed here, so there is no release to name; install it, or give its file: --wheel."
             ) from None
-    left: dict[str, str] = {}  # requirements of groupwise itself that are not installed here
-    for needed in _needs(own, {"", *map(normal, extras)}):
-        if needed.name in without or needed.name == NAME:
+    uninstalled: dict[str, str] = {}  # requirements of groupwise itself that are not installed here
+    for requirement in _requirements_of(groupwise, {"", *map(normal, extras)}):
+        if requirement.name in without or requirement.name == NAME:
             continue
         try:
-            distribution(needed.name)
+            distribution(requirement.name)
         except PackageNotFoundError:
-            left[needed.name] = needed.line
+            uninstalled[requirement.name] = requirement.line
     pins = {
-        name: _pin(name, each)
-        for name, each in _with_requirements(roots).items()
+        name: _pinned_line(name, package)
+        for name, package in _with_requirements(roots).items()
         if name != NAME and name not in without
     }
-    lines = (*sorted(pins.values()), *(left[name] for name in sorted(left)))
-    return Lock(lines, left_to_pip=tuple(sorted(left)))
+    lines = (*sorted(pins.values()), *(uninstalled[name] for name in sorted(uninstalled)))
+    return Lock(lines, left_to_pip=tuple(sorted(uninstalled)))
 
 
 def _with_requirements(
     roots: Iterable[tuple[str, Distribution, Iterable[str]]],
 ) -> dict[str, Distribution]:
     """These distributions with their extras, and all their requirements that are installed."""
-    found: dict[str, Distribution] = {}
-    seen: set[tuple[str, str]] = set()  # distribution and extra; the empty extra means none
-    waiting = list(roots)
-    while waiting:
-        name, each, extras = waiting.pop()
-        found[name] = each
-        new = [extra for extra in ("", *extras) if (name, extra) not in seen]
-        seen.update((name, extra) for extra in new)
-        for needed in _needs(each, new):
+    distributions: dict[str, Distribution] = {}
+    visited: set[tuple[str, str]] = set()  # distribution and extra; the empty extra means none
+    queue = list(roots)
+    while queue:
+        name, package, extras = queue.pop()
+        distributions[name] = package
+        new_extras = [extra for extra in ("", *extras) if (name, extra) not in visited]
+        visited.update((name, extra) for extra in new_extras)
+        for requirement in _requirements_of(package, new_extras):
             with suppress(PackageNotFoundError):  # for another system or Python; or pip adds it
-                waiting.append((needed.name, distribution(needed.name), needed.extras))
-    return found
+                queue.append((requirement.name, distribution(requirement.name), requirement.extras))
+    return distributions
 
 
 @dataclass(frozen=True, slots=True)
-class _Needed:
+class _Requirement:
     name: str
     extras: tuple[str, ...]
     line: str
     """The requirement, without the marker for the extra it belongs to."""
 
 
-def _needs(each: Distribution, extras: Collection[str]) -> Iterator[_Needed]:
+def _requirements_of(package: Distribution, extras: Collection[str]) -> Iterator[_Requirement]:
     """Requirements of these extras; the empty extra means requirements without one."""
-    for text in each.requires or ():
-        found = REQUIREMENT.fullmatch(text.strip())
-        if found is None:
+    for text in package.requires or ():
+        match = REQUIREMENT.fullmatch(text.strip())
+        if match is None:
             continue  # old distributions may have invalid metadata; pip reports that
-        marker = found["marker"] or ""
-        of = {normal(extra) for extra in OF_EXTRA.findall(marker)} or {""}
-        if of.intersection(extras):
-            words = (found["extras"] or "").split(",")
-            extras_of_it = tuple(normal(word.strip()) for word in words if word.strip())
-            yield _Needed(normal(found["name"]), extras_of_it, _without_extra(found))
+        marker = match["marker"] or ""
+        required_by = {normal(extra) for extra in OF_EXTRA.findall(marker)} or {""}
+        if required_by.intersection(extras):
+            names = (match["extras"] or "").split(",")
+            extras_of_it = tuple(normal(name.strip()) for name in names if name.strip())
+            yield _Requirement(normal(match["name"]), extras_of_it, _without_extra(match))
 
 
-def _without_extra(found: re.Match[str]) -> str:
+def _without_extra(match: re.Match[str]) -> str:
     """A requirement without the extra that it belongs to."""
-    extras = f"[{found['extras']}]" if found["extras"] else ""
-    marker = re.sub(r"^\s*and\s+", "", EXTRA_CLAUSE.sub("", found["marker"] or "")).strip()
-    return f"{found['name']}{extras}{found['wanted']}" + (f" ; {marker}" if marker else "")
+    extras = f"[{match['extras']}]" if match["extras"] else ""
+    marker = re.sub(r"^\s*and\s+", "", EXTRA_CLAUSE.sub("", match["marker"] or "")).strip()
+    return f"{match['name']}{extras}{match['wanted']}" + (f" ; {marker}" if marker else "")
 
 
-def _pin(name: str, each: Distribution) -> str:
+def _pinned_line(name: str, package: Distribution) -> str:
     """The line of one distribution: its release, or the address if it came from no index. Raises UsageError if that is a local folder."""
     try:
-        origin = json.loads(each.read_text("direct_url.json") or "null")
+        origin = json.loads(package.read_text("direct_url.json") or "null")
     except ValueError:
         origin = None
     if origin is None:
-        return f"{name}=={each.version.partition('+')[0]}"
+        return f"{name}=={package.version.partition('+')[0]}"
     url, vcs = str(origin.get("url", "")), origin.get("vcs_info")
     if vcs and url.startswith(("https://", "ssh://")):
         return f"{name} @ {vcs['vcs']}+{url}@{vcs['commit_id']}"
     if url.startswith("https://") and "archive_info" in origin:
         return f"{name} @ {url}"
     raise UsageError(
-        f"{name} {each.version} was installed here from {url or 'somewhere'}, where a machine cannot get it. Give it as a file "
+        f"{name} {package.version} was installed here from {url or 'somewhere'}, where a machine cannot get it. Give it as a file "
         f"(`pip wheel --no-deps {url.removeprefix('file://') or name}`, then --wheel FILE), or a lock in which it has a release: --lock."
     )
 
@@ -193,59 +195,64 @@ def parse_lock(text: str, source: str, without: Collection[str] = ()) -> Lock:
     lines: list[str] = []
     hashed: list[bool] = []
     for number, line in _logical_lines(text):
-        where = f"{source}:{number}"
-        line_kept = _check_line(line, where, {NAME, *without})
+        location = f"{source}:{number}"
+        line_kept = _check_line(line, location, {NAME, *without})
         if line_kept is not None:
             lines.append(line_kept)
             hashed.append("--hash=" in line_kept)
             if hashed[0] != hashed[-1]:
                 raise UsageError(
-                    f"{where}: some lines have hashes and others have none; with hashes pip wants them for all: {line_kept.split()[0]}"
+                    f"{location}: some lines have hashes and others have none; with hashes pip wants them for all: {line_kept.split()[0]}"
                 )
     return Lock(tuple(lines), hashed=bool(hashed) and hashed[0])
 
 
 def _logical_lines(text: str) -> Iterator[tuple[int, str]]:
     """Lines without comments, joined where a backslash continues them, blank ones left out; each with the number of its first line."""
-    whole, first = "", 0
+    logical_line, first_number = "", 0
     for number, line in enumerate(text.splitlines(), 1):
-        first = first if whole else number
+        first_number = first_number if logical_line else number
         line = re.sub(r"(^|\s)#.*$", "", line)
         if line.rstrip().endswith("\\"):
-            whole += line.rstrip()[:-1] + " "
+            logical_line += line.rstrip()[:-1] + " "
             continue
-        whole += line
-        if whole.strip():
-            yield first, whole.strip()
-        whole = ""
-    if whole.strip():
-        yield first, whole.strip()
+        logical_line += line
+        if logical_line.strip():
+            yield first_number, logical_line.strip()
+        logical_line = ""
+    if logical_line.strip():
+        yield first_number, logical_line.strip()
 
 
-def _check_line(line: str, where: str, skipped: Collection[str]) -> str | None:
+def _check_line(line: str, location: str, skipped: Collection[str]) -> str | None:
     """Check a line and return it in pip's form; None for distributions that come as wheels."""
     if line.startswith("-"):
-        option, _, what = line.partition(" ")
-        folder = Path(what.strip().removeprefix("file://"))
-        own = what.strip().endswith(f"#egg={NAME}") or folder == PACKAGE.parent
-        if own and option in ("-e", "--editable"):  # groupwise itself, as `pip freeze` writes it
+        option, _, value = line.partition(" ")
+        folder = Path(value.strip().removeprefix("file://"))
+        is_groupwise = value.strip().endswith(f"#egg={NAME}") or folder == PACKAGE.parent
+        if is_groupwise and option in (
+            "-e",
+            "--editable",
+        ):  # groupwise itself, as `pip freeze` writes it
             return None
         raise UsageError(
-            f"{where}: {line[:80]!r}: options are not read from a lock: --index-url and --extra-index-url are options of this command, "
+            f"{location}: {line[:80]!r}: options are not read from a lock: --index-url and --extra-index-url are options of this command, "
             "and what is installed from a folder (-e) goes as a file: --wheel."
         )
     hashes = HASH.findall(line)
-    for each in hashes:
-        if not SHA256_HASH.fullmatch(each):
-            raise UsageError(f"{where}: --hash={each[:80]}: as --hash=sha256:… is wanted.")
-    found = REQUIREMENT.fullmatch(HASH.sub("", line).strip())
-    if found is not None and normal(found["name"]) in skipped:
+    for hash_option in hashes:
+        if not SHA256_HASH.fullmatch(hash_option):
+            raise UsageError(
+                f"{location}: --hash={hash_option[:80]}: as --hash=sha256:… is wanted."
+            )
+    match = REQUIREMENT.fullmatch(HASH.sub("", line).strip())
+    if match is not None and normal(match["name"]) in skipped:
         return None
-    if found is None or not (
-        PINNED.fullmatch(found["wanted"]) or FROM_ADDRESS.fullmatch(found["wanted"])
+    if match is None or not (
+        PINNED.fullmatch(match["wanted"]) or FROM_ADDRESS.fullmatch(match["wanted"])
     ):
         raise UsageError(
-            f"{where}: {line[:120]!r}: each line of a lock names one release, as `torch==2.13.0`. `pip freeze`, `pip-compile` and "
+            f"{location}: {line[:120]!r}: each line of a lock names one release, as `torch==2.13.0`. `pip freeze`, `pip-compile` and "
             "`uv export --format requirements.txt` write such a file."
         )
-    return " ".join([_without_extra(found), *(f"--hash={each}" for each in hashes)])
+    return " ".join([_without_extra(match), *(f"--hash={hash_option}" for hash_option in hashes)])

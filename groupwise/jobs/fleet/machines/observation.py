@@ -55,7 +55,7 @@ LONGEST_PROBLEM = 500
 """Maximum characters of a stored problem."""
 ACTOR = "poller"
 HELD_UNTIL = "held_until"
-"""Key in a machine's facts: database time until which `hold_back` delays the jobs of its unknown attempts; passed to `let_go`."""
+"""Key in a machine's facts: database time until which `hold_back` delays the jobs of its unknown attempts; passed to `release`."""
 NAME = re.compile(rf"({JOB_ID.pattern})\.(0|[1-9][0-9]{{0,18}})")
 """The name of an attempt as its processes carry it. Any user who can start a process there can forge it."""
 
@@ -66,7 +66,7 @@ def apply(
     session: Session,
     vm_id: str,
     asked_at: float,
-    seen: Observation,
+    observation: Observation,
     *,
     look_seconds: float | None = None,
 ) -> bool:
@@ -74,29 +74,29 @@ def apply(
 
     `look_seconds`: seconds until the next observation, if the poller keeps to an interval.
     """
-    strays = _strays(session, vm_id, seen)
-    jobs = untracked_processes.lock(session, {each.job for each in strays})
+    strays = _find_strays(session, vm_id, observation)
+    jobs = untracked_processes.lock(session, {stray.job for stray in strays})
     vm = _locked_machine(session, vm_id)
     now = seconds(session)
     if vm is None or not _is_newer(asked_at, vm.observed_round, now) or _is_barred(vm):
         return False
     was_fresh = asked_at - vm.observed_round <= capacity.stale_after(vm.facts)
-    was_usable = _usable(vm) and was_fresh
-    _record_answer(session, vm, seen)
-    trouble = None if vm.engine else _trouble_of_probe(session, vm, seen)
+    was_usable = _is_usable(vm) and was_fresh
+    _record_answer(session, vm, observation)
+    trouble = None if vm.engine else _probe_problem(session, vm, observation)
     vm.degraded, vm.problem = trouble is not None, trouble
     vm.observed_round = asked_at
-    holding, ran = untracked_processes.holding(vm.facts), _unknown_jobs(vm)
-    facts = _facts(vm, seen, strays, now)
+    holding_before, unknown_before = untracked_processes.holding(vm.facts), _unknown_jobs(vm)
+    facts = _machine_facts(vm, observation, strays, now)
     vm.facts = {**vm.facts, **facts, capacity.LOOK_SECONDS: look_seconds}
-    _hold_back(session, vm, jobs, ran)
-    epochs.raise_above(session, [each.epoch for each in seen.attempts])
+    _hold_back_jobs(session, vm, jobs, unknown_before)
+    epochs.raise_above(session, [attempt.epoch for attempt in observation.attempts])
     vm.last_polled = func.now()  # pyright: ignore[reportAttributeAccessIssue] — the database's clock
-    has_gpus = vm.engine is None and seen.probe.status is ProbeStatus.OK
-    more = has_gpus and _write_gpus(session, vm, asked_at, now, seen)
+    has_gpus = vm.engine is None and observation.probe.status is ProbeStatus.OK
+    has_news = has_gpus and _write_gpus(session, vm, asked_at, now, observation)
     session.flush()
-    more |= holding != untracked_processes.holding(vm.facts)
-    if more or (_usable(vm) and not was_usable):
+    has_news |= holding_before != untracked_processes.holding(vm.facts)
+    if has_news or (_is_usable(vm) and not was_usable):
         requeue_pending.wake(session, vm_ids=[vm_id], actor=ACTOR)
     return True
 
@@ -116,17 +116,19 @@ def record_miss(session: Session, vm_id: str, asked_at: float, problem: str) -> 
     vm.misses += 1
     vm.facts = {**vm.facts, "missed_at": asked_at}
     if vm.misses >= MISSES and vm.contact in (Contact.NEW, Contact.OK):
-        before, vm.contact = vm.contact, Contact.UNREACHABLE
+        contact_before, vm.contact = vm.contact, Contact.UNREACHABLE
         vm.unreachable_since = now
-        _tell(session, vm, events.VM_UNREACHABLE, before, detail={"problem": vm.problem})
+        _append_event(
+            session, vm, events.VM_UNREACHABLE, contact_before, detail={"problem": vm.problem}
+        )
         logger.warning("machine %s does not answer: %s", vm_id, vm.problem)
     return vm.misses
 
 
-def _is_newer(asked_at: float, known: float, now: float) -> bool:
+def _is_newer(asked_at: float, known_at: float, now: float) -> bool:
     """True if an observation at `asked_at` is newer than the known one. A known time in the future dates from before the database's clock
     was set back, and does not count."""
-    return asked_at > known or known > now + records.AHEAD
+    return asked_at > known_at or known_at > now + records.AHEAD
 
 
 def record_shown_key(
@@ -141,23 +143,23 @@ def record_shown_key(
         return
     if vm.host_key == str(host_key):
         if vm.contact == Contact.UNTRUSTED:
-            _believe(session, vm, host_key, "it shows the pinned key")
+            _trust_key(session, vm, host_key, "it shows the pinned key")
         return
     if vm.host_key is None and pin:
         vm.host_key = str(host_key)
-        _believe(session, vm, host_key, "trust_on_first_use: the first key was not compared")
+        _trust_key(session, vm, host_key, "trust_on_first_use: the first key was not compared")
         return
     if vm.contact == Contact.UNTRUSTED and vm.seen_host_key == str(host_key):
         return
-    before, vm.contact, vm.seen_host_key = vm.contact, Contact.UNTRUSTED, str(host_key)
+    contact_before, vm.contact, vm.seen_host_key = vm.contact, Contact.UNTRUSTED, str(host_key)
     vm.misses, vm.unreachable_since = 0, None
-    vm.problem, changed = _about_key(vm, host_key), vm.host_key is not None
+    vm.problem, changed = _key_problem(vm, host_key), vm.host_key is not None
     detail = {
         "fingerprint": host_key.fingerprint,
         "changed": changed,
-        "pinned": _fingerprint(vm.host_key),
+        "pinned": _key_fingerprint(vm.host_key),
     }
-    _tell(session, vm, events.VM_UNTRUSTED, before, detail=detail)
+    _append_event(session, vm, events.VM_UNTRUSTED, contact_before, detail=detail)
     logger.log(logging.ERROR if changed else logging.WARNING, "machine %s: %s", vm_id, vm.problem)
 
 
@@ -166,8 +168,12 @@ def record_untrusted(session: Session, vm_id: str, problem: str) -> None:
     vm = _locked_machine(session, vm_id)
     if vm is None or (vm.contact == Contact.UNTRUSTED and vm.problem == problem[:LONGEST_PROBLEM]):
         return
-    before, vm.contact, vm.problem = vm.contact, Contact.UNTRUSTED, problem[:LONGEST_PROBLEM]
-    _tell(session, vm, events.VM_UNTRUSTED, before, detail={"problem": vm.problem})
+    contact_before, vm.contact, vm.problem = (
+        vm.contact,
+        Contact.UNTRUSTED,
+        problem[:LONGEST_PROBLEM],
+    )
+    _append_event(session, vm, events.VM_UNTRUSTED, contact_before, detail={"problem": vm.problem})
     logger.error("machine %s: %s", vm_id, vm.problem)
 
 
@@ -191,108 +197,131 @@ def _is_barred(vm: VM) -> bool:
     return vm.contact == Contact.UNTRUSTED and vm.seen_host_key not in (None, vm.host_key)
 
 
-def _believe(session: Session, vm: VM, host_key: keys.HostKey, why: str) -> None:
-    before, vm.contact, vm.problem, vm.seen_host_key = vm.contact, Contact.NEW, None, None
-    detail = {"fingerprint": host_key.fingerprint, "why": why}
-    _tell(session, vm, events.VM_TRUSTED, before, detail=detail)
+def _trust_key(session: Session, vm: VM, host_key: keys.HostKey, reason: str) -> None:
+    contact_before, vm.contact, vm.problem, vm.seen_host_key = vm.contact, Contact.NEW, None, None
+    detail = {"fingerprint": host_key.fingerprint, "why": reason}
+    _append_event(session, vm, events.VM_TRUSTED, contact_before, detail=detail)
 
 
-def _usable(vm: VM) -> bool:
+def _is_usable(vm: VM) -> bool:
     return vm.contact == Contact.OK and not vm.degraded
 
 
-def _record_answer(session: Session, vm: VM, seen: Observation) -> None:
-    if vm.boot_id is not None and vm.boot_id != seen.boot_id:
+def _record_answer(session: Session, vm: VM, observation: Observation) -> None:
+    if vm.boot_id is not None and vm.boot_id != observation.boot_id:
         events.append(
             session,
             actor=ACTOR,
             kind=events.VM_REBOOTED,
             vm_id=vm.vm_id,
             before={"boot_id": vm.boot_id},
-            after={"boot_id": seen.boot_id},
+            after={"boot_id": observation.boot_id},
         )
-    vm.boot_id = seen.boot_id
-    before = vm.contact
+    vm.boot_id = observation.boot_id
+    contact_before = vm.contact
     vm.contact, vm.misses, vm.unreachable_since, vm.seen_host_key = Contact.OK, 0, None, None
-    if before != Contact.OK:
-        _tell(session, vm, events.VM_REACHABLE, before)
+    if contact_before != Contact.OK:
+        _append_event(session, vm, events.VM_REACHABLE, contact_before)
 
 
-def _facts(vm: VM, seen: Observation, strays: Iterable[MemberState], now: float) -> dict[str, Any]:
+def _machine_facts(
+    vm: VM, observation: Observation, strays: Iterable[MemberState], now: float
+) -> dict[str, Any]:
     """The facts to store for the machine itself. `quarantined`: the runner's own findings, and living attempts that are in no table, each
     with the time when it was first seen."""
-    before = {each["detail"]: each["since"] for each in untracked_processes.in_quarantine(vm)}
-    quarantined: list[dict[str, Any]] = [asdict(each) for each in seen.quarantined]
-    for each in strays:
-        name = f"{each.job}.{each.epoch}"
-        about = {"job_id": each.job, "epoch": each.epoch, "since": before.get(name, now)}
-        holds = {"gpus": list(each.gpus), "share_mb": each.share_mb, "slot": each.slot}
-        quarantined.append({"what": untracked_processes.ATTEMPT, "detail": name, **about, **holds})
+    since_by_name = {
+        entry["detail"]: entry["since"] for entry in untracked_processes.in_quarantine(vm)
+    }
+    quarantined: list[dict[str, Any]] = [
+        asdict(stray_state) for stray_state in observation.quarantined
+    ]
+    for stray_state in strays:
+        name = f"{stray_state.job}.{stray_state.epoch}"
+        fields = {
+            "job_id": stray_state.job,
+            "epoch": stray_state.epoch,
+            "since": since_by_name.get(name, now),
+        }
+        resources = {
+            "gpus": list(stray_state.gpus),
+            "share_mb": stray_state.share_mb,
+            "slot": stray_state.slot,
+        }
+        quarantined.append(
+            {"what": untracked_processes.ATTEMPT, "detail": name, **fields, **resources}
+        )
     return {
-        "load": [round(each, 2) for each in seen.load],
-        "cpus": seen.cpus,
-        "ram_mb": seen.ram_mb,
-        "ram_free_mb": seen.ram_free_mb,
-        "disk_free_mb": seen.disk_free_mb,
-        "unremoved": list(seen.unremoved),
-        "machine_time": seen.time,
+        "load": [round(load, 2) for load in observation.load],
+        "cpus": observation.cpus,
+        "ram_mb": observation.ram_mb,
+        "ram_free_mb": observation.ram_free_mb,
+        "disk_free_mb": observation.disk_free_mb,
+        "unremoved": list(observation.unremoved),
+        "machine_time": observation.time,
         "missed_at": None,
         "quarantined": quarantined,
     }
 
 
-def _strays(session: Session, vm_id: str, seen: Observation) -> list[MemberState]:
+def _find_strays(session: Session, vm_id: str, observation: Observation) -> list[MemberState]:
     """Attempts that live there and are in no table, even if the folder was removed and only processes reveal them."""
-    bare: dict[str, MemberState] = {}
-    for each in seen.quarantined:
-        if each.what == "process" and (match := NAME.fullmatch(each.detail)):
+    bare_processes: dict[str, MemberState] = {}
+    for state in observation.quarantined:
+        if state.what == "process" and (match := NAME.fullmatch(state.detail)):
             job, epoch = match.group(1), int(match.group(2))
             if epoch <= MOST_EPOCH:
-                bare[each.detail] = MemberState(job, epoch, RunnerState.LOST, survivors=1)
-    there = (each for each in seen.attempts if each.lives or each.may_begin)
-    living = [*there, *bare.values()]
-    known = records.known_jobs(session, vm_id, {e.job for e in living}) if living else {}
-    found: list[MemberState] = []
-    for each in living:
-        reading, left = Reading(each.state), each.survivors or 0
-        verdict = stray(each.epoch, reading, known.get(each.job), left)
-        if verdict is Stray.QUARANTINE and not is_doctors(each.job, each.epoch):
-            found.append(each)
-    return found
+                bare_processes[state.detail] = MemberState(
+                    job, epoch, RunnerState.LOST, survivors=1
+                )
+    live_attempts = (state for state in observation.attempts if state.is_alive or state.may_start)
+    candidates = [*live_attempts, *bare_processes.values()]
+    known_jobs = (
+        records.known_jobs(session, vm_id, {e.job for e in candidates}) if candidates else {}
+    )
+    strays: list[MemberState] = []
+    for state in candidates:
+        reading, survivors = Reading(state.state), state.survivors or 0
+        verdict = stray(state.epoch, reading, known_jobs.get(state.job), survivors)
+        if verdict is Stray.QUARANTINE and not is_doctors(state.job, state.epoch):
+            strays.append(state)
+    return strays
 
 
-def _hold_back(session: Session, vm: VM, jobs: set[str], ran: set[str]) -> None:
-    """Delay the jobs of unknown attempts that run here, and release those (`ran`) whose unknown attempts have ended. `jobs`: the locked
-    rows, which are all that exist."""
-    runs = _unknown_jobs(vm)
-    if ended := ran - runs:
-        session.flush()  # `let_go` reads the facts of all machines
-        untracked_processes.let_go(session, ended, vm.facts.get(HELD_UNTIL))
-    if runs:
-        vm.facts = {**vm.facts, HELD_UNTIL: untracked_processes.hold_back(session, runs & jobs)}
+def _hold_back_jobs(session: Session, vm: VM, jobs: set[str], unknown_before: set[str]) -> None:
+    """Delay the jobs of unknown attempts that run here, and release those whose unknown attempts (`unknown_before`) have ended. `jobs`: the
+    locked rows, which are all that exist."""
+    unknown_jobs = _unknown_jobs(vm)
+    if ended_jobs := unknown_before - unknown_jobs:
+        session.flush()  # `release` reads the facts of all machines
+        untracked_processes.release(session, ended_jobs, vm.facts.get(HELD_UNTIL))
+    if unknown_jobs:
+        vm.facts = {
+            **vm.facts,
+            HELD_UNTIL: untracked_processes.hold_back(session, unknown_jobs & jobs),
+        }
 
 
 def _unknown_jobs(vm: VM) -> set[str]:
-    return {each["job_id"] for each in untracked_processes.in_quarantine(vm)}
+    return {entry["job_id"] for entry in untracked_processes.in_quarantine(vm)}
 
 
-def _trouble_of_probe(session: Session, vm: VM, seen: Observation) -> str | None:
+def _probe_problem(session: Session, vm: VM, seen: Observation) -> str | None:
     """The reason why the GPUs of a machine, or the processes on them, are unknown. None: they are known, or it has no GPU."""
     probe = seen.probe
     if probe.status is ProbeStatus.ABSENT:
-        known = select(GPU.gpu_id).where(GPU.vm_id == vm.vm_id).limit(1)
-        if session.scalar(known) is None:
+        any_gpu = select(GPU.gpu_id).where(GPU.vm_id == vm.vm_id).limit(1)
+        if session.scalar(any_gpu) is None:
             return None
-    words = _PROBE_TROUBLE.get(probe.status)
-    if words is None and probe.lines_not_read:
-        words = "nvidia-smi gives lines that cannot be read"
-    if words is None and probe.apps in _PROBE_TROUBLE and probe.apps is not ProbeStatus.ABSENT:
-        words = f"who is on its GPUs is not known: {_PROBE_TROUBLE[probe.apps]}"
-    if words is None:
+    problem = _PROBE_TROUBLE.get(probe.status)
+    if problem is None and probe.lines_not_read:
+        problem = "nvidia-smi gives lines that cannot be read"
+    if problem is None and probe.apps in _PROBE_TROUBLE and probe.apps is not ProbeStatus.ABSENT:
+        problem = f"who is on its GPUs is not known: {_PROBE_TROUBLE[probe.apps]}"
+    if problem is None:
         return None
     code = f" (exit {probe.exit})" if probe.exit else ""
     output = "; ".join(probe.lines_not_read[:3]) or probe.said.strip()
-    return (words + code + (f": {output}" if output else ""))[:LONGEST_PROBLEM]
+    return (problem + code + (f": {output}" if output else ""))[:LONGEST_PROBLEM]
 
 
 _PROBE_TROUBLE = {
@@ -303,7 +332,7 @@ _PROBE_TROUBLE = {
 }
 
 
-def _about_key(vm: VM, host_key: keys.HostKey) -> str:
+def _key_problem(vm: VM, host_key: keys.HostKey) -> str:
     command = f"groupwise fleet vm trust {vm.vm_id} {host_key.fingerprint}"
     if vm.host_key is None:
         kind = host_key.type.removeprefix("ssh-").partition("-")[0]
@@ -312,19 +341,19 @@ def _about_key(vm: VM, host_key: keys.HostKey) -> str:
             f"(ssh-keygen -lf /etc/ssh/ssh_host_{kind}_key.pub there), then `{command}`"
         )
     return (
-        f"its host key has CHANGED: it shows {host_key.fingerprint}, pinned is {_fingerprint(vm.host_key)}. Somebody may stand between, or "
-        f"it was set up again; nothing is sent there. If the new one is right: `{command}`"
+        f"its host key has CHANGED: it shows {host_key.fingerprint}, pinned is {_key_fingerprint(vm.host_key)}. Somebody may stand "
+        f"between, or it was set up again; nothing is sent there. If the new one is right: `{command}`"
     )
 
 
-def _fingerprint(key: str | None) -> str | None:
+def _key_fingerprint(key: str | None) -> str | None:
     try:
-        return None if key is None else keys.parse(key).fingerprint
+        return None if key is None else keys.parse_host_key(key).fingerprint
     except UsageError:  # a row that was written by hand
         return "unreadable"
 
 
-def _tell(
+def _append_event(
     session: Session,
     vm: VM,
     kind: str,
@@ -346,65 +375,69 @@ def _tell(
 # --- its GPUs -------------------------------------------------------------------------------------
 
 
-def _write_gpus(session: Session, vm: VM, asked_at: float, now: float, seen: Observation) -> bool:
+def _write_gpus(
+    session: Session, vm: VM, asked_at: float, now: float, observation: Observation
+) -> bool:
     """Record the GPUs of a machine. Returns True if one has become available that was not before."""
     # The order in which the end of an attempt locks them too.
-    own = select(GPU).where(GPU.vm_id == vm.vm_id).order_by(GPU.gpu_id)
-    locked = session.scalars(own.with_for_update(key_share=True))
+    own_gpus = select(GPU).where(GPU.vm_id == vm.vm_id).order_by(GPU.gpu_id)
+    locked = session.scalars(own_gpus.with_for_update(key_share=True))
     rows = {gpu.uuid: gpu for gpu in locked}
-    uuids = [gpu.uuid for gpu in seen.gpus]
-    apps_known = seen.probe.apps is ProbeStatus.OK
-    more, new = False, set[str]()
-    for seen_gpu in {gpu.uuid: gpu for gpu in seen.gpus}.values():
+    uuids = [gpu.uuid for gpu in observation.gpus]
+    apps_known = observation.probe.apps is ProbeStatus.OK
+    has_available, new_uuids = False, set[str]()
+    for seen_gpu in {gpu.uuid: gpu for gpu in observation.gpus}.values():
         if seen_gpu.uuid not in rows:
-            new.add(seen_gpu.uuid)
+            new_uuids.add(seen_gpu.uuid)
             rows[seen_gpu.uuid] = GPU(
                 vm_id=vm.vm_id, uuid=seen_gpu.uuid, index=seen_gpu.index, observed=Observed.OK
             )
             session.add(rows[seen_gpu.uuid])
     session.flush()
-    holders = _holders(session, vm.vm_id, asked_at)
-    twins = _twins(session, vm, uuids)
-    for seen_gpu in {gpu.uuid: gpu for gpu in seen.gpus}.values():
+    holders = _holding_attempts(session, vm.vm_id, asked_at)
+    twins = _find_twins(session, vm, uuids)
+    for seen_gpu in {gpu.uuid: gpu for gpu in observation.gpus}.values():
         gpu = rows[seen_gpu.uuid]
-        _copy(gpu, seen_gpu, now)
-        apps = [app for app in seen.apps if app.uuid == seen_gpu.uuid]
-        judged = _judge(seen_gpu, apps, holders.get(gpu.gpu_id, set()), vm.idle_memory_mb)
+        _copy_readings(gpu, seen_gpu, now)
+        apps = [app for app in observation.apps if app.uuid == seen_gpu.uuid]
+        verdict = _judge_gpu(seen_gpu, apps, holders.get(gpu.gpu_id, set()), vm.idle_memory_mb)
         if uuids.count(seen_gpu.uuid) > 1:
-            judged = Observed.DEGRADED, "its UUID was shown twice"
+            verdict = Observed.DEGRADED, "its UUID was shown twice"
         if twin := twins.get(gpu.gpu_id):
-            judged = (
+            verdict = (
                 Observed.DEGRADED,
                 f"{twin} has the same one: the machine stands in the fleet twice",
             )
-        if judged[0] is Observed.OK and gpu.observed == Observed.FOREIGN_BUSY and not apps_known:
-            judged = Observed.FOREIGN_BUSY, gpu.detail
-        more |= note_observed(session, gpu, *judged, actor=ACTOR) and judged[0] is Observed.OK
-        more |= seen_gpu.uuid in new and judged[0] is Observed.OK
-    if seen.probe.status is ProbeStatus.OK and not seen.probe.lines_not_read:
+        if verdict[0] is Observed.OK and gpu.observed == Observed.FOREIGN_BUSY and not apps_known:
+            verdict = Observed.FOREIGN_BUSY, gpu.detail
+        has_available |= (
+            note_observed(session, gpu, *verdict, actor=ACTOR) and verdict[0] is Observed.OK
+        )
+        has_available |= seen_gpu.uuid in new_uuids and verdict[0] is Observed.OK
+    if observation.probe.status is ProbeStatus.OK and not observation.probe.lines_not_read:
         for uuid in rows.keys() - set(uuids):
-            why = "the machine shows it no more"
-            note_observed(session, rows[uuid], Observed.MISSING, why, actor=ACTOR)
+            reason = "the machine shows it no more"
+            note_observed(session, rows[uuid], Observed.MISSING, reason, actor=ACTOR)
     _keep_history(session, [rows[uuid] for uuid in uuids], now)
-    return more
+    return has_available
 
 
-def _twins(session: Session, vm: VM, uuids: Sequence[str]) -> dict[int, str]:
+def _find_twins(session: Session, vm: VM, uuids: Sequence[str]) -> dict[int, str]:
     """GPUs that another machine showed first and still has: gpu_id → that machine. One card cannot be in two machines."""
-    own, first = aliased(GPU), aliased(GPU)
+    own_gpu, first_gpu = aliased(GPU), aliased(GPU)
     rows = session.execute(
-        select(own.gpu_id, first.vm_id)
-        .join(first, and_(first.uuid == own.uuid, first.gpu_id < own.gpu_id))
-        .join(VM, VM.vm_id == first.vm_id)
+        select(own_gpu.gpu_id, first_gpu.vm_id)
+        .join(first_gpu, and_(first_gpu.uuid == own_gpu.uuid, first_gpu.gpu_id < own_gpu.gpu_id))
+        .join(VM, VM.vm_id == first_gpu.vm_id)
         .where(
-            own.vm_id == vm.vm_id, own.uuid.in_(uuids),
-            first.vm_id != vm.vm_id, first.observed != Observed.MISSING, VM.active,
+            own_gpu.vm_id == vm.vm_id, own_gpu.uuid.in_(uuids),
+            first_gpu.vm_id != vm.vm_id, first_gpu.observed != Observed.MISSING, VM.active,
         )
     )  # fmt: skip
     return dict(rows.all())
 
 
-def _copy(gpu: GPU, seen_gpu: SeenGPU, now: float) -> None:
+def _copy_readings(gpu: GPU, seen_gpu: SeenGPU, now: float) -> None:
     """Keep constant properties that a probe leaves out; reset changing ones, which are then unknown."""
     gpu.index = seen_gpu.index
     gpu.model = seen_gpu.model or gpu.model
@@ -415,27 +448,27 @@ def _copy(gpu: GPU, seen_gpu: SeenGPU, now: float) -> None:
     gpu.observed_at = now
 
 
-def _judge(
-    seen_gpu: SeenGPU, apps: list[SeenApp], own: Collection[str], idle_memory_mb: int
+def _judge_gpu(
+    seen_gpu: SeenGPU, apps: list[SeenApp], own_attempts: Collection[str], idle_memory_mb: int
 ) -> tuple[Observed, str | None]:
-    """Judge from an observation whether a GPU may be used. `own`: names of our attempts that may be running on it."""
+    """Judge from an observation whether a GPU may be used. `own_attempts`: names of our attempts that may be running on it."""
     if seen_gpu.mig:
         return Observed.MIG, f"{len(seen_gpu.mig_devices)} MIG devices"
     if seen_gpu.problems:
         return Observed.DEGRADED, "; ".join(seen_gpu.problems)[:LONGEST_PROBLEM]
-    foreign = [app for app in apps if app.attempt not in own]
+    foreign = [app for app in apps if app.attempt not in own_attempts]
     if foreign:
         # Without amounts of memory, which differ in every observation.
         users = sorted({a.attempt or (f"pid {a.pid}" if a.pid else "somebody") for a in foreign})
-        more = " and others" if len(users) > 5 else ""
-        return Observed.FOREIGN_BUSY, f"in use by {', '.join(users[:5])}{more}"
-    used = seen_gpu.memory_used_mb
-    if not apps and not own and used is not None and used > idle_memory_mb:
+        rest_note = " and others" if len(users) > 5 else ""
+        return Observed.FOREIGN_BUSY, f"in use by {', '.join(users[:5])}{rest_note}"
+    used_mb = seen_gpu.memory_used_mb
+    if not apps and not own_attempts and used_mb is not None and used_mb > idle_memory_mb:
         return Observed.FOREIGN_BUSY, "memory is in use by no process that can be seen"
     return Observed.OK, None
 
 
-def _holders(session: Session, vm_id: str, asked_at: float) -> dict[int, set[str]]:
+def _holding_attempts(session: Session, vm_id: str, asked_at: float) -> dict[int, set[str]]:
     """Attempts by gpu_id: those (`<job>.<epoch>`) that hold a part of the GPU, or held it when the machine was asked."""
     query = (
         select(Reservation.gpu_id, Reservation.epoch, Attempt.job_id)

@@ -49,21 +49,23 @@ class Packed:
 
 def pack() -> Packed:
     """Pack the running code as a wheel. Raises UsageError if it is not installed, or its metadata belong to another release."""
-    installed = installation()
-    if installed.version != version():
+    package = installation()
+    if package.version != version():
         raise UsageError(
-            f"the code here is groupwise {version()}, and its metadata say {installed.version}: it was updated in place. "
+            f"the code here is groupwise {version()}, and its metadata say {package.version}: it was updated in place. "
             "Install it again (`pip install -e .` in its folder), so that both fit together."
         )
-    info = f"{NAME}-{installed.version}.dist-info"
+    info = f"{NAME}-{package.version}.dist-info"
     files = {f"{info}/WHEEL": WHEEL.encode()}
     for path in PACKAGE.rglob("*"):
-        inside = path.relative_to(PACKAGE)
-        hidden = any(part.startswith(".") or part == "__pycache__" for part in inside.parts)
-        if path.is_file() and not hidden:
-            files[f"{NAME}/{inside.as_posix()}"] = path.read_bytes()
+        relative_path = path.relative_to(PACKAGE)
+        is_hidden = any(
+            part.startswith(".") or part == "__pycache__" for part in relative_path.parts
+        )
+        if path.is_file() and not is_hidden:
+            files[f"{NAME}/{relative_path.as_posix()}"] = path.read_bytes()
     for name in METADATA:
-        text = installed.read_text(name)
+        text = package.read_text(name)
         if text is not None:
             files[f"{info}/{name}"] = text.encode()
     lines: list[str] = []
@@ -72,20 +74,20 @@ def pack() -> Packed:
         lines.append(f"{name},sha256={digest},{len(data)}")
     record = f"{info}/RECORD"
     files[record] = ("\n".join([*lines, f"{record},,"]) + "\n").encode()
-    packed = io.BytesIO()
-    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as archive:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         for name in sorted(files):
             entry = zipfile.ZipInfo(name, LONG_AGO)
             entry.compress_type, entry.external_attr = zipfile.ZIP_DEFLATED, PLAIN_FILE
             archive.writestr(entry, files[name])
-    return Packed(installed.version, packed.getvalue())
+    return Packed(package.version, buffer.getvalue())
 
 
 def version() -> str:
     """Version of the running code, read from its source."""
-    found = VERSION.search((PACKAGE / "__init__.py").read_text("utf-8"))
-    assert found is not None, f"{PACKAGE}/__init__.py says no version"
-    return found[1]
+    match = VERSION.search((PACKAGE / "__init__.py").read_text("utf-8"))
+    assert match is not None, f"{PACKAGE}/__init__.py says no version"
+    return match[1]
 
 
 def installation() -> Distribution:

@@ -98,14 +98,14 @@ class Plan:
 
     def order(self, folder: str) -> dict[str, Any]:
         """The order as `builder.py` reads it."""
-        needs = installation().metadata.get_all("Requires-Python") or [">=3.11"]
-        least = re.search(r">=\s*(\d+)\.(\d+)", needs[0])
-        assert least is not None, f"Requires-Python of groupwise is {needs}"
+        requirements = installation().metadata.get_all("Requires-Python") or [">=3.11"]
+        minimum = re.search(r">=\s*(\d+)\.(\d+)", requirements[0])
+        assert minimum is not None, f"Requires-Python of groupwise is {requirements}"
         return {
             "folder": folder,
             "name": self.name,
             "pythons": list(self.candidates),
-            "least": [int(part) for part in least.groups()],
+            "least": [int(part) for part in minimum.groups()],
             "groupwise": self.packed.file_name,
             "wheel_sha256": self.packed.sha256,
             "wheels": [path.name for path in self.wheels],
@@ -120,7 +120,7 @@ class Plan:
 
 def sent_files(plan: Plan, folder: str, store: BlobStore) -> dict[str, FileEntry]:
     """Put the files for a machine whose environments are in `folder` into the store: the builder, and all that it reads."""
-    found = with_builder(
+    entries = with_builder(
         store,
         {
             "order.json": as_bytes(plan.order(folder)),
@@ -128,22 +128,22 @@ def sent_files(plan: Plan, folder: str, store: BlobStore) -> dict[str, FileEntry
             f"wheels/{plan.packed.file_name}": plan.packed.data,
         },
     )
-    for inside, paths in (("wheels", plan.wheels), ("wheelhouse", plan.wheelhouse or ())):
+    for subfolder, paths in (("wheels", plan.wheels), ("wheelhouse", plan.wheelhouse or ())):
         for path in paths:
             sha256 = plan.hashes[path]
             if store.missing([sha256]):
                 entry = store.put_file(path)
             else:
                 entry = FileEntry(sha256, 0o644, path.stat().st_size)
-            found[f"{inside}/{path.name}"] = entry
-    return found
+            entries[f"{subfolder}/{path.name}"] = entry
+    return entries
 
 
 def with_builder(store: BlobStore, files: Mapping[str, bytes]) -> dict[str, FileEntry]:
     """Put small files and the builder, which reads them, into the store."""
     builder = Path(__file__).with_name("builder.py").read_bytes()
-    every = {"builder.py": builder, **files}
-    return {name: FileEntry(store.put(data), 0o644, len(data)) for name, data in every.items()}
+    all_files = {"builder.py": builder, **files}
+    return {name: FileEntry(store.put(data), 0o644, len(data)) for name, data in all_files.items()}
 
 
 def as_bytes(document: Mapping[str, Any]) -> bytes:
@@ -171,7 +171,7 @@ class PrepareOptions:
 
 def plan_of(options: PrepareOptions) -> Plan:
     """Make the plan. Raises UsageError for options that cannot work."""
-    _check(options)
+    _check_options(options)
     wheels = tuple(path.absolute() for path in options.wheels)
     names = _names_of_wheels(wheels)
     if options.lock is not None:
@@ -203,7 +203,7 @@ def plan_of(options: PrepareOptions) -> Plan:
     )
 
 
-def _check(options: PrepareOptions) -> None:
+def _check_options(options: PrepareOptions) -> None:
     """Raise UsageError if an option is wrong, or has no effect together with another."""
     if options.lock is not None and (options.extras or options.also):
         raise UsageError(
@@ -256,7 +256,7 @@ def _check_address(url: str) -> None:
 
 def _names_of_wheels(wheels: Sequence[Path]) -> set[str]:
     """The distributions in these wheels. Raises UsageError if a file is missing, is groupwise itself, or is given twice."""
-    found: dict[str, Path] = {}
+    by_name: dict[str, Path] = {}
     for path in wheels:
         if not path.is_file():
             raise UsageError(f"--wheel {path}: there is no such file.")
@@ -265,20 +265,20 @@ def _names_of_wheels(wheels: Sequence[Path]) -> set[str]:
             raise UsageError(
                 f"--wheel {path}: groupwise is packed from this installation; run the one that the machine is to have."
             )
-        if name in found:
-            raise UsageError(f"--wheel: {path.name} and {found[name].name} are both {name}.")
-        found[name] = path
-    return set(found)
+        if name in by_name:
+            raise UsageError(f"--wheel: {path.name} and {by_name[name].name} are both {name}.")
+        by_name[name] = path
+    return set(by_name)
 
 
 def _wheels_in(folder: Path) -> tuple[Path, ...]:
     """The wheels in a wheelhouse, except that of groupwise. Raises UsageError if there is none."""
     if not folder.is_dir():
         raise UsageError(f"--wheelhouse {folder}: there is no such folder.")
-    found = sorted(path.absolute() for path in folder.glob("*.whl") if path.is_file())
-    if not found:
+    wheels = sorted(path.absolute() for path in folder.glob("*.whl") if path.is_file())
+    if not wheels:
         raise UsageError(
             f"--wheelhouse {folder}: there is no wheel in it. `groupwise fleet vm prepare VM --dry-run > lock.txt`, then "
             f"`pip wheel -r lock.txt -w {folder}`, fills it with what a machine like this one needs."
         )
-    return tuple(path for path in found if name_of_wheel(path) != NAME)
+    return tuple(path for path in wheels if name_of_wheel(path) != NAME)

@@ -41,7 +41,7 @@ from groupwise.jobs.fleet.machines.reaching import LOCAL, host_of
 from groupwise.jobs.fleet.states import AttemptState
 from groupwise.jobs.fleet.store.tables import VM, Attempt, Member
 from groupwise.jobs.hosts.answers import Hello, MemberState, RunnerState
-from groupwise.jobs.hosts.driver import Known, Launch, Runner
+from groupwise.jobs.hosts.driver import KnownState, Launch, Runner
 from groupwise.jobs.hosts.files import BlobStore
 from groupwise.jobs.hosts.port import (
     Host,
@@ -129,18 +129,18 @@ async def prepare(
 ) -> Prepared:
     """Make the environment there, unless it exists. Raises PrepareError, UsageError. `host`: an open connection to the machine."""
     require_usable(machine)
-    reached = host or host_of(machine)
+    connection = host or host_of(machine)
     try:
-        return await _build(machine, plan, store, tell, reached)
+        return await _build_environment(machine, plan, store, tell, connection)
     except HostKeyError as error:
         raise PrepareError(
             f"{machine.vm_id}: {error}. Nothing was sent to it; compare the key with the machine's own, then "
             f"`groupwise fleet vm trust {machine.vm_id}`."
         ) from None
     except RunnerRefused as refusal:
-        full = "; its disk is full: make room there" if refusal.code == "disk_full" else ""
+        advice = "; its disk is full: make room there" if refusal.code == "disk_full" else ""
         raise PrepareError(
-            f"{machine.vm_id}: the machine's runner refuses: {refusal.message}{full}"
+            f"{machine.vm_id}: the machine's runner refuses: {refusal.message}{advice}"
         ) from None
     except HostError as error:
         raise PrepareError(
@@ -148,7 +148,7 @@ async def prepare(
         ) from None
     finally:
         if host is None:
-            await reached.close()
+            await connection.close()
 
 
 async def prune(
@@ -158,25 +158,25 @@ async def prune(
     host: Host | None = None,
 ) -> Pruned:
     """Remove a machine's unused environments, except those to keep; `keep` is called after the machine's time was read."""
-    reached = host or host_of(machine)
+    connection = host or host_of(machine)
     try:
-        runner = builds_of(machine, reached)
+        runner = builds_of(machine, connection)
         hello = await runner.hello()
         order = {
             "prune": True,
-            "folder": _environments(hello),
-            "asked_at": _now_of(hello),
+            "folder": _environments_folder(hello),
+            "asked_at": _machine_time(hello),
             "keep": list(await keep()),
         }
         files = await asyncio.to_thread(with_builder, store, {"order.json": as_bytes(order)})
         spec = JobSpec(BUILDER, files=files, artefacts=(), checkpoints=())
         job = f"prune-{machine.vm_id}"[:60].replace(".", "-")
-        result = await _Task(runner, store, job, lambda _: None).run(spec, {}, hello)
+        result = await _BuildTask(runner, store, job, lambda _: None).run(spec, {}, hello)
     except HostError as error:
         raise PrepareError(f"{machine.vm_id} cannot be asked: {error}") from None
     finally:
         if host is None:
-            await reached.close()
+            await connection.close()
     if "problem" in result:
         raise PrepareError(f"{machine.vm_id}: nothing more is removed: {result['problem']}")
     return Pruned(list(result["removed"]), list(result["used"]), list(result["recent"]))
@@ -198,8 +198,8 @@ def starting_attempts(session: Session, vm_id: str) -> list[int]:
 
 def named_environments(session: Session) -> list[str]:
     """Environments named by the row of any machine: two rows may be one machine."""
-    found = (PREPARED.fullmatch(python) for python in session.scalars(select(VM.python)))
-    return sorted({each[1] for each in found if each is not None})
+    matches = (PREPARED.fullmatch(python) for python in session.scalars(select(VM.python)))
+    return sorted({match[1] for match in matches if match is not None})
 
 
 def builds_of(machine: Machine, host: Host) -> Runner:
@@ -208,24 +208,24 @@ def builds_of(machine: Machine, host: Host) -> Runner:
     return Runner(host, root=root, python="python3")
 
 
-def _now_of(hello: Hello) -> float:
+def _machine_time(hello: Hello) -> float:
     """The machine's time by its own clock, or ours if it does not report one."""
     return time.time() if hello.time is None else hello.time
 
 
-def _environments(hello: Hello) -> str:
+def _environments_folder(hello: Hello) -> str:
     """The folder of all environments, as an absolute path of the machine."""
     return posixpath.dirname(hello.root)
 
 
-async def _build(
+async def _build_environment(
     machine: Machine, plan: Plan, store: BlobStore, tell: Tell, host: Host
 ) -> Prepared:
     """Make the environment, unless it exists; repeat that if it took so long that the environment may have been pruned meanwhile."""
     runner = builds_of(machine, host)
     hello = await runner.hello()
     while True:
-        files = await asyncio.to_thread(sent_files, plan, _environments(hello), store)
+        files = await asyncio.to_thread(sent_files, plan, _environments_folder(hello), store)
         spec = JobSpec(
             BUILDER,
             environment=plan.environment,
@@ -235,11 +235,11 @@ async def _build(
             checkpoints=(),
             limits=Limits(time_seconds=plan.time_seconds, grace_seconds=5.0),
         )
-        result = await _Task(runner, store, plan.job, tell).run(spec, plan.secrets, hello)
+        result = await _BuildTask(runner, store, plan.job, tell).run(spec, plan.secrets, hello)
         if "problem" in result:
             raise PrepareError(f"{machine.vm_id} is not prepared: {result['problem']}")
         hello = await runner.hello()
-        if _now_of(hello) - result["at"] <= TAKEN_IN:
+        if _machine_time(hello) - result["at"] <= TAKEN_IN:
             break
         tell("that was a while ago; looking whether it is still there")
     return Prepared(
@@ -255,7 +255,7 @@ async def _build(
 # ---------------------------------------------------------------------------------------------------------------------------------------
 
 
-class _Task:
+class _BuildTask:
     """A command on a machine, followed to its end. If one of the same name is running there, that one is followed instead."""
 
     def __init__(self, runner: Runner, store: BlobStore, job: str, tell: Tell) -> None:
@@ -263,51 +263,53 @@ class _Task:
 
     async def run(self, spec: JobSpec, secrets: Mapping[str, str], hello: Hello) -> dict[str, Any]:
         """Run or follow the build. Returns the builder's `result.json`, or {"problem"} with the reason why there is none."""
-        known = await self._attempts_there()
-        state = _live(known)
+        attempts = await self._attempts_there()
+        state = _live_attempt(attempts)
         if state is not None:
             self.tell("it is being made already, by another `vm prepare`; what follows is its log")
         else:
             # The runner refuses an epoch that it has seen before, whether that attempt has ended or not.
-            epoch = max([int(_now_of(hello)), *(each.epoch + 1 for each in known)])
-            state = await self._begin(spec, secrets, epoch)
+            epoch = max([int(_machine_time(hello)), *(attempt.epoch + 1 for attempt in attempts)])
+            state = await self._start_attempt(spec, secrets, epoch)
         state = await _Follower(self.runner, self.tell).follow(state)
         try:
             data = await self.runner.read(state.job, state.epoch, "result.json", limit=RESULT_BYTES)
             result = dict(json.loads(data))
         except (RunnerRefused, ValueError):
-            result = {"problem": _failure_of(state)}
-        await self._tidy(state, spec.files)
+            result = {"problem": _failure_reason(state)}
+        await self._remove_earlier_builds(state, spec.files)
         return result
 
     async def _attempts_there(self) -> list[MemberState]:
         """Attempts of this name that have a folder on the machine."""
-        seen = await self.runner.observe(probe=NO_PROBE)
-        return [state for state in seen.attempts if state.job == self.job]
+        observation = await self.runner.observe(probe=NO_PROBE)
+        return [state for state in observation.attempts if state.job == self.job]
 
-    async def _begin(self, spec: JobSpec, secrets: Mapping[str, str], epoch: int) -> MemberState:
+    async def _start_attempt(
+        self, spec: JobSpec, secrets: Mapping[str, str], epoch: int
+    ) -> MemberState:
         """Launch the attempt, or return the state of one that another caller has launched first."""
-        for turn in range(LAUNCHES):
-            sent = await self.runner.provide(self.store, spec.files)
-            if sent:
-                self.tell(f"sent {sent / 1e6:.1f} MB")
-            state = await self._launch(Launch(self.job, epoch, spec, secrets=secrets))
+        for round_number in range(LAUNCHES):
+            sent_bytes = await self.runner.provide(self.store, spec.files)
+            if sent_bytes:
+                self.tell(f"sent {sent_bytes / 1e6:.1f} MB")
+            state = await self._launch_attempt(Launch(self.job, epoch, spec, secrets=secrets))
             if state is None:
                 continue
             if state.refused is None:
                 return state
             if state.refused.code != "lower_epoch":
                 raise PrepareError(f"the machine's runner refuses: {state.refused.message}")
-            live = _live(await self._attempts_there())
+            live = _live_attempt(await self._attempts_there())
             if live is not None:
                 return live
             # A build has just ended, or the machine's clock was set back by an unknown amount.
-            epoch += 1 << 6 * turn
+            epoch += 1 << 6 * round_number
         raise PrepareError("others begin builds there again and again; try again")
 
-    async def _launch(self, launch: Launch) -> MemberState | None:
+    async def _launch_attempt(self, launch: Launch) -> MemberState | None:
         """The state after the launch. None: some of its files have just been swept from the machine."""
-        began = time.monotonic()
+        started_at = time.monotonic()
         while True:
             try:
                 return await self.runner.launch(launch)
@@ -317,43 +319,52 @@ class _Task:
                 raise
             except OutcomeUnknown:
                 # An epoch is launched at most once, so it is safe to send the request again.
-                if time.monotonic() - began > CONNECTION_TIMEOUT:
+                if time.monotonic() - started_at > CONNECTION_TIMEOUT:
                     raise
                 await asyncio.sleep(AGAIN)
 
-    async def _tidy(self, own: MemberState, files: Manifest) -> None:
+    async def _remove_earlier_builds(self, own_state: MemberState, files: Manifest) -> None:
         """Remove folders of earlier builds, and files that only they needed. The folder of this build stays: others may be following it."""
-        now = own.exit.finished_at if own.exit is not None else None  # by the machine's clock
+        finished_at = (
+            own_state.exit.finished_at if own_state.exit is not None else None
+        )  # by the machine's clock
         try:
             for state in (await self.runner.observe(probe=NO_PROBE)).attempts:
-                if (state.job, state.epoch) == (own.job, own.epoch) or state.state in ALIVE:
+                if (state.job, state.epoch) == (
+                    own_state.job,
+                    own_state.epoch,
+                ) or state.state in ALIVE:
                     continue
-                then = state.exit.finished_at if state.exit is not None else None
-                if now is None or then is None or now - then > KEPT_SECONDS:
+                other_finished_at = state.exit.finished_at if state.exit is not None else None
+                if (
+                    finished_at is None
+                    or other_finished_at is None
+                    or finished_at - other_finished_at > KEPT_SECONDS
+                ):
                     await self.runner.forget(state.job, state.epoch)
             await self.runner.sweep([entry.sha256 for entry in files.values()])
         except HostError:
             pass  # files that remain take space and do no harm; the next build tries again
 
 
-def _live(states: Sequence[MemberState]) -> MemberState | None:
+def _live_attempt(states: Sequence[MemberState]) -> MemberState | None:
     alive = [state for state in states if state.state in ALIVE]
     return alive[-1] if alive else None
 
 
-def _failure_of(state: MemberState) -> str:
+def _failure_reason(state: MemberState) -> str:
     """The reason why a build ended without a result."""
-    ended = state.exit
+    exit_record = state.exit
     if state.state == RunnerState.REBOOTED:
         return "the machine was restarted meanwhile; try again"
-    if ended is None:
+    if exit_record is None:
         return f"what watched over it on the machine was killed ({state.state}); try again"
-    if ended.reason == "time_limit":
-        return f"{ended.message}; --time-limit allows more, and what was fetched is in pip's cache"
-    if ended.oom_kill or ended.signal == 9:
+    if exit_record.reason == "time_limit":
+        return f"{exit_record.message}; --time-limit allows more, and what was fetched is in pip's cache"
+    if exit_record.oom_kill or exit_record.signal == 9:
         return "it was killed, as the kernel does where memory ends; try again"
-    last = [line for line in ended.tail.splitlines() if line.strip()][-3:]
-    return ended.message or " / ".join(last) or f"exit code {ended.code}"
+    last_lines = [line for line in exit_record.tail.splitlines() if line.strip()][-3:]
+    return exit_record.message or " / ".join(last_lines) or f"exit code {exit_record.code}"
 
 
 class _Follower:
@@ -362,20 +373,22 @@ class _Follower:
     def __init__(self, runner: Runner, tell: Tell) -> None:
         self.runner, self.tell = runner, tell
         self._offset = 0
-        self._rest = b""
+        self._partial_line = b""
         self._silent_since: float | None = None
 
     async def follow(self, state: MemberState) -> MemberState:
         """Follow it until it has ended. Raises HostError if the machine stays silent for CONNECTION_TIMEOUT."""
         while True:
             try:
-                await self._read(state)
+                await self._read_log(state)
                 if state.state not in ALIVE:
                     return state
-                known = Known(state.state, self._offset, clock=state.clock)
-                for each in await self.runner.wait({(state.job, state.epoch): known}, seconds=WAIT):
-                    state = each
-                self._heard()
+                known = KnownState(state.state, self._offset, clock=state.clock)
+                for new_state in await self.runner.wait(
+                    {(state.job, state.epoch): known}, seconds=WAIT
+                ):
+                    state = new_state
+                self._note_contact()
             except (HostUnreachable, OutcomeUnknown) as error:
                 now = time.monotonic()
                 if self._silent_since is None:
@@ -387,21 +400,21 @@ class _Follower:
                     raise
                 await asyncio.sleep(AGAIN)
 
-    async def _read(self, state: MemberState) -> None:
+    async def _read_log(self, state: MemberState) -> None:
         """Read the log up to its present end. An attempt that has ended writes no more, so this is then the whole log."""
         while True:
             part = await self.runner.log(state.job, state.epoch, self._offset)
-            self._heard()
+            self._note_contact()
             if not part.data:
                 break
             self._offset += len(part.data)
-            *lines, self._rest = (self._rest + part.data).split(b"\n")
+            *lines, self._partial_line = (self._partial_line + part.data).split(b"\n")
             for line in lines:
                 self.tell(line.decode("utf-8", "replace"))
-        if state.state not in ALIVE and self._rest:
-            self.tell(self._rest.decode("utf-8", "replace"))
+        if state.state not in ALIVE and self._partial_line:
+            self.tell(self._partial_line.decode("utf-8", "replace"))
 
-    def _heard(self) -> None:
+    def _note_contact(self) -> None:
         if self._silent_since is not None:
             self.tell("the connection is back")
         self._silent_since = None

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from groupwise.jobs.clouds.engines import ENGINES, Door, EngineKind
-from groupwise.jobs.clouds.engines import Way as WayToEngine
+from groupwise.jobs.clouds.schedulers import SCHEDULERS, SchedulerClient, SchedulerKind
+from groupwise.jobs.clouds.schedulers import SchedulerAddress as WayToEngine
 from groupwise.jobs.fleet.attempts.records import Machine
 from groupwise.jobs.hosts.driver import Runner
 from groupwise.jobs.hosts.keys import HostKey
@@ -25,8 +25,8 @@ LOCAL = "local"
 def host_of(machine: Machine, timeouts: SshTimeouts | None = None) -> Host:
     """The connection to a machine; its caller closes it."""
     if machine.transport == LOCAL:
-        kind = _kind(machine)
-        return LocalHost(also=() if kind is None else kind.variables)
+        kind = _engine_kind(machine)
+        return LocalHost(extra_variables=() if kind is None else kind.credential_variables)
     return SshHost(_address(machine), jump=jump_address(machine.jump), timeouts=timeouts)
 
 
@@ -38,17 +38,17 @@ def runner_of(machine: Machine, host: Host) -> Runner:
     )
 
 
-def door_of(machine: Machine, host: Host) -> Door | None:
+def door_of(machine: Machine, host: Host) -> SchedulerClient | None:
     """The client of the machine's engine; None: it has none, or one that this fleet does not know."""
-    kind = _kind(machine)
+    kind = _engine_kind(machine)
     if kind is None or machine.engine is None:
         return None
-    settings = machine.engine.said
-    return kind.door(WayToEngine(host, machine.workdir, machine.python, settings.address))
+    settings = machine.engine.body
+    return kind.connect(WayToEngine(host, machine.workdir, machine.python, settings.address))
 
 
-def _kind(machine: Machine) -> EngineKind | None:
-    return None if machine.engine is None else ENGINES.get(machine.engine.said.name)
+def _engine_kind(machine: Machine) -> SchedulerKind | None:
+    return None if machine.engine is None else SCHEDULERS.get(machine.engine.body.name)
 
 
 async def shown_key(machine: Machine) -> HostKey:
@@ -56,10 +56,13 @@ async def shown_key(machine: Machine) -> HostKey:
     return await read_host_key(machine.ip_address, machine.port, jump=jump_address(machine.jump))
 
 
-def same_way(one: Machine, other: Machine) -> bool:
+def same_route(one: Machine, other: Machine) -> bool:
     """True if a connection made for one of them can be used for the other."""
-    ways = [(each.transport, _address(each), each.jump, _kind(each)) for each in (one, other)]
-    return ways[0] == ways[1]
+    routes = [
+        (machine.transport, _address(machine), machine.jump, _engine_kind(machine))
+        for machine in (one, other)
+    ]
+    return routes[0] == routes[1]
 
 
 def _address(machine: Machine) -> Address:

@@ -70,38 +70,38 @@ def ids_in(message: bytes) -> frozenset[str]:
         document = json.loads(text)
     except (ValueError, RecursionError):
         return frozenset()
-    return frozenset(name for name in _names(document, DEEPEST) if JOB_ID.fullmatch(name))
+    return frozenset(name for name in _ids_within(document, DEEPEST) if JOB_ID.fullmatch(name))
 
 
-def _names(document: Any, depth: int) -> Iterator[str]:
+def _ids_within(document: Any, depth: int) -> Iterator[str]:
     if isinstance(document, str):
         yield document
     elif isinstance(document, dict) and depth:
         fields = cast("dict[str, Any]", document)
         for key in ("job_id", "job_ids"):
-            yield from _names(fields.get(key), depth - 1)
+            yield from _ids_within(fields.get(key), depth - 1)
     elif isinstance(document, list) and depth:
         for entry in cast("list[Any]", document):
-            yield from _names(entry, depth - 1)
+            yield from _ids_within(entry, depth - 1)
 
 
 def messages(job_ids: Iterable[str], largest: int) -> Iterator[bytes]:
     """Encode the ids as messages of at most `largest` bytes, which `ids_in` can read. Anything that is no id is left out, because no
     listener would accept it.
     """
-    waiting: list[str] = []
+    batch: list[str] = []
     size = 2
     for name in filter(JOB_ID.fullmatch, job_ids):  # ids are ASCII: one byte for each letter
-        if waiting and size + len(name) + 3 > largest:
-            yield _message(waiting)
-            waiting, size = [], 2
-        waiting.append(name)
+        if batch and size + len(name) + 3 > largest:
+            yield _encode_ids(batch)
+            batch, size = [], 2
+        batch.append(name)
         size += len(name) + 3
-    if waiting:
-        yield _message(waiting)
+    if batch:
+        yield _encode_ids(batch)
 
 
-def _message(job_ids: Sequence[str]) -> bytes:
+def _encode_ids(job_ids: Sequence[str]) -> bytes:
     if len(job_ids) == 1:
         return job_ids[0].encode()
     return json.dumps(list(job_ids), separators=(",", ":")).encode()
@@ -117,7 +117,7 @@ class PendingIds:
     def __init__(self) -> None:
         self._ids: set[str] = set()
         self._lock = threading.Lock()
-        self._some = asyncio.Event()
+        self._has_ids = asyncio.Event()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def put(self, job_ids: Iterable[str]) -> None:
@@ -134,17 +134,17 @@ class PendingIds:
     def _wake(self) -> None:
         loop = self._loop
         if loop is None:
-            self._some.set()  # no task waits yet; the event only remembers
+            self._has_ids.set()  # no task waits yet; the event only remembers
             return
         try:
-            here = asyncio.get_running_loop() is loop
+            is_same_loop = asyncio.get_running_loop() is loop
         except RuntimeError:
-            here = False
-        if here:
-            self._some.set()
+            is_same_loop = False
+        if is_same_loop:
+            self._has_ids.set()
         else:
             with suppress(RuntimeError):  # the loop has ended, and the waiter with it
-                loop.call_soon_threadsafe(self._some.set)
+                loop.call_soon_threadsafe(self._has_ids.set)
 
     async def wait(self, timeout: float | None) -> frozenset[str]:
         """Return all ids, as soon as there are any; empty after `timeout` seconds without one. None: wait without a limit."""
@@ -152,7 +152,7 @@ class PendingIds:
         with suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 while True:
-                    await self._some.wait()
+                    await self._has_ids.wait()
                     if ids := self.take():
                         return ids
         return self.take()
@@ -160,6 +160,6 @@ class PendingIds:
     def take(self) -> frozenset[str]:
         """Take and return all present ids."""
         with self._lock:
-            self._some.clear()
+            self._has_ids.clear()
             ids, self._ids = frozenset(self._ids), set()
         return ids

@@ -32,7 +32,7 @@ class SeveralDoorbells:
     ) -> None:
         self.doorbells = tuple(doorbells)
         self._after_an_error = after_an_error
-        self._heard = PendingIds()
+        self._received = PendingIds()
         self._listeners: list[asyncio.Task[None]] = []
 
     def open(self) -> None:
@@ -53,7 +53,7 @@ class SeveralDoorbells:
         """See `Doorbell`."""
         if not self._listeners:
             self._listeners = [asyncio.create_task(self._listen(d)) for d in self.doorbells]
-        return await self._heard.wait(timeout)
+        return await self._received.wait(timeout)
 
     async def close(self) -> None:
         """See `Doorbell`."""
@@ -64,7 +64,7 @@ class SeveralDoorbells:
         reported = False
         while True:
             try:
-                self._heard.put(await doorbell.wait(LISTENING))
+                self._received.put(await doorbell.wait(LISTENING))
                 reported = False
             except Exception as error:  # noqa: BLE001 — the others still ring, and the sweep finds the jobs that this one misses
                 if not reported:

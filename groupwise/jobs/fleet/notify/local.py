@@ -41,9 +41,9 @@ class LocalDoorbell:
 
     def __init__(self, folder: Path | None = None) -> None:
         self._folder = folder / FOLDER if folder is not None else None
-        self._heard = PendingIds()
+        self._received = PendingIds()
         self._socket: socket.socket | None = None
-        self._system = _system()
+        self._system = _system_id()
         self._name = f"{self._system}-{os.getpid()}-{secrets.token_hex(4)}.sock"
         self._listening = False
 
@@ -52,15 +52,15 @@ class LocalDoorbell:
 
     def ring(self, job_ids: Iterable[str]) -> None:
         """See `Doorbell`."""
-        rung = frozenset(job_ids)
-        self._heard.put(rung)
-        if self._folder is None or not rung:
+        ids = frozenset(job_ids)
+        self._received.put(ids)
+        if self._folder is None or not ids:
             return
         try:
             names = [n for n in os.listdir(self._folder) if n.startswith(f"{self._system}-")]
-            others = [n for n in names if n != self._name]
-            if others:
-                _send(self._folder, others, list(messages(sorted(rung), SENT)))
+            other_names = [n for n in names if n != self._name]
+            if other_names:
+                _send_datagrams(self._folder, other_names, list(messages(sorted(ids), SENT)))
         except OSError as error:
             if error.errno != errno.ENOENT:  # no process has ever listened there
                 logger.debug("no process could be woken through %s: %s", self._folder, error)
@@ -70,7 +70,7 @@ class LocalDoorbell:
         if not self._listening:
             self._listening = True
             self._listen()
-        return await self._heard.wait(timeout)
+        return await self._received.wait(timeout)
 
     async def close(self) -> None:
         """See `Doorbell`."""
@@ -87,7 +87,7 @@ class LocalDoorbell:
         ear = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with _Opened(self._folder) as opened:
+            with _OpenFolder(self._folder) as opened:
                 ear.bind(opened.address(self._name))
         except OSError as error:
             ear.close()
@@ -98,16 +98,16 @@ class LocalDoorbell:
             )
             return
         self._socket = ear
-        asyncio.get_running_loop().add_reader(ear.fileno(), self._read, ear)
+        asyncio.get_running_loop().add_reader(ear.fileno(), self._read_messages, ear)
 
-    def _read(self, ear: socket.socket) -> None:
+    def _read_messages(self, listener: socket.socket) -> None:
         with suppress(BlockingIOError):
             while True:
                 # One byte more than the limit: a message that was cut off is then recognised as too long.
-                self._heard.put(ids_in(ear.recv(LARGEST + 1)))
+                self._received.put(ids_in(listener.recv(LARGEST + 1)))
 
 
-def _system() -> str:
+def _system_id() -> str:
     """Identifies this machine since its last boot, in eight hexadecimal digits."""
     try:
         system = BOOT_ID.read_bytes()
@@ -116,13 +116,13 @@ def _system() -> str:
     return hashlib.sha256(system).hexdigest()[:8]
 
 
-class _Opened:
+class _OpenFolder:
     """A folder held open, to keep the addresses of sockets in it short."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def __enter__(self) -> _Opened:
+    def __enter__(self) -> _OpenFolder:
         self._descriptor = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
         return self
 
@@ -136,15 +136,15 @@ class _Opened:
         return str(self._folder / name)
 
 
-def _send(folder: Path, names: list[str], texts: list[bytes]) -> None:
+def _send_datagrams(folder: Path, names: list[str], texts: list[bytes]) -> None:
     with (
-        _Opened(folder) as opened,
-        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as out,
+        _OpenFolder(folder) as open_folder,
+        socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sender,
     ):
         for name in names:
             try:
                 for text in texts:
-                    out.sendto(text, opened.address(name))
+                    sender.sendto(text, open_folder.address(name))
             except ConnectionRefusedError:
                 with suppress(FileNotFoundError):
                     os.unlink(folder / name)

@@ -45,12 +45,12 @@ KEPT_MESSAGES, KEPT_BYTES = 10_000, 16 * 1024 * 1024
 logger = logging.getLogger(__name__)
 
 
-def _is_news(record: logging.LogRecord) -> bool:
+def _is_no_late_pong(record: logging.LogRecord) -> bool:
     """Filter out a pong that came after its ping timed out: that ends the reader of nats-py, which our own pings detect."""
     return not (record.exc_info and isinstance(record.exc_info[1], asyncio.InvalidStateError))
 
 
-logging.getLogger(Client.__module__).addFilter(_is_news)
+logging.getLogger(Client.__module__).addFilter(_is_no_late_pong)
 
 
 class NatsAway(Exception):
@@ -81,7 +81,7 @@ class NatsAccess:
     @property
     def shown(self) -> str:
         """The URLs without user, password or token."""
-        parts = [urlsplit(one.strip()) for one in self.url.split(",")]
+        parts = [urlsplit(url.strip()) for url in self.url.split(",")]
         return ",".join(f"{p.scheme}://{p.netloc.rpartition('@')[2]}" for p in parts)
 
     @property
@@ -124,33 +124,37 @@ class NatsLink:
     ) -> None:
         """`absent`: the log level for a server that is missing from the start."""
         self._access = access
-        self._absent = absent
+        self._absent_level = absent
         self._subject = subject
-        self._heard = heard
+        self._on_payload = heard
         self._listening = False
         self._client: Client | None = None
-        self._there = asyncio.Event()
-        self._tried = asyncio.Event()
-        self._stirred = asyncio.Event()
+        self._connected = asyncio.Event()
+        self._has_tried = asyncio.Event()
+        self._wake_up = asyncio.Event()
         """Set to wake the task `_connecting`."""
         self._connecting: asyncio.Task[None] | None = None
-        self._was_there: bool | None = None
+        self._was_connected: bool | None = None
         self._last_error: Exception | None = None
-        self._complained: set[str] = set()
+        self._reported_errors: set[str] = set()
         self._refusals: list[str] = []
         """The server's messages that refuse the present publication."""
-        self._refused: dict[str, str] = {}
+        self._refusal_by_subject: dict[str, str] = {}
         """The server's refusal by subject, until a message is accepted there."""
 
     @property
     def is_there(self) -> bool:
         """True while there is a connection."""
-        return self._there.is_set()
+        return self._connected.is_set()
 
     @property
     def trouble(self) -> str | None:
         """The reason why nothing can be published; None: no obstacle is known."""
-        return "; ".join(self._refused.values()) or None if self.is_there else "it is not there"
+        return (
+            "; ".join(self._refusal_by_subject.values()) or None
+            if self.is_there
+            else "it is not there"
+        )
 
     @property
     def largest(self) -> int:
@@ -160,22 +164,22 @@ class NatsLink:
     def open(self) -> None:
         """Start to connect in the background, and stay connected."""
         if self._connecting is None:
-            self._connecting = asyncio.create_task(self._keep())
+            self._connecting = asyncio.create_task(self._keep_connected())
 
     def listen(self) -> None:
         """Start to receive messages that are published on the subject."""
         if not self._listening:
             self._listening = True
-            self._stirred.set()
+            self._wake_up.set()
         self.open()
 
     async def until_there(self) -> None:
         """Wait for a connection, without a time limit."""
-        await self._there.wait()
+        await self._connected.wait()
 
     async def until_tried(self) -> None:
         """Wait until the first attempt to connect has succeeded or failed."""
-        await self._tried.wait()
+        await self._has_tried.wait()
 
     async def publish(self, texts: Sequence[tuple[str, bytes]], timeout: float) -> None:
         """Publish (subject, payload) pairs in order; return when the server has taken all of them. Raises NatsAway, NatsRefused.
@@ -195,11 +199,11 @@ class NatsLink:
                 await client.rtt()
                 await client.rtt()
         except Exception as error:
-            raise NatsAway(f"NATS at {self._access.shown}: {_describe(error)}") from error
+            raise NatsAway(f"NATS at {self._access.shown}: {_describe_error(error)}") from error
         for subject, _ in texts:
-            self._refused.pop(subject, None)
+            self._refusal_by_subject.pop(subject, None)
         if self._refusals:
-            self._refused.update((subject, self._refusals[0]) for subject, _ in texts)
+            self._refusal_by_subject.update((subject, self._refusals[0]) for subject, _ in texts)
             raise NatsRefused(f"NATS at {self._access.shown}: {self._refusals[0]}")
 
     async def close(self) -> None:
@@ -207,7 +211,7 @@ class NatsLink:
         await cancel_and_wait(self._connecting)
         self._connecting = None
 
-    async def _keep(self) -> None:
+    async def _keep_connected(self) -> None:
         backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
         while True:
             client = Client()
@@ -217,33 +221,33 @@ class NatsLink:
                 backoff.reset()
                 self._client = client
                 self._last_error = None
-                self._there.set()
-                self._tried.set()
-                if self._was_there is not True:
+                self._connected.set()
+                self._has_tried.set()
+                if self._was_connected is not True:
                     logger.info("NATS at %s is there", self._access.shown)
-                self._was_there = True
-                await self._stay(client)
+                self._was_connected = True
+                await self._stay_connected(client)
             except Exception as error:  # noqa: BLE001 — a foreign server and its library may raise anything: the fleet continues without
-                reason = _describe(self._last_error or error)
+                reason = _describe_error(self._last_error or error)
             finally:
                 self._client = None
-                self._there.clear()
-                await _closed(client)
-            self._tried.set()
-            if self._was_there is not False:
+                self._connected.clear()
+                await _close_client(client)
+            self._has_tried.set()
+            if self._was_connected is not False:
                 logger.log(
-                    self._absent if self._was_there is None else logging.WARNING,
+                    self._absent_level if self._was_connected is None else logging.WARNING,
                     "NATS at %s %s (%s). It is tried again until it comes; "
                     "the database is looked at regularly, so that no job waits for it",
                     self._access.shown,
-                    "is not there" if self._was_there is None else "has gone",
+                    "is not there" if self._was_connected is None else "has gone",
                     reason,
                 )
-            self._was_there = False
+            self._was_connected = False
             await asyncio.sleep(backoff.next())
 
     async def _connect(self, client: Client) -> None:
-        servers = [one.strip() for one in self._access.url.split(",")]
+        servers = [url.strip() for url in self._access.url.split(",")]
         self._last_error = None
         async with asyncio.timeout((CONNECTING + 1) * len(servers)):
             await client.connect(
@@ -253,46 +257,46 @@ class NatsLink:
                 max_reconnect_attempts=1,
                 reconnect_time_wait=0,
                 connect_timeout=CONNECTING,
-                closed_cb=self._closed,
+                closed_cb=self._on_closed,
                 error_cb=self._on_error,
                 **credentials(self._access),
             )
             await client.rtt()
 
-    async def _stay(self, client: Client) -> None:
+    async def _stay_connected(self, client: Client) -> None:
         """Return when the connection has ended; raise when the server stops answering."""
         subscribed = False
         while not client.is_closed:
-            self._stirred.clear()
+            self._wake_up.clear()
             if self._listening and self._subject is not None and not subscribed:
                 subscribed = True
                 await client.subscribe(  # pyright: ignore[reportUnknownMemberType]
                     self._subject,
-                    cb=self._hear,
+                    cb=self._on_message,
                     pending_msgs_limit=KEPT_MESSAGES,
                     pending_bytes_limit=KEPT_BYTES,
                 )
             await client.rtt(timeout=ANSWERING)
-            await wait_at_most(CHECKED, self._stirred)
+            await wait_at_most(CHECKED, self._wake_up)
 
-    async def _hear(self, message: Msg) -> None:
-        if self._heard is not None:
-            self._heard(message.data)
+    async def _on_message(self, message: Msg) -> None:
+        if self._on_payload is not None:
+            self._on_payload(message.data)
 
-    async def _closed(self) -> None:
-        self._stirred.set()
+    async def _on_closed(self) -> None:
+        self._wake_up.set()
 
     async def _on_error(self, error: Exception) -> None:
         """Handle errors outside our calls: while connecting, the reason of the failure; later, missing permissions."""
         self._last_error = error
-        said = _describe(error)
-        if not self.is_there or "permissions" not in said.lower():
+        message = _describe_error(error)
+        if not self.is_there or "permissions" not in message.lower():
             return
-        if "publish" in said.lower():  # rather than a subscription
-            self._refusals.append(said)
-        if said not in self._complained:
-            self._complained.add(said)
-            logger.warning("NATS at %s: %s", self._access.shown, said)
+        if "publish" in message.lower():  # rather than a subscription
+            self._refusals.append(message)
+        if message not in self._reported_errors:
+            self._reported_errors.add(message)
+            logger.warning("NATS at %s: %s", self._access.shown, message)
 
 
 class NatsDoorbell:
@@ -300,28 +304,28 @@ class NatsDoorbell:
 
     def __init__(self, access: NatsAccess, subject: str = NEW_JOBS) -> None:
         self._subject = subject
-        self._heard = PendingIds()
+        self._received = PendingIds()
         self._unsent = PendingIds()
-        self._link = NatsLink(access, subject, lambda payload: self._heard.put(ids_in(payload)))
+        self._link = NatsLink(access, subject, lambda payload: self._received.put(ids_in(payload)))
         self._sender: asyncio.Task[None] | None = None
 
     def open(self) -> None:
         """Start to connect in the background: ids that are rung from now on are sent as soon as there is a server."""
         self._link.open()
         if self._sender is None:
-            self._sender = asyncio.create_task(self._send())
+            self._sender = asyncio.create_task(self._send_unsent())
 
     def ring(self, job_ids: Iterable[str]) -> None:
         """See `Doorbell`. Sent once `open` or `wait` was called; kept until then, up to a bound."""
         rung = frozenset(job_ids)
-        self._heard.put(rung)
+        self._received.put(rung)
         self._unsent.put(rung)
 
     async def wait(self, timeout: float) -> frozenset[str]:
         """See `Doorbell`."""
         self._link.listen()
         self.open()
-        return await self._heard.wait(timeout)
+        return await self._received.wait(timeout)
 
     async def close(self) -> None:
         """See `Doorbell`."""
@@ -331,15 +335,15 @@ class NatsDoorbell:
             with suppress(NatsAway, TimeoutError):
                 async with asyncio.timeout(SENDING):
                     await self._link.until_tried()
-                    await self._publish(rung)
+                    await self._publish_ids(rung)
         await self._link.close()
 
-    async def _send(self) -> None:
+    async def _send_unsent(self) -> None:
         while True:
             await self._link.until_there()
             rung = await self._unsent.wait(None)
             try:
-                await self._publish(rung)
+                await self._publish_ids(rung)
             except NatsRefused:
                 pass  # it would be refused again; the link has logged it, and sweeps find the jobs
             except NatsAway:
@@ -349,12 +353,12 @@ class NatsDoorbell:
                 self._unsent.put(rung)
                 raise
 
-    async def _publish(self, rung: frozenset[str]) -> None:
-        texts = [(self._subject, text) for text in messages(sorted(rung), SENT)]
+    async def _publish_ids(self, ids: frozenset[str]) -> None:
+        texts = [(self._subject, text) for text in messages(sorted(ids), SENT)]
         await self._link.publish(texts, SENDING)
 
 
-def _describe(error: Exception) -> str:
+def _describe_error(error: Exception) -> str:
     return str(error) or type(error).__name__
 
 
@@ -374,7 +378,7 @@ def credentials(access: NatsAccess) -> dict[str, Any]:
     return {name: value for name, value in options.items() if value is not None}
 
 
-async def _closed(client: Client) -> None:
+async def _close_client(client: Client) -> None:
     with suppress(Exception):  # the client is given up, in any state
         async with asyncio.timeout(CONNECTING):
             await client.close()

@@ -44,7 +44,7 @@ class PostgresDoorbell:
     def __init__(self, arguments: Mapping[str, Any], channel: str = CHANNEL) -> None:
         self._arguments: dict[str, Any] = {**arguments, "application_name": "groupwise-doorbell"}
         self._channel = channel
-        self._heard = PendingIds()
+        self._received = PendingIds()
         self._unsent = PendingIds()
         self._listener: asyncio.Task[None] | None = None
         self._sender: asyncio.Task[None] | None = None
@@ -56,12 +56,12 @@ class PostgresDoorbell:
     def open(self) -> None:
         """See `Doorbell`."""
         if self._sender is None:
-            self._sender = asyncio.create_task(self._keep_connected(self._send))
+            self._sender = asyncio.create_task(self._keep_connected(self._send_unsent))
 
     def ring(self, job_ids: Iterable[str]) -> None:
         """See `Doorbell`."""
         rung = frozenset(job_ids)
-        self._heard.put(rung)
+        self._received.put(rung)
         self._unsent.put(rung)
 
     async def wait(self, timeout: float) -> frozenset[str]:
@@ -69,7 +69,7 @@ class PostgresDoorbell:
         self.open()
         if self._listener is None:
             self._listener = asyncio.create_task(self._keep_connected(self._listen))
-        return await self._heard.wait(timeout)
+        return await self._received.wait(timeout)
 
     async def close(self) -> None:
         """See `Doorbell`."""
@@ -111,13 +111,13 @@ class PostgresDoorbell:
         try:
             while True:
                 async for notification in connection.notifies(timeout=CHECKED):
-                    self._heard.put(ids_in(notification.payload.encode("utf-8", "replace")))
+                    self._received.put(ids_in(notification.payload.encode("utf-8", "replace")))
                 async with asyncio.timeout(CHECKED):
                     await connection.execute("SELECT 1")
         finally:
             self.is_listening = False
 
-    async def _send(self, connection: Connection) -> None:
+    async def _send_unsent(self, connection: Connection) -> None:
         while True:
             rung = await self._unsent.wait(None)
             try:
@@ -133,8 +133,8 @@ class PostgresDoorbell:
                 raise
             await asyncio.sleep(GATHERED)
 
-    async def _notify(self, connection: Connection, rung: frozenset[str]) -> None:
-        for text in islice(messages(sorted(rung), SENT), 1):
+    async def _notify(self, connection: Connection, ids: frozenset[str]) -> None:
+        for text in islice(messages(sorted(ids), SENT), 1):
             await connection.execute("SELECT pg_notify(%s, %s)", (self._channel, text.decode()))
 
     def _on_refusal(self, error: psycopg.Error) -> None:

@@ -53,14 +53,14 @@ from groupwise.jobs.fleet.queue.fair_share import (
 )
 from groupwise.jobs.fleet.queue.request import (
     COMMAND,
-    Beyond,
     Columns,
     InvalidRequest,
     JobRequest,
-    beyond_from_document,
+    RequestDocument,
     columns_from_row,
     dependency,
     problems,
+    request_document_from,
 )
 from groupwise.jobs.fleet.queue.resources import Resources
 from groupwise.jobs.fleet.secrets import UNLESS_TOLD, AllowedSecrets
@@ -113,12 +113,12 @@ def submit(
     Repeating a request with the same `idempotency_key` or `job_id` returns the existing job; a different request is refused: Refusal
     `idempotency_key_reused` for the key, UsageError for the id.
     """
-    _check(request, project)
+    _check_texts(request, project)
     digest = _digest(project, [request])
-    return _submit(session, request, digest, actor, project, job_id, idempotency_key, allowed)
+    return _submit_one(session, request, digest, actor, project, job_id, idempotency_key, allowed)
 
 
-def _submit(
+def _submit_one(
     session: Session,
     request: JobRequest,
     digest: str,
@@ -129,19 +129,19 @@ def _submit(
     allowed: AllowedSecrets,
 ) -> Job:
     if job_id is not None and not JOB_ID.fullmatch(job_id):
-        raise UsageError(_bad_id(job_id))
-    if (there := _same(session, project, job_id, idempotency_key, digest)) is not None:
-        return there
+        raise UsageError(_invalid_id_message(job_id))
+    if (existing := _find_existing(session, project, job_id, idempotency_key, digest)) is not None:
+        return existing
     job = Job(**_new_row(request, digest, actor, project, job_id or _new_id(), idempotency_key))
     try:
         with session.begin_nested():
             session.add(job)
     except IntegrityError:  # another process has just submitted it
-        there = _same(session, project, job_id, idempotency_key, digest)
-        if there is None:
+        existing = _find_existing(session, project, job_id, idempotency_key, digest)
+        if existing is None:
             raise
-        return there
-    events.append(session, **_submission(actor, project, job.job_id))
+        return existing
+    events.append(session, **_submission_event(actor, project, job.job_id))
     admit(session, [job.job_id], allowed)
     session.refresh(job)
     return job
@@ -183,19 +183,21 @@ def _submit_portion(
     allowed: AllowedSecrets,
 ) -> Iterator[Job]:
     """Insert, admit and yield up to PORTION jobs; those that were submitted before with their key are yielded unchanged."""
-    there = _by_key(session, project, [key for _, key in portion if key is not None])
+    jobs_by_key = _find_by_key(session, project, [key for _, key in portion if key is not None])
     ids: list[str] = []
     rows: list[dict[str, Any]] = []
-    refused: UsageError | Refusal | None = None
+    refusal: UsageError | Refusal | None = None
     for request, key in portion:
         try:
-            _check(request, project)
-            same = _same_request(None if key is None else there.get(key), None, digest)
+            _check_texts(request, project)
+            existing = _require_same_request(
+                None if key is None else jobs_by_key.get(key), None, digest
+            )
         except (UsageError, Refusal) as error:
-            refused = error  # raised at the end: earlier requests may be invalid too
+            refusal = error  # raised at the end: earlier requests may be invalid too
             break
-        ids.append(_new_id() if same is None else same.job_id)
-        if same is None:
+        ids.append(_new_id() if existing is None else existing.job_id)
+        if existing is None:
             rows.append(_new_row(request, digest, actor, project, ids[-1], key))
     if rows:
         try:
@@ -203,24 +205,24 @@ def _submit_portion(
                 session.execute(insert(Job), rows)
         except IntegrityError:  # another process has just submitted one of them: find out which
             for request, key in portion:
-                _check(request, project)
-                yield _submit(session, request, digest, actor, project, None, key, allowed)
+                _check_texts(request, project)
+                yield _submit_one(session, request, digest, actor, project, None, key, allowed)
             return
-    new = [row["job_id"] for row in rows]
-    events.append_many(session, [_submission(actor, project, job_id) for job_id in new])
-    _admit(session, new, allowed)
+    new_ids = [row["job_id"] for row in rows]
+    events.append_many(session, [_submission_event(actor, project, job_id) for job_id in new_ids])
+    _admit(session, new_ids, allowed)
     query = select(Job).where(Job.job_id.in_(ids)).execution_options(populate_existing=True)
-    found = {job.job_id: job for job in session.scalars(query)}
-    yield from (found[job_id] for job_id in ids)
-    if refused is not None:
-        raise refused
+    jobs_by_id = {job.job_id: job for job in session.scalars(query)}
+    yield from (jobs_by_id[job_id] for job_id in ids)
+    if refusal is not None:
+        raise refusal
 
 
-def _check(request: JobRequest, project: str) -> None:
+def _check_texts(request: JobRequest, project: str) -> None:
     """Raise InvalidRequest if a text cannot be stored in the database."""
     columns, document = request.columns(), request.document()
-    if found := [*text_problems({**columns, **document, "project": project}, "")]:
-        raise InvalidRequest(found)
+    if problems := [*text_problems({**columns, **document, "project": project}, "")]:
+        raise InvalidRequest(problems)
 
 
 def _digest(project: str, requests: Sequence[JobRequest]) -> str:
@@ -245,29 +247,31 @@ def _new_row(
     }
 
 
-def _submission(actor: str, project: str, job_id: str) -> dict[str, Any]:
+def _submission_event(actor: str, project: str, job_id: str) -> dict[str, Any]:
     """The event of a submission."""
     detail = {"project": project}
     return {"actor": actor, "kind": events.JOB_SUBMITTED, "job_id": job_id, "detail": detail}
 
 
-def _same(
+def _find_existing(
     session: Session, project: str, job_id: str | None, key: str | None, digest: str
 ) -> Job | None:
     """The existing job of the same request, if any. Raises if the key or id belongs to another request."""
     if key is not None:
-        there = _same_request(_by_key(session, project, [key]).get(key), job_id, digest)
-        if there is not None:
-            return there
-    there = None if job_id is None else session.get(Job, job_id)
-    if there is not None and (there.request_hash != digest or key is not None):
+        existing = _require_same_request(
+            _find_by_key(session, project, [key]).get(key), job_id, digest
+        )
+        if existing is not None:
+            return existing
+    existing = None if job_id is None else session.get(Job, job_id)
+    if existing is not None and (existing.request_hash != digest or key is not None):
         raise UsageError(
             f"There is a job {job_id} already, and it is another one. Choose another id, or leave it out."
         )
-    return there
+    return existing
 
 
-def _by_key(session: Session, project: str, keys: Sequence[str]) -> dict[str, Job]:
+def _find_by_key(session: Session, project: str, keys: Sequence[str]) -> dict[str, Job]:
     """The project's jobs with these idempotency keys."""
     if not keys:
         return {}
@@ -275,20 +279,20 @@ def _by_key(session: Session, project: str, keys: Sequence[str]) -> dict[str, Jo
     return {job.idempotency_key or "": job for job in session.scalars(query)}
 
 
-def _same_request(there: Job | None, job_id: str | None, digest: str) -> Job | None:
+def _require_same_request(existing: Job | None, job_id: str | None, digest: str) -> Job | None:
     """The job of a key, if this is the same request again. Raises `idempotency_key_reused` otherwise."""
-    if there is None:
+    if existing is None:
         return None
-    if there.request_hash != digest or job_id not in (None, there.job_id):
+    if existing.request_hash != digest or job_id not in (None, existing.job_id):
         raise Refusal("idempotency_key_reused")
-    return there
+    return existing
 
 
 def _new_id() -> str:
     return "job-" + base64.b32encode(secrets.token_bytes(8)).decode()[:12].lower()
 
 
-def _bad_id(job_id: str) -> str:
+def _invalid_id_message(job_id: str) -> str:
     return (
         f"job_id {job_id[:100]!r}: letters, digits, `_` and `-` are wanted, at most 80, a letter or digit first, "
         "since it names folders on the machines"
@@ -312,17 +316,17 @@ def admit_new(session: Session, limit: int, allowed: AllowedSecrets = UNLESS_TOL
 
     Rows that can be neither admitted nor refused are skipped, and so do not block younger ones.
     """
-    dealt_with, stuck = 0, set[str]()
+    admitted, stuck = 0, set[str]()
     for _ in range(PASSES):
-        before = len(stuck)
-        new = _new(session, limit - dealt_with, stuck)
-        dealt_with += _admit(session, new, allowed, stuck)
-        if len(stuck) == before or dealt_with == limit:
+        stuck_before = len(stuck)
+        new_ids = _unadmitted_ids(session, limit - admitted, stuck)
+        admitted += _admit(session, new_ids, allowed, stuck)
+        if len(stuck) == stuck_before or admitted == limit:
             break
-    return dealt_with
+    return admitted
 
 
-def _new(session: Session, limit: int, but: Collection[str]) -> Sequence[str]:
+def _unadmitted_ids(session: Session, limit: int, excluded: Collection[str]) -> Sequence[str]:
     """Ids of the oldest jobs that are not admitted yet and that no other dispatcher is admitting now."""
     query = (
         select(Job.job_id)
@@ -331,7 +335,7 @@ def _new(session: Session, limit: int, but: Collection[str]) -> Sequence[str]:
         .limit(limit)
         .with_for_update(skip_locked=True, key_share=True)
     )
-    return session.scalars(query.where(Job.job_id.not_in(but)) if but else query).all()
+    return session.scalars(query.where(Job.job_id.not_in(excluded)) if excluded else query).all()
 
 
 def _admit(
@@ -354,58 +358,65 @@ def _admit(
         if len(ids) == 1:
             return _give_up(session, ids[0], error, stuck)
     half = len(ids) // 2
-    return sum(_admit(session, some, allowed, stuck) for some in (ids[:half], ids[half:]))
+    return sum(
+        _admit(session, half_of_ids, allowed, stuck) for half_of_ids in (ids[:half], ids[half:])
+    )
 
 
 def _give_up(session: Session, job_id: str, error: Exception, stuck: set[str]) -> int:
     """Fail a job whose row broke admission. Returns 1, or 0 if the database refuses that too; then its id is added to `stuck`."""
-    logged = _LOGGED.setdefault(session.connection().engine, set())
-    if job_id not in logged:
+    logged_ids = _LOGGED.setdefault(session.connection().engine, set())
+    if job_id not in logged_ids:
         log.error("job %r cannot be admitted", job_id, exc_info=error)
     status = session.scalar(select(Job.status).where(Job.job_id == job_id))
-    because = [f"it cannot be read: {type(error).__name__}: {error}"]
+    reasons = [f"it cannot be read: {type(error).__name__}: {error}"]
     row = _Row({"job_id": job_id, "status": status})
-    emptied = {column.name: "" for column in _JOBS.columns if column.name not in _NEVER_EMPTIED}
-    for each in (row, _Row(row.values, emptied)):  # a bad value may have to go before any update
+    empty_values = {
+        column.name: "" for column in _JOBS.columns if column.name not in _NEVER_EMPTIED
+    }
+    for variant in (
+        row,
+        _Row(row.values, empty_values),
+    ):  # a bad value may have to go before any update
         try:
             with session.begin_nested():
-                _refuse(session, each, because)
-            logged.discard(job_id)
+                _refuse_row(session, variant, reasons)
+            logged_ids.discard(job_id)
             return 1
-        except (DataError, IntegrityError) as refused:
-            problem = refused
-    if job_id not in logged:
+        except (DataError, IntegrityError) as database_error:
+            problem = database_error
+    if job_id not in logged_ids:
         log.error("nor can it be refused, and it stays as it is", exc_info=problem)
-    logged.add(job_id)
+    logged_ids.add(job_id)
     stuck.add(job_id)
     return 0
 
 
 def _admit_together(session: Session, ids: Sequence[str], allowed: AllowedSecrets) -> int:
     """Admit or refuse each of these jobs; returns for how many of them a decision was possible."""
-    rows = _rows(session, ids)
+    rows = _read_rows(session, ids)
     if not rows:
         return 0
     fleet = _Fleet(session, rows, allowed)
     admitted: list[_Admitted] = []
-    refused = 0
+    refused_count = 0
     for row in rows:
-        answer = _answer(row, fleet)
-        if isinstance(answer, _Admitted):
-            admitted.append(answer)
-        elif answer:
-            _refuse(session, row, answer)
-            refused += 1
+        decision = _decide(row, fleet)
+        if isinstance(decision, _Admitted):
+            admitted.append(decision)
+        elif decision:
+            _refuse_row(session, row, decision)
+            refused_count += 1
     accepted: list[_Admitted] = []
     for job in admitted:
         project = fleet.projects[job.project]
-        if (full := project.full("submit it again")) is not None:
-            _refuse(session, job.row, [full])
+        if (problem := project.full("submit it again")) is not None:
+            _refuse_row(session, job.row, [problem])
         else:
             project.waiting += 1
             accepted.append(job)
-    _freeze(session, accepted, fleet)
-    return len(admitted) + refused
+    _write_admitted(session, accepted, fleet)
+    return len(admitted) + refused_count
 
 
 @dataclass(frozen=True, slots=True)
@@ -452,71 +463,79 @@ class _Fleet:
         self.projects = _lock_projects(
             session, {row.values["project"] for row in rows if "project" not in row.unreadable}
         )
-        after: set[str] = set()
+        predecessor_ids: set[str] = set()
         for row in rows:
-            words: Any = (row.request or {}).get("after")
-            if isinstance(words, list):
-                kinds_named = cast("list[Any]", words)
-                after |= {dependency(word)[0] for word in kinds_named if isinstance(word, str)}
-        query = select(Job.job_id, Job.project).where(Job.job_id.in_(after))
-        self.projects_of_jobs = dict(session.execute(query).all()) if after else {}
+            dependencies: Any = (row.request or {}).get("after")
+            if isinstance(dependencies, list):
+                kinds_named = cast("list[Any]", dependencies)
+                predecessor_ids |= {
+                    dependency(dependency_text)[0]
+                    for dependency_text in kinds_named
+                    if isinstance(dependency_text, str)
+                }
+        query = select(Job.job_id, Job.project).where(Job.job_id.in_(predecessor_ids))
+        self.projects_of_jobs = dict(session.execute(query).all()) if predecessor_ids else {}
 
 
-def _answer(row: _Row, fleet: _Fleet) -> _Admitted | list[str]:
+def _decide(row: _Row, fleet: _Fleet) -> _Admitted | list[str]:
     """The decision on a row, or a list of its problems; an empty list if it cannot be decided yet."""
-    found = [f"{name}: {why}" for name, why in row.unreadable.items()]
+    errors = [f"{name}: {problem}" for name, problem in row.unreadable.items()]
     if not JOB_ID.fullmatch(row.job_id):
-        found.append(_bad_id(row.job_id))
+        errors.append(_invalid_id_message(row.job_id))
     columns: Columns | None = None
     try:
         columns = columns_from_row(row.values)
     except InvalidRequest as error:
-        found += [p for p in error.problems if p.partition(":")[0] not in row.unreadable]
-    beyond = _beyond(row, found)
-    if columns is None or beyond is None:
-        return found
-    found += [
+        errors += [p for p in error.problems if p.partition(":")[0] not in row.unreadable]
+    document = _parse_document(row, errors)
+    if columns is None or document is None:
+        return errors
+    errors += [
         *path_problems("output_dir", columns.output_dir),
-        *problems(beyond),
-        *_follows(row, columns, beyond, fleet),
+        *problems(document),
+        *_predecessor_problems(row, columns, document, fleet),
     ]
-    found += [] if found else fleet.allowed.problems(beyond.secrets)
-    if found:
-        return found
+    errors += [] if errors else fleet.allowed.problems(document.secrets)
+    if errors:
+        return errors
     values = columns.model_dump()
     try:
         spec = kinds.expand({**values, "job_id": row.job_id, "request": row.values["request"]})
     except UsageError as error:
         return str(error).splitlines() or [type(error).__name__]
-    return _admitted(row, spec, beyond, fleet)
+    return _admit_row(row, spec, document, fleet)
 
 
-def _beyond(row: _Row, found: list[str]) -> Beyond | None:
-    """The request's document beyond the columns; None if it is invalid, with the reasons added to `found`."""
+def _parse_document(row: _Row, errors: list[str]) -> RequestDocument | None:
+    """The request's document beyond the columns; None if it is invalid, with the reasons added to `errors`."""
     if row.request is None:
         if "request" not in row.unreadable:
-            found.append("request: a JSON object is wanted, {} where there is nothing to say")
+            errors.append("request: a JSON object is wanted, {} where there is nothing to say")
         return None
     try:
-        return beyond_from_document(row.request)
+        return request_document_from(row.request)
     except InvalidRequest as error:
-        found += [f"request.{problem}" for problem in error.problems]
+        errors += [f"request.{problem}" for problem in error.problems]
         return None
 
 
-def _follows(row: _Row, columns: Columns, beyond: Beyond, fleet: _Fleet) -> list[str]:
+def _predecessor_problems(
+    row: _Row, columns: Columns, beyond: RequestDocument, fleet: _Fleet
+) -> list[str]:
     """Check the jobs that this one is to follow."""
-    found: list[str] = []
-    for word in beyond.after:
-        job_id, _ = dependency(word)
+    errors: list[str] = []
+    for entry in beyond.after:
+        job_id, _ = dependency(entry)
         if job_id == row.job_id:
-            found.append(f"after {word!r}: a job cannot come after itself")
+            errors.append(f"after {entry!r}: a job cannot come after itself")
         elif fleet.projects_of_jobs.get(job_id) != columns.project:
-            found.append(f"after {word!r}: project {columns.project} has no job {job_id}")
-    return found
+            errors.append(f"after {entry!r}: project {columns.project} has no job {job_id}")
+    return errors
 
 
-def _admitted(row: _Row, spec: JobSpec, beyond: Beyond, fleet: _Fleet) -> _Admitted | list[str]:
+def _admit_row(
+    row: _Row, spec: JobSpec, beyond: RequestDocument, fleet: _Fleet
+) -> _Admitted | list[str]:
     """The decision on a valid row; an empty list while the default number of GPUs is unknown."""
     resources = beyond.resources
     if resources.settled(0) != resources.settled(1):
@@ -540,16 +559,18 @@ def _gpus_by_default(session: Session) -> int | None:
         return 1
     documents = session.scalars(select(VM.engine).where(VM.active, VM.engine.is_not(None)))
     engines = (elastic_of(document) for document in documents)
-    if any(engine is not None and engine.said.gpus > 0 for engine in engines):
+    if any(engine is not None and engine.body.gpus > 0 for engine in engines):
         return 1
-    seen = select(VM.vm_id).where(VM.active, (VM.observed_round > 0) | VM.last_polled.is_not(None))
-    return None if session.scalar(seen.limit(1)) is None else 0
+    observed_machines = select(VM.vm_id).where(
+        VM.active, (VM.observed_round > 0) | VM.last_polled.is_not(None)
+    )
+    return None if session.scalar(observed_machines.limit(1)) is None else 0
 
 
 # --- rows as the database holds them --------------------------------------------------------------
 
 
-def _rows(session: Session, ids: Sequence[str]) -> list[_Row]:
+def _read_rows(session: Session, ids: Sequence[str]) -> list[_Row]:
     """The rows of these jobs, in this order.
 
     SQLite may hold values of the wrong type, and a mapped row fails as a whole if one of them cannot be read, so columns are read one by
@@ -557,18 +578,18 @@ def _rows(session: Session, ids: Sequence[str]) -> list[_Row]:
     """
     if not ids:
         return []
-    raw: list[Any] = [
+    raw_columns: list[Any] = [
         literal_column(f'"{column.name}"').label(column.name) for column in _JOBS.columns
     ]
-    query = select(*raw).select_from(_JOBS).where(Job.job_id.in_(ids))
-    places = {job_id: place for place, job_id in enumerate(ids)}
-    found = sorted(
-        session.execute(query).mappings().all(), key=lambda values: places[values["job_id"]]
+    query = select(*raw_columns).select_from(_JOBS).where(Job.job_id.in_(ids))
+    positions = {job_id: position for position, job_id in enumerate(ids)}
+    mappings = sorted(
+        session.execute(query).mappings().all(), key=lambda values: positions[values["job_id"]]
     )
     dialect = session.get_bind().dialect
     if dialect.name != "sqlite":
-        return [_Row(dict(values)) for values in found]
-    return [_row(dict(values), dialect) for values in found]
+        return [_Row(dict(values)) for values in mappings]
+    return [_parse_row(dict(values), dialect) for values in mappings]
 
 
 _TYPE_NAMES = {
@@ -581,14 +602,14 @@ _TYPE_NAMES = {
 }
 
 
-def _row(raw: Mapping[str, Any], dialect: Dialect) -> _Row:
+def _parse_row(raw: Mapping[str, Any], dialect: Dialect) -> _Row:
     """A row of SQLite, in which any column may hold a value of any type."""
     values: dict[str, Any] = {}
     unreadable: dict[str, str] = {}
     for column in _JOBS.columns:
         name = column.name
         try:
-            values[name] = _value(column.type, raw[name], dialect)
+            values[name] = _parse_value(column.type, raw[name], dialect)
         except (ValueError, TypeError):
             expected = _TYPE_NAMES[_type_of(column.type)]
             unreadable[name] = f"{str(raw[name])[:60]!r} cannot be read as {expected}"
@@ -596,7 +617,7 @@ def _row(raw: Mapping[str, Any], dialect: Dialect) -> _Row:
     return _Row(values, unreadable)
 
 
-def _value(kind: Any, value: Any, dialect: Dialect) -> Any:
+def _parse_value(kind: Any, value: Any, dialect: Dialect) -> Any:
     """The value of a column as a mapped row has it; ValueError or TypeError if it has another type."""
     expected = _type_of(kind)
     if expected is datetime and value is not None and not _TIME.fullmatch(str(value)):
@@ -607,8 +628,8 @@ def _value(kind: Any, value: Any, dialect: Dialect) -> Any:
         return None
     if expected is object:
         return value if isinstance(value, int | float) else strict_json(value)
-    read = kind.dialect_impl(dialect).result_processor(dialect, None)
-    value = value if read is None else read(value)
+    processor = kind.dialect_impl(dialect).result_processor(dialect, None)
+    value = value if processor is None else processor(value)
     if expected is float and type(value) is int:
         return float(value)
     if type(value) is not expected:
@@ -624,24 +645,24 @@ def _type_of(kind: Any) -> type:
 # --- writing --------------------------------------------------------------------------------------
 
 
-def _refuse(session: Session, row: _Row, found: Sequence[str]) -> None:
+def _refuse_row(session: Session, row: _Row, errors: Sequence[str]) -> None:
     """Fail the job before it starts. Unreadable columns get their defaults, since no query could read the row otherwise."""
-    mended = {name: _default(name) for name in row.unreadable}
+    repaired = {name: _column_default(name) for name in row.unreadable}
     for name in ("request", "hyperparams"):
         value = row.values.get(name)
         if value is not None and not isinstance(value, dict):
-            mended[name] = _default(name)
-    reason = "\n".join(found)[:MAX_REASON_LENGTH]
+            repaired[name] = _column_default(name)
+    reason = "\n".join(errors)[:MAX_REASON_LENGTH]
     if row.values["status"] == JobStatus.HELD:  # a held job cannot fail; it is released first
-        values = {**mended, "status": JobStatus.QUEUED}
-        released = update(Job).where(Job.job_id == row.job_id).values(values)
-        session.execute(released.execution_options(synchronize_session=False))
+        values = {**repaired, "status": JobStatus.QUEUED}
+        release = update(Job).where(Job.job_id == row.job_id).values(values)
+        session.execute(release.execution_options(synchronize_session=False))
     session.execute(
         update(Job)
         .where(Job.job_id == row.job_id)
         .values(
             {
-                **mended,
+                **repaired,
                 "status": JobStatus.FAILED,
                 "failure_reason": reason,
                 "end_time": this_moment(),
@@ -660,7 +681,7 @@ def _refuse(session: Session, row: _Row, found: Sequence[str]) -> None:
     )
 
 
-def _default(name: str) -> ColumnElement[Any]:
+def _column_default(name: str) -> ColumnElement[Any]:
     """The value that the database itself would put into a column of `jobs`."""
     default: Any = _JOBS.columns[name].server_default
     if default is None:
@@ -673,23 +694,25 @@ def no_room(session: Session, project: str, ahead: int = 0) -> str | None:
     return _lock_projects(session, [project])[project].full("retry it", ahead)
 
 
-def _freeze(session: Session, jobs: Sequence[_Admitted], fleet: _Fleet) -> None:
+def _write_admitted(session: Session, jobs: Sequence[_Admitted], fleet: _Fleet) -> None:
     """Write command, resources and place of each job, with an event, and the progress of its project's queue."""
     if not jobs:
         return
-    places: list[QueuePosition] = []
+    positions: list[QueuePosition] = []
     for job in jobs:
-        made: datetime = job.row.values["created_at"]
-        if made.tzinfo is None:
-            made = made.replace(tzinfo=UTC)
+        created_at: datetime = job.row.values["created_at"]
+        if created_at.tzinfo is None:
+            created_at = created_at.replace(tzinfo=UTC)
         # A retried job has waited since its retry; a creation time in the future counts as now.
-        since = fleet.now if job.row.values["generation"] else min(made.timestamp(), fleet.now)
-        due = since - job.row.values["priority"] * PRIORITY_SECONDS
-        places.append(fleet.projects[job.project].line.place(due, job.resources))
+        waiting_since = (
+            fleet.now if job.row.values["generation"] else min(created_at.timestamp(), fleet.now)
+        )
+        due_at = waiting_since - job.row.values["priority"] * PRIORITY_SECONDS
+        positions.append(fleet.projects[job.project].queue.place(due_at, job.resources))
     for project in fleet.projects.values():
-        project.line.settle()
+        project.queue.settle()
     values: list[dict[str, Any]] = []
-    for job, place in zip(jobs, places, strict=True):
+    for job, position in zip(jobs, positions, strict=True):
         values.append(
             {
                 "job_id": job.row.job_id,
@@ -698,8 +721,8 @@ def _freeze(session: Session, jobs: Sequence[_Admitted], fleet: _Fleet) -> None:
                 "spec_hash": spec_hash(job.spec),
                 "resources": job.resources.as_json(),
                 "shape": job.resources.shape(job.project),
-                "due": place.due,
-                "rank": place.rank,
+                "due": position.due,
+                "rank": position.rank,
                 "admitted_at": fleet.now,
                 "waiting_since": None if job.held or job.follows else fleet.now,
             }
@@ -729,47 +752,49 @@ def _freeze(session: Session, jobs: Sequence[_Admitted], fleet: _Fleet) -> None:
 
 
 @dataclass(slots=True)
-class _Share:
+class _ProjectShare:
     """A project's limit of waiting jobs and its place in the queue."""
 
     name: str
     max_waiting: int | None
     waiting: int
     """Counted only if there is a limit."""
-    line: ProjectQueue
+    queue: ProjectQueue
 
     def full(self, remedy: str, ahead: int = 0) -> str | None:
         """The reason why no more jobs of the project may wait; None: they may."""
-        waiting = self.waiting + ahead
-        if self.max_waiting is None or waiting < self.max_waiting:
+        waiting_count = self.waiting + ahead
+        if self.max_waiting is None or waiting_count < self.max_waiting:
             return None
         return (
-            f"project {self.name} has {waiting} jobs waiting and may have {self.max_waiting}: {remedy} when some have begun, "
+            f"project {self.name} has {waiting_count} jobs waiting and may have {self.max_waiting}: {remedy} when some have begun, "
             "or ask for a higher max_waiting"
         )
 
 
-def _lock_projects(session: Session, names: Collection[str]) -> dict[str, _Share]:
+def _lock_projects(session: Session, names: Collection[str]) -> dict[str, _ProjectShare]:
     """The projects, created if necessary, and locked: no other process ranks their jobs until this transaction ends."""
-    ordered = sorted(names)
-    waiting = select(func.count()).where(WAITING, Job.admitted_at.is_not(None))
-    if not ordered:
+    sorted_names = sorted(names)
+    waiting_count = select(func.count()).where(WAITING, Job.admitted_at.is_not(None))
+    if not sorted_names:
         return {}
     insert = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
-    session.execute(insert(Project).on_conflict_do_nothing(), [{"name": name} for name in ordered])
+    session.execute(
+        insert(Project).on_conflict_do_nothing(), [{"name": name} for name in sorted_names]
+    )
     rows = session.execute(
         select(Project.name, Project.weight, Project.max_waiting)
-        .where(Project.name.in_(ordered))
+        .where(Project.name.in_(sorted_names))
         .order_by(Project.name)
         .with_for_update(key_share=True)
     ).all()
     return {
-        row.name: _Share(
+        row.name: _ProjectShare(
             row.name,
             row.max_waiting,
             0
             if row.max_waiting is None
-            else session.scalar(waiting.where(Job.project == row.name)) or 0,
+            else session.scalar(waiting_count.where(Job.project == row.name)) or 0,
             ProjectQueue(session, row.name, row.weight),
         )
         for row in rows

@@ -69,7 +69,7 @@ class Quota:
 
     def has_room_for(self, resources: Resources) -> bool:
         """True if the quota has room for all GPUs of the job, assuming that the project shares none of them already."""
-        gpus = _gpus_of(resources)
+        gpus = _gpu_total(resources)
         return not gpus or self.used + gpus <= self.most
 
 
@@ -79,7 +79,7 @@ class View:
 
     now: float
     machines: dict[str, Machine]
-    patient: deque[tuple[RankKey, Resources, str]] = field(
+    long_waiting: deque[tuple[RankKey, Resources, str]] = field(
         default_factory=deque[tuple[RankKey, Resources, str]]
     )
     """Long-waiting jobs with their projects, by rank, for which nothing was withheld yet: that is computed when a later job is placed."""
@@ -98,15 +98,15 @@ class View:
         avoid: Avoid = NOTHING_AVOIDED,
     ) -> Placement | Blocked:
         """Find room for a job, or return the reasons why there is none."""
-        if (why := self.over_quota(resources, project)) is not None:
-            return why
-        open_to_it = self._open_to(resources, project, self.machines.values())
-        held = self.held_before(key)
-        found = place(resources, open_to_it, held_for_others=held, avoid=avoid)
-        if isinstance(found, Blocked) and self._may_take_no_more(resources, project):
-            uses, share = self._quota_use(project), resources.share_mb
-            return Blocked((f"{uses}, and those have no room for a share of {share} MB",))
-        return found
+        if (quota_reason := self.over_quota(resources, project)) is not None:
+            return quota_reason
+        open_machines = self._machines_open_to(resources, project, self.machines.values())
+        held_before = self.held_before(key)
+        placement = place(resources, open_machines, held_for_others=held_before, avoid=avoid)
+        if isinstance(placement, Blocked) and self._exceeds_quota(resources, project):
+            quota_use, share = self._quota_use(project), resources.share_mb
+            return Blocked((f"{quota_use}, and those have no room for a share of {share} MB",))
+        return placement
 
     def room_for(
         self, resources: Resources, project: str, key: RankKey, avoid: Avoid = NOTHING_AVOIDED
@@ -114,7 +114,7 @@ class View:
         """The same placement without reasons. Faster: machines with nothing free, which are most of a full fleet, are skipped."""
         if self.over_quota(resources, project):
             return None
-        open_to_it = self._open_to(resources, project, self._with_room())
+        open_to_it = self._machines_open_to(resources, project, self._machines_with_room())
         return room(resources, open_to_it, self.held_before(key), avoid)
 
     def take(self, placement: Placement, resources: Resources, project: str) -> None:
@@ -129,10 +129,10 @@ class View:
 
     def is_full(self, after: RankKey | None = None) -> bool:
         """True if nothing is free, for any job or for jobs after `after`; none of them needs to be tried then."""
-        held = NOTHING_HELD if after is None else self.held_before(after)
-        return not any(has_room(machine, held) for machine in self._with_room())
+        held_before = NOTHING_HELD if after is None else self.held_before(after)
+        return not any(has_room(machine, held_before) for machine in self._machines_with_room())
 
-    def _with_room(self) -> list[Machine]:
+    def _machines_with_room(self) -> list[Machine]:
         names = self.machines if self.roomy is None else self.roomy
         self.roomy = [name for name in names if has_room(self.machines[name])]
         return [self.machines[name] for name in self.roomy]
@@ -140,10 +140,10 @@ class View:
     def over_quota(self, resources: Resources, project: str) -> Blocked | None:
         """The reason why the project's quota forbids the job on every machine, if it does. A share may use a GPU that the project
         shares."""
-        quota, gpus = self.quotas.get(project), _gpus_of(resources)
+        quota, gpus = self.quotas.get(project), _gpu_total(resources)
         if quota is None or quota.has_room_for(resources):
             return None
-        if resources.share_mb is not None and self._shared_by(project):
+        if resources.share_mb is not None and self._gpus_shared_by(project):
             return None
         return Blocked(
             (f"{self._quota_use(project)}, {gpus} wanted",),
@@ -154,108 +154,115 @@ class View:
         quota = self.quotas[project]
         return f"project {project} uses {quota.used} of its {quota.most} GPUs"
 
-    def _may_take_no_more(self, resources: Resources, project: str) -> bool:
+    def _exceeds_quota(self, resources: Resources, project: str) -> bool:
         quota = self.quotas.get(project)
         return quota is not None and not quota.has_room_for(resources)
 
-    def _shared_by(self, project: str) -> frozenset[int]:
+    def _gpus_shared_by(self, project: str) -> frozenset[int]:
         """gpu_id of each GPU of which the project holds shares."""
-        held = self.quotas[project].held
+        held_gpus = self.quotas[project].held
         return frozenset(
             gpu.gpu_id
             for machine in self.machines.values()
             for gpu in machine.gpus
-            if gpu.gpu_id in held and not gpu.whole
+            if gpu.gpu_id in held_gpus and not gpu.whole
         )
 
-    def _open_to(
-        self, resources: Resources, project: str, among: Iterable[Machine]
+    def _machines_open_to(
+        self, resources: Resources, project: str, machines: Iterable[Machine]
     ) -> Iterable[Machine]:
         """The machines as the job may use them: those kept for other projects are closed, and a project with an exhausted quota sees only
         GPUs that it shares already."""
-        among = [
-            each
-            if each.projects is None or project in each.projects
-            else replace(each, closed=True)
-            for each in among
+        machines = [
+            machine
+            if machine.projects is None or project in machine.projects
+            else replace(machine, closed=True)
+            for machine in machines
         ]
-        if not self._may_take_no_more(resources, project):
-            return among
-        own = self._shared_by(project)
-        with_own_gpus = ((each, tuple(g for g in each.gpus if g.gpu_id in own)) for each in among)
-        return [replace(each, gpus=gpus) for each, gpus in with_own_gpus if gpus]
+        if not self._exceeds_quota(resources, project):
+            return machines
+        shared_gpus = self._gpus_shared_by(project)
+        with_shared_gpus = (
+            (machine, tuple(g for g in machine.gpus if g.gpu_id in shared_gpus))
+            for machine in machines
+        )
+        return [replace(machine, gpus=gpus) for machine, gpus in with_shared_gpus if gpus]
 
     def held_before(self, key: RankKey) -> Held:
         """Capacity withheld for jobs before this one in the queue."""
-        while self.patient and self.patient[0][0] < key:
-            other, resources, project = self.patient.popleft()
+        while self.long_waiting and self.long_waiting[0][0] < key:
+            other_key, resources, project = self.long_waiting.popleft()
             if len(self.held) < MOST_PATIENT and self.over_quota(resources, project) is None:
-                self.withhold_for(resources, project, other)
-        together = NOTHING_HELD
-        for other, held in self.held:
-            if other < key:
-                together = together.and_also(held)
-        return together
+                self.withhold_for(resources, project, other_key)
+        total = NOTHING_HELD
+        for other_key, withheld in self.held:
+            if other_key < key:
+                total = total.and_also(withheld)
+        return total
 
     def withhold_for(self, resources: Resources, project: str, key: RankKey) -> None:
         """Withhold the capacity that this job will need, except that which is withheld for jobs before it."""
-        if all(other != key for other, _ in self.held):
-            before = self.held_before(key)
-            open_to_it = self._open_to(resources, project, self.machines.values())
-            withheld = withhold(resources, open_to_it, job_id=key[1], held=before)
+        if all(other_key != key for other_key, _ in self.held):
+            held_before = self.held_before(key)
+            open_machines = self._machines_open_to(resources, project, self.machines.values())
+            withheld = withhold(resources, open_machines, job_id=key[1], held=held_before)
             if withheld.gpus or withheld.slots:
                 self.held.append((key, withheld))
                 self.held.sort(key=lambda entry: entry[0])
 
 
-def _gpus_of(resources: Resources) -> int:
+def _gpu_total(resources: Resources) -> int:
     return resources.gpu_count * resources.machines
 
 
 def view(session: Session, projects: Collection[str]) -> View:
     """Read the free capacity, the withheld capacity, and the quotas of these projects."""
     now = seconds(session)
-    patient = _patient(session, now)
-    counted = {*projects, *(project for _, _, project in patient)}
+    waiting_jobs = _long_waiting_jobs(session, now)
+    counted_projects = {*projects, *(project for _, _, project in waiting_jobs)}
     in_use = _sum_reservations(session, None)
     limits = {
         name: Quota(
-            most, frozenset(in_use.of_project.get(name, ())), in_use.of_engines.get(name, 0)
+            max_gpus, frozenset(in_use.of_project.get(name, ())), in_use.of_engines.get(name, 0)
         )
-        for name, most in _limits(session, counted).items()
+        for name, max_gpus in _read_quotas(session, counted_projects).items()
     }
-    return View(now, _machines(session, now, None, in_use), deque(patient), quotas=limits)
+    return View(now, _read_machines(session, now, None, in_use), deque(waiting_jobs), quotas=limits)
 
 
 def machines(
     session: Session, now: float, vm_ids: Collection[str] | None = None
 ) -> dict[str, Machine]:
     """Read the machines of the fleet, or only `vm_ids`, as placement sees them."""
-    return _machines(session, now, vm_ids, _sum_reservations(session, vm_ids))
+    return _read_machines(session, now, vm_ids, _sum_reservations(session, vm_ids))
 
 
-def _machines(
-    session: Session, now: float, vm_ids: Collection[str] | None, in_use: _Taken
+def _read_machines(
+    session: Session, now: float, vm_ids: Collection[str] | None, in_use: _Usage
 ) -> dict[str, Machine]:
-    of_these = VM.active if vm_ids is None else VM.active & VM.vm_id.in_(vm_ids)
-    rows = session.execute(select(*_VM_COLUMNS).where(of_these)).all()
-    gpus = _gpus(session, vm_ids, in_use)
-    found: dict[str, Machine] = {}
+    is_selected = VM.active if vm_ids is None else VM.active & VM.vm_id.in_(vm_ids)
+    rows = session.execute(select(*_VM_COLUMNS).where(is_selected)).all()
+    gpus = _read_gpus(session, vm_ids, in_use)
+    by_name: dict[str, Machine] = {}
     for row in rows:
         facts: Mapping[str, Any] = row.facts or {}
         strays = untracked_processes.holding(facts)
         engine = elastic_of(row.engine)
-        own = () if engine else tuple(_beside(gpu, strays) for gpu in gpus.get(row.vm_id, ()))
-        slots = (
-            engine.said.slots
+        usable_gpus = (
+            ()
             if engine
-            else (int(not own) if row.cpu_slots is None else row.cpu_slots)
+            else tuple(_without_untracked(gpu, strays) for gpu in gpus.get(row.vm_id, ()))
+        )
+        slots = (
+            engine.body.slots
+            if engine
+            else (int(not usable_gpus) if row.cpu_slots is None else row.cpu_slots)
         )
         labels: Mapping[str, Any] = row.labels or {}
-        found[row.vm_id] = Machine(
+        by_name[row.vm_id] = Machine(
             vm_id=row.vm_id,
-            gpus=own,
-            trouble=_trouble(row, now) or (engine and engine.problem),
+            gpus=usable_gpus,
+            trouble=_machine_problem(row, now) or (engine and engine.problem),
             projects=kept_for(row.projects),
             slots=slots,
             taken_slots=strays.slots.intersection(range(slots)).union(
@@ -263,23 +270,23 @@ def _machines(
             ),
             labels={name: str(value) for name, value in labels.items()},
             prepared=row.python != UNPREPARED,
-            cpus=_whole(facts.get("cpus")),
-            ram_mb=_whole(facts.get("ram_mb")),
-            disk_free_mb=_whole(facts.get("disk_free_mb")),
+            cpus=_as_integer(facts.get("cpus")),
+            ram_mb=_as_integer(facts.get("ram_mb")),
+            disk_free_mb=_as_integer(facts.get("disk_free_mb")),
             promised_cpus=in_use.cpus.get(row.vm_id, 0),
             promised_ram_mb=in_use.ram_mb.get(row.vm_id, 0),
             engine=engine,
         )
-    return found
+    return by_name
 
 
-def _beside(gpu: MachineGPU, strays: untracked_processes.Holding) -> MachineGPU:
+def _without_untracked(gpu: MachineGPU, strays: untracked_processes.Holding) -> MachineGPU:
     """The GPU without the part that untracked attempts hold."""
     share = strays.shares_mb.get(gpu.uuid, 0)
     if not share and gpu.uuid not in strays.whole:
         return gpu
-    whole = gpu.whole or gpu.uuid in strays.whole
-    return replace(gpu, whole=whole, shares_mb=gpu.shares_mb + share)
+    is_whole = gpu.whole or gpu.uuid in strays.whole
+    return replace(gpu, whole=is_whole, shares_mb=gpu.shares_mb + share)
 
 
 _VM_COLUMNS = (
@@ -308,7 +315,7 @@ def kept_for(column: Any) -> frozenset[str] | None:
     return frozenset(map(str, projects))
 
 
-def _trouble(row: Any, now: float) -> str | None:
+def _machine_problem(row: Any, now: float) -> str | None:
     """The reason why no new job is placed on a machine; None: there is none."""
     problem = f": {row.problem}" if row.problem else ""
     age, stale = now - row.observed_round, stale_after(row.facts)
@@ -326,7 +333,7 @@ def _trouble(row: Any, now: float) -> str | None:
         (row.degraded, f"its GPUs cannot be read{problem}"),
         (age > stale, f"not observed for over {minutes} (is a poller running?)"),
     )
-    return next((why for applies, why in reasons if applies), None)
+    return next((reason for is_true, reason in reasons if is_true), None)
 
 
 def stale_after(facts: Mapping[str, Any] | None) -> float:
@@ -337,7 +344,7 @@ def stale_after(facts: Mapping[str, Any] | None) -> float:
 
 
 @dataclass(frozen=True, slots=True)
-class _Taken:
+class _Usage:
     """Capacity that open reservations hold: GPUs by gpu_id, slots and promises by vm_id."""
 
     whole: set[int] = field(default_factory=set[int])
@@ -362,7 +369,7 @@ GPUS_OF_ENGINE = case(
 """The GPUs requested from an engine, for the reservation of a slot. A job in a CPU slot of a machine has requested none."""
 
 
-def _sum_reservations(session: Session, vm_ids: Collection[str] | None) -> _Taken:
+def _sum_reservations(session: Session, vm_ids: Collection[str] | None) -> _Usage:
     """Sum up the open reservations of the fleet, or of these machines."""
     # Outer joins keep PostgreSQL from starting with the jobs table, which has many more rows than reservations.
     query = (
@@ -385,28 +392,28 @@ def _sum_reservations(session: Session, vm_ids: Collection[str] | None) -> _Take
     )
     if vm_ids is not None:
         query = query.where(Reservation.vm_id.in_(vm_ids))
-    found, members = _Taken(), set[tuple[str, int]]()
+    totals, members = _Usage(), set[tuple[str, int]]()
     for row in session.execute(query):
         if row.gpu_id is None:
-            found.slots.setdefault(row.vm_id, set()).add(row.slot)
+            totals.slots.setdefault(row.vm_id, set()).add(row.slot)
             if row.counts:
-                so_far = found.of_engines.get(row.project, 0)
-                found.of_engines[row.project] = so_far + row.of_engine
+                engine_gpus = totals.of_engines.get(row.project, 0)
+                totals.of_engines[row.project] = engine_gpus + row.of_engine
         elif row.share_mb is None:
-            found.whole.add(row.gpu_id)
+            totals.whole.add(row.gpu_id)
         else:
-            found.shares[row.gpu_id] = found.shares.get(row.gpu_id, 0) + row.share_mb
+            totals.shares[row.gpu_id] = totals.shares.get(row.gpu_id, 0) + row.share_mb
         if row.gpu_id is not None and row.counts:
-            found.of_project.setdefault(row.project, set()).add(row.gpu_id)
+            totals.of_project.setdefault(row.project, set()).add(row.gpu_id)
         if (row.vm_id, row.epoch) not in members:
             members.add((row.vm_id, row.epoch))
-            found.cpus[row.vm_id] = found.cpus.get(row.vm_id, 0) + (row.cpus or 0)
-            found.ram_mb[row.vm_id] = found.ram_mb.get(row.vm_id, 0) + (row.ram_mb or 0)
-    return found
+            totals.cpus[row.vm_id] = totals.cpus.get(row.vm_id, 0) + (row.cpus or 0)
+            totals.ram_mb[row.vm_id] = totals.ram_mb.get(row.vm_id, 0) + (row.ram_mb or 0)
+    return totals
 
 
-def _gpus(
-    session: Session, vm_ids: Collection[str] | None, in_use: _Taken
+def _read_gpus(
+    session: Session, vm_ids: Collection[str] | None, in_use: _Usage
 ) -> dict[str, list[MachineGPU]]:
     """The GPUs of each machine, by index."""
     query = select(
@@ -422,22 +429,22 @@ def _gpus(
     ).order_by(GPU.vm_id, GPU.index, GPU.gpu_id)
     if vm_ids is not None:
         query = query.where(GPU.vm_id.in_(vm_ids))
-    found: dict[str, list[MachineGPU]] = {}
+    by_machine: dict[str, list[MachineGPU]] = {}
     for row in session.execute(query):
         vm_id, gpu_id, index, uuid, model, memory_mb, observed, detail, quarantined = row
-        found.setdefault(vm_id, []).append(
+        by_machine.setdefault(vm_id, []).append(
             MachineGPU(
                 gpu_id,
                 index,
                 uuid,
                 model,
                 memory_mb,
-                trouble=_gpu_trouble(observed, detail, quarantined),
+                trouble=_gpu_problem(observed, detail, quarantined),
                 whole=gpu_id in in_use.whole,
                 shares_mb=in_use.shares.get(gpu_id, 0),
             )
         )
-    return found
+    return by_machine
 
 
 _OBSERVED: Mapping[str, str] = {
@@ -448,17 +455,17 @@ _OBSERVED: Mapping[str, str] = {
 }
 
 
-def _gpu_trouble(observed: str, detail: str | None, quarantined: str | None) -> str | None:
+def _gpu_problem(observed: str, detail: str | None, quarantined: str | None) -> str | None:
     """The reason why a GPU is given to no new job; None: there is none."""
     if quarantined is not None:
         return f"is quarantined: {quarantined}"
     if observed == Observed.OK:
         return None
-    words = _OBSERVED.get(observed, f"is {observed}")
-    return f"{words} ({detail})" if detail else words
+    state = _OBSERVED.get(observed, f"is {observed}")
+    return f"{state} ({detail})" if detail else state
 
 
-def _whole(value: Any) -> int | None:
+def _as_integer(value: Any) -> int | None:
     """A number that a runner reported, as an integer; None for anything else."""
     return int(value) if isinstance(value, int | float) else None
 
@@ -472,16 +479,18 @@ def lock_quotas(session: Session, projects: Collection[str], *, waiting: bool = 
     if not projects:
         return set()
     query = select(Project.name).where(Project.name.in_(projects), Project.max_gpus.is_not(None))
-    locked = query.order_by(Project.name).with_for_update(key_share=True, skip_locked=not waiting)
-    return set(session.scalars(locked))
+    locked_query = query.order_by(Project.name).with_for_update(
+        key_share=True, skip_locked=not waiting
+    )
+    return set(session.scalars(locked_query))
 
 
 def quotas(session: Session, projects: Collection[str]) -> dict[str, Quota]:
     """The quotas of those of these projects that have one."""
-    limits = _limits(session, projects)
+    limits = _read_quotas(session, projects)
     if not limits:
         return {}
-    used = (
+    reserved = (
         select(Job.project, Reservation.gpu_id, GPUS_OF_ENGINE)
         .select_from(Reservation)
         .join(Attempt, Attempt.epoch == Reservation.epoch)
@@ -489,45 +498,54 @@ def quotas(session: Session, projects: Collection[str]) -> dict[str, Quota]:
         .join(VM, VM.vm_id == Reservation.vm_id)
         .where(Reservation.released_at.is_(None), Job.project.in_(limits), _COUNTS)
     )
-    held: dict[str, set[int]] = {}
-    of_engines: dict[str, int] = {}
-    for project, gpu_id, count in session.execute(used):
+    held_gpus: dict[str, set[int]] = {}
+    engine_gpus: dict[str, int] = {}
+    for project, gpu_id, count in session.execute(reserved):
         if gpu_id is not None:
-            held.setdefault(project, set()).add(gpu_id)
-        of_engines[project] = of_engines.get(project, 0) + count
+            held_gpus.setdefault(project, set()).add(gpu_id)
+        engine_gpus[project] = engine_gpus.get(project, 0) + count
     return {
-        name: Quota(most, frozenset(held.get(name, ())), of_engines.get(name, 0))
-        for name, most in limits.items()
+        name: Quota(max_gpus, frozenset(held_gpus.get(name, ())), engine_gpus.get(name, 0))
+        for name, max_gpus in limits.items()
     }
 
 
-def _limits(session: Session, projects: Collection[str]) -> dict[str, int]:
+def _read_quotas(session: Session, projects: Collection[str]) -> dict[str, int]:
     """The maximum of GPUs for each of these projects that has a limit."""
     query = select(Project.name, Project.max_gpus).where(Project.name.in_(projects))
     rows = session.execute(query).all() if projects else ()
     return {name: most for name, most in rows if most is not None}
 
 
-def _patient(session: Session, now: float) -> list[tuple[RankKey, Resources, str]]:
+def _long_waiting_jobs(session: Session, now: float) -> list[tuple[RankKey, Resources, str]]:
     """Long-waiting jobs to withhold capacity for: the best of each pending shape, and those that were woken but not placed yet.
 
     Queued jobs that need only one GPU or slot are left out: they simply get the next one that becomes free.
     """
-    since = now - PATIENCE_SECONDS
-    found: dict[str, tuple[RankKey, Resources, str]] = {}
+    waiting_before = now - PATIENCE_SECONDS
+    by_job: dict[str, tuple[RankKey, Resources, str]] = {}
     for best in best_of_shapes(session):
-        held_back = best.not_before > now
-        if not held_back and best.waiting_since is not None and best.waiting_since <= since:
-            found[best.key[1]] = (best.key, best.resources, best.project)
-    queued = (
+        is_held_back = best.not_before > now
+        if (
+            not is_held_back
+            and best.waiting_since is not None
+            and best.waiting_since <= waiting_before
+        ):
+            by_job[best.key[1]] = (best.key, best.resources, best.project)
+    queued_jobs = (
         select(Job.job_id, Job.rank, Job.resources, Job.project)
-        .where(QUEUED, Job.waiting_since <= since, Job.not_before <= now, Job.rank.is_not(None))
+        .where(
+            QUEUED,
+            Job.waiting_since <= waiting_before,
+            Job.not_before <= now,
+            Job.rank.is_not(None),
+        )
         .order_by(Job.waiting_since)
         .limit(MOST_ASKED)
     )
-    for job_id, rank, document, project in session.execute(queued):
+    for job_id, rank, document, project in session.execute(queued_jobs):
         assert rank is not None
         resources = Resources.model_validate(document or {})
-        if _gpus_of(resources) > 1 or resources.machines > 1:
-            found[job_id] = ((rank, job_id), resources, project)
-    return sorted(found.values(), key=lambda entry: entry[0])[:MOST_ASKED]
+        if _gpu_total(resources) > 1 or resources.machines > 1:
+            by_job[job_id] = ((rank, job_id), resources, project)
+    return sorted(by_job.values(), key=lambda entry: entry[0])[:MOST_ASKED]

@@ -94,10 +94,10 @@ class Claimed:
 class Round:
     """The result of one `claim`."""
 
-    made: Sequence[Claimed] = ()
+    claimed: Sequence[Claimed] = ()
     unplaced: Unplaced | None = None
     """Jobs that `mark` is to make pending, if any."""
-    again: bool = False
+    has_more: bool = False
     """Attempts were made, and more jobs may be able to start now."""
 
 
@@ -122,19 +122,21 @@ def claim(session: Session, *, owner: str, lease_seconds: float, limit: int) -> 
         return Round()
     plan = _Plan()
     projects = {job.project for job in jobs}
-    locked = capacity.lock_quotas(session, projects)  # the bookings below count against them
-    found = capacity.view(session, projects)
+    locked_projects = capacity.lock_quotas(
+        session, projects
+    )  # the bookings below count against them
+    view = capacity.view(session, projects)
     plan.projects.update(projects)
-    plan.quotas.update({name: found.quotas[name] for name in locked})
-    drained = _plan_all(session, found, plan, jobs, limit)
-    made = _book(session, found, plan, Lease(owner, lease_seconds))
-    more = len(made) < len(plan.placed) or not (drained or plan.full)
+    plan.quotas.update({name: view.quotas[name] for name in locked_projects})
+    is_drained = _place_all(session, view, plan, jobs, limit)
+    claimed = _book_capacity(session, view, plan, Lease(owner, lease_seconds))
+    has_more = len(claimed) < len(plan.placed) or not (is_drained or plan.full)
     if plan.dependent or plan.blocked:
-        blocked = sorted(plan.blocked.values(), key=lambda each: each.key)
-        unplaced = Unplaced(plan.dependent, blocked, drained)
-        return Round(made, unplaced, again=bool(made) and more)
-    woken = requeue_pending.wake_unnoticed(session, found) if drained else 0
-    return Round(made, again=bool(made) and (more or bool(woken)))
+        blocked_jobs = sorted(plan.blocked.values(), key=lambda blocked_job: blocked_job.key)
+        unplaced = Unplaced(plan.dependent, blocked_jobs, is_drained)
+        return Round(claimed, unplaced, has_more=bool(claimed) and has_more)
+    woken_count = requeue_pending.wake_unnoticed(session, view) if is_drained else 0
+    return Round(claimed, has_more=bool(claimed) and (has_more or bool(woken_count)))
 
 
 def mark(session: Session, unplaced: Unplaced, owner: str) -> bool:
@@ -145,12 +147,12 @@ def mark(session: Session, unplaced: Unplaced, owner: str) -> bool:
     actor = f"dispatcher:{owner}"
     requeue_pending.lock_marking(session)
     with events.gathering(session):
-        _let_wait_for_jobs(session, unplaced.dependent, actor)
+        _mark_dependent(session, unplaced.dependent, actor)
         if not unplaced.blocked and not unplaced.drained:
             return False
-        found = capacity.view(session, {job.project for job in unplaced.blocked})
-        _let_wait_for_room(session, unplaced.blocked, found, actor)
-    return unplaced.drained and bool(requeue_pending.wake_unnoticed(session, found))
+        view = capacity.view(session, {job.project for job in unplaced.blocked})
+        _mark_blocked(session, unplaced.blocked, view, actor)
+    return unplaced.drained and bool(requeue_pending.wake_unnoticed(session, view))
 
 
 # --- candidates -----------------------------------------------------------------------------------
@@ -187,7 +189,7 @@ def _candidates(
 
     Leaves out shapes in `passed_over` and jobs up to `after`.
     """
-    chosen = (
+    chosen_jobs = (
         select(Job.job_id)
         .where(
             QUEUED,
@@ -216,7 +218,7 @@ def _candidates(
             Job.request["after"].label("follows"),
             Job.request["allow_smaller_batch"].label("smaller"),
         )
-        .join(chosen, chosen.c.job_id == Job.job_id)
+        .join(chosen_jobs, chosen_jobs.c.job_id == Job.job_id)
         .order_by(Job.rank, Job.job_id)
     ).all()
     return [
@@ -237,7 +239,7 @@ def _candidates(
 
 
 @dataclass(slots=True)
-class _Earlier:
+class _EarlierAttempts:
     """Earlier attempts of a job in its present generation."""
 
     number: int = 0
@@ -256,7 +258,7 @@ class _Earlier:
         return Avoid(frozenset(self.machines), frozenset(self.gpus), frozenset(self.slots))
 
 
-def _earlier_attempts(session: Session, jobs: Sequence[_Candidate]) -> dict[str, _Earlier]:
+def _earlier_attempts(session: Session, jobs: Sequence[_Candidate]) -> dict[str, _EarlierAttempts]:
     """The earlier attempts of these jobs; without an entry there are none."""
     generations = {job.job_id: job.generation for job in jobs}
     rows = session.execute(
@@ -273,28 +275,28 @@ def _earlier_attempts(session: Session, jobs: Sequence[_Candidate]) -> dict[str,
         .where(Attempt.job_id.in_(generations))
         .order_by(Attempt.epoch, Member.rank)
     ).all()
-    found: dict[str, _Earlier] = {}
-    blamed: dict[int, _Earlier] = {}
+    by_job: dict[str, _EarlierAttempts] = {}
+    blamed_attempts: dict[int, _EarlierAttempts] = {}
     for row in rows:
         if row.generation != generations[row.job_id]:
             continue
-        earlier = found.setdefault(row.job_id, _Earlier())
+        earlier = by_job.setdefault(row.job_id, _EarlierAttempts())
         # A void attempt never ran, so its number is used again.
         earlier.number = row.number + (row.outcome != Outcome.VOID)
         earlier.previous_failure = row.failure_class or earlier.previous_failure
         if row.failure_class in ELSEWHERE:
             earlier.machines.add(row.vm_id)
         if row.failure_class in (FailureClass.GPU_FAULT, FailureClass.LAUNCH_FAILURE):
-            blamed[row.epoch] = earlier
-    if blamed:
-        _note_blamed_gpus(session, blamed)
-    return found
+            blamed_attempts[row.epoch] = earlier
+    if blamed_attempts:
+        _note_blamed_gpus(session, blamed_attempts)
+    return by_job
 
 
-def _note_blamed_gpus(session: Session, blamed: Mapping[int, _Earlier]) -> None:
+def _note_blamed_gpus(session: Session, blamed: Mapping[int, _EarlierAttempts]) -> None:
     """Note GPUs and slots that may have made attempts fail, by epoch: the GPUs that the failure's reason names, else all GPUs and slots of
     the attempt."""
-    had = session.execute(
+    reservations = session.execute(
         select(
             Reservation.epoch,
             Reservation.vm_id,
@@ -307,13 +309,17 @@ def _note_blamed_gpus(session: Session, blamed: Mapping[int, _Earlier]) -> None:
         .outerjoin(GPU, GPU.gpu_id == Reservation.gpu_id)
         .where(Reservation.epoch.in_(blamed))
     ).all()
-    named = {(row.epoch, row.gpu_id) for row in had if row.uuid and row.uuid in (row.because or "")}
-    naming = {epoch for epoch, _ in named}
-    for row in had:
+    named_gpus = {
+        (row.epoch, row.gpu_id)
+        for row in reservations
+        if row.uuid and row.uuid in (row.because or "")
+    }
+    naming_epochs = {epoch for epoch, _ in named_gpus}
+    for row in reservations:
         earlier = blamed[row.epoch]
         if row.gpu_id is None:
             earlier.slots.add((row.vm_id, row.slot))
-        elif row.epoch not in naming or (row.epoch, row.gpu_id) in named:
+        elif row.epoch not in naming_epochs or (row.epoch, row.gpu_id) in named_gpus:
             earlier.gpus.add(row.gpu_id)
 
 
@@ -324,7 +330,9 @@ def _note_blamed_gpus(session: Session, blamed: Mapping[int, _Earlier]) -> None:
 class _Plan:
     """A plan of where candidates would go, made without locks on machines."""
 
-    before: dict[str, _Earlier] = field(default_factory=dict[str, _Earlier])
+    earlier_attempts: dict[str, _EarlierAttempts] = field(
+        default_factory=dict[str, _EarlierAttempts]
+    )
     placed: list[tuple[_Candidate, Placement]] = field(
         default_factory=list[tuple[_Candidate, Placement]]
     )
@@ -340,13 +348,13 @@ class _Plan:
     busy: set[str] = field(default_factory=set[str])
     """Projects whose quota another transaction has locked."""
 
-    def earlier(self, job: _Candidate) -> _Earlier:
+    def earlier(self, job: _Candidate) -> _EarlierAttempts:
         """Earlier attempts of the job."""
-        return self.before.get(job.job_id) or _Earlier()
+        return self.earlier_attempts.get(job.job_id) or _EarlierAttempts()
 
 
-def _plan_all(
-    session: Session, found: View, plan: _Plan, jobs: Sequence[_Candidate], limit: int
+def _place_all(
+    session: Session, view: View, plan: _Plan, jobs: Sequence[_Candidate], limit: int
 ) -> bool:
     """Plan these candidates, then the jobs after them until `limit` are placed. Returns whether the end of the queue was reached.
 
@@ -354,51 +362,51 @@ def _plan_all(
     """
     remaining = limit
     for _ in range(MOST_LOOKS):
-        plan.before.update(_earlier_attempts(session, jobs))
+        plan.earlier_attempts.update(_earlier_attempts(session, jobs))
         unmet = pending_reasons.unmet(session, {job.job_id: job.after for job in jobs})
         plan.dependent.extend(job for job in jobs if job.job_id in unmet)
-        may_begin = [job for job in jobs if job.job_id not in unmet]
-        _plan(found, plan, [job for job in may_begin if job.project not in plan.busy])
+        startable = [job for job in jobs if job.job_id not in unmet]
+        _place_jobs(view, plan, [job for job in startable if job.project not in plan.busy])
         if len(jobs) < remaining:
             return True
         remaining = limit - len(plan.placed)
-        plan.full = found.is_full(jobs[-1].key)
+        plan.full = view.is_full(jobs[-1].key)
         if not remaining or plan.full:
             return False
-        jobs = _candidates(session, found.now, remaining, plan.blocked, jobs[-1].key)
-        _look_at_quotas(session, found, plan, {job.project for job in jobs})
+        jobs = _candidates(session, view.now, remaining, plan.blocked, jobs[-1].key)
+        _lock_more_quotas(session, view, plan, {job.project for job in jobs})
     return False
 
 
-def _look_at_quotas(session: Session, found: View, plan: _Plan, projects: Collection[str]) -> None:
+def _lock_more_quotas(session: Session, view: View, plan: _Plan, projects: Collection[str]) -> None:
     """Lock the quotas of further projects. If another transaction has locked one, its jobs are left for the next round."""
-    added = set(projects) - plan.projects
-    locked = capacity.lock_quotas(session, added, waiting=False)
-    limits = capacity.quotas(session, added)
-    quotas = {name: quota for name, quota in limits.items() if name in locked}
-    found.quotas.update(quotas)
-    plan.projects.update(added)
+    new_projects = set(projects) - plan.projects
+    locked_projects = capacity.lock_quotas(session, new_projects, waiting=False)
+    limits = capacity.quotas(session, new_projects)
+    quotas = {name: quota for name, quota in limits.items() if name in locked_projects}
+    view.quotas.update(quotas)
+    plan.projects.update(new_projects)
     plan.quotas.update(quotas)
-    plan.busy.update(set(limits) - locked)
+    plan.busy.update(set(limits) - locked_projects)
 
 
-def _plan(found: View, plan: _Plan, jobs: Sequence[_Candidate]) -> None:
+def _place_jobs(view: View, plan: _Plan, jobs: Sequence[_Candidate]) -> None:
     """Place each job in the view, or note its shape as blocked; for one that has waited long, withhold the capacity that it needs."""
     for job in jobs:
         if job.shape in plan.blocked:
             continue
         avoid = plan.earlier(job).avoid
-        placement = found.room_for(job.resources, job.project, job.key, avoid)
+        placement = view.room_for(job.resources, job.project, job.key, avoid)
         if placement is not None:
-            found.take(placement, job.resources, job.project)
+            view.take(placement, job.resources, job.project)
             plan.placed.append((job, placement))
             continue
         plan.blocked[job.shape] = job
-        long_waiting = (
-            job.waiting_since is not None and found.now - job.waiting_since >= PATIENCE_SECONDS
+        waits_long = (
+            job.waiting_since is not None and view.now - job.waiting_since >= PATIENCE_SECONDS
         )
-        if long_waiting and not found.over_quota(job.resources, job.project):
-            found.withhold_for(job.resources, job.project, job.key)
+        if waits_long and not view.over_quota(job.resources, job.project):
+            view.withhold_for(job.resources, job.project, job.key)
 
 
 # --- booking --------------------------------------------------------------------------------------
@@ -412,7 +420,7 @@ class Lease:
     seconds: float
 
 
-def _book(session: Session, found: View, plan: _Plan, lease: Lease) -> list[Claimed]:
+def _book_capacity(session: Session, view: View, plan: _Plan, lease: Lease) -> list[Claimed]:
     """Lock the planned machines, read them again, and book the capacity that is still free there."""
     if not plan.placed:
         return []
@@ -424,26 +432,28 @@ def _book(session: Session, found: View, plan: _Plan, lease: Lease) -> list[Clai
         .with_for_update(key_share=True)
     )
     addresses = {row.vm_id: row.ip_address for row in rows}
-    fresh = View(
-        found.now, capacity.machines(session, found.now, names), held=found.held, quotas=plan.quotas
+    fresh_view = View(
+        view.now, capacity.machines(session, view.now, names), held=view.held, quotas=plan.quotas
     )
     now = seconds(
         session
     )  # read after the locks: no attempt starts before a job that it follows has ended
-    resume = _checkpoints(session, [job for job, _ in plan.placed])
+    resume = _resume_checkpoints(session, [job for job, _ in plan.placed])
     bookings: list[_Booking] = []
-    for job, planned in plan.placed:
+    for job, planned_placement in plan.placed:
         earlier = plan.earlier(job)
-        placement = fresh.look(job.resources, job.project, job.key, earlier.avoid)
+        placement = fresh_view.look(job.resources, job.project, job.key, earlier.avoid)
         if isinstance(placement, Blocked):
             continue  # another dispatcher was faster; the next round reads the whole fleet again
-        assert len(placement.seats) == len(planned.seats)
+        assert len(placement.seats) == len(planned_placement.seats)
         placement = _choose_leader(placement, addresses)
-        fresh.take(placement, job.resources, job.project)
+        fresh_view.take(placement, job.resources, job.project)
         bookings.append(_Booking(job, placement, earlier, resume.get(job.job_id)))
     claimed = _make_or_split(session, bookings, lease, now)
     actor = f"dispatcher:{lease.owner}"
-    events.append_many(session, [event for each in claimed for event in _events(each, actor)])
+    events.append_many(
+        session, [event for attempt in claimed for event in _claim_events(attempt, actor)]
+    )
     return claimed
 
 
@@ -459,7 +469,7 @@ class _Booking:
 
     job: _Candidate
     placement: Placement
-    earlier: _Earlier
+    earlier: _EarlierAttempts
     resume: dict[str, Any] | None
 
 
@@ -476,7 +486,11 @@ def _make_or_split(
         # another process has reserved a GPU or made an attempt without holding the lock
         if len(bookings) == 1:
             return []
-    return [made for each in bookings for made in _make_or_split(session, [each], lease, now)]
+    return [
+        attempt
+        for booking in bookings
+        for attempt in _make_or_split(session, [booking], lease, now)
+    ]
 
 
 def _make_attempts(
@@ -485,26 +499,26 @@ def _make_attempts(
     """Insert attempts, members and reservations and set the jobs running, with one statement for each table."""
     rows = [
         {
-            "job_id": each.job.job_id,
-            "generation": each.job.generation,
-            "number": each.earlier.number,
+            "job_id": booking.job.job_id,
+            "generation": booking.job.generation,
+            "number": booking.earlier.number,
             "state": AttemptState.RESERVED,
             "owner": lease.owner,
             "lease_until": now + lease.seconds,
-            "previous_failure": each.earlier.previous_failure,
+            "previous_failure": booking.earlier.previous_failure,
             "created_at": now,
-            "resume_from": each.resume,
-            "spec": _smaller_spec(session, each.job),
+            "resume_from": booking.resume,
+            "spec": _smaller_spec(session, booking.job),
         }
-        for each in bookings
+        for booking in bookings
     ]
-    made = insert(Attempt).returning(Attempt.epoch, sort_by_parameter_order=True)
-    epochs = session.scalars(made, rows).all()
+    insert_attempts = insert(Attempt).returning(Attempt.epoch, sort_by_parameter_order=True)
+    epochs = session.scalars(insert_attempts, rows).all()
     numbered = list(zip(epochs, bookings, strict=True))
     seats = [
-        (epoch, rank, seat, each.job)
-        for epoch, each in numbered
-        for rank, seat in enumerate(each.placement.seats)
+        (epoch, rank, seat, booking.job)
+        for epoch, booking in numbered
+        for rank, seat in enumerate(booking.placement.seats)
     ]
     session.execute(
         insert(Member),
@@ -515,10 +529,10 @@ def _make_attempts(
         [
             row
             for epoch, rank, seat, job in seats
-            for row in _reservations(job, epoch, rank, seat, now)
+            for row in _reservation_rows(job, epoch, rank, seat, now)
         ],
     )
-    places = [(each.job.job_id, each.placement.seats[0]) for each in bookings]
+    first_seats = [(booking.job.job_id, booking.placement.seats[0]) for booking in bookings]
     session.connection().execute(
         _RUNNING,
         [
@@ -528,13 +542,13 @@ def _make_attempts(
                 "vm": seat.vm_id,
                 "gpu": seat.gpus[0].index if seat.gpus else None,
             }
-            for job_id, seat in places
+            for job_id, seat in first_seats
         ],
     )
-    return [Claimed(each.job.job_id, epoch, each.placement) for epoch, each in numbered]
+    return [Claimed(booking.job.job_id, epoch, booking.placement) for epoch, booking in numbered]
 
 
-def _reservations(
+def _reservation_rows(
     job: _Candidate, epoch: int, rank: int, seat: Seat, now: float
 ) -> Iterable[dict[str, Any]]:
     """The rows for the slot or the GPUs that one member holds."""
@@ -562,7 +576,7 @@ _RUNNING = (
 )
 
 
-def _events(claimed: Claimed, actor: str) -> list[dict[str, Any]]:
+def _claim_events(claimed: Claimed, actor: str) -> list[dict[str, Any]]:
     """The two events of a new attempt."""
     seats = [
         {"vm": seat.vm_id, "gpus": [gpu.uuid for gpu in seat.gpus], "slot": seat.slot}
@@ -590,7 +604,7 @@ def _events(claimed: Claimed, actor: str) -> list[dict[str, Any]]:
     ]
 
 
-def _checkpoints(session: Session, jobs: Sequence[_Candidate]) -> dict[str, dict[str, Any]]:
+def _resume_checkpoints(session: Session, jobs: Sequence[_Candidate]) -> dict[str, dict[str, Any]]:
     """The newest intact checkpoint of each job, from which it resumes; also one of an earlier generation, before a `retry`."""
     rows = session.scalars(
         select(Checkpoint)
@@ -630,7 +644,7 @@ def _smaller_spec(session: Session, job: _Candidate) -> dict[str, Any] | None:
 # --- jobs that do not start -----------------------------------------------------------------------
 
 
-def _let_wait_for_jobs(session: Session, jobs: Sequence[_Candidate], actor: str) -> None:
+def _mark_dependent(session: Session, jobs: Sequence[_Candidate], actor: str) -> None:
     """Make jobs pending that follow an unfinished job; fail those whose predecessor ended other than they require."""
     unmet = pending_reasons.unmet(session, {job.job_id: job.after for job in jobs})
     still_queued = (
@@ -640,18 +654,18 @@ def _let_wait_for_jobs(session: Session, jobs: Sequence[_Candidate], actor: str)
         .with_for_update(skip_locked=True, key_share=True)
     )
     for job_id in session.scalars(still_queued).all() if unmet else ():
-        awaited = unmet[job_id]
-        if awaited.hopeless:
+        dependency = unmet[job_id]
+        if dependency.hopeless:
             values: dict[str, Any] = {
                 "status": JobStatus.FAILED,
-                "failure_reason": awaited.reason,
+                "failure_reason": dependency.reason,
                 "end_time": this_moment(),
             }
         else:
             values = {
                 "status": JobStatus.PENDING,
-                "blocked_reasons": [awaited.reason],
-                "blocked_on": awaited.job_id,
+                "blocked_reasons": [dependency.reason],
+                "blocked_on": dependency.job_id,
             }
         session.execute(
             update(Job)
@@ -659,35 +673,33 @@ def _let_wait_for_jobs(session: Session, jobs: Sequence[_Candidate], actor: str)
             .values(waiting_since=None, **values)
             .execution_options(synchronize_session=False)
         )
-        detail = {"reason": awaited.reason}
-        to = values["status"]
-        events.append_of_jobs(session, [job_id], JobStatus.QUEUED, to, actor, detail)
+        detail = {"reason": dependency.reason}
+        status = values["status"]
+        events.append_of_jobs(session, [job_id], JobStatus.QUEUED, status, actor, detail)
 
 
-def _let_wait_for_room(
-    session: Session, heads: Sequence[_Candidate], found: View, actor: str
-) -> None:
+def _mark_blocked(session: Session, heads: Sequence[_Candidate], view: View, actor: str) -> None:
     """Make the first job of each shape pending if it still finds no room, with the later queued jobs of the same shape."""
-    left = MOST_MARKED
+    remaining = MOST_MARKED
     unmet = pending_reasons.unmet(session, {job.job_id: job.after for job in heads})
     for job in heads:
-        if not left:
+        if not remaining:
             break
         if job.job_id in unmet:
             continue  # the job that it follows was retried meanwhile
-        answer = found.look(job.resources, job.project, job.key)
-        if isinstance(answer, Blocked):
-            left -= _wait_for_room(session, job, answer, found, actor, left)
+        placement = view.look(job.resources, job.project, job.key)
+        if isinstance(placement, Blocked):
+            remaining -= _mark_shape_pending(session, job, placement, view, actor, remaining)
 
 
-def _depends() -> ColumnElement[bool]:
+def _has_dependencies() -> ColumnElement[bool]:
     """SQL condition: the job must run after others."""
-    after = Job.request["after"].as_string()
-    return and_(after.is_not(None), after.not_in(("[]", "null")))
+    dependencies = Job.request["after"].as_string()
+    return and_(dependencies.is_not(None), dependencies.not_in(("[]", "null")))
 
 
-def _wait_for_room(
-    session: Session, job: _Candidate, why: Blocked, found: View, actor: str, most: int
+def _mark_shape_pending(
+    session: Session, job: _Candidate, blocked: Blocked, view: View, actor: str, most: int
 ) -> int:
     """Make the job and later ones of the same shape pending, up to `most` in all; returns how many."""
     query = (
@@ -698,8 +710,8 @@ def _wait_for_room(
             Job.rank >= job.rank,
             Job.cancel_requested_at.is_(None),
             # Not those that wait for a job or a time: they are checked at their turn. The first job has been checked.
-            Job.not_before <= found.now,
-            or_(~_depends(), Job.job_id == job.job_id),
+            Job.not_before <= view.now,
+            or_(~_has_dependencies(), Job.job_id == job.job_id),
         )
         .order_by(Job.rank, Job.job_id)
         .limit(most)
@@ -707,20 +719,18 @@ def _wait_for_room(
     )
     ids = session.scalars(query).all()
     # A job that waits for its project's quota does not wait for room, so none is withheld for it.
-    waits_for_a_place = found.over_quota(job.resources, job.project) is None
+    waits_for_room = view.over_quota(job.resources, job.project) is None
     session.execute(
         update(Job)
         .where(Job.job_id.in_(ids))
         .values(
             status=JobStatus.PENDING,
-            blocked_reasons=list(why.reasons),
+            blocked_reasons=list(blocked.reasons),
             blocked_on=None,
-            waiting_since=func.coalesce(Job.waiting_since, found.now)
-            if waits_for_a_place
-            else None,
+            waiting_since=func.coalesce(Job.waiting_since, view.now) if waits_for_room else None,
         )
         .execution_options(synchronize_session=False)
     )
-    detail = {"reasons": list(why.reasons)}
+    detail = {"reasons": list(blocked.reasons)}
     events.append_of_jobs(session, ids, JobStatus.QUEUED, JobStatus.PENDING, actor, detail)
     return len(ids)

@@ -20,9 +20,9 @@ from pydantic import ValidationError
 from groupwise.api.schemas.fleet import EngineBody
 from groupwise.core.errors import UsageError
 from groupwise.core.settings.field_errors import field_errors
-from groupwise.jobs.clouds.engines import ENGINES, EngineRequest
+from groupwise.jobs.clouds.schedulers import SCHEDULERS, SchedulerRequest
 from groupwise.jobs.fleet.queue.resources import Resources
-from groupwise.jobs.hosts.driver import Engine
+from groupwise.jobs.hosts.driver import Scheduler
 from groupwise.jobs.hosts.spec import Limits
 
 
@@ -30,27 +30,27 @@ from groupwise.jobs.hosts.spec import Limits
 class Elastic:
     """The engine to which a machine submits jobs."""
 
-    said: EngineBody
+    body: EngineBody
     problem: str | None = None
     """The reason why it gets no jobs; None: it may."""
 
     @property
     def title(self) -> str:
         """The engine's name for display."""
-        kind = ENGINES.get(self.said.name)
-        return self.said.name if kind is None else kind.title
+        kind = SCHEDULERS.get(self.body.name)
+        return self.body.name if kind is None else kind.title
 
-    def engine(self, resources: Resources, limits: Limits) -> Engine:
+    def engine(self, resources: Resources, limits: Limits) -> Scheduler:
         """The engine and its options for a job. Raises UsageError if its options are invalid."""
-        request = EngineRequest(
+        request = SchedulerRequest(
             resources.gpu_count,
-            self.said.gpu_model,
+            self.body.gpu_model,
             resources.cpus,
             resources.ram_mb,
-            self.said.options,
+            self.body.options,
             limits,
         )
-        return Engine(self.said.name, ENGINES[self.said.name].options(request))
+        return Scheduler(self.body.name, SCHEDULERS[self.body.name].options(request))
 
 
 def elastic_of(document: object) -> Elastic | None:
@@ -60,10 +60,10 @@ def elastic_of(document: object) -> Elastic | None:
     try:
         body = EngineBody.model_validate(document)
     except ValidationError as error:
-        wrong = "; ".join(map(str, field_errors(error, EngineBody)))
-        return Elastic(EngineBody(name="unreadable"), f"its engine: {wrong}")
-    found = _unusable(body)
-    return Elastic(body, found and f"its engine: {found}")
+        errors = "; ".join(map(str, field_errors(error, EngineBody)))
+        return Elastic(EngineBody(name="unreadable"), f"its engine: {errors}")
+    problem = _unusable(body)
+    return Elastic(body, problem and f"its engine: {problem}")
 
 
 def problems(document: Mapping[str, Any]) -> list[str]:
@@ -71,17 +71,17 @@ def problems(document: Mapping[str, Any]) -> list[str]:
     try:
         body = EngineBody.model_validate(dict(document))
     except ValidationError as error:
-        return [f"engine.{each}" for each in field_errors(error, EngineBody)]
-    found = _unusable(body)
-    return [] if found is None else [f"engine: {found}"]
+        return [f"engine.{field_error}" for field_error in field_errors(error, EngineBody)]
+    problem = _unusable(body)
+    return [] if problem is None else [f"engine: {problem}"]
 
 
 def _unusable(body: EngineBody) -> str | None:
-    kind = ENGINES.get(body.name)
+    kind = SCHEDULERS.get(body.name)
     if kind is None:
-        return f"there is none called {body.name!r}: {', '.join(ENGINES)}"
+        return f"there is none called {body.name!r}: {', '.join(SCHEDULERS)}"
     try:
-        kind.options(EngineRequest(options=body.options))
+        kind.options(SchedulerRequest(options=body.options))
         if body.address is not None:
             kind.check_address(body.address)
     except UsageError as error:
@@ -91,7 +91,7 @@ def _unusable(body: EngineBody) -> str | None:
 
 def unfit(resources: Resources, elastic: Elastic) -> str | None:
     """The reason why the engine cannot run the job, even if all places are free; None: it can."""
-    body, title = elastic.said, elastic.title
+    body, title = elastic.body, elastic.title
     if resources.machines > 1:
         return f"a job on several machines is not given to {title}, which begins each when it likes"
     if resources.named:
@@ -99,12 +99,12 @@ def unfit(resources: Resources, elastic: Elastic) -> str | None:
     if resources.share_mb is not None:
         return f"{title} gives whole GPUs there, and no shares"
     if resources.gpu_count > body.gpus:
-        most = f"at most {body.gpus}" if body.gpus else "none"
-        return f"GPUs that a job may have there: {most}, {resources.gpu_count} wanted"
+        limit = f"at most {body.gpus}" if body.gpus else "none"
+        return f"GPUs that a job may have there: {limit}, {resources.gpu_count} wanted"
     model, memory = resources.gpu_model, resources.gpu_memory_mb
     if model and model.casefold() not in (body.gpu_model or "").casefold():
         return f"its GPUs are {body.gpu_model or 'of unknown model'}, not {model}"
     if memory and (body.gpu_memory_mb or 0) < memory:
-        has = f"{body.gpu_memory_mb} MB" if body.gpu_memory_mb else "unknown memory"
-        return f"its GPUs have {has}, {memory} MB wanted"
+        memory_text = f"{body.gpu_memory_mb} MB" if body.gpu_memory_mb else "unknown memory"
+        return f"its GPUs have {memory_text}, {memory} MB wanted"
     return None

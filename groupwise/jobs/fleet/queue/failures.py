@@ -125,11 +125,11 @@ def after_end(
             f"{failure}: {because} (never tried again: it would be refused for the same reason)",
             spent=counted(job.spent, failure),
         )
-    ran = outcome is not Outcome.VOID
-    if job.steps_back and not _not_again(job.policy, ran):
+    has_run = outcome is not Outcome.VOID
+    if job.steps_back and not _retry_forbidden(job.policy, has_run):
         reason = f"{failure}: {because}"
         return Verdict(JobStatus.QUEUED, reason, spent=job.spent, counts_as_retry=True)
-    if job.taken and not _not_again(job.policy, ran):
+    if job.taken and not _retry_forbidden(job.policy, has_run):
         spent = {**job.spent, TAKEN: job.spent.get(TAKEN, 0) + 1}
         return Verdict(
             JobStatus.QUEUED,
@@ -138,19 +138,21 @@ def after_end(
             spent=spent,
             counts_as_retry=True,
         )
-    again = job.same_machine and failure is FailureClass.LAUNCH_FAILURE
-    spent = counted(job.spent, failure, again=again)
-    if spent_up := _not_again(job.policy, ran) or _spent_up(job.policy, failure, spent):
+    is_same_machine = job.same_machine and failure is FailureClass.LAUNCH_FAILURE
+    spent = counted(job.spent, failure, again=is_same_machine)
+    if refusal := _retry_forbidden(job.policy, has_run) or _budget_exhausted(
+        job.policy, failure, spent
+    ):
         return Verdict(
             JobStatus.FAILED,
-            f"{failure}: {because} ({spent_up})",
+            f"{failure}: {because} ({refusal})",
             charged=BUDGETS[failure].charged,
             spent=spent,
         )
     return Verdict(
         JobStatus.QUEUED,
         f"{failure}: {because}",
-        delay=backoff(spent["free"] if again else spent[failure], chance),
+        delay=backoff(spent["free"] if is_same_machine else spent[failure], chance),
         charged=BUDGETS[failure].charged,
         spent=spent,
         counts_as_retry=True,
@@ -169,24 +171,26 @@ def counted(
     }
 
 
-def _not_again(policy: RetryPolicy, ran: bool) -> str | None:
+def _retry_forbidden(policy: RetryPolicy, has_run: bool) -> str | None:
     """The reason why a job that has run is not run again, even if its machine was at fault; None: it may, since it never started."""
-    return "the job allows no second execution" if policy.once and ran else None
+    return "the job allows no second execution" if policy.once and has_run else None
 
 
-def _spent_up(policy: RetryPolicy, failure: FailureClass, spent: Mapping[str, Any]) -> str | None:
+def _budget_exhausted(
+    policy: RetryPolicy, failure: FailureClass, spent: Mapping[str, Any]
+) -> str | None:
     """The reason why there is no further attempt; None: there is one. `spent` includes the failure that has just happened."""
     budget = BUDGETS[failure]
     if failure is FailureClass.GPU_OOM and not policy.smaller_batch:
         return "not tried again: the same batch would not fit either, and the job does not allow a smaller one"
-    most = policy.per_class.get(failure, budget.most)
-    if most == 0:
+    max_retries = policy.per_class.get(failure, budget.most)
+    if max_retries == 0:
         return "never tried again"
-    if most is not None and spent[failure] > most:
+    if max_retries is not None and spent[failure] > max_retries:
         return (
             "its one retry after this failure is used"
-            if most == 1
-            else f"retries after this failure: all {most} used"
+            if max_retries == 1
+            else f"retries after this failure: all {max_retries} used"
         )
     if budget.charged and spent["charged"] > policy.charged:
         if policy.charged == 0:

@@ -56,15 +56,15 @@ class QueuePosition:
 class _Gap:
     """Two jobs that are neighbours in the database; None: there is no job on that side."""
 
-    before: QueuePosition | None
-    behind: QueuePosition | None
-    put_off: float = 0.0
+    previous: QueuePosition | None
+    following: QueuePosition | None
+    shift: float = 0.0
     """Seconds by which all jobs after the gap will be postponed."""
 
     def has(self, due: float) -> bool:
         """True if a job with this due time goes here; it goes after those with the same time."""
-        return (self.before is None or self.before.due <= due) and (
-            self.behind is None or due < self.behind.due
+        return (self.previous is None or self.previous.due <= due) and (
+            self.following is None or due < self.following.due
         )
 
 
@@ -88,22 +88,28 @@ class ProjectQueue:
                 self._neighbour(Job.due > due, Job.due, Job.rank),
             )
             self._gaps.append(gap)
-        index = bisect_right(self._placed, due, key=lambda each: each.due)
-        before = [*self._now(gap.before), *self._placed[:index][-1:]]
-        behind = [*self._now(gap.behind), *self._placed[index:][:1]]
-        rank = max([due, *(each.end for each in before)])
-        place = QueuePosition(due, rank, self._turn(resources))
-        missing = place.end - min([place.end, *(each.rank for each in behind)])
-        if missing:
-            if gap.behind is not None:
-                last = self._neighbour(Job.due >= gap.behind.due, *_BACKWARDS)
-                span = 0.0 if last is None else max(0.0, last.rank - gap.behind.rank)
-                missing += MARGIN * span
-            gap.put_off += missing
-            for each in self._placed[index:]:
-                each.rank += missing
-        self._placed.insert(index, place)
-        return place
+        index = bisect_right(self._placed, due, key=lambda position: position.due)
+        predecessors = [*self._with_new_rank(gap.previous), *self._placed[:index][-1:]]
+        successors = [*self._with_new_rank(gap.following), *self._placed[index:][:1]]
+        rank = max([due, *(position.end for position in predecessors)])
+        new_position = QueuePosition(due, rank, self._turn_seconds(resources))
+        shift = new_position.end - min(
+            [new_position.end, *(position.rank for position in successors)]
+        )
+        if shift:
+            if gap.following is not None:
+                last_position = self._neighbour(Job.due >= gap.following.due, *_BACKWARDS)
+                span = (
+                    0.0
+                    if last_position is None
+                    else max(0.0, last_position.rank - gap.following.rank)
+                )
+                shift += MARGIN * span
+            gap.shift += shift
+            for position in self._placed[index:]:
+                position.rank += shift
+        self._placed.insert(index, new_position)
+        return new_position
 
     def settle(self) -> None:
         """Write the postponed ranks of the jobs after those that were placed.
@@ -112,35 +118,43 @@ class ProjectQueue:
         waiting for the project.
         """
         for gap in self._gaps:
-            if gap.behind is None or not gap.put_off:
+            if gap.following is None or not gap.shift:
                 continue
-            behind = select(Job.job_id).where(*self._members(), Job.due >= gap.behind.due)
-            locked = behind.with_for_update(skip_locked=True, key_share=True)
+            later_jobs = select(Job.job_id).where(
+                *self._waiting_jobs(), Job.due >= gap.following.due
+            )
+            locked = later_jobs.with_for_update(skip_locked=True, key_share=True)
             self._session.execute(
                 update(Job)
                 .where(Job.job_id.in_(locked))
-                .values(rank=Job.rank + gap.put_off)
+                .values(rank=Job.rank + gap.shift)
                 .execution_options(synchronize_session=False)
             )
 
-    def _turn(self, resources: Resources) -> float:
+    def _turn_seconds(self, resources: Resources) -> float:
         return TURN_SECONDS * max(1, resources.gpu_count) * resources.machines / self._weight
 
-    def _now(self, place: QueuePosition | None) -> list[QueuePosition]:
+    def _with_new_rank(self, position: QueuePosition | None) -> list[QueuePosition]:
         """A neighbour with its rank after `settle`; empty if there is none."""
-        if place is None:
+        if position is None:
             return []
-        before = (g for g in self._gaps if g.behind is not None and g.behind.due <= place.due)
-        return [QueuePosition(place.due, place.rank + sum(g.put_off for g in before), place.turn)]
+        earlier_gaps = (
+            g for g in self._gaps if g.following is not None and g.following.due <= position.due
+        )
+        return [
+            QueuePosition(
+                position.due, position.rank + sum(g.shift for g in earlier_gaps), position.turn
+            )
+        ]
 
     def _neighbour(self, side: ColumnElement[bool], *order: Any) -> QueuePosition | None:
         """The first waiting job on one side, in this order."""
-        query = select(Job.due, Job.rank, Job.resources).where(*self._members(), side)
+        query = select(Job.due, Job.rank, Job.resources).where(*self._waiting_jobs(), side)
         row = self._session.execute(query.order_by(*order).limit(1)).first()
         if row is None:
             return None
-        turn = self._turn(Resources.model_validate(row.resources))
+        turn = self._turn_seconds(Resources.model_validate(row.resources))
         return QueuePosition(row.due, row.rank, turn)
 
-    def _members(self) -> tuple[ColumnElement[bool], ...]:
+    def _waiting_jobs(self) -> tuple[ColumnElement[bool], ...]:
         return (WAITING, Job.project == self._project, Job.admitted_at.is_not(None))

@@ -18,7 +18,12 @@ from typing import Any, Protocol, runtime_checkable
 
 from groupwise.core import plugins
 from groupwise.core.errors import UsageError
-from groupwise.jobs.fleet.queue.request import COMMAND, Beyond, InvalidRequest, beyond_from_document
+from groupwise.jobs.fleet.queue.request import (
+    COMMAND,
+    InvalidRequest,
+    RequestDocument,
+    request_document_from,
+)
 from groupwise.jobs.hosts import spec
 from groupwise.jobs.hosts.spec import JobSpec
 
@@ -44,15 +49,15 @@ class Command:
 
     def expand(self, row: Row) -> JobSpec:
         """The arguments as a command. Columns that are for training are refused."""
-        found = [
+        problems = [
             f"{name} is given, but a job of kind {COMMAND} runs its arguments alone: leave {name} out, or give its job_type"
             for name in ("model", "dataset", "reward_function", "hyperparams")
             if row[name]
         ]
         if not row["request"].get("arguments"):
-            found.append("there is no command: give the program and its arguments")
-        if found:
-            raise InvalidRequest(found)
+            problems.append("there is no command: give the program and its arguments")
+        if problems:
+            raise InvalidRequest(problems)
         folder = row["output_dir"]
         return JobSpec(
             tuple(row["request"]["arguments"]), artefacts=(folder,), checkpoints=(folder,)
@@ -66,33 +71,38 @@ def known() -> list[str]:
 
 def expand(row: Row) -> JobSpec:
     """The whole spec of a job, checked. Raises UsageError with all problems, one per line."""
-    beyond = beyond_from_document(row["request"])
-    made = _expand_row(row)
+    beyond = request_document_from(row["request"])
+    kind_spec = _expand_row(row)
     limits, resources = beyond.limits, beyond.resources
     limits_set = {name: value for name, value in limits.model_dump().items() if value is not None}
-    whole = replace(
-        made,
-        environment={**made.environment, **beyond.environment},
-        files={**made.files, **beyond.manifest()},
-        secrets=(*made.secrets, *(name for name in beyond.secrets if name not in made.secrets)),
-        artefacts=made.artefacts if beyond.artefacts is None else tuple(beyond.artefacts),
-        checkpoints=made.checkpoints if beyond.checkpoints is None else tuple(beyond.checkpoints),
+    full_spec = replace(
+        kind_spec,
+        environment={**kind_spec.environment, **beyond.environment},
+        files={**kind_spec.files, **beyond.manifest()},
+        secrets=(
+            *kind_spec.secrets,
+            *(name for name in beyond.secrets if name not in kind_spec.secrets),
+        ),
+        artefacts=kind_spec.artefacts if beyond.artefacts is None else tuple(beyond.artefacts),
+        checkpoints=kind_spec.checkpoints
+        if beyond.checkpoints is None
+        else tuple(beyond.checkpoints),
         limits=replace(
-            made.limits,
-            ram_mb=resources.ram_mb or made.limits.ram_mb,
-            disk_mb=resources.disk_mb or made.limits.disk_mb,
+            kind_spec.limits,
+            ram_mb=resources.ram_mb or kind_spec.limits.ram_mb,
+            disk_mb=resources.disk_mb or kind_spec.limits.disk_mb,
             **limits_set,
         ),
     )
-    found = [*_clashes(made, beyond), *spec.problems(whole)]
-    if found:
-        raise InvalidRequest(found)
-    return whole
+    problems = [*_file_conflicts(kind_spec, beyond), *spec.problems(full_spec)]
+    if problems:
+        raise InvalidRequest(problems)
+    return full_spec
 
 
 def smaller(row: Row, times: int) -> JobSpec | None:
     """The spec after the batch was made smaller `times` times; None if the kind has no smaller one."""
-    kind = _kind(row["job_type"])
+    kind = _find_kind(row["job_type"])
     shrink = getattr(kind, "smaller", None)
     if shrink is None:
         return None
@@ -107,38 +117,38 @@ def smaller(row: Row, times: int) -> JobSpec | None:
 
 def _expand_row(row: Row) -> JobSpec:
     name = row["job_type"]
-    kind = _kind(name)
+    kind = _find_kind(name)
     if name != COMMAND and row["request"].get("arguments"):
         raise InvalidRequest([f"arguments are for jobs of kind {COMMAND}; {name} makes its own"])
     if isinstance(kind, Command):
         return kind.expand(row)
-    made = plugins.run_user_code(
+    expanded = plugins.run_user_code(
         lambda: kind.expand(row), what=f"the kind {name} failed on this job"
     )
-    if not isinstance(made, JobSpec):
-        raise UsageError(f"the kind {name} gave a {type(made).__name__}, not a JobSpec")
-    return made
+    if not isinstance(expanded, JobSpec):
+        raise UsageError(f"the kind {name} gave a {type(expanded).__name__}, not a JobSpec")
+    return expanded
 
 
-def _kind(name: str) -> Kind:
+def _find_kind(name: str) -> Kind:
     if name == COMMAND:
         return Command()
-    place = _entry_points().get(name)
-    if place is None:
-        close = plugins.nearest(name, known())
-        hint = f" Did you mean {' or '.join(close)}?" if close else ""
+    entry_point = _entry_points().get(name)
+    if entry_point is None:
+        suggestions = plugins.nearest(name, known())
+        hint = f" Did you mean {' or '.join(suggestions)}?" if suggestions else ""
         raise UsageError(
             f"job_type {name!r}: no such kind of job.{hint} There are: {', '.join(known())}"
         )
-    return _load(place)
+    return _load_entry_point(entry_point)
 
 
 @cache
-def _load(place: str) -> Kind:
+def _load_entry_point(entry_point: str) -> Kind:
     """Import the object that an installed package's entry point names; never a name from a row."""
-    kind = plugins.load(place, kind="kind of job").object
+    kind = plugins.load(entry_point, kind="kind of job").object
     if not isinstance(kind, Kind):
-        raise UsageError(f"{place}, an entry point of {ENTRY_POINTS}, has no `expand(row)`")
+        raise UsageError(f"{entry_point}, an entry point of {ENTRY_POINTS}, has no `expand(row)`")
     return kind
 
 
@@ -148,9 +158,9 @@ def _entry_points() -> dict[str, str]:
     return {point.name: point.value for point in metadata.entry_points(group=ENTRY_POINTS)}
 
 
-def _clashes(made: JobSpec, beyond: Beyond) -> list[str]:
+def _file_conflicts(kind_spec: JobSpec, beyond: RequestDocument) -> list[str]:
     return [
         f"file {path!r}: the kind puts another file there; choose another path"
         for path, entry in beyond.manifest().items()
-        if path in made.files and made.files[path] != entry
+        if path in kind_spec.files and kind_spec.files[path] != entry
     ]

@@ -33,39 +33,41 @@ class Unmet:
 
 def unmet(session: Session, after: Mapping[str, Sequence[str]]) -> dict[str, Unmet]:
     """The jobs that cannot start yet, or never. `after`: the jobs that each job must follow (`JOB`, `JOB:ok`)."""
-    ids = {dependency(word)[0] for words in after.values() for word in words}
+    ids = {dependency(entry)[0] for entries in after.values() for entry in entries}
     if not ids:
         return {}
     query = select(Job.job_id, Job.status).where(Job.job_id.in_(ids))
     statuses = dict(session.execute(query).all())
-    found: dict[str, Unmet] = {}
-    for job_id, words in after.items():
-        reasons = [why for word in words if (why := _unmet_dependency(word, statuses))]
+    by_job: dict[str, Unmet] = {}
+    for job_id, entries in after.items():
+        reasons = [reason for entry in entries if (reason := _unmet_dependency(entry, statuses))]
         if reasons:
-            found[job_id] = next((why for why in reasons if why.hopeless), reasons[0])
-    return found
+            by_job[job_id] = next((reason for reason in reasons if reason.hopeless), reasons[0])
+    return by_job
 
 
-def _unmet_dependency(word: str, statuses: Mapping[str, str]) -> Unmet | None:
+def _unmet_dependency(entry: str, statuses: Mapping[str, str]) -> Unmet | None:
     """The reason why one dependency is unmet; None if it is met."""
-    job_id, must_complete = dependency(word)
+    job_id, must_complete = dependency(entry)
     status = statuses.get(job_id)
     if status in (None, *FINAL):
         if not must_complete or status == JobStatus.COMPLETED:
             return None
-        became = "is not there any more" if status is None else f"has {status}"
+        description = "is not there any more" if status is None else f"has {status}"
         if status == JobStatus.CANCELLED:
-            became = "was cancelled"
-        return Unmet(job_id, f"job {job_id}, which it was to come after, {became}", hopeless=True)
-    until = "completed" if must_complete else "ended"
-    return Unmet(job_id, f"waits until job {job_id} has {until}; that one is {status}")
+            description = "was cancelled"
+        return Unmet(
+            job_id, f"job {job_id}, which it was to come after, {description}", hopeless=True
+        )
+    condition = "completed" if must_complete else "ended"
+    return Unmet(job_id, f"waits until job {job_id} has {condition}; that one is {status}")
 
 
 def outlook(session: Session, job: Job) -> Placement | Blocked:
     """The placement that an admitted job would get if it were next now, or the reason why it could not start."""
     resources = Resources.model_validate(job.resources or {})
-    found = view(session, {job.project})
-    return found.look(resources, job.project, (job.rank or 0.0, job.job_id))
+    fleet_view = view(session, {job.project})
+    return fleet_view.look(resources, job.project, (job.rank or 0.0, job.job_id))
 
 
 def explain(session: Session, job: Job) -> list[str]:
@@ -74,14 +76,14 @@ def explain(session: Session, job: Job) -> list[str]:
         return [f"it is held: `groupwise fleet release {job.job_id}` lets it go on"]
     if job.status == JobStatus.RUNNING:
         # Its attempt may still wait in the queue of Slurm or Ray, which reports the reason.
-        words = Member.handle["waits"].as_string()
+        reason_column = Member.handle["waits"].as_string()
         query = (
-            select(words)
+            select(reason_column)
             .join(Attempt, Attempt.epoch == Member.epoch)
             .where(
                 Attempt.job_id == job.job_id,
                 Attempt.state != AttemptState.ENDED,
-                words.is_not(None),
+                reason_column.is_not(None),
             )
         )
         return [
@@ -92,23 +94,23 @@ def explain(session: Session, job: Job) -> list[str]:
     if job.admitted_at is None:
         return ["it is not admitted yet: a dispatcher does that, once a machine has been observed"]
     reasons: list[str] = []
-    if missing := unmet(session, {job.job_id: job.request.get("after", [])}):
-        reasons += [each.reason for each in missing.values()]
+    if unmet_jobs := unmet(session, {job.job_id: job.request.get("after", [])}):
+        reasons += [unmet_job.reason for unmet_job in unmet_jobs.values()]
     held_back = untracked_processes.held_back_by(session, job.job_id)
     reasons += held_back
     pause = job.not_before - seconds(session)
     if pause > 0 and not held_back:
         reasons.append(f"it is tried again in {pause:.0f} s")
-    found = outlook(session, job)
-    if isinstance(found, Blocked):
-        return [*reasons, *found.reasons]
+    placement = outlook(session, job)
+    if isinstance(placement, Blocked):
+        return [*reasons, *placement.reasons]
     if reasons:
         return reasons
-    before = or_(Job.rank < job.rank, and_(Job.rank == job.rank, Job.job_id < job.job_id))
-    may_begin = (QUEUED, Job.not_before <= seconds(session))
-    ahead = select(Job.job_id).where(*may_begin, before).limit(_MOST_COUNTED).subquery()
-    count = session.scalar(select(func.count()).select_from(ahead)) or 0
+    ranks_before = or_(Job.rank < job.rank, and_(Job.rank == job.rank, Job.job_id < job.job_id))
+    may_start = (QUEUED, Job.not_before <= seconds(session))
+    jobs_ahead = select(Job.job_id).where(*may_start, ranks_before).limit(_MOST_COUNTED).subquery()
+    count = session.scalar(select(func.count()).select_from(jobs_ahead)) or 0
     if not count:
         return ["there is room for it, and it is the next in the queue"]
-    more = " or more" if count == _MOST_COUNTED else ""
-    return [f"there is room for it; {count}{more} jobs stand before it in the queue"]
+    at_least = " or more" if count == _MOST_COUNTED else ""
+    return [f"there is room for it; {count}{at_least} jobs stand before it in the queue"]

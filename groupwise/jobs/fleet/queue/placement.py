@@ -149,11 +149,13 @@ def place(
 ) -> Placement | Blocked:
     """Find room for the job, or return the reasons why there is none. Entries of `avoid` are used only if nothing else is free."""
     ordered = sorted(machines, key=lambda machine: machine.vm_id)
-    if (found := room(resources, ordered, held_for_others, avoid)) is not None:
-        return found
-    answers = [(m.vm_id, _seat(resources, m, held_for_others, avoid)) for m in ordered]
-    refusals = [(vm_id, answer) for vm_id, answer in answers if isinstance(answer, str)]
-    return _blocked_reasons(resources, ordered, len(answers) - len(refusals), refusals)
+    if (placement := room(resources, ordered, held_for_others, avoid)) is not None:
+        return placement
+    seats_or_reasons = [
+        (m.vm_id, _find_seat(resources, m, held_for_others, avoid)) for m in ordered
+    ]
+    refusals = [(vm_id, seat) for vm_id, seat in seats_or_reasons if isinstance(seat, str)]
+    return _blocked_reasons(resources, ordered, len(seats_or_reasons) - len(refusals), refusals)
 
 
 def room(
@@ -162,9 +164,9 @@ def room(
     """Like `place`, without reasons."""
     seats: list[tuple[tuple[object, ...], Seat]] = []
     for machine in filter(has_room, machines):
-        seat = _seat(resources, machine, held_for_others, avoid)
+        seat = _find_seat(resources, machine, held_for_others, avoid)
         if isinstance(seat, Seat):
-            seats.append((_waste(resources, machine, seat, avoid), seat))
+            seats.append((_seat_cost(resources, machine, seat, avoid), seat))
     if len(seats) < resources.machines:
         return None
     best = sorted(seats, key=lambda rated: rated[0])[: resources.machines]
@@ -180,7 +182,7 @@ def apply(placement: Placement, resources: Resources, machines: dict[str, Machin
             if resources.share_mb is None
             else replace(gpu, shares_mb=gpu.shares_mb + resources.share_mb)
             for gpu in machine.gpus
-            if any(gpu.gpu_id == given.gpu_id for given in seat.gpus)
+            if any(gpu.gpu_id == seat_gpu.gpu_id for seat_gpu in seat.gpus)
         }
         machines[seat.vm_id] = replace(
             machine,
@@ -223,17 +225,17 @@ def withhold(
     """
     candidates: list[tuple[tuple[int, int, str], Seat]] = []
     for machine in machines:
-        seat = _nearest(resources, machine, held)
+        seat = _nearest_seat(resources, machine, held)
         if seat is not None:
-            missing = sum(not _is_free(gpu, resources) for gpu in seat.gpus)
-            missing += seat.slot in machine.taken_slots
-            missing += _short(resources, machine) is not None
+            missing_count = sum(not _is_free(gpu, resources) for gpu in seat.gpus)
+            missing_count += seat.slot in machine.taken_slots
+            missing_count += _promised_shortage(resources, machine) is not None
             shared_mb = sum(gpu.shares_mb for gpu in seat.gpus)
-            candidates.append(((missing, shared_mb, machine.vm_id), seat))
+            candidates.append(((missing_count, shared_mb, machine.vm_id), seat))
     if len(candidates) < resources.machines:
         return NOTHING_HELD
-    chosen = [seat for _, seat in sorted(candidates, key=lambda rated: rated[0])]
-    withheld = chosen[: resources.machines]
+    seats = [seat for _, seat in sorted(candidates, key=lambda rated: rated[0])]
+    withheld = seats[: resources.machines]
     return Held(
         {gpu.gpu_id: job_id for seat in withheld for gpu in seat.gpus},
         {(seat.vm_id, seat.slot): job_id for seat in withheld if seat.slot is not None},
@@ -243,30 +245,30 @@ def withhold(
 # --- one machine ----------------------------------------------------------------------------------
 
 
-def _seat(resources: Resources, machine: Machine, held: Held, avoid: Avoid) -> Seat | str:
+def _find_seat(resources: Resources, machine: Machine, held: Held, avoid: Avoid) -> Seat | str:
     """The job's seat on this machine, or the reason why it gets none."""
-    if why := _unfit(resources, machine) or _short(resources, machine):
-        return why
+    if reason := _unfit_reason(resources, machine) or _promised_shortage(resources, machine):
+        return reason
     if not machine.gives_gpus_for(resources):
-        return _slot(machine, held, avoid)
-    fitting = _fitting(resources, machine)
+        return _find_slot(machine, held, avoid)
+    fitting = _fitting_gpus(resources, machine)
     if isinstance(fitting, str):
         return fitting
-    free = [g for g in fitting if _is_free(g, resources) and g.gpu_id not in held.gpus]
-    if len(free) < resources.gpu_count:
-        return _too_few(resources, fitting, free, held)
+    free_gpus = [g for g in fitting if _is_free(g, resources) and g.gpu_id not in held.gpus]
+    if len(free_gpus) < resources.gpu_count:
+        return _too_few_reason(resources, fitting, free_gpus, held)
     if resources.named:
-        return Seat(machine.vm_id, tuple(free))
+        return Seat(machine.vm_id, tuple(free_gpus))
     # Prefer the smallest GPU that fits; for a share, the fullest with room. Sorts are stable, so the last one counts most.
-    free.sort(key=lambda g: ((g.memory_mb or 0) - g.shares_mb, g.index, g.gpu_id))
+    free_gpus.sort(key=lambda g: ((g.memory_mb or 0) - g.shares_mb, g.index, g.gpu_id))
     if resources.share_mb is not None:
-        free.sort(key=lambda g: g.idle)  # a GPU that is shared already, if any
-    free.sort(key=lambda g: g.gpu_id in avoid.gpus)
-    chosen = sorted(free[: resources.gpu_count], key=lambda g: (g.index, g.gpu_id))
-    return Seat(machine.vm_id, tuple(chosen))
+        free_gpus.sort(key=lambda g: g.idle)  # a GPU that is shared already, if any
+    free_gpus.sort(key=lambda g: g.gpu_id in avoid.gpus)
+    chosen_gpus = sorted(free_gpus[: resources.gpu_count], key=lambda g: (g.index, g.gpu_id))
+    return Seat(machine.vm_id, tuple(chosen_gpus))
 
 
-def _unfit(resources: Resources, machine: Machine) -> str | None:
+def _unfit_reason(resources: Resources, machine: Machine) -> str | None:
     """The reason why the machine could not run the job even if it were idle; None: it could."""
     if resources.vm is not None and machine.vm_id != resources.vm:
         return f"the job asks for {resources.vm}"
@@ -275,28 +277,28 @@ def _unfit(resources: Resources, machine: Machine) -> str | None:
     if machine.closed:
         return "it is kept for other projects"
     for name, value in sorted(resources.labels.items()):
-        has = machine.labels.get(name)
-        if has != value:
-            return f"label {name} is {'not set' if has is None else repr(has)}, not {value!r}"
+        actual = machine.labels.get(name)
+        if actual != value:
+            return f"label {name} is {'not set' if actual is None else repr(actual)}, not {value!r}"
     if resources.prepared and not machine.prepared:
         return f"not prepared for training kinds: `groupwise fleet vm prepare {machine.vm_id}`"
-    disk = _less("MB free on its disk", resources.disk_mb, machine.disk_free_mb)
+    disk = _shortage("MB free on its disk", resources.disk_mb, machine.disk_free_mb)
     if machine.engine is not None:
         return elastic.unfit(resources, machine.engine) or disk
     return (
-        _less("CPUs", resources.cpus, machine.cpus)
-        or _less("MB of RAM", resources.ram_mb, machine.ram_mb)
+        _shortage("CPUs", resources.cpus, machine.cpus)
+        or _shortage("MB of RAM", resources.ram_mb, machine.ram_mb)
         or disk
     )
 
 
-def _less(what: str, least: int | None, has: int | None) -> str | None:
-    if least is None or (has is not None and has >= least):
+def _shortage(resource: str, minimum: int | None, available: int | None) -> str | None:
+    if minimum is None or (available is not None and available >= minimum):
         return None
-    return f"{'unknown' if has is None else has} {what}, {least} wanted"
+    return f"{'unknown' if available is None else available} {resource}, {minimum} wanted"
 
 
-def _short(resources: Resources, machine: Machine) -> str | None:
+def _promised_shortage(resources: Resources, machine: Machine) -> str | None:
     """The reason why too few of its CPUs or too little RAM is left, after the promises to other jobs; None: enough."""
     if machine.engine is not None:
         return None
@@ -314,65 +316,65 @@ def _short(resources: Resources, machine: Machine) -> str | None:
     return None
 
 
-def _slot(machine: Machine, held: Held, avoid: Avoid) -> Seat | str:
+def _find_slot(machine: Machine, held: Held, avoid: Avoid) -> Seat | str:
     """A free slot of the machine, or why there is none."""
     if not machine.slots:
         return f"no CPU slots, and the job asks for no GPU (`groupwise fleet vm set {machine.vm_id} --cpu-slots 1` gives it one)"
     kind = "CPU slot" if machine.engine is None else f"place for jobs of {machine.engine.title}"
     kinds = "CPU slots" if machine.engine is None else f"places for jobs of {machine.engine.title}"
-    free = [n for n in range(machine.slots) if n not in machine.taken_slots]
-    held_slots = [n for n in free if (machine.vm_id, n) in held.slots]
-    if len(held_slots) < len(free):
-        open_to_it = [n for n in free if n not in held_slots]
-        best = min(open_to_it, key=lambda n: ((machine.vm_id, n) in avoid.slots, n))
+    free_slots = [n for n in range(machine.slots) if n not in machine.taken_slots]
+    held_slots = [n for n in free_slots if (machine.vm_id, n) in held.slots]
+    if len(held_slots) < len(free_slots):
+        open_slots = [n for n in free_slots if n not in held_slots]
+        best = min(open_slots, key=lambda n: ((machine.vm_id, n) in avoid.slots, n))
         return Seat(machine.vm_id, slot=best)
     if held_slots:
-        waiting = ", ".join(sorted({held.slots[machine.vm_id, n] for n in held_slots}))
-        return f"its free {kinds} are kept for {waiting}, waiting for long"
+        job_ids = ", ".join(sorted({held.slots[machine.vm_id, n] for n in held_slots}))
+        return f"its free {kinds} are kept for {job_ids}, waiting for long"
     return (
         f"its {kind} is taken" if machine.slots == 1 else f"all {machine.slots} {kinds} are taken"
     )
 
 
-def _fitting(resources: Resources, machine: Machine) -> list[MachineGPU] | str:
+def _fitting_gpus(resources: Resources, machine: Machine) -> list[MachineGPU] | str:
     """The GPUs that would suit the job if they were free, at least as many as it wants; else the reason why there are too few."""
     if not machine.gpus:
         return "no GPU"
     if resources.named:
         return _gpus_by_name(resources, machine)
-    sound = [gpu for gpu in machine.gpus if gpu.trouble is None]
-    fitting = [gpu for gpu in sound if _unlike(resources, gpu) is None]
+    healthy_gpus = [gpu for gpu in machine.gpus if gpu.trouble is None]
+    fitting = [gpu for gpu in healthy_gpus if _mismatch(resources, gpu) is None]
     if len(fitting) >= resources.gpu_count:
         return fitting
-    has = f"{len(fitting)} of {len(machine.gpus)} GPUs fit, {resources.gpu_count} wanted"
-    why = {f"GPU {g.index} {g.trouble}" for g in machine.gpus if g.trouble}
-    why |= {why for g in sound if (why := _unlike(resources, g))}
-    return f"{has}: {'; '.join(sorted(why))}" if why else has
+    summary = f"{len(fitting)} of {len(machine.gpus)} GPUs fit, {resources.gpu_count} wanted"
+    reasons = {f"GPU {g.index} {g.trouble}" for g in machine.gpus if g.trouble}
+    reasons |= {reason for g in healthy_gpus if (reason := _mismatch(resources, g))}
+    return f"{summary}: {'; '.join(sorted(reasons))}" if reasons else summary
 
 
 def _gpus_by_name(resources: Resources, machine: Machine) -> list[MachineGPU] | str:
     """The GPUs that the job names by index or UUID, or the reason why one of them is unusable."""
-    found: list[MachineGPU] = []
+    gpus: list[MachineGPU] = []
     for name in resources.named:
         gpu = next((g for g in machine.gpus if name in (g.index, g.uuid)), None)
         if gpu is None:
             return f"no GPU {name}"
-        if why := gpu.trouble or _unlike(resources, gpu):
-            return f"GPU {name} {why}"
-        found.append(gpu)
-    if len({gpu.gpu_id for gpu in found}) < len(found):
+        if reason := gpu.trouble or _mismatch(resources, gpu):
+            return f"GPU {name} {reason}"
+        gpus.append(gpu)
+    if len({gpu.gpu_id for gpu in gpus}) < len(gpus):
         return "one of its GPUs is named by index and by UUID"
-    return found
+    return gpus
 
 
-def _unlike(resources: Resources, gpu: MachineGPU) -> str | None:
+def _mismatch(resources: Resources, gpu: MachineGPU) -> str | None:
     """The reason why the GPU does not suit the job, whether it is free or not; None: it does."""
     model, memory = resources.gpu_model, resources.gpu_memory_mb or resources.share_mb
     if model and model.casefold() not in (gpu.model or "").casefold():
         return f"is a {gpu.model or 'GPU of unknown model'}, not {model}"
     if memory and (gpu.memory_mb is None or gpu.memory_mb < memory):
-        has = "unknown memory" if gpu.memory_mb is None else f"{gpu.memory_mb} MB"
-        return f"has {has}, {memory} MB wanted"
+        memory_text = "unknown memory" if gpu.memory_mb is None else f"{gpu.memory_mb} MB"
+        return f"has {memory_text}, {memory} MB wanted"
     return None
 
 
@@ -382,37 +384,41 @@ def _is_free(gpu: MachineGPU, resources: Resources) -> bool:
     return not gpu.whole and gpu.shares_mb + resources.share_mb <= (gpu.memory_mb or 0)
 
 
-def _too_few(
-    resources: Resources, fitting: Sequence[MachineGPU], free: Sequence[MachineGPU], held: Held
+def _too_few_reason(
+    resources: Resources, fitting: Sequence[MachineGPU], free_gpus: Sequence[MachineGPU], held: Held
 ) -> str:
     """The reason if fewer GPUs are free than requested."""
     held_by = sorted({held.gpus[g.gpu_id] for g in fitting if g.gpu_id in held.gpus})
     withheld = f"; GPUs are kept for {', '.join(held_by)}, waiting for long" if held_by else ""
     if resources.named:
-        in_use = [str(g.index) for g in fitting if g not in free]
+        in_use = [str(g.index) for g in fitting if g not in free_gpus]
         return f"GPU {', '.join(in_use)} in use{withheld}"
     if resources.share_mb is not None:
-        most = max((0 if g.whole else (g.memory_mb or 0) - g.shares_mb for g in fitting), default=0)
-        return f"at most {most} MB of a GPU free to share, {resources.share_mb} wanted{withheld}"
-    return (
-        f"{len(free)} of {len(fitting)} fitting GPUs free, {resources.gpu_count} wanted{withheld}"
-    )
+        max_share = max(
+            (0 if g.whole else (g.memory_mb or 0) - g.shares_mb for g in fitting), default=0
+        )
+        return (
+            f"at most {max_share} MB of a GPU free to share, {resources.share_mb} wanted{withheld}"
+        )
+    return f"{len(free_gpus)} of {len(fitting)} fitting GPUs free, {resources.gpu_count} wanted{withheld}"
 
 
-def _waste(resources: Resources, machine: Machine, seat: Seat, avoid: Avoid) -> tuple[object, ...]:
+def _seat_cost(
+    resources: Resources, machine: Machine, seat: Seat, avoid: Avoid
+) -> tuple[object, ...]:
     """Sort key of a seat: first entries to avoid, then how much the seat fragments free capacity; the smallest is best."""
     idle = sum(gpu.idle and gpu.trouble is None for gpu in machine.gpus)
-    used = sum(gpu.idle for gpu in seat.gpus)
+    idle_in_seat = sum(gpu.idle for gpu in seat.gpus)
     slots = machine.slots - len(machine.taken_slots)
     memory = sum((gpu.memory_mb or 0) - gpu.shares_mb for gpu in seat.gpus)
-    breaks_new = resources.share_mb is not None and used
+    breaks_new = resources.share_mb is not None and idle_in_seat
     return (
         machine.vm_id in avoid.machines,
         sum(gpu.gpu_id in avoid.gpus for gpu in seat.gpus)
         + ((seat.vm_id, seat.slot) in avoid.slots),
         machine.engine is not None,  # a job that could start now should not wait in another queue
         breaks_new,
-        idle - used if seat.gpus else slots,
+        idle - idle_in_seat if seat.gpus else slots,
         memory,
         machine.vm_id,
     )
@@ -421,24 +427,24 @@ def _waste(resources: Resources, machine: Machine, seat: Seat, avoid: Avoid) -> 
 # --- withholding ----------------------------------------------------------------------------------
 
 
-def _nearest(resources: Resources, machine: Machine, held: Held) -> Seat | None:
+def _nearest_seat(resources: Resources, machine: Machine, held: Held) -> Seat | None:
     """The seat that would be free soonest if nothing new started; None: there is none even on an idle machine."""
-    if _unfit(resources, machine):
+    if _unfit_reason(resources, machine):
         return None
     if not machine.gives_gpus_for(resources):
         slots = [n for n in range(machine.slots) if (machine.vm_id, n) not in held.slots]
         slots.sort(key=lambda n: (n in machine.taken_slots, n))
         return Seat(machine.vm_id, slot=slots[0]) if slots else None
-    fitting = _fitting(resources, machine)
+    fitting = _fitting_gpus(resources, machine)
     if isinstance(fitting, str):
         return None
-    ours = [gpu for gpu in fitting if gpu.gpu_id not in held.gpus]
-    if len(ours) < resources.gpu_count:
+    open_gpus = [gpu for gpu in fitting if gpu.gpu_id not in held.gpus]
+    if len(open_gpus) < resources.gpu_count:
         return None
-    ours.sort(key=lambda g: (g.whole, g.shares_mb, g.memory_mb or 0, g.index, g.gpu_id))
+    open_gpus.sort(key=lambda g: (g.whole, g.shares_mb, g.memory_mb or 0, g.index, g.gpu_id))
     if resources.share_mb is not None:
-        ours.sort(key=lambda g: (g.whole, g.shares_mb - (g.memory_mb or 0)))
-    return Seat(machine.vm_id, tuple(ours[: resources.gpu_count]))
+        open_gpus.sort(key=lambda g: (g.whole, g.shares_mb - (g.memory_mb or 0)))
+    return Seat(machine.vm_id, tuple(open_gpus[: resources.gpu_count]))
 
 
 # --- words ----------------------------------------------------------------------------------------
@@ -447,37 +453,43 @@ def _nearest(resources: Resources, machine: Machine, held: Held) -> Seat | None:
 def _blocked_reasons(
     resources: Resources,
     machines: Sequence[Machine],
-    willing: int,
+    willing_count: int,
     refusals: Sequence[tuple[str, str]],
 ) -> Blocked:
     """Summarise why there is no room: a line for each reason with the machines that have it, the most frequent first."""
     if not machines:
         return Blocked(("the fleet has no machine: `groupwise fleet vm add` adds one",), never=True)
-    fit = sum(_nearest(resources, machine, NOTHING_HELD) is not None for machine in machines)
-    never = fit < resources.machines
+    fitting_count = sum(
+        _nearest_seat(resources, machine, NOTHING_HELD) is not None for machine in machines
+    )
+    is_never = fitting_count < resources.machines
     lines: list[str] = []
     if resources.vm is not None and all(m.vm_id != resources.vm for m in machines):
         return Blocked((f"the fleet has no machine {resources.vm}",), never=True)
-    if never:
-        those = f"only {fit} of the {_machines(resources.machines)} wanted" if fit else "no machine"
-        lines.append(f"{those} could run it, even if everything were free")
+    if is_never:
+        subject = (
+            f"only {fitting_count} of the {_machine_count(resources.machines)} wanted"
+            if fitting_count
+            else "no machine"
+        )
+        lines.append(f"{subject} could run it, even if everything were free")
     elif resources.machines > 1:
-        lines.append(f"{willing} of the {resources.machines} machines wanted have room now")
+        lines.append(f"{willing_count} of the {resources.machines} machines wanted have room now")
     if resources.vm is not None:
-        refusals = [(vm_id, why) for vm_id, why in refusals if vm_id == resources.vm]
+        refusals = [(vm_id, reason) for vm_id, reason in refusals if vm_id == resources.vm]
     by_reason: dict[str, list[str]] = {}
-    for vm_id, why in refusals:
-        by_reason.setdefault(why, []).append(vm_id)
+    for vm_id, reason in refusals:
+        by_reason.setdefault(reason, []).append(vm_id)
     ordered = sorted(by_reason.items(), key=lambda entry: (-len(entry[1]), entry[0]))
-    for why, names in ordered[:MOST_REASONS]:
-        more = len(names) - _NAMED_MACHINES
-        rest = f" and {more} more" if more > 0 else ""
-        lines.append(f"{', '.join(names[:_NAMED_MACHINES])}{rest}: {why}")
-    if others := ordered[MOST_REASONS:]:
-        count = sum(len(names) for _, names in others)
-        lines.append(f"{_machines(count)} more, for {len(others)} other reasons")
-    return Blocked(tuple(lines), never)
+    for reason, names in ordered[:MOST_REASONS]:
+        extra_count = len(names) - _NAMED_MACHINES
+        rest_note = f" and {extra_count} more" if extra_count > 0 else ""
+        lines.append(f"{', '.join(names[:_NAMED_MACHINES])}{rest_note}: {reason}")
+    if other_reasons := ordered[MOST_REASONS:]:
+        count = sum(len(names) for _, names in other_reasons)
+        lines.append(f"{_machine_count(count)} more, for {len(other_reasons)} other reasons")
+    return Blocked(tuple(lines), is_never)
 
 
-def _machines(count: int) -> str:
+def _machine_count(count: int) -> str:
     return f"{count} machine{'s' if count != 1 else ''}"

@@ -1,7 +1,7 @@
 """The request for a job, `JobRequest`, which is the same for the command line, the API and Python.
 
-It has two halves. `Columns` are the columns of `jobs` that users also write by hand. `Beyond` is everything else and is stored as one
-JSON document in `jobs.request`; users who write rows may fill it too. Admission (`admission.py`) reads both halves back from the row,
+It has two halves. `Columns` are the columns of `jobs` that users also write by hand. `RequestDocument` is everything else and is stored as
+one JSON document in `jobs.request`; users who write rows may fill it too. Admission (`admission.py`) reads both halves back from the row,
 regardless of its writer, so there is a single way into the queue.
 """
 
@@ -75,7 +75,7 @@ class RequestedRetries(_Strict):
     """Once its command has begun it is never begun again, whatever became of it."""
 
 
-class Beyond(_Strict):
+class RequestDocument(_Strict):
     """What is asked beyond the columns: the document of `jobs.request`."""
 
     arguments: list[str] = []
@@ -107,7 +107,9 @@ class Beyond(_Strict):
 
     def document(self) -> dict[str, Any]:
         """The document for `jobs.request`, without fields that have their defaults."""
-        return self.model_dump(mode="json", exclude_defaults=True, include=set(Beyond.model_fields))
+        return self.model_dump(
+            mode="json", exclude_defaults=True, include=set(RequestDocument.model_fields)
+        )
 
     def retry_policy(self) -> RetryPolicy:
         """The retry policy, for the decision after a failure."""
@@ -143,7 +145,7 @@ class Columns(_Strict):
     name: Annotated[str, Field(max_length=256)] | None
 
 
-class JobRequest(Beyond):
+class JobRequest(RequestDocument):
     """All that a submitter may say. Columns that are left out get the database's defaults."""
 
     job_type: Text | None = None
@@ -176,7 +178,7 @@ class JobRequest(Beyond):
         columns_set = self.model_dump(
             mode="json",
             exclude_none=True,
-            include=set(JobRequest.model_fields) - set(Beyond.model_fields),
+            include=set(JobRequest.model_fields) - set(RequestDocument.model_fields),
         )
         return {"job_type": COMMAND if self.arguments else "GRPO", **columns_set}
 
@@ -196,69 +198,73 @@ class InvalidRequest(UsageError):
 
 def from_document(document: Mapping[str, Any]) -> JobRequest:
     """The request that a program sent as JSON; InvalidRequest lists all its problems."""
-    return _read(JobRequest, document)
+    return _validate_document(JobRequest, document)
 
 
-def beyond_from_document(document: Mapping[str, Any]) -> Beyond:
+def request_document_from(document: Mapping[str, Any]) -> RequestDocument:
     """Read the document of `jobs.request`; InvalidRequest lists all its problems."""
-    return _read(Beyond, document)
+    return _validate_document(RequestDocument, document)
 
 
 def columns_from_row(row: Mapping[str, Any]) -> Columns:
     """The columns of a row; InvalidRequest lists all their problems."""
-    return _read(Columns, {name: row[name] for name in Columns.model_fields})
+    return _validate_document(Columns, {name: row[name] for name in Columns.model_fields})
 
 
-def _read(model: type[M], document: Mapping[str, Any]) -> M:
+def _validate_document(model: type[M], document: Mapping[str, Any]) -> M:
     try:
         return model.model_validate(dict(document))
     except ValidationError as error:
         raise InvalidRequest(map(str, field_errors(error, model))) from error
 
 
-def problems(request: Beyond) -> list[str]:
+def problems(request: RequestDocument) -> list[str]:
     """Problems of a request whose values all have the right types, as messages. The spec's own checks are left to the spec."""
-    retry, most = request.retry, request.limits.artefact_files
+    retry, max_files = request.retry, request.limits.artefact_files
     retry_fields = [
         *(["retry.charged"] if retry.charged else []),
         *(["retry.per_class"] if any(retry.per_class.values()) else []),
         *(["allow_smaller_batch"] if request.allow_smaller_batch else []),
     ]
-    found = [
+    messages = [
         *(f"resources: {problem}" for problem in resource_problems(request.resources)),
-        *(problem for path, entry in request.files.items() for problem in _file(path, entry)),
+        *(
+            problem
+            for path, entry in request.files.items()
+            for problem in _file_problems(path, entry)
+        ),
         *(
             f"secret {name}: a reference is wanted, `env:NAME` or `file:/path` on the control machine"
             for name, reference in request.secrets.items()
             if not _SECRET.fullmatch(reference)
         ),
         *(
-            f"after {word!r}: a job's id is wanted, or `ID:ok`"
-            for word in request.after
-            if not _AFTER.fullmatch(word)
+            f"after {dependency_text!r}: a job's id is wanted, or `ID:ok`"
+            for dependency_text in request.after
+            if not _AFTER.fullmatch(dependency_text)
         ),
-        *_webhook(request.webhook),
+        *_webhook_problems(request.webhook),
     ]
     if retry.once and retry_fields:
-        found.append(
+        messages.append(
             f"{retry_fields[0]} has no effect on a job that is to run once: leave it or retry.once out"
         )
-    if most is not None and most > MOST_ARTEFACTS:
-        found.append(
-            f"limits.artefact_files: {most} is more than the {MOST_ARTEFACTS} that are fetched"
+    if max_files is not None and max_files > MOST_ARTEFACTS:
+        messages.append(
+            f"limits.artefact_files: {max_files} is more than the {MOST_ARTEFACTS} that are fetched"
         )
-    return found
+    return messages
 
 
-def _file(path: str, entry: tuple[str, int, int]) -> list[str]:
+def _file_problems(path: str, entry: tuple[str, int, int]) -> list[str]:
     sha256, mode, size = entry
-    found = path_problems("file", path)
+    messages = path_problems("file", path)
     if not SHA256.fullmatch(sha256) or not 0 <= mode <= 0o777 or size < 0:
-        found.append(f"file {path!r}: [sha256, permission bits, bytes] is wanted")
-    return found
+        messages.append(f"file {path!r}: [sha256, permission bits, bytes] is wanted")
+    return messages
 
 
-def _webhook(address: str | None) -> list[str]:
+def _webhook_problems(address: str | None) -> list[str]:
     if address is None:
         return []
     if not _WEBHOOK.fullmatch(address):
@@ -288,7 +294,7 @@ def is_host(name: str) -> bool:
     return len(name) <= 253 and all(_LABEL.fullmatch(label) for label in labels)
 
 
-def dependency(word: str) -> tuple[str, bool]:
+def dependency(entry: str) -> tuple[str, bool]:
     """Split an entry of `after` into the job's id, and whether that job must have completed."""
-    job_id, _, condition = word.partition(":")
+    job_id, _, condition = entry.partition(":")
     return job_id, condition == "ok"

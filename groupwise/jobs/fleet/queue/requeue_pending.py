@@ -27,9 +27,9 @@ from groupwise.jobs.fleet.queue.placement import PATIENCE_SECONDS
 from groupwise.jobs.fleet.queue.resource_shapes import (
     PENDING,
     Waiting,
-    behind,
     best_of_shapes,
     distinct,
+    following_jobs,
 )
 from groupwise.jobs.fleet.states import FINAL, JobStatus
 from groupwise.jobs.fleet.store import events
@@ -64,102 +64,110 @@ def wake(
     (others may wait for it). `vm_ids`: only these machines have more room. Calling it too often is harmless. Within `woken_once` it is
     postponed to the end of that block.
     """
-    if (later := session.info.get(_LATER)) is not None:
-        later.append((vm_ids, actor))
+    if (postponed := session.info.get(_LATER)) is not None:
+        postponed.append((vm_ids, actor))
         return 0
     session.flush()
     if session.get_bind().dialect.name == "postgresql":
         session.execute(select(func.pg_advisory_xact_lock(_LOCK)))
-    woken = _wake_dependents(session, actor)
-    waiting = best_of_shapes(session)
-    if not waiting:
-        return woken
+    woken_count = _wake_dependents(session, actor)
+    waiting_jobs = best_of_shapes(session)
+    if not waiting_jobs:
+        return woken_count
     now = seconds(session)
-    projects = {each.project for each in waiting}
+    projects = {job.project for job in waiting_jobs}
     # It is enough to check the changed machines if no quota counts, no job needs several machines, and nothing is withheld for a
     # long-waiting job.
     patient_or_gang = any(
-        each.resources.machines > 1
-        or (each.waiting_since is not None and now - each.waiting_since >= PATIENCE_SECONDS)
-        for each in waiting
+        job.resources.machines > 1
+        or (job.waiting_since is not None and now - job.waiting_since >= PATIENCE_SECONDS)
+        for job in waiting_jobs
     )
     if vm_ids is not None and not quotas(session, projects) and not patient_or_gang:
-        found = View(now, machines(session, now, vm_ids))
+        view_of_machines = View(now, machines(session, now, vm_ids))
     else:
-        found = view(session, projects)
-    return woken + _wake_in_order(session, found, waiting, actor)
+        view_of_machines = view(session, projects)
+    return woken_count + _wake_in_order(session, view_of_machines, waiting_jobs, actor)
 
 
 @contextmanager
 def woken_once(session: Session) -> Generator[None, None, None]:
     """Combine all `wake` calls within this block into one at its end, because the waking lock must be the transaction's last."""
-    later: list[tuple[Collection[str] | None, str]] = []
-    session.info[_LATER] = later
+    postponed: list[tuple[Collection[str] | None, str]] = []
+    session.info[_LATER] = postponed
     try:
         yield
     finally:
         del session.info[_LATER]
-    if later:
-        places = [vm_ids for vm_ids, _ in later]
-        known = [vm_ids for vm_ids in places if vm_ids is not None]
-        together = {vm_id for vm_ids in known for vm_id in vm_ids}
-        wake(session, vm_ids=together if len(known) == len(places) else None, actor=later[-1][1])
+    if postponed:
+        vm_id_sets = [vm_ids for vm_ids, _ in postponed]
+        known_sets = [vm_ids for vm_ids in vm_id_sets if vm_ids is not None]
+        changed_vm_ids = {vm_id for vm_ids in known_sets for vm_id in vm_ids}
+        wake(
+            session,
+            vm_ids=changed_vm_ids if len(known_sets) == len(vm_id_sets) else None,
+            actor=postponed[-1][1],
+        )
 
 
-def wake_unnoticed(session: Session, found: View | None) -> int:
+def wake_unnoticed(session: Session, fleet_view: View | None) -> int:
     """Wake jobs for capacity that no `wake` call announced. `found`: a view of the fleet, if the caller has one; returns how many."""
-    woken = _wake_dependents(session, "capacity")
-    if found is not None and found.is_full():
-        return woken
-    waiting = best_of_shapes(session)
-    if not waiting:
-        return woken
-    projects = {each.project for each in waiting}
-    if found is None:
-        found = view(session, projects)
+    woken_count = _wake_dependents(session, "capacity")
+    if fleet_view is not None and fleet_view.is_full():
+        return woken_count
+    waiting_jobs = best_of_shapes(session)
+    if not waiting_jobs:
+        return woken_count
+    projects = {job.project for job in waiting_jobs}
+    if fleet_view is None:
+        fleet_view = view(session, projects)
     else:
-        found = replace(found, quotas=quotas(session, projects))
-    return woken + _wake_in_order(session, found, waiting, "capacity")
+        fleet_view = replace(fleet_view, quotas=quotas(session, projects))
+    return woken_count + _wake_in_order(session, fleet_view, waiting_jobs, "capacity")
 
 
 def _wake_dependents(session: Session, actor: str) -> int:
     """Wake the jobs that wait for a job which has ended or was deleted."""
-    waited_for = distinct(Job.blocked_on, PENDING, Job.blocked_on.is_not(None))
-    status = select(Job.status).where(Job.job_id == waited_for.c.value).correlate(waited_for)
-    query = select(waited_for.c.value, status.scalar_subquery().label("status"))
-    ended = [
+    awaited_jobs = distinct(Job.blocked_on, PENDING, Job.blocked_on.is_not(None))
+    status = select(Job.status).where(Job.job_id == awaited_jobs.c.value).correlate(awaited_jobs)
+    query = select(awaited_jobs.c.value, status.scalar_subquery().label("status"))
+    ended_ids = [
         row.value
         for row in session.execute(query)
         if row.value is not None and row.status in (None, *FINAL)
     ]
-    if not ended:
+    if not ended_ids:
         return 0
-    dependents = select(Job.job_id).where(PENDING, Job.blocked_on.in_(ended))
+    dependents = select(Job.job_id).where(PENDING, Job.blocked_on.in_(ended_ids))
     ids = session.scalars(dependents.with_for_update(skip_locked=True, key_share=True)).all()
     return _to_queue(session, ids, actor)
 
 
-def _wake_in_order(session: Session, found: View, waiting: Sequence[Waiting], actor: str) -> int:
+def _wake_in_order(
+    session: Session, view_before: View, waiting_jobs: Sequence[Waiting], actor: str
+) -> int:
     """Place the best-ranked jobs of all shapes, each on the capacity that earlier ones leave; a shape without room is skipped from then
     on."""
-    trial = replace(found, machines=dict(found.machines), quotas=dict(found.quotas))
-    best = [(each.key, each) for each in waiting]
-    others = {each.shape: behind(session, each) for each in waiting}
+    trial = replace(
+        view_before, machines=dict(view_before.machines), quotas=dict(view_before.quotas)
+    )
+    best = [(job.key, job) for job in waiting_jobs]
+    next_keys = {job.shape: following_jobs(session, job) for job in waiting_jobs}
     heapq.heapify(best)
-    woken: list[str] = []
-    while best and len(woken) < MOST_WOKEN:
-        key, each = heapq.heappop(best)
-        placement = trial.room_for(each.resources, each.project, key)
+    woken_ids: list[str] = []
+    while best and len(woken_ids) < MOST_WOKEN:
+        key, job = heapq.heappop(best)
+        placement = trial.room_for(job.resources, job.project, key)
         if placement is None:
             continue
-        trial.take(placement, each.resources, each.project)
-        woken.append(key[1])
-        if (following := next(others[each.shape], None)) is not None:
-            heapq.heappush(best, (following, each))
-    query = select(Job.job_id).where(PENDING, Job.job_id.in_(woken)).order_by(Job.job_id)
-    if woken:
-        woken = list(session.scalars(query.with_for_update(skip_locked=True, key_share=True)))
-    return _to_queue(session, woken, actor)
+        trial.take(placement, job.resources, job.project)
+        woken_ids.append(key[1])
+        if (next_key := next(next_keys[job.shape], None)) is not None:
+            heapq.heappush(best, (next_key, job))
+    query = select(Job.job_id).where(PENDING, Job.job_id.in_(woken_ids)).order_by(Job.job_id)
+    if woken_ids:
+        woken_ids = list(session.scalars(query.with_for_update(skip_locked=True, key_share=True)))
+    return _to_queue(session, woken_ids, actor)
 
 
 def _to_queue(session: Session, ids: Sequence[str], actor: str) -> int:

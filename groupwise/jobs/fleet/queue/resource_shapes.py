@@ -34,18 +34,18 @@ class Waiting:
 
 def best_of_shapes(session: Session) -> list[Waiting]:
     """The best-ranked job of each shape, by rank. Reads one row per shape, no matter how many jobs wait."""
-    waiting = (PENDING, Job.blocked_on.is_(None))
-    shapes = distinct(Job.shape, *waiting)
-    first = (
+    is_waiting = (PENDING, Job.blocked_on.is_(None))
+    shapes = distinct(Job.shape, *is_waiting)
+    first_job = (
         select(Job.job_id)
-        .where(*waiting, Job.shape == shapes.c.value)
+        .where(*is_waiting, Job.shape == shapes.c.value)
         .order_by(Job.rank, Job.job_id)
         .limit(1)
         .correlate(shapes)
         .scalar_subquery()
     )
     # Materialised: the ids are then found by the index, even if the statistics suggest another plan.
-    best = select(first.label("job_id")).select_from(shapes).cte("best")
+    best = select(first_job.label("job_id")).select_from(shapes).cte("best")
     best = best.prefix_with("MATERIALIZED", dialect="postgresql")
     query = select(
         Job.job_id,
@@ -56,7 +56,7 @@ def best_of_shapes(session: Session) -> list[Waiting]:
         Job.waiting_since,
         Job.not_before,
     ).join(best, best.c.job_id == Job.job_id)
-    found = [
+    best_jobs = [
         Waiting(
             row.shape,
             (row.rank, row.job_id),
@@ -67,30 +67,30 @@ def best_of_shapes(session: Session) -> list[Waiting]:
         )
         for row in session.execute(query)
     ]
-    return sorted(found, key=lambda each: each.key)
+    return sorted(best_jobs, key=lambda job: job.key)
 
 
 def distinct(column: InstrumentedAttribute[str | None], *where: ColumnElement[bool]) -> CTE:
     """Distinct values of an indexed column, as `value`, with one index lookup for each; the last one is NULL."""
     # With ORDER BY and LIMIT instead of min(), for which PostgreSQL would read all greater values.
-    first = select(column.label("value")).where(*where).order_by(column).limit(1)
-    values = select(first.subquery().c.value).cte(recursive=True)
-    following = select(column).where(*where, column > values.c.value).order_by(column).limit(1)
+    first_value = select(column.label("value")).where(*where).order_by(column).limit(1)
+    values = select(first_value.subquery().c.value).cte(recursive=True)
+    next_value = select(column).where(*where, column > values.c.value).order_by(column).limit(1)
     return values.union_all(
-        select(following.correlate(values).scalar_subquery()).where(values.c.value.is_not(None))
+        select(next_value.correlate(values).scalar_subquery()).where(values.c.value.is_not(None))
     )
 
 
-def behind(session: Session, waiting: Waiting) -> Iterator[RankKey]:
+def following_jobs(session: Session, job: Waiting) -> Iterator[RankKey]:
     """The pending jobs of the same shape that follow it, read lazily."""
-    key = waiting.key
+    key = job.key
     while True:
         rows = session.execute(
             select(Job.rank, Job.job_id)
             .where(
                 PENDING,
                 Job.blocked_on.is_(None),
-                Job.shape == waiting.shape,
+                Job.shape == job.shape,
                 tuple_(Job.rank, Job.job_id) > key,
             )
             .order_by(Job.rank, Job.job_id)

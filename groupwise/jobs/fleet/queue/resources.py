@@ -88,26 +88,26 @@ class Resources(FailFast, BaseModel):
 
 def problems(resources: Resources) -> list[str]:
     """Values that are valid by themselves but contradict each other, as messages for the submitter."""
-    found: list[str] = []
+    messages: list[str] = []
     indices = [name for name in resources.named if isinstance(name, int)]
     if any(index < 0 for index in indices):
-        found.append("the index of a GPU is 0 or more")
+        messages.append("the index of a GPU is 0 or more")
     if indices and resources.vm is None:
-        found.append("a GPU that is named by its index needs the machine too: --gpus VM:0,1")
+        messages.append("a GPU that is named by its index needs the machine too: --gpus VM:0,1")
     if len(set(resources.named)) < len(resources.named):
-        found.append("a GPU is named twice")
+        messages.append("a GPU is named twice")
     if resources.named and resources.gpus not in (None, len(resources.named)):
-        found.append(f"{len(resources.named)} GPUs are named, but gpus says {resources.gpus}")
+        messages.append(f"{len(resources.named)} GPUs are named, but gpus says {resources.gpus}")
     if resources.share_mb and (resources.gpus not in (None, 1) or len(resources.named) > 1):
-        found.append("a share is one of one GPU: leave gpus out, or ask for whole GPUs")
-    least, share = resources.gpu_memory_mb, resources.share_mb
-    if resources.gpus == 0 and (resources.gpu_model or least or share or resources.named):
-        found.append("gpus is 0, so nothing can be said of the GPUs: leave one of the two out")
+        messages.append("a share is one of one GPU: leave gpus out, or ask for whole GPUs")
+    min_memory, share = resources.gpu_memory_mb, resources.share_mb
+    if resources.gpus == 0 and (resources.gpu_model or min_memory or share or resources.named):
+        messages.append("gpus is 0, so nothing can be said of the GPUs: leave one of the two out")
     if resources.machines > 1 and (resources.vm or resources.named):
-        found.append("a job on several machines cannot name one, nor GPUs of it: use labels")
+        messages.append("a job on several machines cannot name one, nor GPUs of it: use labels")
     if resources.machines > 1 and resources.share_mb:
-        found.append("a job on several machines gets whole GPUs: leave the share out")
-    return found
+        messages.append("a job on several machines gets whole GPUs: leave the share out")
+    return messages
 
 
 def from_json(document: Mapping[str, Any]) -> Resources:
@@ -116,8 +116,8 @@ def from_json(document: Mapping[str, Any]) -> Resources:
         resources = Resources.model_validate(dict(document))
     except ValidationError as error:
         raise UsageError("\n".join(map(str, field_errors(error, Resources)))) from error
-    if found := problems(resources):
-        raise UsageError("\n".join(found))
+    if messages := problems(resources):
+        raise UsageError("\n".join(messages))
     return resources
 
 
@@ -138,79 +138,81 @@ def parse(
 
     `gpus` is a count, `VM:0,1`, `VM:GPU-uuid` or `GPU-uuid,GPU-uuid`; sizes are `40GB`, `512MB` or a plain number of MB.
     """
-    found: list[str] = []
-    count, indices, place = _gpus(gpus, found)
-    if vm is not None and place not in (None, vm):
-        found.append(f"--vm says {vm}, --gpus says {place}: name one machine")
+    errors: list[str] = []
+    count, indices, vm_of_gpus = _parse_gpus(gpus, errors)
+    if vm is not None and vm_of_gpus not in (None, vm):
+        errors.append(f"--vm says {vm}, --gpus says {vm_of_gpus}: name one machine")
     wanted_labels: dict[str, str] = {}
-    for word in labels:
-        name, equals, value = word.partition("=")
+    for label in labels:
+        name, equals, value = label.partition("=")
         if not name or not equals:
-            found.append(f"--vm-label {word!r}: NAME=VALUE is wanted")
+            errors.append(f"--vm-label {label!r}: NAME=VALUE is wanted")
         elif name in wanted_labels:
-            found.append(f"--vm-label {name} is given twice")
+            errors.append(f"--vm-label {name} is given twice")
         wanted_labels[name] = value
     document: dict[str, Any] = {
         "gpus": count,
         "named": indices,
-        "vm": vm or place,
+        "vm": vm or vm_of_gpus,
         "gpu_model": gpu_model,
-        "gpu_memory_mb": _size("--gpu-memory", gpu_memory, found),
-        "share_mb": _size("--share-mb", share, found),
+        "gpu_memory_mb": _parse_size("--gpu-memory", gpu_memory, errors),
+        "share_mb": _parse_size("--share-mb", share, errors),
         "machines": machines,
         "cpus": cpus,
-        "ram_mb": _size("--memory", ram, found),
-        "disk_mb": _size("--disk", disk, found),
+        "ram_mb": _parse_size("--memory", ram, errors),
+        "disk_mb": _parse_size("--disk", disk, errors),
         "labels": wanted_labels,
     }
     try:
         resources = from_json(document)
     except UsageError as error:
-        raise UsageError("\n".join([*found, str(error)])) from error
-    if found:
-        raise UsageError("\n".join(found))
+        raise UsageError("\n".join([*errors, str(error)])) from error
+    if errors:
+        raise UsageError("\n".join(errors))
     return resources
 
 
-def _gpus(words: str | None, found: list[str]) -> tuple[int | None, list[int | str], str | None]:
-    """Parse --gpus into (count, names, machine). Problems are added to `found`."""
-    if words is None:
+def _parse_gpus(
+    text: str | None, errors: list[str]
+) -> tuple[int | None, list[int | str], str | None]:
+    """Parse --gpus into (count, names, machine). Problems are added to `errors`."""
+    if text is None:
         return None, [], None
-    if _COUNT.fullmatch(words.strip()):
-        return int(words), [], None
-    place, colon, listed = words.rpartition(":")
-    names = [name.strip() for name in listed.split(",")]
+    if _COUNT.fullmatch(text.strip()):
+        return int(text), [], None
+    vm, colon, names_text = text.rpartition(":")
+    names = [name.strip() for name in names_text.split(",")]
     if not all(_COUNT.fullmatch(name) or _UUID.fullmatch(name) for name in names) or (
-        colon and not place
+        colon and not vm
     ):
-        found.append(
-            f"--gpus {words!r}: a count (2), indices on a machine (VM:0,1) or UUIDs (GPU-…,GPU-…)"
+        errors.append(
+            f"--gpus {text!r}: a count (2), indices on a machine (VM:0,1) or UUIDs (GPU-…,GPU-…)"
         )
         return None, [], None
-    return None, [int(n) if _COUNT.fullmatch(n) else n for n in names], place or None
+    return None, [int(n) if _COUNT.fullmatch(n) else n for n in names], vm or None
 
 
-def megabytes(option: str, words: str) -> int:
+def megabytes(option: str, text: str) -> int:
     """Parse a size from the command line into MB. UsageError if it is no size, or 0."""
-    found: list[str] = []
-    size = _size(option, words, found)
-    if found:
-        raise UsageError(found[0])
+    errors: list[str] = []
+    size = _parse_size(option, text, errors)
+    if errors:
+        raise UsageError(errors[0])
     if not size:
-        raise UsageError(f"{option} {words}: what is wanted is at least 1 MB, as {option} 40GB.")
+        raise UsageError(f"{option} {text}: what is wanted is at least 1 MB, as {option} 40GB.")
     return size
 
 
-def _size(option: str, words: str | None, found: list[str]) -> int | None:
+def _parse_size(option: str, text: str | None, errors: list[str]) -> int | None:
     """Parse `40GB` into decimal megabytes, the manufacturers' unit: a GPU sold with 80 GB then has 80 GB. None if no size is given."""
-    if words is None:
+    if text is None:
         return None
-    match = _SIZE.fullmatch(words.strip())
+    match = _SIZE.fullmatch(text.strip())
     factor = None
     if match:
         unit = match[2].lower()
         factor = (_BINARY if match[3] else _DECIMAL).get(unit)
     if match is None or factor is None:
-        found.append(f"{option} {words!r}: a size such as 40GB, 64GiB, 512MB, or a number of MB")
+        errors.append(f"{option} {text!r}: a size such as 40GB, 64GiB, 512MB, or a number of MB")
         return None
     return round(float(match[1]) * factor)

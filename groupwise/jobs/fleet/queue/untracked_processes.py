@@ -28,17 +28,19 @@ HELD_BACK = 180.0
 
 def in_quarantine(vm: VM) -> list[dict[str, Any]]:
     """Attempts that the machine ran at its last observation and that are in no table: job_id, epoch, and since when."""
-    return _attempts(vm.facts.get("quarantined"))
+    return _quarantined_attempts(vm.facts.get("quarantined"))
 
 
-def _attempts(found: object) -> list[dict[str, Any]]:
+def _quarantined_attempts(quarantine: object) -> list[dict[str, Any]]:
     """The attempts in a quarantine list; the column may hold anything, since users can write it."""
-    if not isinstance(found, list):
+    if not isinstance(quarantine, list):
         return []
     entries = [
-        cast("dict[str, Any]", each) for each in cast("list[Any]", found) if isinstance(each, dict)
+        cast("dict[str, Any]", entry)
+        for entry in cast("list[Any]", quarantine)
+        if isinstance(entry, dict)
     ]
-    return [each for each in entries if each.get("what") == ATTEMPT and each.keys() >= WRITTEN]
+    return [entry for entry in entries if entry.get("what") == ATTEMPT and entry.keys() >= WRITTEN]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,35 +56,40 @@ class Holding:
 
 def holding(facts: Mapping[str, Any] | None) -> Holding:
     """The capacity that untracked attempts hold, from the facts of their machine."""
-    whole, slots, shares = set[str](), set[int](), Counter[str]()
-    for each in _attempts((facts or {}).get("quarantined")):
-        gpus, share, slot = each.get("gpus"), each.get("share_mb"), each.get("slot")
+    whole_gpus, slots, shares = set[str](), set[int](), Counter[str]()
+    for attempt in _quarantined_attempts((facts or {}).get("quarantined")):
+        gpus, share, slot = attempt.get("gpus"), attempt.get("share_mb"), attempt.get("slot")
         uuids = set(map(str, cast("list[Any]", gpus) if isinstance(gpus, list) else ()))
         if isinstance(share, int):
             shares.update(dict.fromkeys(uuids, max(share, 0)))
         else:
-            whole |= uuids
+            whole_gpus |= uuids
         if isinstance(slot, int):
             slots.add(slot)
-    return Holding(frozenset(whole), dict(shares), frozenset(slots))
+    return Holding(frozenset(whole_gpus), dict(shares), frozenset(slots))
 
 
 def on_machines(session: Session, *, silent: bool = False) -> list[tuple[str, dict[str, Any]]]:
     """Untracked attempts of all machines that were not given up, with the vm_id; `silent`: only of machines that do not answer."""
-    found = VM.facts["quarantined"]
-    known = select(VM.vm_id, found).where(VM.active, VM.lost_at.is_(None), found.is_not(None))
+    quarantine = VM.facts["quarantined"]
+    query = select(VM.vm_id, quarantine).where(
+        VM.active, VM.lost_at.is_(None), quarantine.is_not(None)
+    )
     if silent:
-        known = known.where(VM.contact != Contact.OK)
-    rows = session.execute(known.order_by(VM.vm_id))
-    return [(vm_id, each) for vm_id, entries in rows for each in _attempts(entries)]
+        query = query.where(VM.contact != Contact.OK)
+    rows = session.execute(query.order_by(VM.vm_id))
+    return [
+        (vm_id, attempt) for vm_id, entries in rows for attempt in _quarantined_attempts(entries)
+    ]
 
 
 def held_back_by(session: Session, job_id: str) -> list[str]:
     """The reasons why untracked attempts keep the job from starting, in words."""
     return [
-        f"{vm_id} runs {each['detail']}, which stands in no table: it begins once that has ended, or `groupwise fleet vm mark-lost {vm_id}`"
-        for vm_id, each in on_machines(session)
-        if each["job_id"] == job_id
+        f"{vm_id} runs {attempt['detail']}, which stands in no table: it begins once that has ended, or "
+        f"`groupwise fleet vm mark-lost {vm_id}`"
+        for vm_id, attempt in on_machines(session)
+        if attempt["job_id"] == job_id
     ]
 
 
@@ -91,33 +98,35 @@ def lock(session: Session, job_ids: Collection[str]) -> set[str]:
     lock jobs before machines."""
     if not job_ids:
         return set()
-    chosen = select(Job.job_id).where(Job.job_id.in_(job_ids)).order_by(Job.job_id)
-    return set(session.scalars(chosen.with_for_update(key_share=True)))
+    query = select(Job.job_id).where(Job.job_id.in_(job_ids)).order_by(Job.job_id)
+    return set(session.scalars(query.with_for_update(key_share=True)))
 
 
 def hold_back(session: Session, job_ids: Collection[str]) -> float:
     """Keep these jobs from starting for a while; returns until when. A caller that has locked a machine must have locked the jobs
     before."""
-    locked, until = lock(session, job_ids), seconds(session) + HELD_BACK
-    if locked:
+    locked_ids, held_until = lock(session, job_ids), seconds(session) + HELD_BACK
+    if locked_ids:
         session.execute(
             update(Job)
-            .where(Job.job_id.in_(locked), Job.status.not_in(FINAL), Job.not_before < until)
-            .values(not_before=until)
+            .where(
+                Job.job_id.in_(locked_ids), Job.status.not_in(FINAL), Job.not_before < held_until
+            )
+            .values(not_before=held_until)
             .execution_options(synchronize_session=False)
         )
-    return until
+    return held_until
 
 
-def let_go(session: Session, job_ids: Collection[str], until: object) -> None:
+def release(session: Session, job_ids: Collection[str], until: object) -> None:
     """Allow these jobs to start again after their untracked attempts on a machine have ended, unless another machine runs one.
 
     `until`: the result of `hold_back`; jobs that wait for another reason keep waiting. The machine is locked, so jobs locked by another
     process are skipped: their delay ends by itself.
     """
-    elsewhere = {each["job_id"] for _, each in on_machines(session)}
-    if (free := set(job_ids) - elsewhere) and isinstance(until, float):
-        waiting_jobs = select(Job.job_id).where(Job.job_id.in_(free), Job.not_before == until)
+    running_elsewhere = {attempt["job_id"] for _, attempt in on_machines(session)}
+    if (free_ids := set(job_ids) - running_elsewhere) and isinstance(until, float):
+        waiting_jobs = select(Job.job_id).where(Job.job_id.in_(free_ids), Job.not_before == until)
         ids = session.scalars(waiting_jobs.with_for_update(skip_locked=True, key_share=True)).all()
         session.execute(
             update(Job)

@@ -100,26 +100,26 @@ class Database:
         Raises CommitUnknown if the connection was lost during COMMIT, and DatabaseFailure if nothing was committed. Errors of `fn` and
         violated constraints are raised unchanged, after a rollback.
         """
-        result, hooks = self._retry(lambda: self._once(fn))
+        result, hooks = self._retry(lambda: self._write_once(fn))
         for hook in hooks:
-            _call(hook)
+            _call_hook(hook)
         return result
 
     def read(self, fn: Callable[[Session], T]) -> T:
         """Call `fn` with a snapshot of one moment; it can change nothing. Keep it short: the database keeps old rows for it meanwhile."""
-        return self._retry(lambda: self._look(fn))
+        return self._retry(lambda: self._read_once(fn))
 
     def at_rest(self, work: Callable[[Connection], T]) -> T:
         """Work on the schema, which makes its own transactions, while no thread of this process writes. Failures become readable errors."""
-        return self._retry(lambda: self._alone(work))
+        return self._retry(lambda: self._run_at_rest(work))
 
     async def in_thread(self, fn: Callable[[Session], T]) -> T:
         """`run` in a thread. If the caller is cancelled meanwhile, this returns only once the transaction has ended."""
-        return await self._elsewhere(lambda: self.run(fn))
+        return await self._in_thread(lambda: self.run(fn))
 
     async def read_in_thread(self, fn: Callable[[Session], T]) -> T:
         """`read` in a thread."""
-        return await self._elsewhere(lambda: self.read(fn))
+        return await self._in_thread(lambda: self.read(fn))
 
     def close(self) -> None:
         """Wait for work in threads, then close all connections; a second call does nothing."""
@@ -128,7 +128,7 @@ class Database:
 
     # --- one transaction --------------------------------------------------------------------------
 
-    def _once(self, fn: Callable[[Session], T]) -> tuple[T, list[Callable[[], None]]]:
+    def _write_once(self, fn: Callable[[Session], T]) -> tuple[T, list[Callable[[], None]]]:
         with self._writer, self._connection() as connection, _session(connection) as session:
             result = fn(session)
             session.flush()
@@ -143,14 +143,14 @@ class Database:
             _commit(session, connection)
             return result, list(session.info.get(_HOOKS, ()))
 
-    def _alone(self, work: Callable[[Connection], T]) -> T:
+    def _run_at_rest(self, work: Callable[[Connection], T]) -> T:
         with self._writer, self._connection() as connection:
             return work(connection)
 
-    def _look(self, fn: Callable[[Session], T]) -> T:
+    def _read_once(self, fn: Callable[[Session], T]) -> T:
         with (
             self._connection() as connection,
-            _reading(connection, self.dialect) as reader,
+            _read_only(connection, self.dialect) as reader,
             _session(reader) as session,
         ):
             return fn(session)
@@ -205,23 +205,23 @@ class Database:
 
     # --- threads ----------------------------------------------------------------------------------
 
-    async def _elsewhere(self, work: Callable[[], T]) -> T:
+    async def _in_thread(self, work: Callable[[], T]) -> T:
         future: Future[T] = self._threads.submit(work)
-        answer = asyncio.wrap_future(future)
+        wrapped = asyncio.wrap_future(future)
         try:
-            return await asyncio.shield(answer)
+            return await asyncio.shield(wrapped)
         except asyncio.CancelledError:
             if not future.cancel():
-                await _wait_until_done(answer)
+                await _wait_until_done(wrapped)
             raise
 
 
-async def _wait_until_done(answer: asyncio.Future[Any]) -> None:
+async def _wait_until_done(future: asyncio.Future[Any]) -> None:
     """Wait until the future is done, no matter how often the caller is cancelled; the database's time limits bound the wait."""
-    while not answer.done():
+    while not future.done():
         with suppress(asyncio.CancelledError):
-            await asyncio.wait({answer})
-    if not answer.cancelled() and (error := answer.exception()):
+            await asyncio.wait({future})
+    if not future.cancelled() and (error := future.exception()):
         log.warning("a transaction failed whose caller had been cancelled: %s", error)
 
 
@@ -317,7 +317,7 @@ def _session(connection: Connection) -> Generator[Session, None, None]:
 
 
 @contextmanager
-def _reading(connection: Connection, dialect: str) -> Generator[Connection, None, None]:
+def _read_only(connection: Connection, dialect: str) -> Generator[Connection, None, None]:
     if dialect == "postgresql":
         yield connection.execution_options(
             **{engines.READS: True}, isolation_level="REPEATABLE READ", postgresql_readonly=True
@@ -366,12 +366,15 @@ def _connection_is_lost(error: sql.DBAPIError) -> bool:
     """Errors without a state come from the network, unless a value was never sent; those worse than ERROR end the connection."""
     import psycopg
 
-    answer = error.orig
-    if error.connection_invalidated or not isinstance(answer, psycopg.Error):
+    driver_error = error.orig
+    if error.connection_invalidated or not isinstance(driver_error, psycopg.Error):
         return error.connection_invalidated
-    if isinstance(answer, psycopg.DataError | psycopg.ProgrammingError):
+    if isinstance(driver_error, psycopg.DataError | psycopg.ProgrammingError):
         return False
-    return answer.sqlstate is None or answer.diag.severity_nonlocalized in ("FATAL", "PANIC")
+    return driver_error.sqlstate is None or driver_error.diag.severity_nonlocalized in (
+        "FATAL",
+        "PANIC",
+    )
 
 
 def _sqlite_code(error: sqlite3.Error) -> int:
@@ -379,7 +382,7 @@ def _sqlite_code(error: sqlite3.Error) -> int:
     return getattr(error, "sqlite_errorcode", 0) & 0xFF
 
 
-def _call(hook: Callable[[], None]) -> None:
+def _call_hook(hook: Callable[[], None]) -> None:
     try:
         hook()
     except (
@@ -415,10 +418,10 @@ def _remedy(error: sql.DBAPIError, url: URL) -> str:
     if isinstance(error.orig, sqlite3.Error):
         code = _sqlite_code(error.orig)
         folder = Path(str(url.database)).parent
-        guessed = code in _SAID_OF_A_FULL_DISK and disk_full.is_full(folder)
-        if code == sqlite3.SQLITE_FULL or guessed:
-            words = disk_full.words(folder)
-            return words[0].upper() + words[1:]
+        is_probably_full = code in _SAID_OF_A_FULL_DISK and disk_full.is_full(folder)
+        if code == sqlite3.SQLITE_FULL or is_probably_full:
+            message = disk_full.words(folder)
+            return message[0].upper() + message[1:]
         return _SQLITE_REMEDIES.get(code, "Mend what it names.")
     return _POSTGRESQL_REMEDIES.get(
         getattr(error.orig, "sqlstate", None) or "",

@@ -71,16 +71,16 @@ _NETWORK_FILE_SYSTEMS = frozenset(
 
 def parse(text: str) -> URL:
     """The URL with the drivers used here; UsageError if it names no supported database."""
-    given = text.strip()
-    scheme, separator, rest = given.partition("://")
+    stripped = text.strip()
+    scheme, separator, remainder = stripped.partition("://")
     name = scheme.lower()
     if not separator:
         raise UsageError(
             f"The fleet's database is given as a URL: {_FORMS}. What was given has no '://'."
         )
     if name in _SQLITE_NAMES:
-        path = rest.removeprefix("/").partition("?")[0]
-        if not rest.startswith("/") or not path or path == ":memory:":
+        path = remainder.removeprefix("/").partition("?")[0]
+        if not remainder.startswith("/") or not path or path == ":memory:":
             raise UsageError(
                 "A fleet's SQLite database is a file, since several threads and commands use it: "
                 "sqlite:///fleet.db in this folder, sqlite:////absolute/path, sqlite:///~/path."
@@ -91,7 +91,7 @@ def parse(text: str) -> URL:
             f"A fleet keeps its state in SQLite or PostgreSQL: {_FORMS}. What was given begins with {scheme}://."
         )
     try:
-        return make_url(f"postgresql+psycopg://{rest}")
+        return make_url(f"postgresql+psycopg://{remainder}")
     except (
         ArgumentError,
         ValueError,
@@ -212,12 +212,14 @@ def refuse_network_file_system(path: Path, mounts: Path = Path("/proc/self/mount
 
 def file_system(path: Path, mount_lines: Sequence[str]) -> str:
     """The type of the file system that holds an absolute path, by the lines of /proc/self/mountinfo; later mounts cover earlier ones."""
-    best, kind = -1, ""
+    longest, kind = -1, ""
     for line in mount_lines:
-        before, _, after = line.partition(" - ")
-        point = Path(re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), before.split(" ")[4]))
-        if path.is_relative_to(point) and len(point.parts) >= best:
-            best, kind = len(point.parts), after.split(" ")[0]
+        mount_fields, _, source_fields = line.partition(" - ")
+        point = Path(
+            re.sub(r"\\([0-7]{3})", lambda m: chr(int(m[1], 8)), mount_fields.split(" ")[4])
+        )
+        if path.is_relative_to(point) and len(point.parts) >= longest:
+            longest, kind = len(point.parts), source_fields.split(" ")[0]
     return kind
 
 
@@ -226,8 +228,8 @@ def file_system(path: Path, mount_lines: Sequence[str]) -> str:
 
 def connection_arguments(url: URL) -> dict[str, Any]:
     """Arguments of a separate psycopg connection, which listens for notifications. Holds the password."""
-    given = url.translate_connect_args(username="user", database="dbname") | dict(url.query)
-    return {**NETWORK_CONNECTION, **given}
+    url_arguments = url.translate_connect_args(username="user", database="dbname") | dict(url.query)
+    return {**NETWORK_CONNECTION, **url_arguments}
 
 
 def _postgresql_engine(url: URL) -> Engine:
@@ -285,6 +287,6 @@ def _doubt_read_only_server(context: ExceptionContext) -> None:
     """Drop the connections to a server that refuses writes as read-only: it is a standby, perhaps the former primary. The next transaction
     resolves the server's address again."""
     connection = context.connection
-    refused = getattr(context.original_exception, "sqlstate", None) == READ_ONLY
-    if refused and connection and not connection.get_execution_options().get(READS, False):
+    is_read_only = getattr(context.original_exception, "sqlstate", None) == READ_ONLY
+    if is_read_only and connection and not connection.get_execution_options().get(READS, False):
         context.is_disconnect = True

@@ -32,9 +32,11 @@ def raise_above(session: Session, epochs: Iterable[int]) -> bool:
     if not numbers:
         return False
     kind = session.get_bind().dialect.name
-    last: int = session.execute(text(_LAST[kind])).scalar_one()
-    seen = max((epoch for epoch in numbers if epoch <= last + MOST_AHEAD), default=last)
-    if seen <= last:
+    last_assigned: int = session.execute(text(_LAST[kind])).scalar_one()
+    highest = max(
+        (epoch for epoch in numbers if epoch <= last_assigned + MOST_AHEAD), default=last_assigned
+    )
+    if highest <= last_assigned:
         return False
     if kind == "postgresql":
         # One at a time: an epoch is a primary key, so a job that gets the same one meanwhile is refused at worst.
@@ -43,19 +45,21 @@ def raise_above(session: Session, epochs: Iterable[int]) -> bool:
             text(
                 "SELECT setval('attempts_epoch_seq', GREATEST(last_value, :seen)) FROM attempts_epoch_seq"
             ),
-            {"seen": seen},
+            {"seen": highest},
         )
     else:
         # The row exists only once SQLite has numbered the first attempt; else it is inserted below.
-        raised = text(
+        raise_sequence = text(
             "UPDATE sqlite_sequence SET seq = :seen WHERE name = 'attempts' RETURNING seq"
         )
-        if session.execute(raised, {"seen": seen}).first() is None:
-            made = text("INSERT INTO sqlite_sequence (name, seq) VALUES ('attempts', :seen)")
-            session.execute(made, {"seen": seen})
+        if session.execute(raise_sequence, {"seen": highest}).first() is None:
+            insert_sequence = text(
+                "INSERT INTO sqlite_sequence (name, seq) VALUES ('attempts', :seen)"
+            )
+            session.execute(insert_sequence, {"seen": highest})
     log.warning(
         "a machine has seen attempt %d, and this database had given out %d: it was set back, and goes on above that",
-        seen,
-        last,
+        highest,
+        last_assigned,
     )
     return True

@@ -135,8 +135,8 @@ def append(
         "after": after,
         "detail": detail,
     }
-    if (later := session.info.get(_LATER)) is not None:
-        later.append(row)
+    if (postponed := session.info.get(_LATER)) is not None:
+        postponed.append(row)
         return None
     _announce(session)
     return session.execute(_APPEND, row).scalar_one()
@@ -161,14 +161,14 @@ def gathering(session: Session) -> Generator[None, None, None]:
 
 def append_many(session: Session, rows: Sequence[Mapping[str, Any]]) -> None:
     """Append many events with one statement. Each row has `actor` and `kind`, and any of the other columns."""
-    if (later := session.info.get(_LATER)) is not None:
-        later.extend(rows)
+    if (postponed := session.info.get(_LATER)) is not None:
+        postponed.extend(rows)
     elif rows:
         _announce(session)
-        at = session.execute(select(clock())).scalar_one()
-        empty = dict.fromkeys(("job_id", "epoch", "vm_id", "before", "after", "detail"))
+        now = session.execute(select(clock())).scalar_one()
+        empty_row = dict.fromkeys(("job_id", "epoch", "vm_id", "before", "after", "detail"))
         # Insert into the table, not the class: the ORM would split the rows into a statement for each set of columns.
-        session.execute(insert(_TABLE), [{**empty, "at": at, **row} for row in rows])
+        session.execute(insert(_TABLE), [{**empty_row, "at": now, **row} for row in rows])
 
 
 def append_of_jobs(
@@ -180,14 +180,14 @@ def append_of_jobs(
     detail: Mapping[str, Any] | None = None,
 ) -> None:
     """Append the event of this change of status for each of these jobs."""
-    common = {
+    common_fields = {
         "actor": actor,
         "kind": f"job.{after}",
         "before": {"status": before},
         "after": {"status": after},
         "detail": detail,
     }
-    append_many(session, [{**common, "job_id": job_id} for job_id in ids])
+    append_many(session, [{**common_fields, "job_id": job_id} for job_id in ids])
 
 
 def after(session: Session, position: int, limit: int) -> list[Event]:
@@ -195,21 +195,21 @@ def after(session: Session, position: int, limit: int) -> list[Event]:
 
     Call it within `Database.run`: a transaction with a snapshot of one moment cannot tell which numbers were committed at that moment.
     """
-    chosen = select(Event).where(Event.event_id > position).order_by(Event.event_id).limit(limit)
+    query = select(Event).where(Event.event_id > position).order_by(Event.event_id).limit(limit)
     if session.get_bind().dialect.name == "postgresql":
-        chosen = chosen.where(Event.event_id <= _settled_up_to(session))
-    return list(session.scalars(chosen))
+        query = query.where(Event.event_id <= _settled_up_to(session))
+    return list(session.scalars(query))
 
 
 def newest(session: Session, before: float) -> int:
     """The last event that is older than `before`, in seconds since 1970. A reader that continues after it misses no later one. Call it
     like `after`.
     """
-    last = session.scalar(select(func.max(Event.event_id)).where(Event.at < before)) or 0
+    newest_id = session.scalar(select(func.max(Event.event_id)).where(Event.at < before)) or 0
     return (
-        min(last, _settled_up_to(session))
+        min(newest_id, _settled_up_to(session))
         if session.get_bind().dialect.name == "postgresql"
-        else last
+        else newest_id
     )
 
 
@@ -224,12 +224,12 @@ def recent(
     session: Session, *, job_id: str | None = None, vm_id: str | None = None, limit: int
 ) -> list[dict[str, Any]]:
     """The newest events of a job or a machine, oldest first, as plain data."""
-    chosen = select(*Event.__table__.columns).order_by(Event.event_id.desc()).limit(limit)
+    query = select(*Event.__table__.columns).order_by(Event.event_id.desc()).limit(limit)
     if job_id is not None:
-        chosen = chosen.where(Event.job_id == job_id)
+        query = query.where(Event.job_id == job_id)
     if vm_id is not None:
-        chosen = chosen.where(Event.vm_id == vm_id)
-    return [dict(row) for row in reversed(session.execute(chosen).mappings().all())]
+        query = query.where(Event.vm_id == vm_id)
+    return [dict(row) for row in reversed(session.execute(query).mappings().all())]
 
 
 def _announce(session: Session) -> None:
@@ -246,24 +246,24 @@ def _settled_up_to(session: Session) -> int:
     assert not connection.get_execution_options().get(READS, False), (
         "events are read in Database.run: Database.read shows one moment, in which it cannot be known whether a number is still to come"
     )
-    given = session.execute(_GIVEN).scalar_one()
-    held = session.execute(_LOWEST_HELD, {"tag": _TAG}).scalar_one()
-    return given if held is None else min(given, held)
+    last_assigned = session.execute(_GIVEN).scalar_one()
+    lowest_held = session.execute(_LOWEST_HELD, {"tag": _TAG}).scalar_one()
+    return last_assigned if lowest_held is None else min(last_assigned, lowest_held)
 
 
 def note_observed(
     session: Session,
     gpu: GPU,
     now: Observed,
-    why: str | None,
+    reason: str | None,
     *,
     actor: str,
     job_id: str | None = None,
     epoch: int | None = None,
 ) -> bool:
     """Record the state of a GPU that a poller or a runner observed; returns whether it is a change. Every change is an event."""
-    before, gpu.detail = gpu.observed, why
-    if before == now:
+    observed_before, gpu.detail = gpu.observed, reason
+    if observed_before == now:
         return False
     gpu.observed = now
     append(
@@ -273,8 +273,8 @@ def note_observed(
         job_id=job_id,
         epoch=epoch,
         vm_id=gpu.vm_id,
-        before={"observed": before},
+        before={"observed": observed_before},
         after={"observed": now},
-        detail={"index": gpu.index, "uuid": gpu.uuid, "why": why},
+        detail={"index": gpu.index, "uuid": gpu.uuid, "why": reason},
     )
     return True

@@ -29,12 +29,12 @@ def lacking(
     if projects is None:
         return frozenset()
     sorted_hashes = sorted(set(hashes))
-    theirs = select(BlobRight.sha256).where(BlobRight.project.in_(projects))
-    found = set[str]()
+    permitted = select(BlobRight.sha256).where(BlobRight.project.in_(projects))
+    permitted_hashes = set[str]()
     for start in range(0, len(sorted_hashes), AT_ONCE):
-        some = BlobRight.sha256.in_(sorted_hashes[start : start + AT_ONCE])
-        found.update(session.scalars(theirs.where(some)))
-    return frozenset(sorted_hashes) - found
+        is_in_portion = BlobRight.sha256.in_(sorted_hashes[start : start + AT_ONCE])
+        permitted_hashes.update(session.scalars(permitted.where(is_in_portion)))
+    return frozenset(sorted_hashes) - permitted_hashes
 
 
 def record(session: Session, rights: Iterable[tuple[str, str]]) -> None:
@@ -43,12 +43,12 @@ def record(session: Session, rights: Iterable[tuple[str, str]]) -> None:
     if not rows:
         return
     insert = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
-    made = insert(_TABLE).values(at=clock())
+    insert_rights = insert(_TABLE).values(at=clock())
     # The time too: a concurrent cleaner that read the old time must not delete a right to a blob that was sent again.
-    again = made.on_conflict_do_update(
-        index_elements=["sha256", "project"], set_={"at": made.excluded.at}
+    upsert_rights = insert_rights.on_conflict_do_update(
+        index_elements=["sha256", "project"], set_={"at": insert_rights.excluded.at}
     )
-    session.execute(again, rows)
+    session.execute(upsert_rights, rows)
 
 
 def sender(projects: Collection[str] | None) -> str:

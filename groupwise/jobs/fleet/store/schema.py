@@ -45,13 +45,13 @@ def is_current(connection: Connection) -> bool:
 
 
 def _is_current(connection: Connection) -> bool:
-    there = _fingerprint_there(connection)
+    stored_fingerprint = _stored_fingerprint(connection)
     # Compared without alembic: every command checks this first, and loading alembic takes longer than most commands.
-    if there == _fingerprint(connection.dialect.name):
+    if stored_fingerprint == _own_fingerprint(connection.dialect.name):
         version = connection.exec_driver_sql(f"SELECT version_num FROM {VERSION_TABLE}")
         if version.scalar_one() == newest_revision():
             return True
-    _refuse_newer_rules(there)
+    _refuse_newer_rules(stored_fingerprint)
     _refuse_newer_tables(_revision(connection))
     return False
 
@@ -72,9 +72,9 @@ def bring_up_to_date(connection: Connection, used_by: Callable[[], str | None]) 
                 raise UsageError(
                     f"The database holds tables of something else: {', '.join(existing)}. Give the fleet a database of its own."
                 )
-        elif (who := used_by()) is not None:
+        elif (user := used_by()) is not None:
             raise UsageError(
-                f"The fleet's database was made by another version of Groupwise, and {who} works with it as it is. Restart that with this "
+                f"The fleet's database was made by another version of Groupwise, and {user} works with it as it is. Restart that with this "
                 "version (`groupwise fleet up`), which brings the database up to date on its way. Nothing was changed."
             )
         _drop_derived(connection)
@@ -83,13 +83,13 @@ def bring_up_to_date(connection: Connection, used_by: Callable[[], str | None]) 
         for statement in _derived_statements(dialect):
             connection.exec_driver_sql(statement)
         connection.exec_driver_sql(
-            f"CREATE VIEW {FINGERPRINT} AS SELECT '{_fingerprint(dialect)}' AS fingerprint"
+            f"CREATE VIEW {FINGERPRINT} AS SELECT '{_own_fingerprint(dialect)}' AS fingerprint"
         )
-        broken = None
+        broken_reference = None
         if dialect == "sqlite":
-            broken = connection.exec_driver_sql("PRAGMA foreign_key_check").first()
-        if broken is not None:
-            table, row, parent, _ = broken
+            broken_reference = connection.exec_driver_sql("PRAGMA foreign_key_check").first()
+        if broken_reference is not None:
+            table, row, parent, _ = broken_reference
             raise UsageError(
                 f"Row {row} of {table} in the fleet's database names one of {parent} that is not there: it was deleted by "
                 f"hand. Delete that row too (`DELETE FROM {table} WHERE rowid = {row}`), or put a copy of the database in its place. "
@@ -130,9 +130,9 @@ def _unchecked_references(connection: Connection) -> Generator[None, None, None]
         driver.execute("PRAGMA foreign_keys = ON")
 
 
-def _refuse_newer_rules(found: str | None) -> None:
-    """Raise UsageError if the rules are newer than this version. `found`: the fingerprint in the database."""
-    number = int((found or "").rpartition(":")[0] or 0)
+def _refuse_newer_rules(fingerprint: str | None) -> None:
+    """Raise UsageError if the rules are newer than this version. `fingerprint`: the one in the database."""
+    number = int((fingerprint or "").rpartition(":")[0] or 0)
     if number > RULES:
         raise UsageError(
             f"The fleet's database was made by a newer version of Groupwise (its rules are number {number}, this version knows up to "
@@ -140,11 +140,11 @@ def _refuse_newer_rules(found: str | None) -> None:
         )
 
 
-def _refuse_newer_tables(found: str | None) -> None:
-    known = {each.revision for each in _scripts().walk_revisions()}
-    if found is not None and found not in known:
+def _refuse_newer_tables(revision: str | None) -> None:
+    known_revisions = {script.revision for script in _scripts().walk_revisions()}
+    if revision is not None and revision not in known_revisions:
         raise UsageError(
-            f"The fleet's database was made by a newer version of Groupwise (its revision is {found}, this version knows up to "
+            f"The fleet's database was made by a newer version of Groupwise (its revision is {revision}, this version knows up to "
             f"{_scripts().get_current_head()}). Upgrade Groupwise here."
         )
 
@@ -179,12 +179,12 @@ def _derived_statements(dialect: str) -> Iterator[str]:
     yield from views.statements()
 
 
-def _fingerprint(dialect: str) -> str:
-    made = hashlib.sha256("\n".join(_derived_statements(dialect)).encode()).hexdigest()
-    return f"{RULES}:{made}"
+def _own_fingerprint(dialect: str) -> str:
+    digest = hashlib.sha256("\n".join(_derived_statements(dialect)).encode()).hexdigest()
+    return f"{RULES}:{digest}"
 
 
-def _fingerprint_there(connection: Connection) -> str | None:
+def _stored_fingerprint(connection: Connection) -> str | None:
     if FINGERPRINT not in inspect(connection).get_view_names():
         return None
     return connection.exec_driver_sql(f"SELECT fingerprint FROM {FINGERPRINT}").scalar_one()
@@ -196,15 +196,15 @@ def _drop_derived(connection: Connection) -> None:
     for name in (FINGERPRINT, *views.NAMES):
         connection.exec_driver_sql(f"DROP VIEW IF EXISTS {name}")
     if connection.dialect.name == "sqlite":
-        found = connection.exec_driver_sql("SELECT name FROM sqlite_master WHERE type = 'trigger'")
-        for name in found.scalars().all():
+        rows = connection.exec_driver_sql("SELECT name FROM sqlite_master WHERE type = 'trigger'")
+        for name in rows.scalars().all():
             if name.startswith(triggers.PREFIX):
                 connection.exec_driver_sql(f'DROP TRIGGER "{name}"')
     else:  # a trigger goes with its function
-        found = connection.exec_driver_sql(
+        rows = connection.exec_driver_sql(
             "SELECT proname FROM pg_proc WHERE pronamespace = current_schema()::regnamespace "
             "AND prorettype = 'trigger'::regtype"
         )
-        for name in found.scalars().all():
+        for name in rows.scalars().all():
             if name.startswith(triggers.PREFIX):
                 connection.exec_driver_sql(f'DROP FUNCTION "{name}"() CASCADE')

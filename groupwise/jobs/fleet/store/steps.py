@@ -30,33 +30,33 @@ def in_steps(
     """Decorator: call the generator as a function. Its work is done when that returns, or when the surrounding `side_by_side` ends."""
 
     @wraps(write)
-    def whole(session: Session, *args: P.args, **kwargs: P.kwargs) -> None:
+    def run_or_defer(session: Session, *args: P.args, **kwargs: P.kwargs) -> None:
         steps = write(session, *args, **kwargs)
-        if (started := session.info.get(_BEGUN)) is not None:
-            started.append(steps)
+        if (deferred := session.info.get(_BEGUN)) is not None:
+            deferred.append(steps)
         else:
             _drive(session, [steps])
 
-    return whole
+    return run_or_defer
 
 
 @contextmanager
 def side_by_side(session: Session) -> Generator[None]:
     """Defer writes in steps that are called within the block; at its end they all run, step by step together."""
-    started: list[Steps] = []
-    session.info[_BEGUN] = started
+    deferred: list[Steps] = []
+    session.info[_BEGUN] = deferred
     try:
         yield
     finally:
         del session.info[_BEGUN]
-    _drive(session, started)
+    _drive(session, deferred)
 
 
 def _drive(session: Session, writes: Iterable[Steps]) -> None:
     for steps in zip_longest(*writes):
         session.flush()
-        of: dict[Update, list[Mapping[str, Any]]] = {}
+        values_by_statement: dict[Update, list[Mapping[str, Any]]] = {}
         for statement, values in filter(None, steps):
-            of.setdefault(statement, []).append(values)
-        for statement, values in of.items():
+            values_by_statement.setdefault(statement, []).append(values)
+        for statement, values in values_by_statement.items():
             session.execute(statement, values)

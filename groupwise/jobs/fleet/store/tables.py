@@ -63,15 +63,15 @@ class Moment(TypeDecorator[datetime]):
 
     def result_processor(self, dialect: Dialect, coltype: object) -> Any:
         """In SQLite, a hand-written value that is no time reads as None instead of failing the query for all rows; admission reports it."""
-        read: Any = super().result_processor(dialect, coltype)
+        processor: Any = super().result_processor(dialect, coltype)
 
         def readable(value: Any) -> datetime | None:
             try:
-                return read(value)
+                return processor(value)
             except (ValueError, TypeError):
                 return None
 
-        return readable if dialect.name == "sqlite" else read
+        return readable if dialect.name == "sqlite" else processor
 
     def process_result_value(self, value: datetime | None, dialect: Dialect) -> datetime | None:
         """Convert from the database: times from SQLite get the zone UTC."""

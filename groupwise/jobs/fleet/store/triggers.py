@@ -62,15 +62,23 @@ class Rule:
 
 def rules() -> tuple[Rule, ...]:
     """The rules that both databases share, in the order of their checks; PostgreSQL fires triggers by name."""
-    return (*_of_jobs(), *_of_attempts(), *_of_reservations(), *_of_events(), *_of_places())
+    return (
+        *_job_rules(),
+        *_attempt_rules(),
+        *_reservation_rules(),
+        *_event_rules(),
+        *_location_rules(),
+    )
 
 
 def statements(dialect: str) -> Iterator[str]:
     """The statements that create all triggers."""
-    only_sqlite = (_of_values, _of_replacements, _of_references)
-    own = [rule for kind in only_sqlite for rule in kind()] if dialect == "sqlite" else _of_times()
-    for rule in (*rules(), *_of_machines(dialect), *_of_documents(dialect), *own):
-        yield from _sqlite(rule) if dialect == "sqlite" else _postgresql(rule)
+    only_sqlite = (_value_rules, _replacement_rules, _reference_rules)
+    dialect_rules = (
+        [rule for kind in only_sqlite for rule in kind()] if dialect == "sqlite" else _time_rules()
+    )
+    for rule in (*rules(), *_machine_rules(dialect), *_document_rules(dialect), *dialect_rules):
+        yield from _sqlite_trigger(rule) if dialect == "sqlite" else _postgresql_trigger(rule)
     if dialect == "postgresql":
         for table in NEVER_EMPTIED:
             yield from _no_truncation(table)
@@ -112,16 +120,14 @@ ASKED = (
 """Columns that the submitter writes and admission reads."""
 
 
-def _of_jobs() -> Iterator[Rule]:
-    retried = (
-        f"OLD.status IN {_list(states.RETRIED_FROM)} AND NEW.status = '{states.JobStatus.QUEUED}'"
-    )
+def _job_rules() -> Iterator[Rule]:
+    retried = f"OLD.status IN {_sql_list(states.RETRIED_FROM)} AND NEW.status = '{states.JobStatus.QUEUED}'"
     yield Rule(
         "job_begins",
         "jobs",
         "INSERT",
-        f"NEW.status NOT IN {_list(states.JOB_BEGINS)}",
-        f"a new job is {_words(states.JOB_BEGINS)}; status is written by the control plane",
+        f"NEW.status NOT IN {_sql_list(states.JOB_BEGINS)}",
+        f"a new job is {_join_states(states.JOB_BEGINS)}; status is written by the control plane",
     )
     yield Rule(
         "job_unadmitted",
@@ -130,7 +136,7 @@ def _of_jobs() -> Iterator[Rule]:
         " OR ".join(f"NEW.{column} <~> {default}" for column, default in OF_THE_CONTROL_PLANE),
         f"{', '.join(column for column, _ in OF_THE_CONTROL_PLANE)} of a new job are the control plane's to write: leave them out",
     )
-    yield from _moves("job", "jobs", "status", states.JOB_MOVES)
+    yield from _transition_rules("job", "jobs", "status", states.JOB_MOVES)
     yield Rule(
         "job_in_motion",
         "jobs",
@@ -144,7 +150,7 @@ def _of_jobs() -> Iterator[Rule]:
         "jobs",
         "UPDATE",
         f"{retried} AND NEW.generation <> OLD.generation + 1",
-        f"a job that is {_words(states.RETRIED_FROM)} is queued again only with generation + 1: groupwise fleet resume",
+        f"a job that is {_join_states(states.RETRIED_FROM)} is queued again only with generation + 1: groupwise fleet resume",
     )
     yield Rule(
         "job_generation",
@@ -157,7 +163,7 @@ def _of_jobs() -> Iterator[Rule]:
         "job_final",
         "jobs",
         "UPDATE",
-        f"OLD.status IN {_list(states.FINAL)} AND NEW.status = OLD.status AND "
+        f"OLD.status IN {_sql_list(states.FINAL)} AND NEW.status = OLD.status AND "
         f"({' OR '.join(_set_once(column) for column in ('failure_reason', 'exit_code', 'end_time'))})",
         "how a job ended does not change any more",
     )
@@ -179,7 +185,7 @@ def _of_jobs() -> Iterator[Rule]:
         "job_asked_to_end",
         "jobs",
         "UPDATE",
-        f"NEW.cancel_requested_at IS NOT NULL AND NEW.status NOT IN {_list({states.JobStatus.RUNNING, *states.FINAL})}",
+        f"NEW.cancel_requested_at IS NOT NULL AND NEW.status NOT IN {_sql_list({states.JobStatus.RUNNING, *states.FINAL})}",
         "cancel_requested_at is for a job that runs: groupwise fleet stop ends one that waits at once",
     )
     yield Rule(
@@ -187,16 +193,16 @@ def _of_jobs() -> Iterator[Rule]:
     )
 
 
-def _of_attempts() -> Iterator[Rule]:
-    ended = states.AttemptState.ENDED
+def _attempt_rules() -> Iterator[Rule]:
+    ended_state = states.AttemptState.ENDED
     columns = ("epoch", "job_id", "generation", "number")
-    final = ("outcome", "failure_class", "charged", "ended_at")
+    final_columns = ("outcome", "failure_class", "charged", "ended_at")
     yield Rule(
         "attempt_begins",
         "attempts",
         "INSERT",
-        f"NEW.state NOT IN {_list(states.ATTEMPT_BEGINS)}",
-        f"a new attempt is {_words(states.ATTEMPT_BEGINS)}",
+        f"NEW.state NOT IN {_sql_list(states.ATTEMPT_BEGINS)}",
+        f"a new attempt is {_join_states(states.ATTEMPT_BEGINS)}",
     )
     yield Rule(
         "attempt_epoch",
@@ -205,7 +211,7 @@ def _of_attempts() -> Iterator[Rule]:
         "EXISTS (SELECT 1 FROM attempts AS other WHERE other.job_id = NEW.job_id AND other.epoch > NEW.epoch)",
         "the epoch of an attempt is higher than those of all earlier attempts of its job; leave it to the database",
     )
-    yield from _moves("attempt", "attempts", "state", states.ATTEMPT_MOVES)
+    yield from _transition_rules("attempt", "attempts", "state", states.ATTEMPT_MOVES)
     yield Rule(
         "attempt_kept",
         "attempts",
@@ -217,22 +223,22 @@ def _of_attempts() -> Iterator[Rule]:
         "attempt_outcome",
         "attempts",
         "UPDATE",
-        f"NEW.state = '{ended}' AND COALESCE(NEW.outcome, '') NOT IN {_list(states.Outcome)}",
-        f"an attempt that has ended has an outcome: {_words(states.Outcome)}",
+        f"NEW.state = '{ended_state}' AND COALESCE(NEW.outcome, '') NOT IN {_sql_list(states.Outcome)}",
+        f"an attempt that has ended has an outcome: {_join_states(states.Outcome)}",
     )
     yield Rule(
         "attempt_final",
         "attempts",
         "UPDATE",
-        f"OLD.state = '{ended}' AND ({' OR '.join(f'NEW.{column} <~> OLD.{column}' for column in final)})",
+        f"OLD.state = '{ended_state}' AND ({' OR '.join(f'NEW.{column} <~> OLD.{column}' for column in final_columns)})",
         "how an attempt ended does not change any more",
     )
     yield Rule(
         "attempt_cleanup",
         "attempts",
         "UPDATE",
-        f"NEW.cleanup NOT IN {_list(states.Cleanup)}",
-        f"cleanup is {_words(states.Cleanup)}",
+        f"NEW.cleanup NOT IN {_sql_list(states.Cleanup)}",
+        f"cleanup is {_join_states(states.Cleanup)}",
     )
     yield Rule(
         "attempt_over",
@@ -254,11 +260,11 @@ def _may_hold(attempt: str) -> str:
     return f"{attempt}.state <> '{states.AttemptState.ENDED}' OR {attempt}.cleanup <> '{states.Cleanup.CLEAN}'"
 
 
-def _of_reservations() -> Iterator[Rule]:
+def _reservation_rules() -> Iterator[Rule]:
     columns = ("vm_id", "gpu_id", "slot", "share_mb", "epoch", "rank", "reserved_at")
-    holding = "NEW.gpu_id IS NOT NULL AND NEW.released_at IS NULL"
+    holds_gpu = "NEW.gpu_id IS NOT NULL AND NEW.released_at IS NULL"
     # `vm_id` is in these conditions for the index of open reservations, whose first column it is.
-    beside = (
+    open_reservations = (
         "FROM reservations WHERE vm_id = NEW.vm_id AND gpu_id = NEW.gpu_id AND released_at IS NULL"
     )
     yield Rule(
@@ -281,11 +287,11 @@ def _of_reservations() -> Iterator[Rule]:
         "reservation_room",
         "reservations",
         "INSERT",
-        f"((SELECT count(*) {beside}) > 1 AND "
-        f"EXISTS (SELECT 1 {beside} AND share_mb IS NULL)) OR (SELECT sum(share_mb) {beside}) > "
+        f"((SELECT count(*) {open_reservations}) > 1 AND "
+        f"EXISTS (SELECT 1 {open_reservations} AND share_mb IS NULL)) OR (SELECT sum(share_mb) {open_reservations}) > "
         "COALESCE((SELECT memory_mb FROM gpus WHERE gpus.gpu_id = NEW.gpu_id), 0)",
         "the GPU has no room for this reservation: shares never exceed its memory, and a whole one stands alone",
-        about=holding,
+        about=holds_gpu,
         lock="PERFORM 1 FROM gpus WHERE gpu_id = NEW.gpu_id FOR NO KEY UPDATE",
     )
     yield Rule(
@@ -296,7 +302,7 @@ def _of_reservations() -> Iterator[Rule]:
         "ON twin.uuid = own.uuid AND twin.gpu_id <> own.gpu_id JOIN reservations AS held ON held.gpu_id = twin.gpu_id "
         "AND held.released_at IS NULL WHERE own.gpu_id = NEW.gpu_id)",
         "this GPU stands in the fleet twice, under two machines, and is reserved as that of the other one",
-        about=holding,
+        about=holds_gpu,
         lock="PERFORM 1 FROM gpus WHERE uuid = (SELECT uuid FROM gpus WHERE gpu_id = NEW.gpu_id) ORDER BY gpu_id FOR NO KEY UPDATE",
     )
     yield Rule(
@@ -315,25 +321,31 @@ def _of_reservations() -> Iterator[Rule]:
     )
 
 
-def _of_events() -> Iterator[Rule]:
-    for on in ("UPDATE", "DELETE"):
-        yield Rule(f"event_{on.lower()}", "events", on, "1 = 1", "events are only ever appended")
+def _event_rules() -> Iterator[Rule]:
+    for operation in ("UPDATE", "DELETE"):
+        yield Rule(
+            f"event_{operation.lower()}",
+            "events",
+            operation,
+            "1 = 1",
+            "events are only ever appended",
+        )
 
 
 _IN_USE = "EXISTS (SELECT 1 FROM reservations WHERE vm_id = NEW.vm_id AND released_at IS NULL)"
 
 
-def _of_places() -> Iterator[Rule]:
+def _location_rules() -> Iterator[Rule]:
     """An address may change with the network. The columns that would make it another place for the runner may not, while something runs."""
-    place = ("transport", "user", "workdir")
-    changed = " OR ".join(f'NEW."{column}" <~> OLD."{column}"' for column in place)
+    place_columns = ("transport", "user", "workdir")
+    has_changed = " OR ".join(f'NEW."{column}" <~> OLD."{column}"' for column in place_columns)
     yield Rule(
         "vm_place",
         "vms",
         "UPDATE",
         _IN_USE,
-        f"{', '.join(place)} of a machine do not change while something runs there: drain it first, and wait for its jobs",
-        about=changed,
+        f"{', '.join(place_columns)} of a machine do not change while something runs there: drain it first, and wait for its jobs",
+        about=has_changed,
     )
 
 
@@ -352,7 +364,7 @@ JOB_DOCUMENTS = {
 """JSON columns of a job that the control plane writes, and reads for all waiting jobs."""
 
 
-def _of_documents(dialect: str) -> Iterator[Rule]:
+def _document_rules(dialect: str) -> Iterator[Rule]:
     for column, kind in JOB_DOCUMENTS.items():
         message = f"{column} of a job: a JSON {kind} is wanted"
         yield Rule(
@@ -360,25 +372,31 @@ def _of_documents(dialect: str) -> Iterator[Rule]:
         )
 
 
-def _of_times() -> Iterator[Rule]:
+def _time_rules() -> Iterator[Rule]:
     """PostgreSQL stores times that no program can represent: infinity, and years before 1."""
-    times = [
+    time_columns = [
         c.name
         for c in Base.metadata.tables[Job.__tablename__].columns
         if isinstance(c.type, Moment)
     ]
-    beyond = " OR ".join(f"NEW.{name} NOT BETWEEN '1970-01-01' AND '9999-01-01'" for name in times)
-    for on in ("INSERT", "UPDATE"):
-        message = f"{', '.join(times)} of a job: a time from 1970 to 9998 is wanted"
-        yield Rule(f"job_times_{on.lower()}", "jobs", on, beyond, message)
+    is_out_of_range = " OR ".join(
+        f"NEW.{name} NOT BETWEEN '1970-01-01' AND '9999-01-01'" for name in time_columns
+    )
+    for operation in ("INSERT", "UPDATE"):
+        message = f"{', '.join(time_columns)} of a job: a time from 1970 to 9998 is wanted"
+        yield Rule(f"job_times_{operation.lower()}", "jobs", operation, is_out_of_range, message)
 
 
-def _of_machines(dialect: str) -> Iterator[Rule]:
+def _machine_rules(dialect: str) -> Iterator[Rule]:
     """Rows of machines are written by hand and read all at once, so one unreadable row would hide all others."""
-    wrong = {name: _no_json(dialect, name, kind) for name, kind in MACHINE_DOCUMENTS.items()}
+    conditions = {name: _no_json(dialect, name, kind) for name, kind in MACHINE_DOCUMENTS.items()}
     if dialect == "sqlite":  # which stores any type in any column
-        wrong |= {name: f"typeof(NEW.{name}) NOT IN {kinds}" for name, kinds in _NUMBERS.items()}
-        wrong["last_polled"] = "NEW.last_polled IS NOT NULL AND julianday(NEW.last_polled) IS NULL"
+        conditions |= {
+            name: f"typeof(NEW.{name}) NOT IN {kinds}" for name, kinds in _NUMBERS.items()
+        }
+        conditions["last_polled"] = (
+            "NEW.last_polled IS NOT NULL AND julianday(NEW.last_polled) IS NULL"
+        )
     yield Rule(
         "vm_engine_stays",
         "vms",
@@ -387,33 +405,35 @@ def _of_machines(dialect: str) -> Iterator[Rule]:
         "what begins jobs on a machine does not change while something runs there: drain it first, and wait for its jobs",
         about=_another_engine(dialect),
     )
-    for on in ("INSERT", "UPDATE"):
+    for operation in ("INSERT", "UPDATE"):
         yield Rule(
-            f"vm_deadman_{on.lower()}_finite",
+            f"vm_deadman_{operation.lower()}_finite",
             "vms",
-            on,
+            operation,
             "NEW.deadman IS NOT NULL AND NOT (NEW.deadman > 0 AND NEW.deadman < 1e9)",
             "deadman of a machine: seconds are wanted, or NULL for none",
         )
-        for column, refused in wrong.items():
+        for column, condition in conditions.items():
             kind = MACHINE_DOCUMENTS.get(column)
             expected = f"a JSON {kind} is wanted" if kind else "this is no value for it"
             message = f"{column} of a machine: {expected}"
-            yield Rule(f"vm_{column}_{on.lower()}", "vms", on, refused, message)
+            yield Rule(f"vm_{column}_{operation.lower()}", "vms", operation, condition, message)
         yield Rule(
-            f"vm_named_{on.lower()}",
+            f"vm_named_{operation.lower()}",
             "vms",
-            on,
+            operation,
             _no_name(dialect, "NEW.vm_id"),
             "vm_id of a machine: letters, digits, `.`, `_` and `-` are wanted, at most 63, a letter or digit first, since commands name it",
-            about="" if on == "INSERT" else "NEW.vm_id <~> OLD.vm_id",
+            about="" if operation == "INSERT" else "NEW.vm_id <~> OLD.vm_id",
         )
 
 
 def _another_engine(dialect: str) -> str:
     """SQL condition: the name of the engine changes. A new engine cannot report on jobs that the old one started."""
-    read = "json_extract({}.engine, '$.name')" if dialect == "sqlite" else "{}.engine ->> 'name'"
-    return f"({read.format('NEW')}) <~> ({read.format('OLD')})"
+    engine_name = (
+        "json_extract({}.engine, '$.name')" if dialect == "sqlite" else "{}.engine ->> 'name'"
+    )
+    return f"({engine_name.format('NEW')}) <~> ({engine_name.format('OLD')})"
 
 
 def _no_name(dialect: str, value: str) -> str:
@@ -452,85 +472,93 @@ _KINDS: tuple[tuple[type[TypeEngine[Any]], str, str], ...] = (
 )
 
 
-def _of_values() -> Iterator[Rule]:
+def _value_rules() -> Iterator[Rule]:
     """Rules for changes to the columns of a job. New rows may hold anything but a wrong id: admission reads them and reports problems."""
     jobs = Base.metadata.tables[Job.__tablename__]
     yield _type_rule(
         "job_id_text", "INSERT", [jobs.columns["job_id"]], "typeof({}) <> 'text'", "text"
     )
-    for kind, wrong, word in _KINDS:
+    for kind, condition, type_name in _KINDS:
         columns = [column for column in jobs.columns if isinstance(column.type, kind)]
-        yield _type_rule(f"job_{kind.__name__.lower()}", "UPDATE", columns, wrong, word)
+        yield _type_rule(f"job_{kind.__name__.lower()}", "UPDATE", columns, condition, type_name)
 
 
-def _type_rule(name: str, on: str, columns: Sequence[Column[Any]], wrong: str, word: str) -> Rule:
-    refused = " OR ".join(
-        f"(NEW.{column.name} IS NOT NULL AND ({wrong.format(f'NEW.{column.name}')}))"
+def _type_rule(
+    name: str, operation: str, columns: Sequence[Column[Any]], condition: str, type_name: str
+) -> Rule:
+    any_condition = " OR ".join(
+        f"(NEW.{column.name} IS NOT NULL AND ({condition.format(f'NEW.{column.name}')}))"
         for column in columns
     )
     names = [column.name for column in columns]
-    *others, last = names
+    *other_names, last_name = names
     message = (
-        f"{', '.join(others)} and {last}: {word} is wanted in each"
-        if others
-        else f"{last}: {word} is wanted"
+        f"{', '.join(other_names)} and {last_name}: {type_name} is wanted in each"
+        if other_names
+        else f"{last_name}: {type_name} is wanted"
     )
-    return Rule(name, columns[0].table.name, on, refused, message)
+    return Rule(name, columns[0].table.name, operation, any_condition, message)
 
 
-def _of_replacements() -> Iterator[Rule]:
+def _replacement_rules() -> Iterator[Rule]:
     for table in KEPT_WHOLE:
-        for number, (columns, where) in enumerate(_keys(table)):
-            same = " AND ".join(f"other.{column} = NEW.{column}" for column in columns)
+        for number, (columns, index_condition) in enumerate(_unique_keys(table)):
+            is_same_row = " AND ".join(f"other.{column} = NEW.{column}" for column in columns)
             yield Rule(
                 f"{table.name}_replaced_{number}",
                 table.name,
                 "INSERT",
-                f"EXISTS (SELECT 1 FROM {table.name} AS other WHERE {same}{where})",
+                f"EXISTS (SELECT 1 FROM {table.name} AS other WHERE {is_same_row}{index_condition})",
                 f"there is a row of this {' and '.join(columns)} in {table.name} already, and it is not replaced",
                 early=True,
             )
 
 
-def _keys(table: Table) -> Iterator[tuple[Sequence[str], str]]:
+def _unique_keys(table: Table) -> Iterator[tuple[Sequence[str], str]]:
     """Sets of columns that no two rows share, each with a condition for the rows concerned. An autoincremented number is NULL before it is
     assigned, and so conflicts with nothing. The order is the same in every process, although SQLAlchemy keeps them as sets."""
     yield [column.name for column in table.primary_key.columns], ""
-    for constraint in sorted(table.constraints, key=_name):
+    for constraint in sorted(table.constraints, key=_constraint_name):
         if isinstance(constraint, UniqueConstraint):
             yield [column.name for column in constraint.columns], ""
-    for index in sorted(table.indexes, key=_name):
+    for index in sorted(table.indexes, key=_constraint_name):
         if index.unique:
-            yield [column.name for column in index.columns], _among(index)
+            yield [column.name for column in index.columns], _partial_index_condition(index)
 
 
-def _name(constraint: Constraint | Index) -> str:
+def _constraint_name(constraint: Constraint | Index) -> str:
     return str(constraint.name)
 
 
-def _among(index: Index) -> str:
+def _partial_index_condition(index: Index) -> str:
     """SQL: both rows fulfil the condition of a partial index."""
-    where = index.dialect_options["sqlite"]["where"]
-    if where is None:
+    index_condition = index.dialect_options["sqlite"]["where"]
+    if index_condition is None:
         return ""
     columns = (
         "|".join(column.name for column in index.table.columns) if index.table is not None else ""
     )
-    both = (re.sub(rf"\b({columns})\b", rf"{row}.\1", str(where)) for row in ("other", "NEW"))
-    return "".join(f" AND {condition}" for condition in both)
+    conditions = (
+        re.sub(rf"\b({columns})\b", rf"{row}.\1", str(index_condition)) for row in ("other", "NEW")
+    )
+    return "".join(f" AND {condition}" for condition in conditions)
 
 
-def _of_references() -> Iterator[Rule]:
+def _reference_rules() -> Iterator[Rule]:
     """Rules that a referenced row stays: an attempt whose job or machine is deleted would have no owner."""
     for name, table in sorted(Base.metadata.tables.items()):
-        for key in sorted(table.foreign_keys, key=lambda each: each.column.table.name):
-            named, column = key.column.table.name, key.column.name
+        for key in sorted(
+            table.foreign_keys, key=lambda foreign_key: foreign_key.column.table.name
+        ):
+            referenced_table, column = key.column.table.name, key.column.name
             rows = f"EXISTS (SELECT 1 FROM {name} WHERE {name}.{key.parent.name} = OLD.{column})"
-            message = f"this row of {named} stays, and keeps its {column}, as long as rows of {name} name it"
-            yield Rule(f"{named}_named_by_{name}", named, "DELETE", rows, message)
+            message = f"this row of {referenced_table} stays, and keeps its {column}, as long as rows of {name} name it"
             yield Rule(
-                f"{named}_called_by_{name}",
-                named,
+                f"{referenced_table}_named_by_{name}", referenced_table, "DELETE", rows, message
+            )
+            yield Rule(
+                f"{referenced_table}_called_by_{name}",
+                referenced_table,
                 f"UPDATE OF {column}",
                 f"NEW.{column} <~> OLD.{column} AND {rows}",
                 message,
@@ -545,17 +573,17 @@ def _no_json(dialect: str, column: str, kind: str) -> str:
     return f"NEW.{column} IS NOT NULL AND {is_one} <> '{kind}'"
 
 
-def _moves(
-    thing: str, table: str, column: str, moves: Mapping[Word, frozenset[Word]]
+def _transition_rules(
+    entity: str, table: str, column: str, moves: Mapping[Word, frozenset[Word]]
 ) -> Iterator[Rule]:
     for state, following in moves.items():
-        may = f"may become {_words(following)}" if following else "stays so"
+        rule_text = f"may become {_join_states(following)}" if following else "stays so"
         yield Rule(
-            f"{thing}_{state}",
+            f"{entity}_{state}",
             table,
             "UPDATE",
-            f"OLD.{column} = '{state}' AND NEW.{column} NOT IN {_list({state, *following})}",
-            f"{_article(thing)} that is {state} {may}",
+            f"OLD.{column} = '{state}' AND NEW.{column} NOT IN {_sql_list({state, *following})}",
+            f"{_article(entity)} that is {state} {rule_text}",
         )
 
 
@@ -563,23 +591,23 @@ def _set_once(column: str) -> str:
     return f"(OLD.{column} IS NOT NULL AND NEW.{column} <~> OLD.{column})"
 
 
-def _article(thing: str) -> str:
-    return f"an {thing}" if thing[0] in "aeiou" else f"a {thing}"
+def _article(entity: str) -> str:
+    return f"an {entity}" if entity[0] in "aeiou" else f"a {entity}"
 
 
-def _list(words: Iterable[StrEnum]) -> str:
-    return f"({', '.join(repr(str(word)) for word in sorted(words))})"
+def _sql_list(states: Iterable[StrEnum]) -> str:
+    return f"({', '.join(repr(str(state)) for state in sorted(states))})"
 
 
-def _words(words: Iterable[StrEnum]) -> str:
-    *others, last = sorted(words)
-    return f"{', '.join(others)} or {last}" if others else str(last)
+def _join_states(states: Iterable[StrEnum]) -> str:
+    *other_states, last_state = sorted(states)
+    return f"{', '.join(other_states)} or {last_state}" if other_states else str(last_state)
 
 
 # --- the SQL of the rules -------------------------------------------------------------------------
 
 
-def _when(rule: Rule) -> str:
+def _timing(rule: Rule) -> str:
     return "AFTER" if rule.on == "INSERT" and not rule.early else "BEFORE"
 
 
@@ -587,37 +615,37 @@ def _quote(message: str) -> str:
     return "'" + message.replace("'", "''") + "'"
 
 
-def _sqlite(rule: Rule) -> Iterator[str]:
-    refused = f"({rule.about}) AND ({rule.refused})" if rule.about else rule.refused
+def _sqlite_trigger(rule: Rule) -> Iterator[str]:
+    condition = f"({rule.about}) AND ({rule.refused})" if rule.about else rule.refused
     yield (
-        f"CREATE TRIGGER {PREFIX}{rule.name} {_when(rule)} {rule.on} ON {rule.table} "
-        f"WHEN {refused.replace('<~>', 'IS NOT')} "
+        f"CREATE TRIGGER {PREFIX}{rule.name} {_timing(rule)} {rule.on} ON {rule.table} "
+        f"WHEN {condition.replace('<~>', 'IS NOT')} "
         f"BEGIN SELECT RAISE(ABORT, {_quote(rule.message)}); END"
     )
 
 
-def _postgresql(rule: Rule) -> Iterator[str]:
+def _postgresql_trigger(rule: Rule) -> Iterator[str]:
     """A condition on the row alone becomes the trigger's WHEN, so no function is called for allowed rows. WHEN may not read other rows, so
     a condition that does is checked in the function."""
-    about, refused = (
+    when_condition, condition = (
         text.replace("<~>", "IS DISTINCT FROM") for text in (rule.about, rule.refused)
     )
-    raises = (
+    raise_statement = (
         f"RAISE EXCEPTION USING ERRCODE = 'check_violation', MESSAGE = {_quote(rule.message)}, "
         f"TABLE = '{rule.table}', CONSTRAINT = '{PREFIX}{rule.name}';"
     )
-    if "SELECT" in refused:
+    if "SELECT" in condition:
         lock = f"{rule.lock}; " if rule.lock else ""
         row = "OLD" if rule.on == "DELETE" else "NEW"
-        body = f"{lock}IF {refused} THEN {raises} END IF; RETURN {row};"
+        body = f"{lock}IF {condition} THEN {raise_statement} END IF; RETURN {row};"
     else:
-        about, body = refused, raises
+        when_condition, body = condition, raise_statement
     yield (
         f"CREATE FUNCTION {PREFIX}{rule.name}() RETURNS trigger LANGUAGE plpgsql AS $rule$ BEGIN {body} END $rule$"
     )
     yield (
-        f"CREATE TRIGGER {PREFIX}{rule.name} {_when(rule)} {rule.on} ON {rule.table} FOR EACH ROW "
-        f"{f'WHEN ({about}) ' if about else ''}EXECUTE FUNCTION {PREFIX}{rule.name}()"
+        f"CREATE TRIGGER {PREFIX}{rule.name} {_timing(rule)} {rule.on} ON {rule.table} FOR EACH ROW "
+        f"{f'WHEN ({when_condition}) ' if when_condition else ''}EXECUTE FUNCTION {PREFIX}{rule.name}()"
     )
 
 

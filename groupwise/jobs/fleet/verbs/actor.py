@@ -27,9 +27,9 @@ class Actor:
     def require_all_projects(self, what: str) -> None:
         """Raise `forbidden` if the actor is bound to projects; `what` is the refused operation: `drain a machine`."""
         if self.projects is not None:
-            bound = ", ".join(sorted(self.projects)) or "none"
+            project_names = ", ".join(sorted(self.projects)) or "none"
             raise Refusal(
                 "forbidden",
-                f"To {what} concerns jobs of every project, but {self.name} is bound to: {bound}. "
+                f"To {what} concerns jobs of every project, but {self.name} is bound to: {project_names}. "
                 "A key without projects may do it.",
             )

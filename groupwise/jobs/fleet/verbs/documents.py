@@ -59,18 +59,20 @@ def iso(moment: datetime | None) -> str | None:
 
 def job_summary(job: Job) -> Document:
     """The short document of a job in a list."""
-    return {name: getattr(job, name) for name in LISTED_FIELDS} | _times(job)
+    return {name: getattr(job, name) for name in LISTED_FIELDS} | _job_times(job)
 
 
 def job_document(job: Job) -> Document:
     """All columns of its row except the spec, which is long and follows from the request."""
     arguments = None if job.spec is None else job.spec.get("arguments")
     return (
-        {name: getattr(job, name) for name in JOB_FIELDS} | _times(job) | {"arguments": arguments}
+        {name: getattr(job, name) for name in JOB_FIELDS}
+        | _job_times(job)
+        | {"arguments": arguments}
     )
 
 
-def _times(job: Job) -> Document:
+def _job_times(job: Job) -> Document:
     return {
         "created_at": iso(job.created_at),
         "start_time": iso(job.start_time),

@@ -29,10 +29,10 @@ _INDEX = re.compile(r"[0-9]{1,9}")
 
 def job(session: Session, actor: Actor, job_id: str, *, lock: bool = False) -> Job:
     """The job. Raises `unknown_job`, also for a job of a project that the actor may not see."""
-    found = session.get(Job, job_id, with_for_update=lock or None)
-    if found is None or not actor.may_see(found.project):
+    row = session.get(Job, job_id, with_for_update=lock or None)
+    if row is None or not actor.may_see(row.project):
         raise no_job(session, actor, job_id)
-    return found
+    return row
 
 
 def no_job(session: Session, actor: Actor, job_id: str, *, near: bool = True) -> Refusal:
@@ -58,31 +58,31 @@ def jobs(
     """The current rows; jobs that do not exist, or that the actor may not see, are left out."""
     query = visible(select(Job).where(Job.job_id.in_(ids)).order_by(Job.job_id), actor)
     query = query.execution_options(populate_existing=True)
-    found = session.scalars(query.with_for_update() if lock else query)
-    return {each.job_id: each for each in found}
+    rows = session.scalars(query.with_for_update() if lock else query)
+    return {job.job_id: job for job in rows}
 
 
 def machine(session: Session, vm_id: str, *, lock: bool = False) -> VM:
     """The machine, also one that was removed. Raises `unknown_vm`."""
-    found = session.get(VM, vm_id, with_for_update=lock or None)
-    if found is None:
-        there = sorted(session.scalars(select(VM.vm_id).where(VM.active)).all())
+    row = session.get(VM, vm_id, with_for_update=lock or None)
+    if row is None:
+        names = sorted(session.scalars(select(VM.vm_id).where(VM.active)).all())
         raise Refusal(
             "unknown_vm",
-            f"there is no machine {vm_id!r}; {which_there_are(vm_id, there, 'vm add')}",
+            f"there is no machine {vm_id!r}; {which_there_are(vm_id, names, 'vm add')}",
         )
-    return found
+    return row
 
 
 def active_machine(session: Session, vm_id: str, *, lock: bool = False) -> VM:
     """The machine, unless it was removed. Raises `unknown_vm` or `vm_state`."""
-    found = machine(session, vm_id, lock=lock)
-    if not found.active:
+    row = machine(session, vm_id, lock=lock)
+    if not row.active:
         raise Refusal(
             "vm_state",
             f"machine {vm_id} was removed from the fleet; `groupwise fleet vm add {vm_id} …` takes it back.",
         )
-    return found
+    return row
 
 
 def gpu(session: Session, vm_id: str, name: str, *, lock: bool = False) -> GPU:
@@ -90,24 +90,24 @@ def gpu(session: Session, vm_id: str, name: str, *, lock: bool = False) -> GPU:
     machine(session, vm_id)
     condition = GPU.index == int(name) if _INDEX.fullmatch(name) else GPU.uuid == name
     query = select(GPU).where(GPU.vm_id == vm_id, condition)
-    found = session.scalars(query.with_for_update() if lock else query).first()
-    if found is None:
+    row = session.scalars(query.with_for_update() if lock else query).first()
+    if row is None:
         rows = session.scalars(select(GPU).where(GPU.vm_id == vm_id).order_by(GPU.index)).all()
-        there = ", ".join(f"{row.index} ({row.uuid})" for row in rows[:MOST_NAMES])
+        known_gpus = ", ".join(f"{row.index} ({row.uuid})" for row in rows[:MOST_NAMES])
         raise Refusal(
             "unknown_gpu",
             f"machine {vm_id} has no GPU {name!r}; "
-            + (f"it has {there}." if there else "none has been seen there."),
+            + (f"it has {known_gpus}." if known_gpus else "none has been seen there."),
         )
-    return found
+    return row
 
 
 def which_there_are(name: str, names: Sequence[str], otherwise: str) -> str:
     """Text listing the existing names, or only the nearest if one is similar."""
     if not names:
         return f"there are none yet; `groupwise fleet {otherwise}` makes one."
-    near = difflib.get_close_matches(name, names, n=1)
-    if near:
-        return f"did you mean {near[0]}?"
-    more = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
-    return f"there are {', '.join(names[:MOST_NAMES])}{more}."
+    matches = difflib.get_close_matches(name, names, n=1)
+    if matches:
+        return f"did you mean {matches[0]}?"
+    rest_note = f" and {len(names) - MOST_NAMES} more" if len(names) > MOST_NAMES else ""
+    return f"there are {', '.join(names[:MOST_NAMES])}{rest_note}."

@@ -94,14 +94,14 @@ def filter_of(
     if ids is not None and len(ids) > MOST_LISTED:
         raise Refusal("invalid_request", f"{len(ids)} ids: at most {MOST_LISTED} ids at once.")
     labels: dict[str, str] = {}
-    for word in label or ():
-        key, equals, value = word.partition("=")
+    for label_text in label or ():
+        key, equals, value = label_text.partition("=")
         if not equals:
-            raise Refusal("invalid_request", f"label {word!r}: key=value is wanted.")
+            raise Refusal("invalid_request", f"label {label_text!r}: key=value is wanted.")
         labels[key] = value
     return JobFilter(
         ids=None if ids is None else tuple(ids),
-        status=None if status is None else _statuses(status),
+        status=None if status is None else _parse_statuses(status),
         project=project,
         name=name,
         job_type=kind,
@@ -112,28 +112,28 @@ def filter_of(
     )
 
 
-def _statuses(words: Iterable[str]) -> frozenset[JobStatus]:
-    found: set[JobStatus] = set()
-    for word in words:
+def _parse_statuses(names: Iterable[str]) -> frozenset[JobStatus]:
+    statuses: set[JobStatus] = set()
+    for name in names:
         try:
-            found.add(JobStatus(word))
+            statuses.add(JobStatus(name))
         except ValueError:
             raise Refusal(
                 "invalid_request",
-                f"{word!r} is no status of a job; there are {', '.join(JobStatus)}.",
+                f"{name!r} is no status of a job; there are {', '.join(JobStatus)}.",
             ) from None
-    return frozenset(found)
+    return frozenset(statuses)
 
 
-def ended_statuses(words: Iterable[str] | None) -> frozenset[JobStatus] | None:
+def ended_statuses(names: Iterable[str] | None) -> frozenset[JobStatus] | None:
     """Statuses of jobs that have ended; None: all of these. Raises `invalid_request` for others."""
-    found = None if words is None else _statuses(words)
-    if found is not None and (wrong := sorted(found - FINAL)):
+    statuses = None if names is None else _parse_statuses(names)
+    if statuses is not None and (invalid := sorted(statuses - FINAL)):
         raise Refusal(
             "invalid_request",
-            f"{', '.join(wrong)}: only jobs that have ended are removed: completed, failed, cancelled.",
+            f"{', '.join(invalid)}: only jobs that have ended are removed: completed, failed, cancelled.",
         )
-    return found
+    return statuses
 
 
 # Showing
@@ -162,11 +162,11 @@ def listing(session: Session, actor: Actor, job_filter: JobFilter) -> list[Docum
     for key, value in job_filter.labels.items():
         query = query.where(Job.request["labels"][key].as_string() == value)
     if job_filter.older_than is not None:
-        last = find.job(session, actor, job_filter.older_than).job_id
+        last_id = find.job(session, actor, job_filter.older_than).job_id
         row = aliased(Job)
         # Compared in the database, because SQLite stores timestamps as texts of several forms.
-        created = select(row.created_at).where(row.job_id == last).scalar_subquery()
-        same_time = and_(Job.created_at == created, Job.job_id < last)
+        created = select(row.created_at).where(row.job_id == last_id).scalar_subquery()
+        same_time = and_(Job.created_at == created, Job.job_id < last_id)
         query = query.where(or_(Job.created_at < created, same_time))
     newest_first = query.order_by(Job.created_at.desc(), Job.job_id.desc()).limit(job_filter.limit)
     jobs = session.scalars(newest_first)
@@ -176,21 +176,21 @@ def listing(session: Session, actor: Actor, job_filter: JobFilter) -> list[Docum
 def show(session: Session, actor: Actor, job_id: str) -> Document:
     """Everything about one job: its row, attempts with members and evidence, mirrored checkpoints, why it waits, and its newest events."""
     job = find.job(session, actor, job_id)
-    found = job_document(job) | {
+    document = job_document(job) | {
         "waiting": why_waiting(session, job),
         "attempts": attempts(session, job_id),
         "checkpoints": checkpoints(session, job_id),
         "events": events.recent(session, job_id=job_id, limit=MOST_EVENTS),
     }
-    return visibility.job(session, actor, found)
+    return visibility.job(session, actor, document)
 
 
 def attempts(session: Session, job_id: str) -> list[Document]:
     """The attempts of a job, the oldest first."""
-    found = session.scalars(
+    rows = session.scalars(
         select(Attempt).where(Attempt.job_id == job_id).order_by(Attempt.epoch)
     ).all()
-    epochs = [attempt.epoch for attempt in found]
+    epochs = [attempt.epoch for attempt in rows]
     members = session.scalars(
         select(Member).where(Member.epoch.in_(epochs)).order_by(Member.epoch, Member.rank)
     ).all()
@@ -206,7 +206,7 @@ def attempts(session: Session, job_id: str) -> list[Document]:
             [member for member in members if member.epoch == attempt.epoch],
             [(row, gpu) for row, gpu in reservations if row.epoch == attempt.epoch],
         )
-        for attempt in found
+        for attempt in rows
     ]
 
 
@@ -223,7 +223,7 @@ def checkpoints(session: Session, job_id: str) -> list[Document]:
 def why_waiting(session: Session, job: Job) -> list[str]:
     """The reasons why a job does not run; empty if it runs or has ended."""
     reasons = pending_reasons.explain(session, job)
-    standstill = status.why_nothing_begins(session)
+    standstill = status.why_nothing_starts(session)
     if reasons and job.status != JobStatus.HELD and standstill is not None:
         reasons.insert(0, standstill)
     return reasons
@@ -252,17 +252,17 @@ def cancel(session: Session, actor: Actor, job_id: str, reason: str | None = Non
 
     Safe to repeat. Raises `job_state` for a job that has ended otherwise.
     """
-    return _alone(session, actor, job_id, cancelling(reason))
+    return _change_one(session, actor, job_id, cancelling(reason))
 
 
 def hold(session: Session, actor: Actor, job_id: str) -> Document:
     """Keep a waiting job from starting until it is released. Raises `job_state` for one that runs or has ended."""
-    return _alone(session, actor, job_id, holding)
+    return _change_one(session, actor, job_id, holding)
 
 
 def release(session: Session, actor: Actor, job_id: str) -> Document:
     """Allow a held job to start. Raises `job_state` for one that is not held."""
-    return _alone(session, actor, job_id, releasing)
+    return _change_one(session, actor, job_id, releasing)
 
 
 def retry(
@@ -274,10 +274,12 @@ def retry(
     Its request is read and expanded again, and it resumes from its last checkpoint if there is one. If admission rejects it, it has failed
     again at once, with the reason.
     """
-    return _alone(session, actor, job_id, retrying(allowed))
+    return _change_one(session, actor, job_id, retrying(allowed))
 
 
-def together(session: Session, actor: Actor, ids: Sequence[str], change: Change) -> list[Document]:
+def change_many(
+    session: Session, actor: Actor, ids: Sequence[str], change: Change
+) -> list[Document]:
     """Make one change to many jobs, in one transaction. Returns each job's new document, or its `job_id` and `error` if it was refused.
 
     The jobs are locked in one order, and then their projects in one order: two callers wait for each other instead of deadlocking.
@@ -285,36 +287,38 @@ def together(session: Session, actor: Actor, ids: Sequence[str], change: Change)
     """
     if len(ids) > MOST_CHANGED:
         raise Refusal("invalid_request", f"{len(ids)} ids: at most {MOST_CHANGED} jobs at once.")
-    found = find.jobs(session, actor, ids, lock=True)
-    refused: dict[str, Refusal] = {}
-    changed: Counter[str] = Counter()
+    jobs_by_id = find.jobs(session, actor, ids, lock=True)
+    refusals: dict[str, Refusal] = {}
+    changed_counts: Counter[str] = Counter()
     with requeue_pending.woken_once(session), events.gathering(session), at_one_moment(session):
-        for job in sorted(found.values(), key=lambda each: (each.project, each.job_id)):
+        for job in sorted(
+            jobs_by_id.values(), key=lambda locked_job: (locked_job.project, locked_job.job_id)
+        ):
             try:
-                change.to_each(session, actor, job, changed[job.project])
-                changed[job.project] += 1
+                change.to_each(session, actor, job, changed_counts[job.project])
+                changed_counts[job.project] += 1
             except Refusal as refusal:
-                refused[job.job_id] = refusal
+                refusals[job.job_id] = refusal
         for job_id in dict.fromkeys(ids):
-            if job_id not in found:
-                refused[job_id] = find.no_job(session, actor, job_id, near=not refused)
+            if job_id not in jobs_by_id:
+                refusals[job_id] = find.no_job(session, actor, job_id, near=not refusals)
         session.flush()
-        change.at_last(session, sorted(set(ids) - set(refused)))
-    found = find.jobs(session, actor, ids)
+        change.at_last(session, sorted(set(ids) - set(refusals)))
+    jobs_by_id = find.jobs(session, actor, ids)
     return [
         {"job_id": job_id, "error": {"code": refusal.code, "message": refusal.message}}
-        if (refusal := refused.get(job_id)) is not None
-        else visibility.job(session, actor, job_document(found[job_id]))
+        if (refusal := refusals.get(job_id)) is not None
+        else visibility.job(session, actor, job_document(jobs_by_id[job_id]))
         for job_id in ids
     ]
 
 
-def changed_ids(done: Sequence[Document]) -> list[str]:
-    """The ids of the jobs that `together` has changed; the others may not even exist."""
-    return [each["job_id"] for each in done if "error" not in each]
+def changed_ids(results: Sequence[Document]) -> list[str]:
+    """The ids of the jobs that `change_many` has changed; the others may not even exist."""
+    return [result["job_id"] for result in results if "error" not in result]
 
 
-def _alone(session: Session, actor: Actor, job_id: str, change: Change) -> Document:
+def _change_one(session: Session, actor: Actor, job_id: str, change: Change) -> Document:
     job = find.job(session, actor, job_id, lock=True)
     change.to_each(session, actor, job, 0)
     session.flush()
@@ -325,10 +329,12 @@ def _alone(session: Session, actor: Actor, job_id: str, change: Change) -> Docum
 
 def cancelling(reason: str | None = None) -> Change:
     """The change made by `cancel`."""
-    return Change(partial(_cancel, detail=None if reason is None else {"reason": reason}))
+    return Change(partial(_cancel_job, detail=None if reason is None else {"reason": reason}))
 
 
-def _cancel(session: Session, actor: Actor, job: Job, _: int, *, detail: Document | None) -> None:
+def _cancel_job(
+    session: Session, actor: Actor, job: Job, _: int, *, detail: Document | None
+) -> None:
     if job.status == JobStatus.CANCELLED:
         return
     if job.status in FINAL:
@@ -336,7 +342,7 @@ def _cancel(session: Session, actor: Actor, job: Job, _: int, *, detail: Documen
             "job_state", f"{job.job_id} has {job.status} already; there is nothing to cancel."
         )
     if job.status != JobStatus.RUNNING:
-        _move(session, actor, job, JobStatus.CANCELLED, detail)
+        _set_status(session, actor, job, JobStatus.CANCELLED, detail)
         requeue_pending.wake(session, actor=actor.name)
     elif job.cancel_requested_at is None:
         job.cancel_requested_at = seconds(session)
@@ -350,7 +356,7 @@ def _cancel(session: Session, actor: Actor, job: Job, _: int, *, detail: Documen
         )
 
 
-def _hold(session: Session, actor: Actor, job: Job, _: int) -> None:
+def _hold_job(session: Session, actor: Actor, job: Job, _: int) -> None:
     if job.status == JobStatus.HELD:
         return
     if job.status == JobStatus.RUNNING:
@@ -363,43 +369,43 @@ def _hold(session: Session, actor: Actor, job: Job, _: int) -> None:
         raise Refusal(
             "job_state", f"{job.job_id} has {job.status} already; there is nothing to hold."
         )
-    _move(session, actor, job, JobStatus.HELD)
+    _set_status(session, actor, job, JobStatus.HELD)
 
 
-holding = Change(_hold)
+holding = Change(_hold_job)
 """The change made by `hold`."""
 
 
-def _release(session: Session, actor: Actor, job: Job, _: int) -> None:
+def _release_job(session: Session, actor: Actor, job: Job, _: int) -> None:
     if job.status in (JobStatus.QUEUED, JobStatus.PENDING):
         return
     if job.status != JobStatus.HELD:
         raise Refusal(
             "job_state", f"{job.job_id} is {job.status}, not held; there is nothing to release."
         )
-    _move(session, actor, job, JobStatus.QUEUED)
+    _set_status(session, actor, job, JobStatus.QUEUED)
 
 
-releasing = Change(_release)
+releasing = Change(_release_job)
 """The change made by `release`."""
 
 
 def retrying(allowed: AllowedSecrets = UNLESS_TOLD) -> Change:
     """The change made by `retry`."""
-    return Change(_retry, partial(_admit_again, allowed=allowed))
+    return Change(_retry_job, partial(_admit_again, allowed=allowed))
 
 
-def _retry(session: Session, actor: Actor, job: Job, ahead: int) -> None:
+def _retry_job(session: Session, actor: Actor, job: Job, ahead: int) -> None:
     if job.status not in RETRIED_FROM:
         reasons: dict[str, str] = {
             JobStatus.COMPLETED: "has completed; submit it again to have it run once more.",
             JobStatus.HELD: f"is held; `groupwise fleet release {job.job_id}` lets it go on.",
             JobStatus.RUNNING: "is running; cancel it first.",
         }
-        otherwise = f"is {job.status}: it is going to run anyway."
-        raise Refusal("job_state", f"{job.job_id} {reasons.get(job.status, otherwise)}")
-    if (full := admission.no_room(session, job.project, ahead)) is not None:
-        raise Refusal("job_state", f"{job.job_id} stays {job.status}: {full}.")
+        default_reason = f"is {job.status}: it is going to run anyway."
+        raise Refusal("job_state", f"{job.job_id} {reasons.get(job.status, default_reason)}")
+    if (problem := admission.no_room(session, job.project, ahead)) is not None:
+        raise Refusal("job_state", f"{job.job_id} stays {job.status}: {problem}.")
     before = {"status": job.status, "generation": job.generation}
     job.generation += 1
     job.status = JobStatus.QUEUED
@@ -429,11 +435,11 @@ def _admit_again(session: Session, ids: Sequence[str], allowed: AllowedSecrets) 
         .execution_options(synchronize_session=False)
     )
     admission.admit(session, ids, allowed)
-    strays = {each["job_id"] for _, each in untracked_processes.on_machines(session)}
+    strays = {attempt["job_id"] for _, attempt in untracked_processes.on_machines(session)}
     untracked_processes.hold_back(session, strays.intersection(ids))
 
 
-def _move(
+def _set_status(
     session: Session, actor: Actor, job: Job, to: JobStatus, detail: Document | None = None
 ) -> None:
     """Change the status of a job that does not run, and write the event."""

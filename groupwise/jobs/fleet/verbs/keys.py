@@ -44,37 +44,43 @@ def make(
             f"a key cannot last {lasts:g} seconds: more than 0 and at most {MOST_SECONDS:.0f} are wanted, or nothing at all: until it is "
             "revoked.",
         )
-    made, now = new_key(ROLES[role]), seconds(session)
-    bound = None if projects is None else sorted(set(projects))
+    new_api_key, now = new_key(ROLES[role]), seconds(session)
+    project_names = None if projects is None else sorted(set(projects))
     row = ApiKey(
-        key_id=made.id,
+        key_id=new_api_key.id,
         role=role,
-        digest=made.digest,
-        projects=bound,
+        digest=new_api_key.digest,
+        projects=project_names,
         note=note,
         created_at=now,
         expires_at=None if lasts is None else now + lasts,
     )
     session.add(row)
-    _tell(session, actor, events.KEY_MADE, {"key_id": made.id, "role": role, "projects": bound})
+    _append_event(
+        session,
+        actor,
+        events.KEY_MADE,
+        {"key_id": new_api_key.id, "role": role, "projects": project_names},
+    )
     notes = [
         f"jobs of this key may run on {vm_id} as the user of the fleet itself, and can so read and change its keys, its secrets and what "
         f"others have: `groupwise fleet vm set {vm_id} --project P` keeps it for project P, `vm remove {vm_id}` takes it out"
-        for vm_id in (where_as_us(session, bound) if role != "read" else ())
+        for vm_id in (machines_run_as_fleet_user(session, project_names) if role != "read" else ())
     ]
-    return key_document(row) | {"key": made.key, "notes": notes}
+    return key_document(row) | {"key": new_api_key.key, "notes": notes}
 
 
-def where_as_us(session: Session, projects: Collection[str] | None) -> list[str]:
+def machines_run_as_fleet_user(session: Session, projects: Collection[str] | None) -> list[str]:
     """Machines where jobs of these projects run as the user of the control plane, and so can read and change the fleet's database, keys and
     secrets. None (all projects): such a submitter is trusted with that, so the list is empty."""
     if projects is None:
         return []
-    here = select(VM.vm_id, VM.projects).where(VM.active, VM.transport == LOCAL)
+    local_machines = select(VM.vm_id, VM.projects).where(VM.active, VM.transport == LOCAL)
     return [
         vm_id
-        for vm_id, column in session.execute(here.order_by(VM.vm_id))
-        if (own := kept_for(column)) is None or not own.isdisjoint(projects)
+        for vm_id, column in session.execute(local_machines.order_by(VM.vm_id))
+        if (allowed_projects := kept_for(column)) is None
+        or not allowed_projects.isdisjoint(projects)
     ]
 
 
@@ -88,8 +94,8 @@ def bound_submitters(session: Session) -> dict[str, list[str]]:
     )
     return {
         key_id: projects
-        for key_id, projects, until in rows
-        if projects is not None and (until is None or until > now)
+        for key_id, projects, expires_at in rows
+        if projects is not None and (expires_at is None or expires_at > now)
     }
 
 
@@ -98,11 +104,13 @@ def revoke(session: Session, actor: Actor, key_id: str) -> Document:
     actor.require_all_projects("revoke a key")
     key = session.get(ApiKey, key_id, with_for_update=True)
     if key is None:
-        known = ", ".join(session.scalars(select(ApiKey.key_id).order_by(ApiKey.key_id))) or "none"
-        raise Refusal("unknown_key", f"there is no key {key_id!r}; there are: {known}.")
+        known_ids = (
+            ", ".join(session.scalars(select(ApiKey.key_id).order_by(ApiKey.key_id))) or "none"
+        )
+        raise Refusal("unknown_key", f"there is no key {key_id!r}; there are: {known_ids}.")
     if key.revoked_at is None:
         key.revoked_at = seconds(session)
-        _tell(session, actor, events.KEY_REVOKED, {"key_id": key_id})
+        _append_event(session, actor, events.KEY_REVOKED, {"key_id": key_id})
     return key_document(key)
 
 
@@ -113,5 +121,5 @@ def listing(session: Session, actor: Actor) -> list[Document]:
     return [key_document(key) for key in rows]
 
 
-def _tell(session: Session, actor: Actor, kind: str, detail: Document) -> None:
+def _append_event(session: Session, actor: Actor, kind: str, detail: Document) -> None:
     events.append(session, actor=actor.name, kind=kind, detail=detail)

@@ -134,8 +134,8 @@ NOT_WITH_ENGINE = {
 def _problems_of_jump(jump: Mapping[str, Any]) -> Iterable[str]:
     """Problems with the description of a jump host."""
     texts = ("host", "user", "ssh_key_path", "host_key")
-    if unknown := sorted(jump.keys() - {*texts, "port"}):
-        yield f"jump has no {', '.join(unknown)}: host, port, user, ssh_key_path and host_key are what there is"
+    if unknown_keys := sorted(jump.keys() - {*texts, "port"}):
+        yield f"jump has no {', '.join(unknown_keys)}: host, port, user, ssh_key_path and host_key are what there is"
     yield from (
         f"jump.{name} is a text"
         for name in texts
@@ -151,8 +151,8 @@ def _problems_of_jump(jump: Mapping[str, Any]) -> Iterable[str]:
 def add(session: Session, actor: Actor, new: NewMachine) -> Document:
     """Add a machine to the fleet, or add it back. Raises `invalid_request` or `vm_exists`."""
     actor.require_all_projects("add a machine")
-    if wrong := list(new.problems()):
-        raise Refusal("invalid_request", "; ".join(wrong) + ".")
+    if problems := list(new.problems()):
+        raise Refusal("invalid_request", "; ".join(problems) + ".")
     is_new = _make_row(session, new.vm_id)
     vm = session.get_one(VM, new.vm_id, with_for_update=True, populate_existing=True)
     if vm.active:
@@ -162,7 +162,7 @@ def add(session: Session, actor: Actor, new: NewMachine) -> Document:
             f"`groupwise fleet vm remove {new.vm_id}` first.",
         )
     before = None if is_new else {"active": False}
-    _describe(vm, new)
+    _set_columns(vm, new)
     vm.observed_round = seconds(session)  # an observation that started before saw the old machine
     _require_own_folder(session, vm)
     # Rows of GPUs stay for the history, and would be counted.
@@ -173,7 +173,9 @@ def add(session: Session, actor: Actor, new: NewMachine) -> Document:
             f"a machine with GPUs was called {new.vm_id} before, and its history stays. Choose another name for what stands behind an "
             "engine.",
         )
-    vm.lost_at = (vm.lost_at or seconds(session)) if _left_there(session, new.vm_id) else None
+    vm.lost_at = (
+        (vm.lost_at or seconds(session)) if _may_still_run_there(session, new.vm_id) else None
+    )
     session.flush()
     session.refresh(vm)
     after = {
@@ -189,10 +191,10 @@ def add(session: Session, actor: Actor, new: NewMachine) -> Document:
 
 def _require_own_folder(session: Session, vm: VM) -> None:
     """Refuse a folder that another machine uses: each would take the other's jobs for stray ones and end them."""
-    same = {name: getattr(vm, name) for name in ("transport", "workdir")}
+    location = {name: getattr(vm, name) for name in ("transport", "workdir")}
     if vm.transport != LOCAL:
-        same |= {name: getattr(vm, name) for name in ("ip_address", "port", "user")}
-    query = select(VM.vm_id).where(VM.active, VM.vm_id != vm.vm_id).filter_by(**same)
+        location |= {name: getattr(vm, name) for name in ("ip_address", "port", "user")}
+    query = select(VM.vm_id).where(VM.active, VM.vm_id != vm.vm_id).filter_by(**location)
     if (other := session.scalar(query.order_by(VM.vm_id).limit(1))) is not None:
         raise Refusal(
             "invalid_request",
@@ -208,7 +210,7 @@ def _make_row(session: Session, vm_id: str) -> bool:
     return session.execute(row.returning(VM.vm_id)).scalar() is not None
 
 
-def _left_there(session: Session, vm_id: str) -> bool:
+def _may_still_run_there(session: Session, vm_id: str) -> bool:
     """True if an attempt that was given up may still run there."""
     given_up = (
         select(Member.epoch)
@@ -223,7 +225,7 @@ def _left_there(session: Session, vm_id: str) -> bool:
     return session.scalar(given_up.limit(1)) is not None
 
 
-def _describe(vm: VM, new: NewMachine) -> None:
+def _set_columns(vm: VM, new: NewMachine) -> None:
     """Set all columns that describe the machine, and reset the state of an earlier machine of this name."""
     for name in (
         "ip_address",
@@ -290,7 +292,7 @@ def _with_gpus(session: Session, actor: Actor, vm: VM) -> Document:
         .join(Job, Job.job_id == Attempt.job_id)
         .where(Reservation.vm_id == vm.vm_id, Reservation.released_at.is_(None))
     ):
-        holder = _holder(actor, reservation, attempt, job)
+        holder = _holder_document(actor, reservation, attempt, job)
         if reservation.gpu_id is None:
             slots.append(holder)
         else:
@@ -299,17 +301,17 @@ def _with_gpus(session: Session, actor: Actor, vm: VM) -> Document:
         visibility.gpu(actor, gpu_document(gpu, jobs_by_gpu.get(gpu.gpu_id, []))) for gpu in gpus
     ]
     strays = untracked_processes.holding(vm.facts)
-    usable = [
-        each
-        for each in documents
-        if each["observed"] == Observed.OK
-        and each["quarantined"] is None
-        and each["uuid"] not in strays.whole | strays.shares_mb.keys()
+    usable_gpus = [
+        gpu
+        for gpu in documents
+        if gpu["observed"] == Observed.OK
+        and gpu["quarantined"] is None
+        and gpu["uuid"] not in strays.whole | strays.shares_mb.keys()
     ]
     return visibility.machine(actor, machine_document(vm)) | {
         "state": machine_state(vm),
         "total_gpus": len(documents),
-        "available_gpus": sum(not each["held_by"] for each in usable) if _takes_work(vm) else 0,
+        "available_gpus": sum(not gpu["held_by"] for gpu in usable_gpus) if _takes_work(vm) else 0,
         "gpus": documents,
         "cpu_slots_held_by": slots,
         **_engine_slots(vm, len(slots)),
@@ -323,12 +325,14 @@ def _engine_slots(vm: VM, in_use: int) -> Document:
     engine = elastic.elastic_of(vm.engine)
     if engine is None:
         return {"total_slots": None, "available_slots": None}
-    total = engine.said.slots
-    free = max(total - in_use, 0) if _takes_work(vm) and not engine.problem else 0
-    return {"total_slots": total, "available_slots": free}
+    total = engine.body.slots
+    free_slots = max(total - in_use, 0) if _takes_work(vm) and not engine.problem else 0
+    return {"total_slots": total, "available_slots": free_slots}
 
 
-def _holder(actor: Actor, reservation: Reservation, attempt: Attempt, job: Job) -> Document:
+def _holder_document(
+    actor: Actor, reservation: Reservation, attempt: Attempt, job: Job
+) -> Document:
     """The reservation's holder; callers without access to its project learn only that there is one."""
     if not actor.may_see(job.project):
         return {"job_id": None, "epoch": None, "share_mb": reservation.share_mb, "cleanup": None}
@@ -353,7 +357,7 @@ def fingerprint(key: str | None) -> str | None:
     )
 
     try:
-        return keys.parse(key).fingerprint
+        return keys.parse_host_key(key).fingerprint
     except UsageError:  # a row that was written by hand must not hide the others
         return "unreadable"
 
@@ -444,10 +448,11 @@ def lost(session: Session, actor: Actor, vm_id: str) -> Document:
         _append_event(
             session, actor, events.VM_LOST, vm, after={"lost_at": vm.lost_at}, detail=detail
         )
-    ending = [
-        {"job_id": each.job_id, "epoch": each.epoch, "state": each.state} for each in attempts
+    ending_attempts = [
+        {"job_id": open_attempt.job_id, "epoch": open_attempt.epoch, "state": open_attempt.state}
+        for open_attempt in attempts
     ]
-    return _with_gpus(session, actor, vm) | {"attempts": ending}
+    return _with_gpus(session, actor, vm) | {"attempts": ending_attempts}
 
 
 def remove(session: Session, actor: Actor, vm_id: str) -> Document:
@@ -464,25 +469,26 @@ def remove(session: Session, actor: Actor, vm_id: str) -> Document:
     return machine_document(vm)
 
 
-def _require_unused(session: Session, vm: VM, what: str = "", then: str = "") -> None:
-    """Raise `vm_in_use` if attempts use the machine. `what` is added to the message; `then`: the step after draining it."""
+def _require_unused(session: Session, vm: VM, consequence: str = "", next_step: str = "") -> None:
+    """Raise `vm_in_use` if attempts use the machine. `consequence` is added to the message; `next_step`: the step after draining it."""
     attempts = _open_attempts(session, vm.vm_id)
     if not attempts:
         return
     users: list[str] = []
-    for each in attempts[:5]:
-        over = each.state == AttemptState.ENDED
-        condition = f"cleanup {each.cleanup}" if over else each.state
-        users.append(f"{each.job_id} (attempt {each.epoch}, {condition})")
-    more = f" and {len(attempts) - 5} more" if len(attempts) > 5 else ""
+    for attempt in attempts[:5]:
+        has_ended = attempt.state == AttemptState.ENDED
+        condition = f"cleanup {attempt.cleanup}" if has_ended else attempt.state
+        users.append(f"{attempt.job_id} (attempt {attempt.epoch}, {condition})")
+    rest_note = f" and {len(attempts) - 5} more" if len(attempts) > 5 else ""
     remedy = (
         "It was declared lost: a dispatcher gives them up within seconds, if one is running."
         if vm.lost_at is not None
-        else f"`groupwise fleet vm drain {vm.vm_id}` lets them finish{then and f', {then}'}; if the machine never comes back, "
+        else f"`groupwise fleet vm drain {vm.vm_id}` lets them finish{next_step and f', {next_step}'}; if the machine never comes back, "
         f"`groupwise fleet vm mark-lost {vm.vm_id}`."
     )
     raise Refusal(
-        "vm_in_use", f"{vm.vm_id} is still used by {', '.join(users)}{more}{what}. {remedy}"
+        "vm_in_use",
+        f"{vm.vm_id} is still used by {', '.join(users)}{rest_note}{consequence}. {remedy}",
     )
 
 
@@ -514,19 +520,19 @@ def trust(session: Session, actor: Actor, vm_id: str, shown: str | None = None) 
         if vm.host_key is not None and shown in (None, fingerprint(vm.host_key)):
             return _with_gpus(session, actor, vm)
         if vm.transport == LOCAL:
-            why = f"{vm_id} is this machine: it is not reached by SSH and has no host key."
+            reason = f"{vm_id} is this machine: it is not reached by SSH and has no host key."
         elif vm.host_key is not None:
-            trusted = fingerprint(vm.host_key)
-            why = f"{vm_id} is trusted by the host key {trusted} and has shown no other one."
+            pinned_fingerprint = fingerprint(vm.host_key)
+            reason = f"{vm_id} is trusted by the host key {pinned_fingerprint} and has shown no other one."
         else:
             problem = vm.problem or "Wait for the next round, or look at `groupwise fleet doctor`."
-            why = f"{vm_id} has not shown its host key yet: no poller has reached it. {problem}"
-        raise Refusal("host_key_mismatch", why)
-    seen = fingerprint(vm.seen_host_key)
-    if shown is not None and shown != seen:
+            reason = f"{vm_id} has not shown its host key yet: no poller has reached it. {problem}"
+        raise Refusal("host_key_mismatch", reason)
+    shown_fingerprint = fingerprint(vm.seen_host_key)
+    if shown is not None and shown != shown_fingerprint:
         raise Refusal(
             "host_key_mismatch",
-            f"{vm_id} shows the host key {seen}, not {shown}. The machine's operator can tell which is right: "
+            f"{vm_id} shows the host key {shown_fingerprint}, not {shown}. The machine's operator can tell which is right: "
             "`ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub` there.",
         )
     before = fingerprint(vm.host_key)
@@ -539,7 +545,7 @@ def trust(session: Session, actor: Actor, vm_id: str, shown: str | None = None) 
         events.VM_TRUSTED,
         vm,
         before={"fingerprint": before},
-        after={"fingerprint": seen},
+        after={"fingerprint": shown_fingerprint},
     )
     return _with_gpus(session, actor, vm)
 
@@ -597,18 +603,18 @@ def change(
         raise Refusal("invalid_request", f"nothing to change: give {', '.join(changes)}.")
     vm = find.active_machine(session, vm_id, lock=True)
     if engine:
-        after["engine"] = _changed_engine(vm, engine)
-    _require_sound(after, vm.engine)
-    if vm.transport == LOCAL and (ways := [name for name in WAY if name in after]):
+        after["engine"] = _merge_engine(vm, engine)
+    _require_valid(after, vm.engine)
+    if vm.transport == LOCAL and (location_names := [name for name in WAY if name in after]):
         raise Refusal(
             "vm_state",
-            f"{vm_id} is the machine that the fleet itself runs on; there is no login, so it has no {' or '.join(ways)}.",
+            f"{vm_id} is the machine that the fleet itself runs on; there is no login, so it has no {' or '.join(location_names)}.",
         )
     before, after = {name: getattr(vm, name) for name in after}, _as_columns(vm, after)
     if before == after:
         return _with_gpus(session, actor, vm)
-    if moved := [name for name in PLACE if before.get(name) != after.get(name)]:
-        _require_empty(session, vm, f"its {' and '.join(moved)} cannot be changed")
+    if moved_columns := [name for name in PLACE if before.get(name) != after.get(name)]:
+        _require_empty(session, vm, f"its {' and '.join(moved_columns)} cannot be changed")
     for name, value in after.items():
         setattr(vm, name, value)
     if any(before.get(name) != after.get(name) for name in (*WAY, *PLACE)):
@@ -620,7 +626,7 @@ def change(
     return _with_gpus(session, actor, vm)
 
 
-def _changed_engine(vm: VM, engine: Mapping[str, Any]) -> dict[str, Any]:
+def _merge_engine(vm: VM, engine: Mapping[str, Any]) -> dict[str, Any]:
     """The machine's engine document with the changes applied."""
     if vm.engine is None:
         raise Refusal(
@@ -632,52 +638,55 @@ def _changed_engine(vm: VM, engine: Mapping[str, Any]) -> dict[str, Any]:
             "vm_state",
             f"what begins jobs on {vm.vm_id} does not change: add another row, and `groupwise fleet vm remove {vm.vm_id}`.",
         )
-    found = {**vm.engine, **engine}
-    return {name: value for name, value in found.items() if value is not None}
+    merged = {**vm.engine, **engine}
+    return {name: value for name, value in merged.items() if value is not None}
 
 
-def _require_sound(after: Mapping[str, Any], engine: Mapping[str, Any] | None) -> None:
+def _require_valid(after: Mapping[str, Any], engine: Mapping[str, Any] | None) -> None:
     """Check the changes by the rules for a new machine. `engine`: the engine in the row. Raises `invalid_request`."""
-    wrong = [f"{name} is empty" for name, value in after.items() if value == ""]
+    problems = [f"{name} is empty" for name, value in after.items() if value == ""]
     as_new: dict[str, Any] = {"vm_id": "vm", "user": "-", "engine": engine, **after}
     if after.get("deadman") == 0:
         del as_new["deadman"]
     if after.get("jump") == {}:
         del as_new["jump"]
-    wrong += NewMachine(**as_new).problems()
-    if wrong:
-        raise Refusal("invalid_request", "; ".join(wrong) + ".")
+    problems += NewMachine(**as_new).problems()
+    if problems:
+        raise Refusal("invalid_request", "; ".join(problems) + ".")
 
 
 def _as_columns(vm: VM, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Convert the changes into the values of columns."""
-    found = dict(changes)
+    columns = dict(changes)
     if "labels" in changes:
         labels = {**(vm.labels or {}), **changes["labels"]}
-        found["labels"] = {name: value for name, value in labels.items() if value is not None}
+        columns["labels"] = {name: value for name, value in labels.items() if value is not None}
     if "projects" in changes:
-        found["projects"] = sorted(set(changes["projects"])) or None
+        columns["projects"] = sorted(set(changes["projects"])) or None
     if "probe" in changes:
-        found["probe"] = list(changes["probe"])
+        columns["probe"] = list(changes["probe"])
     if changes.get("deadman") == 0:
-        found["deadman"] = None
+        columns["deadman"] = None
     if "jump" in changes:
-        found["jump"] = dict(changes["jump"]) or None
+        columns["jump"] = dict(changes["jump"]) or None
     if "engine" in changes:
-        found["engine"] = _without_defaults(changes["engine"])
-    return found
+        columns["engine"] = _without_defaults(changes["engine"])
+    return columns
 
 
-def _require_empty(session: Session, vm: VM, what: str) -> None:
+def _require_empty(session: Session, vm: VM, consequence: str) -> None:
     """Refuse while something may run there: dispatchers would look for it in another place."""
     _require_unused(
-        session, vm, f", so {what} now", then=f"then `groupwise fleet vm set {vm.vm_id}` again"
+        session,
+        vm,
+        f", so {consequence} now",
+        next_step=f"then `groupwise fleet vm set {vm.vm_id}` again",
     )
-    if _left_there(session, vm.vm_id):
+    if _may_still_run_there(session, vm.vm_id):
         raise Refusal(
             "vm_in_use",
-            f"of what was given up on {vm.vm_id} something may be left, so {what}: a dispatcher ends that where it was begun, as soon as "
-            "the machine answers.",
+            f"of what was given up on {vm.vm_id} something may be left, so {consequence}: a dispatcher ends that where it was begun, as "
+            "soon as the machine answers.",
         )
 
 

@@ -35,21 +35,21 @@ class _NameCache:
     """Caches the most recently computed sets of names; the key changes with everything that they depend on."""
 
     def __init__(self) -> None:
-        self._known: OrderedDict[Hashable, frozenset[str]] = OrderedDict()
+        self._cached: OrderedDict[Hashable, frozenset[str]] = OrderedDict()
         self._lock = Lock()
 
     def of(self, key: Hashable, compute: Callable[[], frozenset[str]]) -> frozenset[str]:
         """The cached set. Two concurrent callers may both compute it."""
         with self._lock:
-            found = self._known.get(key)
-        if found is None:
-            found = compute()
+            names = self._cached.get(key)
+        if names is None:
+            names = compute()
         with self._lock:
-            self._known[key] = found
-            self._known.move_to_end(key)
-            while len(self._known) > REMEMBERED:
-                self._known.popitem(last=False)
-        return found
+            self._cached[key] = names
+            self._cached.move_to_end(key)
+            while len(self._cached) > REMEMBERED:
+                self._cached.popitem(last=False)
+        return names
 
 
 _PATHS = _NameCache()
@@ -58,10 +58,10 @@ _HASHES = _NameCache()
 
 def job_that_left(session: Session, actor: Actor, job_id: str) -> Document:
     """The id and status of a job whose files are requested. Raises `unknown_job`."""
-    found = session.execute(select(Job.status, Job.project).where(Job.job_id == job_id)).first()
-    if found is None or not actor.may_see(found.project):
+    row = session.execute(select(Job.status, Job.project).where(Job.job_id == job_id)).first()
+    if row is None or not actor.may_see(row.project):
         raise find.no_job(session, actor, job_id)
-    return {"job_id": job_id, "status": found.status}
+    return {"job_id": job_id, "status": row.status}
 
 
 # Artefacts
@@ -74,13 +74,13 @@ def artefacts(folder: Path, job: Document, epoch: int | None = None, rank: int =
     """
     epoch_found, record = _open_record(folder, job, epoch, rank)
     with record:
-        found = json.load(record)
+        document = json.load(record)
     return {
         "job_id": job["job_id"],
         "epoch": epoch_found,
         "rank": rank,
-        "files": found["files"],
-        "left_out": found.get("left_out", []),
+        "files": document["files"],
+        "left_out": document.get("left_out", []),
     }
 
 
@@ -89,19 +89,19 @@ def artefact(folder: Path, job: Document, path: str, epoch: int | None, rank: in
     epoch_found, record = _open_record(folder, job, epoch, rank)
     with record:
         status = os.fstat(record.fileno())
-        which = (record.name, status.st_ino, status.st_mtime_ns, status.st_size)
-        paths = _PATHS.of(which, lambda: frozenset(json.load(record)["files"]))
+        cache_key = (record.name, status.st_ino, status.st_mtime_ns, status.st_size)
+        paths = _PATHS.of(cache_key, lambda: frozenset(json.load(record)["files"]))
     if path not in paths:
         raise Refusal(
             "unknown_file",
             f"{job['job_id']} left no file {path!r}; GET /jobs/{job['job_id']}/artefacts lists them.",
         )
-    place = artefact_folder(folder, job["job_id"], epoch_found, rank) / path
-    if not place.is_file():
+    file = artefact_folder(folder, job["job_id"], epoch_found, rank) / path
+    if not file.is_file():
         raise Refusal(
             "unknown_file", f"{path!r} of {job['job_id']} is not on the fleet's disk any more."
         )
-    return place
+    return file
 
 
 def _open_record(folder: Path, job: Document, epoch: int | None, rank: int) -> tuple[int, IO[str]]:
@@ -133,7 +133,9 @@ def checkpoints(session: Session, actor: Actor, job_id: str) -> list[Document]:
 def checkpoint_file(session: Session, actor: Actor, job_id: str, sha256: str) -> str:
     """Return the hash if a mirrored checkpoint of the job has such a file. Raises `unknown_file`."""
     job_that_left(session, actor, job_id)
-    if sha256 not in _HASHES.of(_cache_key(session, job_id), lambda: _hashes(session, job_id)):
+    if sha256 not in _HASHES.of(
+        _cache_key(session, job_id), lambda: _checkpoint_hashes(session, job_id)
+    ):
         raise Refusal(
             "unknown_file",
             f"no mirrored checkpoint of {job_id} has a file {sha256!r}, or none any more: only the newest are kept.",
@@ -148,6 +150,6 @@ def _cache_key(session: Session, job_id: str) -> Hashable:
     return session.get_bind().engine.url, job_id, tuple(map(tuple, rows))
 
 
-def _hashes(session: Session, job_id: str) -> frozenset[str]:
+def _checkpoint_hashes(session: Session, job_id: str) -> frozenset[str]:
     manifests = session.scalars(select(Checkpoint.manifest).where(Checkpoint.job_id == job_id))
     return frozenset(entry[0] for manifest in manifests for entry in manifest.values())

@@ -70,9 +70,9 @@ def change(
 ) -> Document:
     """Set weight and quotas of a project, which is made if it does not exist. None removes a quota."""
     actor.require_all_projects("change a project")
-    given = {"weight": weight, "max_gpus": max_gpus, "max_waiting": max_waiting}
-    changes = {key: value for key, value in given.items() if not isinstance(value, Unchanged)}
-    _check(changes)
+    settings = {"weight": weight, "max_gpus": max_gpus, "max_waiting": max_waiting}
+    changes = {key: value for key, value in settings.items() if not isinstance(value, Unchanged)}
+    _check_quotas(changes)
     project = session.get(Project, name, with_for_update=True)
     if project is None:
         if not name or len(name) > 80 or not name.isprintable() or name != name.strip():
@@ -100,7 +100,7 @@ def change(
     return project_document(project)
 
 
-def _check(changes: dict[str, float | int | None]) -> None:
+def _check_quotas(changes: dict[str, float | int | None]) -> None:
     if not changes:
         raise Refusal("invalid_request", "nothing to change: give weight, max_gpus or max_waiting.")
     weight = changes.get("weight", 1.0)

@@ -47,28 +47,34 @@ def old_jobs(
             "invalid_request",
             f"older than {older_than:g} seconds: 0 to {MOST_SECONDS:.0f} seconds are wanted, which is 31 years.",
         )
-    before = datetime.fromtimestamp(seconds(session) - older_than, UTC)
+    ended_before = datetime.fromtimestamp(seconds(session) - older_than, UTC)
     query = (
         select(Job.job_id)
         .where(Job.status.in_(FINAL if status is None else status & FINAL))
-        .where(func.coalesce(Job.end_time, Job.created_at) <= before)
+        .where(func.coalesce(Job.end_time, Job.created_at) <= ended_before)
         .order_by(Job.created_at, Job.job_id)
     )
     query = find.visible(query, actor)
     if project is not None:
         query = query.where(Job.project == project)
-    found = session.scalars(query).all()
-    awaited = _jobs_waited_for(session)
-    needed = awaited.union(*(_in_use(session, some) for some in _portions(found)))
-    return [job_id for job_id in found if job_id not in needed]
+    job_ids = session.scalars(query).all()
+    awaited_ids = _jobs_waited_for(session)
+    needed_ids = awaited_ids.union(
+        *(_jobs_in_use(session, portion) for portion in _portions(job_ids))
+    )
+    return [job_id for job_id in job_ids if job_id not in needed_ids]
 
 
 def remove(session: Session, actor: Actor, job_ids: Collection[str]) -> list[str]:
     """Remove the rows of these jobs, and return the ids removed. A job that runs again, or is needed after all, stays."""
-    over = select(Job).where(Job.job_id.in_(job_ids), Job.status.in_(FINAL)).order_by(Job.job_id)
-    jobs = [job for job in session.scalars(over.with_for_update()) if actor.may_see(job.project)]
-    needed = _jobs_waited_for(session) | _in_use(session, [job.job_id for job in jobs])
-    going = [job for job in jobs if job.job_id not in needed]
+    ended_jobs = (
+        select(Job).where(Job.job_id.in_(job_ids), Job.status.in_(FINAL)).order_by(Job.job_id)
+    )
+    jobs = [
+        job for job in session.scalars(ended_jobs.with_for_update()) if actor.may_see(job.project)
+    ]
+    needed_ids = _jobs_waited_for(session) | _jobs_in_use(session, [job.job_id for job in jobs])
+    removable = [job for job in jobs if job.job_id not in needed_ids]
     events.append_many(
         session,
         [
@@ -78,10 +84,10 @@ def remove(session: Session, actor: Actor, job_ids: Collection[str]) -> list[str
                 "job_id": job.job_id,
                 "before": {"status": job.status, "project": job.project},
             }
-            for job in going
+            for job in removable
         ],
     )
-    names = [job.job_id for job in going]
+    names = [job.job_id for job in removable]
     session.expunge_all()
     epochs = select(Attempt.epoch).where(Attempt.job_id.in_(names))
     for statement in (
@@ -96,7 +102,7 @@ def remove(session: Session, actor: Actor, job_ids: Collection[str]) -> list[str
 
 
 def _portions(job_ids: Sequence[str]) -> list[Sequence[str]]:
-    return [job_ids[first : first + AT_ONCE] for first in range(0, len(job_ids), AT_ONCE)]
+    return [job_ids[start : start + AT_ONCE] for start in range(0, len(job_ids), AT_ONCE)]
 
 
 def _jobs_waited_for(session: Session) -> set[str]:
@@ -106,15 +112,15 @@ def _jobs_waited_for(session: Session) -> set[str]:
         Job.admitted_at.is_not(None),
         or_(Job.blocked_on.is_not(None), Job.request["after"].as_string().is_not(None)),
     )
-    found: set[str] = set()
-    for blocked_on, after in session.execute(query):
-        found.update(dependency(word)[0] for word in after or ())
+    job_ids: set[str] = set()
+    for blocked_on, predecessors in session.execute(query):
+        job_ids.update(dependency(entry)[0] for entry in predecessors or ())
         if blocked_on is not None:
-            found.add(blocked_on)
-    return found
+            job_ids.add(blocked_on)
+    return job_ids
 
 
-def _in_use(session: Session, job_ids: Collection[str]) -> set[str]:
+def _jobs_in_use(session: Session, job_ids: Collection[str]) -> set[str]:
     """Jobs that may still have processes or GPUs on a machine.
 
     A machine that was declared lost may come back with them, and is then cleaned up by the rows; a removed machine will not come back.
@@ -155,8 +161,8 @@ def clear_away(
     if not dry_run:
         jobs = [
             job
-            for some in _portions(jobs)
-            for job in database.run(lambda s, some=some: remove(s, actor, some))
+            for portion in _portions(jobs)
+            for job in database.run(lambda s, portion=portion: remove(s, actor, portion))
         ]
         for job in jobs:
             remove_files(folders, job)

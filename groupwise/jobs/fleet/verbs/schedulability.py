@@ -41,22 +41,22 @@ class _Machine:
     def models(self) -> Iterator[str]:
         """Models of all GPUs that it has or that its engine gives to jobs."""
         yield from (model for _, _, model in self.gpus if model)
-        if self.engine is not None and self.engine.said.gpu_model is not None:
-            yield self.engine.said.gpu_model
+        if self.engine is not None and self.engine.body.gpu_model is not None:
+            yield self.engine.body.gpu_model
 
 
-class _There:
+class _Existing:
     """Index of the properties of some machines, for frequent look-ups."""
 
     def __init__(self, machines: Sequence[_Machine]) -> None:
-        self.having: dict[tuple[str, str], set[int]] = {}
+        self.machines_by_label: dict[tuple[str, str], set[int]] = {}
         """Machines with each label, counted from 0."""
-        for number, each in enumerate(machines):
-            for label in each.labels.items():
-                self.having.setdefault(label, set()).add(number)
-        self.labels = sorted(f"{name}={value}" for name, value in self.having)
-        self.models = sorted({model for each in machines for model in each.models})
-        self.gpus = {name for each in machines for gpu in each.gpus for name in gpu[:2]}
+        for number, machine in enumerate(machines):
+            for label in machine.labels.items():
+                self.machines_by_label.setdefault(label, set()).add(number)
+        self.labels = sorted(f"{name}={value}" for name, value in self.machines_by_label)
+        self.models = sorted({model for machine in machines for model in machine.models})
+        self.gpus = {name for machine in machines for gpu in machine.gpus for name in gpu[:2]}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,34 +64,42 @@ class _Fleet:
     """The machines of a fleet by name, and an index of their properties."""
 
     machines: Mapping[str, _Machine]
-    there: _There
+    existing: _Existing
     names: Sequence[str]
 
 
-def nowhere(session: Session, jobs: Sequence[Resources]) -> list[list[str]]:
+def unmet_requirements(session: Session, jobs: Sequence[Resources]) -> list[list[str]]:
     """Notes on the requirements of each job that the fleet cannot meet at present."""
     wishes: list[Wish] = [
-        (each.vm, tuple(sorted(each.labels.items())), each.gpu_model, each.named) for each in jobs
+        (
+            resources.vm,
+            tuple(sorted(resources.labels.items())),
+            resources.gpu_model,
+            resources.named,
+        )
+        for resources in jobs
     ]
     notes: dict[Wish, list[str]] = {_NONE: []}
     if any(wish != _NONE for wish in wishes):
-        machines = _machines(session)
-        fleet = _Fleet(machines, _There([*machines.values()]), [*machines])
+        machines = _machines_by_name(session)
+        fleet = _Fleet(machines, _Existing([*machines.values()]), [*machines])
         for wish in wishes:
             if wish not in notes:
                 compare = len(notes) <= MOST_COMPARED  # with similar names that exist
                 notes[wish] = []
-                for wrong, name, names, otherwise in _unmet_wishes(fleet, wish):
+                for problem, name, names, otherwise in _unmet_wishes(fleet, wish):
                     similar = compare and name
-                    there = f"; {which_there_are(name, names, otherwise)}" if similar else ""
-                    notes[wish].append(f"{wrong}, so the job waits until that changes{there}")
+                    suggestion = f"; {which_there_are(name, names, otherwise)}" if similar else ""
+                    notes[wish].append(
+                        f"{problem}, so the job waits until that changes{suggestion}"
+                    )
     return [notes[wish] for wish in wishes]
 
 
 _NONE: Wish = (None, (), None, ())
 
 
-def _machines(session: Session) -> dict[str, _Machine]:
+def _machines_by_name(session: Session) -> dict[str, _Machine]:
     gpus: dict[str, list[tuple[int, str, str]]] = {}
     of_gpus = (GPU.vm_id, GPU.index, GPU.uuid, GPU.model)
     for vm_id, index, uuid, model in session.execute(select(*of_gpus).order_by(*of_gpus[:2])):
@@ -107,24 +115,28 @@ def _machines(session: Session) -> dict[str, _Machine]:
 
 
 def _unmet_wishes(fleet: _Fleet, wish: Wish) -> Iterator[_Unmet]:
-    vm, labels, model, named = wish
+    vm, labels, model, named_gpus = wish
     if vm is not None and vm not in fleet.machines:
-        which = f" (GPU {', '.join(map(str, named))} of it is asked for)" if named else ""
-        yield f"no machine is called {vm!r}{which}", vm, fleet.names, "vm add"
+        gpu_note = (
+            f" (GPU {', '.join(map(str, named_gpus))} of it is asked for)" if named_gpus else ""
+        )
+        yield f"no machine is called {vm!r}{gpu_note}", vm, fleet.names, "vm add"
         return
-    there = fleet.there if vm is None else _There([fleet.machines[vm]])
-    whose = "no machine has" if vm is None else f"machine {vm} does not have"
-    lacking = [label for label in labels if label not in there.having]
-    for name, value in lacking:
-        word = f"{name}={value}"
-        yield f"{whose} the label {word}", word, there.labels, "vm set"
-    together = [there.having[label] for label in labels if label in there.having]
-    if together and not lacking and not set[int].intersection(*together):
-        wanted = " and ".join(f"{name}={value}" for name, value in labels)
-        yield f"{whose} {wanted} together", "", (), ""
-    if model is not None and all(model.casefold() not in m.casefold() for m in there.models):
-        of = "" if vm is None else f" of machine {vm}"
-        yield f"no GPU{of} that was seen is a {model}", model, there.models, "vm add"
-    for name in named:
-        if name not in there.gpus:
-            yield f"{whose} a GPU {name} that was seen", "", (), ""
+    existing = fleet.existing if vm is None else _Existing([fleet.machines[vm]])
+    subject = "no machine has" if vm is None else f"machine {vm} does not have"
+    missing_labels = [label for label in labels if label not in existing.machines_by_label]
+    for name, value in missing_labels:
+        label_text = f"{name}={value}"
+        yield f"{subject} the label {label_text}", label_text, existing.labels, "vm set"
+    machine_sets = [
+        existing.machines_by_label[label] for label in labels if label in existing.machines_by_label
+    ]
+    if machine_sets and not missing_labels and not set[int].intersection(*machine_sets):
+        label_texts = " and ".join(f"{name}={value}" for name, value in labels)
+        yield f"{subject} {label_texts} together", "", (), ""
+    if model is not None and all(model.casefold() not in m.casefold() for m in existing.models):
+        machine_note = "" if vm is None else f" of machine {vm}"
+        yield f"no GPU{machine_note} that was seen is a {model}", model, existing.models, "vm add"
+    for name in named_gpus:
+        if name not in existing.gpus:
+            yield f"{subject} a GPU {name} that was seen", "", (), ""

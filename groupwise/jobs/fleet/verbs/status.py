@@ -52,21 +52,21 @@ LEAST_FREE = 1_000_000_000
 def overview(session: Session, actor: Actor, folders: Sequence[Path] = ()) -> Document:
     """The whole document. Only jobs that the actor may see are counted. `folders`: those of the control machine, whose disks fill up."""
     now = seconds(session)
-    found = machines.listing(session, actor)
+    machine_list = machines.listing(session, actor)
     counts = find.visible(select(Job.status, func.count()).group_by(Job.status), actor)
     by_status = dict(session.execute(counts).all())
-    waiting = select(func.min(Job.waiting_since)).where(
+    oldest = select(func.min(Job.waiting_since)).where(
         Job.status.in_((JobStatus.QUEUED, JobStatus.PENDING))  # they could start if there were room
     )
-    since = session.scalar(find.visible(waiting, actor))
+    waiting_since = session.scalar(find.visible(oldest, actor))
     return {
         "jobs": {status.value: by_status.get(status, 0) for status in JobStatus},
-        "oldest_waiting_seconds": None if since is None else max(0.0, now - since),
+        "oldest_waiting_seconds": None if waiting_since is None else max(0.0, now - waiting_since),
         "machines": {
-            "total": len(found),
-            "ready": sum(each["state"] == "ok" for each in found),
-            "gpus": sum(each["total_gpus"] for each in found),
-            "gpus_available": sum(each["available_gpus"] for each in found),
+            "total": len(machine_list),
+            "ready": sum(machine["state"] == "ok" for machine in machine_list),
+            "gpus": sum(machine["total_gpus"] for machine in machine_list),
+            "gpus_available": sum(machine["available_gpus"] for machine in machine_list),
         },
         "processes": processes(session),
         "alarms": list(alarms(session, actor, folders)),
@@ -83,9 +83,9 @@ def processes(session: Session) -> list[Document]:
         .order_by(ControlProcess.role, ControlProcess.started_at)
     ).all()
     documents = [process_document(row, now) for row in rows]
-    for each in documents:
-        each["alive"] = each["silent_seconds"] <= SILENT_SECONDS
-    return sorted(documents, key=lambda each: not each["alive"])
+    for document in documents:
+        document["alive"] = document["silent_seconds"] <= SILENT_SECONDS
+    return sorted(documents, key=lambda document: not document["alive"])
 
 
 NO_DISPATCHER = "no dispatcher is running; `groupwise fleet up` starts one"
@@ -93,63 +93,65 @@ NO_DISPATCHER = "no dispatcher is running; `groupwise fleet up` starts one"
 
 def missing_roles(session: Session) -> list[str]:
     """The roles that no living process has."""
-    alive = {each["role"] for each in processes(session) if each["alive"]}
-    return [role for role in NEEDED_ROLES if role not in alive]
+    played_roles = {process["role"] for process in processes(session) if process["alive"]}
+    return [role for role in NEEDED_ROLES if role not in played_roles]
 
 
-def why_nothing_begins(session: Session) -> str | None:
+def why_nothing_starts(session: Session) -> str | None:
     """The reason why no dispatcher starts jobs, or not yet; None: one does, according to their reports."""
-    alive = [row for row in processes(session) if row["role"] == "dispatcher" and row["alive"]]
-    if not alive:
+    dispatchers = [
+        row for row in processes(session) if row["role"] == "dispatcher" and row["alive"]
+    ]
+    if not dispatchers:
         return NO_DISPATCHER
-    not_asked: list[list[str]] = [row["facts"].get(NOT_ASKED) or [] for row in alive]
-    machine, *others = min(not_asked, key=len) or [None]
+    not_asked: list[list[str]] = [row["facts"].get(NOT_ASKED) or [] for row in dispatchers]
+    machine, *other_machines = min(not_asked, key=len) or [None]
     if machine is None:
         return None
-    more = f" and {len(others)} more" if others else ""
-    return f"after a standstill nothing begins before the poller has asked all machines what they run, and {machine}{more} not yet"
+    rest_note = f" and {len(other_machines)} more" if other_machines else ""
+    return f"after a standstill nothing begins before the poller has asked all machines what they run, and {machine}{rest_note} not yet"
 
 
 def alarms(session: Session, actor: Actor, folders: Sequence[Path] = ()) -> Iterator[Document]:
     """Alarms, the worst first. A full disk may be the reason why a role is missing."""
     if actor.projects is None:
-        yield from _disks(session, folders)
-    yield from _roles(session)
+        yield from _disk_alarms(session, folders)
+    yield from _role_alarms(session)
     if actor.projects is None:
-        yield from _mixed_processes(session)
-        yield from _late_news(session)
-        yield from _machines(session)
-        yield from _strays(session)
-        yield from _gpus(session)
-        yield from _accused_gpus(session)
-    yield from _attempts(session, actor)
-    yield from _not_mirrored(session, actor)
-    yield from _damaged_checkpoints(session, actor)
+        yield from _mixed_process_alarms(session)
+        yield from _late_news_alarms(session)
+        yield from _machine_alarms(session)
+        yield from _stray_alarms(session)
+        yield from _gpu_alarms(session)
+        yield from _accused_gpu_alarms(session)
+    yield from _attempt_alarms(session, actor)
+    yield from _not_mirrored_alarms(session, actor)
+    yield from _damaged_checkpoint_alarms(session, actor)
 
 
 def _alarm(kind: str, message: str, remedy: str, **about: object) -> Document:
     return {"kind": kind, "message": message, "remedy": remedy, **about}
 
 
-def _roles(session: Session) -> Iterator[Document]:
+def _role_alarms(session: Session) -> Iterator[Document]:
     missing = missing_roles(session)
     if missing:
-        nothing = len(missing) == len(NEEDED_ROLES)
+        is_none_running = len(missing) == len(NEEDED_ROLES)
         yield _alarm(
             "role_missing",
             "no part of the control plane is running"
-            if nothing
+            if is_none_running
             else f"no process has the role of {' and '.join(missing)}",
             "`groupwise fleet up` starts all of them, "
-            f"`groupwise fleet {missing[0]}` {'the first' if nothing else 'it'} alone",
+            f"`groupwise fleet {missing[0]}` {'the first' if is_none_running else 'it'} alone",
             roles=missing,
         )
 
 
-def _mixed_processes(session: Session) -> Iterator[Document]:
+def _mixed_process_alarms(session: Session) -> Iterator[Document]:
     """Alarms of processes of one fleet that see different folders, or are of different releases."""
-    alive = [each for each in processes(session) if each["alive"]]
-    folders = _processes_by(alive, FOLDER)
+    living = [process for process in processes(session) if process["alive"]]
+    folders = _processes_by(living, FOLDER)
     if len(folders) > 1:
         yield _alarm(
             "folder_not_shared",
@@ -157,125 +159,135 @@ def _mixed_processes(session: Session) -> Iterator[Document]:
             "what one of them puts there another does not find, so that jobs fail and files seem lost: mount the shared folder where it is "
             "missing, and restart the processes there",
         )
-    releases = _processes_by(alive, RELEASE)
+    releases = _processes_by(living, RELEASE)
     if len(releases) > 1:
-        listed = "; ".join(f"{release}: {who}" for release, who in releases.items())
+        release_texts = "; ".join(
+            f"{release}: {process_names}" for release, process_names in releases.items()
+        )
         yield _alarm(
             "releases_differ",
-            f"processes of several releases are one fleet: {listed}",
+            f"processes of several releases are one fleet: {release_texts}",
             "none knows what a later one writes: end those of the older release and start them again, as after each upgrade",
         )
 
 
 def _processes_by(alive: Sequence[Document], fact: str) -> dict[str, str]:
     """Each value of a fact, with a description of the processes that report it."""
-    who: dict[str, list[str]] = {}
-    for each in alive:
-        if (value := each["facts"].get(fact)) is not None:
-            process = f"{each['role']} on {each['host']} (process {each['pid']})"
-            who.setdefault(value, []).append(process)
-    return {value: ", ".join(sorted(named)) for value, named in sorted(who.items())}
+    names_by_value: dict[str, list[str]] = {}
+    for document in alive:
+        if (value := document["facts"].get(fact)) is not None:
+            description = f"{document['role']} on {document['host']} (process {document['pid']})"
+            names_by_value.setdefault(value, []).append(description)
+    return {value: ", ".join(sorted(names)) for value, names in sorted(names_by_value.items())}
 
 
-def _late_news(session: Session) -> Iterator[Document]:
+def _late_news_alarms(session: Session) -> Iterator[Document]:
     """An alarm if the ends of jobs are announced to NATS too late."""
-    telling = [each["facts"].get(TELLING) for each in processes(session) if each["alive"]]
-    troubles: list[str | None] = [each["trouble"] for each in telling if each]
+    nats_links = [
+        process["facts"].get(TELLING) for process in processes(session) if process["alive"]
+    ]
+    troubles: list[str | None] = [link["trouble"] for link in nats_links if link]
     since = events.first_end_after(session, NEWS) if troubles else None
-    if since is not None and (waited := seconds(session) - since) >= LATE_NEWS_SECONDS:
-        why = next(filter(None, troubles), "the log of the tracker says why")
+    if since is not None and (delay := seconds(session) - since) >= LATE_NEWS_SECONDS:
+        trouble = next(filter(None, troubles), "the log of the tracker says why")
         yield _alarm(
             "not_told",
-            f"NATS has not been told of jobs that ended {duration(waited)} ago: {why}",
+            f"NATS has not been told of jobs that ended {duration(delay)} ago: {trouble}",
             "nothing is lost, and listeners are told as soon as it works: start NATS, or let its user publish on jobs.completed and "
             "jobs.errored; nats_url: off if there are no listeners",
         )
 
 
-def _disks(session: Session, folders: Sequence[Path]) -> Iterator[Document]:
+def _disk_alarms(session: Session, folders: Sequence[Path]) -> Iterator[Document]:
     """Alarms of full disks. They are measured directly, since a full disk would prevent recording that in the database."""
-    looked_at = set[int]()
+    seen_disks = set[int]()
     url = session.connection().engine.url
-    own = [] if url.get_backend_name() != "sqlite" or not url.database else [Path(url.database)]
-    for folder in (*(path.absolute().parent for path in own), *folders):
-        there = next((each for each in (folder, *folder.parents) if each.exists()), folder.parent)
-        disk = there.stat().st_dev
-        free = shutil.disk_usage(there).free
-        if free < LEAST_FREE and disk not in looked_at:
+    database_files = (
+        [] if url.get_backend_name() != "sqlite" or not url.database else [Path(url.database)]
+    )
+    for folder in (*(path.absolute().parent for path in database_files), *folders):
+        existing_folder = next(
+            (path for path in (folder, *folder.parents) if path.exists()), folder.parent
+        )
+        disk = existing_folder.stat().st_dev
+        free_bytes = shutil.disk_usage(existing_folder).free
+        if free_bytes < LEAST_FREE and disk not in seen_disks:
             yield _alarm(
                 "disk_full",
-                f"the control machine has {byte_size(free)} left on the disk of {there}",
+                f"the control machine has {byte_size(free_bytes)} left on the disk of {existing_folder}",
                 "make room there; `groupwise fleet remove` does as long as some is left. Once it is full nothing is written down, no job "
                 "begins, and none can end; all goes on by itself when there is room",
-                folder=str(there),
-                free=free,
+                folder=str(existing_folder),
+                free=free_bytes,
             )
-        looked_at.add(disk)
+        seen_disks.add(disk)
 
 
-def _machines(session: Session) -> Iterator[Document]:
+def _machine_alarms(session: Session) -> Iterator[Document]:
     now = seconds(session)
     for vm in session.scalars(select(VM).where(VM.active).order_by(VM.vm_id)):
-        about = {"vm_id": vm.vm_id}
+        vm_field = {"vm_id": vm.vm_id}
         if vm.lost_at is not None:
             continue
         if vm.contact == Contact.UNTRUSTED:
-            seen = (
+            key_note = (
                 ""
                 if vm.seen_host_key is None
                 else f", which shows {machines.fingerprint(vm.seen_host_key)}"
             )
-            was = "its host key has CHANGED" if vm.host_key else "its host key is not trusted yet"
+            problem = (
+                "its host key has CHANGED" if vm.host_key else "its host key is not trusted yet"
+            )
             yield _alarm(
                 "untrusted",
-                f"{vm.vm_id}: {was}{seen}",
+                f"{vm.vm_id}: {problem}{key_note}",
                 f"compare it with the machine's own, then `groupwise fleet vm trust {vm.vm_id} FINGERPRINT`",
-                **about,
+                **vm_field,
             )
         elif vm.contact == Contact.UNREACHABLE:
-            since = (
+            silence_note = (
                 ""
                 if vm.unreachable_since is None
                 else f" for {duration(now - vm.unreachable_since)}"
             )
             yield _alarm(
                 "unreachable",
-                f"{vm.vm_id} does not answer{since}: {vm.problem or 'no connection'}",
+                f"{vm.vm_id} does not answer{silence_note}: {vm.problem or 'no connection'}",
                 f"its jobs are left as they are; `groupwise fleet vm mark-lost {vm.vm_id}` if it never comes back",
-                **about,
+                **vm_field,
             )
         if vm.degraded:
             yield _alarm(
                 "degraded",
                 f"{vm.vm_id}: {vm.problem or 'its GPUs cannot be read'}",
                 "run nvidia-smi there; nothing new is placed on it until it can be read",
-                **about,
+                **vm_field,
             )
         if vm.cordoned is not None:
             yield _alarm(
                 "cordoned",
                 f"{vm.vm_id} is cordoned: {vm.cordoned}",
                 f"`groupwise fleet vm uncordon {vm.vm_id}` once it is mended",
-                **about,
+                **vm_field,
             )
 
 
-def _strays(session: Session) -> Iterator[Document]:
+def _stray_alarms(session: Session) -> Iterator[Document]:
     now = seconds(session)
-    for vm_id, each in untracked_processes.on_machines(session):
+    for vm_id, attempt in untracked_processes.on_machines(session):
         yield _alarm(
             "attempt_quarantined",
-            f"{vm_id} runs {each['detail']}, which stands in no table, for {duration(now - each['since'])} or longer",
+            f"{vm_id} runs {attempt['detail']}, which stands in no table, for {duration(now - attempt['since'])} or longer",
             f"nothing is done to it, and its job does not begin meanwhile: end its processes on {vm_id} if it is not wanted any more; it "
             "belongs to a database of before, or to another fleet",
             vm_id=vm_id,
-            job_id=each["job_id"],
-            epoch=each["epoch"],
-            since=each["since"],
+            job_id=attempt["job_id"],
+            epoch=attempt["epoch"],
+            since=attempt["since"],
         )
 
 
-def _gpus(session: Session) -> Iterator[Document]:
+def _gpu_alarms(session: Session) -> Iterator[Document]:
     rows = session.scalars(
         select(GPU)
         .join(VM, VM.vm_id == GPU.vm_id)
@@ -292,7 +304,7 @@ def _gpus(session: Session) -> Iterator[Document]:
         )
 
 
-def _accused_gpus(session: Session) -> Iterator[Document]:
+def _accused_gpu_alarms(session: Session) -> Iterator[Document]:
     """Alarms of GPUs that only one job's log has recently accused."""
     now = seconds(session)
     rows = session.scalars(
@@ -302,22 +314,22 @@ def _accused_gpus(session: Session) -> Iterator[Document]:
         .order_by(GPU.vm_id, GPU.index)
     )
     for gpu in rows:
-        said = gpu.accused or {}
-        if now - said["at"] >= ACCUSATION_SECONDS:
+        accusation = gpu.accused or {}
+        if now - accusation["at"] >= ACCUSATION_SECONDS:
             continue
         yield _alarm(
             "accused",
-            f"GPU {gpu.index} of {gpu.vm_id} may be broken: {said['said']} (attempt {said['job_id']}.{said['epoch']}, "
-            f"{duration(now - said['at'])} ago); jobs still get it",
+            f"GPU {gpu.index} of {gpu.vm_id} may be broken: {accusation['said']} (attempt {accusation['job_id']}.{accusation['epoch']}, "
+            f"{duration(now - accusation['at'])} ago); jobs still get it",
             f"look at it; it is put in quarantine when another job says so too. `groupwise fleet vm clear-quarantine {gpu.vm_id} "
             f"{gpu.index}` if it is sound",
             vm_id=gpu.vm_id,
             gpu=gpu.index,
-            job_id=said["job_id"],
+            job_id=accusation["job_id"],
         )
 
 
-def _attempts(session: Session, actor: Actor) -> Iterator[Document]:
+def _attempt_alarms(session: Session, actor: Actor) -> Iterator[Document]:
     is_open = (Attempt.state != AttemptState.ENDED) | (Attempt.cleanup != Cleanup.CLEAN)
     query = (
         select(Attempt, Member.vm_id, Member.handle, Member.log_offset)
@@ -374,14 +386,14 @@ def _attempts(session: Session, actor: Actor) -> Iterator[Document]:
             )
 
 
-def _not_mirrored(session: Session, actor: Actor) -> Iterator[Document]:
+def _not_mirrored_alarms(session: Session, actor: Actor) -> Iterator[Document]:
     """Alarms of attempts whose last steps exist only on their machine: they could not resume elsewhere."""
-    why = Member.handle["not_mirrored"].as_string()
+    reason_column = Member.handle["not_mirrored"].as_string()
     query = (
-        select(Attempt.job_id, Attempt.epoch, Member.vm_id, why)
+        select(Attempt.job_id, Attempt.epoch, Member.vm_id, reason_column)
         .join(Member, Member.epoch == Attempt.epoch)
         .join(Job, Job.job_id == Attempt.job_id)
-        .where(Attempt.state != AttemptState.ENDED, why.is_not(None))
+        .where(Attempt.state != AttemptState.ENDED, reason_column.is_not(None))
         .order_by(Attempt.epoch)
     )
     query = find.visible(query, actor)
@@ -398,7 +410,7 @@ def _not_mirrored(session: Session, actor: Actor) -> Iterator[Document]:
         )
 
 
-def _damaged_checkpoints(session: Session, actor: Actor) -> Iterator[Document]:
+def _damaged_checkpoint_alarms(session: Session, actor: Actor) -> Iterator[Document]:
     """Alarms of recent damage: the job has continued without the checkpoint, but the same disk holds all other checkpoints."""
     now = seconds(session)
     query = (

@@ -46,33 +46,33 @@ def submit_all(
     written by hand cannot be refused: it fails, with its reason.)
     """
     name = project_for(actor, project)
-    if key is not None and (wrong := key_problem(key)) is not None:
-        raise Refusal("invalid_request", f"The idempotency key {wrong}.")
+    if key is not None and (problem := key_problem(key)) is not None:
+        raise Refusal("invalid_request", f"The idempotency key {problem}.")
     unsent = _missing_blobs(session, actor, requests)
-    about: dict[str, Any] = {"actor": actor.name, "project": name, "allowed": allowed}
+    common_arguments: dict[str, Any] = {"actor": actor.name, "project": name, "allowed": allowed}
     if len(requests) == 1:
-        jobs = [admission.submit(session, requests[0], idempotency_key=key, **about)]
+        jobs = [admission.submit(session, requests[0], idempotency_key=key, **common_arguments)]
     else:
-        jobs = admission.submit_array(session, requests, idempotency_key=key, **about)
+        jobs = admission.submit_array(session, requests, idempotency_key=key, **common_arguments)
     accepted: list[Document] = []
     try:
         for request, job in zip(requests, jobs, strict=True):
-            _refuse_wrong(request, job, unsent)
-            found = job_document(job) | {"notes": _notes(request, job)}
-            accepted.append(visibility.job(session, actor, found))
+            _refuse_invalid(request, job, unsent)
+            document = job_document(job) | {"notes": _submission_notes(request, job)}
+            accepted.append(visibility.job(session, actor, document))
     except (UsageError, Refusal) as error:
         code = error.code if isinstance(error, Refusal) else "invalid_request"
         if len(requests) == 1 or code == "idempotency_key_reused":  # concerns all of them
             raise
-        place = len(accepted)
-        wrong = FieldError(field=f"jobs.{place}", message=error.message[:LONGEST_MESSAGE])
-        message = f"job {place + 1} of {len(requests)}: {error.message}"
-        raise Refusal(code, message, errors=[wrong]) from error
+        index = len(accepted)
+        problem = FieldError(field=f"jobs.{index}", message=error.message[:LONGEST_MESSAGE])
+        message = f"job {index + 1} of {len(requests)}: {error.message}"
+        raise Refusal(code, message, errors=[problem]) from error
     # Requirements that no machine meets may be mistyped, and the operator may have forgotten to start a dispatcher.
-    unmet = schedulability.nowhere(session, [request.resources for request in requests])
+    unmet = schedulability.unmet_requirements(session, [request.resources for request in requests])
     idle = "dispatcher" in status.missing_roles(session)
-    for each, notes in zip(accepted, unmet, strict=True):
-        each["notes"] += [*notes, *([status.NO_DISPATCHER] if idle else [])]
+    for accepted_job, notes in zip(accepted, unmet, strict=True):
+        accepted_job["notes"] += [*notes, *([status.NO_DISPATCHER] if idle else [])]
     return accepted
 
 
@@ -90,14 +90,14 @@ def plan(
     trial = session.begin_nested()
     try:
         job = admission.submit(session, request, actor=actor.name, project=name, allowed=allowed)
-        _refuse_wrong(request, job, unsent)
-        found = job_document(job) | {
+        _refuse_invalid(request, job, unsent)
+        document = job_document(job) | {
             "job_id": None,
             "files": sorted(request.files),
-            "notes": _notes(request, job),
-            **_outlook(session, job),
+            "notes": _submission_notes(request, job),
+            **_placement_outlook(session, job),
         }
-        return visibility.job(session, actor, found)
+        return visibility.job(session, actor, document)
     finally:
         trial.rollback()
 
@@ -117,11 +117,11 @@ def _missing_blobs(
     session: Session, actor: Actor, requests: Iterable[JobRequest]
 ) -> frozenset[str]:
     """Blobs that the requests name and no project of the actor has. Read before the jobs are made, since a job gives its project rights."""
-    named = {sha256 for request in requests for sha256, _, _ in request.files.values()}
-    return rights.lacking(session, actor.projects, named)
+    hashes = {sha256 for request in requests for sha256, _, _ in request.files.values()}
+    return rights.lacking(session, actor.projects, hashes)
 
 
-def _refuse_wrong(request: JobRequest, job: Job, unsent: frozenset[str]) -> None:
+def _refuse_invalid(request: JobRequest, job: Job, unsent: frozenset[str]) -> None:
     """Refuse a request that admission rejected, or that names files which only other projects have sent."""
     if job.status == JobStatus.FAILED and job.generation == 0 and job.start_time is None:
         raise Refusal("invalid_request", job.failure_reason)
@@ -133,7 +133,7 @@ def _refuse_wrong(request: JobRequest, job: Job, unsent: frozenset[str]) -> None
             )
 
 
-def _notes(request: JobRequest, job: Job) -> list[str]:
+def _submission_notes(request: JobRequest, job: Job) -> list[str]:
     """Notes on values that admission chose because the request gave none."""
     requested, settled = request.resources, job.resources
     if (
@@ -147,13 +147,13 @@ def _notes(request: JobRequest, job: Job) -> list[str]:
     return ["--gpus was not given: the job gets no GPU, as the fleet has none"]
 
 
-def _outlook(session: Session, job: Job) -> Document:
+def _placement_outlook(session: Session, job: Job) -> Document:
     """The places where the job could start now, or the reasons why it would wait."""
     placement = None if job.admitted_at is None else waits.outlook(session, job)
     if not isinstance(placement, Placement):
         return {"where": [], "waits": waits.explain(session, job)}
-    where = [
+    seats = [
         seat.vm_id + (f" GPU {','.join(str(gpu.index) for gpu in seat.gpus)}" if seat.gpus else "")
         for seat in placement.seats
     ]
-    return {"where": where, "waits": []}
+    return {"where": seats, "waits": []}

@@ -45,14 +45,22 @@ def machine(actor: Actor, document: Document) -> Document:
     if actor.projects is None:
         return document
     kept_for: Sequence[str] | None = document["projects"]
-    own = kept_for and [name for name in kept_for if actor.may_see(name)]
-    nobodys: Document = dict.fromkeys(("user", "ssh_key_path", "jump", "workdir", "probe"))
-    untold = {name: document[name] and UNTOLD for name in ("cordoned", "problem")}
+    visible_projects = kept_for and [name for name in kept_for if actor.may_see(name)]
+    hidden_fields: Document = dict.fromkeys(("user", "ssh_key_path", "jump", "workdir", "probe"))
+    redacted_fields = {name: document[name] and UNTOLD for name in ("cordoned", "problem")}
     engine: Mapping[str, Any] = document["engine"] or {}
-    nobodys["engine"] = {name: engine[name] for name in engine if name not in OF_OPERATORS} or None
-    known: Mapping[str, Any] = document["facts"] or {}
-    facts = {name: known[name] for name in FACTS if name in known}
-    return {**document, **nobodys, **untold, "projects": own, "facts": facts}
+    hidden_fields["engine"] = {
+        name: engine[name] for name in engine if name not in OF_OPERATORS
+    } or None
+    facts_in_row: Mapping[str, Any] = document["facts"] or {}
+    facts = {name: facts_in_row[name] for name in FACTS if name in facts_in_row}
+    return {
+        **document,
+        **hidden_fields,
+        **redacted_fields,
+        "projects": visible_projects,
+        "facts": facts,
+    }
 
 
 def gpu(actor: Actor, document: Document) -> Document:
@@ -79,27 +87,34 @@ def job(session: Session, actor: Actor, document: Document) -> Document:
         if document.get(name):
             visible[name] = reasons(session, actor, document[name])
     if "events" in document:
-        visible["events"] = [dict(each) for each in document["events"]]
-        for each in visible["events"]:
-            detail = each["detail"]
+        visible["events"] = [dict(event_row) for event_row in document["events"]]
+        for event_row in visible["events"]:
+            detail = event_row["detail"]
             if isinstance(detail, dict) and "reasons" in detail:
                 fields = cast("dict[str, Any]", detail)
-                each["detail"] = {**fields, "reasons": reasons(session, actor, fields["reasons"])}
+                event_row["detail"] = {
+                    **fields,
+                    "reasons": reasons(session, actor, fields["reasons"]),
+                }
     return visible
 
 
 def reasons(session: Session, actor: Actor, lines: Sequence[Any]) -> list[str]:
     """The reasons why a job waits, in the words of `queue`, without those that concern other projects."""
-    found: list[str] = []
+    visible_reasons: list[str] = []
     for line in lines:
         text = _OF_MACHINE.sub(rf"\1 ({UNTOLD})", str(line))
         text = _OF_GPU.sub(rf"\1 ({UNTOLD})", text)
-        found.append(_KEPT.sub(lambda match: _own_names(session, actor, match), text))
-    return found
+        visible_reasons.append(_KEPT.sub(lambda match: _visible_names(session, actor, match), text))
+    return visible_reasons
 
 
-def _own_names(session: Session, actor: Actor, match: re.Match[str]) -> str:
+def _visible_names(session: Session, actor: Actor, match: re.Match[str]) -> str:
     names = match[2].split(", ")
     query = select(Job.job_id).where(Job.job_id.in_(names), Job.project.in_(actor.projects or ()))
-    own = sorted(session.scalars(query))
-    return match[1] + ", ".join(own if len(own) == len(names) else [*own, OTHERS]) + match[3]
+    visible_names = sorted(session.scalars(query))
+    return (
+        match[1]
+        + ", ".join(visible_names if len(visible_names) == len(names) else [*visible_names, OTHERS])
+        + match[3]
+    )

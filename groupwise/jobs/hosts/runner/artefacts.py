@@ -11,11 +11,11 @@ import time
 from typing import TYPE_CHECKING
 
 from groupwise.jobs.hosts.runner.blobs import has_blob, hash_of, store_blob
-from groupwise.jobs.hosts.runner.checkpoints import SETTLED, checkpoints_of, identity
+from groupwise.jobs.hosts.runner.checkpoints import SETTLED, checkpoints_of, file_identity
 from groupwise.jobs.hosts.runner.files import open_plain, read_json, write_json
 from groupwise.jobs.hosts.runner.locks import HeldLock, one_at_a_time
 from groupwise.jobs.hosts.runner.protocol import (
-    Refusal,
+    RequestRejected,
     as_list,
     blobs_of,
     count_of,
@@ -29,14 +29,14 @@ from groupwise.jobs.hosts.runner.work_folder import (
     NO_FILES,
     Walk,
     open_regular,
-    whole_inside,
+    read_if_unchanged,
 )
 
 if TYPE_CHECKING:
     from typing import Any, BinaryIO
 
     from groupwise.jobs.hosts.runner.checkpoints import Checkpoint
-    from groupwise.jobs.hosts.runner.protocol import Answered
+    from groupwise.jobs.hosts.runner.protocol import VerbAnswer
     from groupwise.jobs.hosts.runner.root import Attempt, Root
 
 LARGEST_READ = 64 << 20
@@ -44,7 +44,7 @@ MOST_GATHERED = 1000
 """Most files in one `gather`; reading them takes some tenths of a second."""
 LARGEST_GATHERED = 4 << 20
 """Most bytes in one `gather`, over all files."""
-KEPT_EVERY = 20.0
+SAVE_INTERVAL = 20.0
 """Seconds between saves of the hashes while files are read: the caller may disconnect before all files are hashed."""
 MOST_ARTEFACTS = 1_000_000
 """Most files of a job, and most folders; upper bound of the job's own limit."""
@@ -60,7 +60,7 @@ HASHES_EACH = 400
 """Bytes in `hashes.json` per file; raises LARGEST_HASHES for jobs with many files."""
 
 
-def read_slice(body: dict[str, Any], fd: int) -> Answered:
+def read_slice(body: dict[str, Any], fd: int) -> VerbAnswer:
     """Answer with the requested part of a file, then close the file."""
     offset = count_of(body, "offset", 0)
     limit = min(count_of(body, "limit", LARGEST_READ), LARGEST_READ)
@@ -77,7 +77,7 @@ def files_of(body: dict[str, Any]) -> list[tuple[str, str, int]]:
     return [(path, *blobs[n]) for n, path in enumerate(paths)]
 
 
-def verb_log(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
+def verb_log(root: Root, body: dict[str, Any], _: BinaryIO) -> VerbAnswer:
     """Read the command's output from a byte offset."""
     attempt = attempt_of(root, body)
     try:
@@ -87,32 +87,32 @@ def verb_log(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
     return read_slice(body, fd)
 
 
-def verb_read(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
+def verb_read(root: Root, body: dict[str, Any], _: BinaryIO) -> VerbAnswer:
     """Read part of a file of the working folder."""
     attempt, path = attempt_of(root, body), text_of(body, "path")
     expected = body.get("sha256")
     if expected is not None:
         hashes = Hashes(attempt)
         if hashes.of(path) != expected:
-            raise Refusal("changed", f"{path} is not what it was: its hash is another")
-        hashes.keep()
+            raise RequestRejected("changed", f"{path} is not what it was: its hash is another")
+        hashes.save()
     return read_slice(body, open_regular(attempt.work, path))
 
 
-def verb_gather(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
+def verb_gather(root: Root, body: dict[str, Any], _: BinaryIO) -> VerbAnswer:
     """Read many small files of the working folder in one answer: one request for each would take longer than the reading, since each starts
     a process."""
     attempt, files = attempt_of(root, body), files_of(body)
     if len(files) > MOST_GATHERED or sum(size for _, _, size in files) > LARGEST_GATHERED:
-        raise Refusal(
+        raise RequestRejected(
             "bad_request",
             f"files: at most {MOST_GATHERED} of together {LARGEST_GATHERED} bytes are expected",
         )
-    found = [whole_inside(attempt.work, path, sha, size) for path, sha, size in files]
-    return {"whole": [data is not None for data in found]}, b"".join(filter(None, found))
+    contents = [read_if_unchanged(attempt.work, path, sha, size) for path, sha, size in files]
+    return {"whole": [data is not None for data in contents]}, b"".join(filter(None, contents))
 
 
-def verb_keep(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
+def verb_keep(root: Root, body: dict[str, Any], _: BinaryIO) -> VerbAnswer:
     """Store files of the working folder as blobs. If one has changed, the files before it in the list are stored all the same."""
     attempt, files = attempt_of(root, body), files_of(body)
     with HeldLock(root.lock("blobs.lock"), fcntl.LOCK_SH):
@@ -127,34 +127,36 @@ def keep_file(root: Root, work: str, path: str, sha: str, size: int) -> None:
     with open(open_regular(work, path), "rb") as file:
         try:
             store_blob(root, sha, size, file)
-        except Refusal as refusal:
+        except RequestRejected as refusal:
             if refusal.body["code"] not in ("truncated", "bad_blob"):
                 raise
-            raise Refusal("changed", f"{path} is not what it was: its hash is another") from None
+            raise RequestRejected(
+                "changed", f"{path} is not what it was: its hash is another"
+            ) from None
 
 
-def verb_manifest(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
+def verb_manifest(root: Root, body: dict[str, Any], _: BinaryIO) -> VerbAnswer:
     """List the files and checkpoints that can be fetched."""
-    attempt, what = attempt_of(root, body), text_of(body, "what")
-    if what not in ("artefacts", "checkpoints", "all"):
-        raise Refusal("bad_request", "what: artefacts, checkpoints or all")
+    attempt, kind = attempt_of(root, body), text_of(body, "what")
+    if kind not in ("artefacts", "checkpoints", "all"):
+        raise RequestRejected("bad_request", "what: artefacts, checkpoints or all")
     state = state_of(attempt) or {}
     answer: dict[str, Any] = {"files": {}, "refused": [], "refused_more": {}, "checkpoints": []}
-    if what != "checkpoints" and os.path.isdir(attempt.path):
+    if kind != "checkpoints" and os.path.isdir(attempt.path):
         with one_at_a_time(attempt.path):
             answer.update(Artefacts(attempt, state).collect())
-    if what != "artefacts":
+    if kind != "artefacts":
         # In the answer the oldest is first. If it cannot hold all, the newest are kept.
         hashes, room = Hashes(attempt), LARGEST_LISTING
-        found: list[dict[str, Any]] = []
+        checkpoints: list[dict[str, Any]] = []
         for checkpoint in reversed(checkpoints_of(attempt, state.get("checkpoints") or ())):
-            listed = listed_checkpoint(checkpoint, hashes)
-            size = sum(map(listed_bytes, listed["files"])) if listed else 0
-            if listed and size <= room:
+            entry = listed_checkpoint(checkpoint, hashes)
+            size = sum(map(listed_bytes, entry["files"])) if entry else 0
+            if entry and size <= room:
                 room -= size
-                found.append(listed)
-        hashes.keep()
-        answer["checkpoints"] = found[::-1]
+                checkpoints.append(entry)
+        hashes.save()
+        answer["checkpoints"] = checkpoints[::-1]
     return answer, b""
 
 
@@ -169,39 +171,39 @@ class Artefacts:
         self.room = LARGEST_LISTING
         self.hashes = Hashes(attempt)
         self.walk = Walk(attempt.work, max(MOST_ENTRIES, 2 * self.files_left))
-        self.named: list[str] = state.get("artefacts") or []
+        self.declared: list[str] = state.get("artefacts") or []
         self.files: dict[str, list[Any]] = {}
         self.refused: dict[bool, list[list[str]]] = {True: [], False: []}
         """Refused files, by whether the job fails because of them. Both kinds have their own limit."""
         self.refused_room = {True: REFUSED_TOGETHER, False: REFUSED_TOGETHER}
-        self.more: dict[str, int] = {}
+        self.unlisted: dict[str, int] = {}
         """How many more files were refused than are listed, by reason."""
 
     def collect(self) -> dict[str, Any]:
         """The files sorted by path, and the refused files."""
-        for path in self.named:
+        for path in self.declared:
             self.walk.enter(path)
-        for path, why in self.walk.refused.items():
-            self._refuse(path, why)
+        for path, reason in self.walk.refused.items():
+            self._refuse(path, reason)
         for path in sorted(self.walk.files):
-            self._take(path, self.walk.files[path])
-        self.hashes.keep()
+            self._add_file(path, self.walk.files[path])
+        self.hashes.save()
         refused = self.refused[True] + self.refused[False]
-        return {"files": self.files, "refused": refused, "refused_more": self.more}
+        return {"files": self.files, "refused": refused, "refused_more": self.unlisted}
 
-    def _refuse(self, path: str, why: str) -> None:
-        weighs = path in self.named or why not in NO_FILES
-        self.refused_room[weighs] -= listed_bytes(path)
-        if self.refused_room[weighs] < 0 or len(self.refused[weighs]) >= MOST_REFUSED:
-            self.more[why] = self.more.get(why, 0) + 1
+    def _refuse(self, path: str, reason: str) -> None:
+        is_serious = path in self.declared or reason not in NO_FILES
+        self.refused_room[is_serious] -= listed_bytes(path)
+        if self.refused_room[is_serious] < 0 or len(self.refused[is_serious]) >= MOST_REFUSED:
+            self.unlisted[reason] = self.unlisted.get(reason, 0) + 1
         else:
-            self.refused[weighs].append([path, why])
+            self.refused[is_serious].append([path, reason])
 
-    def _take(self, path: str, found: os.stat_result) -> None:
+    def _add_file(self, path: str, file_stat: os.stat_result) -> None:
         self.room -= listed_bytes(path)
         if not self.files_left or self.room < 0:
             return self._refuse(path, "too_many")
-        if found.st_size > self.bytes_left:
+        if file_stat.st_size > self.bytes_left:
             return self._refuse(path, "too_large")
         try:
             sha = self.hashes.of(path)
@@ -209,21 +211,21 @@ class Artefacts:
             return self._refuse(path, "unreadable")
         except OSError:
             return self._refuse(path, "broken")
-        except Refusal:  # it is no plain file any more
+        except RequestRejected:  # it is no plain file any more
             sha = None
         if sha is None:
             return self._refuse(path, "changing")
-        self.files[path] = [sha, stat.S_IMODE(found.st_mode), found.st_size]
+        self.files[path] = [sha, stat.S_IMODE(file_stat.st_mode), file_stat.st_size]
         self.files_left -= 1
-        self.bytes_left -= found.st_size
+        self.bytes_left -= file_stat.st_size
         return None
 
 
 def most_artefacts(state: dict[str, Any]) -> int:
     """How many output files the job may have."""
     limits: dict[str, Any] = state.get("limits") or {}
-    most = limits.get("artefact_files")
-    return min(100_000 if most is None else int(most), MOST_ARTEFACTS)
+    limit = limits.get("artefact_files")
+    return min(100_000 if limit is None else int(limit), MOST_ARTEFACTS)
 
 
 def listed_bytes(path: str) -> int:
@@ -236,12 +238,14 @@ def listed_checkpoint(checkpoint: Checkpoint, hashes: Hashes) -> dict[str, Any] 
     verifies them."""
     hashed = {checkpoint.path + "/" + p: e["sha256"] for p, e in checkpoint.files.items()}
     hashed[checkpoint.manifest] = None
-    with contextlib.suppress(OSError, Refusal):  # the checkpoint was replaced or removed meanwhile
+    with contextlib.suppress(
+        OSError, RequestRejected
+    ):  # the checkpoint was replaced or removed meanwhile
         hashed[checkpoint.manifest] = hashes.of(checkpoint.manifest)
     if hashed[checkpoint.manifest] is None:
         return None
-    found = {path: checkpoint.found[path] for path in hashed}
-    files = {path: [hashed[path], stat.S_IMODE(f.st_mode), f.st_size] for path, f in found.items()}
+    stats = {path: checkpoint.stats[path] for path in hashed}
+    files = {path: [hashed[path], stat.S_IMODE(f.st_mode), f.st_size] for path, f in stats.items()}
     return {"path": checkpoint.path, "step": checkpoint.step, "files": files}
 
 
@@ -250,33 +254,33 @@ class Hashes:
 
     def __init__(self, attempt: Attempt) -> None:
         self.path, self.work = attempt.at("hashes.json"), attempt.work
-        most = most_artefacts(state_of(attempt) or {}) * HASHES_EACH
-        self.known = read_json(self.path, max(LARGEST_HASHES, most)) or {}
-        self.new = False
-        self.keep_at = time.monotonic() + KEPT_EVERY
+        max_bytes = most_artefacts(state_of(attempt) or {}) * HASHES_EACH
+        self.entries = read_json(self.path, max(LARGEST_HASHES, max_bytes)) or {}
+        self.is_dirty = False
+        self.save_at = time.monotonic() + SAVE_INTERVAL
 
     def of(self, path: str) -> str | None:
-        """A file's hash; None if the file changed while it was read. Raises OSError if it cannot be read, Refusal if it is no plain file
-        any more."""
+        """A file's hash; None if the file changed while it was read. Raises OSError if it cannot be read, RequestRejected if it is no plain
+        file any more."""
         with open(open_regular(self.work, path), "rb") as file:
-            before = identity(os.fstat(file.fileno()))
-            entry = as_list(self.known.get(path))
-            if entry[:1] == [before] and is_sha(entry[-1]):
+            original = file_identity(os.fstat(file.fileno()))
+            entry = as_list(self.entries.get(path))
+            if entry[:1] == [original] and is_sha(entry[-1]):
                 return str(entry[-1])
             sha = hash_of(file)
-            if identity(os.fstat(file.fileno())) != before:
+            if file_identity(os.fstat(file.fileno())) != original:
                 return None
-        if time.time() - before[2] / 1e9 > SETTLED:
-            self.known[path] = [before, sha]
-            self.new = True
-        if time.monotonic() >= self.keep_at:
-            self.keep()
-            self.keep_at = time.monotonic() + KEPT_EVERY
+        if time.time() - original[2] / 1e9 > SETTLED:
+            self.entries[path] = [original, sha]
+            self.is_dirty = True
+        if time.monotonic() >= self.save_at:
+            self.save()
+            self.save_at = time.monotonic() + SAVE_INTERVAL
         return sha
 
-    def keep(self) -> None:
+    def save(self) -> None:
         """Save the hashes for the next request. If that fails, they are computed again."""
-        if self.new:
+        if self.is_dirty:
             with contextlib.suppress(OSError):
-                write_json(self.path, self.known)
-                self.new = False
+                write_json(self.path, self.entries)
+                self.is_dirty = False

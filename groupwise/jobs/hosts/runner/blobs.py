@@ -10,13 +10,19 @@ from typing import TYPE_CHECKING
 
 from groupwise.jobs.hosts.runner.files import make_folder, remove_file, sync_folder
 from groupwise.jobs.hosts.runner.locks import HeldLock, one_at_a_time
-from groupwise.jobs.hosts.runner.protocol import Refusal, Refused, Work, blobs_of, shas_of
+from groupwise.jobs.hosts.runner.protocol import (
+    LaunchRefused,
+    RequestRejected,
+    Work,
+    blobs_of,
+    shas_of,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
     from typing import Any, BinaryIO
 
-    from groupwise.jobs.hosts.runner.protocol import Answered, Readable
+    from groupwise.jobs.hosts.runner.protocol import Readable, VerbAnswer
     from groupwise.jobs.hosts.runner.root import Root
 
 CLONE = 0x40049409
@@ -30,12 +36,12 @@ def has_blob(root: Root, sha: str) -> bool:
     differs."""
     path = root.blob(sha)
     try:
-        found = os.lstat(path)
+        file_stat = os.lstat(path)
     except OSError:
         return False
-    if not stat.S_ISREG(found.st_mode):
+    if not stat.S_ISREG(file_stat.st_mode):
         return False
-    if found.st_mtime_ns == BLOB_TIME * 10**9:
+    if file_stat.st_mtime_ns == BLOB_TIME * 10**9:
         return True
     with open(path, "rb") as file:
         if hash_of(file) == sha:
@@ -57,32 +63,34 @@ def hash_of(file: BinaryIO) -> str:
 
 
 def store_blob(root: Root, sha: str, size: int, source: Readable, by: str | None = None) -> None:
-    """Read `size` bytes and store them if their hash is `sha`, else raise Refusal. The caller holds a shared lock of the blobs. `by`
-    replaces this process's id in the temporary name: the next request with that name then overwrites an incomplete file."""
+    """Read `size` bytes and store them if their hash is `sha`, else raise RequestRejected. The caller holds a shared lock of the blobs.
+    `by` replaces this process's id in the temporary name: the next request with that name then overwrites an incomplete file."""
     folder = make_folder(os.path.dirname(root.blob(sha)))
-    new = os.path.join(folder, f"{sha}.{by or os.getpid()}.new")
-    digest, left = hashlib.sha256(), size
+    temporary = os.path.join(folder, f"{sha}.{by or os.getpid()}.new")
+    digest, remaining = hashlib.sha256(), size
     try:
         with open(
-            os.open(new, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb"
+            os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW, 0o600), "wb"
         ) as file:
-            while left:
-                data = source.read(min(left, 1 << 20))
+            while remaining:
+                data = source.read(min(remaining, 1 << 20))
                 if not data:
-                    raise Refusal("truncated", f"the payload ended {left} bytes before its end")
+                    raise RequestRejected(
+                        "truncated", f"the payload ended {remaining} bytes before its end"
+                    )
                 digest.update(data)
                 file.write(data)
-                left -= len(data)
+                remaining -= len(data)
                 Work.done += 1
             if digest.hexdigest() != sha:
-                raise Refusal("bad_blob", f"{sha}: the bytes sent have another hash")
+                raise RequestRejected("bad_blob", f"{sha}: the bytes sent have another hash")
             file.flush()
             os.fchmod(file.fileno(), 0o444)
             os.utime(file.fileno(), (BLOB_TIME, BLOB_TIME))
             os.fsync(file.fileno())
-        os.rename(new, root.blob(sha))
+        os.rename(temporary, root.blob(sha))
     except BaseException:
-        remove_file(new)
+        remove_file(temporary)
         raise
     sync_folder(folder)
 
@@ -97,30 +105,31 @@ def lay_out(root: Root, work: str, manifest: dict[str, list[Any]]) -> Iterator[N
 
 
 def copy_blob(blob: str, target: str, sha: str, mode: int) -> Iterator[None]:
-    """Make an independent copy: a clone if the file system supports it, else a verified copy. Raises Refused if the blob is damaged."""
+    """Make an independent copy: a clone if the file system supports it, else a verified copy. Raises LaunchRefused if the blob is
+    damaged."""
     remove_file(target)
     fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600)
     with open(blob, "rb") as source, open(fd, "wb") as file:
         try:  # with a clone, `file` shares the blob's content until one of them is changed
             fcntl.ioctl(file.fileno(), CLONE, source.fileno())
-            sound = True
+            is_intact = True
         except OSError:  # this file system cannot clone
             digest = hashlib.sha256()
             for data in iter(lambda: source.read(1 << 20), b""):
                 yield
                 digest.update(data)
                 file.write(data)
-            sound = digest.hexdigest() == sha
+            is_intact = digest.hexdigest() == sha
         os.fchmod(file.fileno(), mode)
-    if not sound:
+    if not is_intact:
         remove_file(blob)
-        raise Refused(
+        raise LaunchRefused(
             "bad_spec",
             f"blob {sha} was damaged on this machine's disk; it has been removed, send it again",
         )
 
 
-def verb_missing(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
+def verb_missing(root: Root, body: dict[str, Any], _: BinaryIO) -> VerbAnswer:
     """List the blobs that have to be sent. The others are about to be used: they are protected from a sweep for a while."""
     return {"missing": [sha for sha in shas_of(body, "sha256") if not protect_blob(root, sha)]}, b""
 
@@ -137,11 +146,11 @@ def protect_blob(root: Root, sha: str) -> bool:
     return False
 
 
-def verb_put(root: Root, body: dict[str, Any], payload: BinaryIO) -> Answered:
+def verb_put(root: Root, body: dict[str, Any], payload: BinaryIO) -> VerbAnswer:
     """Store blobs. Those that arrived complete are kept even if a later one did not."""
     blobs = blobs_of(body["blobs"], "blobs")
     if sum(size for _, size in blobs) != body.get("payload", 0):
-        raise Refusal(
+        raise RequestRejected(
             "bad_request", "payload: as many bytes as the blobs have together are expected"
         )
     with HeldLock(root.lock("blobs.lock"), fcntl.LOCK_SH):
@@ -150,7 +159,7 @@ def verb_put(root: Root, body: dict[str, Any], payload: BinaryIO) -> Answered:
     return {"stored": [sha for sha, _ in blobs]}, b""
 
 
-def verb_join(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
+def verb_join(root: Root, body: dict[str, Any], _: BinaryIO) -> VerbAnswer:
     """Join parts, sent earlier as blobs, into one blob, then remove the parts."""
     ((sha, size),) = blobs_of([body["blob"]], "blob")
     parts = [part for part, _ in blobs_of(body["parts"], "parts")]
@@ -159,7 +168,7 @@ def verb_join(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
         if not has_blob(root, sha):
             missing = [part for part in parts if not has_blob(root, part)]
             if missing:
-                raise Refusal(
+                raise RequestRejected(
                     "missing_blobs", f"{len(missing)} parts are not here", missing=missing
                 )
             store_blob(root, sha, size, JoinedFiles([root.blob(part) for part in parts]), "join")
@@ -176,14 +185,14 @@ class JoinedFiles:
         self.paths = paths[::-1]
         self.file: BinaryIO | None = None
 
-    def read(self, most: int) -> bytes:
-        """Read at most `most` bytes from the current file; empty at the end of the last file."""
+    def read(self, size: int) -> bytes:
+        """Read at most `size` bytes from the current file; empty at the end of the last file."""
         while True:
             if self.file is None:
                 if not self.paths:
                     return b""
                 self.file = open(self.paths.pop(), "rb")  # noqa: SIM115  (closed below, or with the process)
-            data = self.file.read(most)
+            data = self.file.read(size)
             if data:
                 return data
             self.file.close()

@@ -18,20 +18,20 @@ if TYPE_CHECKING:
     from groupwise.jobs.hosts.runner.root import Attempt, Root
 
 UNIT = re.compile(r"groupwise-(.+\.[0-9]+)-[0-9a-f]{8}")
-SCOPE_PATIENCE = 5.0
+SCOPE_TIMEOUT = 5.0
 
 
-class Group:
-    """The control groups of one attempt: a v2 group, which finds and kills its processes, and one that limits memory. Either may be
-    missing, and they may be the same."""
+class Cgroups:
+    """The control groups of one attempt: a v2 group, through which its processes are found and killed, and one that limits its memory.
+    Either may be missing, and they may be the same."""
 
     def __init__(self, v2: str | None = None, memory: str | None = None) -> None:
         self.v2, self.memory = v2, memory
 
     @staticmethod
-    def from_record(record: dict[str, Any] | None) -> Group:
+    def from_record(record: dict[str, Any] | None) -> Cgroups:
         """Build the groups that a state file names."""
-        return Group((record or {}).get("v2"), (record or {}).get("memory"))
+        return Cgroups((record or {}).get("v2"), (record or {}).get("memory"))
 
     def record(self) -> dict[str, Any]:
         """The groups in the form that the state file contains."""
@@ -41,12 +41,12 @@ class Group:
         """The folders of the existing groups, without duplicates."""
         return [f for f in dict.fromkeys((self.v2, self.memory)) if f]
 
-    def take_in(self, pid: int) -> None:
+    def add_process(self, pid: int) -> None:
         """Move a process into both groups. A group that rejects it is removed and no longer used."""
         for name in ("v2", "memory"):
             folder = getattr(self, name)
             if folder and not write_once(os.path.join(folder, "cgroup.procs"), str(pid)):
-                remove_group(folder)
+                remove_cgroup(folder)
                 setattr(self, name, None)
 
     def limit(self, ram_mb: int | None) -> None:
@@ -67,21 +67,21 @@ class Group:
         if not self.memory:
             return None
         for name in ("memory.events", "memory.oom_control"):
-            found = re.search(
+            match = re.search(
                 r"^oom_kill (\d+)$", read_text(os.path.join(self.memory, name)), re.MULTILINE
             )
-            if found:
-                return int(found.group(1))
+            if match:
+                return int(match.group(1))
         return None
 
     def pids(self) -> frozenset[int]:
         """Pids of the processes in the groups and in groups below them, which the command may have made."""
-        found: set[int] = set()
+        pids: set[int] = set()
         for folder in self.folders():
             for below, _, _ in os.walk(folder):
-                listed = read_text(os.path.join(below, "cgroup.procs")).split()
-                found.update(int(pid) for pid in listed)
-        return frozenset(found)
+                entries = read_text(os.path.join(below, "cgroup.procs")).split()
+                pids.update(int(pid) for pid in entries)
+        return frozenset(pids)
 
     def kill(self) -> None:
         """Kill all processes at once, even while they fork. Kernels before 5.14 cannot do this; there the caller's signals must suffice."""
@@ -91,10 +91,10 @@ class Group:
     def remove(self) -> None:
         """Remove the groups if they are empty."""
         for folder in self.folders():
-            remove_group(folder)
+            remove_cgroup(folder)
 
 
-def remove_group(folder: str) -> None:
+def remove_cgroup(folder: str) -> None:
     """Remove a group and the groups below it; the kernel refuses while they contain processes."""
     for below, _, _ in os.walk(folder, topdown=False):
         try:
@@ -103,63 +103,63 @@ def remove_group(folder: str) -> None:
             return
 
 
-def own_groups() -> dict[str, str]:
+def current_cgroups() -> dict[str, str]:
     """Folders of this process's control groups: "v2", and "memory" if the memory controller is of v1."""
-    inside: dict[str, str] = {}
+    paths: dict[str, str] = {}
     for line in read_text("/proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
-        inside.update((name, path) for name in controllers.split(",") or [""])
-    found: dict[str, str] = {}
+        paths.update((name, path) for name in controllers.split(",") or [""])
+    folders: dict[str, str] = {}
     for line in read_text("/proc/self/mounts").splitlines():
         _, mount, kind, options = line.split(" ")[:4]
         mount = mount.replace("\\040", " ")
-        if kind == "cgroup2" and "" in inside:
-            found.setdefault("v2", mount + inside[""].rstrip("/"))
-        elif kind == "cgroup" and "memory" in options.split(",") and "memory" in inside:
-            found.setdefault("memory", mount + inside["memory"].rstrip("/"))
-    return {name: folder for name, folder in found.items() if os.path.isdir(folder)}
+        if kind == "cgroup2" and "" in paths:
+            folders.setdefault("v2", mount + paths[""].rstrip("/"))
+        elif kind == "cgroup" and "memory" in options.split(",") and "memory" in paths:
+            folders.setdefault("memory", mount + paths["memory"].rstrip("/"))
+    return {name: folder for name, folder in folders.items() if os.path.isdir(folder)}
 
 
-def is_group_of(attempt: Attempt, folder: object) -> bool:
+def is_cgroup_of(attempt: Attempt, folder: object) -> bool:
     """True if a supervisor may have made this control group for the attempt. This is checked because all processes below a folder that a
     state file names are killed."""
     if not isinstance(folder, str) or os.path.normpath(folder) != folder:
         return False
     mounts = [line.split(" ")[1:3] for line in read_text("/proc/self/mounts").splitlines()]
-    groups = [mount for mount, kind in mounts if kind in ("cgroup", "cgroup2")]
-    above = tuple(mount.replace("\\040", " ").rstrip("/") + "/" for mount in groups)
-    return os.path.basename(folder) == unit_of(attempt) and folder.startswith(above)
+    cgroup_mounts = [mount for mount, kind in mounts if kind in ("cgroup", "cgroup2")]
+    mount_points = tuple(mount.replace("\\040", " ").rstrip("/") + "/" for mount in cgroup_mounts)
+    return os.path.basename(folder) == unit_name(attempt) and folder.startswith(mount_points)
 
 
-def unit_of(attempt: Attempt) -> str:
+def unit_name(attempt: Attempt) -> str:
     """The name of the attempt's control groups. It includes a hash of the path: two roots on one machine may have members of the same
     attempt."""
     return f"groupwise-{attempt.name}-{hashlib.sha256(os.fsencode(attempt.path)).hexdigest()[:8]}"
 
 
-def remove_stray_groups(root: Root) -> None:
+def remove_stray_cgroups(root: Root) -> None:
     """Remove empty groups of this root's attempts that have no supervisor: it was killed before it could record their folders."""
-    for parent in own_groups().values():
+    for parent in current_cgroups().values():
         for name in os.listdir(parent):
-            found = UNIT.fullmatch(name)
-            attempt = attempt_by_name(root, found.group(1)) if found else None
-            ours = attempt is not None and unit_of(attempt) == name
+            match = UNIT.fullmatch(name)
+            attempt = attempt_by_name(root, match.group(1)) if match else None
+            ours = attempt is not None and unit_name(attempt) == name
             if attempt and ours and not is_locked(attempt.at("supervisor.lock")):
-                remove_group(os.path.join(parent, name))
+                remove_cgroup(os.path.join(parent, name))
 
 
-def make_group(name: str, scope: str | None = None) -> Group:
+def make_cgroups(name: str, scope: str | None = None) -> Cgroups:
     """Create control groups below this process's group, or below `scope`, as far as permitted."""
-    own = {**own_groups(), **({"v2": scope} if scope else {})}
-    v2 = make_leaf(own["v2"], name) if "v2" in own else None
-    if "memory" in own:
-        return Group(v2, make_leaf(own["memory"], name))
+    parents = {**current_cgroups(), **({"v2": scope} if scope else {})}
+    v2 = make_cgroup(parents["v2"], name) if "v2" in parents else None
+    if "memory" in parents:
+        return Cgroups(v2, make_cgroup(parents["memory"], name))
     if v2 and not os.path.exists(os.path.join(v2, "memory.max")):
-        write_once(os.path.join(own["v2"], "cgroup.subtree_control"), "+memory")
-    return Group(v2, v2 if v2 and os.path.exists(os.path.join(v2, "memory.max")) else None)
+        write_once(os.path.join(parents["v2"], "cgroup.subtree_control"), "+memory")
+    return Cgroups(v2, v2 if v2 and os.path.exists(os.path.join(v2, "memory.max")) else None)
 
 
-def make_leaf(parent: str, name: str) -> str | None:
+def make_cgroup(parent: str, name: str) -> str | None:
     """Create a group; None if that is not permitted. The folder may exist already, left by a launch that was killed."""
     folder = os.path.join(parent, name)
     try:
@@ -168,26 +168,26 @@ def make_leaf(parent: str, name: str) -> str | None:
         return None
     if os.access(os.path.join(folder, "cgroup.procs"), os.W_OK):
         return folder
-    remove_group(folder)
+    remove_cgroup(folder)
     return None
 
 
-def may_make_groups(folder: str | None) -> bool:
+def may_make_cgroups(folder: str | None) -> bool:
     """True if this user may create groups below that control group."""
     return folder is not None and os.access(folder, os.W_OK)
 
 
-def methods() -> list[str]:
+def supervision_methods() -> list[str]:
     """The available ways to keep a supervisor and its processes together, the best first."""
-    found = ["session"]
-    if may_make_groups(own_groups().get("v2")):
-        found.insert(0, "cgroup")
+    methods = ["session"]
+    if may_make_cgroups(current_cgroups().get("v2")):
+        methods.insert(0, "cgroup")
     if os.path.isdir("/run/systemd/system") and os.geteuid() == 0:
-        found.insert(0, "systemd")
-    return found
+        methods.insert(0, "systemd")
+    return methods
 
 
-def enter_scope(unit: str) -> str | None:
+def enter_systemd_scope(unit: str) -> str | None:
     """Ask systemd to move this process into a transient scope: out of the login session, which may be ended as a whole.
 
     Returns the scope's control group, or None. This process moves into a group below the scope, since a group may pass its controllers
@@ -198,18 +198,18 @@ def enter_scope(unit: str) -> str | None:
     method = ("org.freedesktop.systemd1.Manager", "StartTransientUnit", "ssa(sv)a(sa(sv))")
     settings = ("2", "PIDs", "au", "1", str(os.getpid()), "Delegate", "b", "true", "0")
     call = ("busctl", "call", *names, *method, unit + ".scope", "fail", *settings)
-    quiet = subprocess.DEVNULL
+    devnull = subprocess.DEVNULL
     try:
-        subprocess.run(call, stdin=quiet, stdout=quiet, timeout=SCOPE_PATIENCE, check=True)
+        subprocess.run(call, stdin=devnull, stdout=devnull, timeout=SCOPE_TIMEOUT, check=True)
     except (OSError, subprocess.SubprocessError):
         return None
-    until = time.monotonic() + SCOPE_PATIENCE
-    while unit not in own_groups().get("v2", ""):
-        if time.monotonic() > until:
+    deadline = time.monotonic() + SCOPE_TIMEOUT
+    while unit not in current_cgroups().get("v2", ""):
+        if time.monotonic() > deadline:
             return None
         time.sleep(0.02)
-    scope = own_groups()["v2"]
-    inner = make_leaf(scope, "supervisor")
+    scope = current_cgroups()["v2"]
+    inner = make_cgroup(scope, "supervisor")
     if inner:
         write_once(os.path.join(inner, "cgroup.procs"), str(os.getpid()))
     return scope

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from groupwise.jobs.hosts.runner.files import read_json, write_json
 from groupwise.jobs.hosts.runner.protocol import (
     NO_JSON,
-    Refusal,
+    RequestRejected,
     as_list,
     is_count,
     is_sha,
@@ -38,9 +38,9 @@ MOST_STEPS = 1 << 63
 """The highest step that a database column can hold, plus one."""
 
 
-def identity(found: os.stat_result) -> list[int]:
+def file_identity(file_stat: os.stat_result) -> list[int]:
     """Inode, size and times of a file, which differ once the file was written to or replaced."""
-    return [found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns]
+    return [file_stat.st_ino, file_stat.st_size, file_stat.st_mtime_ns, file_stat.st_ctime_ns]
 
 
 class Checkpoint:
@@ -48,7 +48,7 @@ class Checkpoint:
 
     def __init__(self, walk: Walk, path: str, step: int, files: dict[str, dict[str, Any]]) -> None:
         self.path, self.step, self.files = path, step, files
-        self.found = walk.files
+        self.stats = walk.files
 
     @property
     def manifest(self) -> str:
@@ -62,24 +62,24 @@ def checkpoints_of(attempt: Attempt, folders: Iterable[str]) -> list[Checkpoint]
     walk = Walk(attempt.work)
     for folder in folders:
         walk.enter(folder)
-    others, left = OtherManifests(attempt), MANIFESTS_TOGETHER
-    found: list[Checkpoint] = []
+    foreign, bytes_left = ForeignManifests(attempt), MANIFESTS_TOGETHER
+    checkpoints: list[Checkpoint] = []
     manifests = [p for p in walk.files if p.endswith("/manifest.json") and "/." not in "/" + p]
     manifests.sort(key=lambda p: walk.files[p].st_mtime_ns, reverse=True)
     for path in manifests[:MOST_MANIFESTS]:
         file = walk.files[path]
-        if file.st_size > min(left, LARGEST_MANIFEST) or others.has(file):
+        if file.st_size > min(bytes_left, LARGEST_MANIFEST) or foreign.has(file):
             continue
-        left -= file.st_size
+        bytes_left -= file.st_size
         checkpoint = checkpoint_of(walk, path)
         if checkpoint is None:
-            others.note(file)
+            foreign.add(file)
             continue
-        there = {name: walk.files.get(f"{checkpoint.path}/{name}") for name in checkpoint.files}
-        if all(f and f.st_size == checkpoint.files[name]["size"] for name, f in there.items()):
-            found.append(checkpoint)
-    others.keep()
-    return sorted(found, key=lambda c: (c.step, c.path))
+        stats = {name: walk.files.get(f"{checkpoint.path}/{name}") for name in checkpoint.files}
+        if all(f and f.st_size == checkpoint.files[name]["size"] for name, f in stats.items()):
+            checkpoints.append(checkpoint)
+    foreign.save()
+    return sorted(checkpoints, key=lambda c: (c.step, c.path))
 
 
 def checkpoint_of(walk: Walk, path: str) -> Checkpoint | None:
@@ -87,40 +87,40 @@ def checkpoint_of(walk: Walk, path: str) -> Checkpoint | None:
     try:
         manifest = parse_json(read_inside(walk.work, path, LARGEST_MANIFEST))
         step, files = manifest["step"], manifest["files"]
-        right = is_count(step, MOST_STEPS - 1) and all(
+        is_valid = is_count(step, MOST_STEPS - 1) and all(
             is_count(entry["size"]) and is_sha(entry["sha256"]) for entry in files.values()
         )
-    except (Refusal, OSError, *NO_JSON, KeyError, TypeError, AttributeError):
+    except (RequestRejected, OSError, *NO_JSON, KeyError, TypeError, AttributeError):
         return None
-    return Checkpoint(walk, path.rpartition("/")[0], step, files) if right else None
+    return Checkpoint(walk, path.rpartition("/")[0], step, files) if is_valid else None
 
 
-class OtherManifests:
+class ForeignManifests:
     """Large files named `manifest.json` that belong to no checkpoint, e.g. in data sets. They are not read again while they are
     unchanged."""
 
     def __init__(self, attempt: Attempt) -> None:
         self.path = attempt.at("others.json")
-        self.known = as_list((read_json(self.path) or {}).get("seen"))
-        self.seen: list[list[int]] = []
+        self.stored = as_list((read_json(self.path) or {}).get("seen"))
+        self.current: list[list[int]] = []
         self.keys = {
-            tuple(entry) for entry in map(as_list, self.known) if all(map(is_count, entry))
+            tuple(entry) for entry in map(as_list, self.stored) if all(map(is_count, entry))
         }
 
     def has(self, file: os.stat_result) -> bool:
         """True if this file was read before and is unchanged."""
-        same = tuple(identity(file)) in self.keys
-        if same:
-            self.seen.append(identity(file))
-        return same
+        is_known = tuple(file_identity(file)) in self.keys
+        if is_known:
+            self.current.append(file_identity(file))
+        return is_known
 
-    def note(self, file: os.stat_result) -> None:
+    def add(self, file: os.stat_result) -> None:
         """Remember that the file was read, unless it was just written: another change might not show in its times."""
         if file.st_size > REMEMBERED_ABOVE and time.time() - file.st_ctime > SETTLED:
-            self.seen.append(identity(file))
+            self.current.append(file_identity(file))
 
-    def keep(self) -> None:
+    def save(self) -> None:
         """Save the list for the next call. If that fails, the files are read again."""
-        if self.seen != self.known:
+        if self.current != self.stored:
             with contextlib.suppress(OSError):
-                write_json(self.path, {"seen": self.seen})
+                write_json(self.path, {"seen": self.current})

@@ -14,13 +14,13 @@ from groupwise.jobs.hosts.runner.processes import ATTEMPT_VARIABLE, FOLDER_VARIA
 if TYPE_CHECKING:
     from typing import NoReturn
 
-    from groupwise.jobs.hosts.runner.order import Order
+    from groupwise.jobs.hosts.runner.launch_request import LaunchRequest
 
 ENGINE_PREFIXES = ("SLURM_", "SLURMD_", "RAY_")
 """Prefixes of the variables by which an engine describes its machines and ranks; the command receives them."""
 LOG_PIECE = 1 << 20
 """Most bytes of the command's output that are read at once."""
-LOG_PATIENCE = 60.0
+LOG_TIMEOUT = 60.0
 """Seconds for which a log may be unwritable before it is given up. Meanwhile the command blocks once the pipe is full."""
 SET_DEATH_SIGNAL, SET_NAME, SET_SUBREAPER = 1, 15, 36
 
@@ -35,10 +35,10 @@ def prctl(option: int, value: object) -> None:
         pass
 
 
-def command_environment(order: Order, visible: str, user: str) -> dict[str, str]:
+def command_environment(request: LaunchRequest, visible: str, user: str) -> dict[str, str]:
     """The command's environment: a few of the machine's variables, then the job's, its secrets, and the runner's own variables."""
-    attempt = order.attempt
-    outer = os.environ.items() if order.engine else ()
+    attempt = request.attempt
+    outer = os.environ.items() if request.engine else ()
     environment = {
         **{name: text for name, text in outer if name.startswith(ENGINE_PREFIXES)},
         "HOME": os.path.expanduser("~"),
@@ -46,57 +46,58 @@ def command_environment(order: Order, visible: str, user: str) -> dict[str, str]
         "LOGNAME": user,
         "LANG": os.environ.get("LANG") or "C.UTF-8",
         "PYTHONUNBUFFERED": "1",  # output to a pipe is otherwise buffered, and appears in the log only after some kilobytes
-        **order.spec.get("environment", {}),
-        **order.environment,
-        **order.secrets,
-        "PATH": order.path,
+        **request.spec.get("environment", {}),
+        **request.environment,
+        **request.secrets,
+        "PATH": request.path,
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
         "CUDA_VISIBLE_DEVICES": visible,
         ATTEMPT_VARIABLE: attempt.name,
         FOLDER_VARIABLE: attempt.path,
     }
-    if order.artefacts:
-        environment["GROUPWISE_OUTPUT"] = os.path.join(attempt.work, order.artefacts[0])
-    if order.resume_path:
-        environment["RESUME_FROM"] = os.path.join(attempt.work, order.resume_path)
-    if order.members > 1:
-        environment["NODE_RANK"], environment["NNODES"] = str(order.rank), str(order.members)
+    if request.artefacts:
+        environment["GROUPWISE_OUTPUT"] = os.path.join(attempt.work, request.artefacts[0])
+    if request.resume_path:
+        environment["RESUME_FROM"] = os.path.join(attempt.work, request.resume_path)
+    if request.members > 1:
+        environment["NODE_RANK"], environment["NNODES"] = str(request.rank), str(request.members)
         environment["GROUPWISE_RENDEZVOUS"] = attempt.name
     return environment
 
 
 def run_child(
-    order: Order,
+    request: LaunchRequest,
     environment: dict[str, str],
-    go_on: int,
-    failure: int,
+    start_r: int,
+    exec_error_w: int,
     log: int,
     inherited: list[int],
 ) -> NoReturn:
-    """Runs in the child: wait until the supervisor allows the start, then become the command. The child dies with its supervisor."""
+    """Runs in the child: wait for a byte in `start_r`, then become the command; if that fails, write the error number to `exec_error_w`.
+    The child dies with its supervisor."""
     try:
         os.setsid()
         prctl(SET_DEATH_SIGNAL, int(signal.SIGKILL))
-        if os.read(go_on, 1):
-            exec_command(order, environment, log, inherited)
+        if os.read(start_r, 1):
+            exec_command(request, environment, log, inherited)
     except OSError as error:
-        os.write(failure, b"%d" % (error.errno or errno.EIO))
+        os.write(exec_error_w, b"%d" % (error.errno or errno.EIO))
     except BaseException:  # noqa: BLE001  (after any error of exec it must not continue as a second supervisor)
-        os.write(failure, b"%d" % errno.EINVAL)
+        os.write(exec_error_w, b"%d" % errno.EINVAL)
     finally:
         os._exit(127)
 
 
 def exec_command(
-    order: Order, environment: dict[str, str], log: int, inherited: list[int]
+    request: LaunchRequest, environment: dict[str, str], log: int, inherited: list[int]
 ) -> NoReturn:
     """Set up streams, folder and signals as programs expect them, then execute the program."""
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    for target, source in ((0, nothing), (1, log), (2, log)):
+    devnull = os.open(os.devnull, os.O_RDONLY)
+    for target, source in ((0, devnull), (1, log), (2, log)):
         os.dup2(source, target)
     for fd in inherited:
         os.set_inheritable(fd, True)
-    os.chdir(order.attempt.work)
+    os.chdir(request.attempt.work)
     os.umask(0o022)
     for signum in (
         signal.SIGTERM,
@@ -107,8 +108,8 @@ def exec_command(
         signal.SIGXFSZ,
     ):
         signal.signal(signum, signal.SIG_DFL)
-    arguments = order.spec["arguments"]
-    program = find_program(arguments[0], order.path) or arguments[0]
+    arguments = request.spec["arguments"]
+    program = find_program(arguments[0], request.path) or arguments[0]
     os.execve(program, arguments, environment)
 
 
@@ -116,51 +117,51 @@ class Log:
     """Collects the output of a command and its processes. They write to a pipe and not to the file, because a process that reopens
     /dev/stderr would truncate a file.
 
-    If the file cannot be written, the command blocks once the pipe is full; after LOG_PATIENCE seconds the pipe is closed."""
+    If the file cannot be written, the command blocks once the pipe is full; after LOG_TIMEOUT seconds the pipe is closed."""
 
     def __init__(self, path: str) -> None:
         self.file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW, 0o600)
         # The sink stays open here: otherwise the pipe would reach its end.
-        self.source, self.sink = os.pipe()
-        os.set_blocking(self.source, False)
+        self.read_fd, self.write_fd = os.pipe()
+        os.set_blocking(self.read_fd, False)
         self.unwritten = b""
-        self.last = b""
+        self.recent = b""
         self.problem = ""
-        self.stuck_at: float | None = None
+        self.failing_since: float | None = None
         self.is_closed = False
 
-    def sources(self) -> list[int]:
+    def readable_fds(self) -> list[int]:
         """Descriptors to wait for; none while output is unwritten, or once the pipe is closed."""
-        return [] if self.unwritten or self.is_closed else [self.source]
+        return [] if self.unwritten or self.is_closed else [self.read_fd]
 
-    def write_down(self) -> bool:
+    def copy_output(self) -> bool:
         """Move some output from the pipe to the file. False if there was none, or if it could not be written."""
         if self.is_closed:
             return False
         if not self.unwritten:
             try:
-                self.unwritten = os.read(self.source, LOG_PIECE)
+                self.unwritten = os.read(self.read_fd, LOG_PIECE)
             except BlockingIOError:
                 return False
-            self.last = (self.last + self.unwritten[-TAIL:])[-TAIL:]
+            self.recent = (self.recent + self.unwritten[-TAIL:])[-TAIL:]
         try:
             count = os.write(self.file, self.unwritten)
         except OSError as error:
-            self.fail(error)
+            self.handle_write_error(error)
             return False
-        self.unwritten, self.stuck_at, self.problem = self.unwritten[count:], None, ""
+        self.unwritten, self.failing_since, self.problem = self.unwritten[count:], None, ""
         return True
 
-    def fail(self, error: OSError) -> None:
-        """Record that the file cannot be written now; after LOG_PATIENCE seconds close the pipe."""
+    def handle_write_error(self, error: OSError) -> None:
+        """Record that the file cannot be written now; after LOG_TIMEOUT seconds close the pipe."""
         now = time.monotonic()
-        self.stuck_at = now if self.stuck_at is None else self.stuck_at
+        self.failing_since = now if self.failing_since is None else self.failing_since
         self.problem = f"\n[its log could not be written: {error.strerror}]\n"
-        if now - self.stuck_at >= LOG_PATIENCE:
+        if now - self.failing_since >= LOG_TIMEOUT:
             self.is_closed, self.unwritten = True, b""
-            os.close(self.source)
+            os.close(self.read_fd)
 
     def tail(self) -> str:
         """The end of the output as text, with a note if the log could not be written."""
         room = TAIL - len(self.problem.encode())
-        return self.last[-room:].decode("utf-8", "replace") + self.problem
+        return self.recent[-room:].decode("utf-8", "replace") + self.problem

@@ -27,47 +27,47 @@ TAIL = 4000
 """How many bytes of the log's end the exit record contains."""
 
 
-def is_full(error: OSError) -> bool:
+def is_disk_full(error: OSError) -> bool:
     """True if the disk or this user's quota is full, or the file would exceed the largest size allowed."""
     return error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
-def open_plain(path: str, how: int = os.O_RDONLY) -> int:
+def open_plain(path: str, flags: int = os.O_RDONLY) -> int:
     """Open a plain file; OSError if it is anything else. A job may put a pipe in place of one of our files, and opening a pipe blocks."""
-    fd = os.open(path, how | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
+    fd = os.open(path, flags | os.O_NONBLOCK | os.O_NOFOLLOW | os.O_CLOEXEC)
     if stat.S_ISREG(os.fstat(fd).st_mode):
         return fd
     os.close(fd)
     raise OSError(errno.EINVAL, "no plain file", path)
 
 
-def read_plain(path: str, most: int) -> bytes:
-    """Read a plain file, at most `most` bytes."""
-    fd, found = open_plain(path), bytearray()
+def read_plain(path: str, max_bytes: int) -> bytes:
+    """Read a plain file, at most `max_bytes` bytes."""
+    fd, content = open_plain(path), bytearray()
     try:
-        while len(found) < most:
-            data = os.read(fd, min(most - len(found), 1 << 16))
+        while len(content) < max_bytes:
+            data = os.read(fd, min(max_bytes - len(content), 1 << 16))
             if not data:
                 break
-            found += data
+            content += data
     finally:
         os.close(fd)
-    return bytes(found)
+    return bytes(content)
 
 
-def read_text(path: str, most: int = LARGEST_TEXT) -> str:
+def read_text(path: str, max_bytes: int = LARGEST_TEXT) -> str:
     """The file's text; empty if it cannot be read."""
     try:
-        return read_plain(path, most).decode("utf-8", "replace")
+        return read_plain(path, max_bytes).decode("utf-8", "replace")
     except OSError:
         return ""
 
 
-def read_json(path: str, most: int = LARGEST_RECORD) -> dict[str, Any] | None:
-    """A JSON object from a file; None if the file is missing, damaged or longer than `most`."""
+def read_json(path: str, max_bytes: int = LARGEST_RECORD) -> dict[str, Any] | None:
+    """A JSON object from a file; None if the file is missing, damaged or longer than `max_bytes`."""
     try:
-        data = read_plain(path, most + 1)
-        return as_object(parse_json(data)) if len(data) <= most else None
+        data = read_plain(path, max_bytes + 1)
+        return as_object(parse_json(data)) if len(data) <= max_bytes else None
     except (OSError, *NO_JSON):
         return None
 
@@ -104,12 +104,12 @@ def write_file(path: str, data: bytes) -> None:
 
 def write_json(path: str, document: dict[str, Any]) -> None:
     """Replace a file atomically and durably; if that fails the old file remains."""
-    new = f"{path}.{os.getpid()}.new"
+    temporary = f"{path}.{os.getpid()}.new"
     try:
-        write_file(new, as_bytes(document))
-        os.rename(new, path)
+        write_file(temporary, as_bytes(document))
+        os.rename(temporary, path)
     except OSError:
-        remove_file(new)
+        remove_file(temporary)
         raise
     sync_folder(os.path.dirname(path))
 
@@ -128,7 +128,7 @@ def size_of(path: str) -> int:
         return 0
 
 
-def modified(path: str) -> float:
+def modification_time(path: str) -> float:
     """Modification time of a file; 0 if the file is missing."""
     try:
         return os.lstat(path).st_mtime
@@ -157,10 +157,10 @@ def set_cell(path: str, text: str) -> bool:
     return True
 
 
-def write_once(path: str, text: str, how: int = 0) -> bool:
+def write_once(path: str, text: str, flags: int = 0) -> bool:
     """Write to a pipe or a kernel's control file in one call; False if it is missing or rejects the write."""
     try:
-        fd = os.open(path, os.O_WRONLY | how)
+        fd = os.open(path, os.O_WRONLY | flags)
     except OSError:
         return False
     try:
@@ -180,10 +180,10 @@ def cell_words(path: str) -> list[str]:
 def number_in(words: Sequence[str]) -> float | None:
     """The first word as a number; None if it is not a number, or its absolute value is 1e12 or more."""
     try:
-        found = float(words[0])
+        number = float(words[0])
     except (IndexError, ValueError):
         return None
-    return found if abs(found) < 1e12 else None
+    return number if abs(number) < 1e12 else None
 
 
 def remove_file(path: str) -> None:
@@ -197,56 +197,58 @@ def remove_tree(path: str) -> None:
     is opened to this user first, and deeper folders are moved to the top before they are emptied."""
     with contextlib.suppress(OSError):
         with open_folder(path) as top:
-            todo = empty(top, top)
+            todo = empty_folder(top, top)
             while todo:
                 name = todo.pop()
                 with contextlib.suppress(OSError), open_folder(name, top) as folder:
-                    todo += empty(folder, top)
+                    todo += empty_folder(folder, top)
                 with contextlib.suppress(OSError):
                     os.rmdir(name, dir_fd=top)
         os.rmdir(path)
 
 
-def remove_or_name(path: str) -> None:
+def remove_or_mark(path: str) -> None:
     """Remove a folder. If a part remains, because only another user may remove it, rename the folder with the prefix STAYS."""
     remove_tree(path)
-    above, name = os.path.split(path)
+    parent, name = os.path.split(path)
     if not name.startswith(STAYS):
         with contextlib.suppress(OSError):
-            os.rename(path, os.path.join(above, STAYS + name))
+            os.rename(path, os.path.join(parent, STAYS + name))
 
 
 @contextlib.contextmanager
-def open_folder(name: str, above: int | None = None) -> Generator[int, None, None]:
+def open_folder(name: str, parent_fd: int | None = None) -> Generator[int, None, None]:
     """Open a folder that is not a link. If it belongs to this user, give its owner all permissions first."""
-    found = os.open(name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=above)
+    path_fd = os.open(
+        name, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent_fd
+    )
     try:
-        same = f"/proc/self/fd/{found}"
+        proc_path = f"/proc/self/fd/{path_fd}"
         with contextlib.suppress(OSError):  # it belongs to another user
-            os.chmod(same, 0o700)
-        folder = os.open(same, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            os.chmod(proc_path, 0o700)
+        folder = os.open(proc_path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     finally:
-        os.close(found)
+        os.close(path_fd)
     try:
         yield folder
     finally:
         os.close(folder)
 
 
-def empty(folder: int, top: int) -> list[str]:
+def empty_folder(folder: int, top: int) -> list[str]:
     """Remove everything except folders, and move those into `top`; returns their names in `top`."""
-    found: list[str] = []
+    names: list[str] = []
     with os.scandir(folder) as entries:
-        inside = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
-    for name, is_folder in inside:
+        children = [(entry.name, entry.is_dir(follow_symlinks=False)) for entry in entries]
+    for name, is_folder in children:
         with contextlib.suppress(OSError):  # skip what cannot be removed
             if not is_folder:
                 os.unlink(name, dir_fd=folder)
             elif folder == top:
-                found.append(name)
+                names.append(name)
             else:
-                found += move_up(name, folder, top)
-    return found
+                names += move_up(name, folder, top)
+    return names
 
 
 def move_up(name: str, folder: int, top: int) -> list[str]:
@@ -255,7 +257,7 @@ def move_up(name: str, folder: int, top: int) -> list[str]:
     with contextlib.suppress(OSError):
         os.rmdir(name, dir_fd=folder)
         return []
-    new = os.urandom(16).hex()
+    unique_name = os.urandom(16).hex()
     with open_folder(name, folder):
-        os.rename(name, new, src_dir_fd=folder, dst_dir_fd=top)
-    return [new]
+        os.rename(name, unique_name, src_dir_fd=folder, dst_dir_fd=top)
+    return [unique_name]

@@ -8,10 +8,10 @@ import os
 from typing import TYPE_CHECKING
 
 from groupwise.jobs.hosts.runner.files import cell_words, number_in, read_text, remove_file
-from groupwise.jobs.hosts.runner.gpus import look_at_gpus
 from groupwise.jobs.hosts.runner.locks import HeldLock, is_locked, take_lock
-from groupwise.jobs.hosts.runner.processes import Belonging, command_of, process
-from groupwise.jobs.hosts.runner.protocol import Refused, gpus_of
+from groupwise.jobs.hosts.runner.nvidia_smi import probe_gpus
+from groupwise.jobs.hosts.runner.processes import AttemptProcesses, command_of, read_process
+from groupwise.jobs.hosts.runner.protocol import LaunchRefused, gpus_of
 from groupwise.jobs.hosts.runner.root import attempt_of
 from groupwise.jobs.hosts.runner.state import held_locks, state_of
 
@@ -19,69 +19,73 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from typing import Any, BinaryIO
 
-    from groupwise.jobs.hosts.runner.gpus import GpuReport
-    from groupwise.jobs.hosts.runner.order import Order
-    from groupwise.jobs.hosts.runner.protocol import Answered
+    from groupwise.jobs.hosts.runner.launch_request import LaunchRequest
+    from groupwise.jobs.hosts.runner.nvidia_smi import GpuReport
+    from groupwise.jobs.hosts.runner.protocol import VerbAnswer
     from groupwise.jobs.hosts.runner.root import Root
 
-GPU_LOCK_PATIENCE = 1.0
+GPU_LOCK_TIMEOUT = 1.0
 """Seconds to wait for a GPU's lock: a release check holds it for an instant."""
 GHOST_LOOKS = 3
 
 
-def resolve_gpus(order: Order) -> str:
+def resolve_gpus(request: LaunchRequest) -> str:
     """The value of CUDA_VISIBLE_DEVICES: current GPU indices in PCI bus order; names for MIG devices."""
-    if not order.gpus:
+    if not request.gpus:
         return ""
-    seen = look_at_gpus(order.root, order.body)
+    report = probe_gpus(request.root, request.body)
     for _ in range(GHOST_LOOKS):
-        if not any(app["uuid"] in order.gpus and process(app["pid"]) is None for app in seen.apps):
+        if not any(
+            app["uuid"] in request.gpus and read_process(app["pid"]) is None for app in report.apps
+        ):
             break
         # The listed process does not exist: it ended since nvidia-smi ran, or its pid belongs to another container. Only the first kind
         # disappears on another look.
-        seen = look_at_gpus(order.root, order.body)
-    return ",".join(resolve_gpu(order, seen, uuid) for uuid in order.gpus)
+        report = probe_gpus(request.root, request.body)
+    return ",".join(resolve_gpu(request, report, uuid) for uuid in request.gpus)
 
 
-def resolve_gpu(order: Order, seen: GpuReport, uuid: str) -> str:
-    """One GPU's index or MIG name. Raises Refused if the GPU is missing, faulty, or in use."""
-    device = next((d for g in seen.gpus for d in g["mig_devices"] if d["uuid"] == uuid), None)
-    gpu = seen.gpu(uuid)
+def resolve_gpu(request: LaunchRequest, report: GpuReport, uuid: str) -> str:
+    """One GPU's index or MIG name. Raises LaunchRefused if the GPU is missing, faulty, or in use."""
+    device = next((d for g in report.gpus for d in g["mig_devices"] if d["uuid"] == uuid), None)
+    gpu = report.gpu(uuid)
     if gpu is None and device is None:
-        message = f"no GPU {uuid} here: nvidia-smi {seen.status}"
-        raise Refused("gpu_missing", message + (f" ({seen.complaint})" if seen.complaint else ""))
+        message = f"no GPU {uuid} here: nvidia-smi {report.status}"
+        raise LaunchRefused(
+            "gpu_missing", message + (f" ({report.stderr})" if report.stderr else "")
+        )
     if gpu is not None and gpu["problems"]:
-        raise Refused("gpu_missing", "{} is ill: {}".format(uuid, "; ".join(gpu["problems"])))
+        raise LaunchRefused("gpu_missing", "{} is ill: {}".format(uuid, "; ".join(gpu["problems"])))
     if gpu is not None and gpu["mig"]:
-        raise Refused("gpu_missing", f"{uuid} is divided by MIG; name one of its devices")
-    if seen.apps_status != "ok":
-        raise Refused("gpu_missing", f"who uses {uuid} cannot be read: {seen.apps_status}")
-    for app in seen.apps:
+        raise LaunchRefused("gpu_missing", f"{uuid} is divided by MIG; name one of its devices")
+    if report.apps_status != "ok":
+        raise LaunchRefused("gpu_missing", f"who uses {uuid} cannot be read: {report.apps_status}")
+    for app in report.apps:
         if app["uuid"] == uuid:
             # The only process allowed here is one of another share of the same GPU.
             attempt, pid = app["attempt"], app["pid"]
             holder = attempt or f"{command_of(pid) or 'a process'} (pid {pid})"
             if attempt is None:
-                raise Refused(
+                raise LaunchRefused(
                     "foreign_busy", "{} is used by {}".format(app["uuid"], holder), holder
                 )
-            if order.share_mb is None:
-                raise Refused(
+            if request.share_mb is None:
+                raise LaunchRefused(
                     "gpu_busy", "{} is still used by {}".format(app["uuid"], holder), holder
                 )
-    order.memory_mb[uuid] = (gpu or device or {})["memory_mb"]
+    request.memory_mb[uuid] = (gpu or device or {})["memory_mb"]
     return uuid if gpu is None else str(gpu["index"])
 
 
-def take_gpus(order: Order) -> list[int]:
-    """Take the locks of all GPUs and of the slot, or none of them. Raises Refused."""
+def take_gpus(request: LaunchRequest) -> list[int]:
+    """Take the locks of all GPUs and of the slot, or none of them. Raises LaunchRefused."""
     locked: list[int] = []
     try:
-        for uuid in sorted(order.gpus):
-            locked.extend(take_gpu(order, uuid))
-        if order.slot is not None:
-            path = order.root.lock(f"slot-{order.slot}.lock")
-            locked.append(take_named(path, order.attempt.name, f"slot {order.slot}"))
+        for uuid in sorted(request.gpus):
+            locked.extend(take_gpu(request, uuid))
+        if request.slot is not None:
+            path = request.root.lock(f"slot-{request.slot}.lock")
+            locked.append(take_named_lock(path, request.attempt.name, f"slot {request.slot}"))
     except BaseException:
         for fd in locked:
             os.close(fd)
@@ -89,51 +93,51 @@ def take_gpus(order: Order) -> list[int]:
     return locked
 
 
-def take_named(path: str, name: str, what: str, how: int = fcntl.LOCK_EX) -> int:
-    """Take a lock; write the holder's name into the file of an exclusive one. Raises Refused."""
-    fd = take_lock(path, how, GPU_LOCK_PATIENCE)
+def take_named_lock(path: str, name: str, label: str, mode: int = fcntl.LOCK_EX) -> int:
+    """Take a lock; write the holder's name into the file of an exclusive one. Raises LaunchRefused."""
+    fd = take_lock(path, mode, GPU_LOCK_TIMEOUT)
     if fd is None:
         holder = read_text(path).strip() or "another attempt"
-        raise Refused("gpu_busy", f"{what} is held by {holder}", holder)
-    if how == fcntl.LOCK_EX:
+        raise LaunchRefused("gpu_busy", f"{label} is held by {holder}", holder)
+    if mode == fcntl.LOCK_EX:
         os.ftruncate(fd, 0)
         with contextlib.suppress(OSError):  # the disk is full; the name is used in messages only
             os.pwrite(fd, name.encode("ascii"), 0)
     return fd
 
 
-def take_gpu(order: Order, uuid: str) -> list[int]:
+def take_gpu(request: LaunchRequest, uuid: str) -> list[int]:
     """Lock a GPU: exclusively for a whole GPU; for a share jointly, plus a file of the share's own that contains its size."""
-    path = order.root.gpu_lock(uuid)
-    if order.share_mb is None:
-        return [take_named(path, order.attempt.name, uuid)]
-    fd = take_named(path, order.attempt.name, uuid, fcntl.LOCK_SH)
+    path = request.root.gpu_lock(uuid)
+    if request.share_mb is None:
+        return [take_named_lock(path, request.attempt.name, uuid)]
+    fd = take_named_lock(path, request.attempt.name, uuid, fcntl.LOCK_SH)
     try:
-        return [fd, take_share(order, uuid, order.share_mb)]
+        return [fd, take_share(request, uuid, request.share_mb)]
     except BaseException:
         os.close(fd)
         raise
 
 
-def take_share(order: Order, uuid: str, share_mb: int) -> int:
+def take_share(request: LaunchRequest, uuid: str, share_mb: int) -> int:
     """Take a share if it fits in addition to the held ones. A share lasts as long as the lock on its file, so no counter is needed."""
-    folder = order.root.shares(uuid)
-    total = order.memory_mb.get(uuid) or 0
-    with HeldLock(order.root.lock("shares.lock")):
-        others = {name: share_held(os.path.join(folder, name)) for name in os.listdir(folder)}
-        used = sum(others.values())
-        if used + share_mb > total:
-            holder = ", ".join(sorted(name for name, held in others.items() if held))
-            message = f"{uuid} has {total} MiB, {used} are shared out to others ({holder})"
-            raise Refused("gpu_busy", message, holder)
-        fd = take_lock(os.path.join(folder, order.attempt.name))
+    folder = request.root.shares(uuid)
+    total = request.memory_mb.get(uuid) or 0
+    with HeldLock(request.root.lock("shares.lock")):
+        shares = {name: held_share_mb(os.path.join(folder, name)) for name in os.listdir(folder)}
+        used_mb = sum(shares.values())
+        if used_mb + share_mb > total:
+            holder = ", ".join(sorted(name for name, size_mb in shares.items() if size_mb))
+            message = f"{uuid} has {total} MiB, {used_mb} are shared out to others ({holder})"
+            raise LaunchRefused("gpu_busy", message, holder)
+        fd = take_lock(os.path.join(folder, request.attempt.name))
         assert fd is not None, "a share is taken under the lock of its job"
         os.ftruncate(fd, 0)
         os.pwrite(fd, b"%d" % share_mb, 0)
         return fd
 
 
-def share_held(path: str) -> int:
+def held_share_mb(path: str) -> int:
     """The size of a share in MiB if it is held; otherwise 0, and its file is removed."""
     if is_locked(path):
         return int(number_in(cell_words(path)) or 0)
@@ -141,21 +145,21 @@ def share_held(path: str) -> int:
     return 0
 
 
-def verb_release(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
+def verb_release(root: Root, body: dict[str, Any], _: BinaryIO) -> VerbAnswer:
     """Report everything that an attempt still holds; `clean` if there is nothing."""
     attempt = attempt_of(root, body)
     uuids, share = gpus_of(body), body.get("share_mb")
     state = state_of(attempt) or {}
     holders = held_locks(attempt, uuids, share)
-    belonging = Belonging(attempt, state)
-    grouped = belonging.group.pids()
-    for pid in sorted(belonging.alive()):
-        what = "cgroup" if pid in grouped else "process"
-        holders.append({"what": what, "detail": command_of(pid), "pid": pid})
+    processes = AttemptProcesses(attempt, state)
+    cgroup_pids = processes.cgroups.pids()
+    for pid in sorted(processes.alive()):
+        kind = "cgroup" if pid in cgroup_pids else "process"
+        holders.append({"what": kind, "detail": command_of(pid), "pid": pid})
     if uuids and share is None:
         holders.extend(memory_holders(root, body, uuids))
     if not holders:
-        belonging.group.remove()
+        processes.cgroups.remove()
         for uuid in uuids:
             with HeldLock(root.lock("shares.lock")):
                 path = os.path.join(root.shares(uuid), attempt.name)
@@ -166,20 +170,20 @@ def verb_release(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
 
 def memory_holders(root: Root, body: dict[str, Any], uuids: Sequence[str]) -> list[dict[str, Any]]:
     """Whole GPUs that are not idle, or whose memory use cannot be read."""
-    seen = look_at_gpus(root, body)
-    found: list[dict[str, Any]] = []
-    idle = body.get("idle_memory_mb")
+    report = probe_gpus(root, body)
+    holders: list[dict[str, Any]] = []
+    idle_mb = body.get("idle_memory_mb")
     for uuid in uuids:
-        gpu = seen.gpu(uuid)
-        used = gpu["memory_used_mb"] if gpu else None
-        if used is None and not uuid.startswith("MIG-"):
-            detail = f"{uuid} cannot be read ({seen.status})"
-            found.append({"what": "memory", "detail": detail})
-        elif idle is not None and used is not None and used > idle:
-            detail = f"{uuid} has {used} MiB in use; idle is {idle}"
-            found.append({"what": "memory", "detail": detail})
-        for app in seen.apps:
+        gpu = report.gpu(uuid)
+        used_mb = gpu["memory_used_mb"] if gpu else None
+        if used_mb is None and not uuid.startswith("MIG-"):
+            detail = f"{uuid} cannot be read ({report.status})"
+            holders.append({"what": "memory", "detail": detail})
+        elif idle_mb is not None and used_mb is not None and used_mb > idle_mb:
+            detail = f"{uuid} has {used_mb} MiB in use; idle is {idle_mb}"
+            holders.append({"what": "memory", "detail": detail})
+        for app in report.apps:
             if app["uuid"] == uuid:
                 detail = "{} is used by {}".format(uuid, command_of(app["pid"]) or "a process")
-                found.append({"what": "memory", "detail": detail, "pid": app["pid"]})
-    return found
+                holders.append({"what": "memory", "detail": detail, "pid": app["pid"]})
+    return holders

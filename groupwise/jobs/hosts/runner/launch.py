@@ -8,23 +8,33 @@ import select
 import signal
 from typing import TYPE_CHECKING
 
-from groupwise.jobs.hosts.runner.claims import (
+from groupwise.jobs.hosts.runner.attempt_folder import (
     claim,
     lower_epoch_member,
-    never_began,
-    remove_unbegun,
+    never_started,
+    remove_unstarted,
     take_token,
 )
 from groupwise.jobs.hosts.runner.files import (
-    is_full,
+    is_disk_full,
     read_json,
     remove_file,
     write_file,
 )
 from groupwise.jobs.hosts.runner.gpu_locks import resolve_gpus, take_gpus
-from groupwise.jobs.hosts.runner.locks import LOCK_PATIENCE, take_lock
-from groupwise.jobs.hosts.runner.order import LARGEST_TOKEN, Order, check_program, check_room
-from groupwise.jobs.hosts.runner.protocol import Refusal, Refused, as_bytes, place_of
+from groupwise.jobs.hosts.runner.launch_request import (
+    LARGEST_TOKEN,
+    LaunchRequest,
+    check_free_space,
+    check_program,
+)
+from groupwise.jobs.hosts.runner.locks import LOCK_TIMEOUT, take_lock
+from groupwise.jobs.hosts.runner.protocol import (
+    LaunchRefused,
+    RequestRejected,
+    as_bytes,
+    traceback_summary,
+)
 from groupwise.jobs.hosts.runner.root import TOKEN, Root, attempt_by_name, keep_spare
 from groupwise.jobs.hosts.runner.state import ENGINE_LOG, exit_of, member, record_contact
 from groupwise.jobs.hosts.runner.supervisor import Supervisor
@@ -32,128 +42,140 @@ from groupwise.jobs.hosts.runner.supervisor import Supervisor
 if TYPE_CHECKING:
     from typing import Any, BinaryIO, NoReturn
 
-    from groupwise.jobs.hosts.runner.protocol import Answered
+    from groupwise.jobs.hosts.runner.protocol import VerbAnswer
 
-LAUNCH_PATIENCE = 20.0
+LAUNCH_TIMEOUT = 20.0
 """Seconds that `launch` waits for its supervisor to report a state."""
-BEGIN = """#!/bin/sh
+BEGIN_SCRIPT = """#!/bin/sh
 exec python3 -I -S -X utf8 {runner} {folder}
 """
 
 
-def verb_launch(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
+def verb_launch(root: Root, body: dict[str, Any], _: BinaryIO) -> VerbAnswer:
     """Start the command of an attempt, once."""
-    order = Order(root, body)
-    attempt = order.attempt
-    if os.path.isdir(attempt.path) and not never_began(attempt):
-        record_contact(attempt, order.heard)
+    request = LaunchRequest(root, body)
+    attempt = request.attempt
+    if os.path.isdir(attempt.path) and not never_started(attempt):
+        record_contact(attempt, request.last_contact)
         return member(attempt), b""
     visible: str | None = None
-    refused: Refused | None = None
+    refused: LaunchRefused | None = None
     try:
-        order.check()
-        missing = order.missing()
+        request.check()
+        missing = request.missing()
         if missing:
-            raise Refusal(
+            raise RequestRejected(
                 "missing_blobs", f"{len(missing)} blobs have to be sent first", missing=missing
             )
-        check_room(order)
-        if not order.engine:
-            check_program(order)
-            visible = resolve_gpus(order)
-    except Refused as error:
+        check_free_space(request)
+        if not request.engine:
+            check_program(request)
+            visible = resolve_gpus(request)
+    except LaunchRefused as error:
         refused = error
     keep_spare(root)
     with root.job_lock(attempt.job):
-        remove_unbegun(attempt)
+        remove_unstarted(attempt)
         if os.path.isdir(attempt.path):
             return member(attempt), b""
-        known = root.highest(attempt.job)
-        if attempt.epoch < known["highest"] or attempt.epoch <= known["forgotten"]:
-            return lower_epoch_member(attempt, known), b""
-        root.note_epoch(attempt.job, highest=attempt.epoch)
+        epochs = root.epochs(attempt.job)
+        if attempt.epoch < epochs["highest"] or attempt.epoch <= epochs["forgotten"]:
+            return lower_epoch_member(attempt, epochs), b""
+        root.record_epoch(attempt.job, highest=attempt.epoch)
         try:
             if refused:
                 raise refused
-            report = enqueue(order) if order.engine else begin(order, visible)
-        except Refused as error:
-            claim(attempt, {"phase": "refused", "refused": error.record, **order.first_state()})
+            ready_fd = enqueue(request) if request.engine else start_supervisor(request, visible)
+        except LaunchRefused as error:
+            claim(attempt, {"phase": "refused", "refused": error.record, **request.first_state()})
             return member(attempt), b""
-    if report is not None:
+    if ready_fd is not None:
         # Readable once the supervisor has closed the pipe.
-        select.select([report], [], [], LAUNCH_PATIENCE)
-        os.close(report)
+        select.select([ready_fd], [], [], LAUNCH_TIMEOUT)
+        os.close(ready_fd)
     return member(attempt), b""
 
 
-def enqueue(order: Order) -> None:
-    """Create the attempt's folder with all files that the engine needs to start it. Raises Refused."""
-    blobs = hold_blobs(order)
+def enqueue(request: LaunchRequest) -> None:
+    """Create the attempt's folder with all files that the engine needs to start it. Raises LaunchRefused."""
+    blobs_lock = lock_blobs(request)
     try:
-        state = {"phase": "queued", **order.first_state()}
-        claim(order.attempt, state, order.heard, lambda folder: fill_queued(order, folder))
+        state = {"phase": "queued", **request.first_state()}
+        claim(
+            request.attempt,
+            state,
+            request.last_contact,
+            lambda folder: fill_queued(request, folder),
+        )
     finally:
-        os.close(blobs)
+        os.close(blobs_lock)
 
 
-def hold_blobs(order: Order) -> int:
-    """Lock the blobs against removal by `sweep`. Raises Refusal `busy` if a sweep is running, or if a blob of this launch is missing."""
-    lock = take_lock(order.root.lock("blobs.lock"), fcntl.LOCK_SH, LOCK_PATIENCE)
-    if lock is None or order.missing():
-        raise Refusal("busy", "blobs are being swept; ask again")
+def lock_blobs(request: LaunchRequest) -> int:
+    """Lock the blobs against removal by `sweep`. Raises RequestRejected `busy` if a sweep is running, or if a blob of this launch is
+    missing."""
+    lock = take_lock(request.root.lock("blobs.lock"), fcntl.LOCK_SH, LOCK_TIMEOUT)
+    if lock is None or request.missing():
+        raise RequestRejected("busy", "blobs are being swept; ask again")
     return lock
 
 
-def fill_queued(order: Order, folder: str) -> None:
+def fill_queued(request: LaunchRequest, folder: str) -> None:
     """Write the job's files, the runner itself, the script that the engine runs, and the token."""
     import shlex
 
-    attempt = order.attempt
+    attempt = request.attempt
     try:
-        for _ in order.lay_out(os.path.join(folder, "work")):
+        for _ in request.lay_out(os.path.join(folder, "work")):
             pass
     except OSError as error:
-        if is_full(error):
+        if is_disk_full(error):
             raise
-        raise Refused("bad_spec", f"its files cannot be laid out: {error}") from None
-    with open(__file__, "rb") as text:  # on a machine all modules of the runner are this one file
-        write_file(os.path.join(folder, "runner.py"), text.read())
-    runner, own = shlex.quote(attempt.at("runner.py")), shlex.quote(attempt.path)
-    begins = BEGIN.format(runner=runner, folder=own).encode()
-    write_file(os.path.join(folder, "begin.sh"), begins)
-    fields = {name: value for name, value in order.body.items() if name not in ("clock", "source")}
-    token = {**fields, "root": os.path.abspath(order.root.path), "secrets": order.secrets}
+        raise LaunchRefused("bad_spec", f"its files cannot be laid out: {error}") from None
+    with open(__file__, "rb") as file:  # on a machine all modules of the runner are this one file
+        write_file(os.path.join(folder, "runner.py"), file.read())
+    runner, attempt_path = shlex.quote(attempt.at("runner.py")), shlex.quote(attempt.path)
+    script = BEGIN_SCRIPT.format(runner=runner, folder=attempt_path).encode()
+    write_file(os.path.join(folder, "begin.sh"), script)
+    fields = {
+        name: value for name, value in request.body.items() if name not in ("clock", "source")
+    }
+    token = {**fields, "root": os.path.abspath(request.root.path), "secrets": request.secrets}
     write_file(os.path.join(folder, TOKEN), as_bytes(token))
     write_file(os.path.join(folder, ENGINE_LOG), b"")
     write_file(os.path.join(folder, "supervisor.lock"), b"")
 
 
-def begin(order: Order, visible: str | None) -> int:
+def start_supervisor(request: LaunchRequest, visible: str | None) -> int:
     """Take locks, create the folder, fork the supervisor. Returns a pipe that becomes readable once the attempt's state is known. Raises
-    Refused."""
-    locks = take_gpus(order)
-    blobs = hold_blobs(order)
-    lock = claim(order.attempt, {"phase": "claimed", **order.first_state()}, order.heard)
+    LaunchRefused."""
+    locks = take_gpus(request)
+    blobs_lock = lock_blobs(request)
+    lock = claim(
+        request.attempt, {"phase": "claimed", **request.first_state()}, request.last_contact
+    )
     assert lock is not None, "a claimed folder has a lock"
-    hear, speak = os.pipe()
-    between = os.fork()
-    if between == 0:
-        detach(order, visible or "", [lock, *locks], blobs, speak)
-    for fd in (lock, *locks, blobs, speak):
+    ready_r, ready_w = os.pipe()
+    child = os.fork()
+    if child == 0:
+        detach(request, visible or "", [lock, *locks], blobs_lock, ready_w)
+    for fd in (lock, *locks, blobs_lock, ready_w):
         os.close(fd)
-    os.waitpid(between, 0)
-    return hear
+    os.waitpid(child, 0)
+    return ready_r
 
 
-def detach(order: Order, visible: str, locks: list[int], blobs: int, speak: int) -> NoReturn:
+def detach(
+    request: LaunchRequest, visible: str, locks: list[int], blobs_lock: int, ready_fd: int
+) -> NoReturn:
     """Fork a grandchild in its own session, which init or a subreaper adopts. It becomes the supervisor."""
     try:
         os.setsid()
         if os.fork() == 0:
-            Supervisor(order, visible, locks, blobs, speak).run()
+            Supervisor(request, visible, locks, blobs_lock, ready_fd).run()
     except BaseException as error:  # noqa: BLE001
         # This process is a copy of the one that answers the request. After any error it must exit and not return into that code.
-        text = f"{type(error).__name__} at {place_of(error)}: {error}\n"
+        text = f"{type(error).__name__} at {traceback_summary(error)}: {error}\n"
         os.write(2, text.encode("utf-8", "replace"))
     finally:
         os._exit(0)
@@ -166,28 +188,28 @@ def supervise(folder: str) -> int:
     os.umask(0o077)
     # Block TERM until the supervisor's handler is installed.
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-    known = read_json(os.path.join(folder, "state.json")) or {}
-    if not known:
+    state = read_json(os.path.join(folder, "state.json")) or {}
+    if not state:
         return skip_attempt(
             f"{folder} is not there any more: it was removed, or is not on this machine"
         )
     attempt = attempt_by_name(
         Root(os.path.dirname(os.path.dirname(folder))), os.path.basename(folder)
     )
-    lock = take_lock(attempt.at("supervisor.lock"), patience=LOCK_PATIENCE)
+    lock = take_lock(attempt.at("supervisor.lock"), timeout=LOCK_TIMEOUT)
     token = attempt.at(f"{TOKEN}.{os.urandom(4).hex()}")
     if lock is None or not take_token(attempt, token):
         return skip_attempt(f"{attempt.name} was begun before, or voided; it does not begin again")
     body = read_json(token, LARGEST_TOKEN) or {}
     remove_file(token)
-    order = Order(attempt.root, body)
+    request = LaunchRequest(attempt.root, body)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    nothing = [os.open(os.devnull, os.O_RDWR) for _ in range(2)]
-    Supervisor(order, visible, [lock], *nothing).run()
-    ended = exit_of(attempt, "exit.json") or {}
-    if ended.get("signal") is not None:
-        return 128 + int(ended["signal"])
-    return 1 if ended.get("code") is None else int(ended["code"])
+    devnulls = [os.open(os.devnull, os.O_RDWR) for _ in range(2)]
+    Supervisor(request, visible, [lock], *devnulls).run()
+    exit_record = exit_of(attempt, "exit.json") or {}
+    if exit_record.get("signal") is not None:
+        return 128 + int(exit_record["signal"])
+    return 1 if exit_record.get("code") is None else int(exit_record["code"])
 
 
 def skip_attempt(message: str) -> int:

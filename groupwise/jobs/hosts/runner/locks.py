@@ -10,25 +10,25 @@ import time
 from typing import TYPE_CHECKING
 
 from groupwise.jobs.hosts.runner.files import open_plain
-from groupwise.jobs.hosts.runner.protocol import Refusal
+from groupwise.jobs.hosts.runner.protocol import RequestRejected
 
 if TYPE_CHECKING:
     from collections.abc import Generator
 
-LOCK_PATIENCE = 10.0
+LOCK_TIMEOUT = 10.0
 """Seconds to wait for locks that are held only while a request is answered."""
 
 
-def take_lock(path: str, how: int = fcntl.LOCK_EX, patience: float = 0.0) -> int | None:
-    """Take a lock. Returns the open file that holds it; None if another process holds it for all of `patience` seconds."""
+def take_lock(path: str, mode: int = fcntl.LOCK_EX, timeout: float = 0.0) -> int | None:
+    """Take a lock. Returns the open file that holds it; None if another process holds it for all of `timeout` seconds."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-    until = time.monotonic() + patience
+    deadline = time.monotonic() + timeout
     while True:
         try:
-            fcntl.flock(fd, how | fcntl.LOCK_NB)
+            fcntl.flock(fd, mode | fcntl.LOCK_NB)
             return fd
         except BlockingIOError:
-            if time.monotonic() >= until:
+            if time.monotonic() >= deadline:
                 os.close(fd)
                 return None
         except BaseException:
@@ -73,16 +73,18 @@ def one_at_a_time(folder: str) -> Generator[None, None, None]:
 
 
 class HeldLock:
-    """A lock for the duration of a `with`, released explicitly: a child that was forked meanwhile would otherwise keep it. Raises Refusal
-    `busy`."""
+    """A lock for the duration of a `with`, released explicitly: a child that was forked meanwhile would otherwise keep it. Raises
+    RequestRejected `busy`."""
 
-    def __init__(self, path: str, how: int = fcntl.LOCK_EX) -> None:
-        self.path, self.how = path, how
+    def __init__(self, path: str, mode: int = fcntl.LOCK_EX) -> None:
+        self.path, self.mode = path, mode
 
     def __enter__(self) -> None:
-        fd = take_lock(self.path, self.how, LOCK_PATIENCE)
+        fd = take_lock(self.path, self.mode, LOCK_TIMEOUT)
         if fd is None:
-            raise Refusal("busy", f"another request holds {os.path.basename(self.path)}; ask again")
+            raise RequestRejected(
+                "busy", f"another request holds {os.path.basename(self.path)}; ask again"
+            )
         self.fd = fd
 
     def __exit__(self, *_: object) -> None:

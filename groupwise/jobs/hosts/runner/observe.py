@@ -9,25 +9,34 @@ import sys
 import time
 from typing import TYPE_CHECKING
 
-from groupwise.jobs.hosts.runner.cgroups import may_make_groups, methods, own_groups
+from groupwise.jobs.hosts.runner.cgroups import (
+    current_cgroups,
+    may_make_cgroups,
+    supervision_methods,
+)
 from groupwise.jobs.hosts.runner.files import make_folder, read_text
-from groupwise.jobs.hosts.runner.gpus import look_at_gpus
-from groupwise.jobs.hosts.runner.processes import boot_id, marker_of, processes
+from groupwise.jobs.hosts.runner.nvidia_smi import probe_gpus
+from groupwise.jobs.hosts.runner.processes import boot_id, list_processes, marker_of
 from groupwise.jobs.hosts.runner.protocol import SPOKEN, as_object, seconds_of
-from groupwise.jobs.hosts.runner.root import attempt_by_name, attempt_of, attempts_here, unremoved
+from groupwise.jobs.hosts.runner.root import (
+    attempt_by_name,
+    attempt_of,
+    list_attempts,
+    unremovable_folders,
+)
 from groupwise.jobs.hosts.runner.state import guarded_member, member, record_contact
 
 if TYPE_CHECKING:
     from typing import Any, BinaryIO
 
-    from groupwise.jobs.hosts.runner.protocol import Answered
+    from groupwise.jobs.hosts.runner.protocol import VerbAnswer
     from groupwise.jobs.hosts.runner.root import Attempt, Root
 
 
-def verb_hello(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
+def verb_hello(root: Root, body: dict[str, Any], _: BinaryIO) -> VerbAnswer:
     """Describe this machine."""
     make_folder(root.path)
-    own = own_groups()
+    cgroups = current_cgroups()
     answer = {
         "protocols": list(SPOKEN),
         "python": ".".join(map(str, sys.version_info[:3])),
@@ -37,8 +46,8 @@ def verb_hello(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
         "home": os.path.expanduser("~"),
         "root": root.path,
         "filesystem": filesystem_of(root.path),
-        "cgroup": {name: may_make_groups(own.get(name)) for name in ("v2", "memory")},
-        "methods": methods(),
+        "cgroup": {name: may_make_cgroups(cgroups.get(name)) for name in ("v2", "memory")},
+        "methods": supervision_methods(),
         **load_of(root),
     }
     return answer, b""
@@ -71,51 +80,51 @@ def load_of(root: Root) -> dict[str, Any]:
 def filesystem_of(path: str) -> str | None:
     """The type of the path's file system: that of the longest mount point which contains the path."""
     path = os.path.realpath(path) + "/"
-    best, kind = "", None
+    longest, kind = "", None
     for line in read_text("/proc/self/mounts").splitlines():
-        _, mount, found = line.split(" ")[:3]
+        _, mount, fs_type = line.split(" ")[:3]
         mount = mount.replace("\\040", " ").rstrip("/") + "/"
-        if path.startswith(mount) and len(mount) >= len(best):
-            best, kind = mount, found
+        if path.startswith(mount) and len(mount) >= len(longest):
+            longest, kind = mount, fs_type
     return kind
 
 
-def verb_observe(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
+def verb_observe(root: Root, body: dict[str, Any], _: BinaryIO) -> VerbAnswer:
     """Report GPUs, processes and attempts in one answer, for a poller."""
-    seen = look_at_gpus(root, body)
-    here, strange = attempts_here(root)
-    members = {attempt.name: guarded_member(attempt) for attempt in here}
+    report = probe_gpus(root, body)
+    attempts, other_names = list_attempts(root)
+    members = {attempt.name: guarded_member(attempt) for attempt in attempts}
     exited = {name: member for name, member in members.items() if member["state"] == "exited"}
-    for ended in exited.values():
-        ended["survivors"] = 0
-    quarantined: list[dict[str, Any]] = [{"what": "folder", "detail": name} for name in strange]
+    for exited_member in exited.values():
+        exited_member["survivors"] = 0
+    quarantined: list[dict[str, Any]] = [{"what": "folder", "detail": name} for name in other_names]
     # Processes are listed after the attempts: an attempt in state `exited` had ended its processes before. Any that are left could not be
     # killed.
-    for p in processes():
-        marked = None if p.zombie else marker_of(p.pid, root)
-        if marked in exited:
-            exited[marked]["survivors"] += 1
-        elif marked and marked not in members:
-            quarantined.append({"what": "process", "detail": marked, "pid": p.pid})
+    for p in list_processes():
+        attempt_name = None if p.zombie else marker_of(p.pid, root)
+        if attempt_name in exited:
+            exited[attempt_name]["survivors"] += 1
+        elif attempt_name and attempt_name not in members:
+            quarantined.append({"what": "process", "detail": attempt_name, "pid": p.pid})
     answer = {
         "boot_id": boot_id(),
         **load_of(root),
-        "gpus": seen.gpus,
-        "apps": seen.apps,
-        "probe": seen.summary(),
+        "gpus": report.gpus,
+        "apps": report.apps,
+        "probe": report.summary(),
         "attempts": list(members.values()),
         "quarantined": quarantined,
-        "unremoved": unremoved(root),
+        "unremoved": unremovable_folders(root),
     }
     return answer, b""
 
 
-def verb_status(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
+def verb_status(root: Root, body: dict[str, Any], _: BinaryIO) -> VerbAnswer:
     """The state of one attempt."""
     return member(attempt_of(root, body)), b""
 
 
-def verb_touch(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
+def verb_touch(root: Root, body: dict[str, Any], _: BinaryIO) -> VerbAnswer:
     """Record contact with attempts."""
     clocks = as_object(body["attempts"]) or dict.fromkeys(body["attempts"])
     touched = [n for n, clock in clocks.items() if record_contact(attempt_by_name(root, n), clock)]
@@ -131,37 +140,39 @@ class WatchedAttempt:
         self.progress: tuple[int, int | None] | None = None
         record_contact(attempt, known.get("clock"))
 
-    def look(self) -> dict[str, Any]:
+    def read_state(self) -> dict[str, Any]:
         """The attempt's state now. Checkpoints are counted less often, because that reads folders."""
         start = time.monotonic()
         if start >= self.next_count:
             self.progress = None
-        found = guarded_member(self.attempt, self.progress)
+        state = guarded_member(self.attempt, self.progress)
         if self.progress is None:
-            self.progress = found["checkpoints"], found["step"]
+            self.progress = state["checkpoints"], state["step"]
             self.next_count = time.monotonic() + max(1.0, 20 * (time.monotonic() - start))
-        return found
+        return state
 
-    def differs(self, found: dict[str, Any], log_too: bool) -> bool:
+    def differs(self, state: dict[str, Any], log_too: bool) -> bool:
         """True if the state differs from what the caller knows."""
         names = ["state", "checkpoints", "step"] + ["log_size"] * log_too
-        return any(name in self.known and self.known[name] != found[name] for name in names)
+        return any(name in self.known and self.known[name] != state[name] for name in names)
 
 
-def verb_wait(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
+def verb_wait(root: Root, body: dict[str, Any], _: BinaryIO) -> VerbAnswer:
     """Answer as soon as an attempt differs from what the caller knows, or at the timeout."""
     start = time.monotonic()
-    until = start + seconds_of(body, "timeout", 0.0)
-    loud = start + seconds_of(body, "quiet", 1.0)
-    watched = [
+    deadline = start + seconds_of(body, "timeout", 0.0)
+    log_counts_from = start + seconds_of(body, "quiet", 1.0)
+    attempts = [
         WatchedAttempt(attempt_by_name(root, n), known) for n, known in body["known"].items()
     ]
     listener = select.poll()
     listener.register(1, 0)
     while True:
         now = time.monotonic()
-        found = [w.look() for w in watched]
-        if now >= until or any(w.differs(found[n], now >= loud) for n, w in enumerate(watched)):
-            return {"attempts": found}, b""
-        if listener.poll(max(1, int(min(0.1, until - now) * 1000))):
+        states = [w.read_state() for w in attempts]
+        if now >= deadline or any(
+            w.differs(states[n], now >= log_counts_from) for n, w in enumerate(attempts)
+        ):
+            return {"attempts": states}, b""
+        if listener.poll(max(1, int(min(0.1, deadline - now) * 1000))):
             os._exit(0)  # the caller has disconnected

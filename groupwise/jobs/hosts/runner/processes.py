@@ -7,7 +7,7 @@ import signal
 import time
 from typing import TYPE_CHECKING
 
-from groupwise.jobs.hosts.runner.cgroups import Group
+from groupwise.jobs.hosts.runner.cgroups import Cgroups
 from groupwise.jobs.hosts.runner.files import read_text
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ class Process:
         the same pid."""
 
 
-def process(pid: int) -> Process | None:
+def read_process(pid: int) -> Process | None:
     """The process with this pid, or None."""
     text = read_text(f"/proc/{pid}/stat")
     try:
@@ -55,14 +55,14 @@ def process(pid: int) -> Process | None:
         return None
 
 
-def processes() -> Iterator[Process]:
+def list_processes() -> Iterator[Process]:
     """All processes except this one, including zombies."""
     me = os.getpid()
     for name in os.listdir("/proc"):
         if name.isdigit() and int(name) != me:
-            found = process(int(name))
-            if found:
-                yield found
+            process = read_process(int(name))
+            if process:
+                yield process
 
 
 def marker_of(pid: int, root: Root) -> str | None:
@@ -79,8 +79,8 @@ def marker_of(pid: int, root: Root) -> str | None:
         return None
     folder = environment.get(FOLDER_VARIABLE.encode())
     text = name[:LONGEST_MARK].decode("utf-8", "replace")
-    here = folder is None or os.fsdecode(folder) == root.at("attempts", text)
-    return text if here else None
+    is_ours = folder is None or os.fsdecode(folder) == root.at("attempts", text)
+    return text if is_ours else None
 
 
 def has_open(pid: int, path: str) -> bool:
@@ -99,7 +99,7 @@ def has_open(pid: int, path: str) -> bool:
     return False
 
 
-def send(pid: int, ticks: int, signum: int) -> None:
+def send_signal(pid: int, ticks: int, signum: int) -> None:
     """Signal a process. If its start ticks differ, its pid was reused: then nothing is sent."""
     opener = getattr(os, "pidfd_open", None)  # from Python 3.9
     try:
@@ -109,8 +109,8 @@ def send(pid: int, ticks: int, signum: int) -> None:
     except OSError:  # a kernel before 5.3, or a seccomp filter
         fd = None
     try:
-        found = process(pid)
-        if found is None or found.ticks != ticks or found.zombie:
+        process = read_process(pid)
+        if process is None or process.ticks != ticks or process.zombie:
             return
         if fd is None:
             os.kill(pid, signum)
@@ -123,14 +123,14 @@ def send(pid: int, ticks: int, signum: int) -> None:
             os.close(fd)
 
 
-class Belonging:
+class AttemptProcesses:
     """The processes that belong to an attempt, looked up again on each call."""
 
     def __init__(
         self, attempt: Attempt, state: dict[str, Any], supervisor: int | None = None
     ) -> None:
         self.attempt = attempt
-        self.group = Group.from_record(state.get("cgroup"))
+        self.cgroups = Cgroups.from_record(state.get("cgroup"))
         self.supervisor = supervisor
         self.child = (state.get("pid"), state.get("start_ticks"))
         self.same_boot = state.get("boot_id") == boot_id()
@@ -138,65 +138,65 @@ class Belonging:
     def alive(self) -> dict[int, Process]:
         """Living processes by pid. If none is found, look again: while /proc is listed, a process may fork and end, and its child may be
         missed."""
-        return self.look() or self.look()
+        return self.scan() or self.scan()
 
-    def look(self) -> dict[int, Process]:
+    def scan(self) -> dict[int, Process]:
         """List /proc once; may miss a process that forks and ends meanwhile."""
-        everyone = {p.pid: p for p in processes() if not p.zombie}
-        below = self._descendants(everyone) if self.supervisor else ()
-        grouped = self.group.pids()
+        living = {p.pid: p for p in list_processes() if not p.zombie}
+        descendants = self._descendants(living) if self.supervisor else ()
+        cgroup_pids = self.cgroups.pids()
         return {
             pid: p
-            for pid, p in everyone.items()
-            if pid in below
-            or pid in grouped
+            for pid, p in living.items()
+            if pid in descendants
+            or pid in cgroup_pids
             or (self.same_boot and (p.pid, p.ticks) == self.child)
             or marker_of(pid, self.attempt.root) == self.attempt.name
             or has_open(pid, self.attempt.at("tether"))
         }
 
-    def _descendants(self, everyone: dict[int, Process]) -> frozenset[int]:
+    def _descendants(self, living: dict[int, Process]) -> frozenset[int]:
         children: dict[int, list[int]] = {}
-        for p in everyone.values():
+        for p in living.values():
             children.setdefault(p.parent, []).append(p.pid)
-        found: set[int] = set()
+        descendants: set[int] = set()
         todo = [self.supervisor or 0]
         while todo:
-            new = [pid for pid in children.get(todo.pop(), []) if pid not in found]
-            found.update(new)
-            todo.extend(new)
-        return frozenset(found)
+            unseen = [pid for pid in children.get(todo.pop(), []) if pid not in descendants]
+            descendants.update(unseen)
+            todo.extend(unseen)
+        return frozenset(descendants)
 
-    def terminate(self, but_session: int) -> None:
-        """Send TERM to all processes except those in the session `but_session`, which got it before: some programs react differently to a
-        second TERM."""
+    def terminate(self, except_session: int) -> None:
+        """Send TERM to all processes except those in the session `except_session`, which got it before: some programs react differently to
+        a second TERM."""
         for p in self.alive().values():
-            if p.session != but_session:
-                send(p.pid, p.ticks, signal.SIGTERM)
+            if p.session != except_session:
+                send_signal(p.pid, p.ticks, signal.SIGTERM)
 
-    def kill(self, patience: float) -> dict[int, Process]:
-        """Send KILL repeatedly until no process is left or `patience` seconds have passed; returns the remaining processes."""
-        until = time.monotonic() + patience
+    def kill(self, timeout: float) -> dict[int, Process]:
+        """Send KILL repeatedly until no process is left or `timeout` seconds have passed; returns the remaining processes."""
+        deadline = time.monotonic() + timeout
         while True:
-            self.group.kill()
-            found = self.alive()
-            for p in found.values():
-                send(p.pid, p.ticks, signal.SIGKILL)
-            if not found or time.monotonic() > until:
-                return found
+            self.cgroups.kill()
+            remaining = self.alive()
+            for p in remaining.values():
+                send_signal(p.pid, p.ticks, signal.SIGKILL)
+            if not remaining or time.monotonic() > deadline:
+                return remaining
             time.sleep(0.02)
 
 
-def reap_adopted(but: int | None = None) -> None:
-    """Reap orphans that this process has adopted. `but`: the pid of a child that must stay a zombie."""
+def reap_adopted(except_pid: int | None = None) -> None:
+    """Reap orphans that this process has adopted. `except_pid`: the pid of a child that must stay a zombie."""
     while True:
         try:
-            ended = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            exit_info = os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
             return
-        if ended is None or ended.si_pid == but:
+        if exit_info is None or exit_info.si_pid == except_pid:
             return
-        os.waitpid(ended.si_pid, os.WNOHANG)
+        os.waitpid(exit_info.si_pid, os.WNOHANG)
 
 
 def command_of(pid: int) -> str:
@@ -206,13 +206,13 @@ def command_of(pid: int) -> str:
 
 def find_program(program: str, path: str) -> str | None:
     """The program's path, searched as a shell does; None if it is not found."""
-    places = [""] if "/" in program else path.split(":")
-    for place in places:
-        if not place.startswith("/") and "/" not in program:
+    folders = [""] if "/" in program else path.split(":")
+    for folder in folders:
+        if not folder.startswith("/") and "/" not in program:
             continue  # skip relative entries of PATH: the job could place a program in the working folder
-        full = os.path.join(place, program)
-        if os.path.isfile(full) and os.access(full, os.X_OK):
-            return full
+        candidate = os.path.join(folder, program)
+        if os.path.isfile(candidate) and os.access(candidate, os.X_OK):
+            return candidate
     return None
 
 

@@ -3,7 +3,7 @@
 
 This module specifies the protocol and its guarantees, and contains what every request needs: refusals, and checks of JSON and fields.
 Requests come from outside, and a job may have written any record, so everything is checked. The other modules of this folder are the other
-pieces of the file (`runner_text.py`): `requests` answers a request, `claims` decides which request creates an attempt, `launch` starts it,
+pieces of the file (`runner_text.py`): `requests` answers a request, `attempt_folder` creates its folder once, `launch` starts it,
 `supervisor` runs and ends it, `state` reads its state.
 
 Roles
@@ -54,7 +54,7 @@ Requests and answers
     join      blob [sha256, size], parts [[sha256, size], ...] → stored. For a blob that is too large for one put; the parts are removed
     launch    job, epoch, rank, members, spec, gpus [uuid], share_mb?, slot?, environment, secrets, resume? {manifest, step, path?},
                 deadman?, clock?, python?, method?, probe?, probe_timeout?, engine?, engine_options? → member. Answers when the command
-                runs, or as `claimed` after LAUNCH_PATIENCE seconds: then poll. If repeated, it answers with the state and ignores the
+                runs, or as `claimed` after LAUNCH_TIMEOUT seconds: then poll. If repeated, it answers with the state and ignores the
                 body. With `engine` (its name) nothing is started here: the attempt is laid out as `queued`, and `sh <folder>/begin.sh`,
                 run by that engine on a machine with the same folder, starts it there and ends with its exit status. The engine then
                 assigns the GPUs. engine_options [word]: options for the engine, reported with the attempt, with which any
@@ -136,11 +136,11 @@ if TYPE_CHECKING:
     class Readable(Protocol):
         """A source of a blob's bytes: an open file or the payload of a request."""
 
-        def read(self, most: int, /) -> bytes:
-            """Read at most `most` bytes; empty at the end."""
+        def read(self, size: int, /) -> bytes:
+            """Read at most `size` bytes; empty at the end."""
             ...
 
-    Answered = tuple[dict[str, Any], bytes]
+    VerbAnswer = tuple[dict[str, Any], bytes]
 
 PROTOCOL = 1
 SPOKEN = (1,)
@@ -150,7 +150,7 @@ GPU_UUID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_./:-]{0,127}")
 LONGEST_WORD = 4096
 
 
-class Refusal(Exception):
+class RequestRejected(Exception):
     """The request is rejected, and nothing was changed."""
 
     def __init__(self, code: str, message: str, **more: Any) -> None:
@@ -158,7 +158,7 @@ class Refusal(Exception):
         self.body: dict[str, Any] = {"code": code, "message": message, **more}
 
 
-class Refused(Exception):
+class LaunchRefused(Exception):
     """A launch that is not possible. It is stored as the result of its epoch."""
 
     def __init__(self, code: str, message: str, holder: str | None = None) -> None:
@@ -180,19 +180,19 @@ def parse_json(data: bytes) -> Any:
     gc.disable()
     try:
         text = data.decode("utf-8")
-        return json.loads(text, parse_int=whole_number, parse_constant=no_number)
+        return json.loads(text, parse_int=parse_integer, parse_constant=reject_constant)
     finally:
         gc.enable()
 
 
-def whole_number(digits: str) -> int:
+def parse_integer(digits: str) -> int:
     """Parse an integer of at most 20 digits, about 64 bits: parsing a number of a million digits takes minutes."""
     if len(digits) > 20:
         raise ValueError("a number of that many digits")
     return int(digits)
 
 
-def no_number(name: str) -> NoReturn:
+def reject_constant(name: str) -> NoReturn:
     """Reject NaN and Infinity, which are not JSON."""
     raise ValueError(name)
 
@@ -213,34 +213,34 @@ def as_bytes(document: dict[str, Any]) -> bytes:
 
 
 def text_of(body: dict[str, Any], name: str) -> str:
-    """A field that must be a string. Raises Refusal `bad_request`."""
+    """A field that must be a string. Raises RequestRejected `bad_request`."""
     value = body[name]
     if not isinstance(value, str):
-        raise Refusal("bad_request", f"{name}: text is expected")
+        raise RequestRejected("bad_request", f"{name}: text is expected")
     return value
 
 
 def count_of(body: dict[str, Any], name: str, default: int | None = None) -> int:
-    """A field that must be a non-negative integer. Raises Refusal `bad_request`."""
+    """A field that must be a non-negative integer. Raises RequestRejected `bad_request`."""
     value = body.get(name, default)
     if type(value) is not int or value < 0:
-        raise Refusal("bad_request", f"{name}: a whole number from 0 is expected")
+        raise RequestRejected("bad_request", f"{name}: a whole number from 0 is expected")
     return value
 
 
 def seconds_of(body: dict[str, Any], name: str, default: float) -> float:
-    """A field that must be a number of seconds. Raises Refusal `bad_request`."""
+    """A field that must be a number of seconds. Raises RequestRejected `bad_request`."""
     value = body.get(name)
     if value is None:
         return default
     if not is_amount(value):
-        raise Refusal("bad_request", f"{name}: seconds are expected")
+        raise RequestRejected("bad_request", f"{name}: seconds are expected")
     return float(value)
 
 
-def is_count(value: Any, most: int = 1 << 62) -> bool:
-    """True for an integer from 0 to `most`."""
-    return type(value) is int and 0 <= value <= most
+def is_count(value: Any, largest: int = 1 << 62) -> bool:
+    """True for an integer from 0 to `largest`."""
+    return type(value) is int and 0 <= value <= largest
 
 
 def is_small(value: Any) -> bool:
@@ -278,37 +278,37 @@ def is_utf8(text: str) -> bool:
 
 
 def shas_of(body: dict[str, Any], name: str) -> list[str]:
-    """A list of hashes from a request. Raises Refusal `bad_request`."""
-    found = [str(sha) for sha in body[name]]
-    if not all(SHA256.fullmatch(sha) for sha in found):
-        raise Refusal("bad_request", f"{name}: sha256 in hex are expected")
-    return found
+    """A list of hashes from a request. Raises RequestRejected `bad_request`."""
+    hashes = [str(sha) for sha in body[name]]
+    if not all(SHA256.fullmatch(sha) for sha in hashes):
+        raise RequestRejected("bad_request", f"{name}: sha256 in hex are expected")
+    return hashes
 
 
 def blobs_of(entries: Sequence[Any], name: str) -> list[tuple[str, int]]:
-    """SHA-256 and size in bytes of each blob in a field. Raises Refusal `bad_request`."""
+    """SHA-256 and size in bytes of each blob in a field. Raises RequestRejected `bad_request`."""
     shas = shas_of({name: [entry[0] for entry in entries]}, name)
     return [(sha, count_of({"size": entries[n][1]}, "size")) for n, sha in enumerate(shas)]
 
 
 def gpus_of(body: dict[str, Any]) -> list[str]:
-    """The GPU UUIDs in a request; locks are named by them. Raises Refusal `bad_request`."""
-    found = [str(uuid) for uuid in body.get("gpus") or ()]
-    if not all(GPU_UUID.fullmatch(uuid) for uuid in found):
-        raise Refusal("bad_request", "gpus: UUIDs as nvidia-smi shows them are expected")
-    return found
+    """The GPU UUIDs in a request; locks are named by them. Raises RequestRejected `bad_request`."""
+    uuids = [str(uuid) for uuid in body.get("gpus") or ()]
+    if not all(GPU_UUID.fullmatch(uuid) for uuid in uuids):
+        raise RequestRejected("bad_request", "gpus: UUIDs as nvidia-smi shows them are expected")
+    return uuids
 
 
 def arguments_of(value: object) -> list[str]:
-    """Check an argument list. Raises Refusal `bad_request`."""
-    found: list[str] = []
+    """Check an argument list. Raises RequestRejected `bad_request`."""
+    arguments: list[str] = []
     for item in as_list(value):
         if not isinstance(item, str) or "\0" in item:
-            raise Refusal("bad_request", "an argument list holds texts without NUL")
-        found.append(item)
-    if not found or not found[0]:
-        raise Refusal("bad_request", "an argument list with at least a program is expected")
-    return found
+            raise RequestRejected("bad_request", "an argument list holds texts without NUL")
+        arguments.append(item)
+    if not arguments or not arguments[0]:
+        raise RequestRejected("bad_request", "an argument list with at least a program is expected")
+    return arguments
 
 
 class Work:
@@ -318,12 +318,12 @@ class Work:
     done = 0
 
 
-def place_of(error: BaseException) -> str:
+def traceback_summary(error: BaseException) -> str:
     """The functions in an error's traceback, each with the line counted from the function's first line: `verb_put+4, store_blob+11`."""
-    found: list[str] = []
+    frames: list[str] = []
     trace = error.__traceback__
     while trace is not None:
         code = trace.tb_frame.f_code
-        found.append(f"{code.co_name}+{trace.tb_lineno - code.co_firstlineno}")
+        frames.append(f"{code.co_name}+{trace.tb_lineno - code.co_firstlineno}")
         trace = trace.tb_next
-    return ", ".join(found[1:])
+    return ", ".join(frames[1:])

@@ -16,10 +16,10 @@ from groupwise.jobs.hosts.runner.artefacts import (
     verb_manifest,
     verb_read,
 )
+from groupwise.jobs.hosts.runner.attempt_folder import verb_forget, verb_void
 from groupwise.jobs.hosts.runner.blobs import verb_join, verb_missing, verb_put
-from groupwise.jobs.hosts.runner.claims import verb_forget, verb_void
 from groupwise.jobs.hosts.runner.ending import verb_kill, verb_sweep
-from groupwise.jobs.hosts.runner.files import is_full
+from groupwise.jobs.hosts.runner.files import is_disk_full
 from groupwise.jobs.hosts.runner.gpu_locks import verb_release
 from groupwise.jobs.hosts.runner.launch import supervise, verb_launch
 from groupwise.jobs.hosts.runner.observe import (
@@ -33,13 +33,13 @@ from groupwise.jobs.hosts.runner.processes import find_program, path_of
 from groupwise.jobs.hosts.runner.protocol import (
     PROTOCOL,
     SPOKEN,
-    Refusal,
+    RequestRejected,
     Work,
     arguments_of,
     as_bytes,
-    place_of,
     seconds_of,
     text_of,
+    traceback_summary,
 )
 from groupwise.jobs.hosts.runner.root import root_of
 
@@ -47,25 +47,25 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Generator
     from typing import Any, BinaryIO, NoReturn
 
-    from groupwise.jobs.hosts.runner.protocol import Answered
+    from groupwise.jobs.hosts.runner.protocol import VerbAnswer
     from groupwise.jobs.hosts.runner.root import Root
 
-RUN_PATIENCE = 60.0
+RUN_TIMEOUT = 60.0
 LARGEST_OUTPUT = 4 << 20
 """Most bytes that `run` returns of a program's standard output, and of its standard error."""
 SIGN_EVERY = 10.0
 """Seconds between signs of life."""
 
 
-def verb_run(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
-    """Run a program of the machine and wait for its end, RUN_PATIENCE seconds at most."""
+def verb_run(root: Root, body: dict[str, Any], _: BinaryIO) -> VerbAnswer:
+    """Run a program of the machine and wait for its end, RUN_TIMEOUT seconds at most."""
     import subprocess
 
     arguments = arguments_of(body.get("arguments"))
     program = find_program(arguments[0], path_of(None))
     if program is None:
-        raise Refusal("unknown_program", f"there is no program {arguments[0]:.200} on PATH")
-    patience = min(seconds_of(body, "timeout", RUN_PATIENCE), RUN_PATIENCE)
+        raise RequestRejected("unknown_program", f"there is no program {arguments[0]:.200} on PATH")
+    timeout = min(seconds_of(body, "timeout", RUN_TIMEOUT), RUN_TIMEOUT)
     with subprocess.Popen(
         [program, *arguments[1:]],
         stdin=subprocess.DEVNULL,
@@ -76,7 +76,7 @@ def verb_run(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
     ) as running:
         code: int | None = None
         try:
-            out, err = running.communicate(timeout=patience)
+            out, err = running.communicate(timeout=timeout)
             code = running.returncode
         except subprocess.TimeoutExpired:
             os.killpg(running.pid, signal.SIGKILL)
@@ -85,7 +85,7 @@ def verb_run(root: Root, body: dict[str, Any], _: BinaryIO) -> Answered:
     return {"code": code, "out": texts[0], "err": texts[1]}, b""
 
 
-VERBS: dict[str, Callable[[Root, dict[str, Any], BinaryIO], Answered]] = {
+VERBS: dict[str, Callable[[Root, dict[str, Any], BinaryIO], VerbAnswer]] = {
     "hello": verb_hello,
     "observe": verb_observe,
     "missing": verb_missing,
@@ -116,23 +116,25 @@ def answer_request(body: dict[str, Any], payload: BinaryIO) -> NoReturn:
     os.umask(0o077)
     try:
         if body.get("protocol") not in SPOKEN:
-            raise Refusal("protocol", "this runner speaks {}".format(", ".join(map(str, SPOKEN))))
+            raise RequestRejected(
+                "protocol", "this runner speaks {}".format(", ".join(map(str, SPOKEN)))
+            )
         verb = VERBS.get(text_of(body, "verb"))
         if verb is None:
-            raise Refusal("unknown_verb", "there are: {}".format(", ".join(VERBS)))
+            raise RequestRejected("unknown_verb", "there are: {}".format(", ".join(VERBS)))
         slow = body["verb"] in LONG or body.get("engine")
         with signs_of_life() if slow else contextlib.nullcontext():
             answer, data = verb(root_of(body), body, payload)
         answer = {"ok": True, **answer}
-    except Refusal as refusal:
+    except RequestRejected as refusal:
         answer, data = {"error": refusal.body}, b""
     except OSError as error:
-        code = "disk_full" if is_full(error) else "os_error"
+        code = "disk_full" if is_disk_full(error) else "os_error"
         answer, data = {"error": {"code": code, "message": str(error)}}, b""
     except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError) as error:
         # The body comes from outside and may contain anything. Do not include the error's message: it may contain a secret value.
-        where = f"{type(error).__name__} at {place_of(error)}"
-        message = f"a field is missing or of another kind than expected ({where})"
+        location = f"{type(error).__name__} at {traceback_summary(error)}"
+        message = f"a field is missing or of another kind than expected ({location})"
         answer, data = {"error": {"code": "bad_request", "message": message}}, b""
     send_answer(answer, data)
 
@@ -145,10 +147,10 @@ def signs_of_life() -> Generator[None, None, None]:
     working = threading.Lock()
 
     def send_signs() -> None:
-        before = Work.done
+        work_done = Work.done
         with contextlib.suppress(OSError):  # the caller disconnected; it will ask again
             while not working.acquire(timeout=SIGN_EVERY):
-                before = send_sign(before)
+                work_done = send_sign(work_done)
 
     thread = threading.Thread(target=send_signs)
     try:
@@ -161,10 +163,10 @@ def signs_of_life() -> Generator[None, None, None]:
             thread.join()  # no sign of life may be written into the answer
 
 
-def send_sign(before: int) -> int:
-    """Send a sign of life if more work was done than `before`; returns the amount of work done now."""
+def send_sign(done_before: int) -> int:
+    """Send a sign of life if more work was done than `done_before`; returns the amount of work done now."""
     done = Work.done
-    if done != before:
+    if done != done_before:
         os.write(1, b"\n")
     return done
 
@@ -174,10 +176,10 @@ def send_answer(answer: dict[str, Any], data: bytes) -> NoReturn:
     text = as_bytes(answer)
     sha = hashlib.sha256(text).hexdigest()
     head = f"GROUPWISE-ANSWER {PROTOCOL} {len(text)} {sha} {len(data)}\n"
-    left = memoryview(head.encode("ascii") + text + data)
+    unsent = memoryview(head.encode("ascii") + text + data)
     try:
-        while left:
-            left = left[os.write(1, left) :]
+        while unsent:
+            unsent = unsent[os.write(1, unsent) :]
     except OSError:
         pass  # the caller has disconnected
     os._exit(0)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from groupwise.jobs.hosts.runner.files import (
     CELL,
     STAYS,
-    is_full,
+    is_disk_full,
     make_folder,
     read_json,
     read_text,
@@ -22,7 +22,7 @@ from groupwise.jobs.hosts.runner.files import (
     write_json,
 )
 from groupwise.jobs.hosts.runner.locks import HeldLock
-from groupwise.jobs.hosts.runner.protocol import Refusal, is_count, text_of
+from groupwise.jobs.hosts.runner.protocol import RequestRejected, is_count, text_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -56,17 +56,17 @@ class Root:
         name = read_text(path, CELL)
         if name:
             return name
-        new = f"{path}.{os.getpid()}.new"
+        temporary = f"{path}.{os.getpid()}.new"
         try:
             make_folder(self.path)
-            write_file(new, os.urandom(16).hex().encode())
+            write_file(temporary, os.urandom(16).hex().encode())
             with contextlib.suppress(FileExistsError):
                 # If several requests do this at once, the first determines the name.
-                os.link(new, path)
-            remove_file(new)
+                os.link(temporary, path)
+            remove_file(temporary)
             sync_folder(self.path)
         except OSError:
-            remove_file(new)
+            remove_file(temporary)
         return read_text(path, CELL) or None
 
     def lock(self, name: str) -> str:
@@ -89,15 +89,18 @@ class Root:
         """The path of a blob, by its hash."""
         return self.at("blobs", sha[:2], sha)
 
-    def highest(self, job: str) -> dict[str, Any]:
-        """{"highest": epoch, "forgotten": epoch}; -1 if there was none."""
+    def epochs(self, job: str) -> dict[str, Any]:
+        """The highest epoch of a job that was seen here, and the highest forgotten one, as {"highest", "forgotten"}; -1 if there was
+        none."""
         return {"highest": -1, "forgotten": -1, **(read_json(self.at("epochs", job)) or {})}
 
-    def note_epoch(self, job: str, **seen: int) -> None:
-        """Raise the numbers that `highest` returns; they never decrease."""
-        known = self.highest(job)
-        raised = {name: max(known[name], seen.get(name, -1)) for name in ("highest", "forgotten")}
-        if raised != known:
+    def record_epoch(self, job: str, **epochs: int) -> None:
+        """Raise the numbers that `epochs` returns; they never decrease."""
+        recorded = self.epochs(job)
+        raised = {
+            name: max(recorded[name], epochs.get(name, -1)) for name in ("highest", "forgotten")
+        }
+        if raised != recorded:
             make_folder(self.at("epochs"))
             write_json(self.at("epochs", job), raised)
 
@@ -131,37 +134,39 @@ class Attempt:
 
 
 def attempt_of(root: Root, body: dict[str, Any]) -> Attempt:
-    """The attempt that a request names. Raises Refusal `bad_request`."""
+    """The attempt that a request names. Raises RequestRejected `bad_request`."""
     job, epoch = text_of(body, "job"), body["epoch"]
     if not JOB_ID.fullmatch(job):
-        raise Refusal("bad_request", "job: 1 to 80 letters, digits, _ and - are expected")
+        raise RequestRejected("bad_request", "job: 1 to 80 letters, digits, _ and - are expected")
     if not is_count(epoch, MOST_EPOCH):
-        raise Refusal("bad_request", "epoch: a whole number from 0 is expected")
+        raise RequestRejected("bad_request", "epoch: a whole number from 0 is expected")
     return Attempt(root, job, epoch)
 
 
 def attempt_by_name(root: Root, name: str) -> Attempt:
-    """The attempt named `<job>.<epoch>`. Raises Refusal `bad_request`."""
-    found = ATTEMPT_NAME.fullmatch(name)
-    if not found:
-        raise Refusal("bad_request", "an attempt is named <job>.<epoch>")
-    return Attempt(root, found.group(1), int(found.group(2)))
+    """The attempt named `<job>.<epoch>`. Raises RequestRejected `bad_request`."""
+    match = ATTEMPT_NAME.fullmatch(name)
+    if not match:
+        raise RequestRejected("bad_request", "an attempt is named <job>.<epoch>")
+    return Attempt(root, match.group(1), int(match.group(2)))
 
 
-def attempts_here(root: Root) -> tuple[list[Attempt], list[str]]:
+def list_attempts(root: Root) -> tuple[list[Attempt], list[str]]:
     """All attempts, and the names below `attempts` that are no attempts. Names with a leading dot are folders that are being prepared or
     removed."""
     try:
         names = sorted(os.listdir(root.at("attempts")))
     except OSError:
         return [], []
-    found = [attempt_by_name(root, name) for name in names if ATTEMPT_NAME.fullmatch(name)]
-    found = [attempt for attempt in found if is_count(attempt.epoch, MOST_EPOCH)]
-    known = {attempt.name for attempt in found}
-    return found, [name for name in names if name not in known and not name.startswith(".")]
+    attempts = [attempt_by_name(root, name) for name in names if ATTEMPT_NAME.fullmatch(name)]
+    attempts = [attempt for attempt in attempts if is_count(attempt.epoch, MOST_EPOCH)]
+    attempt_names = {attempt.name for attempt in attempts}
+    return attempts, [
+        name for name in names if name not in attempt_names and not name.startswith(".")
+    ]
 
 
-def unremoved(root: Root) -> list[str]:
+def unremovable_folders(root: Root) -> list[str]:
     """Folders of forgotten attempts that still use disk space, because this user may not remove all of their content."""
     try:
         names = sorted(os.listdir(root.at("attempts")))
@@ -188,7 +193,7 @@ def with_spare(root: Root, work: Callable[[], None]) -> None:
     try:
         work()
     except OSError as error:
-        if not is_full(error):
+        if not is_disk_full(error):
             raise
         remove_file(root.at("spare"))
         work()

@@ -6,12 +6,12 @@ import os
 import time
 from typing import TYPE_CHECKING
 
-from groupwise.jobs.hosts.runner.cgroups import is_group_of
+from groupwise.jobs.hosts.runner.cgroups import is_cgroup_of
 from groupwise.jobs.hosts.runner.checkpoints import MOST_STEPS, checkpoints_of
 from groupwise.jobs.hosts.runner.files import (
     TAIL,
     cell_words,
-    modified,
+    modification_time,
     number_in,
     read_end,
     read_json,
@@ -20,7 +20,7 @@ from groupwise.jobs.hosts.runner.files import (
     size_of,
 )
 from groupwise.jobs.hosts.runner.locks import is_locked
-from groupwise.jobs.hosts.runner.processes import Belonging, boot_clock, boot_id
+from groupwise.jobs.hosts.runner.processes import AttemptProcesses, boot_clock, boot_id
 from groupwise.jobs.hosts.runner.protocol import (
     GPU_UUID,
     are_words,
@@ -48,26 +48,26 @@ ENGINE_LOG = "engine.log"
 def state_of(attempt: Attempt) -> dict[str, Any] | None:
     """The content of the state file, without fields that a supervisor could not have written: the job can write to it too. None if it is
     missing."""
-    found = read_json(attempt.at("state.json"))
-    if found is None:
+    record = read_json(attempt.at("state.json"))
+    if record is None:
         return None
     state = {
         name: value
-        for name, value in found.items()
+        for name, value in record.items()
         if name in STATE_FIELDS and STATE_FIELDS[name](value)
     }
-    limits, group = as_object(found.get("limits")) or {}, as_object(found.get("cgroup")) or {}
+    limits, cgroups = as_object(record.get("limits")) or {}, as_object(record.get("cgroup")) or {}
     state["limits"] = {name: value for name, value in limits.items() if is_amount(value)}
-    state["cgroup"] = {n: folder for n, folder in group.items() if is_group_of(attempt, folder)}
+    state["cgroup"] = {n: folder for n, folder in cgroups.items() if is_cgroup_of(attempt, folder)}
     for name in ("artefacts", "checkpoints"):
-        state[name] = paths_in(found.get(name))
+        state[name] = paths_in(record.get(name))
     if state.get("phase") == "refused" and "refused" not in state:
         del state["phase"]
     return state
 
 
 def is_refusal(value: Any) -> bool:
-    """True for a record in the form that `Refused` creates."""
+    """True for a record in the form that `LaunchRefused` creates."""
     record = as_object(value) or {}
     texts = [record.get("code"), record.get("message"), record.get("holder", "")]
     return set(record) <= {"code", "message", "holder"} and all(map(is_word, texts))
@@ -100,12 +100,12 @@ STATE_FIELDS: dict[str, Callable[[Any], bool]] = {
 
 def exit_of(attempt: Attempt, name: str) -> dict[str, Any] | None:
     """An exit record, without values that a supervisor could not have written. None if it is missing."""
-    found = read_json(attempt.at(name))
-    if found is None or found.get("reason") not in REASONS:
+    document = read_json(attempt.at(name))
+    if document is None or document.get("reason") not in REASONS:
         return None
-    values = {name: found.get(name) for name in EXIT_FIELDS}
+    values = {name: document.get(name) for name in EXIT_FIELDS}
     record = {name: value if EXIT_FIELDS[name](value) else None for name, value in values.items()}
-    texts = {name: found.get(name) for name in ("reason", "message", "tail")}
+    texts = {name: document.get(name) for name in ("reason", "message", "tail")}
     record.update((n, text[:TAIL] if isinstance(text, str) else "") for n, text in texts.items())
     return record
 
@@ -133,12 +133,16 @@ def guarded_member(
     try:
         return member(attempt, progress)
     except Exception:  # noqa: BLE001  (its job may have put anything there)
-        held = is_locked(attempt.at("supervisor.lock"))
-        here = {"state": "running" if held else "lost", "boot_id": boot_id(), "same_boot": True}
+        is_supervised = is_locked(attempt.at("supervisor.lock"))
+        fields = {
+            "state": "running" if is_supervised else "lost",
+            "boot_id": boot_id(),
+            "same_boot": True,
+        }
         return {
             **absent_member(attempt),
-            **here,
-            "survivors": None if held else survivors(attempt, {}),
+            **fields,
+            "survivors": None if is_supervised else count_survivors(attempt, {}),
         }
 
 
@@ -146,49 +150,49 @@ def member(attempt: Attempt, progress: tuple[int, int | None] | None = None) -> 
     """Everything known about an attempt: the `member` of `protocol.py`. `progress`: the number of checkpoints and the newest step, if the
     caller has just counted them."""
     # The order matters. Only the holder of the lock writes, so files that are read after the lock was found free are final.
-    held = is_locked(attempt.at("supervisor.lock"))
-    ended = exit_of(attempt, "exit.json")
-    if ended is None and not held:
-        ended = exit_of(attempt, "outcome.json")
+    is_supervised = is_locked(attempt.at("supervisor.lock"))
+    exit_record = exit_of(attempt, "exit.json")
+    if exit_record is None and not is_supervised:
+        exit_record = exit_of(attempt, "outcome.json")
     state = state_of(attempt)
     if state is None and not os.path.isdir(attempt.path):
         return absent_member(attempt)
     state = state or {}
-    word = state_word(state, held, ended, os.path.exists(attempt.at(TOKEN)))
-    if ended is not None and ended["finished_at"] is not None:
+    current_state = state_name(state, is_supervised, exit_record, os.path.exists(attempt.at(TOKEN)))
+    if exit_record is not None and exit_record["finished_at"] is not None:
         # The age, because the caller cannot compare this machine's clock with others.
-        ended["age"] = max(0.0, time.time() - ended["finished_at"])
+        exit_record["age"] = max(0.0, time.time() - exit_record["finished_at"])
     same_boot = state.get("boot_id") == boot_id()
     # The boot-clock time of the supervisor's last heartbeat.
     beat = number_in(cell_words(attempt.at("heartbeat")))
-    count, step = progress_of(attempt, state, word, ended, progress)
-    found = absent_member(attempt)
-    found.update({name: state.get(name) for name in MEMBER_FIELDS})
-    found.update(
-        state=word,
+    count, step = progress_of(attempt, state, current_state, exit_record, progress)
+    answer = absent_member(attempt)
+    answer.update({name: state.get(name) for name in MEMBER_FIELDS})
+    answer.update(
+        state=current_state,
         same_boot=same_boot,
         log_size=size_of(attempt.at("log")),
         heartbeat_age=None if beat is None or not same_boot else max(0.0, boot_clock() - beat),
         checkpoints=count,
         step=step,
-        exit=ended if word == "exited" else None,
+        exit=exit_record if current_state == "exited" else None,
         gpus=state.get("gpus", []),
         refused=state.get("refused"),
-        survivors=survivors(attempt, state) if word == "lost" else None,
+        survivors=count_survivors(attempt, state) if current_state == "lost" else None,
     )
     if state.get("engine"):
         # To judge an attempt, a caller needs these in addition to the engine's own answer.
-        log = "" if word in ("running", "exited") else read_end(attempt.at(ENGINE_LOG))
-        found.update(
+        log = "" if current_state in ("running", "exited") else read_end(attempt.at(ENGINE_LOG))
+        answer.update(
             {
                 "engine_options": state.get("engine_options") or [],
                 "folder": attempt.path,
                 "age": max(0.0, time.time() - state.get("claimed_at", 0.0)),
-                "beat_age": max(0.0, time.time() - modified(attempt.at("heartbeat"))),
+                "beat_age": max(0.0, time.time() - modification_time(attempt.at("heartbeat"))),
                 "engine_says": log,
             }
         )
-    return found
+    return answer
 
 
 MEMBER_FIELDS = (
@@ -226,18 +230,21 @@ def absent_member(attempt: Attempt) -> dict[str, Any]:
     }
 
 
-def state_word(
-    state: dict[str, Any], held: bool, ended: dict[str, Any] | None, waits: bool = False
+def state_name(
+    state: dict[str, Any],
+    is_supervised: bool,
+    exit_record: dict[str, Any] | None,
+    has_token: bool = False,
 ) -> str:
-    """The name of the state, by the table in `protocol.py`. `waits`: the token exists."""
+    """The name of the state, by the table in `protocol.py`. `has_token`: the token exists."""
     phase = state.get("phase")
     if phase in ("voided", "refused"):
         return phase
-    if ended is not None:
+    if exit_record is not None:
         return "exited"
-    if held:
+    if is_supervised:
         return "running" if phase == "running" else "claimed"
-    if phase == "queued" and waits:
+    if phase == "queued" and has_token:
         return "queued"
     return "lost" if state.get("boot_id") in (None, boot_id()) else "rebooted"
 
@@ -245,16 +252,16 @@ def state_word(
 def progress_of(
     attempt: Attempt,
     state: dict[str, Any],
-    word: str,
-    ended: dict[str, Any] | None,
+    state_name: str,
+    exit_record: dict[str, Any] | None,
     progress: tuple[int, int | None] | None,
 ) -> tuple[int, int | None]:
     """The number of complete checkpoints, and the step of the newest."""
-    if ended is not None and ended["checkpoints"] is not None:
-        return ended["checkpoints"], ended["step"]
+    if exit_record is not None and exit_record["checkpoints"] is not None:
+        return exit_record["checkpoints"], exit_record["step"]
     if progress is not None:
         return progress
-    if word in ("voided", "refused", "claimed", "queued"):
+    if state_name in ("voided", "refused", "claimed", "queued"):
         return 0, None
     return count_checkpoints(attempt, state)
 
@@ -263,17 +270,17 @@ def count_checkpoints(attempt: Attempt, state: dict[str, Any]) -> tuple[int, int
     """Count the checkpoints; also returns the newest step. (0, None) if that fails: files written by the job must not break the exit
     record, or an answer about other attempts."""
     try:
-        found = checkpoints_of(attempt, state.get("checkpoints") or ())
+        checkpoints = checkpoints_of(attempt, state.get("checkpoints") or ())
     except Exception:  # noqa: BLE001  (see above)
         return 0, None
-    return len(found), found[-1].step if found else None
+    return len(checkpoints), checkpoints[-1].step if checkpoints else None
 
 
 def held_locks(attempt: Attempt, uuids: Sequence[str], share: object) -> list[dict[str, Any]]:
     """Locks of this attempt that are still held."""
-    found: list[dict[str, Any]] = []
+    locks: list[dict[str, Any]] = []
     if is_locked(attempt.at("supervisor.lock")):
-        found.append({"what": "lock", "detail": "the supervisor has not ended"})
+        locks.append({"what": "lock", "detail": "the supervisor has not ended"})
     for uuid in uuids:
         if share is None:
             path = attempt.root.gpu_lock(uuid)
@@ -282,14 +289,14 @@ def held_locks(attempt: Attempt, uuids: Sequence[str], share: object) -> list[di
         else:
             path, ours = os.path.join(attempt.root.shares(uuid), attempt.name), True
         if ours and is_locked(path):
-            found.append({"what": "lock", "detail": f"the lock of {uuid} is held"})
-    return found
+            locks.append({"what": "lock", "detail": f"the lock of {uuid} is held"})
+    return locks
 
 
-def survivors(attempt: Attempt, state: dict[str, Any]) -> int:
+def count_survivors(attempt: Attempt, state: dict[str, Any]) -> int:
     """The number of living processes of an attempt whose supervisor has ended; 1 if only held locks show that there are any."""
-    held = held_locks(attempt, state.get("gpus", []), state.get("share_mb"))
-    return len(Belonging(attempt, state).look()) or int(bool(held))
+    locks = held_locks(attempt, state.get("gpus", []), state.get("share_mb"))
+    return len(AttemptProcesses(attempt, state).scan()) or int(bool(locks))
 
 
 def record_contact(attempt: Attempt, clock: float | None = None) -> bool:
@@ -297,8 +304,8 @@ def record_contact(attempt: Attempt, clock: float | None = None) -> bool:
     one. False if it cannot be recorded."""
     now, path = boot_clock(), attempt.at("contact")
     stamp = now if clock is None else min(now, clock)
-    before = number_in(cell_words(path))
-    if before is not None and before >= stamp:
+    previous = number_in(cell_words(path))
+    if previous is not None and previous >= stamp:
         return True
     try:
         return set_cell(path, f"{stamp:.3f}")

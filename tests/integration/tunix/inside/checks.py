@@ -25,8 +25,8 @@ from groupwise.core.types import GroupRequest, Row, SamplingParams  # noqa: E402
 from groupwise.engine.backends.tunix.messages import Open  # noqa: E402 — there once the package is
 from groupwise.engine.backends.tunix.worker import families, forward, head, sampler  # noqa: E402
 from groupwise.engine.backends.tunix.worker.adapter import Adapted  # noqa: E402
-from groupwise.engine.backends.tunix.worker.learner import _arrays  # noqa: E402
-from groupwise.engine.backends.tunix.worker.service import Service, _mesh  # noqa: E402
+from groupwise.engine.backends.tunix.worker.learner import _loss_inputs  # noqa: E402
+from groupwise.engine.backends.tunix.worker.service import Service, _make_mesh  # noqa: E402
 
 ATTENTION = [f"self_attn.{name}_proj" for name in "qkvo"]
 LAYERS = [*ATTENTION, "mlp.gate_proj", "mlp.up_proj", "mlp.down_proj"]
@@ -38,7 +38,7 @@ NOT_MERGED = "--xla_disable_hlo_passes=cse_barrier_expander"
 def slopes(folder: str, *steps: str) -> dict[str, dict[str, float]]:
     """Of the realised on the exact change of each output of a layer in bfloat16, when B makes its first step."""
     adapted = _adapted(folder)
-    factors = adapted.fresh(0)
+    factors = adapted.init_factors(0)
     compute = jax.jit(lambda given: _recorded(adapted, given))
     return {
         weight: {step: _slope(compute, adapted, factors, weight, float(step)) for step in steps}
@@ -53,7 +53,7 @@ def _described(folder: str) -> dict[str, Any]:
 
 def _adapted(folder: str) -> Adapted:
     """In bfloat16, on one device."""
-    model, family = families.load(Path(folder), _described(folder), "bfloat16", _mesh((1, 1)))
+    model, family = families.load(Path(folder), _described(folder), "bfloat16", _make_mesh((1, 1)))
     layers = [f"model.layers.0.{name}" for name in LAYERS]
     return Adapted(model, family, layers, RANK, ALPHA)
 
@@ -62,7 +62,7 @@ def _recorded(adapted: Adapted, factors: Any) -> dict[str, Any]:
     """Inputs and output of each weight, for random tokens."""
     seen: dict[str, Any] = {}
     model = adapted.with_factors(factors, adapted.base)
-    head.taken_off(model)
+    head.detach_head(model)
     kinds = {type(each) for _, each in model.iter_modules() if hasattr(each, "w")} | {nnx.Linear}
     own = {kind: kind.__call__ for kind in kinds}
 
@@ -106,7 +106,7 @@ def _added(adapted: Adapted, weight: str, inputs: Any, down: Any, up: Any) -> An
 def logits(folder: str) -> dict[str, list[float]]:
     """Which share of the logits have no more digits than bfloat16: of the sampler's steps, and of the learner's pieces."""
     shares: dict[str, list[float]] = {"sampler": [], "learner": []}
-    drawn, numbers = sampler._draw, head._numbers
+    drawn, numbers = sampler._draw_tokens, head._piece_numbers
 
     def noting(kind: str, module: Any, name: str) -> None:
         own = getattr(module, name)
@@ -120,10 +120,10 @@ def logits(folder: str) -> dict[str, list[float]]:
 
         setattr(module, name, noted)
 
-    noting("sampler", sampler, "_draw")
-    noting("learner", head, "_numbers")
+    noting("sampler", sampler, "_draw_tokens")
+    noting("learner", head, "_piece_numbers")
     adapted = _adapted(folder)
-    factors = adapted.fresh(0)
+    factors = adapted.init_factors(0)
     prompt = (5, 9, 7, 30)
     request = GroupRequest(0, prompt, (1, 2), SamplingParams(4, 1.0, ()))
     (first, _), *_ = sampler.Sampler(adapted, factors, 2, 24).generate([request])
@@ -132,7 +132,7 @@ def logits(folder: str) -> dict[str, list[float]]:
     model = adapted.with_factors(factors, adapted.base)
     jax.block_until_ready(jax.jit(forward.numbers)(model, batch.sequences(102)))
     jax.effects_barrier()
-    sampler._draw, head._numbers = drawn, numbers
+    sampler._draw_tokens, head._piece_numbers = drawn, numbers
     return shares
 
 
@@ -140,7 +140,7 @@ def draws() -> dict[str, int]:
     """Tokens without weight that are drawn, when numbers fall beside the ends of blocks of which most have none."""
     found = {"drawn": 0, "without weight": 0}
     generator = np.random.default_rng(0)
-    search = jax.jit(sampler._search)
+    search = jax.jit(sampler._search_cumulative)
     for _ in range(4):
         weights_SV = np.zeros((64, 1 << 18), np.float32)
         for row in weights_SV:
@@ -212,7 +212,13 @@ def _gradient(order: Open) -> tuple[dict[str, Any], int]:
     ids, length = tuple(range(2, 40)), 29
     rows = [Row(ids[:9], ids[9:], (1,) * length, (-3.0,) * length, each / 4, 1.0, 1.0, (each, 0)) for each in range(4)]  # fmt: skip
     (batch,) = learner._cut(rows)
-    given = (learner._factors, learner.adapted.base, batch.sequences(learner._vocabulary), _arrays(batch), {"policy": 0.25})  # fmt: skip
+    given = (
+        learner._factors,
+        learner.adapted.base,
+        batch.sequences(learner._vocabulary),
+        _loss_inputs(batch),
+        {"policy": 0.25},
+    )
     compiled = learner._gradient_of(loss).lower(*given).compile()
     _, gradient = compiled(*given)
     opened._scope.close()
@@ -223,7 +229,7 @@ def _gradient(order: Open) -> tuple[dict[str, Any], int]:
 def shapes(folder: str) -> dict[str, Any]:
     """Loops that are compiled for turns with ever less room, and stop tokens of many numbers; and what is drawn in each."""
     adapted = _adapted(folder)
-    served = sampler.Sampler(adapted, adapted.fresh(0), 2, 64)
+    served = sampler.Sampler(adapted, adapted.init_factors(0), 2, 64)
     drawn: list[Any] = []
     for room, stops in ((20, (200,)), (19, (200, 201)), (18, ()), (17, (200, 201, 202))):
         params = SamplingParams(room, 1.0, stops)

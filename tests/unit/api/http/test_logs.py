@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 
-from groupwise.api.http.logs import ForPeople
+from groupwise.api.http.logs import TextFormatter
 
 
 def test_what_others_have_written_is_harmless_in_messages_and_in_what_went_wrong() -> None:
@@ -14,7 +14,7 @@ def test_what_others_have_written_is_harmless_in_messages_and_in_what_went_wrong
     except ValueError:
         failed = sys.exc_info()
     record = logging.LogRecord("uvicorn.error", logging.ERROR, "", 1, "\n%s", ("\x1b[2J",), failed)
-    told = ForPeople().format(record)
+    told = TextFormatter().format(record)
     assert "ValueError: bad␛]0;owned␇" in told
     assert "⏎␛[2J" in told
     for sign in "\x1b\x07\u202e":

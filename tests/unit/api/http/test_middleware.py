@@ -9,9 +9,9 @@ import httpx2
 import pytest
 
 from groupwise.api.http import bodies
-from groupwise.api.http.logs import ForPrograms
+from groupwise.api.http.logs import JsonFormatter
 from groupwise.api.http.origins import check_local
-from groupwise.api.http.shared_state import Buckets
+from groupwise.api.http.shared_state import TokenBuckets
 from groupwise.api.schemas.keys import Role
 from groupwise.api.schemas.problems import Refusal
 from tests.processes import wait_until_async
@@ -40,7 +40,7 @@ async def test_a_body_in_pieces_is_refused_as_soon_as_it_is_too_large() -> None:
 
 def test_a_bucket_gives_a_burst_and_then_so_many_a_second() -> None:
     now = 0.0
-    buckets = Buckets(2.0, 3, lambda: now)
+    buckets = TokenBuckets(2.0, 3, lambda: now)
     assert [buckets.take("a") for _ in range(3)] == [0, 0, 0]
     assert buckets.take("a") == 0.5
     assert buckets.take("b") == 0
@@ -52,11 +52,11 @@ def test_a_bucket_gives_a_burst_and_then_so_many_a_second() -> None:
 
 def test_buckets_that_are_full_again_take_no_memory() -> None:
     now = 0.0
-    buckets = Buckets(2.0, 3, lambda: now)
+    buckets = TokenBuckets(2.0, 3, lambda: now)
     for address in range(1000):
         buckets.take(f"{address}")
         now += 0.1
-    assert len(buckets._left) <= 16  # those of the last 1.5 s
+    assert len(buckets._tokens) <= 16  # those of the last 1.5 s
     assert [buckets.take("999") for _ in range(3)] == pytest.approx([0, 0, 0.4])
 
 
@@ -90,7 +90,7 @@ async def test_a_line_for_each_request_without_bodies_and_keys(
             await client.get("/no%0Awhere")
     assert answer.headers["x-request-id"] == "mine-1"
     ours = [record for record in caplog.records if record.name == "groupwise.api.http.access"]
-    first, second = (json.loads(ForPrograms().format(record)) for record in ours)
+    first, second = (json.loads(JsonFormatter().format(record)) for record in ours)
     expected = {"request_id": "mine-1", "method": "POST", "path": "/completions", "status": 422}
     assert first.items() >= expected.items()
     assert first["key"] == ring.caller(keys[Role.TRAIN]).key_id

@@ -5,7 +5,7 @@ from typing import Any, cast
 
 import pytest
 
-from groupwise.cli.launch.job_command import JobCommand, new_name, split
+from groupwise.cli.launch.job_command import JobCommand, new_name, split_command
 from groupwise.cli.launch.options import CommandOptions
 from groupwise.cli.main import main
 from groupwise.cli.parsing import variables
@@ -16,7 +16,7 @@ ODD = ("--config", "a b", "it's", "", "two\nlines", "-v", "--script", "$(x)", "-
 
 
 def test_what_stands_behind_the_dashes_is_untouched() -> None:
-    own, behind = split(["--gpus", "1", "--", "rl", *ODD])
+    own, behind = split_command(["--gpus", "1", "--", "rl", *ODD])
     assert own == ["--gpus", "1"]
     assert behind == JobCommand(None, ("rl", *ODD))
     assert behind.line == ("groupwise", "rl", *ODD)
@@ -25,7 +25,7 @@ def test_what_stands_behind_the_dashes_is_untouched() -> None:
 @pytest.mark.parametrize("given", [["--script", "s.py"], ["--script=s.py"]])
 @pytest.mark.parametrize("dashes", [[], ["--"]])
 def test_what_stands_behind_a_script_is_its_own(given: list[str], dashes: list[str]) -> None:
-    own, behind = split(["--gpus", "1", *given, *dashes, *ODD])
+    own, behind = split_command(["--gpus", "1", *given, *dashes, *ODD])
     assert own == ["--gpus", "1"]
     assert behind == JobCommand("s.py", ODD)
     assert behind.line == ("python", "s.py", *ODD)

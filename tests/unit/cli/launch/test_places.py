@@ -4,7 +4,7 @@ import pytest
 
 from groupwise.cli.launch.places import LaunchedJob, ray_cluster
 from groupwise.core.errors import UsageError
-from groupwise.jobs.clouds.engines import EngineBackend
+from groupwise.jobs.clouds.schedulers import SchedulerBackend
 from groupwise.jobs.launch.places import JobBackend, reach
 
 
@@ -19,7 +19,7 @@ def test_a_place_is_found_by_the_word_that_it_has(word: str, root: str) -> None:
     assert place.is_here
     assert place.root == root
     backend = reach(place)
-    assert isinstance(backend, EngineBackend)
+    assert isinstance(backend, SchedulerBackend)
     assert backend.name == word.partition(":")[0]
 
 

@@ -14,7 +14,7 @@ class Limits(BaseModel):
 def refused(given: Any, kind: Any = Limits) -> list[FieldError]:
     with pytest.raises(ValidationError) as caught:
         TypeAdapter(kind).validate_python(given, strict=True, extra="forbid")
-    return field_errors(caught.value, kind, whole="it")
+    return field_errors(caught.value, kind, document_name="it")
 
 
 def test_pydantics_labels_of_a_union_are_no_keys() -> None:

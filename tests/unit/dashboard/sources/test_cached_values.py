@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from groupwise.api.schemas.problems import Refusal
-from groupwise.dashboard.sources.cached_values import EVERY, BackgroundValue, CachedCall
+from groupwise.dashboard.sources.cached_values import VALID_SECONDS, BackgroundValue, CachedCall
 
 
 def test_a_value_is_found_once_for_all_who_ask_within_a_second() -> None:
@@ -20,11 +20,11 @@ def test_a_value_is_found_once_for_all_who_ask_within_a_second() -> None:
         return len(found)
 
     value = BackgroundValue(find, lambda: now[0])
-    assert [value.now() for _ in range(5)] == [1] * 5
-    now[0] += EVERY
-    assert value.now() == 2
+    assert [value.latest() for _ in range(5)] == [1] * 5
+    now[0] += VALID_SECONDS
+    assert value.latest() == 2
     value.forget()
-    assert value.now() == 3
+    assert value.latest() == 3
 
 
 def test_nobody_waits_for_what_hangs_and_it_is_asked_once() -> None:
@@ -37,19 +37,19 @@ def test_nobody_waits_for_what_hangs_and_it_is_asked_once() -> None:
 
     value = BackgroundValue(find, lambda: now[0])
     before = time.monotonic()
-    assert [value.now(moment=0.01) for _ in range(20)] == [None] * 20
+    assert [value.latest(moment=0.01) for _ in range(20)] == [None] * 20
     assert time.monotonic() - before < 10
     assert len(begun) == 1
     answer.set()
-    assert value.now(moment=10) == "late"
-    now[0] += EVERY
+    assert value.latest(moment=10) == "late"
+    now[0] += VALID_SECONDS
     answer.clear()
-    assert value.now(moment=0.01) == "late", "what was known stays until there is news"
+    assert value.latest(moment=0.01) == "late", "what was known stays until there is news"
     answer.set()
     value.end()
-    now[0] += EVERY
+    now[0] += VALID_SECONDS
     asked = len(begun)
-    assert value.now() == "late"
+    assert value.latest() == "late"
     assert len(begun) == asked, "nothing is asked after the end"
 
 
@@ -72,26 +72,26 @@ def test_what_was_asked_before_a_change_is_not_told_after_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """An answer that is on its way while somebody changes what it is about; others do not wait for it for ever."""
-    monkeypatch.setattr("groupwise.dashboard.sources.cached_values.WAIT", 0.01)
+    monkeypatch.setattr("groupwise.dashboard.sources.cached_values.QUERY_TIMEOUT", 0.01)
     slow = Slow()
     kept = CachedCall(slow, "Somebody", lambda: 1.0)
     with ThreadPoolExecutor(1) as elsewhere:
-        first = elsewhere.submit(kept.now)
+        first = elsewhere.submit(kept.get)
         slow.begun.wait(60)
         with pytest.raises(Refusal, match="slow to answer others"):
-            kept.now()
+            kept.get()
         kept.forget()
         slow.go_on.set()
         assert first.result() == "before"
-    assert kept.now() == "after"
+    assert kept.get() == "after"
 
 
 def test_a_look_of_before_a_change_is_not_kept() -> None:
     slow = Slow()
     ticking = BackgroundValue(slow, lambda: 1.0)
-    assert ticking.now(0.01) is None
+    assert ticking.latest(0.01) is None
     slow.begun.wait(60)
     ticking.forget()
     slow.go_on.set()
-    assert ticking.now(60) == "after"
+    assert ticking.latest(60) == "after"
     ticking.end()

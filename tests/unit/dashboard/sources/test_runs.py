@@ -29,13 +29,13 @@ def test_only_what_has_changed_is_read_again(
 ) -> None:
     for name in ("one", "two"):
         write_run(tmp_path / name, 2)
-    index, read, seen = RunsIndex(tmp_path), module.read, []
+    index, read, seen = RunsIndex(tmp_path), module.read_entry, []
 
-    def noted(path: Path, stamp: module.Stamp) -> module.Listed:
+    def noted(path: Path, stamp: module.Stamp) -> module.RunEntry:
         seen.append(path.name)
         return read(path, stamp)
 
-    monkeypatch.setattr(module, "read", noted)
+    monkeypatch.setattr(module, "read_entry", noted)
     assert names(index) == {"one": ("finished", 2), "two": ("finished", 2)}
     assert names(index) == names(index)
     assert sorted(seen) == ["one", "two"]

@@ -21,15 +21,15 @@ import sys
 import pytest
 
 from groupwise.core.errors import ConfigError, NonFiniteError, RunError
-from groupwise.engine.distributed.forked_workers import Ranks
+from groupwise.engine.distributed.forked_workers import ForkedWorkers
 from tests.forked_zygote import fork_zygotes
 from tests.processes import all_gone
 from tests.unit.engine.distributed.toys import FACTORY, HANGS
 
 
-def started(count=2, **given) -> Ranks:
-    ranks = Ranks()
-    ranks.begin()
+def started(count=2, **given) -> ForkedWorkers:
+    ranks = ForkedWorkers()
+    ranks.start()
     ranks.make_now(FACTORY, given, count)
     return ranks
 
@@ -116,8 +116,8 @@ async def test_what_cannot_be_read_ends_all(own):
 @pytest.mark.parametrize(("there", "sees_gpus"), [("0,1", True), ("0,1", False), ("", True)])
 def test_what_is_made_sees_no_gpu(monkeypatch, there, sees_gpus):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", there)
-    ranks = Ranks(sees_gpus=sees_gpus)
-    ranks.begin()
+    ranks = ForkedWorkers(sees_gpus=sees_gpus)
+    ranks.start()
     assert ranks.ask("os:getenv", "CUDA_VISIBLE_DEVICES") == (there if sees_gpus else "")
     ranks.make_now(FACTORY, {}, 1)
     assert ranks.call_all_now("environment", "CUDA_VISIBLE_DEVICES") == [""]
@@ -175,8 +175,8 @@ async def test_nothing_is_left_after_close():
 
 
 def test_a_zygote_answers_before_it_knows_what_to_make():
-    ranks = Ranks("groupwise.core.types")
-    ranks.begin()
+    ranks = ForkedWorkers("groupwise.core.types")
+    ranks.start()
     assert ranks.ask("os:getpid") == ranks.zygote
     with pytest.raises(ConfigError, match="a key"):
         ranks.ask(FACTORY, "a key")
@@ -187,16 +187,16 @@ def test_a_zygote_answers_before_it_knows_what_to_make():
     ranks.make_now(FACTORY, {"word": "made"}, 2)
     assert ranks.call_all_now("word") == ["made", "made"]
     ranks.close()
-    lost = Ranks()
-    lost.begin()
+    lost = ForkedWorkers()
+    lost.start()
     with pytest.raises(RunError, match="ended: exit code 3"):
         lost.ask("os:_exit", 3)
     lost.close()
 
 
 async def test_a_wait_for_ranks_can_be_given_up():
-    ranks = Ranks()
-    ranks.begin()
+    ranks = ForkedWorkers()
+    ranks.start()
     making = asyncio.create_task(ranks.make(HANGS, {}, 2))
     assert ranks.ask("os:getpid"), "it was not told yet"
     await asyncio.sleep(0)
@@ -209,9 +209,9 @@ async def test_a_wait_for_ranks_can_be_given_up():
 
 
 MAIN = f"""
-from groupwise.engine.distributed.forked_workers import Ranks
-ranks = Ranks()
-ranks.begin()
+from groupwise.engine.distributed.forked_workers import ForkedWorkers
+ranks = ForkedWorkers()
+ranks.start()
 ranks.make_now({FACTORY!r}, {{}}, 2)
 print([ranks.zygote, *ranks.processes], flush=True)
 ranks.call_all_now("stuck")

@@ -19,15 +19,15 @@ from groupwise.core.processes.frames import add_frame
 from groupwise.core.rendezvous import KEY_FILE
 from groupwise.engine.distributed import handshake, peer
 from groupwise.engine.distributed.handshake import (
-    BrokenSeal,
     Seal,
-    Stranger,
-    _code,
-    admit,
-    introduce,
-    secret_of_attempt,
+    TamperedMessageError,
+    UnknownCallerError,
+    _handshake_code,
+    client_handshake,
+    read_attempt_secret,
+    server_handshake,
 )
-from groupwise.engine.distributed.messages import Answered, MessageChannel
+from groupwise.engine.distributed.messages import CallResult, MessageChannel
 
 SECRET = b"of this attempt"
 Pair = tuple[socket.socket, socket.socket]
@@ -65,8 +65,8 @@ def both(ours: bytes = SECRET, theirs: bytes = SECRET) -> tuple[list[Any], tuple
             end.close()
 
     sides = (
-        threading.Thread(target=side, args=(0, lambda: admit(first, ours), first)),
-        threading.Thread(target=side, args=(1, lambda: introduce(rank, theirs, 3), rank)),
+        threading.Thread(target=side, args=(0, lambda: server_handshake(first, ours), first)),
+        threading.Thread(target=side, args=(1, lambda: client_handshake(rank, theirs, 3), rank)),
     )
     for each in sides:
         each.start()
@@ -80,8 +80,8 @@ def test_who_knows_the_secret_is_let_in_and_heard() -> None:
     assert number == 3
     ours, theirs = MessageChannel(here, seal), MessageChannel(there, its)
     for each in range(3):
-        ours.send(Answered(each, b"x" * each))
-        theirs.send(Answered(each, None))
+        ours.send(CallResult(each, b"x" * each))
+        theirs.send(CallResult(each, None))
     assert [theirs.receive().number for _ in range(3)] == [0, 1, 2]
     assert [ours.receive().number for _ in range(3)] == [0, 1, 2]
     ours.close()
@@ -90,7 +90,7 @@ def test_who_knows_the_secret_is_let_in_and_heard() -> None:
 
 def test_who_does_not_know_it_is_let_in_nowhere() -> None:
     found, ends = both(theirs=b"another")
-    assert isinstance(found[0], Stranger)
+    assert isinstance(found[0], UnknownCallerError)
     assert isinstance(found[1], OSError)
     for each in ends:
         each.close()
@@ -109,23 +109,23 @@ def test_what_is_called_must_know_it_too(pair: Pair) -> None:
     first.sendall(b"c" * 32)
     with (
         beside(lambda: first.sendall(heard(first, 72)[-32:])),
-        pytest.raises(Stranger, match="not the first process"),
+        pytest.raises(UnknownCallerError, match="not the first process"),
     ):
-        introduce(rank, SECRET, 1)
+        client_handshake(rank, SECRET, 1)
 
 
 def test_an_answer_is_good_for_one_challenge(pair: Pair) -> None:
     said = b"00000001" + b"r" * 32
     first, rank = pair
-    with beside(lambda: admit(first, SECRET)[0]) as found:
-        answer = said + _code(SECRET, b"rank", rank.recv(32) + said)
+    with beside(lambda: server_handshake(first, SECRET)[0]) as found:
+        answer = said + _handshake_code(SECRET, b"rank", rank.recv(32) + said)
         rank.sendall(answer)
     assert found == [1]
     another, again = socket.socketpair()
     with another, again:
         again.sendall(answer)
-        with pytest.raises(Stranger):
-            admit(another, SECRET)
+        with pytest.raises(UnknownCallerError):
+            server_handshake(another, SECRET)
 
 
 def sealed() -> tuple[Seal, Seal]:
@@ -162,7 +162,7 @@ def test_what_the_other_end_has_not_sent_so_is_never_unpickled(what: str) -> Non
     here.sendall(b"".join(wires[what]))
     if what == "repeated":
         assert line.receive() == "first"
-    with pytest.raises(BrokenSeal):
+    with pytest.raises(TamperedMessageError):
         line.receive()
     assert Spoils.done == []
     here.close()
@@ -171,14 +171,14 @@ def test_what_the_other_end_has_not_sent_so_is_never_unpickled(what: str) -> Non
 
 def test_the_secret_is_in_a_file_that_is_named(tmp_path: Any, monkeypatch: Any) -> None:
     path = tmp_path / "key"
-    assert secret_of_attempt({}) is None
+    assert read_attempt_secret({}) is None
     with pytest.raises(UsageError, match="cannot be read"):
-        secret_of_attempt({KEY_FILE: str(path)})
+        read_attempt_secret({KEY_FILE: str(path)})
     path.write_text("\n")
     with pytest.raises(UsageError, match="is empty"):
-        secret_of_attempt({KEY_FILE: str(path)})
+        read_attempt_secret({KEY_FILE: str(path)})
     path.write_text("secret\n")
-    assert secret_of_attempt({KEY_FILE: str(path)}) == b"secret"
+    assert read_attempt_secret({KEY_FILE: str(path)}) == b"secret"
     monkeypatch.delenv(KEY_FILE, raising=False)
     with pytest.raises(UsageError, match="the same file"):
         peer._call_first_rank(["127.0.0.1", "1"], 1)
@@ -187,7 +187,7 @@ def test_the_secret_is_in_a_file_that_is_named(tmp_path: Any, monkeypatch: Any) 
 def test_a_stranger_who_says_little_by_little_is_not_heard_for_long(
     monkeypatch: Any, pair: Pair
 ) -> None:
-    monkeypatch.setattr(handshake, "GREETING", 0.3)
+    monkeypatch.setattr(handshake, "HANDSHAKE_TIMEOUT", 0.3)
     first, rank = pair
     over = threading.Event()
 
@@ -197,12 +197,12 @@ def test_a_stranger_who_says_little_by_little_is_not_heard_for_long(
 
     with beside(says):
         with pytest.raises(TimeoutError):
-            admit(first, SECRET)
+            server_handshake(first, SECRET)
         over.set()
 
 
 def test_a_rank_calls_again_while_the_first_one_is_busy_with_others(monkeypatch: Any) -> None:
-    monkeypatch.setattr(peer, "AGAIN", 0.0)
+    monkeypatch.setattr(peer, "RETRY_SECONDS", 0.0)
     monkeypatch.delenv(KEY_FILE, raising=False)
     with socket.create_server(("127.0.0.1", 0)) as door:
 
@@ -210,7 +210,7 @@ def test_a_rank_calls_again_while_the_first_one_is_busy_with_others(monkeypatch:
             for _ in range(2):
                 door.accept()[0].close()
             with door.accept()[0] as connection:
-                return admit(connection, SECRET)[0]
+                return server_handshake(connection, SECRET)[0]
 
         with beside(first) as found:
             peer._call_first_rank(

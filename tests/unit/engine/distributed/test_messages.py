@@ -5,7 +5,7 @@ import threading
 
 import pytest
 
-from groupwise.engine.distributed.messages import Answered, Call, MessageChannel
+from groupwise.engine.distributed.messages import Call, CallResult, MessageChannel
 
 
 @pytest.fixture
@@ -18,7 +18,7 @@ def ends():
 
 def test_messages_arrive_whole_and_in_order(ends):
     ours, theirs = ends
-    sent = [Call(1, "learner.update", (0.5,)), Answered(2, b"x" * (3 << 20)), Answered(3, None)]
+    sent = [Call(1, "learner.update", (0.5,)), CallResult(2, b"x" * (3 << 20)), CallResult(3, None)]
     sender = threading.Thread(target=lambda: [ours.send(message) for message in sent])
     sender.start()
     assert [theirs.receive() for _ in sent] == sent
@@ -27,11 +27,11 @@ def test_messages_arrive_whole_and_in_order(ends):
 
 def test_who_takes_nothing_is_given_up(ends):
     ours, theirs = ends
-    ours.give_up_after(0.05)
-    ours.send(Answered(1, "taken"))
+    ours.set_send_timeout(0.05)
+    ours.send(CallResult(1, "taken"))
     with pytest.raises(OSError, match="temporarily unavailable"):
-        ours.send(Answered(2, b"x" * (3 << 20)))
-    assert theirs.receive() == Answered(1, "taken")
+        ours.send(CallResult(2, b"x" * (3 << 20)))
+    assert theirs.receive() == CallResult(1, "taken")
     with pytest.raises(EOFError):
         theirs.receive()
 
@@ -39,9 +39,9 @@ def test_who_takes_nothing_is_given_up(ends):
 def test_sockets_come_with_their_message(ends):
     ours, theirs = ends
     here, there = socket.socketpair()
-    ours.send(Answered(1, "before"))
-    ours.send(Answered(2, b"x" * (3 << 10)), [there])
-    ours.send(Answered(3, "after"))
+    ours.send(CallResult(1, "before"))
+    ours.send(CallResult(2, b"x" * (3 << 10)), [there])
+    ours.send(CallResult(3, "after"))
     there.close()
     assert [theirs.receive().number for _ in range(3)] == [1, 2, 3]
     (handed,) = theirs.taken_over()
@@ -55,7 +55,7 @@ def test_sockets_come_with_their_message(ends):
 def test_more_sockets_than_the_kernel_hands_over_at_once_come_too(ends):
     ours, theirs = ends
     here, there = socket.socketpair()
-    ours.send(Answered(1, "with many"), [there] * 300)
+    ours.send(CallResult(1, "with many"), [there] * 300)
     assert theirs.receive().value == "with many"
     handed = theirs.taken_over()
     assert len(handed) == 300
@@ -70,4 +70,4 @@ def test_the_end_is_noticed(ends):
     with pytest.raises(EOFError):
         theirs.receive()
     with pytest.raises(OSError, match="Broken pipe"):
-        ours.send(Answered(1, None))
+        ours.send(CallResult(1, None))

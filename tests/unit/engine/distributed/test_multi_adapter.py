@@ -116,7 +116,7 @@ def base_fingerprints(parts: Any) -> list[str]:
     if parts.ranks is not None:
         states = parts.ranks.call_all_now("bench._adapted.base.state_dict")
     else:
-        states = [parts.hosted.bench._adapted.base.state_dict()]
+        states = [parts.hosted.adapter_host._adapted.base.state_dict()]
     own = [{key: each[key] for key in each if ".lora_" not in key} for each in states]
     found = [{key.replace(".base_layer", ""): each[key] for key in each} for each in own]
     assert all(each.keys() == tiny_model().state_dict().keys() for each in found)
@@ -249,13 +249,15 @@ async def test_what_it_held_is_freed(tmp_path):
 
     base, models = await base_of(1)
     held: Any = base.hosted
-    modules = [(path, type(module)) for path, module in held.bench._adapted.base.named_modules()]
+    modules = [
+        (path, type(module)) for path, module in held.adapter_host._adapted.base.named_modules()
+    ]
     await step(await models.add("attention", new(tmp_path, "attention")), 0)
     await models.drop("attention")
     before = tensors()
     parts = await models.add("wide", new(tmp_path, "wide"))
     await step(parts, 0)
-    standing = held.bench._models["wide"]
+    standing = held.adapter_host._models["wide"]
     gone = [weakref.ref(each) for each in (standing.learner, standing.sampler)]
     gone += [weakref.ref(parameter) for parameter in standing.trained.parameters().values()]
     size = sum(parameter.nbytes for parameter in standing.trained.parameters().values())
@@ -265,7 +267,7 @@ async def test_what_it_held_is_freed(tmp_path):
     gc.collect()
     assert [each() for each in gone] == [None] * len(gone)
     assert tensors() == before
-    now = [(path, type(module)) for path, module in held.bench._adapted.base.named_modules()]
+    now = [(path, type(module)) for path, module in held.adapter_host._adapted.base.named_modules()]
     assert now == modules
 
 

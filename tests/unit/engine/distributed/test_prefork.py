@@ -18,9 +18,9 @@ MESSAGES = [{"role": "user", "content": "a1 {}"}]
 @pytest.fixture
 def begun(monkeypatch):
     fork_zygotes(monkeypatch)
-    prefork.begin()
+    prefork.start_zygote()
     yield
-    prefork.give_up()
+    prefork.end_zygote()
 
 
 def answers():
@@ -35,7 +35,7 @@ def answers():
 def test_the_zygote_says_what_this_process_would_say(begun):
     found = answers()
     tokenizer = prefork.load_tokenizer(TINY)
-    prefork.give_up()
+    prefork.end_zygote()
     assert found == answers()
     own = prefork.load_tokenizer(TINY)
     assert type(tokenizer) is type(own)
@@ -48,15 +48,15 @@ def test_it_is_asked_where_there_is_one(begun, monkeypatch):
     monkeypatch.setattr(tokenizers, "load_tokenizer", lambda config: os.getpid())
     assert prefork.load_tokenizer(TINY) != os.getpid(), "it was forked before the patch"
     assert prefork.load_tokenizer(ModelConfig(name="tiny", trust_remote_code=True)) == os.getpid()
-    prefork.give_up()
+    prefork.end_zygote()
     assert prefork.load_tokenizer(TINY) == os.getpid()
 
 
 def test_it_sees_the_gpus_that_this_process_sees(monkeypatch):
     fork_zygotes(monkeypatch)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    prefork.begin()
-    asked, other = prefork.take(), prefork.take()
+    prefork.start_zygote()
+    asked, other = prefork.take_zygote(), prefork.take_zygote()
     seen = [each.ask("os:getenv", "CUDA_VISIBLE_DEVICES") for each in (asked, other)]
     asked.close()
     other.close()

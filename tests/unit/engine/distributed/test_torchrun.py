@@ -8,10 +8,15 @@ import pytest
 
 from groupwise.core.errors import ConfigError, UsageError
 from groupwise.engine.distributed import peer, prefork, spawned_workers
-from groupwise.engine.distributed.learner_workers import Peers
+from groupwise.engine.distributed.learner_workers import LearnerWorkers
 from groupwise.engine.distributed.messages import Setup
-from groupwise.engine.distributed.sampler_workers import Samplers
-from groupwise.engine.distributed.torchrun import Launched, gpu_of, read_launch, refuse_other_number
+from groupwise.engine.distributed.sampler_workers import SamplerWorkers
+from groupwise.engine.distributed.torchrun import (
+    TorchrunRank,
+    check_world_size,
+    read_torchrun_rank,
+    visible_gpu,
+)
 from groupwise.engine.models.footprint import bytes_of
 from groupwise.training import placement
 from groupwise.training.config import load_config
@@ -26,27 +31,27 @@ TORCHRUN = {
 
 
 def test_the_environment_says_what_a_process_is():
-    found = read_launch(TORCHRUN)
-    assert found == Launched(5, 8, 1, 4, "first")
+    found = read_torchrun_rank(TORCHRUN)
+    assert found == TorchrunRank(5, 8, 1, 4, "first")
     assert found.machines == 2
     assert [found.elsewhere(rank) for rank in (0, 3, 4, 7)] == [False, False, True, True]
     for word in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
-        assert read_launch({**TORCHRUN, word: ""}) is None
-    assert read_launch({**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"}) is None
+        assert read_torchrun_rank({**TORCHRUN, word: ""}) is None
+    assert read_torchrun_rank({**TORCHRUN, "RANK": "0", "WORLD_SIZE": "1"}) is None
     with pytest.raises(UsageError, match="RANK=five"):
-        read_launch({**TORCHRUN, "RANK": "five"})
-    refuse_other_number(None, 4)
-    refuse_other_number(found, 8)
+        read_torchrun_rank({**TORCHRUN, "RANK": "five"})
+    check_world_size(None, 4)
+    check_world_size(found, 8)
     with pytest.raises(UsageError, match=r"distributed\.learners is 2"):
-        refuse_other_number(found, 2)
+        check_world_size(found, 2)
 
 
 def test_each_rank_sees_its_own_gpu(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
-    assert gpu_of(1) == {"CUDA_VISIBLE_DEVICES": "6"}
-    assert gpu_of(2) == {}
+    assert visible_gpu(1) == {"CUDA_VISIBLE_DEVICES": "6"}
+    assert visible_gpu(2) == {}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    assert gpu_of(0) == {}
+    assert visible_gpu(0) == {}
 
 
 TWO = {"model": {"name": "tiny"}, "distributed": {"learners": 2}}
@@ -104,28 +109,28 @@ def test_samplers_see_the_gpus_after_those_of_the_learners(monkeypatch):
     monkeypatch.setattr(
         spawned_workers, "Popen", lambda command, env, **more: env["CUDA_VISIBLE_DEVICES"]
     )
-    samplers = Samplers(2, 1, tells=False, patience=9.0)
-    samplers._made = Setup("", {"layout": {"device": "cuda"}}, (), 0)
+    samplers = SamplerWorkers(2, 1, tells=False, patience=9.0)
+    samplers._setup = Setup("", {"layout": {"device": "cuda"}}, (), 0)
     assert [samplers._popen(rank, 0) for rank in range(2)] == ["5", "6"]
-    for each in (samplers._wake, samplers._woken, samplers._selector):
+    for each in (samplers._wake_sender, samplers._wake_receiver, samplers._selector):
         each.close()
 
 
 @pytest.fixture
 def peers():
-    found = Peers(3, Launched(0, 3, 0, 3, "127.0.0.1"), learning=True)
-    found._door = socket.create_server(("127.0.0.1", 0))
-    found._meeting = found._door
-    found._made = Setup("", {}, (), 0)
-    found._selector.register(found._door, selectors.EVENT_READ)
+    found = LearnerWorkers(3, TorchrunRank(0, 3, 0, 3, "127.0.0.1"), learning=True)
+    found._call_socket = socket.create_server(("127.0.0.1", 0))
+    found._rendezvous_socket = found._call_socket
+    found._setup = Setup("", {}, (), 0)
+    found._selector.register(found._call_socket, selectors.EVENT_READ)
     yield found
-    for each in (found._wake, found._woken, found._selector, found._door):
+    for each in (found._wake_sender, found._wake_receiver, found._selector, found._call_socket):
         each.close()
 
 
 @pytest.mark.parametrize("greeting", [b"x" * 72, b"GET / HTTP/1.1\r\n"])
 def test_whoever_does_not_know_the_secret_is_not_let_in(peers, greeting):
-    with socket.create_connection(peers._door.getsockname()) as stranger:
+    with socket.create_connection(peers._call_socket.getsockname()) as stranger:
         stranger.sendall(greeting)
         stranger.shutdown(socket.SHUT_WR)
         peers._accept_caller()
@@ -136,7 +141,7 @@ def test_whoever_does_not_know_the_secret_is_not_let_in(peers, greeting):
 
 def test_each_rank_is_let_in_once_and_nobody_after_the_last(peers):
     peers._by_rank[0] = None
-    lines, calls = [], ["127.0.0.1", str(peers._door.getsockname()[1]), peers._word]
+    lines, calls = [], ["127.0.0.1", str(peers._call_socket.getsockname()[1]), peers._token]
     for rank, expected in ((1, {0, 1}), (1, {0, 1}), (3, {0, 1}), (2, {0, 1, 2})):
         calling = threading.Thread(
             target=lambda rank=rank: lines.append(peer._call_first_rank(calls, rank))
@@ -145,7 +150,7 @@ def test_each_rank_is_let_in_once_and_nobody_after_the_last(peers):
         peers._accept_caller()
         calling.join()
         assert {*peers._by_rank} == expected
-    assert peers._door.fileno() == -1
+    assert peers._call_socket.fileno() == -1
     assert [lines[n].receive().rank for n in (0, 3)] == [1, 2]
     for each in (*lines, peers._by_rank[1], peers._by_rank[2]):
         each.close()

@@ -23,8 +23,8 @@ def store(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_what_the_first_one_tells_is_heard(store: Any) -> None:
-    collective.tell("line", "host 1 word")
-    assert collective.heard("line") == "host 1 word"
+    collective.publish_value("line", "host 1 word")
+    assert collective.read_published("line") == "host 1 word"
 
 
 def test_one_that_tells_nothing_is_given_up_with_what_to_do(
@@ -32,4 +32,4 @@ def test_one_that_tells_nothing_is_given_up_with_what_to_do(
 ) -> None:
     monkeypatch.setattr(collective, "RENDEZVOUS_TIMEOUT", timedelta(seconds=0.3))
     with pytest.raises(WorkerLostError, match=r"0\.005 minutes"):
-        collective.heard("line")
+        collective.read_published("line")

@@ -162,7 +162,7 @@ def test_packing_is_refused_where_rows_see_each_other(decoder, monkeypatch, capl
 
     assert packing_is_exact(decoder)
     assert choose_paths(decoder, packing=True, sharing=True).packing
-    monkeypatch.setattr(forward, "blocks", everything)
+    monkeypatch.setattr(forward, "same_owner_mask", everything)
     assert not packing_is_exact(decoder)
     assert not choose_paths(decoder, packing=True, sharing=True).packing
     assert "training.packing" in caplog.text

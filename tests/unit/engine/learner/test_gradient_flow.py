@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from groupwise.engine.learner import gradient_flow
-from groupwise.engine.learner.gradient_flow import native_ways, slope, trained_slopes
+from groupwise.engine.learner.gradient_flow import native_computations, slope, trained_slopes
 from groupwise.engine.learner.native.product import Product
 from groupwise.engine.learner.weights import TrainedAdapter
 from groupwise.engine.models.config import LoraConfig, ModelConfig
@@ -102,7 +102,7 @@ def test_real_layers_let_the_change_of_ten_updates_through(real: Any, rate: floa
         signs = torch.randn(before.up_OR.shape, generator=generator).sign()
         after = replace(before, up_OR=UPDATES * rate * signs)
         with torch.no_grad():
-            ways = native_ways(native, path)
+            ways = native_computations(native, path)
             found = {
                 "sampler": slope(ways["sampler"], x_NI[:FEW], before, after),
                 "learner": slope(ways["learner"], x_NI, before, after),

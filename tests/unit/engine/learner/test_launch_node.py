@@ -13,9 +13,14 @@ from typing import Any
 
 import pytest
 
-from groupwise.core.rendezvous import KEY, KEY_FILE, meeting_of, port_of
+from groupwise.core.rendezvous import KEY, KEY_FILE, port_of, rendezvous_variables
 from groupwise.engine.learner import launch_node
-from groupwise.engine.learner.launch_node import BEGUN_BY_SRUN, Meeting, begin_on_all, read_meeting
+from groupwise.engine.learner.launch_node import (
+    STARTED_BY_SRUN,
+    Rendezvous,
+    read_rendezvous,
+    run_on_all_nodes,
+)
 
 FAILS = "import os, sys; sys.exit(int(os.environ['RANK']) * 3)"
 KILLED = "import os, signal; os.environ['RANK'] == '1' and os.kill(os.getpid(), signal.SIGKILL)"
@@ -35,16 +40,16 @@ def test_machines_are_told_where_they_meet() -> None:
         "GROUPWISE_BEGUN_BY_SRUN": "1", "GROUPWISE_ATTEMPT": "sums.2", "SLURM_NODEID": "1",
         "SLURM_NNODES": "2", "SLURM_LAUNCH_NODE_IPADDR": "10.0.0.1", "SLURM_JOB_ID": "7",
     }  # fmt: skip
-    assert read_meeting(by_srun) == Meeting(1, 2, "10.0.0.1", port_of("sums.2"), "sums.2")
+    assert read_rendezvous(by_srun) == Rendezvous(1, 2, "10.0.0.1", port_of("sums.2"), "sums.2")
     by_hand = {name: word for name, word in by_srun.items() if name != "GROUPWISE_ATTEMPT"}
-    assert read_meeting(by_hand) == Meeting(1, 2, "10.0.0.1", port_of("slurm.7"), "slurm.7")
+    assert read_rendezvous(by_hand) == Rendezvous(1, 2, "10.0.0.1", port_of("slurm.7"), "slurm.7")
     ports = [port_of(f"sums.{epoch}") for epoch in range(1, 100)]
     assert len(set(ports)) == 99
     assert all(20_000 <= port < 32_000 for port in ports)
-    told = meeting_of(1, 3, "10.0.0.1", "sums.2")
-    assert read_meeting(told) == Meeting(1, 3, "10.0.0.1", port_of("sums.2"), "sums.2")
+    told = rendezvous_variables(1, 3, "10.0.0.1", "sums.2")
+    assert read_rendezvous(told) == Rendezvous(1, 3, "10.0.0.1", port_of("sums.2"), "sums.2")
     for word in ("NODE_RANK", "NNODES", "MASTER_ADDR", "MASTER_PORT"):
-        assert read_meeting({**told, word: ""}) is None
+        assert read_rendezvous({**told, word: ""}) is None
 
 
 def test_nodes_of_slurm_have_a_secret_in_the_folder_that_they_share(
@@ -57,9 +62,9 @@ def test_nodes_of_slurm_have_a_secret_in_the_folder_that_they_share(
     found = []
     for _ in range(2):
         with monkeypatch.context() as patched:
-            patched.setenv(BEGUN_BY_SRUN, "")
+            patched.setenv(STARTED_BY_SRUN, "")
             patched.setenv(KEY_FILE, "")
-            assert begin_on_all(2, ["--", "true"]) == 0
+            assert run_on_all_nodes(2, ["--", "true"]) == 0
             path = Path(os.environ[KEY_FILE])
         found.append(path.read_text())
         assert path == tmp_path / KEY
@@ -110,7 +115,7 @@ def test_the_first_machine_of_ray_says_what_others_run_and_what_they_said(
 ) -> None:
     path, seen = tmp_path / "order.json", list[Any]()
 
-    def runs(meeting: Meeting, processes: str, command: Sequence[str]) -> int:
+    def runs(meeting: Rendezvous, processes: str, command: Sequence[str]) -> int:
         seen.extend((meeting, processes, command, json.loads(path.read_text())))
         seen.append(path.stat().st_mode & 0o777)
         (tmp_path / "order.json.1.log").write_bytes(b"of the second\n")
@@ -124,9 +129,9 @@ def test_the_first_machine_of_ray_says_what_others_run_and_what_they_said(
         "CANARY": "secret",
     }  # fmt: skip
     words = ["--processes", "2", "--", "job", "a b"]
-    assert launch_node.begin_on_ray(told, words, "2", ["job", "a b"]) == 5
+    assert launch_node.run_on_ray(told, words, "2", ["job", "a b"]) == 5
     meeting, processes, command, order, mode = seen
-    assert meeting == Meeting(0, 2, "10.0.0.1", port_of("sums.2"), "sums.2")
+    assert meeting == Rendezvous(0, 2, "10.0.0.1", port_of("sums.2"), "sums.2")
     assert (processes, command, mode) == ("2", ["job", "a b"], 0o600)
     assert order["arguments"] == [
         sys.executable,
@@ -136,7 +141,7 @@ def test_the_first_machine_of_ray_says_what_others_run_and_what_they_said(
     ]
     assert order["environment"]["CANARY"] == "secret"
     assert order["environment"][KEY_FILE] == os.environ[KEY_FILE] == str(tmp_path / KEY)
-    assert read_meeting({**order["environment"], "NODE_RANK": "1"}) == replace(meeting, rank=1)
+    assert read_rendezvous({**order["environment"], "NODE_RANK": "1"}) == replace(meeting, rank=1)
     assert order["folder"] == os.getcwd()
     assert not path.exists()
     assert capfdbinary.readouterr().out == b"of the second\n"
@@ -146,7 +151,7 @@ def begun(
     *command: str, told: bool = True, at: Path | None = None, **environment: str
 ) -> "subprocess.Popen[str]":
     kept = {name: text for name, text in os.environ.items() if not name.startswith("SLURM_")}
-    where = meeting_of(0, 1, "127.0.0.1", f"test-{os.getpid()}.1") if told else {}
+    where = rendezvous_variables(0, 1, "127.0.0.1", f"test-{os.getpid()}.1") if told else {}
     return subprocess.Popen(
         [
             sys.executable,

@@ -53,7 +53,7 @@ def test_packed_rows_stand_once_and_apart(rows, budget):
         assert pack.rows == tuple(rows[index] for index in pack.indices)
         sequences, capacity = pack.shape
         taken = [[False] * capacity for _ in range(sequences)]
-        for each, (sequence, start) in zip(pack.rows, pack.places, strict=True):
+        for each, (sequence, start) in zip(pack.rows, pack.starts, strict=True):
             for place in range(start, start + length(each)):
                 assert not taken[sequence][place]
                 taken[sequence][place] = True

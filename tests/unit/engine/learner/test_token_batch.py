@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from groupwise.core.types import Row, SiblingRowStats
-from groupwise.engine.learner.forward import Forward
+from groupwise.engine.learner.forward import ForwardResult
 from groupwise.engine.learner.layout import MicroBatch
 from groupwise.engine.learner.torch_learner import token_batch
 
@@ -17,7 +17,7 @@ def row(others: SiblingRowStats | None = None) -> Row:
 def batch_of(*rows: Row):
     logprobs_BT = torch.zeros(len(rows), 2)
     return token_batch(
-        MicroBatch((1,), rows, tuple(range(len(rows)))), Forward(logprobs_BT, logprobs_BT)
+        MicroBatch((1,), rows, tuple(range(len(rows)))), ForwardResult(logprobs_BT, logprobs_BT)
     )
 
 

@@ -16,8 +16,8 @@ from groupwise.engine.models.adapters import (
     adapter_commit,
     adapter_folder,
     check_adapter,
-    hollow_adapter,
     leave_out_pictures,
+    meta_adapter,
     starting_config,
     warn_of_other_base,
 )
@@ -149,7 +149,7 @@ def test_an_adapter_of_the_text_alone_leaves_pictures_out(tmp_path):
     model, settings = ModelConfig(name=str(model_of("gemma3-pictures"))), LoraConfig()
     config = starting_config(model, settings)
     leave_out_pictures(model, config)
-    adapted = hollow_adapter(model, config)
+    adapted = meta_adapter(model, config)
     assert adapted.layers
     assert all(".language_model.layers." in path for path in adapted.layers)
     adapted.configs["hollow"].save_pretrained(tmp_path)

@@ -12,7 +12,7 @@ import torch
 
 from groupwise.core.errors import ModelError
 from groupwise.engine.models import bundled
-from groupwise.engine.models.adapters import hollow_adapter, starting_config
+from groupwise.engine.models.adapters import meta_adapter, starting_config
 from groupwise.engine.models.config import LoraConfig, ModelConfig
 from groupwise.engine.models.tokenizer import load_tokenizer
 
@@ -41,7 +41,7 @@ def converted(monkeypatch):
         seen.append(gguf.read_bytes())
         (folder / "config.json").write_text("{}")
 
-    monkeypatch.setattr(bundled, "_convert", convert)
+    monkeypatch.setattr(bundled, "_convert_gguf", convert)
     return seen
 
 
@@ -167,9 +167,9 @@ def test_a_model_is_made_ready_with_real_weights_whoever_asks_first(cache, monke
         shutil.copytree(bundled.fetch_model("tiny"), folder, dirs_exist_ok=True)
 
     monkeypatch.setattr(bundled, "_installed_gguf", lambda model: Path(MODEL.gguf))
-    monkeypatch.setattr(bundled, "_convert", converted)
+    monkeypatch.setattr(bundled, "_convert_gguf", converted)
     config = ModelConfig(name=NAME)
-    adapted = hollow_adapter(config, starting_config(config, LoraConfig(r=2)))
+    adapted = meta_adapter(config, starting_config(config, LoraConfig(r=2)))
     assert devices == ["cpu"]
     assert {each.device.type for each in adapted.parameters("hollow").values()} == {"meta"}
 

@@ -89,7 +89,7 @@ def test_it_names_no_path_and_no_secret(tmp_path, weights):
         },
         sampler={"stop": ["</answer>", "/", "\n/x/y"]},
     )  # fmt: skip
-    card = model_card(run, weights, 8, place=WeightsLocation("final"))
+    card = model_card(run, weights, 8, location=WeightsLocation("final"))
     assert str(tmp_path) not in card
     assert not re.search(r"/home|sk-123|/a/b|~/|passw0rd", card)
     for kept in ("words.txt", "rows.jsonl", '"</answer>"', '"/"', '"\\n/x/y"', "c.txt"):
@@ -120,7 +120,7 @@ def test_its_code_loads_the_weights(tmp_path, monkeypatch, kind):
     else:
         load_model(config, "float32").save_pretrained(folder)
     run = run_folder(tmp_path / "runs", model={"name": str(tmp_path / "base"), "revision": None})
-    card = model_card(run, folder, 8, place=WeightsLocation("final"))
+    card = model_card(run, folder, 8, location=WeightsLocation("final"))
     (code,) = re.findall(r"^```python\n(.*?)^```$", card, re.DOTALL | re.MULTILINE)
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}

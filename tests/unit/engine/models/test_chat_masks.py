@@ -16,7 +16,7 @@ from groupwise.core.errors import TaskError
 from groupwise.engine.models import chat_masks
 from groupwise.engine.models.chat_masks import (
     Chat,
-    Masked,
+    MaskedRow,
     assistant_turns,
     mask_completion,
     mask_text,
@@ -94,7 +94,7 @@ CASES: dict[str, tuple[str, list[dict[str, Any]], list[Any] | None, list[str]]] 
 }  # fmt: skip
 
 
-def shown(tokenizer: Any, row: Masked) -> str:
+def shown(tokenizer: Any, row: MaskedRow) -> str:
     """The row as text with ⟦ ⟧ around what is trained."""
     text, inside = "", 0
     for token, trained in zip(row.ids, row.mask, strict=True):
@@ -167,7 +167,7 @@ def test_whole_conversations_and_texts():
         assert (shown(tokenizer, row), row.ends) == ("⟦abc<|im_end|>⟧", 1)
     for completion in ("4", "4<|im_end|>"):
         for whole, text in ((False, "2+2=⟦4"), (True, "⟦2+2=4")):
-            row = mask_completion(tokenizer, "2+2=", completion, whole=whole)
+            row = mask_completion(tokenizer, "2+2=", completion, train_prompt=whole)
             assert shown(tokenizer, row) == text + "<|im_end|>⟧"
 
 
@@ -179,7 +179,7 @@ def test_the_prompt_keeps_its_tokens_where_the_border_could_be_merged_away():
     plain.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=plain, eos_token="</s>")
     assert tokenizer("ab", add_special_tokens=False)["input_ids"] == [2]
-    row = mask_completion(tokenizer, "a", "b", whole=False)
+    row = mask_completion(tokenizer, "a", "b", train_prompt=False)
     assert (row.ids, row.mask) == ((0, 1, 3), (0, 1, 1))
 
 

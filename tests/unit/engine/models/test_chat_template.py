@@ -7,7 +7,13 @@ from typing import Any
 import pytest
 
 from groupwise.core.errors import TaskError
-from groupwise.engine.models.chat_template import OF_THE_MODEL, Chat, Refused, prompt_text, render
+from groupwise.engine.models.chat_template import (
+    OF_THE_MODEL,
+    Chat,
+    TemplateRefused,
+    prompt_text,
+    render,
+)
 from tests.chat import SPECIAL, chat_tokenizer
 
 ASKED = [{"role": "user", "content": "1+1?"}]
@@ -95,7 +101,7 @@ def test_a_template_without_tool_calls_gets_them_as_text_or_refuses():
     assert (
         made == '1+1?|I add.\n<tool_call>\n{"name": "add", "arguments": {"a": "x"}}\n</tool_call>|'
     )
-    with pytest.raises(Refused, match="all tool calls"):
+    with pytest.raises(TemplateRefused, match="all tool calls"):
         render(
             with_template("{% for m in messages %}{{ m.role }}{% endfor %}add"),
             Chat(calling),
@@ -138,8 +144,8 @@ def test_a_row_goes_before_the_model_and_what_no_template_knows_is_an_error():
 
 
 def test_a_conversation_that_the_template_does_not_take_is_told_apart_from_other_mistakes():
-    with pytest.raises(Refused, match="roles user: no user"):
+    with pytest.raises(TemplateRefused, match="roles user: no user"):
         prompt_text(with_template("{{ raise_exception('no user') }}"), Chat(ASKED))
     with pytest.raises(TaskError, match="no chat template") as missing:
         prompt_text(with_template(""), Chat(ASKED))
-    assert not isinstance(missing.value, Refused)
+    assert not isinstance(missing.value, TemplateRefused)

@@ -36,7 +36,11 @@ def test_it_counts_what_a_model_without_storage_has(family, changes, lora, tmp_p
     model = model_of(tmp_path, family, **changes)
 
     def told():
-        return plan.count(model, lora), plan.vocabulary(model), plan.prompt_room(model, 8)
+        return (
+            plan.count_parameters(model, lora),
+            plan.vocabulary(model),
+            plan.prompt_room(model, 8),
+        )
 
     monkeypatch.setattr(plan, "_text_config", None)
     by_arithmetic = told()
@@ -61,7 +65,7 @@ UNUSUAL = {
 def test_it_says_nothing_of_a_model_that_may_be_another_one(family, changes, tmp_path):
     model = model_of(tmp_path, family, **changes)
     assert read_decoder(model) is None
-    assert "hidden_act" not in changes or not plan.count(model, None).native
+    assert "hidden_act" not in changes or not plan.count_parameters(model, None).native
 
 
 def test_it_says_nothing_of_remote_code_other_layers_or_a_given_adapter(tmp_path):

@@ -137,13 +137,13 @@ def test_it_says_how_much_of_the_change_survived_the_rounding(tmp_path, size, le
         assert str(base) not in (into / "config.json").read_text()
         if dtype == "auto":
             assert written.dtype == "bfloat16"
-            assert least < written.kept < most
+            assert least < written.kept_share < most
         else:
-            assert written.kept == pytest.approx(1.0, abs=1e-3)
+            assert written.kept_share == pytest.approx(1.0, abs=1e-3)
     keeping = tmp_path / "keeping"
     keeping.mkdir()
     given = ModelConfig(name=str(base))
     written = write_merged(given, tmp_path / "adapter", keeping, keeping=0.95)
     assert written.dtype == ("bfloat16" if least > 0 else "float32")
     found = {str(t.dtype) for t in read_model_tensors(keeping).values()}
-    assert (found, written.kept > 0.95) == ({f"torch.{written.dtype}"}, True)
+    assert (found, written.kept_share > 0.95) == ({f"torch.{written.dtype}"}, True)

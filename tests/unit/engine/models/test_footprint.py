@@ -25,7 +25,7 @@ from groupwise.engine.models.footprint import (
     sizes_of,
 )
 from groupwise.engine.models.native.weights import NativeModel
-from groupwise.engine.sampler.native.cache import NativePrompt, OwnCache
+from groupwise.engine.sampler.native.cache import CompletionCache, NativePrompt
 from groupwise.engine.sampler.native.engine import NativeEngine
 from groupwise.engine.sampler.weights import ServedModel
 from tests.unit.engine.models.native.families import made, text
@@ -92,7 +92,7 @@ def test_a_cache_of_a_processor_at_its_largest(dtype):
     assert native is not None
     engine = NativeEngine(native, weights)
     prompts = [engine.prefill(text(DECODING.prompt, seed=seed).tolist()) for seed in (1, 2)]
-    cache = OwnCache(native)
+    cache = CompletionCache(native)
     peak = before = 0
     for written in range(1, DECODING.completion):
         cache.reserve(DECODING.slots, written)

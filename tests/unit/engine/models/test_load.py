@@ -52,9 +52,9 @@ def test_an_alias_without_its_package_is_its_hub_id(monkeypatch):
     monkeypatch.setattr(tokenizers, "bundled_folder", lambda name: None)
     found = resolve(named("smollm2-135m-instruct", revision="v1"))
     assert found.location == BUNDLED["smollm2-135m-instruct"].hub_id
-    monkeypatch.setattr(hub_errors, "answers", lambda: True)
+    monkeypatch.setattr(hub_errors, "is_reachable", lambda: True)
     assert found.arguments() == {"revision": "v1", "local_files_only": False}
-    monkeypatch.setattr(hub_errors, "answers", lambda: False)
+    monkeypatch.setattr(hub_errors, "is_reachable", lambda: False)
     assert found.arguments() == {"revision": "v1", "local_files_only": True}, "no waiting offline"
 
 

@@ -50,13 +50,15 @@ def test_a_gpu_needs_a_driver_and_torch_built_for_it(cuda, driver, device, tmp_p
     (tmp_path / driver).touch()
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setattr(machine, "DEVICES", tmp_path)
-    monkeypatch.setattr(machine, "_build", lambda: SimpleNamespace(cuda=cuda, hip=None))
+    monkeypatch.setattr(
+        machine, "_torch_version_module", lambda: SimpleNamespace(cuda=cuda, hip=None)
+    )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert machine.choose_device() == device
 
 
 def test_without_torch_it_says_what_to_install(monkeypatch):
-    machine._build.cache_clear()
+    machine._torch_version_module.cache_clear()
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(ModuleNotFoundError, match=r"groupwise\[train\]"):
         machine.torch_version()
@@ -69,13 +71,13 @@ NARROW = "/kubepods/pod7/app"
 def no_groups(monkeypatch, tmp_path):
     """32 cores, and no groups yet."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(32), raising=False)
-    monkeypatch.setattr(machine, "GROUPS", tmp_path)
-    monkeypatch.setattr(machine, "OWN_GROUPS", tmp_path / "own")
+    monkeypatch.setattr(machine, "CGROUPS", tmp_path)
+    monkeypatch.setattr(machine, "OWN_CGROUPS", tmp_path / "own")
 
 
 def limited(group: str, quota: object, period: object = 100_000, *, version: int = 2) -> None:
     """Give a group a limit."""
-    folder = (machine.GROUPS if version == 2 else machine.GROUPS / "cpu") / group.lstrip("/")
+    folder = (machine.CGROUPS if version == 2 else machine.CGROUPS / "cpu") / group.lstrip("/")
     folder.mkdir(parents=True, exist_ok=True)
     if version == 2:
         (folder / "cpu.max").write_text(f"{quota} {period}\n")
@@ -107,7 +109,7 @@ def test_a_limit_of_a_container(version, quota, period, expected):
     (1, f"4:cpuacct,cpu:{NARROW}"),
 ])  # fmt: skip
 def test_the_narrowest_limit_holds(version, own):
-    machine.OWN_GROUPS.write_text(own)
+    machine.OWN_CGROUPS.write_text(own)
     limited("/elsewhere", 100_000, version=version)
     assert available_cores() == 32
     limited("/", 800_000, version=version)
@@ -121,7 +123,7 @@ def test_the_narrowest_limit_holds(version, own):
 
 
 def test_a_group_that_is_out_of_sight():
-    machine.OWN_GROUPS.write_text("0::/../../docker/0123\n")
+    machine.OWN_CGROUPS.write_text("0::/../../docker/0123\n")
     assert available_cores() == 32
     limited("/", 200_000)
     assert available_cores() == 2

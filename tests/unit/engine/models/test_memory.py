@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from groupwise.core.errors import NonFiniteError, OutOfMemoryError
-from groupwise.engine.models.memory import lacks_memory, memory_explained
+from groupwise.engine.models.memory import explaining_out_of_memory, is_out_of_memory
 
 EXBIBYTE = 1 << 60
 
@@ -39,8 +39,8 @@ ASKED = {"processor": "1,099,511,627,776.0 MiB", "numpy": "1.00 EiB", "gpu": "20
 @pytest.mark.parametrize("who", REFUSALS)
 def test_whoever_refuses_it_is_understood(who):
     error = REFUSALS[who]
-    assert lacks_memory(error)
-    with pytest.raises(OutOfMemoryError) as caught, memory_explained("learning"):
+    assert is_out_of_memory(error)
+    with pytest.raises(OutOfMemoryError) as caught, explaining_out_of_memory("learning"):
         raise error
     assert caught.value.__cause__ is error
     assert ASKED.get(who, "while learning") in str(caught.value)
@@ -53,7 +53,7 @@ def test_whoever_refuses_it_is_understood(who):
     NonFiniteError("no numbers"), OutOfMemoryError("explained already: out of memory"), ValueError("out of memory"),
 ])  # fmt: skip
 def test_other_errors_stay_what_they_are(error):
-    assert not lacks_memory(error)
-    with pytest.raises(type(error)) as caught, memory_explained("learning"):
+    assert not is_out_of_memory(error)
+    with pytest.raises(type(error)) as caught, explaining_out_of_memory("learning"):
         raise error
     assert caught.value is error

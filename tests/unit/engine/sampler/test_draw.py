@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.core.types import SamplingParams
-from groupwise.engine.sampler.draw import BLOCK, draw_tokens, truncate, without_early_stops
+from groupwise.engine.sampler.draw import BLOCK, draw_tokens, mask_early_stops, truncate
 from groupwise.engine.sampler.rules import uniform
 
 SEEDS = st.integers(0, 2**64 - 1)
@@ -153,7 +153,7 @@ def test_early_stop_tokens_have_no_probability_until_there_are_enough_tokens():
     logits = wide_logits(5, 30)
     before = logits.clone()
     least = SamplingParams(9, stop_token_ids=(3, 29, 400), min_tokens=4)
-    found = without_early_stops(logits, [least, least, None, FREE, least], [0, 3, 0, 0, 4])
+    found = mask_early_stops(logits, [least, least, None, FREE, least], [0, 3, 0, 0, 4])
     assert torch.equal(logits, before), "a group's first logits are used again"
     left_out = torch.zeros(5, 30, dtype=torch.bool)
     left_out[:2, [3, 29]] = True

@@ -7,7 +7,7 @@ from botocore.exceptions import ClientError, EndpointConnectionError, NoCredenti
 
 from groupwise.jobs.clouds import ec2
 from groupwise.jobs.clouds.backend import CloudError, Unreachable
-from groupwise.jobs.clouds.ec2 import Ec2, NoCredentials, Refused
+from groupwise.jobs.clouds.ec2 import AwsRefused, Ec2, NoCredentials
 
 
 class Scripted:
@@ -52,9 +52,9 @@ def test_what_passes_by_itself_is_tried_again_a_few_times(passes: Exception) -> 
 
 @pytest.mark.parametrize(("said", "expected", "words"), [
     (NoCredentialsError(), NoCredentials, "aws configure"), (refusal("AuthFailure"), NoCredentials, "does not accept the credentials"),
-    (refusal("UnauthorizedOperation"), Refused, "lists what is needed"),
-    (refusal("InsufficientInstanceCapacity"), Refused, "InsufficientInstanceCapacity"),
-    (refusal("VcpuLimitExceeded"), Refused, "VcpuLimitExceeded"),
+    (refusal("UnauthorizedOperation"), AwsRefused, "lists what is needed"),
+    (refusal("InsufficientInstanceCapacity"), AwsRefused, "InsufficientInstanceCapacity"),
+    (refusal("VcpuLimitExceeded"), AwsRefused, "VcpuLimitExceeded"),
 ])  # fmt: skip
 def test_the_rest_is_told_at_once(said: Exception, expected: type[CloudError], words: str) -> None:
     asked, client = aws(said)
@@ -66,5 +66,5 @@ def test_the_rest_is_told_at_once(said: Exception, expected: type[CloudError], w
 def test_one_that_is_gone_or_not_there_yet_is_told_from_one_that_is_ended() -> None:
     assert aws({})[0].terminate("i-1")
     assert not aws(refusal("InvalidInstanceID.NotFound"))[0].terminate("i-1")
-    with pytest.raises(Refused):
+    with pytest.raises(AwsRefused):
         aws(refusal("OperationNotPermitted"))[0].terminate("i-1")

@@ -12,7 +12,7 @@ from groupwise.jobs.clouds.folder import (
     EARLIER,
     INCOMING,
     ResultsFolder,
-    may_come,
+    is_allowed_path,
     results_folder,
     set_aside,
 )
@@ -37,11 +37,11 @@ def come(
 ) -> set[str]:
     """An attempt offers these, and they are fetched; what came."""
     offered = {path: entry(data) for path, data in files.items()}
-    wanted = results.lacking(offered)
+    wanted = results.missing(offered)
     for path in wanted:
         (results.incoming / path).parent.mkdir(parents=True, exist_ok=True)
         (results.incoming / path).write_bytes(files[path])
-    results.take(wanted, offered, attempt, ended=ended)
+    results.accept(wanted, offered, attempt, has_ended=ended)
     return set(wanted)
 
 
@@ -179,14 +179,14 @@ def test_a_machine_names_no_file_that_the_folder_needs_nor_one_outside(tmp_path:
         "../thesis/x",
         "/x",
     )
-    assert [name for name in names if may_come(name)] == []
+    assert [name for name in names if is_allowed_path(name)] == []
     said = {"of": JOB, "files": {"../thesis/manifest.json": [1, "0" * 64], "a": [1, "0" * 64]}}
     with results_folder(place, JOB) as results:
         come(results, {"brought.json": json.dumps(said).encode()})
     assert (place / "brought.json").exists()
     (place / INCOMING / "brought.json").write_text(json.dumps(said))
     with results_folder(place, JOB) as results:
-        assert set(results.brought) == {"a"}
+        assert set(results.fetched) == {"a"}
         come(results, checkpoints(2), ended=True)
     assert outside.read_text() == "mine"
 
@@ -208,4 +208,4 @@ def test_before_another_job_of_that_name_all_that_was_brought_is_set_aside(tmp_p
     with results_folder(tmp_path, JOB) as results:
         come(results, checkpoints(10))
         assert steps(results) == [10]
-        assert set(results.brought) == set(checkpoints(10))
+        assert set(results.fetched) == set(checkpoints(10))

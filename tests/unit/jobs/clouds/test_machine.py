@@ -75,7 +75,7 @@ async def test_placed_by_two_at_once_under_a_name_that_was_free_again_it_runs_on
     await sitter.ending(first)
     await sitter.backend.cleanup(first)
     placed = await sitter.submit(WAITS)
-    monkeypatch.setattr(sitter.backend, "_newest", late)
+    monkeypatch.setattr(sitter.backend, "_newest_attempt", late)
     assert await sitter.submit(WAITS) == placed
     assert placed.attempt == 2
     asked.clear()

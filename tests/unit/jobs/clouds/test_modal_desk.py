@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from groupwise.jobs.clouds.modal.coordinator import ASKED, answer, attempt
+from groupwise.jobs.clouds.modal.coordinator import TAKEN_TOKEN, answer, attempt_at
 from groupwise.jobs.clouds.modal.port import Call
-from groupwise.jobs.clouds.modal.worker import Surroundings, work
-from groupwise.jobs.hosts.runner.claims import void_queued
+from groupwise.jobs.clouds.modal.worker import ContainerContext, work
+from groupwise.jobs.hosts.runner.attempt_folder import void_queued
 from groupwise.jobs.hosts.runner.files import write_file, write_json
 from groupwise.jobs.hosts.runner.root import TOKEN
 from groupwise.jobs.hosts.runner.state import exit_of
@@ -19,7 +19,7 @@ from groupwise.jobs.hosts.runner.state import exit_of
 @pytest.fixture
 def home(tmp_path: Path) -> str:
     """With an attempt that waits."""
-    place = attempt(str(tmp_path), "job", 1)
+    place = attempt_at(str(tmp_path), "job", 1)
     os.makedirs(place.path)
     write_json(place.at("state.json"), {"phase": "queued"})
     write_file(place.at(TOKEN), b"{}")
@@ -44,8 +44,8 @@ def test_of_two_calls_the_first_has_it_and_keeps_it(home: str) -> None:
 
 def test_a_token_that_was_voided_or_is_taken_begins_nothing(home: str) -> None:
     """Whoever voids it may have been killed halfway, and a desk between token and turn: that one is asked again."""
-    place = attempt(home, "job", 1)
-    for taken, begins in ((TOKEN + ".voided", False), (ASKED, True)):
+    place = attempt_at(home, "job", 1)
+    for taken, begins in ((TOKEN + ".voided", False), (TAKEN_TOKEN, True)):
         os.rename(place.at(TOKEN), place.at(taken))
         assert (ask(home, "take", 1, "a") is not None) is begins
         if not begins:
@@ -53,7 +53,7 @@ def test_a_token_that_was_voided_or_is_taken_begins_nothing(home: str) -> None:
 
 
 def test_what_was_voided_first_is_nobodys(home: str) -> None:
-    void_queued(attempt(home, "job", 1), "")
+    void_queued(attempt_at(home, "job", 1), "")
     assert ask(home, "take", 1, "a") is None
 
 
@@ -77,8 +77,8 @@ def test_a_container_lost_between_handing_over_and_spawning_spawns_in_the_next(h
     spawn = lambda call: spawned.append(call) or "b"  # noqa: E731
     desk = lambda what, *arguments: answer(home, what, arguments)  # noqa: E731
 
-    def around() -> Surroundings:
-        return Surroundings(home, home, _Nothing(), desk, spawn, {}, {})
+    def around() -> ContainerContext:
+        return ContainerContext(home, home, _Nothing(), desk, spawn, {}, {})
 
     call = Call("job", 1)
     assert "another call goes on" in work(call, "a", {}, around())
@@ -100,7 +100,7 @@ def test_ended_by_the_desk_it_is_over(home: str) -> None:
     ask(home, "end", "because")
     assert ask(home, "take", 1, "a") is None
     assert ask(home, "hand_over", 1, "a") is False
-    ended = exit_of(attempt(home, "job", 1), "exit.json")
+    ended = exit_of(attempt_at(home, "job", 1), "exit.json")
     assert ended is not None
     assert (ended["reason"], ended["message"]) == ("cancelled", "because")
 

@@ -71,7 +71,7 @@ def claim_some(database: Database, limit: int = 100, owner: str = "me") -> list[
     found = database.run(lambda s: claim.claim(s, owner=owner, lease_seconds=30.0, limit=limit))
     if (unplaced := found.unplaced) is not None:
         database.run(lambda s: claim.mark(s, unplaced, owner))
-    return list(found.made)
+    return list(found.claimed)
 
 
 def claimed_ids(database: Database, limit: int = 100) -> list[str]:

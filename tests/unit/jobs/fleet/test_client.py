@@ -140,7 +140,7 @@ def red_and_blue(url: str, fleet: FleetClient) -> Iterator[tuple[FleetClient, Fl
 
 
 def _asked(of: FleetClient, verb: str, path: str, **more: Any) -> Any:
-    return of._json(verb, path, **more)  # what none of its words asks
+    return of._request_json(verb, path, **more)  # what none of its words asks
 
 
 def test_nobody_gets_a_file_of_another_project_by_its_hash(
@@ -256,7 +256,7 @@ def test_artefacts_are_listed_and_fetched_whole(
     assert fleet.fetch(job, tmp_path / "here")["files"][0]["kept"] is True
     for path in ("../secret", "../../secret", "outputs", "/etc/passwd", "9.json"):
         with refused("unknown_file"):
-            fleet._json("GET", f"/jobs/{job}/artefacts/{path.replace('/', '%2F')}")
+            fleet._request_json("GET", f"/jobs/{job}/artefacts/{path.replace('/', '%2F')}")
 
 
 ODD_NAMES = (
@@ -484,7 +484,7 @@ class Away:
             transport=httpx2.MockTransport(self._answer),
             sleep=self._sleep,
             clock=lambda: self.now,
-            tell=self.told.append,
+            warn=self.told.append,
         )
 
     def _sleep(self, seconds: float) -> None:

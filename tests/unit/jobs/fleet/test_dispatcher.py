@@ -588,8 +588,8 @@ async def test_a_lease_is_counted_from_before_it_was_asked_for(
         fleet.expire_leases()
     dispatcher = fleet.dispatcher(hook=hook)
     await getattr(dispatcher, work)()
-    mine_until = dispatcher._mine_until  # pyright: ignore[reportPrivateUsage]
-    assert 0.0 < mine_until <= asked[0] + records.LEASE
+    leased_until = dispatcher._leased_until  # pyright: ignore[reportPrivateUsage]
+    assert 0.0 < leased_until <= asked[0] + records.LEASE
 
 
 async def test_a_dispatcher_that_cannot_renew_stops_before_others_take_over(
@@ -607,7 +607,7 @@ async def test_a_dispatcher_that_cannot_renew_stops_before_others_take_over(
 
     def has_let_go() -> bool:
         """Its lease has run out, also where one was under way when the database went."""
-        dispatcher._mine_until = 0.0  # pyright: ignore[reportPrivateUsage]
+        dispatcher._leased_until = 0.0  # pyright: ignore[reportPrivateUsage]
         return not dispatcher.driven_epochs
 
     async with running(dispatcher):
@@ -727,5 +727,5 @@ async def test_what_is_over_and_waits_for_an_engine_never_begins(
             told.append("kill")
             return MemberState(job, epoch, RunnerState.EXITED)
 
-    await dispatchers._end(Stub(), MemberState("job", 1, before))  # type: ignore[arg-type]
+    await dispatchers._stop_attempt(Stub(), MemberState("job", 1, before))  # type: ignore[arg-type]
     assert told == asked

@@ -27,12 +27,12 @@ PYTHON = "/env/bin/python"
 def member(**more: Any) -> MemberState:
     ended = {"code": 0, "signal": None, "reason": "exited", "message": ""}
     about: dict[str, Any] = {"job": "doctor-1", "epoch": 1, "state": "exited", "exit": ended}
-    return answers.member_state(about | more)
+    return answers.parse_member_state(about | more)
 
 
 def judged(said: dict[str, Any], gpus: int = 0, **state: Any) -> dict[str, Finding]:
     text = f"a start-up file said this\n{json.dumps({'python': '3.12.1', **said})}"
-    found = doctor._findings_of_machine("gpu-1", PYTHON, member(**state), text, 1.0, gpus)
+    found = doctor._tiny_command_findings("gpu-1", PYTHON, member(**state), text, 1.0, gpus)
     return {seen.name.removeprefix("gpu-1 "): seen for seen in found}
 
 
@@ -73,7 +73,7 @@ def silent(role: str, owner: str, *, gone: bool) -> ControlProcess:
 def seen_of_roles(database: Database, *rows: ControlProcess) -> dict[str, list[Finding]]:
     database.run(lambda s: s.add_all(rows))
     told: dict[str, list[Finding]] = {}
-    doctor._roles(database, lambda seen: told.setdefault(seen.name, []).append(seen))
+    doctor._check_roles(database, lambda seen: told.setdefault(seen.name, []).append(seen))
     return told
 
 
@@ -108,7 +108,7 @@ def seen_of_nats(
     monkeypatch.setattr(doctor, "_nats_version", version)
     found: list[Finding] = []
     place = FleetPlace(tmp_path, FleetSettings(nats_url=settings))
-    doctor._nats(place, database, found.append)
+    doctor._check_nats(place, database, found.append)
     return {seen.measured: seen.level for seen in found}
 
 
@@ -116,7 +116,7 @@ def runs(tmp_path: Path, database: Database, url: str | None, role: str = "dispa
     """A process that was begun with this address."""
     place = FleetPlace(tmp_path, FleetSettings(nats_url=url))
     control = up._ControlPlane(place, database, (role,), lambda text: None)
-    database.run(control._beat)
+    database.run(control._write_heartbeat)
 
 
 def test_the_nats_of_what_runs_is_looked_at_whatever_the_settings_say(

@@ -54,7 +54,7 @@ def test_files_come_with_their_bits(tmp_path: Path) -> None:
     left = Left(a=b"x" * 25, sub__run=b"#!/bin/sh\n", empty=b"")
     left.entries["sub/run"] = FileEntry(left.entries["sub/run"].sha256, 0o4777, 10)
     told: list[tuple[int, int, str]] = []
-    assert left.bring(tmp_path, tell=lambda *said: told.append(said)) == frozenset()
+    assert left.bring(tmp_path, on_progress=lambda *said: told.append(said)) == frozenset()
     assert {path: (tmp_path / path).read_bytes() for path in left.bytes} == left.bytes
     (tmp_path / "new").touch()  # as this user's umask has it
     mode = (tmp_path / "new").stat().st_mode & 0o7777

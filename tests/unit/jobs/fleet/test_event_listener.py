@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from groupwise.jobs.fleet import event_listener
-from groupwise.jobs.fleet.event_listener import Newsreader
+from groupwise.jobs.fleet.event_listener import EventListener
 from groupwise.jobs.fleet.store.database import Database
 from tests.fleet_api import place_in
 
@@ -22,6 +22,6 @@ async def test_whoever_does_not_hear_it_ends_nothing(
     def say(line: str) -> None:
         raise error
 
-    await Newsreader(place_in(tmp_path), database, say).run()
+    await EventListener(place_in(tmp_path), database, say).run()
     assert "no" in caplog.text
     assert "news" in caplog.text

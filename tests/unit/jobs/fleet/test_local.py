@@ -29,7 +29,7 @@ def told() -> list[str]:
 @pytest.fixture
 def fleet(database: Database, tmp_path: Path, told: list[str]) -> Iterator[LocalFleet]:
     place = place_in(tmp_path / "fleet")
-    with LocalFleet(place, database, "user:ada", tell=told.append) as found:
+    with LocalFleet(place, database, "user:ada", warn=told.append) as found:
         yield found
 
 

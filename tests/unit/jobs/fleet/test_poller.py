@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from sqlalchemy import insert, select, update
 
-from groupwise.jobs.clouds.engines import Door
+from groupwise.jobs.clouds.schedulers import SchedulerClient
 from groupwise.jobs.fleet import poller as pollers
 from groupwise.jobs.fleet.attempts.records import Machine
 from groupwise.jobs.fleet.poller import Pace, Poller
@@ -25,8 +25,10 @@ from groupwise.jobs.hosts.port import (
 )
 from tests.processes import wait_until_async
 
-KEY = keys.parse("ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIDlRAkn4LWJgZI0BlxNTR1aRJX4sMuoTdxkKPJVyCoIz")
-OTHER = keys.parse(
+KEY = keys.parse_host_key(
+    "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIDlRAkn4LWJgZI0BlxNTR1aRJX4sMuoTdxkKPJVyCoIz"
+)
+OTHER = keys.parse_host_key(
     "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIJ1nCLkXP8W9XkR4YBoo1V7sWn4Uvfa2yJ1Q3nS3vKp3"
 )
 QUICK = Pace(interval=0.05, longest=0.05, listed=0.02, probe=1, answer=1, spread=0, least=0.001)
@@ -209,8 +211,12 @@ async def test_where_its_engine_does_not_answer_nothing_is_placed_there(
         if away:
             raise HostUnreachable("Slurm does not answer there: timed out")
 
-    def door(machine: Machine, host: Any) -> Door | None:
-        return None if machine.engine is None else Door(Runner(host), ask, lambda _: never())
+    def door(machine: Machine, host: Any) -> SchedulerClient | None:
+        return (
+            None
+            if machine.engine is None
+            else SchedulerClient(Runner(host), ask, lambda _: never())
+        )
 
     async def never() -> str:
         raise AssertionError("no options are tried")

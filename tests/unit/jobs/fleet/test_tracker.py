@@ -13,7 +13,7 @@ from groupwise.jobs.fleet.notify.nats import NatsAway
 from groupwise.jobs.fleet.store import events
 from groupwise.jobs.fleet.store.database import Database, connect
 from groupwise.jobs.fleet.store.tables import Attempt, Cursor, Job
-from groupwise.jobs.fleet.tracker import Ended, NatsOutlet, Tracker, keep_position, position_of
+from groupwise.jobs.fleet.tracker import JobEnd, NatsOutlet, Tracker, keep_position, position_of
 from tests.fleet_databases import copied
 
 
@@ -24,18 +24,18 @@ class Outlet:
     tells_history = True
 
     def __init__(self) -> None:
-        self.told: list[Ended] = []
+        self.told: list[JobEnd] = []
         self.heard = asyncio.Event()
         self.away = False
         self.refused: set[str] = set()
 
-    def place(self, ended: Ended) -> str | None:
-        return ended.job_id.rpartition("-")[0] or None
+    def destination_of(self, job_end: JobEnd) -> str | None:
+        return job_end.job_id.rpartition("-")[0] or None
 
-    async def tell(self, ended: Sequence[Ended]) -> frozenset[int]:
+    async def announce(self, job_ends: Sequence[JobEnd]) -> frozenset[int]:
         if self.away:
             return frozenset()
-        taken = [e for e in ended if e.job_id not in self.refused]
+        taken = [e for e in job_ends if e.job_id not in self.refused]
         self.told += taken
         self.heard.set()
         return frozenset(e.event_id for e in taken)
@@ -151,13 +151,13 @@ async def test_no_position_is_written_into_a_database_that_has_lost_it(
     await tracking.round()
     (tmp_path / "copy").mkdir()
     with closing(connect(copied(migrated_file, tmp_path / "copy"))) as copy:
-        tell = outlet.tell
+        announce = outlet.announce
 
-        async def tell_and_fail_over(ended: Sequence[Ended]) -> frozenset[int]:
+        async def announce_and_fail_over(job_ends: Sequence[JobEnd]) -> frozenset[int]:
             tracking._database = copy
-            return await tell(ended)
+            return await announce(job_ends)
 
-        outlet.tell = tell_and_fail_over
+        outlet.announce = announce_and_fail_over
         end(database, "lost")
         await tracking.round()
         end(copy, "new")
@@ -235,7 +235,7 @@ async def test_an_end_that_fits_in_no_message_keeps_no_other_from_being_told(
 ):
     """A server may take next to nothing; an id is never cut, since nobody would know what it means."""
     wide = "w" * 80
-    small = Link(len(Ended(1, wide, "failed", 1_700_000_000.123456).message()) - 40)
+    small = Link(len(JobEnd(1, wide, "failed", 1_700_000_000.123456).message()) - 40)
     for name in ("a", wide, "b"):
         end(database, name)
     tracking = Tracker(database, NatsOutlet(cast("Any", small)))

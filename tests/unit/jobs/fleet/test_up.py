@@ -21,7 +21,7 @@ def begin(database: Database, folder: Path, *roles: str, url: str | None = None)
     """With all roles, if none are named."""
     folder.mkdir(exist_ok=True)
     place = FleetPlace(folder, FleetSettings(database=url))
-    return database.run(up._at_home(place, roles or up.ROLES))
+    return database.run(up._local_machine_update(place, roles or up.ROLES))
 
 
 def workdir(database: Database) -> Path:
@@ -103,16 +103,16 @@ def test_roles_of_two_versions_do_not_work_side_by_side(
     other_version: Callable[[], AbstractContextManager[None]],
 ) -> None:
     with ExitStack() as locks:
-        up._take(locks, database, tmp_path, ["dispatcher"])
-        up._take(locks, database, tmp_path, ["poller"])
+        up._take_locks(locks, database, tmp_path, ["dispatcher"])
+        up._take_locks(locks, database, tmp_path, ["poller"])
         with (
             other_version(),
             pytest.raises(UsageError, match=r"dispatcher .* works with it"),
         ):
-            up._take(locks, database, tmp_path, ["tracker"])
+            up._take_locks(locks, database, tmp_path, ["tracker"])
         assert is_current(database)
     with other_version(), ExitStack() as locks:
-        up._take(locks, database, tmp_path, ["tracker"])
+        up._take_locks(locks, database, tmp_path, ["tracker"])
         assert is_current(database)
     assert not is_current(database)
 
@@ -133,5 +133,5 @@ def test_who_changed_the_tables_before_it_saw_the_lock_has_not_done_so_for_long(
     alone = processes.alone
     monkeypatch.setattr(processes, "alone", alone_too_late)
     with ExitStack() as locks:
-        up._take(locks, database, tmp_path, ["dispatcher"])
+        up._take_locks(locks, database, tmp_path, ["dispatcher"])
         assert is_current(database)

@@ -11,7 +11,7 @@ from groupwise.jobs.fleet import webhooks
 from groupwise.jobs.fleet.store import events
 from groupwise.jobs.fleet.store.database import Database, DatabaseFailure
 from groupwise.jobs.fleet.store.tables import Event, Job
-from groupwise.jobs.fleet.tracker import Ended, Tracker
+from groupwise.jobs.fleet.tracker import JobEnd, Tracker
 from groupwise.jobs.fleet.webhooks import PAUSES, WebhookOutlet, is_public
 
 HOOK = "https://hooks.example.org/path?key=1"
@@ -69,8 +69,8 @@ async def outlet(database: Database, world: World) -> AsyncIterator[WebhookOutle
     await made.close()
 
 
-def ended(webhook: str | None = HOOK, event_id: int = 5) -> Ended:
-    return Ended(event_id, "a", "completed", 1.0, epoch=3, exit_code=0, webhook=webhook)
+def ended(webhook: str | None = HOOK, event_id: int = 5) -> JobEnd:
+    return JobEnd(event_id, "a", "completed", 1.0, epoch=3, exit_code=0, webhook=webhook)
 
 
 def told(database: Database) -> list[tuple[str, Any]]:
@@ -83,7 +83,7 @@ def told(database: Database) -> list[tuple[str, Any]]:
 async def test_it_posts_what_nats_is_told_with_a_number_to_know_it_by(
     database: Database, world: World, outlet: WebhookOutlet
 ):
-    assert await outlet.tell([ended()]) == {5}
+    assert await outlet.announce([ended()]) == {5}
     (request,) = world.asked
     assert (request.method, str(request.url)) == ("POST", "https://93.184.215.14/path?key=1")
     assert request.headers["Host"] == "hooks.example.org"
@@ -104,11 +104,11 @@ async def test_what_fails_is_tried_again_with_growing_pauses_and_given_up(
     world.answers = [failure] * 100
     tries, settled = 0, frozenset[int]()
     for pause in (*PAUSES, 0.0):
-        settled = await outlet.tell([ended()])
+        settled = await outlet.announce([ended()])
         tries += 1
         assert len(world.asked) == tries
         if not settled:
-            assert await outlet.tell([ended()]) == frozenset(), "not before its time has come"
+            assert await outlet.announce([ended()]) == frozenset(), "not before its time has come"
             assert len(world.asked) == tries
         world.now += pause
     assert settled == {5}
@@ -124,8 +124,8 @@ async def test_a_place_that_never_answers_holds_up_no_other(
     world.hanging = {"dead.example.org"}
     dead = [ended("https://dead.example.org/", number) for number in range(200)]
     async with asyncio.timeout(5):
-        assert await outlet.tell([*dead, ended(event_id=200)]) == {200}
-        assert await outlet.tell([*dead, ended(event_id=201)]) == {201}
+        assert await outlet.announce([*dead, ended(event_id=200)]) == {200}
+        assert await outlet.announce([*dead, ended(event_id=201)]) == {201}
     hosts = [request.headers["Host"] for request in world.asked]
     assert hosts.count("dead.example.org") == 1, "until it is known whether it answers"
 
@@ -136,8 +136,8 @@ async def test_an_end_that_could_not_be_written_down_is_not_told_twice(
     with monkeypatch.context() as broken:
         broken.setattr(database, "in_thread", _away)
         with pytest.raises(DatabaseFailure):
-            await outlet.tell([ended(), ended(event_id=6)])
-    assert await outlet.tell([ended(), ended(event_id=6)]) == {5, 6}
+            await outlet.announce([ended(), ended(event_id=6)])
+    assert await outlet.announce([ended(), ended(event_id=6)]) == {5, 6}
     assert len(world.asked) == 2
 
 
@@ -179,7 +179,7 @@ async def test_nothing_is_sent_to_addresses_that_are_not_public(
     asked = [(address, name) for address in addresses for name in names]
     for n, (address, name) in enumerate(asked):
         world.names["hooks.example.org"] = name
-        assert await outlet.tell([ended(address, n)]) == {n}
+        assert await outlet.announce([ended(address, n)]) == {n}
         assert world.asked == [], (address, name)
     assert {kind for kind, _ in told(database)} == {"webhook.given_up"}
     assert not [said for _, said in told(database) if "10.0.0.1" in str(said)], "nor where it is"
@@ -190,7 +190,7 @@ async def test_settings_may_allow_private_addresses(database: Database, world: W
     database.run(lambda s: s.add(Job(job_id="a")))
     world.names["inner"] = ["::1"]
     outlet = world.outlet(database, allow_private=True)
-    assert await outlet.tell([ended("http://inner:8080/x")]) == {5}
+    assert await outlet.announce([ended("http://inner:8080/x")]) == {5}
     assert str(world.asked[0].url) == "http://[::1]:8080/x"
     assert "sni_hostname" not in world.asked[0].extensions
     await outlet.close()

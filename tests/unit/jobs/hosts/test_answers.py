@@ -21,13 +21,15 @@ STATE: dict[str, Any] = {
 
 
 def test_a_runner_of_another_release_may_say_more_or_less() -> None:
-    state = answers.member_state({**STATE, "something_newer": {"a": 1}})
+    state = answers.parse_member_state({**STATE, "something_newer": {"a": 1}})
     assert (state.epoch, state.state, state.log_size) == (7, RunnerState.EXITED, 5)
     assert state.exit is not None
     assert (state.exit.reason, state.exit.oom_kill) == (ExitReason.EXITED, 0)
-    older = answers.member_state({"job": "j", "epoch": 1, "state": "absent"})
+    older = answers.parse_member_state({"job": "j", "epoch": 1, "state": "absent"})
     assert older == MemberState("j", 1, RunnerState.ABSENT)
-    long = answers.member_state({**STATE, "refused": {"code": "c", "holder": ["x" * 9999]}}).refused
+    long = answers.parse_member_state(
+        {**STATE, "refused": {"code": "c", "holder": ["x" * 9999]}}
+    ).refused
     assert long is not None and len(long.holder or "") == answers.LONGEST  # noqa: PT018
 
 
@@ -41,11 +43,11 @@ def test_what_is_of_another_type_than_agreed_is_no_answer() -> None:
     told = [{**STATE, field: value} for field, values in odd.items() for value in values]
     for each in (*told, []):
         with pytest.raises(BadAnswer, match="the state of an attempt"):
-            answers.member_state(each)
+            answers.parse_member_state(each)
     with pytest.raises(BadAnswer, match=r"same_boot is 1: must be true or false$"):
-        answers.member_state({**STATE, "same_boot": 1})
+        answers.parse_member_state({**STATE, "same_boot": 1})
     with pytest.raises(BadAnswer, match=r"the state of an attempt is \[\]: it must be an object"):
-        answers.member_state([])
+        answers.parse_member_state([])
     for odd_hello in (
         None,
         [],
@@ -54,7 +56,7 @@ def test_what_is_of_another_type_than_agreed_is_no_answer() -> None:
         {"protocols": [], "cgroup": {}},
     ):
         with pytest.raises(BadAnswer, match="the answer to hello"):
-            answers.hello(odd_hello)
+            answers.parse_hello(odd_hello)
 
 
 OBSERVATION: dict[str, Any] = {
@@ -93,21 +95,23 @@ OBSERVATION: dict[str, Any] = {
 def test_what_cannot_be_an_attempt_is_a_folder_and_hides_none(
     odd: dict[str, Any], name: str
 ) -> None:
-    seen = answers.observation(OBSERVATION | {"attempts": [STATE | odd, STATE]})
+    seen = answers.parse_observation(OBSERVATION | {"attempts": [STATE | odd, STATE]})
     assert [each.job for each in seen.attempts] == [STATE["job"]]
     assert [each.detail for each in seen.quarantined] == ["attempts/x", name]
 
 
 def test_so_much_is_kept_and_no_more() -> None:
     long = "x" * 5_000_000
-    said = answers.observation(
+    said = answers.parse_observation(
         OBSERVATION
         | {"boot_id": long, "unremoved": [long] * 2_000}
         | {"quarantined": [{"what": long, "detail": long}] * 9_999}
     )
     assert len(said.boot_id) + sum(map(len, said.unremoved)) < 5_000_000
     assert sum(len(each.what) + len(each.detail) for each in said.quarantined) < 1_000_000
-    ended = answers.member_state({**STATE, "exit": {**EXIT, "tail": long + "end", "message": long}})
+    ended = answers.parse_member_state(
+        {**STATE, "exit": {**EXIT, "tail": long + "end", "message": long}}
+    )
     assert ended.exit is not None
     assert (ended.exit.tail[-3:], len(ended.exit.tail), len(ended.exit.message)) == (
         "end",
@@ -116,21 +120,23 @@ def test_so_much_is_kept_and_no_more() -> None:
     )
     for many in ({"gpus": OBSERVATION["gpus"] * 200}, {"apps": OBSERVATION["apps"] * 20_000}):
         with pytest.raises(BadAnswer, match="at most"):
-            answers.observation(OBSERVATION | many)
+            answers.parse_observation(OBSERVATION | many)
     with pytest.raises(BadAnswer) as told:
-        answers.member_state({**STATE, "state": long})
+        answers.parse_member_state({**STATE, "state": long})
     assert len(str(told.value)) < 1_000
 
 
 def test_paths_that_leave_the_folder_are_refused_whatever_the_machine_says() -> None:
     entry = [SHA, 0o644, 3]
     bad = ["../x", "/etc/passwd", "a//b", "a/../b", "", "a\0"]
-    tree = answers.work_tree(
+    tree = answers.parse_work_tree(
         {"files": {"good/x": entry, **dict.fromkeys(bad, entry)}, "refused": [["l", "link"]]}
     )
     assert tree.files == {"good/x": FileEntry(SHA, 0o644, 3)}
     assert [path for path, _ in tree.refused] == ["l", *bad]
-    through = answers.work_tree({"files": dict.fromkeys(("a", "a/b", "a/b/c", "ab/c"), entry)})
+    through = answers.parse_work_tree(
+        {"files": dict.fromkeys(("a", "a/b", "a/b/c", "ab/c"), entry)}
+    )
     assert list(through.files) == ["a", "ab/c"]
     assert [path for path, _ in through.refused] == ["a/b", "a/b/c"]
 
@@ -140,7 +146,7 @@ def test_a_checkpoint_stays_in_the_folder_and_has_a_step_that_a_database_can_cou
         for at, files in ((path, {}), ("c", {f"{path}/x": [SHA, 0o644, 1]})):
             checkpoint = {"path": at, "step": 1, "files": files}
             with pytest.raises(BadAnswer):
-                answers.work_tree({"files": {}, "checkpoints": [checkpoint]})
+                answers.parse_work_tree({"files": {}, "checkpoints": [checkpoint]})
     for step, counts in ((3 * 10**9, 1), (2**63 - 1, 1), (2**63, 0), (-1, 0)):
         tree = {"files": {}, "checkpoints": [{"path": "c", "step": step, "files": {}}]}
-        assert len(answers.work_tree(tree).checkpoints) == counts, step
+        assert len(answers.parse_work_tree(tree).checkpoints) == counts, step

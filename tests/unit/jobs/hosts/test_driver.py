@@ -161,5 +161,5 @@ async def test_a_runner_may_take_as_long_as_it_says_that_it_goes_on() -> None:
     await asked.gather("j", 3, {})
     await asked.sweep()
     given = {(request.verb, request.longest) for request in host.asked}
-    assert given == {(v, driver.LONGEST if v in LONG else None) for v in host.replies}
-    assert 10 * SIGN_EVERY < driver.SLOW < driver.LONGEST
+    assert given == {(v, driver.LONGEST_CALL if v in LONG else None) for v in host.replies}
+    assert 10 * SIGN_EVERY < driver.DISK_TIMEOUT < driver.LONGEST_CALL

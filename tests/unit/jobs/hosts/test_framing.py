@@ -12,7 +12,7 @@ from groupwise.jobs.hosts.framing import (
     AnswerReader,
     BadAnswer,
     answer_bytes,
-    without_answer,
+    incomplete_answer_error,
 )
 from groupwise.jobs.hosts.port import OutcomeUnknown, Request, RunnerRefused, RunnerResponse
 
@@ -113,18 +113,20 @@ def test_what_no_database_takes_does_not_come_through() -> None:
 
 def test_an_end_without_an_answer_leaves_it_open_what_happened() -> None:
     """But for a machine without Python, which has done nothing. Of a runner that broke only its last words are told."""
-    error = without_answer(AnswerReader(ASKED), 127, "sh: 1: exec: python3: not found\n")
+    error = incomplete_answer_error(AnswerReader(ASKED), 127, "sh: 1: exec: python3: not found\n")
     assert isinstance(error, RunnerRefused)
     assert (error.code, "python3: not found" in error.message) == ("no_python", True)
     for status in (None, 0, 1, -9):
         reader = AnswerReader(ASKED)
         reader.feed(b"Welcome\nof many\nwords")
-        error = without_answer(reader, status, " \n ")
+        error = incomplete_answer_error(reader, status, " \n ")
         assert isinstance(error, OutcomeUnknown)
         assert str(error).endswith("whole: words")
     trace = 'Traceback (most recent call last):\n  File "x", line 7, in look\nKeyError: 7\n\n'
-    assert str(without_answer(AnswerReader(ASKED), 1, trace)).endswith("whole: KeyError: 7")
-    assert len(str(without_answer(AnswerReader(ASKED), 1, "first\n" + "x" * 4000))) < 500
+    assert str(incomplete_answer_error(AnswerReader(ASKED), 1, trace)).endswith(
+        "whole: KeyError: 7"
+    )
+    assert len(str(incomplete_answer_error(AnswerReader(ASKED), 1, "first\n" + "x" * 4000))) < 500
 
 
 def test_noise_may_look_like_an_answer_and_stand_behind_one() -> None:

@@ -14,10 +14,10 @@ from groupwise.jobs.hosts.keys import (
     Alias,
     key_of,
     known_host_key,
-    parse,
+    parse_host_key,
     resolve_alias,
-    signatures,
-    trusting,
+    signature_algorithms,
+    trust_only,
 )
 
 ED25519 = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIGPKSUTyz1HwHReFVvD5obVsALAgJRNarH4TRpNePnAS"
@@ -28,17 +28,17 @@ with_keygen = pytest.mark.skipif(
 
 
 def test_a_key_is_read_and_written_as_it_stands_in_files() -> None:
-    key = parse(f"  {ED25519} root@machine\n")
+    key = parse_host_key(f"  {ED25519} root@machine\n")
     assert str(key) == ED25519
-    assert parse(f"[10.0.0.1]:2222 {ED25519}") == key == key_of(key.public())
-    assert trusting(key)[0][0].get_algorithm() == "ssh-ed25519"
+    assert parse_host_key(f"[10.0.0.1]:2222 {ED25519}") == key == key_of(key.public())
+    assert trust_only(key)[0][0].get_algorithm() == "ssh-ed25519"
     for line in (
         *("", "ssh-ed25519", "ssh-ed25519 not-base64!", "ssh-ed25519 AAAA"),
         *("ssh-dss AAAAB3NzaC1kc3M=", ED25519.replace("ssh-ed25519", "ssh-rsa"), ED25519[:-12]),
         "-----BEGIN OPENSSH PRIVATE KEY-----",
     ):
         with pytest.raises(UsageError, match="host key"):
-            parse(line)
+            parse_host_key(line)
 
 
 @with_keygen
@@ -52,15 +52,15 @@ def test_fingerprints_are_those_of_ssh_keygen(kind: str, tmp_path: Path) -> None
     shown = subprocess.run(
         ["ssh-keygen", "-l", "-f", public], capture_output=True, text=True, check=True
     ).stdout
-    assert shown.split()[1] == parse(public.read_text()).fingerprint
+    assert shown.split()[1] == parse_host_key(public.read_text()).fingerprint
 
 
 def test_the_pinned_kind_is_asked_for_first_and_nothing_weak_at_all() -> None:
-    rsa = signatures(None)
+    rsa = signature_algorithms(None)
     assert rsa[0] == "ssh-ed25519"
     assert "ssh-rsa" not in rsa
     ecdsa = asyncssh.generate_private_key("ecdsa-sha2-nistp256").convert_to_public()
-    wanted = signatures(key_of(ecdsa))
+    wanted = signature_algorithms(key_of(ecdsa))
     assert wanted[0] == "ecdsa-sha2-nistp256"
     assert sorted(wanted) == sorted(rsa)
 

@@ -7,17 +7,17 @@ from typing import Any
 import pytest
 
 from groupwise.jobs.hosts.answers import RunnerState
-from groupwise.jobs.hosts.driver import Engine, Launch
-from groupwise.jobs.hosts.engines import LIVING_BEAT
+from groupwise.jobs.hosts.driver import Launch, Scheduler
 from groupwise.jobs.hosts.port import HostUnreachable, RunnerRefused
 from groupwise.jobs.hosts.ray import ADDRESS, RayRunner
+from groupwise.jobs.hosts.schedulers import MAX_HEARTBEAT_AGE
 from groupwise.jobs.hosts.spec import JobSpec
 from tests.fake_cluster_head import Head
 
 NAME = "j.1-0123abcd"
 WORD = "ray:head:8265"
 ASKED = json.dumps({"entrypoint_num_cpus": 1, "entrypoint_num_gpus": 2})
-LAUNCH = Launch("j", 1, JobSpec(("true",)), engine=Engine(WORD, (ASKED,)))
+LAUNCH = Launch("j", 1, JobSpec(("true",)), engine=Scheduler(WORD, (ASKED,)))
 USAGE = {"CPU": [3.0, 4.0], "GPU": [0.5, 2.0]}
 CLUSTER = {"data": {"clusterStatus": {"loadMetricsReport": {"usage": USAGE}}}}
 
@@ -93,7 +93,7 @@ async def test_submitted_under_its_name_with_what_was_asked_and_time_to_save() -
     await head().launch(LAUNCH)
     assert head.changed() == [], "what Ray has is not submitted again"
     head = RaysHead()
-    await head().launch(replace(LAUNCH, engine=Engine(WORD, ("{}",))))
+    await head().launch(replace(LAUNCH, engine=Scheduler(WORD, ("{}",))))
     assert head.posted()["entrypoint"].startswith("CUDA_VISIBLE_DEVICES= exec sh "), "no GPU"
 
 
@@ -132,10 +132,10 @@ async def test_a_head_that_is_away_or_says_something_else_is_no_end() -> None:
             await head().status("j", 1)
     assert (head.voided, head.changed()) == (None, [])
     head.answers["GET"] = (200, '{"ray_version": "2.60.0"}')
-    assert await head().free() == "1 of 4 CPU, 1.5 of 2 GPU"
+    assert await head().free_resources() == "1 of 4 CPU, 1.5 of 2 GPU"
     head.answers["GET"] = (200, "<html>another service</html>")
     with pytest.raises(HostUnreachable):
-        await head().free()
+        await head().free_resources()
 
 
 @pytest.mark.parametrize("status", ["STOPPED", "FAILED"])
@@ -176,7 +176,7 @@ async def test_what_seems_lost_is_only_where_ray_has_it_no_more(
     status: str, truth: RunnerState
 ) -> None:
     """What else of it there is to say `test_slurm.py` says of every engine."""
-    head = RaysHead(job(status), state="lost", pid=3, beat_age=LIVING_BEAT + 1)
+    head = RaysHead(job(status), state="lost", pid=3, beat_age=MAX_HEARTBEAT_AGE + 1)
     assert (await head().status("j", 1)).state is truth
     assert head.changed() == []
     head = RaysHead(job("PENDING"))
@@ -199,10 +199,10 @@ async def test_what_another_one_is_to_begin_is_left_alone(engine: str, address: 
 
 def tended(head: RaysHead) -> RayRunner:
     head.state["engine"] = "ray"
-    return RayRunner(head, root="root", address="http://another:8265", tended=True)
+    return RayRunner(head, root="root", address="http://another:8265", caller_watches=True)
 
 
-TENDED = replace(LAUNCH, engine=Engine("ray", (ASKED,)))
+TENDED = replace(LAUNCH, engine=Scheduler("ray", (ASKED,)))
 
 
 async def test_tended_it_waits_while_its_head_is_away() -> None:

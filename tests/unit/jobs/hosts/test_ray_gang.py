@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from groupwise.jobs.hosts import ray_gang
-from groupwise.jobs.hosts.ray_gang import Gang, Machine, below
+from groupwise.jobs.hosts.ray_gang import Gang, Machine, process_tree
 from tests.processes import is_gone, wait_until
 
 LIVES = "while true; do sleep 0.05; done"
@@ -168,6 +168,6 @@ def test_what_it_has_begun_hears_of_its_end(tmp_path: Path) -> None:
     with subprocess.Popen([sys.executable, "-I", "-S", "-c", begins]) as process:
         wait_until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
         pid = int((tmp_path / "pid").read_text())
-        assert pid in below(process.pid)
+        assert pid in process_tree(process.pid)
         process.kill()
     wait_until(lambda: is_gone(pid))

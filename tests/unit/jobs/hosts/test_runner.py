@@ -22,7 +22,11 @@ import pytest
 
 from groupwise.jobs.hosts import spec
 from groupwise.jobs.hosts.runner.artefacts import MOST_ARTEFACTS
-from groupwise.jobs.hosts.runner.order import ENVIRONMENT_NAME, RESERVED_NAMES, RESERVED_PREFIXES
+from groupwise.jobs.hosts.runner.launch_request import (
+    ENVIRONMENT_NAME,
+    RESERVED_NAMES,
+    RESERVED_PREFIXES,
+)
 from groupwise.jobs.hosts.runner.processes import ATTEMPT_VARIABLE
 from groupwise.jobs.hosts.runner.protocol import SHA256
 from groupwise.jobs.hosts.runner.root import JOB_ID
@@ -380,7 +384,9 @@ def test_what_a_command_left_behind_is_ended_and_counted(either: Machine) -> Non
     either.sh("sleep 600 & wait", epoch=2)
     either.ask("kill", job="job", epoch=2, grace=0)
     assert either.comes_to("exited", epoch=2)["exit"]["leftovers"] == 0
-    either.source = either.source.replace("LEAVING = 0.3\n", "LEAVING = 60.0\n")
+    either.source = either.source.replace(
+        "HELPER_EXIT_SECONDS = 0.3\n", "HELPER_EXIT_SECONDS = 60.0\n"
+    )
     either.sh("sleep 0.2 & exit 0", epoch=3)
     record = either.comes_to("exited", epoch=3)["exit"]
     assert (record["code"], record["leftovers"]) == (0, 0)

@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 
 from groupwise.jobs.hosts.answers import ExitReason, MemberState, RunnerState
-from groupwise.jobs.hosts.driver import Engine, Launch, Runner
+from groupwise.jobs.hosts.driver import Launch, Runner, Scheduler
 from groupwise.jobs.hosts.local import LocalHost
 from groupwise.jobs.hosts.port import RunnerRefused
 from groupwise.jobs.hosts.spec import JobSpec, Limits
@@ -40,7 +40,7 @@ def job(script: str, epoch: int = 1, *arguments: str) -> Launch:
         artefacts=("out",),
         limits=Limits(grace_seconds=5),
     )
-    return Launch("j", epoch, spec, secrets={"TOKEN": SECRET}, engine=Engine("queue"))
+    return Launch("j", epoch, spec, secrets={"TOKEN": SECRET}, engine=Scheduler("queue"))
 
 
 def begins(state: MemberState, **environment: str) -> "subprocess.Popen[str]":
@@ -92,7 +92,7 @@ async def test_it_waits_until_its_engine_begins_it_and_ends_with_the_same_status
 ) -> None:
     shows = "import os; print(os.environ['TOKEN'][:6], os.environ['SLURM_JOB_ID'], os.environ['CUDA_VISIBLE_DEVICES']); raise SystemExit(7)"
     waits = await runner.launch(job(shows))
-    assert (waits.state, waits.engine, waits.lives) == (RunnerState.QUEUED, "queue", False)
+    assert (waits.state, waits.engine, waits.is_alive) == (RunnerState.QUEUED, "queue", False)
     assert (await runner.launch(job("another"))).state is RunnerState.QUEUED
     assert ended(waits, SLURM_JOB_ID="41", CUDA_VISIBLE_DEVICES="2,3") == (7, "")
     found = await runner.status("j", 1)

@@ -24,17 +24,17 @@ from typing import Any
 import pytest
 
 import groupwise
+from groupwise.jobs.hosts.runner.attempt_folder import RESERVE, claim
 from groupwise.jobs.hosts.runner.cgroups import (
-    methods,
-    own_groups,
-    remove_group,
+    current_cgroups,
+    remove_cgroup,
+    supervision_methods,
 )
-from groupwise.jobs.hosts.runner.claims import RESERVE, claim
 from groupwise.jobs.hosts.runner.command import run_child
 from groupwise.jobs.hosts.runner.files import TAIL, read_json, set_cell, write_json
-from groupwise.jobs.hosts.runner.order import Order
-from groupwise.jobs.hosts.runner.processes import boot_clock, process, send
-from groupwise.jobs.hosts.runner.protocol import Refusal, as_bytes
+from groupwise.jobs.hosts.runner.launch_request import LaunchRequest
+from groupwise.jobs.hosts.runner.processes import boot_clock, read_process, send_signal
+from groupwise.jobs.hosts.runner.protocol import RequestRejected, as_bytes
 from groupwise.jobs.hosts.runner.requests import VERBS
 from groupwise.jobs.hosts.runner.root import SPARE, Attempt, Root
 from groupwise.jobs.hosts.runner.supervisor import Supervisor, save_exit
@@ -79,7 +79,7 @@ while True:
 
 @pytest.fixture
 def cgroups() -> None:
-    if "cgroup" not in methods():
+    if "cgroup" not in supervision_methods():
         pytest.skip("control groups of version 2 cannot be made here")
 
 
@@ -249,8 +249,8 @@ def test_who_decides_is_decided_by_one_at_a_time(
 ) -> None:
     body = here.body(verb, **here.order("true"))
     root = Root(str(here.root))
-    monkeypatch.setattr("groupwise.jobs.hosts.runner.locks.LOCK_PATIENCE", 0.05)
-    with root.job_lock("job"), pytest.raises(Refusal, match="another request"):
+    monkeypatch.setattr("groupwise.jobs.hosts.runner.locks.LOCK_TIMEOUT", 0.05)
+    with root.job_lock("job"), pytest.raises(RequestRejected, match="another request"):
         VERBS[verb](root, body, io.BytesIO())
     assert here.status()["state"] == "absent"
 
@@ -363,7 +363,7 @@ def test_a_pid_that_was_reused_is_not_killed(here: Machine, what: str) -> None:
     here.kill_supervisor()
     with subprocess.Popen(["sleep", "60"]) as stranger:
         try:
-            found = process(stranger.pid)
+            found = read_process(stranger.pid)
             assert found is not None
             state = {**here.state(), "pid": stranger.pid, "start_ticks": found.ticks}
             state[what] = {"start_ticks": found.ticks - 1, "boot_id": "another"}[what]
@@ -385,15 +385,15 @@ def test_send_compares_before_it_signals(monkeypatch: pytest.MonkeyPatch, with_p
     else:
         monkeypatch.delattr(os, "pidfd_open")  # as before Python 3.9
         monkeypatch.setattr(os, "kill", lambda _pid, signum: sent.append(signum))
-    me = process(os.getpid())
+    me = read_process(os.getpid())
     assert me is not None
-    send(me.pid, me.ticks + 1, signal.SIGTERM)
+    send_signal(me.pid, me.ticks + 1, signal.SIGTERM)
     assert sent == []
-    send(me.pid, me.ticks, signal.SIGTERM)
+    send_signal(me.pid, me.ticks, signal.SIGTERM)
     assert sent == [signal.SIGTERM]
     with subprocess.Popen(["true"]) as ended:
         ended.wait()
-    send(ended.pid, 1, signal.SIGKILL)  # nobody: that is no error
+    send_signal(ended.pid, 1, signal.SIGKILL)  # nobody: that is no error
     assert sent == [signal.SIGTERM]
 
 
@@ -451,7 +451,7 @@ def test_a_machine_that_slept_through_its_deadman_kills_at_once(
     limits = {"grace_seconds": 600}
     here.sh(FOR_EVER, deadman=3600, limits=limits)
     body = here.body("launch", **here.order("true", deadman=3600, limits=limits))
-    slept = Supervisor(Order(Root(str(here.root)), body), "", [0], 0, 0)
+    slept = Supervisor(LaunchRequest(Root(str(here.root)), body), "", [0], 0, 0)
     true = time.time
     for hours in (0, -2):
         heard = boot_clock() + hours * 3600
@@ -459,7 +459,7 @@ def test_a_machine_that_slept_through_its_deadman_kills_at_once(
         slept.last_contact = -math.inf  # the machine may have booted a minute ago
         for days in (0, 2, -2):
             monkeypatch.setattr(time, "time", lambda d=days: true() + d * 86_400)
-            record = slept.reason()
+            record = slept.pending_stop()
             late = record is not None and record.kill_at < time.monotonic()
             assert (record and record.reason, late) == (
                 ("deadman", True) if hours else (None, False)
@@ -469,7 +469,7 @@ def test_a_machine_that_slept_through_its_deadman_kills_at_once(
 @pytest.mark.usefixtures("cgroups")
 def test_a_service_manager_is_asked_for_a_scope(here: Machine) -> None:
     tool = here.home / "busctl"
-    v2 = own_groups()["v2"]
+    v2 = current_cgroups()["v2"]
     told = here.home / "told"
     tool.write_text(f"""#!{sys.executable}
 import os, sys
@@ -484,9 +484,9 @@ open(os.path.join(folder, "cgroup.procs"), "w").write(pid)
     unit = f"groupwise-test-{os.getpid()}"
     program = (
         "import json, sys; sys.path[:0] = [sys.argv[1]]\n"
-        "from groupwise.jobs.hosts.runner.cgroups import enter_scope, make_group, own_groups\n"
-        "scope = enter_scope(sys.argv[2]); group = make_group('inner', scope)\n"
-        "print(json.dumps([scope, own_groups()['v2'], group.v2])); group.remove()\n"
+        "from groupwise.jobs.hosts.runner.cgroups import current_cgroups, enter_systemd_scope, make_cgroups\n"
+        "scope = enter_systemd_scope(sys.argv[2]); group = make_cgroups('inner', scope)\n"
+        "print(json.dumps([scope, current_cgroups()['v2'], group.v2])); group.remove()\n"
     )
     folder = str(Path(groupwise.__file__).parents[1])
     said = subprocess.run(
@@ -505,7 +505,7 @@ open(os.path.join(folder, "cgroup.procs"), "w").write(pid)
         assert words[-9:-5] == ["2", "PIDs", "au", "1"]
         assert words[-4:] == ["Delegate", "b", "true", "0"]
     finally:
-        remove_group(scope)
+        remove_cgroup(scope)
 
 
 def test_memory_beyond_the_limit_is_told(here: Machine) -> None:

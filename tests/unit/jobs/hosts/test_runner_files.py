@@ -32,10 +32,10 @@ from groupwise.jobs.hosts.runner.blobs import hash_of, protect_blob
 from groupwise.jobs.hosts.runner.ending import verb_sweep
 from groupwise.jobs.hosts.runner.locks import take_lock
 from groupwise.jobs.hosts.runner.observe import WatchedAttempt
-from groupwise.jobs.hosts.runner.protocol import Refusal, Work
+from groupwise.jobs.hosts.runner.protocol import RequestRejected, Work
 from groupwise.jobs.hosts.runner.requests import send_sign
 from groupwise.jobs.hosts.runner.root import Attempt, Root
-from groupwise.jobs.hosts.runner.work_folder import open_inside, read_inside, whole_inside
+from groupwise.jobs.hosts.runner.work_folder import open_inside, read_if_unchanged, read_inside
 from tests.processes import wait_until
 from tests.runner_machine import Machine, Refused, machine, request
 
@@ -148,8 +148,8 @@ def test_the_sweep_keeps_what_is_wanted_and_waits_for_a_launch(
     root = Root(str(here.root))
     held = take_lock(root.lock("blobs.lock"), fcntl.LOCK_SH)
     assert held is not None
-    monkeypatch.setattr("groupwise.jobs.hosts.runner.locks.LOCK_PATIENCE", 0.05)
-    with pytest.raises(Refusal, match="blobs"):
+    monkeypatch.setattr("groupwise.jobs.hosts.runner.locks.LOCK_TIMEOUT", 0.05)
+    with pytest.raises(RequestRejected, match="blobs"):
         verb_sweep(root, {"keep": [], "older_than": 0, "runner": "r"}, io.BytesIO())
     os.close(held)
     assert here.ask("missing", sha256=[keep, gone])["missing"] == []
@@ -295,7 +295,7 @@ def test_no_more_is_read_of_a_file_than_was_listed(
         return data
 
     monkeypatch.setattr("groupwise.jobs.hosts.runner.work_folder.read_inside", counted)
-    assert whole_inside(str(work), "outputs/grown", sha(bytes(10)), 10) is None
+    assert read_if_unchanged(str(work), "outputs/grown", sha(bytes(10)), 10) is None
     assert read == [11]
 
 
@@ -308,9 +308,9 @@ def test_what_becomes_a_link_a_moment_before_it_is_opened(
     file.unlink()
     file.symlink_to(tmp_path / "key")
     monkeypatch.setattr(os, "stat", lambda *_a, **_k: plain)
-    with pytest.raises(Refusal, match="outputs/file"):
+    with pytest.raises(RequestRejected, match="outputs/file"):
         open_inside(str(here.work()), "outputs/file")
-    assert whole_inside(str(here.work()), "outputs/file", sha(b"canary"), 6) is None
+    assert read_if_unchanged(str(here.work()), "outputs/file", sha(b"canary"), 6) is None
 
 
 def test_a_hash_is_remembered_only_while_the_file_is_the_same(here: Machine) -> None:
@@ -346,7 +346,7 @@ def test_of_very_much_that_is_refused_some_is_told_and_how_much_more(
 
 def in_process(here: Machine, what: str = "artefacts") -> answers.WorkTree:
     body = here.body("manifest", job="job", epoch=1, what=what)
-    return answers.work_tree(verb_manifest(Root(str(here.root)), body, io.BytesIO())[0])
+    return answers.parse_work_tree(verb_manifest(Root(str(here.root)), body, io.BytesIO())[0])
 
 
 # --- what takes long ----------------------------------------------------------------------------
@@ -512,7 +512,7 @@ def test_checkpoints_show_while_the_job_runs_and_in_its_record(here: Machine) ->
     (here.work() / "outputs" / "step-7").rename(here.home / "old")
     checkpoint(here.work() / "outputs" / "step-8", 8, {"w": b"8"})
     watched = WatchedAttempt(Attempt(Root(str(here.root)), "job", 1), known["job.1"])
-    found = watched.look()
+    found = watched.read_state()
     assert (found["state"], found["checkpoints"], found["step"]) == ("running", 1, 8)
     assert watched.differs(found, log_too=False)
     (here.work() / "go").touch()

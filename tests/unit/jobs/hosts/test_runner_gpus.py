@@ -20,7 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from groupwise.jobs.hosts import answers
-from groupwise.jobs.hosts.runner.gpus import number, parse_apps, parse_gpus, parse_mig
+from groupwise.jobs.hosts.runner.nvidia_smi import parse_apps, parse_gpus, parse_mig, parse_number
 from tests.processes import is_gone, wait_until
 from tests.runner_machine import Machine, machine
 
@@ -133,7 +133,7 @@ GOLDEN = dict.fromkeys(NOTHING.split("|")) | {
 
 
 def test_cells() -> None:
-    assert {cell: number(cell) for cell in GOLDEN} == GOLDEN
+    assert {cell: parse_number(cell) for cell in GOLDEN} == GOLDEN
 
 
 @given(st.text(max_size=400))
@@ -226,7 +226,7 @@ def test_shares_fit_beside_each_other(here: Machine) -> None:
     assert here.status("two")["state"] == "running"
     told = here.sh("true", job="three", gpus=[A], share_mb=1)["refused"]
     assert (told["code"], told["holder"]) == ("gpu_busy", "one.1, two.1")
-    one = answers.member_state(here.status("one"))
+    one = answers.parse_member_state(here.status("one"))
     assert (one.gpus, one.share_mb, one.slot) == ((A,), 600, None)
     assert here.sh("true", job="whole", gpus=[A])["refused"]["code"] == "gpu_busy"
     here.ask("kill", job="one", epoch=1, grace=0)

@@ -18,7 +18,7 @@ import pytest
 
 from groupwise.jobs.hosts import answers
 from groupwise.jobs.hosts.runner.artefacts import Hashes
-from groupwise.jobs.hosts.runner.cgroups import unit_of
+from groupwise.jobs.hosts.runner.cgroups import unit_name
 from groupwise.jobs.hosts.runner.requests import VERBS
 from groupwise.jobs.hosts.runner.root import Attempt, Root
 from groupwise.jobs.hosts.runner.state import count_checkpoints, state_of
@@ -39,7 +39,7 @@ def over(here: Machine) -> Machine:
 def observed(here: Machine) -> dict[str, dict[str, Any]]:
     """Attempts by their job, of an answer that the control plane takes."""
     told = here.ask("observe")
-    answers.observation(told)
+    answers.parse_observation(told)
     return {each["job"]: each for each in told["attempts"]}
 
 
@@ -108,7 +108,7 @@ def test_what_a_job_calls_a_manifest_breaks_nothing(either: Machine) -> None:
     assert (told["job"]["checkpoints"], told["job"]["step"]) == (2, 5)
     known = {"job.1": {"state": "running"}, "other.1": {"state": "running"}}
     assert len(either.ask("wait", known=known, timeout=0)["attempts"]) == 2
-    tree = answers.work_tree(either.ask("manifest", job="job", epoch=1, what="all"))
+    tree = answers.parse_work_tree(either.ask("manifest", job="job", epoch=1, what="all"))
     assert [c.step for c in tree.checkpoints] == [4, 5]
     assert "outputs/entries/a\nb" in tree.files
     (either.work() / "go").touch()
@@ -150,7 +150,7 @@ def is_answered_beside_the_other(here: Machine) -> None:
     told = here.ask("wait", known=known, timeout=0)["attempts"]
     assert [t["job"] for t in told] == ["job", "other"]
     here.ask("touch", attempts=["job.1", "other.1"])
-    answers.member_state(here.status())
+    answers.parse_member_state(here.status())
 
 
 @pytest.mark.parametrize("odd", ODD_RECORDS)
@@ -164,7 +164,7 @@ def test_odd_records_of_one_break_no_answer_about_others(here: Machine, odd: str
             (here.folder() / name).write_bytes(text)
             is_answered_beside_the_other(here)
         here.ask("log", job="job", epoch=1, offset=0, limit=10)
-        answers.work_tree(here.ask("manifest", job="job", epoch=1, what="all"))
+        answers.parse_work_tree(here.ask("manifest", job="job", epoch=1, what="all"))
         if supervised:
             stat = Path(f"/proc/{pid}/stat").read_text()
             supervisor = int(stat.rpartition(")")[2].split()[1])
@@ -202,7 +202,7 @@ def test_nothing_is_looked_for_where_a_record_points(here: Machine) -> None:
     groups = state_of(in_process(here))
     assert groups is not None
     assert groups["cgroup"] == {n: f for n, f in state["cgroup"].items() if f}
-    for odd in ("/", str(here.home), "/sys/fs/cgroup", f"/tmp/{unit_of(in_process(here))}"):
+    for odd in ("/", str(here.home), "/sys/fs/cgroup", f"/tmp/{unit_name(in_process(here))}"):
         text = json.dumps({**state, "cgroup": {"v2": odd, "memory": odd}})
         (here.folder() / "state.json").write_text(text)
         groups = state_of(in_process(here))
@@ -222,7 +222,7 @@ def test_a_checkpoint_whose_manifest_is_being_written_is_not_listed(
     )
     body = over.body("manifest", job="job", epoch=1, what="checkpoints")
     told, _ = VERBS["manifest"](Root(str(over.root)), body, io.BytesIO())
-    assert [c.step for c in answers.work_tree(told).checkpoints] == [2]
+    assert [c.step for c in answers.parse_work_tree(told).checkpoints] == [2]
 
 
 def test_a_state_that_could_not_be_read_again_is_not_begun(here: Machine) -> None:
@@ -256,6 +256,6 @@ def test_whatever_happens_to_one_the_others_are_told_of(
     told, _ = VERBS["observe"](Root(str(here.root)), here.body("observe"), io.BytesIO())
     found = [(a["job"], a["state"]) for a in told["attempts"]]
     assert found == [("job", "running"), ("other", "running")]
-    answers.observation(told)
+    answers.parse_observation(told)
     monkeypatch.setattr("groupwise.jobs.hosts.runner.state.checkpoints_of", fails)
     assert count_checkpoints(in_process(here), {}) == (0, None), "its record needs none"

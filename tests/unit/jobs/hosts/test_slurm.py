@@ -5,10 +5,10 @@ from typing import Any
 import pytest
 
 from groupwise.jobs.hosts.answers import RunnerState
-from groupwise.jobs.hosts.driver import Engine, Launch
-from groupwise.jobs.hosts.engines import LIVING_BEAT
+from groupwise.jobs.hosts.driver import Launch, Scheduler
 from groupwise.jobs.hosts.port import HostUnreachable, RunnerRefused
-from groupwise.jobs.hosts.slurm import ON_ITS_WAY, SlurmRunner
+from groupwise.jobs.hosts.schedulers import MAX_HEARTBEAT_AGE
+from groupwise.jobs.hosts.slurm import SUBMISSION_GRACE, SlurmRunner
 from groupwise.jobs.hosts.spec import JobSpec
 from tests.fake_cluster_head import Head
 
@@ -44,7 +44,7 @@ def line(state: str, number: int = 7, reason: str = "None", name: str = NAME) ->
     return f"{number}|{state}|{name}|{reason}\n"
 
 
-LAUNCH = Launch("j", 1, JobSpec(("true",)), engine=Engine("slurm", ("--partition=gpu",)))
+LAUNCH = Launch("j", 1, JobSpec(("true",)), engine=Scheduler("slurm", ("--partition=gpu",)))
 
 
 async def test_submitted_once_by_its_name_with_what_was_asked() -> None:
@@ -105,9 +105,9 @@ async def test_ended_in_the_queue_it_never_begins(state: str) -> None:
 
 
 async def test_not_in_the_queue_it_may_be_on_its_way_for_a_while() -> None:
-    cluster = Cluster(line("PENDING", name="another"), age=ON_ITS_WAY / 2)
+    cluster = Cluster(line("PENDING", name="another"), age=SUBMISSION_GRACE / 2)
     assert (await cluster().status("j", 1)).state is RunnerState.QUEUED
-    cluster.state["age"] = ON_ITS_WAY + 1
+    cluster.state["age"] = SUBMISSION_GRACE + 1
     cluster.state["engine_says"] = "sh: python3: not found\n"
     assert (await cluster().status("j", 1)).state is RunnerState.VOIDED
     assert cluster.voided is not None
@@ -121,10 +121,10 @@ async def test_not_in_the_queue_it_may_be_on_its_way_for_a_while() -> None:
         (line("RUNNING"), 9999.0, False, RunnerState.RUNNING),
         (line("PENDING"), 9999.0, False, RunnerState.RUNNING),  # as a controller says that began
         (line("COMPLETING"), 9999.0, False, RunnerState.RUNNING),
-        (line("NODE_FAIL"), LIVING_BEAT / 2, False, RunnerState.RUNNING),  # its node goes on
-        ("", LIVING_BEAT / 2, False, RunnerState.RUNNING),
-        (line("NODE_FAIL"), LIVING_BEAT + 1, False, None),
-        ("", LIVING_BEAT + 1, False, None),
+        (line("NODE_FAIL"), MAX_HEARTBEAT_AGE / 2, False, RunnerState.RUNNING),  # its node goes on
+        ("", MAX_HEARTBEAT_AGE / 2, False, RunnerState.RUNNING),
+        (line("NODE_FAIL"), MAX_HEARTBEAT_AGE + 1, False, None),
+        ("", MAX_HEARTBEAT_AGE + 1, False, None),
         ("", 1.0, True, None),  # on this machine its lock would be seen
     ],
 )
@@ -140,11 +140,11 @@ async def test_what_seems_lost_is_only_where_both_are_silent(
 
 
 def tended(cluster: Cluster) -> SlurmRunner:
-    return SlurmRunner(cluster, root="root", tended=True)
+    return SlurmRunner(cluster, root="root", caller_watches=True)
 
 
 async def test_what_waits_goes_on_waiting_while_slurm_is_away() -> None:
-    cluster = Cluster(age=ON_ITS_WAY * 100)
+    cluster = Cluster(age=SUBMISSION_GRACE * 100)
     cluster.answers["squeue"] = AWAY
     for found in (await tended(cluster).launch(LAUNCH), await tended(cluster).status("j", 1)):
         assert (found.state, found.engine_has) == (RunnerState.QUEUED, None)

@@ -14,7 +14,15 @@ from groupwise.core.errors import UsageError
 from groupwise.core.settings.overrides import parse_override
 from groupwise.jobs.hosts.spec import JobSpec, problems
 from groupwise.jobs.launch import train_grpo
-from groupwise.jobs.launch.kinds import EVAL, GRPO, MICROBATCH, SFT, SLOTS, TrainingKind, as_word
+from groupwise.jobs.launch.kinds import (
+    EVAL,
+    GRPO,
+    MAX_NUM_SEQS,
+    MICROBATCH,
+    SFT,
+    TrainingKind,
+    override_value,
+)
 from groupwise.jobs.launch.train_grpo import Flags
 from groupwise.training.config import load_config
 from groupwise.training.sft_config import load_sft_config
@@ -94,7 +102,7 @@ def test_whatever_a_row_holds_arrives_exactly(given: Given) -> None:
 def test_values_are_read_as_they_were_given() -> None:
     numbers = (0, -1, 5e-06, 1e300, True)
     for value in (ODD, "", "null", "1e5", "1_000", "\x7f", None, [1, "a"], {"k": [ODD]}, *numbers):
-        word = as_word(value)
+        word = override_value(value)
         assert word.isascii()
         assert word.isprintable()
         read = parse_override(f"a.b={word}")
@@ -207,7 +215,7 @@ def test_smaller_computes_less_at_once_and_learns_from_the_same_batch() -> None:
     before, after = (load_config({"model": {"name": "m"}}, each).config for each in ((), words))
     assert after.training.max_tokens_per_microbatch == 2048
     assert after.training.prompts_per_step == before.training.prompts_per_step
-    for key in (MICROBATCH, SLOTS, "training.gradient_checkpointing"):
+    for key in (MICROBATCH, MAX_NUM_SEQS, "training.gradient_checkpointing"):
         section, name = key.split(".")
         extra: Any = type(getattr(before, section)).model_fields[name].json_schema_extra
         assert extra["on_resume"] in {"warn", "free"}, "a resume has to take it"

@@ -24,12 +24,12 @@ def test_a_note_comes_back_as_it_was() -> None:
     found = [Note("a", AFAR, Path("/p")), Note("b", JobBackend(LOCAL), Path("/q"))]
     for each in reversed(found):
         local_registry.write(each)
-    assert local_registry.every() == found
+    assert local_registry.list_notes() == found
     assert local_registry.find("a") == found[0]
     assert str(local_registry.find("a").place) == "ssh:u@h:2"
     local_registry.remove(found[0])
     local_registry.remove(found[0])
-    assert local_registry.every() == found[1:]
+    assert local_registry.list_notes() == found[1:]
 
 
 def test_a_job_elsewhere_of_the_same_name_keeps_its_note() -> None:
@@ -41,7 +41,7 @@ def test_a_job_elsewhere_of_the_same_name_keeps_its_note() -> None:
     another_way = replace(kept, place=JobBackend(SSH, {**AFAR.detail, "key": "/a/key"}))
     assert not local_registry.is_of_another(another_way)
     local_registry.remove(another_way)
-    assert local_registry.every() == []
+    assert local_registry.list_notes() == []
     assert not AFAR.is_same(JobBackend(SSH, {**AFAR.detail, "host_key": "another"}))
 
 

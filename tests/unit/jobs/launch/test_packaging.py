@@ -13,7 +13,13 @@ from groupwise.jobs.fleet.machines.locks import Lock
 from groupwise.jobs.fleet.machines.plans import Plan
 from groupwise.jobs.hosts.files import BlobStore
 from groupwise.jobs.launch import packaging
-from groupwise.jobs.launch.packaging import BEGIN, RESULTS, LaunchRequest, PackedJob, pack
+from groupwise.jobs.launch.packaging import (
+    BOOTSTRAP_COMMAND,
+    DEFAULT_RESULTS,
+    LaunchRequest,
+    PackedJob,
+    pack,
+)
 
 CANARY = "canary-of-a-secret-4711"
 COMMAND = ("groupwise", "rl", "--config", "a b")
@@ -78,14 +84,14 @@ def test_files_on_their_way_are_for_nobody_else(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert packaging.files_here().root.parent.stat().st_mode & 0o777 == 0o700
+    assert packaging.local_store().root.parent.stat().st_mode & 0o777 == 0o700
 
 
 def test_an_environment_is_made_by_the_jobs_first_step(
     packs: Packs, project: Path, store: BlobStore
 ) -> None:
     spec = packs(environment=PLAN).order.spec
-    assert spec.arguments == (*BEGIN, *COMMAND)
+    assert spec.arguments == (*BOOTSTRAP_COMMAND, *COMMAND)
     names = {
         "bootstrap.py",
         "builder.py",
@@ -105,7 +111,7 @@ def test_an_environment_is_made_by_the_jobs_first_step(
 
 def test_results_are_fetched_from_inside_the_project(packs: Packs) -> None:
     spec = packs(results=("./mine/out.json", "runs")).order.spec
-    assert spec.artefacts == spec.checkpoints == (*RESULTS, "mine/out.json")
+    assert spec.artefacts == spec.checkpoints == (*DEFAULT_RESULTS, "mine/out.json")
     for path in ("/tmp/runs", "../runs", "a/../../b", ""):
         with pytest.raises(UsageError, match="does not come back"):
             packs(results=(path,))

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from groupwise.jobs.clouds.backend import Ending, Fetched, Handle, Outcome, Phase, Status
+from groupwise.jobs.clouds.backend import Ending, FetchedResults, Handle, Outcome, Phase, Status
 from groupwise.jobs.clouds.folder import results_folder
 from groupwise.jobs.hosts.failures import FailureClass
 from groupwise.jobs.launch import results
@@ -27,7 +27,9 @@ def test_whether_all_is_here(
     tmp_path: Path, handle: Handle, status: Status, left_out: dict[str, str], all_here: bool
 ) -> None:
     assert not is_all_of(tmp_path, handle)
-    document: dict[str, Any] = result(HANDLE, "local", status, Fetched(tmp_path, (), 0, left_out))
+    document: dict[str, Any] = result(
+        HANDLE, "local", status, FetchedResults(tmp_path, (), 0, left_out)
+    )
     write(tmp_path, document)
     assert is_all_of(tmp_path, handle) is all_here
 
@@ -35,7 +37,7 @@ def test_whether_all_is_here(
 def test_a_summary_that_came_back_broken_is_none(tmp_path: Path) -> None:
     for said in (b"{", b"\xff", b"[]", b"[" * 200_000, b'{"a":' * 700 + b"1" + b"}" * 700):
         (tmp_path / "summary.json").write_bytes(said)
-        document = result(HANDLE, "local", FAILED, Fetched(tmp_path, ("run.db",), 0, {}))
+        document = result(HANDLE, "local", FAILED, FetchedResults(tmp_path, ("run.db",), 0, {}))
         write(tmp_path, document)
         assert "cannot read" in document["runs"][0]["problem"]
 
@@ -45,8 +47,8 @@ def test_what_an_earlier_job_of_the_name_brought_back_is_set_aside(tmp_path: Pat
     assert results.set_aside(folder) is None
     prepare(folder)
     with results_folder(folder, "job on this machine") as brought:
-        brought.take({}, {}, 1, ended=True)
-    write(folder, result(HANDLE, "local", FAILED, Fetched(folder, (), 0, {})))
+        brought.accept({}, {}, 1, has_ended=True)
+    write(folder, result(HANDLE, "local", FAILED, FetchedResults(folder, (), 0, {})))
     assert is_all_of(folder, HANDLE)
     aside = results.set_aside(folder)
     assert aside == folder / "earlier/job"

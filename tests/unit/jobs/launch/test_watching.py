@@ -11,7 +11,7 @@ from groupwise.jobs.clouds.backend import (
     Busy,
     CloudError,
     Ending,
-    Fetched,
+    FetchedResults,
     Handle,
     Outcome,
     Phase,
@@ -57,10 +57,10 @@ class Place:
         await self._answer()
         return LogPart(len(self.written), self.written[offset : offset + limit])
 
-    async def fetch(self, handle: Handle, folder: Path) -> Fetched:
+    async def fetch(self, handle: Handle, folder: Path) -> FetchedResults:
         await self._answer()
         self.fetched.append(self.statuses[0].phase)
-        return Fetched(folder, (), 0, {})
+        return FetchedResults(folder, (), 0, {})
 
 
 @pytest.fixture
@@ -135,7 +135,7 @@ async def test_who_is_away_or_busy_is_asked_again_and_told_of_once(
         "it answers again",
     ]
     assert b"ok" in said
-    assert (slept, len(place.fetched)) == ([watching.AGAIN_SECONDS] * 3, 1)
+    assert (slept, len(place.fetched)) == ([watching.RETRY_SECONDS] * 3, 1)
 
 
 async def test_patience_has_an_end_and_a_refusal_is_not_asked_again(
@@ -146,7 +146,7 @@ async def test_patience_has_an_end_and_a_refusal_is_not_asked_again(
     assert slept == []
     with pytest.raises(Unreachable):
         await ends(watch, Place([running()], away=10**6))
-    assert sum(slept) == watching.PATIENCE_SECONDS
+    assert sum(slept) == watching.RETRY_TIMEOUT
 
 
 async def test_who_was_interrupted_goes_on_where_it_was(watch: Watch, said: list[Any]) -> None:

@@ -16,22 +16,22 @@ SPEC = ModelSpec("tiny", 4, 1)
 
 def saved(folders: SavedFolders, name: str, call: int = 1) -> Stored:
     stored = Stored(MODEL, "weights", name)
-    folders.place(stored).mkdir(parents=True)
-    folders.describe(folders.place(stored), Saved(SPEC, "f00d", call))
+    folders.path_of(stored).mkdir(parents=True)
+    folders.describe(folders.path_of(stored), Saved(SPEC, "f00d", call))
     return stored
 
 
 def test_of_the_states_that_are_kept_the_last_two_stay(tmp_path: Path) -> None:
     folders = SavedFolders(tmp_path)
     for call in (3, 6, 9, 12):
-        folders.automatic(MODEL, call).mkdir(parents=True)
+        folders.automatic_path(MODEL, call).mkdir(parents=True)
     folders.forget_automatic(MODEL, before=12)
-    assert sorted(path.name for path in folders.automatic(MODEL, 12).parent.iterdir()) == [
+    assert sorted(path.name for path in folders.automatic_path(MODEL, 12).parent.iterdir()) == [
         "000000009",
         "000000012",
     ]
     folders.forget_automatic(MODEL)
-    assert not folders.automatic(MODEL, 12).exists()
+    assert not folders.automatic_path(MODEL, 12).exists()
 
 
 def test_what_was_saved_is_found_and_forgotten_and_its_name_is_taken(tmp_path: Path) -> None:

@@ -29,9 +29,9 @@ def call(sequence: int, kind: str = "forward_backward", line: str = MODEL) -> Ca
 
 def done(ledger: Transaction, sequence: int, kind: str = "forward_backward", **more) -> str:
     taken = call(sequence, kind)
-    calls.accept(ledger, taken)
+    calls.insert_call(ledger, taken)
     outcome = Outcome("answered", "application/json", b"{}", changed=True)
-    calls.settle(ledger, taken.id, replace(outcome, **more))
+    calls.record_outcome(ledger, taken.id, replace(outcome, **more))
     return taken.id
 
 
@@ -43,7 +43,7 @@ def opened(ledger: Transaction) -> Transaction:
 
 
 def repeated(ledger: Transaction, after: int = -1) -> list[tuple[str, bytes]]:
-    return calls.to_repeat(ledger, MODEL, after)
+    return calls.calls_to_repeat(ledger, MODEL, after)
 
 
 def test_a_session_of_one_name_is_opened_once(opened):
@@ -55,9 +55,9 @@ def test_a_session_of_one_name_is_opened_once(opened):
 def test_what_it_came_to_stands(opened):
     id = done(opened, 1)
     with pytest.raises(sqlite3.IntegrityError, match="stands"):
-        calls.settle(opened, id, Outcome("answered", "application/json", b"other"))
+        calls.record_outcome(opened, id, Outcome("answered", "application/json", b"other"))
     with pytest.raises(sqlite3.IntegrityError):
-        calls.accept(opened, call(1))
+        calls.insert_call(opened, call(1))
 
 
 def test_calls_before_a_state_that_is_kept_are_forgotten(opened):
@@ -76,8 +76,8 @@ def test_a_session_that_ends_takes_all_with_it_but_the_record(opened):
     found = (calls.all_sessions, calls.all_models, calls.all_samplers, calls.all_calls)
     assert [read(opened) for read in found] == [[], [], [], []]
     assert len(calls.steps_of(opened, MODEL)) == 1
-    calls.settle(opened, id, Outcome("failed", "user", b"late"))
-    calls.accept(opened, call(2))
+    calls.record_outcome(opened, id, Outcome("failed", "user", b"late"))
+    calls.insert_call(opened, call(2))
     calls.add_model(opened, "s-1:train:1", SESSION, SPEC)
     calls.add_sampler(opened, "s-1:sample:1", SESSION, "tiny", None)
     assert not calls.all_calls(opened)
@@ -85,6 +85,6 @@ def test_a_session_that_ends_takes_all_with_it_but_the_record(opened):
 
 def test_answers_that_are_forgotten(opened):
     ids = [done(opened, 1, changed=False), done(opened, 2), done(opened, 3, changed=False)]
-    calls.forget_answers(opened, ids)
+    calls.delete_answers(opened, ids)
     assert [each.sequence for each in calls.all_calls(opened)] == [2, 3]  # repeated, and the last
     assert calls.all_models(opened)[0].done == 3

@@ -22,7 +22,6 @@ from groupwise.api.schemas.idempotency import AnswerKey
 from groupwise.api.schemas.keys import Caller, Role
 from groupwise.core import atomic_files
 from groupwise.server.ledger import uptime
-from groupwise.server.ledger.answers import StoredResponse, once
 from groupwise.server.ledger.counters import COMPLETION_REQUESTS, REWARD_REQUESTS, count
 from groupwise.server.ledger.events import add_event
 from groupwise.server.ledger.groups import (
@@ -32,6 +31,7 @@ from groupwise.server.ledger.groups import (
     go_stale,
     prune_records,
 )
+from groupwise.server.ledger.idempotency import StoredResponse, run_idempotent
 from groupwise.server.ledger.plans import (
     Trained,
     count_loss,
@@ -66,7 +66,7 @@ def complete(transaction: Transaction) -> None:
         count(transaction, RUN, COMPLETION_REQUESTS)
         return StoredResponse(200, b'["g-0", "g-1"]')
 
-    answer = once(transaction, asking("POST /completions", "1"), work)
+    answer = run_idempotent(transaction, asking("POST /completions", "1"), work)
     assert answer is not None
     assert answer.status == 200
 
@@ -76,7 +76,7 @@ def complete_more(transaction: Transaction) -> None:
         open_groups(transaction, 2, 3, 4, 5)
         return StoredResponse(200, b"more")
 
-    answer = once(transaction, asking("POST /completions", "3"), work)
+    answer = run_idempotent(transaction, asking("POST /completions", "3"), work)
     assert answer is not None
     assert answer.body == b"more"
 
@@ -88,7 +88,7 @@ def reward_one(transaction: Transaction) -> None:
         add_event(transaction, RUN, "rewarded", {"group": "g-0"})
         return StoredResponse(200, b"0")
 
-    answer = once(transaction, asking("POST /rewards", "2"), work)
+    answer = run_idempotent(transaction, asking("POST /rewards", "2"), work)
     assert answer is not None
     assert answer.body == b"0"
 

@@ -11,9 +11,9 @@ from groupwise.core.types import Group, from_json
 from groupwise.server.ledger.groups import (
     add_groups,
     echo_of,
+    find_by_echo,
     first_unused_draw,
     give_up,
-    matching,
     prune_records,
     read_group,
     read_record,
@@ -38,16 +38,16 @@ def test_a_group_is_kept_to_the_last_bit(run):
 
 def test_an_echo_prefers_what_still_takes_rewards_and_counts_tokens_where_they_are_sent(run):
     echo = echo_of(group(0))
-    assert matching(run, RUN, echo) is None
+    assert find_by_echo(run, RUN, echo) is None
     add_groups(run, RUN, [new(0), new(1), new(3, text="other")], key_id="k", lease=LEASE)
-    assert matching(run, RUN, replace(echo, completion_tokens=None)).id == "g-0"
-    assert matching(run, RUN, replace(echo, completion_tokens=((3, 4), (4, 5)))) is None
-    assert matching(run, "other", echo) is None
+    assert find_by_echo(run, RUN, replace(echo, completion_tokens=None)).id == "g-0"
+    assert find_by_echo(run, RUN, replace(echo, completion_tokens=((3, 4), (4, 5)))) is None
+    assert find_by_echo(run, "other", echo) is None
     post(run, "g-0")
-    assert matching(run, RUN, echo).id == "g-1"
+    assert find_by_echo(run, RUN, echo).id == "g-1"
     afterwards = replace(run, now=run.now + LEASE, uptime=run.uptime + LEASE)
     add_groups(afterwards, RUN, [new(2)], key_id="k", lease=LEASE)
-    assert matching(afterwards, RUN, echo).id == "g-2"
+    assert find_by_echo(afterwards, RUN, echo).id == "g-2"
 
 
 def test_records_are_dropped_where_no_step_will_need_them(run):

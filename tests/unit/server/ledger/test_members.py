@@ -11,13 +11,13 @@ from groupwise.api.schemas.problems import Refusal
 from groupwise.server.ledger import members
 from groupwise.server.ledger.groups import add_groups, give_up, read_group
 from groupwise.server.ledger.members import (
+    CompletionId,
     Gathering,
     Member,
-    Named,
-    accept,
-    give,
+    accept_post,
+    hand_out,
     next_member,
-    share,
+    share_group,
 )
 from groupwise.server.ledger.rewards import Include, Post
 from groupwise.server.ledger.runs import set_run_state
@@ -28,7 +28,7 @@ WHERE = Gathering(RUN, "k", "name:a", "hash")
 
 def begin(ledger, draw=0, step=0, where=WHERE):
     add_groups(ledger, RUN, [new(draw, step)], key_id=where.key_id, lease=LEASE)
-    return share(ledger, where, f"g-{draw}")
+    return share_group(ledger, where, f"g-{draw}")
 
 
 def following(ledger, oldest=0) -> Member:
@@ -41,12 +41,12 @@ def following(ledger, oldest=0) -> Member:
 def both(ledger, draw=0):
     """Both members given."""
     begin(ledger, draw)
-    assert give(ledger, following(ledger))
+    assert hand_out(ledger, following(ledger))
 
 
 def post(ledger, name, *rewards, include: Include = "next", step=0):
     answer = {"model_version": [RUN, step], "status": "held" if include == "hold" else "accepted"}
-    return accept(ledger, RUN, Post(name, rewards, answer, include))
+    return accept_post(ledger, RUN, Post(name, rewards, answer, include))
 
 
 def refused(code, work, *args, **kwargs):
@@ -88,14 +88,14 @@ def test_an_acknowledged_reward_outlives_the_lease(run):
 
 def test_each_call_gets_a_member_until_all_are_given_apart_by_run_key_and_name(run):
     assert next_member(run, WHERE, 0) is None
-    assert begin(run).place == 0
+    assert begin(run).index == 0
     for key, value in {"run": "other", "key_id": "other", "name": "name:b"}.items():
         assert next_member(run, replace(WHERE, **{key: value}), 0) is None
     refused("settings_conflict", next_member, run, replace(WHERE, common="other"), 0)
     second = following(run)
-    assert (second.row.id, second.place) == ("g-0", 1)
-    assert give(run, second)
-    assert not give(run, second)
+    assert (second.row.id, second.index) == ("g-0", 1)
+    assert hand_out(run, second)
+    assert not hand_out(run, second)
     assert next_member(run, WHERE, 0) is None
 
 
@@ -119,21 +119,26 @@ def test_a_group_that_is_over_or_too_old_gives_nothing(run):
     assert next_member(replace(run, uptime=run.uptime + LEASE), WHERE, 3) is None
     waiting = following(run, 3)
     give_up(run, "g-0")
-    assert (give(run, waiting), next_member(run, WHERE, 3)) == (False, None)
+    assert (hand_out(run, waiting), next_member(run, WHERE, 3)) == (False, None)
 
 
 def test_what_is_no_given_member_and_other_rewards_are_refused(run):
     ids = ("g-0a", "g-0a-12", "chatcmpl-g-0a-0", "cmpl-g-0a", "chatcmpl-0a", "g-0a-x", "g-0a-1-2")
     assert [members.parse_id(id) for id in ids] == [
-        *(Named("g-0a"), Named("g-0a", 12), Named("g-0a", 0), Named("g-0a")),
-        *(Named("chatcmpl-0a"), Named("g-0a-x"), Named("g-0a-1-2")),
+        *(
+            CompletionId("g-0a"),
+            CompletionId("g-0a", 12),
+            CompletionId("g-0a", 0),
+            CompletionId("g-0a"),
+        ),
+        *(CompletionId("chatcmpl-0a"), CompletionId("g-0a-x"), CompletionId("g-0a-1-2")),
     ]
     begin(run)
     add_groups(run, RUN, [new(1)], key_id="k", lease=LEASE)
     for name in ("g-0-1", "g-0-7", "g-1-0", "g-9-0", "g-9"):
         refused("unknown_group", post, run, name, 1.0)
     refused("invalid_request", post, run, "g-0-0", 1.0, 2.0)
-    give(run, following(run))
+    hand_out(run, following(run))
     post(run, "g-0-0", 1.0)
     for name, rewards in {"g-0-0": [2.0], "chatcmpl-g-0": [None, 0.0]}.items():
         assert "g-0-0" in refused("already_rewarded", post, run, name, *rewards).detail

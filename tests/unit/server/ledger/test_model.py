@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from groupwise.api.schemas.problems import Refusal
-from groupwise.server.ledger.group_states import ENDS, State, moves
+from groupwise.server.ledger.group_states import FINAL_STATES, State, transitions
 from groupwise.server.ledger.groups import add_groups, expire_overdue, give_up, go_stale
 from groupwise.server.ledger.plans import Trained, make_plan, mark_trained, quarantine
 from groupwise.server.ledger.rewards import Post, accept_rewards
@@ -209,8 +209,8 @@ class Machine(RuleBasedStateMachine):
     def groups_only_move_along_the_table(self) -> None:
         for name, known in self.groups.items():
             was = self.before.get(name, "open")
-            assert was == known.state or (was, known.state) in moves()
-            assert was == known.state or was not in ENDS
+            assert was == known.state or (was, known.state) in transitions()
+            assert was == known.state or was not in FINAL_STATES
             self.before[name] = known.state
 
 

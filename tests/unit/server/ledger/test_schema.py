@@ -7,7 +7,7 @@ from contextlib import nullcontext
 
 import pytest
 
-from groupwise.server.ledger.group_states import TABLE, moves
+from groupwise.server.ledger.group_states import TABLE, transitions
 from tests.unit.server.ledger.making import RUN, open_groups
 
 PATHS = {
@@ -76,7 +76,7 @@ def test_a_group_moves_along_the_table_alone(run):
             put(run, state)
         for new in TABLE:
             run.execute("SAVEPOINT two")
-            allowed = (old, new) in moves()
+            allowed = (old, new) in transitions()
             with nullcontext() if allowed else pytest.raises(sqlite3.IntegrityError, match="move"):
                 put(run, new)
             assert run.value("SELECT state FROM groups") == (new if allowed else old)

@@ -97,8 +97,8 @@ async def test_who_goes_away_takes_nothing_with_it(opened):
 
 def refuses(ledger) -> None:
     """Wait until it takes nothing more."""
-    with ledger._changed:
-        assert ledger._changed.wait_for(lambda: ledger._closing, 60)
+    with ledger._condition:
+        assert ledger._condition.wait_for(lambda: ledger._closing, 60)
 
 
 async def test_closing_finishes_what_is_queued_and_refuses_the_rest(tmp_path):

@@ -16,7 +16,7 @@ from groupwise.core.types import Group, from_json
 from groupwise.server.app import make_app
 from groupwise.server.ledger import groups
 from groupwise.server.openai.service import OpenAIService
-from groupwise.server.routes.openai import attach, openai_routes
+from groupwise.server.routes.openai import attach_openai_errors, openai_routes
 from tests.fake_engine import FakeEngine
 from tests.unit.server.http_client import client_of
 from tests.unit.server.serving import Served
@@ -43,7 +43,7 @@ class Open(Served):
 
     def app(self, keys: Keyring | None = None) -> FastAPI:
         app = make_app(self.service, self.config, keys, also=openai_routes(self.openai))
-        attach(app)
+        attach_openai_errors(app)
         return app
 
 

@@ -197,10 +197,10 @@ async def test_a_run_and_models_keep_parts_away_and_parts_a_run(tmp_path: Path) 
             setattr(busy, change, None)
         assert (await ask.open()).status_code == 200
         with pytest.raises(Refusal, match=f"DELETE /parts/{ID}"):
-            await ask.server.service.make_way()
+            await ask.server.service.release_machine()
         assert ask.server.service.in_use().owner == "me"
-        await ask.server.service.let_go()
-        await ask.server.service.make_way()
+        await ask.server.service.release_for_replacement()
+        await ask.server.service.release_machine()
         gone = await ask.call(1, DISCARD)
         assert code(gone) == "parts_taken"
         assert "started in their place" in gone.json()["detail"]

@@ -9,13 +9,13 @@ import pytest
 
 from groupwise.api.schemas.problems import Refusal
 from groupwise.server.run import admission as admission_module
-from groupwise.server.run.admission import Admission, Room, Traffic
+from groupwise.server.run.admission import Admission, Capacity, Traffic
 
 TIMEOUT_S = 30.0
 
 
 def admission(size: int = 2, staleness: int = 1, manual: bool = False, **state: int) -> Admission:
-    room = Room(groups_per_step=size, staleness=staleness, manual=manual, most=5)
+    room = Capacity(groups_per_step=size, staleness=staleness, manual=manual, most=5)
     return Admission(room, Traffic(**state), next_draw=0)
 
 
@@ -49,16 +49,16 @@ async def test_as_many_groups_are_let_in_as_the_next_steps_take_in_the_order_of_
     await settled()
     assert [client.draws for client in clients] == [(0,), (1,), (2,), (3,), None, None]
     assert (room.sampling, room.waiting) == (4, 2)
-    room.now(Traffic(steps_done=0, under_way=1))
+    room.update(Traffic(steps_done=0, under_way=1))
     await clients[0].leave()  # its group is open now: no room
     await settled()
     assert clients[4].draws is None
-    room.now(Traffic(steps_done=1, under_way=0))  # a step took it; three are still being sampled
+    room.update(Traffic(steps_done=1, under_way=0))  # a step took it; three are still being sampled
     await settled()
     assert [client.draws for client in clients[4:]] == [(4,), None]
     for client in clients[1:5]:
         await client.leave()
-    room.now(Traffic(steps_done=2, under_way=0))
+    room.update(Traffic(steps_done=2, under_way=0))
     await clients[5].leave()
 
 
@@ -69,7 +69,7 @@ async def test_named_draws_wait_for_their_step_and_hold_nobody_up() -> None:
     assert [client.draws for client in (late, first, second)] == [None, (1,), (0,)]
     await first.leave()
     await second.leave()
-    room.now(Traffic(steps_done=1, under_way=0))
+    room.update(Traffic(steps_done=1, under_way=0))
     await settled()
     assert late.draws == (2,)
     after, later = Client(room, [None]), Client(room, [5])
@@ -77,7 +77,7 @@ async def test_named_draws_wait_for_their_step_and_hold_nobody_up() -> None:
     assert (after.draws, later.draws) == ((3,), None)
     await late.leave()
     await after.leave()
-    room.now(Traffic(steps_done=1, lost=2))  # draws that are lost make later ones due
+    room.update(Traffic(steps_done=1, lost=2))  # draws that are lost make later ones due
     await settled()
     assert later.draws == (5,)
     await later.leave()
@@ -105,16 +105,16 @@ async def test_who_is_not_let_in_is_told_why_and_when_to_ask_again(
         refusal = await told(room, [3])
     assert "draw 3: 0 steps" in refusal.detail
     assert (refusal.code, refusal.retry_after, room.waiting) == ("too_busy", 2, 0)
-    room.now(Traffic(under_way=1))  # somebody is about to post rewards
+    room.update(Traffic(under_way=1))  # somebody is about to post rewards
     waiting = Client(room, [3])  # whose idle time is over before the next one's limit
     await settled()
     assert "1 of their groups" in (await told(room, [3], 0.05)).detail
     assert not waiting.task.done()
-    room.now(Traffic(steps_done=2))
+    room.update(Traffic(steps_done=2))
     await settled()
     assert waiting.draws == (3,)
     await waiting.leave()
-    room.now(Traffic(steps_done=2, under_way=2))
+    room.update(Traffic(steps_done=2, under_way=2))
     waiting = Client(room, [None])
     await settled()
     room.end(Refusal("finished"))
@@ -140,13 +140,13 @@ async def test_a_request_that_fails_or_is_given_up_leaves_its_room_to_others() -
     await settled()
     assert next_one.draws is not None
     await next_one.leave()
-    room.now(Traffic(under_way=1))
+    room.update(Traffic(under_way=1))
     gone, other = Client(room, [None]), Client(room, [None])
     await settled()
-    room.now(Traffic(steps_done=1, under_way=0))
+    room.update(Traffic(steps_done=1, under_way=0))
     gone.task.cancel()  # in the instant of being let in
     await settled()
-    room.now(Traffic(steps_done=1, under_way=0))
+    room.update(Traffic(steps_done=1, under_way=0))
     await settled()
     assert other.draws is not None
     await other.leave()

@@ -80,7 +80,7 @@ def served(service: FakeService, path: Path) -> None:
 
 
 def closed(service: FakeService) -> bool:
-    return all(entry.file.closed for version in service.opened for entry in version.files)
+    return all(entry.file.closed for version in service.registry for entry in version.files)
 
 
 async def test_downloads_hold_nobody_up_and_end_with_their_clients(
@@ -101,6 +101,6 @@ async def test_downloads_hold_nobody_up_and_end_with_their_clients(
         monkeypatch.setattr(models, "STALLED", 0.2)
         _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1024)
         writer.write(b"GET /model HTTP/1.1\r\nHost: localhost\r\n\r\n")
-        await wait_until_async(lambda: len(service.opened) == 3 and closed(service))
+        await wait_until_async(lambda: len(service.registry) == 3 and closed(service))
         writer.close()
         await writer.wait_closed()

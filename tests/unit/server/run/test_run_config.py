@@ -10,10 +10,10 @@ import pytest
 from groupwise.api.schemas.problems import Refusal
 from groupwise.api.schemas.training import StartRequest
 from groupwise.core.settings.schema import leaves
-from groupwise.server.run.run_config import FLAT, Allowed, order_of
+from groupwise.server.run.run_config import FLAT, AllowedModels, open_order
 from groupwise.training.config import RunConfig
 
-ALLOWED = Allowed(Path("models"), ())
+ALLOWED = AllowedModels(Path("models"), ())
 
 
 def test_what_has_a_flat_name_is_a_key_of_the_config_and_a_field_of_the_start() -> None:
@@ -47,7 +47,7 @@ def test_each_setting_is_named_as_its_client_knows_it(
     settings: dict[str, Any], code: str, fields: list[str], said: str, tmp_path: Path
 ) -> None:
     with pytest.raises(Refusal) as refused:
-        order_of(StartRequest.model_validate(settings), ALLOWED, tmp_path)
+        open_order(StartRequest.model_validate(settings), ALLOWED, tmp_path)
     assert (refused.value.code, [error.field for error in refused.value.errors]) == (code, fields)
     assert said in refused.value.detail
     assert "config" not in refused.value.detail

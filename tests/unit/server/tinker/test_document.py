@@ -11,7 +11,7 @@ import httpx2
 
 from groupwise.server.engine.engine_protocol import Engine
 from groupwise.server.openai.service import OpenAIService
-from groupwise.server.serve import Built
+from groupwise.server.serve import Services
 from groupwise.server.tinker.mount import Verbs
 from groupwise.server.tinker.refusals import CODES
 from groupwise.server.tinker.routes import PREFIX, ROUTES, verb_routes
@@ -28,7 +28,7 @@ async def document_of(folder: Path) -> dict[str, Any]:
     async with served(folder) as server:
         openai = OpenAIService(server.service, server.ledger, server.config)
         verbs = Verbs(server.config, server.ledger, server.service, none)
-        _, app = Built(server.service, openai, verbs).application(server.config, None)
+        _, app = Services(server.service, openai, verbs).application(server.config, None)
         transport = httpx2.ASGITransport(app)
         async with httpx2.AsyncClient(transport=transport, base_url=HERE) as client:
             found = (await client.get("/openapi.json")).json()

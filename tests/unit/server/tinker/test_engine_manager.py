@@ -18,7 +18,7 @@ from groupwise.server.ledger import calls
 from groupwise.server.ledger.calls import Outcome
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.tinker import requests
-from groupwise.server.tinker.futures import NotKept, failed
+from groupwise.server.tinker.futures import LedgerUnavailable, failed_outcome
 from groupwise.server.tinker.service import VerbService
 from groupwise.server.tinker.translate import read
 from tests.processes import wait_until_async
@@ -55,7 +55,7 @@ class Loop:
     async def go(self, service: VerbService, first: int = 0, last: int = CALLS) -> None:
         for number in range(first, last):
             id = self.send(service, number)
-            await service.accepted(id)
+            await service.wait_until_persisted(id)
             self.ids[number:] = [id]
 
     async def answers(self, service: VerbService) -> list[Outcome | None]:
@@ -66,7 +66,7 @@ async def undisturbed(folder: Path) -> tuple[list[Any], list[str], int]:
     """The answers, what the model came to, and how many calls that took."""
     disk = Disk(SavedFolders(folder))
     async with serving(folder, disk) as server:
-        loop = Loop(await server.service.opened.create_session(None))
+        loop = Loop(await server.service.registry.create_session(None))
         await loop.go(server.service)
         answers = plain(await loop.answers(server.service), loop.session)
         assert server.engine is not None
@@ -90,7 +90,7 @@ async def test_engines_that_end_at_any_call(tmp_path: Path, when: str) -> None:
         folder = tmp_path / str(number)
         disk = Disk(SavedFolders(folder), ends={number: when, number + 5: when})
         async with serving(folder, disk) as server:
-            loop = Loop(await server.service.opened.create_session(None))
+            loop = Loop(await server.service.registry.create_session(None))
             await loop.go(server.service)
             assert plain(await loop.answers(server.service), loop.session) == answers
             assert server.engine is not None
@@ -104,12 +104,12 @@ async def test_servers_that_end_at_any_call(tmp_path: Path) -> None:
         folder = tmp_path / str(number)
         disk = Disk(SavedFolders(folder))
         async with serving(folder, disk) as server:
-            loop = Loop(await server.service.opened.create_session("key"))
+            loop = Loop(await server.service.registry.create_session("key"))
             await loop.go(server.service, last=number)
             if number % 2:  # all answers are known, or some calls wait
                 await loop.answers(server.service)
         async with serving(folder, disk) as server:
-            assert await server.service.opened.create_session("key") == loop.session
+            assert await server.service.registry.create_session("key") == loop.session
             await loop.go(server.service, first=max(0, number - 1))  # the last one comes again
             assert plain(await loop.answers(server.service), loop.session) == answers
             assert server.engine is None or server.engine.models.get(loop.model, state) == state
@@ -122,7 +122,7 @@ async def test_a_server_that_ends_leaves_what_waits_to_the_next_one(tmp_path: Pa
     folder = tmp_path / "ended"
     disk = Disk(SavedFolders(folder))
     async with serving(folder, disk) as server:
-        loop = Loop(await server.service.opened.create_session(None))
+        loop = Loop(await server.service.registry.create_session(None))
         await loop.go(server.service, last=3)
         known = await loop.answers(server.service)
         disk.goes_on.clear()
@@ -132,7 +132,7 @@ async def test_a_server_that_ends_leaves_what_waits_to_the_next_one(tmp_path: Pa
     assert await polled is None
     assert await server.service.answer(loop.ids[4], TIMEOUT_S) is None
     assert await loop.answers(server.service) == [*known, *[None] * 12]
-    with pytest.raises(NotKept, match="shutting down"):
+    with pytest.raises(LedgerUnavailable, match="shutting down"):
         server.service.training.optim_step(update(loop.model, 15))
     disk.goes_on.set()
     async with serving(folder, disk) as server:
@@ -142,12 +142,12 @@ async def test_a_server_that_ends_leaves_what_waits_to_the_next_one(tmp_path: Pa
 async def test_what_fails_half_done_or_ends_every_engine_has_not_been_done(tmp_path: Path) -> None:
     disk = Disk(SavedFolders(tmp_path), poison="save_state")
     async with serving(tmp_path, disk) as server:
-        loop = Loop(await server.service.opened.create_session(None))
+        loop = Loop(await server.service.registry.create_session(None))
         await loop.go(server.service, last=2)
         await loop.answers(server.service)
         disk.fails = 1
         await loop.go(server.service, first=2, last=4)
-        assert (await loop.answers(server.service))[2] == failed("no memory", "server")
+        assert (await loop.answers(server.service))[2] == failed_outcome("no memory", "server")
         assert server.engine is not None
         assert server.engine.models[loop.model] == ["gradient of (10, 11)", "update by 3.0"]
         await loop.go(server.service, first=4, last=7)
@@ -164,7 +164,7 @@ async def test_a_session_that_ends_while_an_answer_is_written_down_keeps_the_ans
     tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     async with serving(tmp_path, Disk(SavedFolders(tmp_path))) as server:
-        loop = Loop(await server.service.opened.create_session(None))
+        loop = Loop(await server.service.registry.create_session(None))
         await loop.go(server.service, last=1)
         await loop.answers(server.service)
         writing, goes_on = asyncio.Event(), asyncio.Event()
@@ -172,14 +172,14 @@ async def test_a_session_that_ends_while_an_answer_is_written_down_keeps_the_ans
 
         async def slow(ledger: Ledger, operation: Any, *args: Any) -> Any:
             await do(ledger, operation, *args)
-            if operation is calls.settle:
+            if operation is calls.record_outcome:
                 writing.set()
                 await goes_on.wait()
 
         monkeypatch.setattr(Ledger, "do_when_writable", slow)
         await loop.go(server.service, first=1, last=2)
         await writing.wait()
-        ending = asyncio.create_task(server.service.opened.finish(loop.session))
+        ending = asyncio.create_task(server.service.registry.finish(loop.session))
         await asyncio.sleep(0)
         goes_on.set()
         await ending
@@ -195,7 +195,7 @@ async def test_a_refused_call_of_a_model_that_was_never_made_keeps_no_server_fro
     disk = Disk(SavedFolders(tmp_path))
     async with serving(tmp_path, disk) as server:
         service = server.service
-        session = await service.opened.create_session(None)
+        session = await service.registry.create_session(None)
         nowhere = f"tinker://{session}:train:7/weights/none"
         body = requests.LoadWeights(
             session_id=session, model_seq_id=0, path=nowhere, optimizer=False
@@ -207,6 +207,6 @@ async def test_a_refused_call_of_a_model_that_was_never_made_keeps_no_server_fro
         wrong = json.dumps({"model_id": model, "seq_id": 5, "no_such_field": 1}).encode()
         await service.use_up_number(wrong, UsageError("no_such_field is no field"))
         assert service.futures.waiting == 1, "for those before it"
-        await service.opened.create_session(None)  # written down behind it
+        await service.registry.create_session(None)  # written down behind it
     async with serving(tmp_path, disk) as server:
         await wait_until_async(lambda: server.service.futures.waiting == 0)

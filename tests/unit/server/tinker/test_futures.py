@@ -21,7 +21,7 @@ from groupwise.server.tinker.futures import (
     TooManyCalls,
     UnknownAnswer,
     Work,
-    failed,
+    failed_outcome,
 )
 
 TIMEOUT_S = 10.0
@@ -61,7 +61,7 @@ def _failing(error: Exception) -> Work:
 
 
 async def _outcome(futures: Futures, id: str) -> Outcome:
-    answer = await futures.answer(id, TIMEOUT_S)
+    answer = await futures.wait_for_answer(id, TIMEOUT_S)
     assert answer is not None
     return answer
 
@@ -106,18 +106,18 @@ async def test_failures_are_told_and_hold_up_nobody(
         bug = _submit(line, 2, _failing(KeyError("secret")))
         refused = _submit(line, 3, UsageError("refused before"))
         after = _submit(line, 4, _saying("after"))
-        assert await _outcome(futures, usage) == failed("yours", "user")
-        assert await _outcome(futures, run) == failed("ours", "server")
+        assert await _outcome(futures, usage) == failed_outcome("yours", "user")
+        assert await _outcome(futures, run) == failed_outcome("ours", "server")
         found = await _outcome(futures, bug)
     assert (found.state, found.media_type) == ("failed", "server")
     assert b"secret" not in found.body
     assert "secret" in caplog.text
-    assert await _outcome(futures, refused) == failed("refused before", "user")
+    assert await _outcome(futures, refused) == failed_outcome("refused before", "user")
     assert await _text(futures, after) == "after"
 
 
 async def test_a_number_that_never_comes(futures: Futures) -> None:
-    line = CallQueue("m", futures, patience=0.01)
+    line = CallQueue("m", futures, gap_timeout=0.01)
     ids = [_submit(line, n, _saying(str(n))) for n in (0, 2, 3)]
     assert await _text(futures, ids[0]) == "0"
     for id in ids[1:]:
@@ -143,13 +143,13 @@ async def test_answers_are_let_go_of_from_the_oldest_fetched_ones_first(ledger: 
         ("f-0-1", AnswerGone),
     ):
         with pytest.raises(error):
-            await futures.answer(id, TIMEOUT_S)
+            await futures.wait_for_answer(id, TIMEOUT_S)
     futures = Futures(ledger, Limits(answer_bytes=10))
     line = CallQueue("m", futures)
     small = _submit(line, 0, _saying("1234"))
     assert len(await _text(futures, _submit(line, 1, _saying("x" * 100)))) == 100
     with pytest.raises(AnswerGone):
-        await futures.answer(small, TIMEOUT_S)
+        await futures.wait_for_answer(small, TIMEOUT_S)
 
 
 async def test_calls_of_one_caller_that_wait_leave_room_to_others(ledger: Ledger) -> None:
@@ -185,7 +185,7 @@ async def test_closing_answers_all_who_wait(futures: Futures) -> None:
         return Outcome("answered", JSON, b"")
 
     ids = [_submit(line, n, work) for n in (0, 1, 3)]
-    waiting = asyncio.create_task(futures.answer(ids[0], TIMEOUT_S))
+    waiting = asyncio.create_task(futures.wait_for_answer(ids[0], TIMEOUT_S))
     await asyncio.sleep(0.001)
     await line.close()
     answer = await waiting
@@ -197,13 +197,15 @@ async def test_closing_answers_all_who_wait(futures: Futures) -> None:
 
 
 async def test_calls_are_done_in_the_order_of_their_numbers_and_once(futures: Futures) -> None:
-    line, done = CallQueue("m", futures, patience=TIMEOUT_S), list[str]()
+    line, done = CallQueue("m", futures, gap_timeout=TIMEOUT_S), list[str]()
     ids = {n: _submit(line, n, _saying(str(n), done)) for n in (3, 1, 2)}
-    assert await futures.answer(ids[1], 0.001) is None
+    assert await futures.wait_for_answer(ids[1], 0.001) is None
     ids[0] = _submit(line, 0, _saying("0", done))
     assert _submit(line, 0, _saying("again", done)) == ids[0]
     assert [await _text(futures, ids[n]) for n in range(4)] == done == ["0", "1", "2", "3"]
-    assert await futures.answer(ids[0], TIMEOUT_S) is await futures.answer(ids[0], TIMEOUT_S)
+    assert await futures.wait_for_answer(ids[0], TIMEOUT_S) is await futures.wait_for_answer(
+        ids[0], TIMEOUT_S
+    )
     assert _submit(line, 0, _saying("later", done)) == ids[0]
     with pytest.raises(UsageError, match="another content"):
         _submit(line, 0, _saying("other", done), b"other")

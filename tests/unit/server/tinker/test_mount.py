@@ -10,9 +10,9 @@ import pytest
 from groupwise.api.schemas.keys import Role
 from groupwise.api.schemas.training import ByVerbs
 from groupwise.server.engine.engine_protocol import Engine
-from groupwise.server.serve import Built
+from groupwise.server.serve import Services
 from groupwise.server.tinker.mount import Verbs
-from groupwise.server.tinker.sessions import NotThere
+from groupwise.server.tinker.sessions import NotFound
 from tests.unit.server.http_client import HERE, keyring
 from tests.unit.server.serving import Served, served
 
@@ -22,7 +22,7 @@ async def test_requests_need_a_key_of_the_role_and_have_ids_and_metrics(tmp_path
     async with served(tmp_path) as server:
         verbs = Verbs(server.config, server.ledger, server.service, lambda: no_engine(server))
         await verbs.begin()
-        serving, answers = Built(server.service, None, verbs).application(server.config, ring)
+        serving, answers = Services(server.service, None, verbs).application(server.config, ring)
         transport = httpx2.ASGITransport(answers)
         async with httpx2.AsyncClient(transport=transport, base_url=f"{HERE}/api/v1/") as client:
             headers = {"X-API-Key": keys[Role.TRAIN], "X-Request-ID": "mine"}
@@ -39,7 +39,7 @@ async def test_requests_need_a_key_of_the_role_and_have_ids_and_metrics(tmp_path
         assert [serving.metrics.refusals[code] for code in codes] == [1, 1, 1, 1]
         limits = {"requests_per_second": 0.001, "burst": 2}
         limited = server.config.model_copy(update=limits)
-        _, answers = Built(server.service, None, verbs).application(limited, ring)
+        _, answers = Services(server.service, None, verbs).application(limited, ring)
         transport = httpx2.ASGITransport(answers)
         async with httpx2.AsyncClient(transport=transport, base_url=HERE) as client:
             headers = {"X-API-Key": keys[Role.TRAIN]}
@@ -59,7 +59,7 @@ async def test_the_status_tells_of_sessions_and_a_start_that_replaces_ends_those
     async with served(tmp_path) as server:
         verbs = Verbs(server.config, server.ledger, server.service, lambda: no_engine(server))
         await verbs.begin()
-        opened = verbs.service.opened
+        opened = verbs.service.registry
         crashed, watching = [await opened.create_session(None) for _ in range(2)]
         status = await server.service.status()
         assert (status.phase, status.verbs) == ("idle", ByVerbs(sessions=2))
@@ -67,7 +67,7 @@ async def test_the_status_tells_of_sessions_and_a_start_that_replaces_ends_those
         assert [*opened.with_models()] == [crashed]
         await server.start(replace=True)
         opened.session(watching)
-        with pytest.raises(NotThere, match="make way"):
+        with pytest.raises(NotFound, match="make way"):
             opened.session(crashed)
         await opened.finish(watching)
         assert (await server.service.status()).verbs == ByVerbs()

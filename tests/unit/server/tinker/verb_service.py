@@ -25,9 +25,9 @@ from groupwise.server.engine.verb_protocol import (
 )
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.run.engine_supervisor import EngineSupervisor, Limits
-from groupwise.server.run.run_config import Allowed
+from groupwise.server.run.run_config import AllowedModels
 from groupwise.server.tinker import requests
-from groupwise.server.tinker.engine_manager import Host
+from groupwise.server.tinker.engine_manager import VerbEngineHost
 from groupwise.server.tinker.messages import messages
 from groupwise.server.tinker.service import VerbService
 
@@ -87,7 +87,7 @@ class FakeEngine:
 
     def create_model(self, model: str, spec: ModelSpec, kept: int | None = None) -> None:
         assert model not in self.models
-        place = self._disk.folders.automatic(model, kept or 0)
+        place = self._disk.folders.automatic_path(model, kept or 0)
         self.models[model] = [] if kept is None else [*self._disk.states[place]]
 
     def drop(self, model: str) -> None:
@@ -129,20 +129,20 @@ class FakeEngine:
         model = stored.model
         if not overwrite:
             self._disk.folders.check_free(stored, call)
-        place = self._disk.folders.place(stored)
+        place = self._disk.folders.path_of(stored)
         place.mkdir(parents=True, exist_ok=True)
         self._disk.folders.describe(place, Saved(ModelSpec("tiny", 4, 1), "", call))
         self._disk.states[place] = [*self.models[model]]
 
     def load_state(self, model: str, stored: Stored, optimiser: bool, keep_as: int) -> None:
         self._disk.folders.read(stored)
-        place = self._disk.folders.place(stored)
+        place = self._disk.folders.path_of(stored)
         self.models[model][:] = [*self._disk.states[place], "loaded"]
         self._keep(model, keep_as)
 
     def _keep(self, model: str, keep_as: int | None) -> None:
         if keep_as is not None:
-            place = self._disk.folders.automatic(model, keep_as)
+            place = self._disk.folders.automatic_path(model, keep_as)
             self._disk.states[place] = [*self.models[model]]
 
 
@@ -176,11 +176,11 @@ class Server:
             self.engine = FakeEngine(disk)
             return self.engine
 
-        self.host = Host(
+        self.host = VerbEngineHost(
             runs=cast("Any", NoRuns()),
             supervisor=EngineSupervisor(make, Limits(restarts=10), Timing(sleep=_at_once)),
             ledger=self.ledger,
-            allowed=Allowed(folder / "models", ()),
+            allowed=AllowedModels(folder / "models", ()),
             folder=str(folder),
             most=4,
             longest=64,

@@ -103,7 +103,7 @@ def test_a_clue_with_several_answers_is_in_one_split_alone(source):
     ({"answer": "NEWYORK", "enumeration": float("nan")}, "Big city", "7"), ({"answer": "NEWYORK", "enumeration": None}, "Big city", "7"),
 ])  # fmt: skip
 def test_enumerations(given, clue, enumeration):
-    row = crossword._row({"clue": "Big city", **given})
+    row = crossword._clue_row({"clue": "Big city", **given})
     assert (row["clue"], row["enumeration"]) == (clue, enumeration)
     assert [message["content"] for message in row["prompt"]] == [
         crossword.INSTRUCTION,

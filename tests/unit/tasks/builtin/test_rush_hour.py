@@ -113,16 +113,16 @@ def test_the_solver_counts_slides_and_ways():
     #   o o o o
     #   o o o o
     cars = (Car(True, 0, 2), Car(False, 3, 2))
-    layout, start = rush_hour._layout(4, cars, (0, 0), walls=0)
+    layout, start = rush_hour._make_layout(4, cars, (0, 0), walls=0)
     solved = solve(layout, start)
     assert solved.distance[start] == 2
-    assert solved.ways[start] == 2  # Bv1 or Bv2
+    assert solved.path_counts[start] == 2  # Bv1 or Bv2
     assert len(solved.graph) == 3 * 3 - 1  # all places but A at the edge with B in row 0
     # with a wall in the third row, B can neither leave the way upwards nor downwards
-    layout, start = rush_hour._layout(4, (cars[0], Car(False, 3, 2)), (0, 0), walls=1 << 11)
+    layout, start = rush_hour._make_layout(4, (cars[0], Car(False, 3, 2)), (0, 0), walls=1 << 11)
     assert start not in solve(layout, start).distance
     many = [Car(True, 0, 2), *(Car(True, n, 2) for n in range(1, 4))]
-    layout, start = rush_hour._layout(8, many, (0, 0, 0, 0), 0)
+    layout, start = rush_hour._make_layout(8, many, (0, 0, 0, 0), 0)
     assert solve(layout, start) is None  # 7 places each: 2401 states, too many
 
 

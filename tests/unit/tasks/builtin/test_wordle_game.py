@@ -4,7 +4,7 @@ import pytest
 
 from groupwise.core.settings.view import View
 from groupwise.tasks.builtin import wordle_game
-from groupwise.tasks.builtin.wordle_game import Game, Played, play_messages
+from groupwise.tasks.builtin.wordle_game import Game, GameResult, play_messages
 from groupwise.tasks.builtin.wordle_rules import words_of
 from groupwise.tasks.contract import load_task
 from tests.task_kit import scored, splits
@@ -107,7 +107,9 @@ def test_environment_and_rewards_see_the_same_game():
     playing = game()
     for text in turns:
         playing.step(text)
-    assert play_messages(transcript(*turns), "label", REAL) == Played(True, tuple(playing.verdicts))
+    assert play_messages(transcript(*turns), "label", REAL) == GameResult(
+        True, tuple(playing.verdicts)
+    )
 
 
 # Metrics

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from groupwise.core.errors import TaskError
 from groupwise.tasks.data.chat import (
-    PromptWay,
+    PromptOptions,
     Rows,
     with_prompts,
     with_teacher,
@@ -26,7 +26,7 @@ TAGS = ("think", "answer")
 
 def prompts(*given: Any, strict: bool = False, **way: Any) -> Rows:
     rows = [{"prompt": value} for value in given]
-    return with_prompts(rows, PromptWay(**way), "set", strict=strict)
+    return with_prompts(rows, PromptOptions(**way), "set", strict=strict)
 
 
 def prompt(given: Any, **way: Any) -> Any:
@@ -116,7 +116,7 @@ def test_blocks_end_where_they_first_end_and_tags_are_no_patterns() -> None:
 def test_columns_follow_the_last_question_as_lines() -> None:
     def asked(given: Any, **more: Any) -> Any:
         row = {"prompt": given, "hint": "wave", "level": 0, "none": None}
-        way = PromptWay(lines=("hint", "level", "none"), **more)
+        way = PromptOptions(lines=("hint", "level", "none"), **more)
         return with_prompts([row], way, "set", strict=False)[0]["prompt"]
 
     said = "hi\nhint: wave\nlevel: 0"
@@ -147,7 +147,7 @@ def test_a_chat_ends_with_who_is_answered_or_is_left_out(messages: list[dict[str
 
 
 def taught(*rows: dict[str, Any], **way: Any) -> Rows:
-    return with_teacher(list(rows), PromptWay(**way), "set", strict=False)
+    return with_teacher(list(rows), PromptOptions(**way), "set", strict=False)
 
 
 def test_rows_of_a_teacher() -> None:

@@ -8,14 +8,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.tasks.data.divergence import Fall, divergence, tolerance
+from groupwise.tasks.data.divergence import HeldOutDrop, divergence, tolerance
 
 RISING = [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
 BEST = [1.0, 1.0, 1.0, 0.0]
 
 
-def fall(last: list[float], evaluations: int = 2) -> Fall:
-    return Fall("reward", BEST, last, evaluations)
+def fall(last: list[float], evaluations: int = 2) -> HeldOutDrop:
+    return HeldOutDrop("reward", BEST, last, evaluations)
 
 
 def test_the_tolerance_is_that_of_a_95_percent_interval_and_grows_with_the_pairs():
@@ -55,7 +55,9 @@ def test_the_best_of_many_may_be_best_by_luck():
     ("prompts", "steps"), [(1, 9), (0, 9), (4, 8), (4, 0)], ids=["one", "none", "few", "no steps"]
 )
 def test_what_is_too_little_to_tell(prompts, steps):
-    assert divergence(Fall("reward", BEST[:prompts], BEST[:prompts], 2), RISING[:steps]) is None
+    assert (
+        divergence(HeldOutDrop("reward", BEST[:prompts], BEST[:prompts], 2), RISING[:steps]) is None
+    )
 
 
 @given(
@@ -65,6 +67,6 @@ def test_what_is_too_little_to_tell(prompts, steps):
 )
 def test_it_bears_any_numbers(pairs, rewards, evaluations):
     found = divergence(
-        Fall("reward", [a for a, _ in pairs], [b for _, b in pairs], evaluations), rewards
+        HeldOutDrop("reward", [a for a, _ in pairs], [b for _, b in pairs], evaluations), rewards
     )
     assert found is None or math.isfinite(found.strength)

@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from groupwise.core.errors import TaskError
-from groupwise.tasks.data.mixture import Part, in_turn, mix_parts, split, with_same_columns
-from groupwise.tasks.data.order import Order, among
+from groupwise.tasks.data.mixture import Part, interleave, mix_parts, split, with_same_columns
+from groupwise.tasks.data.order import Order, restrict_shares
 
 
 def part(name: str, count: int, weight: float = 1.0, **columns: Any) -> Part:
@@ -108,14 +108,14 @@ def test_without_shuffling_an_epoch_keeps_the_order() -> None:
 def test_shares_of_what_is_left() -> None:
     _, shares = mix_parts([part("a", 4, 0.5), part("b", 2, 2.0)], 0)
     (a, b) = shares
-    kept = sorted([*a.places[1:], *b.places])
-    left = among(shares, kept)
-    assert [[kept[place] for place in share.places] for share in left] == [
-        list(a.places[1:]),
-        list(b.places),
+    kept = sorted([*a.indices[1:], *b.indices])
+    left = restrict_shares(shares, kept)
+    assert [[kept[place] for place in share.indices] for share in left] == [
+        list(a.indices[1:]),
+        list(b.indices),
     ]
     assert [share.extra_examples for share in left] == [2, 0]
-    assert among(shares, b.places)[0].name == "b"
+    assert restrict_shares(shares, b.indices)[0].name == "b"
 
 
 # Held out
@@ -158,7 +158,7 @@ def test_held_out_share_is_that_of_each_part_and_weights_act_on_what_is_left() -
 
 
 def test_first_rows_in_turn_stand_for_all_parts() -> None:
-    found = in_turn([part("a", 4), part("b", 1), part("c", 2)])
+    found = interleave([part("a", 4), part("b", 1), part("c", 2)])
     assert prompts(found) == ["a0", "b0", "c0", "a1", "c1", "a2", "a3"]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from groupwise.core.errors import TaskError
 from groupwise.tasks.data.config import DatasetConfig
-from groupwise.tasks.data.loading import for_training
+from groupwise.tasks.data.loading import training_parts
 from groupwise.tasks.data.messages import Unusable
 from groupwise.tasks.data.pipelines import find_pipeline
 
@@ -64,7 +64,7 @@ def test_a_teachers_answer_is_the_completion() -> None:
 
 
 def test_own_ones_make_prompts_of_other_columns_and_leave_rows_out() -> None:
-    parts, account = for_training(
+    parts, account = training_parts(
         data(preprocessing_pipeline="own_pipelines.py:short"), teacher=False
     )
     (part,) = parts
@@ -82,8 +82,8 @@ def test_own_ones_make_prompts_of_other_columns_and_leave_rows_out() -> None:
 ])  # fmt: skip
 def test_what_is_wrong_is_told(name: str, told: str) -> None:
     with pytest.raises(TaskError, match=told):
-        for_training(data(preprocessing_pipeline=name, strict=True), teacher=False)
+        training_parts(data(preprocessing_pipeline=name, strict=True), teacher=False)
     if name == "generc":  # before the data are read
         given = DatasetConfig(dataset_name="gone.jsonl", preprocessing_pipeline=name)
         with pytest.raises(TaskError, match="generc"):
-            for_training(given, teacher=False)
+            training_parts(given, teacher=False)

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 
 from groupwise.core.types import Example, Group, RewardPart, Rollout, Segment
 from groupwise.tasks.data.drift import MANY, Gauge
-from groupwise.tasks.data.reward_hacking import Seen, Signals
-from groupwise.tasks.data.reward_hacking_detectors import Sight, SignalsConfig, dominance
+from groupwise.tasks.data.reward_hacking import Signals, StepSignals
+from groupwise.tasks.data.reward_hacking_detectors import DetectorInput, SignalsConfig, dominance
 
 Parts = dict[str, tuple[float, float]]
 START = 3
@@ -224,7 +224,7 @@ def test_dominance_ends_when_the_part_has_fallen():
     assert told(watch(), course) == ["dominance begins @ 4", "dominance ends @ 5"]
 
 
-def last(signals: Signals, steps: Iterable[list[Group]]) -> Seen:
+def last(signals: Signals, steps: Iterable[list[Group]]) -> StepSignals:
     return [signals.observe(groups, n) for n, groups in enumerate(steps)][-1]
 
 
@@ -265,7 +265,7 @@ def test_a_loss_is_a_share_of_what_was_there(before, after, least, lost):
         "gain/brief": Gauge([before] * START, after),
     }
     seen = {} if least is None else {"brief": least}
-    finding = dominance(Sight(SignalsConfig(memory=0.0), gauges, 0.0, 1.0, seen))
+    finding = dominance(DetectorInput(SignalsConfig(memory=0.0), gauges, 0.0, 1.0, seen))
     assert finding is not None
     assert finding.strength == (pytest.approx(lost / 0.5) if lost >= 0 else -MANY / 4)
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from groupwise.core.types import Example, Group, Outcome, RewardPart, Rollout, Segment
-from groupwise.tasks.data.reward_hacking_statistics import least, symptoms
+from groupwise.tasks.data.reward_hacking_statistics import group_statistics, lowest_part_values
 
 
 def member(
@@ -43,7 +43,7 @@ def group(*members: Rollout, example: int = 0) -> Group:
 
 def test_length_and_truncation_are_of_all_rollouts():
     cut = Segment("policy", (1, 2, 3, 4), finish_reason="length")
-    found = symptoms([group(member((1, 2), reward=1.0), member(segments=(cut,)))])
+    found = group_statistics([group(member((1, 2), reward=1.0), member(segments=(cut,)))])
     assert (found["length"], found["truncated"], found["reward"]) == (3.0, 0.5, 1.0)
 
 
@@ -54,70 +54,84 @@ def test_correlation_of_length_and_reward_is_within_groups():
     """
     first = group(member((1,) * 2, reward=10.0), member((1,) * 4, reward=11.0))
     second = group(member((1,) * 9, reward=1.0), member((1,) * 9, reward=0.0))
-    assert symptoms([first])["length_correlation"] == pytest.approx(1.0)
-    assert symptoms([first, second])["length_correlation"] == pytest.approx(1 / math.sqrt(2))
+    assert group_statistics([first])["length_correlation"] == pytest.approx(1.0)
+    assert group_statistics([first, second])["length_correlation"] == pytest.approx(
+        1 / math.sqrt(2)
+    )
 
 
 def test_rewards_that_are_the_same_but_for_rounding_correlate_with_nothing():
     rewards = (0.3, 0.1 + 0.2)
-    found = symptoms([group(*(member((1,) * n, reward=r) for n, r in enumerate(rewards, 1)))])
+    found = group_statistics(
+        [group(*(member((1,) * n, reward=r) for n, r in enumerate(rewards, 1)))]
+    )
     assert "length_correlation" not in found
 
 
 def test_repetition_of_tokens():
     """123 231 312 123: one of four; a completion without n-grams is no completion without repetition; turns are not spanned."""
     loop = member((1, 2, 3, 1, 2, 3))
-    assert symptoms([group(loop)])["repetition"] == 0.25
-    assert symptoms([group(loop, member((1, 2)))])["repetition"] == 0.25
-    assert symptoms([group(loop, member((1, 2, 3)))])["repetition"] == 0.125
-    assert "repetition" not in symptoms([group(member((1, 2)))])
+    assert group_statistics([group(loop)])["repetition"] == 0.25
+    assert group_statistics([group(loop, member((1, 2)))])["repetition"] == 0.25
+    assert group_statistics([group(loop, member((1, 2, 3)))])["repetition"] == 0.125
+    assert "repetition" not in group_statistics([group(member((1, 2)))])
     turn, answer = Segment("policy", (1, 2, 3)), Segment("environment", (7, 8, 9))
-    found = symptoms([group(member(segments=(turn, answer, turn)))])
+    found = group_statistics([group(member(segments=(turn, answer, turn)))])
     assert (found["repetition"], found["length"]) == (0.5, 6.0)
 
 
 def test_repeated_lines():
     """Of `a`, `a`, `b` one repeats; blank ones do not count, nor does what others say in a dialogue."""
-    assert symptoms([group(member(text="a\n a\n\n\nb"))])["repeated_lines"] == pytest.approx(1 / 3)
-    assert "repeated_lines" not in symptoms([group(member(text=" \n"))])
+    assert group_statistics([group(member(text="a\n a\n\n\nb"))])[
+        "repeated_lines"
+    ] == pytest.approx(1 / 3)
+    assert "repeated_lines" not in group_statistics([group(member(text=" \n"))])
     turns = (("assistant", "up"), ("user", "bump"), ("assistant", "up"), ("user", "bump"))
     said: list[Any] = [{"role": role, "content": text} for role, text in turns]
     said.append({"role": "assistant", "content": None})
     spoken = member(messages=tuple(said), text="up bump up bump")
-    assert symptoms([group(spoken)])["repeated_lines"] == 0.5
+    assert group_statistics([group(spoken)])["repeated_lines"] == 0.5
 
 
 def test_distinct_completions():
     """Two texts among four: 1 of 3; empty ones are texts, too, and space around them is no difference."""
     texts = ("a", " a", "b", "b\n")
-    assert symptoms([group(*(member(text=t) for t in texts))])["distinct_completions"] == 1 / 3
-    assert symptoms([group(member(text=""), member(text=""))])["distinct_completions"] == 0.0
-    assert symptoms([group(member(text=""), member(text="a"))])["distinct_completions"] == 1.0
+    assert (
+        group_statistics([group(*(member(text=t) for t in texts))])["distinct_completions"] == 1 / 3
+    )
+    assert (
+        group_statistics([group(member(text=""), member(text=""))])["distinct_completions"] == 0.0
+    )
+    assert (
+        group_statistics([group(member(text=""), member(text="a"))])["distinct_completions"] == 1.0
+    )
 
 
 def test_distinct_ngrams():
     """{123, 234} and {234, 345}: three in all, four one by one, two at most: (3 − 2) / (4 − 2)."""
     first, second = member((1, 2, 3, 4)), member((2, 3, 4, 5))
-    assert symptoms([group(first, second)])["distinct_ngrams"] == 0.5
-    assert symptoms([group(first, first, first)])["distinct_ngrams"] == 0.0
-    assert symptoms([group(first, member((7, 8, 9)))])["distinct_ngrams"] == 1.0
+    assert group_statistics([group(first, second)])["distinct_ngrams"] == 0.5
+    assert group_statistics([group(first, first, first)])["distinct_ngrams"] == 0.0
+    assert group_statistics([group(first, member((7, 8, 9)))])["distinct_ngrams"] == 1.0
     loop = member((1, 2, 3, 4) * 5)
-    assert symptoms([group(loop, member((7, 8, 9)))])["distinct_ngrams"] == 1.0, "only repetitive"
+    assert group_statistics([group(loop, member((7, 8, 9)))])["distinct_ngrams"] == 1.0, (
+        "only repetitive"
+    )
 
 
 def test_same_answers_are_those_of_different_prompts():
     """`a`, `a` against `a`, `b`: two of four pairs; the pair of the first prompt is none."""
     first = group(member(text="a"), member(text="a"), example=0)
     second = group(member(text="a"), member(text="b"), example=1)
-    assert symptoms([first, second])["same_answers"] == 0.5
-    assert "same_answers" not in symptoms([first, first]), "the same prompt drawn twice"
-    assert symptoms([first, first, second])["same_answers"] == 0.5
+    assert group_statistics([first, second])["same_answers"] == 0.5
+    assert "same_answers" not in group_statistics([first, first]), "the same prompt drawn twice"
+    assert group_statistics([first, first, second])["same_answers"] == 0.5
 
 
 def test_shares_of_parts_are_of_the_variance_within_groups():
     """Rewards 0 + ½, 1 + 0 differ by ½: p explains cov ¼ of variance ⅛, twice all of it, and q takes one share back."""
     parts = [{"p": (0.0, 1.0), "q": (1.0, 0.5)}, {"p": (1.0, 1.0), "q": (0.0, 0.5)}]
-    found = symptoms(
+    found = group_statistics(
         [group(member(reward=0.5, parts=parts[0]), member(reward=1.0, parts=parts[1]))]
     )
     assert (found["share/p"], found["share/q"]) == (2.0, -1.0)
@@ -129,7 +143,7 @@ def test_shares_of_parts_are_of_the_variance_within_groups():
 
 def test_a_part_that_does_not_apply_gives_nothing_and_a_part_of_weight_0_is_only_watched():
     parts = [{"p": (None, 1.0), "seen": (3.0, 0.0)}, {"p": (2.0, 1.0), "seen": (5.0, 0.0)}]
-    found = symptoms(
+    found = group_statistics(
         [group(member(reward=0.0, parts=parts[0]), member(reward=2.0, parts=parts[1]))]
     )
     assert (found["gain/p"], found["gain/seen"]) == (2.0, 4.0)
@@ -141,9 +155,9 @@ def test_a_part_that_does_not_apply_gives_nothing_and_a_part_of_weight_0_is_only
 def test_parts_of_several_turns_are_added_up():
     turns = (RewardPart("p", 1.0, 0.5, turn=0), RewardPart("p", 3.0, 0.5, turn=1))
     rollout = Rollout(0, 0, 0, (), (), "", "scored", reward=2.0, parts=turns)
-    assert symptoms([group(rollout)])["gain/p"] == 2.0
-    assert symptoms([group(rollout)])["value/p"] == 4.0
-    assert least([group(rollout)]) == {"p": 2.0}
+    assert group_statistics([group(rollout)])["gain/p"] == 2.0
+    assert group_statistics([group(rollout)])["value/p"] == 4.0
+    assert lowest_part_values([group(rollout)]) == {"p": 2.0}
 
 
 def test_the_least_of_a_part_is_that_of_the_scored_where_it_applies():
@@ -154,7 +168,7 @@ def test_the_least_of_a_part_is_that_of_the_scored_where_it_applies():
         member(parts={"p": (9.0, -0.5)}),
         member(reward=0.0, parts={"p": (math.inf, -0.5)}),
     ]
-    assert least([group(*rollouts[:2]), group(*rollouts[2:])]) == {
+    assert lowest_part_values([group(*rollouts[:2]), group(*rollouts[2:])]) == {
         "p": -1.5,
         "q": 2.0,
         "seen": 5.0,
@@ -165,7 +179,7 @@ def test_failed_members_show_what_they_wrote_and_earn_nothing():
     part = {"p": (1.0, 1.0)}
     scored = [member((1,) * n, reward=float(n), parts=part) for n in (1, 2)]
     failed = member((1,) * 9, text="x", parts={"p": (9.0, 1.0)}, outcome="failed")
-    found = symptoms([group(*scored, failed)])
+    found = group_statistics([group(*scored, failed)])
     assert found["length"] == 4.0
     assert found["reward"] == 1.5
     assert found["gain/p"] == 1.0
@@ -175,15 +189,15 @@ def test_failed_members_show_what_they_wrote_and_earn_nothing():
 
 def test_a_rollout_in_which_the_policy_wrote_nothing_has_no_text():
     nothing = member(segments=())
-    found = symptoms([group(member(text="a"), member(text="a"), nothing)])
+    found = group_statistics([group(member(text="a"), member(text="a"), nothing)])
     assert found["distinct_completions"] == 0.0
     assert found["length"] == pytest.approx(2 / 3)
 
 
 def test_groups_of_one_are_compared_with_nobody():
-    assert symptoms([]) == symptoms([group()]) == {}
+    assert group_statistics([]) == group_statistics([group()]) == {}
     part = {"p": (1.0, 1.0)}
-    found = symptoms(
+    found = group_statistics(
         [group(member((1, 2, 3), reward=1.0, parts=part), example=n) for n in range(2)]
     )
     assert set(found) == {

@@ -8,7 +8,7 @@ from groupwise.core.errors import TaskError
 from groupwise.core.types import Example, Group, Outcome, RewardPart, Rollout
 from groupwise.tasks.data.success import (
     SOLVED,
-    SoughtPart,
+    ConfiguredPart,
     check_part,
     part_of_success,
     success_value,
@@ -67,11 +67,11 @@ def test_a_part_that_the_reward_does_not_have_is_refused():
 def test_a_part_that_groups_do_not_have_is_told_once():
     failed = Group(0, Example(0, "p"), (rollout(None, "failed"),))
     scored = Group(0, Example(0, "p"), (rollout(1.0, won=1.0, found=None),))
-    sought = SoughtPart("data.curriculum.success_part", "wun")
+    sought = ConfiguredPart("data.curriculum.success_part", "wun")
     assert sought.missing([failed]) is None
     told = str(sought.missing([failed, scored]))
     assert "'wun'" in told
     assert told.endswith("There are: found, won")
     assert sought.missing([scored]) is None
     for name in ("won", "found", None):
-        assert SoughtPart("data.curriculum.success_part", name).missing([scored]) is None
+        assert ConfiguredPart("data.curriculum.success_part", name).missing([scored]) is None

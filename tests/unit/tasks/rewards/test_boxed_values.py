@@ -17,11 +17,11 @@ from hypothesis import strategies as st
 
 from groupwise.tasks.rewards.boxed_values import (
     MAX_MESSAGE,
+    ConnectionLost,
     Errors,
-    Ledger,
-    Lost,
     MessageSocket,
-    NotPlain,
+    NotPlainError,
+    ObjectTable,
     written_error,
 )
 
@@ -49,15 +49,17 @@ PLAIN = st.recursive(
 )
 
 
-def ledger() -> Ledger:
-    return Ledger(stays=lambda value: True, stand_in=lambda number: Strange())
+def ledger() -> ObjectTable:
+    return ObjectTable(stays=lambda value: True, stand_in=lambda number: Strange())
 
 
 class Strange:
     """No plain value."""
 
 
-def over(value, sender: Ledger | None = None, receiver: Ledger | None = None, *, shown=False):
+def over(
+    value, sender: ObjectTable | None = None, receiver: ObjectTable | None = None, *, shown=False
+):
     told = json.loads(json.dumps((sender or ledger()).to_json(value, shown=shown)))
     return (receiver or ledger()).read(told)
 
@@ -104,8 +106,8 @@ def test_the_rest_stays_and_is_known_again():
     assert stand_in is not strange
     assert over(strange, here, there) is stand_in
     assert over([stand_in], there, here)[0] is strange
-    with pytest.raises(NotPlain, match="Strange"):
-        Ledger(stays=lambda value: False, stand_in=lambda number: None).to_json([Strange()])
+    with pytest.raises(NotPlainError, match="Strange"):
+        ObjectTable(stays=lambda value: False, stand_in=lambda number: None).to_json([Strange()])
 
 
 def test_a_shown_list_keeps_its_identity_and_takes_changes():
@@ -119,7 +121,7 @@ def test_a_shown_list_keeps_its_identity_and_takes_changes():
     arrived[0].append(9)
     arrived[2]["k"].clear()
     for number in sorted(here.showing):
-        here.put(number, json.loads(json.dumps(there.content(there.theirs(number)))))
+        here.put(number, json.loads(json.dumps(there.content(there.remote_object(number)))))
     assert grid == [[1, 2, 9], [1, 2, 9], {"k": set()}]
     assert grid[0] is row
     assert grid[1] is row
@@ -134,7 +136,7 @@ def test_a_shown_list_keeps_its_identity_and_takes_changes():
     {"list": [], "at": []},
 ])  # fmt: skip
 def test_what_nobody_writes_is_not_read(told):
-    with pytest.raises(Lost):
+    with pytest.raises(ConnectionLost):
         ledger().read(told)
 
 
@@ -170,7 +172,7 @@ def test_messages_go_both_ways_unless_they_are_too_long():
         other.send({"b": None})
         assert other.receive() == {"a": "\ud800", "n": [1, 2]}
         assert one.receive() == {"b": None}
-        with pytest.raises(NotPlain, match="too large"):
+        with pytest.raises(NotPlainError, match="too large"):
             one.send({"a": "x" * MAX_MESSAGE})
 
 
@@ -186,5 +188,5 @@ def test_rubbish_on_the_line_is_its_end(rubbish):
         other.settimeout(5)
         other.sendall(rubbish)
         other.shutdown(socket.SHUT_WR)
-        with pytest.raises(Lost):
+        with pytest.raises(ConnectionLost):
             line.receive()

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from groupwise.core.reward_call.request import ScoreRequest
-from groupwise.tasks.rewards.nesting import taking_nested
+from groupwise.tasks.rewards.nesting import accept_nested
 from groupwise.tasks.rewards.rubric import Rubric
 
 
@@ -19,7 +19,7 @@ def lengths(prompts, completions, answer, bonus=0):
     ]
 
 
-scored = taking_nested(lengths, "lengths")
+scored = accept_nested(lengths, "lengths")
 
 
 @pytest.mark.parametrize(
@@ -42,8 +42,8 @@ def test_chats_are_no_nesting_but_lists_of_chats_are():
 
     chat = [{"role": "assistant", "content": "hi"}]
     other = [{"role": "assistant", "content": "ho"}]
-    assert taking_nested(said, "said")(completions=[chat, other]) == ["hi", "ho"]
-    assert taking_nested(said, "said")(completions=[[chat, other], [other]]) == [
+    assert accept_nested(said, "said")(completions=[chat, other]) == ["hi", "ho"]
+    assert accept_nested(said, "said")(completions=[[chat, other], [other]]) == [
         ["hi", "ho"],
         ["ho"],
     ]
@@ -55,7 +55,7 @@ def test_async_functions_stay_async_and_token_ids_are_nested_too():
         return [len(ids) for ids in completion_ids]
 
     nested = {"completions": [["a", "b"], []], "completion_ids": [[[1], [1, 2]], []]}
-    assert asyncio.run(taking_nested(counts, "c")(**nested)) == [[1, 2], []]
+    assert asyncio.run(accept_nested(counts, "c")(**nested)) == [[1, 2], []]
 
 
 class Watchful:
@@ -66,7 +66,7 @@ class Watchful:
 
 
 def test_a_run_gives_it_what_the_function_names():
-    rubric = Rubric([taking_nested(Watchful(), "w")])
+    rubric = Rubric([accept_nested(Watchful(), "w")])
     request = ScoreRequest(0, ["p"] * 2, ["a", "b"], [[1], [2, 3]], {"hint": ["", "h"]}, 0, 1)
     found = asyncio.run(rubric.score(request))
     assert [member.reward for member in found.members] == [1.0, 3.0]

@@ -8,7 +8,7 @@ import re
 import pytest
 
 from groupwise.core.errors import TaskError
-from groupwise.tasks.rewards.other_names import meant_by, other_names
+from groupwise.tasks.rewards.other_names import meaning_of, other_names
 from groupwise.tasks.rewards.registry import get_reward_funcs, registered_rewards
 
 OURS = registered_rewards()
@@ -46,7 +46,7 @@ def test_a_module_of_python_is_no_reward_and_a_slip_is_looked_for_as_usual() -> 
     assert re.search("Built-in: .*correctness, ", message)
     assert "path/to/file.py:function" in message
     assert "Did you mean" not in refused("reasoning_steps_reward")
-    assert meant_by("no_such_thing", OURS) is None
+    assert meaning_of("no_such_thing", OURS) is None
     assert re.search(r"Did you mean `length`\?$", refused("lenght").split("\nBuilt-in")[0])
 
 

@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 
 from groupwise.tasks.rewards.overlap import (
     RubricOverlap,
+    contains_rubric,
     overlap,
     similarity,
-    stands_in,
     words,
 )
 
@@ -85,7 +85,7 @@ def test_a_rubric_in_the_prompt_leaves_the_likeness_of_what_is_not_copied():
     ("light", [{"role": "user", "content": "Say light."}], True),
 ])  # fmt: skip
 def test_a_rubric_that_stands_in_the_prompt(rubric, prompt, shown):
-    assert stands_in(rubric, prompt) is shown
+    assert contains_rubric(rubric, prompt) is shown
 
 
 @pytest.mark.parametrize("rubric", [None, "", [], "of by", float("nan")])

@@ -666,7 +666,7 @@ def test_the_same_code_is_run_once_and_so_many_at_a_time(monkeypatch):
 
 def test_a_machine_without_what_is_required_is_told_before_the_run(monkeypatch):
     held = {"network": (), "files": ("Landlock",), "calls": ()}
-    monkeypatch.setattr(python_tests, "_held_here", lambda: held)
+    monkeypatch.setattr(python_tests, "_machine_protections", lambda: held)
     with pytest.raises(TaskError, match=r"`python_tests` does not run code without network, calls"):
         Rubric([PythonTests()]).check_machine()
     (said,) = Rubric([PythonTests(require=("files",))]).check_machine()

@@ -275,10 +275,13 @@ def test_arguments_that_no_row_fills_are_told():
     def settings(completions, answer, gold=None, w=some, origin=None, log_extra=None): ...
 
     rubric = Rubric([settings])
-    assert rubric.never_filled([]) == []
-    assert rubric.never_filled([{"answer": "1", "gold": None}, {"answer": None, "gold": "2"}]) == []
-    told = rubric.never_filled([{"answer": None}, {"answer": None}])
-    assert told == rubric.columns_meant == [("settings", "answer"), ("settings", "gold")]
+    assert rubric.unfilled_arguments([]) == []
+    assert (
+        rubric.unfilled_arguments([{"answer": "1", "gold": None}, {"answer": None, "gold": "2"}])
+        == []
+    )
+    told = rubric.unfilled_arguments([{"answer": None}, {"answer": None}])
+    assert told == rubric.argument_columns == [("settings", "answer"), ("settings", "gold")]
 
 
 def raises(completions, **kwargs):

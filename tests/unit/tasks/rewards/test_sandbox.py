@@ -128,14 +128,14 @@ async def test_its_folder_is_deleted(tmp_path, monkeypatch):
 
 
 async def test_while_its_folder_is_deleted_others_go_on(monkeypatch):
-    loop, delete, went_on = asyncio.get_running_loop(), sandbox._delete, threading.Event()
+    loop, delete, went_on = asyncio.get_running_loop(), sandbox._delete_tree, threading.Event()
 
     def deleted(folder):
         loop.call_soon_threadsafe(went_on.set)
         assert went_on.wait(10)
         delete(folder)
 
-    monkeypatch.setattr(sandbox, "_delete", deleted)
+    monkeypatch.setattr(sandbox, "_delete_tree", deleted)
     await printed("print(1)")
 
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from groupwise.core.types import Completion, SamplingParams
 from groupwise.engine.models.chat_masks import Chat, mask_turns
 from groupwise.engine.models.tokens import prompt_ids
-from groupwise.tasks.rollouts.dialogue import begin
+from groupwise.tasks.rollouts.dialogue import begin_dialogue
 
 TRL = find_spec("trl")
 """Found, but not imported, which takes seconds."""
@@ -129,7 +129,7 @@ def completion(tokenizer: Any, text: str) -> Completion:
 @pytest.mark.parametrize("family", sorted(ENDS.keys() - ADDED.keys()))
 def test_a_dialogue_has_the_tokens_of_the_template(family):
     tokenizer = tokenizer_of(family)
-    dialogue = begin(tokenizer, TALK[:1], (), {}, None)
+    dialogue = begin_dialogue(tokenizer, TALK[:1], (), {}, None)
     assert dialogue.context == prompt_ids(tokenizer, TALK[:1])
     dialogue.say(completion(tokenizer, answer(family, "2.")), SamplingParams(9))
     assert dialogue.hear("sure?", 9999)
@@ -142,7 +142,7 @@ def test_what_an_environment_brings_ends_no_turn_and_speaks_in_no_role(family):
     tokenizer = tokenizer_of(family)
     contexts: list[tuple[int, ...]] = []
     for brought in ("x", "x".join(tokenizer.all_special_tokens)):
-        dialogue = begin(tokenizer, TALK[:1], (), {}, None)
+        dialogue = begin_dialogue(tokenizer, TALK[:1], (), {}, None)
         dialogue.say(completion(tokenizer, answer(family, "2.")), SamplingParams(9))
         assert dialogue.hear(brought, 9999)
         contexts.append(dialogue.context)
@@ -154,7 +154,7 @@ def test_what_an_environment_brings_ends_no_turn_and_speaks_in_no_role(family):
 
 def test_a_dialogue_begins_a_new_row_where_the_template_drops_a_thought():
     tokenizer = tokenizer_of("qwen3")
-    dialogue = begin(tokenizer, TALK[:1], (), {}, None)
+    dialogue = begin_dialogue(tokenizer, TALK[:1], (), {}, None)
     thought = "<think>\none and one\n</think>\n\n2."
     dialogue.say(completion(tokenizer, f"{thought}<|im_end|>"), SamplingParams(9))
     assert dialogue.hear("sure?", 9999)

@@ -21,7 +21,7 @@ from groupwise.core.types import (
 from groupwise.tasks.rollouts.rows import (
     training_rows,
     with_learner_logprobs,
-    with_others,
+    with_sibling_stats,
 )
 
 PARAMS = SamplingParams(8, 0.7)
@@ -33,7 +33,7 @@ def test_a_row_is_the_rollout_verbatim(make_group, written):
     assert row == Row(
         (50, 51), (7, 7, 1), (1, 1, 1), (-0.7, -0.7, -0.1), 0.5, 0.25, 0.7, rollout=(4, 0)
     )
-    assert with_others([replace(row, rollout=None)]) == [replace(row, rollout=None)]
+    assert with_sibling_stats([replace(row, rollout=None)]) == [replace(row, rollout=None)]
 
 
 def test_the_last_stop_token_teaches_once_and_a_truncated_row_has_none(make_group, written):
@@ -141,7 +141,7 @@ def test_rows_of_a_rollout_know_the_sums_of_the_others(make_group, written):
     proximal = [(-1.0,) * len(row.completion_ids) for row in rows]
     rows = [replace(row, proximal_logprobs=old) for row, old in zip(rows, proximal, strict=True)]
     weights = [1.1 - 2, 0.7 - 1, 1.7 - 2]  # of each row's tokens that teach: proximal − sampling
-    told = with_others(rows)
+    told = with_sibling_stats(rows)
     assert [row.others and row.others.tokens for row in told] == [3, 4, 3, None]
     found = [row.others.log_weight for row in told[:3] if row.others]
     assert found == pytest.approx([sum(weights) - own for own in weights])
@@ -152,13 +152,13 @@ def test_rows_of_a_rollout_know_the_sums_of_the_others(make_group, written):
 def test_ratios_are_those_of_the_policy_to_the_old_one(make_group, written):
     rows = training_rows([make_group(in_two_rows(written))], [(RolloutCredit(1, 1),)])
     now = [(-0.4, -0.4, 77.0), (-0.4,)]  # the environment's token counts for nothing
-    first, second = with_others(rows, now)
+    first, second = with_sibling_stats(rows, now)
     assert first.others
     assert second.others
     assert (first.others.log_ratio, second.others.log_ratio) == pytest.approx((0.3, 0.3))
     assert first.others.log_weight == second.others.log_weight == 0.0
     with_proximal = [replace(row, proximal_logprobs=(-0.5,) * len(row.mask)) for row in rows]
-    first, second = with_others(with_proximal, now)
+    first, second = with_sibling_stats(with_proximal, now)
     assert first.others
     assert second.others
     assert (first.others.log_ratio, second.others.log_ratio) == pytest.approx((0.1, 0.2))

@@ -13,8 +13,13 @@ import pytest
 from groupwise.core.errors import TaskError
 from groupwise.core.types import NumberedRow
 from groupwise.engine.models.tokens import prompt_ids
-from groupwise.tasks.rollouts.dialogue import told_of_tools
-from groupwise.tasks.rollouts.teacher import TeacherWay, read_lessons, teacher_group, teacher_row
+from groupwise.tasks.rollouts.dialogue import with_tool_descriptions
+from groupwise.tasks.rollouts.teacher import (
+    TeacherOptions,
+    read_lessons,
+    teacher_group,
+    teacher_row,
+)
 from tests.chat import SPECIAL, chat_tokenizer
 
 CHAT = {
@@ -33,7 +38,7 @@ END = "<|im_end|>"
 
 
 def read(rows: list[dict[str, Any]], family: str = "chatml", **way: Any):
-    return read_lessons(chat_tokenizer(family), rows, TeacherWay(**way), where="W")
+    return read_lessons(chat_tokenizer(family), rows, TeacherOptions(**way), where="W")
 
 
 def trained(row: dict[str, Any], family: str = "chatml", **way: Any) -> list[str]:
@@ -100,8 +105,8 @@ def test_tools_stand_in_the_system_message_where_the_template_has_no_place_for_t
     (lesson,) = read([{**CHAT, "tools": [tool]}]).lessons
     assert "weather" in chat_tokenizer("chatml").decode(lesson.rows[0].ids)
     for said in ("", "Be kind."):
-        (told,) = told_of_tools([{"role": "developer", "content": said}], [tool])
-        assert told["content"].startswith(said or told_of_tools([], [tool])[0]["content"])
+        (told,) = with_tool_descriptions([{"role": "developer", "content": said}], [tool])
+        assert told["content"].startswith(said or with_tool_descriptions([], [tool])[0]["content"])
 
 
 def test_a_template_that_rewrites_turns_gives_several_rows_which_are_members_of_a_group():

@@ -106,9 +106,9 @@ def test_no_more_than_so_many_at_once_and_nobody_waits_for_them(folder):
         session.save(step)
     places = [folder.path / f"benchmarks/benchmark/step-{step}" for step in (1, 2, 3)]
     wait_until(lambda: all(list(place.glob("*.begun")) for place in places[:2]))
-    processes = [each.family.process for each in callback._started]
+    processes = [each.family.process for each in callback._processes]
     callback.on_step_end(session.handle, {})
-    assert [each.step for each in callback._started] == [1, 2]
+    assert [each.step for each in callback._processes] == [1, 2]
     assert not list(places[2].glob("result-*"))
     session.end("interrupted")
     assert all(process.poll() is not None for process in processes)
@@ -184,7 +184,7 @@ def test_the_server_of_a_checkpoint_ends_with_the_run(folder, tmp_path, monkeypa
     callback = BenchmarkOnCheckpoint(suites=("aime24",), serve=SERVE, program=LIGHTEVAL)
     session = Session(folder, callback)
     session.save(2)
-    wait_until(lambda: bool(callback._started) and any(folder.path.rglob("hanging.json")))
+    wait_until(lambda: bool(callback._processes) and any(folder.path.rglob("hanging.json")))
     (hanging,) = folder.path.rglob("hanging.json")
     begun = [*json.loads(hanging.read_text()), *json.loads(Path("server.json").read_text())]
     session.end("failed")

@@ -16,7 +16,7 @@ from groupwise.training.callbacks.registry import (
     BUILTIN,
     callbacks_of_task,
     configured_callbacks,
-    given_callbacks,
+    hook_callbacks,
 )
 from tests.unit.training.callbacks.fake_run import CONFIG
 
@@ -173,7 +173,7 @@ def test_what_a_hook_returns():
         pass
 
     instance = Own()
-    found = given_callbacks([instance, Own], GIVEN, "here")
+    found = hook_callbacks([instance, Own], GIVEN, "here")
     assert [name for name, _ in found] == ["Own", "Own"]
     assert found[0][1] is instance
     assert isinstance(found[1][1], Own)
@@ -182,4 +182,4 @@ def test_what_a_hook_returns():
 @pytest.mark.parametrize("given", [3, int, "early_stop", object()])
 def test_what_a_hook_may_not_return(given):
     with pytest.raises(TaskError, match=r"^here: \w+ is .* no callback"):
-        given_callbacks([given], GIVEN, "here")
+        hook_callbacks([given], GIVEN, "here")

@@ -12,7 +12,7 @@ import pytest
 from groupwise.core import atomic_files
 from groupwise.core.settings.view import View
 from groupwise.training.callbacks.jsonl_sink import JsonlSink
-from groupwise.training.callbacks.sinks import Finding, MetricsRow, Reported
+from groupwise.training.callbacks.sinks import Finding, MetricsRow, ReportedRun
 
 ROW = {"step": 7, "prompt": "p", "completion": "half \ud800\n", "parts": {"right": 1.0}}
 
@@ -20,7 +20,7 @@ ROW = {"step": 7, "prompt": "p", "completion": "half \ud800\n", "parts": {"right
 def begun(folder: Path, steps: int = 0) -> tuple[JsonlSink, int]:
     sink = JsonlSink()
     sink.check(View({}))
-    return sink, sink.begin(Reported("r", "1a2b3c4d", folder, View({}), steps, 0.0))
+    return sink, sink.begin(ReportedRun("r", "1a2b3c4d", folder, View({}), steps, 0.0))
 
 
 def written(folder: Path, name: str = "metrics") -> list[dict[str, Any]]:
@@ -35,14 +35,14 @@ def three_lines(folder: Path) -> None:
     sink, held = begun(folder)
     assert held == -1
     for steps in range(3):
-        sink.line(MetricsRow(steps, {"reward": steps / 4}, 100.5 + steps, [ROW, ROW]))
+        sink.write_row(MetricsRow(steps, {"reward": steps / 4}, 100.5 + steps, [ROW, ROW]))
     sink.end("interrupted")
 
 
 def test_a_line_is_one_flat_object(tmp_path):
     sink, _ = begun(tmp_path)
     values = {"reward": 0.5, "kl": math.nan, "grad_norm": math.inf, "step": 9.0}
-    sink.line(MetricsRow(3, values, 100.5))
+    sink.write_row(MetricsRow(3, values, 100.5))
     assert (tmp_path / "metrics.jsonl").read_text() == (
         '{"step": 3, "wall_time": 100.5, "reward": 0.5, "kl": null, "grad_norm": null, "task/step": 9.0}\n'
     )
@@ -54,7 +54,7 @@ def test_a_run_that_goes_on_adds_what_is_missing(tmp_path):
     before = (tmp_path / "metrics.jsonl").read_bytes()
     sink, held = begun(tmp_path, steps=2)
     assert held == 2
-    sink.line(MetricsRow(3, {"reward": 1.0}, 200.0))
+    sink.write_row(MetricsRow(3, {"reward": 1.0}, 200.0))
     after = (tmp_path / "metrics.jsonl").read_bytes()
     assert after.startswith(before)
     assert steps_of(tmp_path) == [0, 1, 2, 3]
@@ -69,7 +69,7 @@ def test_half_a_line_is_cut_off_with_its_rollouts(tmp_path, kept):
     sink, held = begun(tmp_path, steps=5)
     assert held == 1
     assert steps_of(tmp_path, "completions") == [0, 0, 1, 1]
-    sink.line(MetricsRow(2, {"reward": 0.5}, 102.5, [ROW]))
+    sink.write_row(MetricsRow(2, {"reward": 0.5}, 102.5, [ROW]))
     assert steps_of(tmp_path) == [0, 1, 2]
     assert steps_of(tmp_path, "completions") == [0, 0, 1, 1, 2]
 
@@ -95,7 +95,7 @@ def test_findings_are_in_a_file_of_their_own_under_the_steps_that_they_are_of(tm
     sink, _ = begun(tmp_path)
     for steps in (4, 5):
         found = [Finding("eval/benchmark", steps - 2, {"x": 0.5, "y": math.nan})]
-        sink.line(MetricsRow(steps, {"reward": 1.0}, 100.0, findings=found))
+        sink.write_row(MetricsRow(steps, {"reward": 1.0}, 100.0, findings=found))
     first = {"step": 2, "known_after": 4, "eval/benchmark/x": 0.5, "eval/benchmark/y": None}
     assert written(tmp_path, "evaluations") == [first, {**first, "step": 3, "known_after": 5}]
     assert begun(tmp_path, steps=4)[1] == 4
@@ -110,7 +110,7 @@ class Died(BaseException):
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_death_between_the_files_costs_nothing(tmp_path, monkeypatch, point, moment):
     sink, _ = begun(tmp_path)
-    sink.line(MetricsRow(1, {"reward": 1.0}, 1.0, [ROW]))
+    sink.write_row(MetricsRow(1, {"reward": 1.0}, 1.0, [ROW]))
 
     def die(name: str) -> None:
         if name == f"{point}:{moment}":
@@ -119,8 +119,8 @@ def test_a_death_between_the_files_costs_nothing(tmp_path, monkeypatch, point, m
     with monkeypatch.context() as dying:
         dying.setattr(atomic_files, "on_write", die)
         with pytest.raises(Died):
-            sink.line(MetricsRow(2, {"reward": 1.0}, 2.0, [ROW]))
+            sink.write_row(MetricsRow(2, {"reward": 1.0}, 2.0, [ROW]))
     sink, held = begun(tmp_path, steps=2)
     for steps in range(held + 1, 4):
-        sink.line(MetricsRow(steps, {"reward": 1.0}, float(steps), [ROW]))
+        sink.write_row(MetricsRow(steps, {"reward": 1.0}, float(steps), [ROW]))
     assert steps_of(tmp_path) == steps_of(tmp_path, "completions") == [1, 2, 3]

@@ -19,13 +19,13 @@ import pytest
 
 from groupwise.core.settings.view import View
 from groupwise.training.callbacks.mlflow_sink import MlflowError, MlflowSink
-from groupwise.training.callbacks.sinks import Finding, MetricsRow, Reported
+from groupwise.training.callbacks.sinks import Finding, MetricsRow, ReportedRun
 
 CONFIG = {
     "run": {"mlflow_experiment": None}, "training": {"learning_rate": 1e-5, "max_steps": 3}, "task": None,
     "rewards": {"reward_funcs": ["a", "b"]}, "data": {"columns": {}},
 }  # fmt: skip
-RUN = Reported("toy", "1a2b3c4d", Path("runs/toy"), View(CONFIG), 0, 100.5)
+RUN = ReportedRun("toy", "1a2b3c4d", Path("runs/toy"), View(CONFIG), 0, 100.5)
 
 
 class FakeTracking:
@@ -161,7 +161,7 @@ def tracking(monkeypatch) -> FakeTracking:
     return fake
 
 
-def begun(run: Reported = RUN) -> tuple[MlflowSink, int]:
+def begun(run: ReportedRun = RUN) -> tuple[MlflowSink, int]:
     sink = MlflowSink()
     return sink, sink.begin(run)
 
@@ -177,12 +177,12 @@ def line(steps: int, **values: float) -> MetricsRow:
 def test_of_a_line_that_was_cut_short_only_the_rest_is_sent(tracking, there):
     """Killed before the tag, with all of the line, a part, or nothing."""
     sink, _ = begun()
-    sink.line(line(1))
+    sink.write_row(line(1))
     tracking.runs["run1"].data.points += [Metric(name, 9.0, 1, 2) for name in there]
     sink, held = begun()
     assert held == 1
-    sink.line(line(2))
-    sink.line(line(3))
+    sink.write_row(line(2))
+    sink.write_row(line(3))
     assert tracking.points("run1", "reward") == tracking.points("run1", "loss") == [1, 2, 3]
 
 
@@ -190,12 +190,12 @@ def test_of_a_line_that_was_cut_short_only_the_rest_is_sent(tracking, there):
 def test_findings_stand_at_their_own_steps_each_once(tracking, there):
     """Also those of a line that was cut short, whatever of it had arrived, and one that comes after one of later steps."""
     sink, _ = begun()
-    sink.line(line(1))
+    sink.write_row(line(1))
     tracking.runs["run1"].data.points += [Metric("eval/b/x", 0.5, 1, steps) for steps in there]
     sink, _ = begun()
     found = [Finding("eval/b", steps, {"x": 0.5}) for steps in (2, 4)]
-    sink.line(replace(line(5), findings=found))
-    sink.line(replace(line(6), findings=[Finding("eval/b", 3, {"x": 0.5})]))
+    sink.write_row(replace(line(5), findings=found))
+    sink.write_row(replace(line(6), findings=[Finding("eval/b", 3, {"x": 0.5})]))
     assert sorted(tracking.points("run1", "eval/b/x")) == [2, 3, 4]
     assert tracking.points("run1", "eval/b/step") == []
 
@@ -204,7 +204,7 @@ def test_the_tag_comes_after_its_line(tracking):
     sink, _ = begun()
     tracking.fails["log_batch"] = OSError("gone")
     with pytest.raises(MlflowError):
-        sink.line(line(1))
+        sink.write_row(line(1))
     tracking.fails.clear()
     assert begun()[1] == -1
     assert list(tracking.runs) == ["run1"]
@@ -223,7 +223,7 @@ def test_a_run_that_the_environment_names_is_used_and_left_to_those_who_made_it(
     for run in (RUN, replace(RUN, id="99999999")):
         sink, held = begun(run)
         assert held == -1
-        sink.line(line(1))
+        sink.write_row(line(1))
         sink.end("finished")
     assert tracking.points("theirs", "reward") == [1, 1, 1]
     assert theirs.info.status == "RUNNING"

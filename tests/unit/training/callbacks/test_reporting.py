@@ -23,7 +23,7 @@ from groupwise.runs.records import EvaluationRecord, StepRecord
 from groupwise.training.callbacks import reporting
 from groupwise.training.callbacks.base import RunEnd, RunHandle
 from groupwise.training.callbacks.reporting import Reporting
-from groupwise.training.callbacks.sinks import MetricsRow, Reported, State
+from groupwise.training.callbacks.sinks import MetricsRow, ReportedRun, State
 from tests.unit.training.callbacks.fake_run import CONFIG
 
 SECTION = {
@@ -40,22 +40,22 @@ class Kept:
 
     def __init__(self) -> None:
         self.lines: list[MetricsRow] = []
-        self.begun: list[Reported] = []
+        self.begun: list[ReportedRun] = []
         self.ended: list[str] = []
         self.fails_at: int | None = None
 
     def check(self, config: View) -> None:
         pass
 
-    def begin(self, run: Reported) -> int:
+    def begin(self, run: ReportedRun) -> int:
         self.begun.append(run)
         return self.lines[-1].steps if self.lines else -1
 
-    def line(self, line: MetricsRow) -> None:
+    def write_row(self, row: MetricsRow) -> None:
         print("talk that is no part of a command's result")
-        if line.steps == self.fails_at:
+        if row.steps == self.fails_at:
             raise OSError("database is locked")
-        self.lines.append(line)
+        self.lines.append(row)
 
     def end(self, state: State) -> None:
         self.ended.append(state)

@@ -9,7 +9,7 @@ from groupwise.training.checks.check_gold import (
     Gold,
     answer_in,
     cases_of,
-    laid_out,
+    format_answer,
 )
 
 
@@ -28,13 +28,13 @@ def test_the_answer_within_a_text(stored, answer):
 
 def test_layouts_hold_the_answer_and_nothing_of_the_pattern():
     for layout in LAYOUTS:
-        text = laid_out("7", layout)
+        text = format_answer("7", layout)
         assert "7" in text
         assert "answer}" not in text
         assert "stored" not in text
-    assert laid_out("so\n#### 7", "boxed") == "\\boxed{7}"
-    assert laid_out("so\n#### 7", "as it stands in the column") == "so\n#### 7"
-    assert laid_out("{answer}", "plain") == "{answer}"
+    assert format_answer("so\n#### 7", "boxed") == "\\boxed{7}"
+    assert format_answer("so\n#### 7", "as it stands in the column") == "so\n#### 7"
+    assert format_answer("{answer}", "plain") == "{answer}"
 
 
 def test_cases_are_gold_and_wrong_ones():

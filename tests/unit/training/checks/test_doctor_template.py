@@ -9,7 +9,7 @@ from groupwise.engine.models.tiny import CHAT_TEMPLATE, tiny_tokenizer
 from groupwise.training.checks.doctor_template import (
     answer_end,
     check_tokenizer,
-    opening_of,
+    opening_messages,
     stop_tokens,
 )
 
@@ -74,7 +74,7 @@ def test_a_completion_must_end_where_the_template_ends_an_answer_and_at_the_end_
 
 def test_a_template_without_a_system_role_is_asked_without():
     made = tokenizer(NO_SYSTEM + CHAT_TEMPLATE)
-    assert [message["role"] for message in opening_of(made)] == ["user"]
+    assert [message["role"] for message in opening_messages(made)] == ["user"]
     assert {each.level for each in found(made).values()} == {"ok"}
 
 

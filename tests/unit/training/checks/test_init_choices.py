@@ -10,10 +10,10 @@ from groupwise.training.checks.init_choices import (
     MAX_STEP_SECONDS,
     SLOTS,
     Draft,
-    choose_beside_given,
     choose_lengths,
+    choose_required_keys,
     choose_step,
-    choose_trained,
+    choose_trainable,
     fit_memory,
     fit_time,
 )
@@ -54,7 +54,7 @@ def values(chosen: Draft, *keys: str) -> tuple[object, ...]:
 def test_the_rest_is_chosen_around_what_was_given(words, expected):
     """From the first draft on, since it is loaded before anything is measured."""
     chosen = draft(*words.split("; "))
-    choose_beside_given(chosen)
+    choose_required_keys(chosen)
     chosen.load()
     choose_step(chosen, "cpu", 2)
     choose_lengths(chosen, 40, "measured", (64, "wanted"), 4096)
@@ -78,7 +78,7 @@ def test_the_rest_is_chosen_around_what_was_given(words, expected):
 ])  # fmt: skip
 def test_what_is_trained_and_how_fast(kind, parameters, words, full, rate):
     chosen = draft(*words, kind=kind)
-    choose_trained(chosen, parameters)
+    choose_trainable(chosen, parameters)
     config = chosen.load().config
     assert (config.lora is None, config.training.learning_rate) == (full, rate)
 

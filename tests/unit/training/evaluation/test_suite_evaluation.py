@@ -26,7 +26,7 @@ from starlette.responses import JSONResponse
 import groupwise
 from groupwise.cli.main import main
 from groupwise.core.errors import RunError, UsageError
-from groupwise.training.evaluation.suite_evaluation import SuitesAsked, evaluate_suites
+from groupwise.training.evaluation.suite_evaluation import SuiteRequest, evaluate_suites
 from groupwise.training.suites.lighteval import PROGRAM_VARIABLE
 from tests.fake_openai_server import Service, scripted, serve
 from tests.processes import all_gone, is_gone, wait_until
@@ -56,8 +56,8 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def asked(service: Service, *suites: str, **given: Any) -> SuitesAsked:
-    return SuitesAsked(suites, endpoint=service.url, endpoint_model="org/tiny", **given)
+def asked(service: Service, *suites: str, **given: Any) -> SuiteRequest:
+    return SuiteRequest(suites, endpoint=service.url, endpoint_model="org/tiny", **given)
 
 
 def adapter(folder: Path) -> Path:
@@ -123,7 +123,7 @@ def test_answers_that_do_not_come_are_no_wrong_answers(service, here):
 def test_a_policy_is_served_and_its_server_ended(here):
     words = (*SERVER, "{policy}", "{port}")
     folder = adapter(here / "runs/mine")
-    wanted = SuitesAsked(("math_500",), policy=str(folder), serve=words, output=here / "a.json")
+    wanted = SuiteRequest(("math_500",), policy=str(folder), serve=words, output=here / "a.json")
     found = evaluate_suites(wanted)
     assert found.summary["metrics"] == {"math_500/pass@1": 1.0}
     assert found.summary["suites"]["math_500"]["model"] == str(folder)
@@ -141,7 +141,7 @@ def test_a_policy_is_served_and_its_server_ended(here):
 )
 def test_a_server_that_is_of_no_use_is_ended(here, words, model, told):
     folder = adapter(here / "mine")
-    wanted = SuitesAsked(
+    wanted = SuiteRequest(
         ("math_500",),
         policy=str(folder),
         serve=(*words, "{policy}", "{port}", "base", "policy"),
@@ -208,4 +208,4 @@ def test_what_cannot_work_is_refused(words, told, capsys):
 ])  # fmt: skip
 def test_what_an_endpoint_cannot_be_asked_is_refused(given, told):
     with pytest.raises(UsageError, match=told):
-        SuitesAsked(("math_500",), **{"endpoint": "http://x", "endpoint_model": "m", **given})
+        SuiteRequest(("math_500",), **{"endpoint": "http://x", "endpoint_model": "m", **given})

@@ -9,7 +9,7 @@ import pytest
 
 from groupwise.api.openai_client.client import Client, Endpoint
 from groupwise.core.errors import EndpointError
-from groupwise.training.generation.asking import HOPE, Asking, Tally
+from groupwise.training.generation.asking import MAX_FAILURES_IN_A_ROW, RowRequester, Tally
 from groupwise.training.generation.config import read_options
 from groupwise.training.generation.journal import Answers, Journal
 from groupwise.training.generation.prompts import Item
@@ -50,7 +50,7 @@ async def ask(
     answers = Answers()
     with Journal(folder / "a.jsonl", answers) as journal:
         async with Client(endpoint, transport=transport) as client:
-            asking = Asking(client, config, answers, journal, lambda tally: None)
+            asking = RowRequester(client, config, answers, journal, lambda tally: None)
             return await asking.ask(rows), answers
 
 
@@ -69,6 +69,8 @@ async def test_what_every_row_would_meet_ends_it(tmp_path: Path, status: int) ->
 async def test_failures_in_a_row_end_it(tmp_path: Path) -> None:
     service = Service(r0=200, r1=500, r2=200)
     service.every = 500
-    with pytest.raises(EndpointError, match=f"{HOPE} rows failed one after the other.*\n.*no. "):
+    with pytest.raises(
+        EndpointError, match=f"{MAX_FAILURES_IN_A_ROW} rows failed one after the other.*\n.*no. "
+    ):
         await ask(tmp_path, service, items(50))
-    assert len(service.asked) == 3 + HOPE
+    assert len(service.asked) == 3 + MAX_FAILURES_IN_A_ROW

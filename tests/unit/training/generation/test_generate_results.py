@@ -77,7 +77,7 @@ def test_rows_train_as_conversations_or_as_text(tmp_path: Path) -> None:
     chat = teacher_example(0, train[0], text_field="text", where="here").content
     assert isinstance(chat, Conversation)
     assert chat.messages == (*CHAT, {"role": "assistant", "content": "new"})
-    assert chat.begins == 1
+    assert chat.completion_start == 1
     text: Any = teacher_example(1, train[1], text_field="text", where="here").content
     assert (text.prompt, text.completion) == ("continue", "new")
 

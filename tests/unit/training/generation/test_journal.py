@@ -7,7 +7,7 @@ import pytest
 
 from groupwise.api.openai_client.response_parsing import Choices, Usage
 from groupwise.core.errors import StoreError
-from groupwise.training.generation.journal import Answers, Billed, Journal
+from groupwise.training.generation.journal import Answers, Journal, UsageTotals
 
 
 def answer(*texts: str, thought: str | None = None) -> Choices:
@@ -31,10 +31,10 @@ def written(path: Path) -> Answers:
 
 def test_what_all_answers_have_cost_and_whose_they_are(tmp_path: Path) -> None:
     answers = written(tmp_path / "a.jsonl")
-    assert answers.billed == Billed(3, Usage(15, 8))
-    assert [answers.beside(keys) for keys in ({"k", "l"}, {"l"}, {"other"})] == [0, 2, 3]
+    assert answers.usage_totals == UsageTotals(3, Usage(15, 8))
+    assert [answers.count_orphans(keys) for keys in ({"k", "l"}, {"l"}, {"other"})] == [0, 2, 3]
     answers.add({"key": "k", "first": 3, "choices": [], "usage": {}, "model": "m"})
-    assert answers.billed == Billed(4, Usage(15, 8), untold=1)
+    assert answers.usage_totals == UsageTotals(4, Usage(15, 8), without_usage=1)
 
 
 def test_an_answer_is_on_the_disk_when_append_returns(

@@ -14,7 +14,7 @@ from groupwise.runs import checkpoints
 from groupwise.runs.folder import RunFolder
 from groupwise.training.config import LoadedConfig, load_config
 from groupwise.training.loops import start
-from groupwise.training.loops.start import MOST_IN_VAIN, StartMode, run_with_auto_resume
+from groupwise.training.loops.start import MAX_FUTILE_RESUMES, StartMode, run_with_auto_resume
 
 
 def lost(code: str = "parts_gone") -> ClientError:
@@ -67,4 +67,4 @@ def test_losses_without_progress_end_it(tmp_path: Path) -> None:
     tried = Tried(tmp_path, *[(2, lost())] * 10)
     with pytest.raises(ClientError, match="the engine has ended"):
         run_with_auto_resume(tried.begin, StartMode(), tried.loaded)
-    assert len(tried.ways) == 1 + MOST_IN_VAIN
+    assert len(tried.ways) == 1 + MAX_FUTILE_RESUMES

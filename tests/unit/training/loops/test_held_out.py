@@ -14,7 +14,7 @@ from groupwise.tasks.data.reward_hacking import Signals
 from groupwise.tasks.data.reward_hacking_detectors import SignalsConfig
 from groupwise.training.callbacks.base import Callbacks
 from groupwise.training.evaluation.evaluate import EvalResult
-from groupwise.training.loops.held_out import ASKED, announce
+from groupwise.training.loops.held_out import HELD_OUT_KEY, announce
 
 PROMPTS = 8
 
@@ -34,7 +34,7 @@ class Course:
             warn=self.told.append,
             say=self.said.append,
         )
-        store.set_meta({ASKED: "these"})
+        store.set_meta({HELD_OUT_KEY: "these"})
 
     def steps(self, *rewards: float, name: str = "reward") -> None:
         for reward in rewards:

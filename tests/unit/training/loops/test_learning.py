@@ -31,7 +31,7 @@ from groupwise.core.types import (
     UpdateResult,
 )
 from groupwise.engine.learner.config import TrainingConfig
-from groupwise.training.loops.learning import Learned, learn, with_learner_results
+from groupwise.training.loops.learning import LearnResult, learn, with_learner_results
 from groupwise.training.loops.metrics import Timings
 
 MAX_TOKENS = 10
@@ -95,7 +95,7 @@ def learnt(
     keep_tokens: bool = True,
     tells: bool = True,
     **training: Any,
-) -> tuple[Recorder, Learned]:
+) -> tuple[Recorder, LearnResult]:
     learner, algorithm = Recorder(tells=tells), make(name, knobs or {})
 
     async def allow(work: Coroutine[Any, Any, Any]) -> Any:
@@ -116,7 +116,7 @@ def learnt(
         non_finite_limit=3,
         step=0,
     )
-    return learner, asyncio.run(learn(run, groups, algorithm.weights(groups), 0.1))
+    return learner, asyncio.run(learn(run, groups, algorithm.credits(groups), 0.1))
 
 
 STEP = [group(0, 0.0, 1.0), group(1, 0.35, 0.35, tokens=5), group(2, 1.0, 3.0, None, tokens=3)]
@@ -225,9 +225,9 @@ def test_other_rows_cost_nothing_where_each_token_has_its_own_ratio():
     assert others_of(learner.rows[1]) == [None, (3, 1.5, 0.0), (2, 0.0, 0.0)]
 
 
-def said(groups: Sequence[Group], learned: Learned, name: str) -> list[list[Any]]:
+def said(groups: Sequence[Group], learned: LearnResult, name: str) -> list[list[Any]]:
     """What is noted of the segments of each group."""
-    weights = make(name, {}).weights(groups)
+    weights = make(name, {}).credits(groups)
     return [
         [each.learner_logprobs for rollout in group.rollouts for each in rollout.segments]
         for group in with_learner_results(groups, weights, learned)

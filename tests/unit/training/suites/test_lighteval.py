@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from groupwise.core.errors import RunError
-from groupwise.training.suites.lighteval import SUITES, read_marks
+from groupwise.training.suites.lighteval import SUITES, read_scores
 from tests.fake_lighteval import write
 
 LOG = "log.txt"
@@ -26,7 +26,7 @@ def left(folder: Path, suite: str, *scores: float, does: str | None = None) -> N
 @pytest.mark.parametrize("suite", SUITES)
 def test_the_share_of_right_answers_is_found(tmp_path, suite):
     left(tmp_path, suite, 1.0, 0.5, 0.0)
-    marks = read_marks(SUITES[suite], tmp_path, tmp_path / LOG)
+    marks = read_scores(SUITES[suite], tmp_path, tmp_path / LOG)
     assert marks.value == 0.5
     assert marks.scores == {"0": 1.0, "1": 0.5, "2": 0.0}
     assert marks.stderr == pytest.approx((0.5 / 2 / 3) ** 0.5)
@@ -40,7 +40,7 @@ def test_the_share_of_right_answers_is_found(tmp_path, suite):
 def test_what_is_no_result_is_told(tmp_path, does, told):
     left(tmp_path, "math_500", 1.0, 0.0, does=does)
     with pytest.raises(RunError, match=told):
-        read_marks(SUITES["math_500"], tmp_path, tmp_path / LOG)
+        read_scores(SUITES["math_500"], tmp_path, tmp_path / LOG)
 
 
 def test_details_that_lack_are_told(tmp_path):
@@ -48,4 +48,4 @@ def test_details_that_lack_are_told(tmp_path):
     for file in (tmp_path / "out/details").rglob("*.parquet"):
         file.unlink()
     with pytest.raises(RunError, match="ValueError"):
-        read_marks(SUITES["lcb"], tmp_path, tmp_path / LOG)
+        read_scores(SUITES["lcb"], tmp_path, tmp_path / LOG)

@@ -15,7 +15,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from groupwise.engine.backends.tunix.fits import Described
+from groupwise.engine.backends.tunix.fits import HfConfig
 
 SEPARATE: Mapping[str, tuple[str, ...]] = {
     "attn.q_proj.w": ("self_attn.q_proj",),
@@ -44,58 +44,58 @@ class Family:
     """A package of Tunix; it contains a module `model` and the loader's module."""
     loader: str
     weights: Mapping[str, tuple[str, ...]]
-    config: Callable[[Any, Described, Any], Any]
+    config: Callable[[Any, HfConfig, Any], Any]
     """Makes Tunix's own config from the `model` module, the model's config and the number format."""
 
 
-def load(folder: Path, described: Described, dtype: str, mesh: Any) -> tuple[Any, Family]:
+def load(folder: Path, hf_config: HfConfig, dtype: str, mesh: Any) -> tuple[Any, Family]:
     """Load a model with its weights onto the mesh."""
-    family = FAMILIES[described["model_type"]]
+    family = FAMILIES[hf_config["model_type"]]
     code = import_module(f"{family.module}.model")
     number = jnp.dtype(dtype)
-    config = family.config(code, described, number)
+    config = family.config(code, hf_config, number)
     loader = import_module(f"{family.module}.{family.loader}")
     return loader.create_model_from_safe_tensors(str(folder), config, mesh, number), family
 
 
-def _separate(
-    code: Any, described: Described, dtype: Any, tied: str, with_dtype: bool = True
+def _rotary_config(
+    code: Any, hf_config: HfConfig, dtype: Any, tied: str, with_dtype: bool = True
 ) -> Any:
-    theta = float(described["rope_parameters"]["rope_theta"])
+    theta = float(hf_config["rope_parameters"]["rope_theta"])
     if hasattr(code, "apply_rope"):
         # Tunix's callers omit the config's base, and the default is 1,000,000.
         code.apply_rope = functools.partial(code.apply_rope, rope_theta=theta)
-    heads = described["num_attention_heads"]
+    heads = hf_config["num_attention_heads"]
     formats = {"dtype": dtype, "param_dtype": dtype} if with_dtype else {}
     return code.ModelConfig(
-        num_layers=described["num_hidden_layers"],
-        vocab_size=described["vocab_size"],
-        embed_dim=described["hidden_size"],
-        hidden_dim=described["intermediate_size"],
+        num_layers=hf_config["num_hidden_layers"],
+        vocab_size=hf_config["vocab_size"],
+        embed_dim=hf_config["hidden_size"],
+        hidden_dim=hf_config["intermediate_size"],
         num_heads=heads,
-        head_dim=described.get("head_dim") or described["hidden_size"] // heads,
-        num_kv_heads=described.get("num_key_value_heads") or heads,
+        head_dim=hf_config.get("head_dim") or hf_config["hidden_size"] // heads,
+        num_kv_heads=hf_config.get("num_key_value_heads") or heads,
         rope_theta=theta,
-        norm_eps=described["rms_norm_eps"],
-        **{tied: described.get("tie_word_embeddings", False)},
+        norm_eps=hf_config["rms_norm_eps"],
+        **{tied: hf_config.get("tie_word_embeddings", False)},
         **formats,
     )
 
 
-def _gemma3(code: Any, described: Described, dtype: Any) -> Any:
-    rope = described["rope_parameters"]
+def _gemma3(code: Any, hf_config: HfConfig, dtype: Any) -> Any:
+    rope = hf_config["rope_parameters"]
     everywhere, nearby = rope["full_attention"], rope["sliding_attention"]
     scalings = code.QueryPreAttentionNormalisation
-    by_head = described["query_pre_attn_scalar"] == described["head_dim"]
+    by_head = hf_config["query_pre_attn_scalar"] == hf_config["head_dim"]
     return code.ModelConfig(
-        num_layers=described["num_hidden_layers"],
-        num_embed=described["vocab_size"],
-        embed_dim=described["hidden_size"],
-        hidden_dim=described["intermediate_size"],
-        num_heads=described["num_attention_heads"],
-        head_dim=described["head_dim"],
-        num_kv_heads=described["num_key_value_heads"],
-        sliding_window_size=described["sliding_window"],
+        num_layers=hf_config["num_hidden_layers"],
+        num_embed=hf_config["vocab_size"],
+        embed_dim=hf_config["hidden_size"],
+        hidden_dim=hf_config["intermediate_size"],
+        num_heads=hf_config["num_attention_heads"],
+        head_dim=hf_config["head_dim"],
+        num_kv_heads=hf_config["num_key_value_heads"],
+        sliding_window_size=hf_config["sliding_window"],
         local_base_frequency=nearby["rope_theta"],
         global_base_frequency=everywhere["rope_theta"],
         global_scale_factor=float(everywhere.get("factor") or 1.0),
@@ -106,8 +106,8 @@ def _gemma3(code: Any, described: Described, dtype: Any) -> Any:
     )
 
 
-_llama = functools.partial(_separate, tied="weight_tying", with_dtype=False)
-_qwen = functools.partial(_separate, tied="use_tied_embedding")
+_llama = functools.partial(_rotary_config, tied="weight_tying", with_dtype=False)
+_qwen = functools.partial(_rotary_config, tied="use_tied_embedding")
 
 FAMILIES: Mapping[str, Family] = {
     "gemma3_text": Family("tunix.models.gemma3", "params_safetensors", FUSED, _gemma3),

@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 
 from groupwise.core.types import Row
-from groupwise.engine.backends.tunix.worker.head import Numbers, Targets, taken_off
+from groupwise.engine.backends.tunix.worker.head import Numbers, Targets, detach_head
 from groupwise.engine.backends.tunix.worker.head import numbers as numbers_of
 
 LENGTHS = 4
@@ -44,18 +44,18 @@ class Batch:
 
     def spread(self, values: Sequence[Sequence[float]]) -> np.ndarray:
         """Values of the rows' completion tokens as [B, L], each at the place where its token is predicted."""
-        found = np.zeros((self.count, self.length), np.float32)
-        for place, row, each in zip(found, self.rows, values, strict=False):
+        padded = np.zeros((self.count, self.length), np.float32)
+        for padded_row, row, row_values in zip(padded, self.rows, values, strict=False):
             start = len(row.prompt_ids) - 1
-            place[start : start + len(each)] = each
-        return found
+            padded_row[start : start + len(row_values)] = row_values
+        return padded
 
     def unpad(self, values_BL: Any) -> list[tuple[float, ...]]:
         """The inverse of `spread`: the values of each row's completion tokens."""
-        given = np.asarray(values_BL)
+        values = np.asarray(values_BL)
         return [
-            tuple(place[len(row.prompt_ids) - 1 :][: len(row.completion_ids)].tolist())
-            for place, row in zip(given, self.rows, strict=False)
+            tuple(row_values[len(row.prompt_ids) - 1 :][: len(row.completion_ids)].tolist())
+            for row_values, row in zip(values, self.rows, strict=False)
         ]
 
     def by_row(self, values: Sequence[float], filling: float = 0.0) -> np.ndarray:
@@ -66,9 +66,9 @@ class Batch:
         """The rows in the form that the model takes."""
         tokens = np.zeros((self.count, self.length), np.int32)
         targets = np.zeros((self.count, self.length), np.int32)
-        for given, target, row in zip(tokens, targets, self.rows, strict=False):
+        for inputs, target, row in zip(tokens, targets, self.rows, strict=False):
             ids = (*row.prompt_ids, *row.completion_ids)
-            given[: len(ids)] = ids
+            inputs[: len(ids)] = ids
             target[: len(ids) - 1] = ids[1:]
         read = self.spread([[1.0] * len(row.completion_ids) for row in self.rows]) != 0
         temperatures_B = self.by_row([row.temperature for row in self.rows], 1.0)
@@ -76,12 +76,12 @@ class Batch:
             return Sequences(tokens, Targets(targets, read, None), temperatures_B, None)
         withheld_V = np.zeros(vocabulary, np.bool_)
         for row in self.rows:
-            for each in row.withheld:
-                withheld_V[[token for token in each.token_ids if token < vocabulary]] = True
+            for span in row.withheld:
+                withheld_V[[token for token in span.token_ids if token < vocabulary]] = True
         spans = [
             [
-                any(each.start <= place < each.end for each in row.withheld)
-                for place in range(len(row.completion_ids))
+                any(span.start <= index < span.end for span in row.withheld)
+                for index in range(len(row.completion_ids))
             ]
             for row in self.rows
         ]
@@ -95,28 +95,30 @@ def cut(rows: Sequence[Row], longest: int, tokens: int, multiple: int) -> Iterat
     by_shape: dict[int, list[int]] = {}
     for index, row in enumerate(rows):
         length = len(row.prompt_ids) + len(row.completion_ids)
-        by_shape.setdefault(next(each for each in shapes if each >= length), []).append(index)
+        by_shape.setdefault(next(shape for shape in shapes if shape >= length), []).append(index)
     for length, indices in sorted(by_shape.items()):
         most = max(1, tokens // length)
         counts = sorted(
             {-(-max(1, most >> halving) // multiple) * multiple for halving in range(HALVINGS)}
         )
         while indices:
-            count = next((each for each in counts if each >= len(indices)), counts[-1])
+            count = next((size for size in counts if size >= len(indices)), counts[-1])
             chosen, indices = indices[:count], indices[count:]
             yield Batch(tuple(rows[index] for index in chosen), tuple(chosen), count, length)
 
 
-def numbers(model: Any, given: Sequences) -> Numbers:
+def numbers(model: Any, sequences: Sequences) -> Numbers:
     """Numbers of each target; see `groupwise.engine.backends.tunix.worker.head.numbers`."""
-    length = given.tokens_BL.shape[1]
-    positions_BL = jnp.broadcast_to(jnp.arange(length), given.tokens_BL.shape)
+    length = sequences.tokens_BL.shape[1]
+    positions_BL = jnp.broadcast_to(jnp.arange(length), sequences.tokens_BL.shape)
     causal_BLL = jnp.broadcast_to(
-        jnp.tril(jnp.ones((length, length), jnp.bool_)), (*given.tokens_BL.shape, length)
+        jnp.tril(jnp.ones((length, length), jnp.bool_)), (*sequences.tokens_BL.shape, length)
     )
-    head = taken_off(model)
-    hidden_BLD, _ = model(given.tokens_BL, positions_BL, None, causal_BLL)
-    return numbers_of(head, hidden_BLD, given.targets, given.temperatures_B, given.withheld_V)
+    head = detach_head(model)
+    hidden_BLD, _ = model(sequences.tokens_BL, positions_BL, None, causal_BLL)
+    return numbers_of(
+        head, hidden_BLD, sequences.targets, sequences.temperatures_B, sequences.withheld_V
+    )
 
 
 def with_recomputation(model: Any) -> Any:
@@ -129,8 +131,8 @@ def with_recomputation(model: Any) -> Any:
     def wrapped(layer: Any) -> Any:
         graph, weights = nnx.split(layer)
 
-        def compute(weights: Any, *given: Any, **options: Any) -> Any:
-            return nnx.merge(graph, weights)(*given, **options)
+        def compute(weights: Any, *args: Any, **options: Any) -> Any:
+            return nnx.merge(graph, weights)(*args, **options)
 
         return functools.partial(jax.checkpoint(compute), weights)
 

@@ -47,7 +47,7 @@ class Numbers(NamedTuple):
     right_BL: Any
 
 
-def taken_off(model: Any) -> Head:
+def detach_head(model: Any) -> Head:
     """Remove and return the head of a model; from then on the model returns hidden states instead of logits."""
     if hasattr(model, "lm_head"):
         weight, words = model.lm_head.w.get_value(), "BLD,DV->BLV"
@@ -67,30 +67,30 @@ def numbers(
     Computed in pieces of the length; the backward pass recomputes each. Pieces without a token to read are skipped.
     """
 
-    def said(piece: tuple[Any, Targets]) -> Numbers:
+    def full_piece(piece: tuple[Any, Targets]) -> Numbers:
         hidden_BSD, targets = piece
         scaled_BSV = head(hidden_BSD) / temperatures_B[:, None, None]
         if targets.withheld_BL is not None:
             scaled_BSV = jnp.where(targets.withheld_BL[..., None] & withheld_V, NEVER, scaled_BSV)
-        return _numbers(scaled_BSV, targets.ids_BL)
+        return _piece_numbers(scaled_BSV, targets.ids_BL)
 
-    def nothing(piece: tuple[Any, Targets]) -> Numbers:
+    def empty_piece(piece: tuple[Any, Targets]) -> Numbers:
         return jax.tree.map(
-            lambda like: jnp.zeros(like.shape, like.dtype), jax.eval_shape(said, piece)
+            lambda like: jnp.zeros(like.shape, like.dtype), jax.eval_shape(full_piece, piece)
         )
 
     def next_piece(_: None, piece: tuple[Any, Targets]) -> tuple[None, Numbers]:
-        return None, jax.lax.cond(piece[1].read_BL.any(), said, nothing, piece)
+        return None, jax.lax.cond(piece[1].read_BL.any(), full_piece, empty_piece, piece)
 
     rows, length, _ = hidden_BLD.shape
     vocabulary = jax.eval_shape(head, hidden_BLD).shape[-1]
     size = min(length, max(1, PIECE_BYTES // (4 * vocabulary * rows)))
-    pieces = jax.tree.map(lambda values: _cut(values, size), (hidden_BLD, targets))
-    _, found = jax.lax.scan(jax.checkpoint(next_piece, prevent_cse=False), None, pieces)
-    return jax.tree.map(lambda values: _join(values)[:, :length], found)
+    pieces = jax.tree.map(lambda values: _split_pieces(values, size), (hidden_BLD, targets))
+    _, results = jax.lax.scan(jax.checkpoint(next_piece, prevent_cse=False), None, pieces)
+    return jax.tree.map(lambda values: _join_pieces(values)[:, :length], results)
 
 
-def _numbers(scaled_BSV: Any, targets_BS: Any) -> Numbers:
+def _piece_numbers(scaled_BSV: Any, targets_BS: Any) -> Numbers:
     totals_BS = jax.nn.logsumexp(scaled_BSV, axis=-1)
     chosen_BS = jnp.take_along_axis(scaled_BSV, targets_BS[..., None], -1)[..., 0]
     chances_BSV = jnp.exp(scaled_BSV - totals_BS[..., None])
@@ -98,7 +98,7 @@ def _numbers(scaled_BSV: Any, targets_BS: Any) -> Numbers:
     return Numbers(chosen_BS - totals_BS, entropies_BS, scaled_BSV.argmax(-1) == targets_BS)
 
 
-def _cut(values_BL: Any, size: int) -> Any:
+def _split_pieces(values_BL: Any, size: int) -> Any:
     """[B, L, …] as [pieces, B, size, …], the last one padded."""
     rows, length, *rest = values_BL.shape
     count = -(-length // size)
@@ -106,8 +106,8 @@ def _cut(values_BL: Any, size: int) -> Any:
     return jnp.moveaxis(jnp.pad(values_BL, padding).reshape(rows, count, size, *rest), 1, 0)
 
 
-def _join(values_PBS: Any) -> Any:
-    """The inverse of `_cut`; the padding stays."""
+def _join_pieces(values_PBS: Any) -> Any:
+    """The inverse of `_split_pieces`; the padding stays."""
     pieces, rows, size = values_PBS.shape
     return jnp.moveaxis(values_PBS, 0, 1).reshape(rows, pieces * size)
 
@@ -126,9 +126,9 @@ def _forward(product: Product, inputs: Any, weight: Any) -> tuple[Any, Any]:
     return in_float32(product, inputs, weight), (inputs, weight)
 
 
-def _backward(product: Product, kept: Any, cotangent: Any) -> tuple[Any, None]:
-    inputs, weight = kept
-    _, back = jax.vjp(lambda given: product(given, weight), inputs)
+def _backward(product: Product, residuals: Any, cotangent: Any) -> tuple[Any, None]:
+    inputs, weight = residuals
+    _, back = jax.vjp(lambda x: product(x, weight), inputs)
     return (*back(cotangent.astype(inputs.dtype)), None)
 
 

@@ -42,7 +42,7 @@ from groupwise.engine.backends.tunix.worker.forward import (
 )
 from groupwise.engine.backends.tunix.worker.head import Numbers
 from groupwise.engine.backends.tunix.worker.tensors import Tensor
-from groupwise.engine.learner.schedule import too_fast
+from groupwise.engine.learner.schedule import learning_rate_too_high
 from groupwise.runs import publications
 
 STATE = "orbax"
@@ -72,8 +72,8 @@ class Learner:
         self._factors = factors
         self._reference = dict(factors)
         moments = optax.scale_by_adam().init(factors)
-        places = _places(factors, moments)
-        self._moments = jax.device_put(moments, places[1])
+        shardings = _shardings_of(factors, moments)
+        self._moments = jax.device_put(moments, shardings[1])
         self._gradient: Factors | None = None
         self._trained: list[tuple[Batch, Any]] = []
         """The batches of the last `forward_backward`, with the log-probabilities [B, L] that it computed."""
@@ -82,8 +82,8 @@ class Learner:
         self._cut = functools.partial(cut, longest=longest, tokens=max_tokens, multiple=multiple)
         self._remat = remat
         self._gradients: dict[str, Any] = {}
-        self._compiled_numbers = jax.jit(self._numbers)
-        self._adamw_step = jax.jit(_adamw_step, static_argnums=(5, 6, 7), out_shardings=places)
+        self._compiled_numbers = jax.jit(self._compute_numbers)
+        self._adamw_step = jax.jit(_adamw_step, static_argnums=(5, 6, 7), out_shardings=shardings)
 
     def forward_backward(
         self, rows: Sequence[Row], loss: LossSpec, denominators: Mapping[str, float]
@@ -98,7 +98,7 @@ class Learner:
                 self._factors,
                 self.adapted.base,
                 batch.sequences(self._vocabulary),
-                _arrays(batch),
+                _loss_inputs(batch),
                 shares,
             )
             self._gradient = (
@@ -128,7 +128,7 @@ class Learner:
         factors, moments = self._adamw_step(
             self._factors,
             self._moments,
-            jax.tree.map(lambda each: each * scale, gradient),
+            jax.tree.map(lambda leaf: leaf * scale, gradient),
             params.learning_rate,
             params.weight_decay,
             params.beta1,
@@ -136,7 +136,7 @@ class Learner:
             params.eps,
         )
         if not math.isfinite(float(optax.global_norm(factors))):
-            raise too_fast(params)
+            raise learning_rate_too_high(params)
         self._factors, self._moments = factors, moments
         return UpdateResult(norm, applied)
 
@@ -153,16 +153,18 @@ class Learner:
 
     def logprobs(self, rows: Sequence[Row], role: PolicyRole) -> list[tuple[float, ...]]:
         """See `groupwise.core.types.Learner.logprobs`."""
-        return _by_row([(batch, each.logprobs_BL) for batch, each in self._compute_all(rows, role)])
+        return _by_row(
+            [(batch, result.logprobs_BL) for batch, result in self._compute_all(rows, role)]
+        )
 
     def predictions(self, rows: Sequence[Row]) -> list[Prediction]:
         """See `groupwise.core.types.Learner.predictions`."""
-        found: list[Prediction] = [Prediction((), ())] * len(rows)
-        for batch, each in self._compute_all(rows, "policy"):
-            logprobs, right = batch.unpad(each.logprobs_BL), batch.unpad(each.right_BL)
+        predictions: list[Prediction] = [Prediction((), ())] * len(rows)
+        for batch, result in self._compute_all(rows, "policy"):
+            logprobs, right = batch.unpad(result.logprobs_BL), batch.unpad(result.right_BL)
             for index, values, hits in zip(batch.indices, logprobs, right, strict=True):
-                found[index] = Prediction(values, tuple(map(bool, hits)))
-        return found
+                predictions[index] = Prediction(values, tuple(map(bool, hits)))
+        return predictions
 
     def save(self, folder: Path) -> None:
         """Save the adapter in its published form, and the optimiser's state by Orbax."""
@@ -194,9 +196,9 @@ class Learner:
             for batch in self._cut(rows)
         ]
 
-    def _numbers(self, factors: Factors, base: Any, given: Sequences) -> Numbers:
+    def _compute_numbers(self, factors: Factors, base: Any, sequences: Sequences) -> Numbers:
         model = self.adapted.with_factors(factors, base)
-        return numbers(with_recomputation(model) if self._remat else model, given)
+        return numbers(with_recomputation(model) if self._remat else model, sequences)
 
     def _gradient_of(self, spec: LossSpec) -> Any:
         """The gradient function of a loss, compiled once for each loss and its settings."""
@@ -207,36 +209,38 @@ class Learner:
             def total(
                 factors: Factors,
                 base: Any,
-                given: Sequences,
-                about: dict[str, Any],
+                sequences: Sequences,
+                inputs: dict[str, Any],
                 shares: dict[str, Any],
             ) -> tuple[Any, tuple[dict[str, Any], Any]]:
-                computed = self._numbers(factors, base, given)
-                found = loss.loss(_token_batch(computed, about, loss))
-                whole = sum(value.value * shares[name] for name, value in found.components.items())
-                losses = {f"loss/{name}": value for name, value in found.components.items()}
-                stats = {**losses, **found.stats}
+                computed = self._compute_numbers(factors, base, sequences)
+                result = loss.loss(_token_batch(computed, inputs, loss))
+                objective = sum(
+                    value.value * shares[name] for name, value in result.components.items()
+                )
+                losses = {f"loss/{name}": value for name, value in result.components.items()}
+                stats = {**losses, **result.stats}
                 sums = {name: value.detach().value for name, value in stats.items()}
-                return whole, (sums, computed.logprobs_BL)
+                return objective, (sums, computed.logprobs_BL)
 
             self._gradients[key] = jax.jit(jax.value_and_grad(total, has_aux=True))
         return self._gradients[key]
 
 
-def _by_row(found: Sequence[tuple[Batch, Any]]) -> list[tuple[float, ...]]:
+def _by_row(batches: Sequence[tuple[Batch, Any]]) -> list[tuple[float, ...]]:
     """Values of each row, in order, from the values [B, L] of all batches."""
     by_index: dict[int, tuple[float, ...]] = {}
-    for batch, values_BL in found:
+    for batch, values_BL in batches:
         by_index.update(zip(batch.indices, batch.unpad(values_BL), strict=True))
     return [by_index[index] for index in range(len(by_index))]
 
 
-def _places(factors: Factors, moments: Any) -> tuple[Any, Any]:
+def _shardings_of(factors: Factors, moments: Any) -> tuple[Any, Any]:
     """Shardings of factors and moments. They are the same at every step, so restored tensors are computed exactly like saved ones."""
-    own = {name: value.sharding for name, value in factors.items()}
-    mesh = next(iter(own.values())).mesh
+    shardings = {name: value.sharding for name, value in factors.items()}
+    mesh = next(iter(shardings.values())).mesh
     everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    return own, moments._replace(count=everywhere, mu=own, nu=own)
+    return shardings, moments._replace(count=everywhere, mu=shardings, nu=shardings)
 
 
 def _adamw_step(
@@ -261,10 +265,10 @@ def _adamw_step(
     return moved, moments
 
 
-def _arrays(batch: Batch) -> dict[str, Any]:
+def _loss_inputs(batch: Batch) -> dict[str, Any]:
     """The rows' inputs of a loss, as arrays."""
     rows = batch.rows
-    about: dict[str, Any] = {
+    inputs: dict[str, Any] = {
         "sampling": batch.spread([row.sampling_logprobs for row in rows]),
         "mask": batch.spread([row.mask for row in rows]),
         "advantages": batch.by_row([row.advantage for row in rows]),
@@ -276,17 +280,17 @@ def _arrays(batch: Batch) -> dict[str, Any]:
         "credits": [row.credits for row in rows],
     }
     for name, values in optional.items():
-        there = [each for each in values if each is not None]
-        if there:
-            about[name] = batch.spread(there)
+        present = [value for value in values if value is not None]
+        if present:
+            inputs[name] = batch.spread(present)
     if any(row.others is not None for row in rows):
-        others = [row.others or SiblingRowStats(0) for row in rows]
-        about["others"] = (
-            batch.by_row([each.tokens for each in others]).astype(np.int32),
-            batch.by_row([each.log_weight for each in others]),
-            batch.by_row([each.log_ratio for each in others]),
+        siblings = [row.others or SiblingRowStats(0) for row in rows]
+        inputs["others"] = (
+            batch.by_row([stats.tokens for stats in siblings]).astype(np.int32),
+            batch.by_row([stats.log_weight for stats in siblings]),
+            batch.by_row([stats.log_ratio for stats in siblings]),
         )
-    return about
+    return inputs
 
 
 def _token_batch(computed: Numbers, about: Mapping[str, Any], loss: Any) -> TokenBatch:

@@ -20,7 +20,7 @@ import numpy as np
 from groupwise.core.types import Completion, GroupRequest, Policy, SamplingParams
 from groupwise.engine.backends.tunix.worker.adapter import Adapted, Factors, fingerprint
 from groupwise.engine.backends.tunix.worker.forward import HALVINGS
-from groupwise.engine.backends.tunix.worker.head import NEVER, taken_off
+from groupwise.engine.backends.tunix.worker.head import NEVER, detach_head
 from groupwise.engine.sampler.rules import not_finite, refuse_misfit, refuse_other_weights, uniform
 
 BLOCK = 128
@@ -87,23 +87,27 @@ class Sampler:
 
     def generate(self, requests: Sequence[GroupRequest]) -> list[tuple[Completion, ...]]:
         """The completions of several groups. Raises `RunError` for requests that do not fit."""
-        found: list[list[Completion | None]] = [[None] * len(each.seeds) for each in requests]
-        for parts in self._batches(requests):
-            for part, completions in zip(parts, self._complete(parts), strict=True):
+        results: list[list[Completion | None]] = [
+            [None] * len(request.seeds) for request in requests
+        ]
+        for parts in self._batch_requests(requests):
+            for part, completions in zip(parts, self._complete_batch(parts), strict=True):
                 index, start = part.place
-                found[index][start : start + len(completions)] = completions
-        return [tuple(each for each in group if each is not None) for group in found]
+                results[index][start : start + len(completions)] = completions
+        return [
+            tuple(completion for completion in group if completion is not None) for group in results
+        ]
 
-    def _batches(self, requests: Sequence[GroupRequest]) -> Iterator[list[GroupPart]]:
+    def _batch_requests(self, requests: Sequence[GroupRequest]) -> Iterator[list[GroupPart]]:
         """Divide groups into batches of one shape and the same parameters, each with as many as fit into the slots."""
-        alike: dict[Any, list[GroupPart]] = {}
+        groups: dict[Any, list[GroupPart]] = {}
         for index, request in enumerate(requests):
             refuse_misfit(request, self._key_length)
             for start in range(0, len(request.seeds), self._slots):
                 seeds = request.seeds[start : start + self._slots]
                 key = (request.params, self._width(request), len(seeds))
-                alike.setdefault(key, []).append(GroupPart(request, seeds, (index, start)))
-        for (_, _, members), parts in alike.items():
+                groups.setdefault(key, []).append(GroupPart(request, seeds, (index, start)))
+        for (_, _, members), parts in groups.items():
             prompts = max(1, self._slots // members)
             for start in range(0, len(parts), prompts):
                 yield parts[start : start + prompts]
@@ -112,10 +116,12 @@ class Sampler:
         """Padded width of the batch in which this prompt is computed."""
         longest, step = _rounded_up(request.params.max_tokens)
         widest = self._key_length - (longest - step + 1)
-        shapes = sorted({min(widest, max(NARROWEST, widest >> each)) for each in range(HALVINGS)})
-        return next(each for each in shapes if each >= len(request.prompt_ids))
+        shapes = sorted(
+            {min(widest, max(NARROWEST, widest >> halving)) for halving in range(HALVINGS)}
+        )
+        return next(width for width in shapes if width >= len(request.prompt_ids))
 
-    def _complete(self, parts: Sequence[GroupPart]) -> list[list[Completion]]:
+    def _complete_batch(self, parts: Sequence[GroupPart]) -> list[list[Completion]]:
         params, members = parts[0].request.params, len(parts[0].seeds)
         inputs = self._loop_inputs(parts, params, members)
         result = self._loop(
@@ -127,18 +133,18 @@ class Sampler:
             truncation=(params.top_k, params.top_p, params.min_p),
         )
         tokens_ST, logprobs_ST = np.asarray(result.tokens_ST), np.asarray(result.logprobs_ST)
-        found: list[list[Completion]] = []
+        groups: list[list[Completion]] = []
         for number, part in enumerate(parts):
             rows = range(number * members, (number + 1) * members)
-            found.append(
+            groups.append(
                 [
-                    self._completion(tokens_ST[row], logprobs_ST[row], seed, params)
+                    self._make_completion(tokens_ST[row], logprobs_ST[row], seed, params)
                     for row, seed in zip(rows, part.seeds, strict=True)
                 ]
             )
-        return found
+        return groups
 
-    def _completion(
+    def _make_completion(
         self, tokens_T: np.ndarray, logprobs_T: np.ndarray, seed: int, params: SamplingParams
     ) -> Completion:
         length = int((tokens_T >= 0).sum())
@@ -201,7 +207,7 @@ class Sampler:
         padding_U = width - inputs.lengths_U
         seen_UC = (column >= padding_U[:, None]) & (column < width)
         before_PC = column <= jnp.arange(width)[:, None]
-        head = taken_off(model)
+        head = detach_head(model)
         hidden_UPD, cache = model(
             inputs.prompts_UP,
             jnp.maximum(jnp.arange(width) - padding_U[:, None], 0),
@@ -226,7 +232,7 @@ class Sampler:
         def next_token(state: Any) -> Any:
             step, done_S, logits_SV, cache, tokens_ST, logprobs_ST = state
             allowed_SV = _without_early_stops(logits_SV, inputs, step)
-            chosen_S, logprobs_S = _draw(
+            chosen_S, logprobs_S = _draw_tokens(
                 allowed_SV, inputs.temperature, inputs.uniforms_ST[:, step], truncation
             )
             tokens_ST = tokens_ST.at[:, step].set(jnp.where(done_S, -1, chosen_S))
@@ -234,7 +240,7 @@ class Sampler:
             done_S = done_S | (chosen_S[:, None] == inputs.stops_K).any(-1)
             mask_SC = seen_SC | ((column >= width) & (column <= width + step))
             inside = merged()  # layers change their own state, so they must be created in the loop
-            head = taken_off(inside)
+            head = detach_head(inside)
             hidden_S1D, cache = inside(
                 chosen_S[:, None], (lengths_S + step)[:, None], cache, mask_SC[:, None, :]
             )
@@ -268,7 +274,7 @@ def _without_early_stops(logits_SV: Any, inputs: LoopInputs, step: Any) -> Any:
     return jnp.where(stops_V & (step < inputs.min_tokens), NEVER, logits_SV)
 
 
-def _draw(
+def _draw_tokens(
     logits_SV: Any,
     temperature: Any,
     uniforms_S: Any,
@@ -276,32 +282,32 @@ def _draw(
 ) -> tuple[Any, Any]:
     """Tokens, and their log-probabilities at the temperature; 0 takes the most likely token, with its log-probability at 1."""
     scaled_SV = logits_SV / jnp.where(temperature == 0, 1.0, temperature)
-    kept_SV = _truncate(scaled_SV, *truncation)
-    weights_SV = jnp.exp(kept_SV - kept_SV.max(-1, keepdims=True))
-    drawn_S = _search(weights_SV, uniforms_S)
-    chosen_S = jnp.where(temperature == 0, kept_SV.argmax(-1), drawn_S).astype(jnp.int32)
-    logprobs_SV = jax.nn.log_softmax(kept_SV)
+    truncated_SV = _truncate_logits(scaled_SV, *truncation)
+    weights_SV = jnp.exp(truncated_SV - truncated_SV.max(-1, keepdims=True))
+    drawn_S = _search_cumulative(weights_SV, uniforms_S)
+    chosen_S = jnp.where(temperature == 0, truncated_SV.argmax(-1), drawn_S).astype(jnp.int32)
+    logprobs_SV = jax.nn.log_softmax(truncated_SV)
     return chosen_S, jnp.take_along_axis(logprobs_SV, chosen_S[:, None], -1)[:, 0]
 
 
-def _search(weights_SV: Any, uniforms_S: Any) -> Any:
+def _search_cumulative(weights_SV: Any, uniforms_S: Any) -> Any:
     """Index at which the cumulative weights reach a share of their total: first the block of the vocabulary, then the place in it."""
     count, vocabulary = weights_SV.shape
     padded = jnp.pad(weights_SV, ((0, 0), (0, -vocabulary % BLOCK)))
     blocks_SKB = padded.reshape(count, -1, BLOCK)
     sums_SK = blocks_SKB.sum(-1)
-    ends_SK = _ends(sums_SK)
+    ends_SK = _cumulative_weights(sums_SK)
     targets_S1 = (uniforms_S * ends_SK[:, -1] * (1 - 1e-7))[:, None]
     block_S1 = _first_beyond(sums_SK, ends_SK, targets_S1)
     begins_SK = jnp.pad(ends_SK, ((0, 0), (1, 0)))
     rest_S1 = targets_S1 - jnp.take_along_axis(begins_SK, block_S1, -1)
     inside_SB = jnp.take_along_axis(blocks_SKB, block_S1[..., None], 1)[:, 0]
-    offset_S1 = _first_beyond(inside_SB, _ends(inside_SB), rest_S1)
+    offset_S1 = _first_beyond(inside_SB, _cumulative_weights(inside_SB), rest_S1)
     # Only NaN or infinite logits reach beyond the end; their log-probability shows it.
     return jnp.minimum(block_S1 * BLOCK + offset_S1, vocabulary - 1)[:, 0]
 
 
-def _ends(weights_SN: Any) -> Any:
+def _cumulative_weights(weights_SN: Any) -> Any:
     """Cumulative weights. JAX sums in parallel, so a sum may be slightly below the previous one; here that is corrected."""
     return jax.lax.cummax(weights_SN.cumsum(-1), axis=1)
 
@@ -314,7 +320,9 @@ def _first_beyond(weights_SN: Any, ends_SN: Any, targets_S1: Any) -> Any:
     return jnp.where(beyond_SN.any(-1), beyond_SN.argmax(-1), last_S)[:, None]
 
 
-def _truncate(scaled_SV: Any, top_k: int | None, top_p: float | None, min_p: float | None) -> Any:
+def _truncate_logits(
+    scaled_SV: Any, top_k: int | None, top_p: float | None, min_p: float | None
+) -> Any:
     """Like `groupwise.engine.sampler.draw.truncate`: each rule applies to the tokens that the previous one kept."""
     if top_k is not None:
         least = jax.lax.top_k(scaled_SV, min(top_k, scaled_SV.shape[1]))[0][:, -1:]

@@ -40,16 +40,16 @@ from groupwise.core.errors import (
 )
 from groupwise.engine.backends.tunix.messages import (
     ANY,
-    OPENED_BY_ANOTHER,
+    TPU_IN_USE_ADVICE,
     Answer,
-    Found,
     Look,
     Open,
     Opened,
     Order,
     Restore,
     Save,
-    Trouble,
+    WorkerError,
+    WorkerInfo,
 )
 from groupwise.engine.backends.tunix.worker import families
 from groupwise.engine.backends.tunix.worker.adapter import Adapted
@@ -73,11 +73,11 @@ def serve(connection: socket.socket) -> None:
     service, waiting = Service(), list[Order]()
     while True:
         waiting = waiting or [orders.get()]
-        taken, waiting = _next(waiting, orders)
-        taken = [order for order in taken if order.number not in cancelled]
-        if taken:
-            for each in _answer(service, taken):
-                answers.write(each.model_dump_json() + "\n")
+        batch, waiting = _next_batch(waiting, orders)
+        batch = [order for order in batch if order.number not in cancelled]
+        if batch:
+            for answer in _run_orders(service, batch):
+                answers.write(answer.model_dump_json() + "\n")
             answers.flush()
 
 
@@ -98,23 +98,25 @@ def _read_orders(
     os._exit(0)
 
 
-def _next(waiting: list[Order], orders: queue.Queue[Order]) -> tuple[list[Order], list[Order]]:
+def _next_batch(
+    waiting: list[Order], orders: queue.Queue[Order]
+) -> tuple[list[Order], list[Order]]:
     """The orders to execute now (the first, and directly following ones if all are completions), and the rest that was read."""
     first, *rest = waiting
     if not isinstance(first.do, Generate):
         return [first], rest
-    together = [first]
+    batch = [first]
     while True:
         try:
             following = rest.pop(0) if rest else orders.get(timeout=GATHERED)
         except queue.Empty:
-            return together, rest
+            return batch, rest
         if not isinstance(following.do, Generate):
-            return together, [following, *rest]
-        together.append(following)
+            return batch, [following, *rest]
+        batch.append(following)
 
 
-def _answer(service: Service, orders: list[Order]) -> list[Answer]:
+def _run_orders(service: Service, orders: list[Order]) -> list[Answer]:
     """The answers. If orders fail together, each is executed again by itself, so one's error does not affect the others."""
     try:
         results = service.do_all([order.do for order in orders])
@@ -124,13 +126,13 @@ def _answer(service: Service, orders: list[Order]) -> list[Answer]:
         ]
     except Exception as error:  # noqa: BLE001 — belongs to the caller
         if len(orders) > 1:
-            return [answer for order in orders for answer in _answer(service, [order])]
-        return [Answer(number=orders[0].number or 0, error=_trouble(error, orders[0].do))]
+            return [answer for order in orders for answer in _run_orders(service, [order])]
+        return [Answer(number=orders[0].number or 0, error=_trouble_of(error, orders[0].do))]
 
 
-def _trouble(error: Exception, order: Any) -> Trouble:
+def _trouble_of(error: Exception, order: Any) -> WorkerError:
     if isinstance(error, GroupwiseError):
-        return Trouble(kind=type(error).__name__, message=str(error))
+        return WorkerError(kind=type(error).__name__, message=str(error))
     if "RESOURCE_EXHAUSTED" in str(error):
         if isinstance(order, Open):
             work = "loading the model. Take a smaller one, another model.dtype, or more devices in model.mesh."
@@ -138,16 +140,16 @@ def _trouble(error: Exception, order: Any) -> Trouble:
             work = "generating. Lower sampler.max_num_seqs or sampler.max_completion_length."
         else:
             work = "learning. Lower training.max_tokens_per_microbatch, or set training.gradient_checkpointing."
-        return Trouble(
+        return WorkerError(
             kind=OutOfMemoryError.__name__,
             message=f"JAX has no memory left while {work} It said: {_first_line(error)}",
         )
     trace = "".join(traceback.format_exception(error))
-    return Trouble(kind=errors.RunError.__name__, message=f"The Tunix worker failed:\n{trace}")
+    return WorkerError(kind=errors.RunError.__name__, message=f"The Tunix worker failed:\n{trace}")
 
 
 @contextmanager
-def _writing(path: Path) -> Generator[None]:
+def _explaining_write_errors(path: Path) -> Generator[None]:
     """Turn errors of writing into StoreError."""
     with atomic_files.explaining_disk_errors(path), disk_errors(path):
         try:
@@ -157,7 +159,7 @@ def _writing(path: Path) -> Generator[None]:
 
 
 @contextmanager
-def _reading(path: Path, kind: type[GroupwiseError]) -> Generator[None]:
+def _explaining_read_errors(path: Path, kind: type[GroupwiseError]) -> Generator[None]:
     """Raise an error of this kind if files are damaged."""
     try:
         yield
@@ -193,7 +195,7 @@ class Service:
     def do_all(self, orders: list[Any]) -> list[Any]:
         """Execute orders together; several only if all are `Generate`."""
         if isinstance(orders[0], Generate):
-            return list(self.sampler.generate([each.request for each in orders]))
+            return list(self.sampler.generate([order.request for order in orders]))
         (order,) = orders
         return [self.do(order)]
 
@@ -203,18 +205,18 @@ class Service:
         raise AssertionError(order)
 
     @do.register
-    def _(self, order: Look) -> Found:
+    def _(self, order: Look) -> WorkerInfo:
         try:
             devices = jax.devices()
         except RuntimeError as error:
             raise UsageError(
-                f"JAX cannot open its devices: {error}. {OPENED_BY_ANOTHER}"
+                f"JAX cannot open its devices: {error}. {TPU_IN_USE_ADVICE}"
             ) from error
         if (hosts := jax.process_count()) > 1:
             raise UsageError(
                 f"JAX sees the devices of {hosts} hosts; the backend tunix computes on those of one."
             )
-        return Found(
+        return WorkerInfo(
             tunix=version("google-tunix"),
             jax=version("jax"),
             platform=devices[0].platform,
@@ -227,10 +229,12 @@ class Service:
         # Multiply float32 in full precision: a TPU would round it to bfloat16 first.
         exact = "highest" if order.dtype == "float32" else None
         jax.config.update("jax_default_matmul_precision", exact)
-        mesh = self._scope.enter_context(_mesh(order.mesh))  # Tunix's layers read the current mesh
+        mesh = self._scope.enter_context(
+            _make_mesh(order.mesh)
+        )  # Tunix's layers read the current mesh
         model, family = families.load(Path(order.model), order.text, order.dtype, mesh)
         adapted = Adapted(model, family, order.layers, order.rank, order.alpha)
-        factors = adapted.fresh(order.seed)
+        factors = adapted.init_factors(order.seed)
         if order.start is not None:
             factors = adapted.read(Path(order.start))
         self._sampler = Sampler(adapted, factors, order.slots, order.key_length)
@@ -251,7 +255,7 @@ class Service:
 
     @do.register
     def _(self, order: Load) -> str:
-        with _reading(Path(order.policy.path), ModelError):
+        with _explaining_read_errors(Path(order.policy.path), ModelError):
             return self.sampler.load(order.policy)
 
     @do.register
@@ -272,7 +276,7 @@ class Service:
 
     @do.register
     def _(self, order: Publish) -> Any:
-        with _writing(_require_open(self._publish_folder)):
+        with _explaining_write_errors(_require_open(self._publish_folder)):
             return self.learner.publish(order.version)
 
     @do.register
@@ -285,12 +289,12 @@ class Service:
 
     @do.register
     def _(self, order: Save) -> None:
-        with _writing(Path(order.folder)):
+        with _explaining_write_errors(Path(order.folder)):
             self.learner.save(Path(order.folder))
 
     @do.register
     def _(self, order: Restore) -> None:
-        with _reading(Path(order.folder), CheckpointError):
+        with _explaining_read_errors(Path(order.folder), CheckpointError):
             self.learner.load(Path(order.folder))
 
 
@@ -299,11 +303,11 @@ def _require_open(part: Any) -> Any:
     return part
 
 
-def _mesh(shape: tuple[int, int]) -> Any:
-    count, there = shape[0] * shape[1], len(jax.devices())
-    if count > there:
+def _make_mesh(shape: tuple[int, int]) -> Any:
+    count, available = shape[0] * shape[1], len(jax.devices())
+    if count > available:
         raise UsageError(
-            f"model.mesh is {list(shape)}, which are {count} devices, but JAX sees {there}: "
+            f"model.mesh is {list(shape)}, which are {count} devices, but JAX sees {available}: "
             f"{jax.devices()[0].device_kind}."
         )
     kinds = (jax.sharding.AxisType.Auto,) * 2

@@ -82,10 +82,10 @@ async def missing_blobs(context: Context, body: MissingBody) -> Response:
 
     def missing() -> list[str]:
         hashes = body.sha256
-        lacking = _lacking(context, hashes)
-        known = [sha256 for sha256 in hashes if sha256 not in lacking]
-        wanted = lacking.union(context.serving.folders.blobs.missing(known))
-        return [sha256 for sha256 in dict.fromkeys(hashes) if sha256 in wanted]
+        lacking = _hashes_without_right(context, hashes)
+        stored_hashes = [sha256 for sha256 in hashes if sha256 not in lacking]
+        missing_hashes = lacking.union(context.serving.folders.blobs.missing(stored_hashes))
+        return [sha256 for sha256 in dict.fromkeys(hashes) if sha256 in missing_hashes]
 
     return document({"missing": await asyncio.to_thread(missing)})
 
@@ -98,7 +98,7 @@ async def blob_received(context: Context, sha256: str, size: Size) -> Response:
         so_far = context.serving.folders.blobs.received(
             sha256, rights.sender(context.actor.projects)
         )
-        return size if _is_here(context, sha256) else so_far
+        return size if _is_stored(context, sha256) else so_far
 
     return document({"received": await asyncio.to_thread(received)})
 
@@ -114,10 +114,10 @@ async def put_blob(
 ) -> Response:
     """A piece of a file, or all of it. `stored` is true once all of it is on disk and is what its name says."""
     data = await request.body()
-    return document(await asyncio.to_thread(_put, context, sha256, size, offset, data))
+    return document(await asyncio.to_thread(_store_piece, context, sha256, size, offset, data))
 
 
-def _lacking(context: RequestContext, hashes: Iterable[str]) -> frozenset[str]:
+def _hashes_without_right(context: RequestContext, hashes: Iterable[str]) -> frozenset[str]:
     """Hashes that the caller must send even if the blobs are here, because only other projects have them."""
     projects = context.actor.projects
     if projects is None:
@@ -125,16 +125,18 @@ def _lacking(context: RequestContext, hashes: Iterable[str]) -> frozenset[str]:
     return context.serving.database.read(lambda session: rights.lacking(session, projects, hashes))
 
 
-def _is_here(context: RequestContext, sha256: str) -> bool:
+def _is_stored(context: RequestContext, sha256: str) -> bool:
     """True if the blob need not be sent; it is then kept for a day, in which the caller may name it."""
-    return not (_lacking(context, [sha256]) or context.serving.folders.blobs.missing([sha256]))
+    return not (
+        _hashes_without_right(context, [sha256]) or context.serving.folders.blobs.missing([sha256])
+    )
 
 
-def _put(
+def _store_piece(
     context: RequestContext, sha256: str, size: int, offset: int, data: bytes
 ) -> dict[str, Any]:
     _check_hash(sha256)
-    if _is_here(context, sha256):
+    if _is_stored(context, sha256):
         return {"received": size, "stored": True}
     sender = rights.sender(context.actor.projects)
     try:
@@ -192,21 +194,21 @@ async def read_log(
     ] = 0.0,
 ) -> Response:
     """The next piece of a job's log, as bytes; empty where nothing has come within `wait` seconds."""
-    found = await _look(context, job_id)
+    job = await _read_progress(context, job_id)
     logs = context.serving.folders.logs
     follower = await asyncio.to_thread(
         follower_at, logs, job_id, epoch=epoch, offset=offset, rank=rank, tail=tail
     )
-    ends = asyncio.get_running_loop().time() + wait
+    deadline = asyncio.get_running_loop().time() + wait
     while True:
-        over = found["status"] in FINAL
+        is_over = job["status"] in FINAL
         piece = await asyncio.to_thread(follower.read)
-        late = asyncio.get_running_loop().time() >= ends
-        if piece is not None or over or late or context.serving.ending.is_set():
+        is_late = asyncio.get_running_loop().time() >= deadline
+        if piece is not None or is_over or is_late or context.serving.ending.is_set():
             break
         await asyncio.sleep(LOOK_AGAIN)
-        found = await _look(context, job_id)
-    headers = {ENDED_HEADER: "true" if over and piece is None else "false"}
+        job = await _read_progress(context, job_id)
+    headers = {ENDED_HEADER: "true" if is_over and piece is None else "false"}
     if follower.position is not None:
         headers[EPOCH_HEADER] = str(follower.position.epoch)
         headers[OFFSET_HEADER] = str(follower.position.offset)
@@ -217,7 +219,7 @@ async def read_log(
     )
 
 
-async def _look(context: RequestContext, job_id: str) -> dict[str, Any]:
+async def _read_progress(context: RequestContext, job_id: str) -> dict[str, Any]:
     return await context.read(jobs.progress, job_id)
 
 
@@ -228,7 +230,7 @@ async def list_artefacts(
     context: Context, job_id: str, epoch: Epoch = None, rank: Rank = 0
 ) -> Response:
     """What an attempt left: path, sha256, mode and bytes of each file; and what was left out, with the reason."""
-    job = await _job(context, job_id)
+    job = await _job_with_outputs(context, job_id)
     folder = context.serving.folders.artefacts
     return document(await asyncio.to_thread(outputs.artefacts, folder, job, epoch, rank))
 
@@ -237,13 +239,13 @@ async def read_artefact(
     context: Context, job_id: str, path: str, epoch: Epoch = None, rank: Rank = 0
 ) -> Response:
     """One of these files, or the `Range` of it that is asked for."""
-    job = await _job(context, job_id)
+    job = await _job_with_outputs(context, job_id)
     folder = context.serving.folders.artefacts
-    found = await asyncio.to_thread(outputs.artefact, folder, job, path, epoch, rank)
-    return FileResponse(found, media_type="application/octet-stream")
+    file = await asyncio.to_thread(outputs.artefact, folder, job, path, epoch, rank)
+    return FileResponse(file, media_type="application/octet-stream")
 
 
-async def _job(context: RequestContext, job_id: str) -> dict[str, Any]:
+async def _job_with_outputs(context: RequestContext, job_id: str) -> dict[str, Any]:
     return await context.read(outputs.job_that_left, job_id)
 
 

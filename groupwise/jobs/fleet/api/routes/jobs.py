@@ -78,7 +78,7 @@ async def _submit_jobs(
             key=idempotency_key(request.headers),
             allowed=context.serving.allowed,
         )
-    context.serving.doorbell.ring([each["job_id"] for each in accepted])
+    context.serving.doorbell.ring([job["job_id"] for job in accepted])
     return accepted
 
 
@@ -148,9 +148,9 @@ async def follow_job(context: Context, job_id: str) -> Response:
 async def cancel_job(context: Context, job_id: str, body: CancelBody | None = None) -> Response:
     """Have it end, in whatever state it is: 202, and `cancelled` once nothing of it is left; asked twice, it is the same."""
     reason = None if body is None else body.reason
-    found = await context.run(jobs.cancel, job_id, reason)
+    job = await context.run(jobs.cancel, job_id, reason)
     context.serving.doorbell.ring([job_id])
-    return document(found, 202)
+    return document(job, 202)
 
 
 async def hold_job(context: Context, job_id: str) -> Response:
@@ -160,48 +160,48 @@ async def hold_job(context: Context, job_id: str) -> Response:
 
 async def release_job(context: Context, job_id: str) -> Response:
     """Let a held job go on."""
-    found = await context.run(jobs.release, job_id)
+    job = await context.run(jobs.release, job_id)
     context.serving.doorbell.ring([job_id])
-    return document(found)
+    return document(job)
 
 
 async def retry_job(context: Context, job_id: str) -> Response:
     """Start a failed or cancelled job again, from its last checkpoint if it has one."""
-    found = await context.run(jobs.retry, job_id, allowed=context.serving.allowed)
+    job = await context.run(jobs.retry, job_id, allowed=context.serving.allowed)
     context.serving.doorbell.ring([job_id])
-    return document(found)
+    return document(job)
 
 
 async def cancel_jobs(context: Context, body: CancelJobsBody) -> Response:
     """Have many end: each as it is then, or `job_id` and `error` where it was refused."""
-    return await _together(context, body, jobs.cancelling(body.reason))
+    return await _change_jobs(context, body, jobs.cancelling(body.reason))
 
 
 async def hold_jobs(context: Context, body: JobsBody) -> Response:
     """Have many wait until they are released, answered likewise."""
-    return await _together(context, body, jobs.holding)
+    return await _change_jobs(context, body, jobs.holding)
 
 
 async def release_jobs(context: Context, body: JobsBody) -> Response:
     """Let many go on that are held, answered likewise."""
-    return await _together(context, body, jobs.releasing)
+    return await _change_jobs(context, body, jobs.releasing)
 
 
 async def retry_jobs(context: Context, body: JobsBody) -> Response:
     """Start many again that failed or were cancelled, answered likewise."""
-    return await _together(context, body, jobs.retrying(context.serving.allowed))
+    return await _change_jobs(context, body, jobs.retrying(context.serving.allowed))
 
 
-async def _together(context: RequestContext, body: JobsBody, change: jobs.Change) -> Response:
-    found = await context.run(jobs.together, body.jobs, change)
-    context.serving.doorbell.ring(jobs.changed_ids(found))
-    return document(found)
+async def _change_jobs(context: RequestContext, body: JobsBody, change: jobs.Change) -> Response:
+    results = await context.run(jobs.change_many, body.jobs, change)
+    context.serving.doorbell.ring(jobs.changed_ids(results))
+    return document(results)
 
 
 async def prune_jobs(context: Context, body: PruneBody) -> Response:
     """Remove jobs that ended long ago, with their logs and artefacts: their ids, and how many bytes that frees."""
     folders = context.serving.folders
-    found = await asyncio.to_thread(
+    result = await asyncio.to_thread(
         prune.clear_away,
         context.serving.database,
         folders.blobs,
@@ -212,7 +212,7 @@ async def prune_jobs(context: Context, body: PruneBody) -> Response:
         status=jobs.ended_statuses(body.status),
         dry_run=body.dry_run,
     )
-    return document(found)
+    return document(result)
 
 
 CHANGED = ("unknown_job", "job_state")

@@ -25,8 +25,8 @@ async def list_machines(
 
 async def add_machine(context: Context, body: MachineBody) -> Response:
     """Take one in, or back in."""
-    new = machines.NewMachine(**body.model_dump())
-    return document(await context.run(machines.add, new), 201)
+    machine = machines.NewMachine(**body.model_dump())
+    return document(await context.run(machines.add, machine), 201)
 
 
 async def show_machine(context: Context, vm_id: str) -> Response:

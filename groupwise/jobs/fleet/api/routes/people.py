@@ -20,14 +20,14 @@ async def list_projects(context: Context) -> Response:
 
 async def change_project(context: Context, name: str, body: ProjectBody) -> Response:
     """Set weight and quotas; a project that is not there yet is made."""
-    given = {field: getattr(body, field) for field in body.model_fields_set}
+    changed_fields = {field: getattr(body, field) for field in body.model_fields_set}
     return document(
         await context.run(
             projects.change,
             name,
-            weight=given.get("weight", UNCHANGED),
-            max_gpus=given.get("max_gpus", UNCHANGED),
-            max_waiting=given.get("max_waiting", UNCHANGED),
+            weight=changed_fields.get("weight", UNCHANGED),
+            max_gpus=changed_fields.get("max_gpus", UNCHANGED),
+            max_waiting=changed_fields.get("max_waiting", UNCHANGED),
         )
     )
 
@@ -39,10 +39,10 @@ async def list_keys(context: Context) -> Response:
 
 async def make_key(context: Context, body: KeyBody) -> Response:
     """Make one. Its text stands in this answer and nowhere else."""
-    made = await context.run(
+    key = await context.run(
         keys.make, body.role, projects=body.projects, lasts=body.seconds, note=body.note
     )
-    return document(made, 201)
+    return document(key, 201)
 
 
 async def revoke_key(context: Context, key_id: str) -> Response:

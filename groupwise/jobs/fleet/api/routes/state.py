@@ -76,8 +76,10 @@ async def metrics(context: Context) -> Response:
     """Numbers of the fleet and of this process, in the text format of Prometheus."""
     context.actor.require_all_projects("read the numbers of all projects")
     folders = context.serving.folders.all
-    found = await context.read(lambda session, _: status.overview(session, EVERYTHING, folders))
-    text = "\n".join([*render(found), *context.serving.metrics.lines()]) + "\n"
+    fleet_status = await context.read(
+        lambda session, _: status.overview(session, EVERYTHING, folders)
+    )
+    text = "\n".join([*render(fleet_status), *context.serving.metrics.lines()]) + "\n"
     return Response(text, media_type=MEDIA_TYPE)
 
 

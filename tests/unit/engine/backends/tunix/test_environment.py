@@ -111,7 +111,7 @@ def test_one_that_cannot_be_made_anew_leaves_the_one_before(pip: Pip) -> None:
 def test_two_make_it_one_after_the_other(pip: Pip, caplog: pytest.LogCaptureFixture) -> None:
     """The second waits, and takes what the first has made."""
     with ThreadPoolExecutor(1) as other:
-        with environment._exclusively():
+        with environment._exclusive_lock():
             waits = other.submit(install, "cpu", say=False)
             while "waiting for it" not in caplog.text:
                 assert not waits.done()
@@ -165,12 +165,12 @@ def test_devices_that_do_not_open_are_told_and_not_waited_for_for_ever(
 ) -> None:
     worker = answering(TimeoutError(), TimeoutError())
     with pytest.raises(UsageError, match=r"300 s.*other hosts\."):
-        environment.look()
+        environment.query_worker()
     assert "devices after 20 s" in caplog.text
     assert sum(worker.waited) == environment.MAX_SECONDS
     answering(RunError("No module named 'jax'"))
     with pytest.raises(UsageError, match=r" --again .* module named 'jax'"):
-        environment.look()
+        environment.query_worker()
 
 
 def test_jax_is_told_to_open_what_the_environment_is_for(

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from groupwise.core.errors import ModelError, UsageError
 from groupwise.engine.backends.tunix import fits
 from groupwise.engine.models.config import ModelConfig
-from groupwise.engine.models.load import described_text
+from groupwise.engine.models.load import text_config_of
 from tests.tunix_models import model_of
 
 Tensors = dict[str, torch.Tensor]
@@ -24,7 +24,7 @@ UP, NORM = "model.layers.1.mlp.up_proj.weight", "model.norm.weight"
 
 
 def text_of(family: str, **other: Any) -> dict[str, Any]:
-    return {**described_text(ModelConfig(name=str(model_of(family)))), **other}
+    return {**text_config_of(ModelConfig(name=str(model_of(family)))), **other}
 
 
 def layers_of(family: str, *parts: str) -> list[str]:

@@ -163,7 +163,7 @@ def test_long_texts_are_computed_in_pieces_of_bounded_size():
     shape = Shape(hidden=576, heads=9, kv_heads=3, head_size=64, vocabulary=10, epsilon=1e-5)
     texts = Texts(800, (1024,) * 8, (0, 800))
     (each,) = piece_attention(shape, [texts], torch.device("cpu"))
-    for piece in each._pieces():
+    for piece in each._attention_pieces():
         members = piece.texts.stop - piece.texts.start
         queries = piece.queries.stop - piece.queries.start
         assert members * queries * shape.heads * (800 + piece.queries.stop) <= 3 * pieces.SCORES

@@ -48,8 +48,8 @@ def by_graph(model, residual_NH, wanted: Targets):
         model.model.norm(residual_NH),
         wanted.ids_N,
         wanted.temperatures_N,
-        entropy_gradient=wanted.wanted.entropy_gradient,
-        accuracy=wanted.wanted.accuracy,
+        entropy_gradient=wanted.outputs.entropy_gradient,
+        accuracy=wanted.outputs.accuracy,
         withheld_X2=wanted.withheld_X2,
     )
 

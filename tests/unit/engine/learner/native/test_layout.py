@@ -40,7 +40,7 @@ def seen_before(batch: FlatBatch, place: int) -> list[int]:
 @given(ROWS, BUDGETS, st.booleans())
 def test_each_completion_token_follows_its_own_text(rows, budget, packing):
     for batch in cut(rows, budget, packing=packing):
-        places = iter(batch.before)
+        places = iter(batch.predictors)
         for each in batch.rows:
             for count in range(len(each.completion_ids)):
                 place = next(places)

@@ -48,7 +48,7 @@ def folder(tmp_path, monkeypatch) -> Path:
 
 def new(function: Callable[..., None] = doubled) -> Any:
     """The kernel as a process has it that has just begun."""
-    return kernel(kept=True)(function)
+    return kernel(cached=True)(function)
 
 
 def is_loaded(numbers: Any) -> bool:

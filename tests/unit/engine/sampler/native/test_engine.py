@@ -26,7 +26,7 @@ from groupwise.core.errors import NonFiniteError
 from groupwise.core.types import Completion, GroupRequest, SamplingParams
 from groupwise.engine.models.native.weights import NativeModel
 from groupwise.engine.models.tiny import tiny_tokenizer
-from groupwise.engine.sampler.engine import Engine, Prompt, Row, SlotEngine
+from groupwise.engine.sampler.engine import DecodeEngine, DecodeRow, Prompt, SlotEngine
 from groupwise.engine.sampler.native.engine import NativeEngine
 from groupwise.engine.sampler.native.graph_engine import GraphEngine
 from groupwise.engine.sampler.native.recording import plainly
@@ -206,12 +206,12 @@ class History:
 
 @torch.inference_mode()
 def scheduled(
-    engine: Engine, seed: int, steps: int, rows: int, lengths: list[int], vocabulary: int
+    engine: DecodeEngine, seed: int, steps: int, rows: int, lengths: list[int], vocabulary: int
 ):
     """Rows that begin, end and are given up at random, of prompts old and new; all of their histories."""
     chance = random.Random(seed)
     prompts: list[tuple[list[int], Prompt]] = []
-    running: dict[Row, History] = {}
+    running: dict[DecodeRow, History] = {}
     ended: list[History] = []
     for _ in range(steps):
         while len(engine.rows) < rows and chance.random() < 0.5:
@@ -220,7 +220,7 @@ def scheduled(
                 ids = [chance.randrange(vocabulary) for _ in range(length)]
                 prompts.append((ids, engine.prefill(ids)))
             ids, prompt = chance.choice(prompts[-4:])
-            running[engine.begin(prompt)] = History(ids, prompt, chance.choice(lengths))
+            running[engine.add_row(prompt)] = History(ids, prompt, chance.choice(lengths))
         if not engine.rows:
             continue
         order = list(engine.rows)
@@ -235,20 +235,20 @@ def scheduled(
             for row in running
             if len(running[row].tokens) == running[row].until or chance.random() < 0.01
         ]
-        engine.finish(over)
+        engine.remove_rows(over)
         ended += [running.pop(row) for row in over]
     return [*ended, *running.values()]
 
 
 @torch.inference_mode()
-def assert_alone(engine: Engine, history: History) -> None:
+def assert_alone(engine: DecodeEngine, history: History) -> None:
     prompt = engine.prefill(history.ids)
     assert torch.equal(prompt.logits_V, history.prompt.logits_V)
-    row = engine.begin(prompt)
+    row = engine.add_row(prompt)
     for number, (token, wanted) in enumerate(zip(history.tokens, history.logits, strict=True)):
         found = engine.decode([token])[0]
         assert torch.equal(found, wanted), f"token {number} after {len(history.ids)}"
-    engine.finish([row])
+    engine.remove_rows([row])
 
 
 SCHEDULES = {
@@ -293,12 +293,12 @@ def test_a_row_that_is_longer_by_far_changes_no_other(kind):
     engine = engine_of(weights, kind)
     with torch.inference_mode():
         prompt = engine.prefill(text(9).tolist())
-        long = engine.begin(prompt)
+        long = engine.add_row(prompt)
         for token in text(100).tolist():
             engine.decode([token])
         assert long.written == 100
         history = History(text(20).tolist(), engine.prefill(text(20).tolist()), 0)
-        late = engine.begin(history.prompt)
+        late = engine.add_row(history.prompt)
         for token in text(50).tolist():
             tokens = [token if row is late else 5 for row in engine.rows]
             history.tokens.append(token)
@@ -327,7 +327,7 @@ def test_a_row_is_the_same_beside_none_and_beside_a_hundred(threads, dtype):
         engine = engine_of(weights, "native")
         prompt = engine.prefill(ids)
         for _ in range(rows):
-            engine.begin(prompt)
+            engine.add_row(prompt)
         return torch.stack([engine.decode([token] * rows)[0].clone() for token in tokens])
 
     alone = first_of(1)
@@ -367,7 +367,7 @@ def test_a_row_that_is_no_numbers_spoils_no_other_and_a_reset_forgets_it(kind):
     engine = engine_of(weights, kind)
     ids = text(9).tolist()
     prompt = engine.prefill(ids)
-    rows = [engine.begin(prompt) for _ in range(3)]
+    rows = [engine.add_row(prompt) for _ in range(3)]
     history = History(ids, prompt, 0)
     for token in (7, 8, 50, 9, 10):
         found = engine.decode([token if row is rows[1] else 7 for row in engine.rows])
@@ -377,7 +377,7 @@ def test_a_row_that_is_no_numbers_spoils_no_other_and_a_reset_forgets_it(kind):
         assert spoiled == (len(history.tokens) > 2)
     engine.reset()
     assert engine.rows == []
-    again = [engine.begin(engine.prefill(ids)) for _ in range(3)]
+    again = [engine.add_row(engine.prefill(ids)) for _ in range(3)]
     for number in range(5):
         found = engine.decode([7] * 3)
         assert all(torch.equal(found[row], history.logits[number]) for row in range(len(again)))

@@ -45,8 +45,8 @@ def decoded(engine: GraphEngine, steps: int = 3, length: int = 5) -> Tensor:
     """Logits of a few tokens of two rows."""
     engine.reset()
     prompt = engine.prefill(text(length).tolist())
-    engine.begin(prompt)
-    engine.begin(prompt)
+    engine.add_row(prompt)
+    engine.add_row(prompt)
     return torch.stack([engine.decode([3 + step % 90, 50]) for step in range(steps)])
 
 
@@ -111,7 +111,7 @@ def test_what_a_caller_holds_is_not_overwritten_by_the_next_token():
     graph = FakeCudaGraph()
     engine = engine_of(ServedModel(family("llama")), graph)
     with torch.inference_mode():
-        engine.begin(engine.prefill(text(5).tolist()))
+        engine.add_row(engine.prefill(text(5).tolist()))
         first = engine.decode([3])
         kept = first.clone()
         second = engine.decode([4])

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from groupwise.core.errors import PolicyMismatchError
-from groupwise.engine.sampler.vllm.probe import NOT_APPLIED, NOT_PROCESSED, judge
+from groupwise.engine.sampler.vllm.probe import NOT_APPLIED, NOT_PROCESSED, check_logprobs
 
 TRUE = [-0.1 * k for k in range(1, 65)]
 
@@ -16,7 +16,7 @@ def noisy(values, size, seed=0):
 
 
 def asked(answered, others=None, tolerance=0.1):
-    judge("http://s/v1", "name", answered, TRUE, others or {}, tolerance)
+    check_logprobs("http://s/v1", "name", answered, TRUE, others or {}, tolerance)
 
 
 def test_rounding_is_no_reason():
@@ -44,4 +44,4 @@ def test_what_is_lacking_is_told_within_the_tolerance_too(lacking, told):
 
 def test_numbers_that_are_none_never_pass():
     with pytest.raises(PolicyMismatchError):
-        judge("http://s/v1", "name", [float("nan")], [0.0], {}, 0.1)
+        check_logprobs("http://s/v1", "name", [float("nan")], [0.0], {}, 0.1)

@@ -20,7 +20,7 @@ import torch
 from groupwise.core.errors import EndpointError, PolicyMismatchError, RunError, UsageError
 from groupwise.core.types import GroupRequest, SamplingParams
 from groupwise.engine.models.tiny import tiny_tokenizer
-from groupwise.engine.sampler.vllm.adapters import Shared, adapter_name
+from groupwise.engine.sampler.vllm.adapters import SharedFolder, adapter_name
 from tests.fake_vllm_server import VllmServer, refusal
 from tests.vllm_pair import KEY, Clock, learner_of_tiny, trained, vllm_sampler
 
@@ -119,7 +119,7 @@ async def test_an_adapter_that_another_process_of_the_run_left_is_taken_or_loade
 
 async def test_a_shared_folder_holds_the_adapter_that_serves_and_no_other(learner, server, tmp_path):  # fmt: skip
     (tmp_path / "there").symlink_to(tmp_path / "here")
-    shared = Shared(tmp_path / "here", str(tmp_path / "there"))
+    shared = SharedFolder(tmp_path / "here", str(tmp_path / "there"))
     sampler = vllm_sampler([server.url], learner, shared=shared)
     for version in range(2):
         policy = await learner.publish(version)

@@ -30,8 +30,8 @@ def is_over(recorded: Reading | None, silent_for: float | None, **handle: Any) -
     return looked_at(driving, recorded, silent_for, **handle)
 
 
-def new_drive(clock: Callable[[], float] = lambda: 0.0) -> controller.Drive:
-    return controller.Drive(
+def new_drive(clock: Callable[[], float] = lambda: 0.0) -> controller.AttemptController:
+    return controller.AttemptController(
         1,
         cast(
             "Any", SimpleNamespace(pauses=controller.Pauses(), clock=clock, chance=random.Random())
@@ -40,7 +40,7 @@ def new_drive(clock: Callable[[], float] = lambda: 0.0) -> controller.Drive:
 
 
 def looked_at(
-    driving: controller.Drive,
+    driving: controller.AttemptController,
     recorded: Reading | None,
     silent_for: float | None,
     now: float = 10_000.0,

@@ -327,7 +327,7 @@ class Fleet(RuleBasedStateMachine):
             return None
 
     def _hear(self, attempt: ModelAttempt, rank: int, answer: dict[str, Any]) -> None:
-        state, mind = answers.member_state(answer), self._mind(attempt, rank)
+        state, mind = answers.parse_member_state(answer), self._mind(attempt, rank)
         never_ran = state.state is RunnerState.LOST and state.pid is None
         mind.reading = Reading.ABSENT if never_ran else Reading(state.state)
         mind.exit = state.exit or mind.exit

@@ -51,7 +51,7 @@ def epoch(fleet: InProcessFleet) -> int:
 def claimed(fleet: InProcessFleet, limit: int = 1) -> Sequence[claim.Claimed]:
     """What `me` gets."""
     return fleet.database.run(
-        lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=limit).made
+        lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=limit).claimed
     )
 
 
@@ -156,7 +156,7 @@ def test_an_attempt_is_adopted_once(fleet: InProcessFleet, epoch: int) -> None:
     assert "attempt.adopted" in events(fleet)
     fleet.database.run(lambda s: records.release_ownership(s, "other"))
     assert adopt("me") == [epoch]
-    fleet.database.run(records.let_all_go)  # whoever drove is known to be gone
+    fleet.database.run(records.end_all_leases)  # whoever drove is known to be gone
     assert adopt("me") == [epoch]
     end(fleet, epoch, Move(AttemptState.ENDED, Outcome.VOID, because="nobody wants it"))
     fleet.expire_leases()
@@ -393,7 +393,7 @@ def test_a_machine_is_welcome_back_when_nothing_is_left_there(
     fleet.lose(vm_id)
 
     def welcome() -> bool:
-        return fleet.database.run(lambda s: records.welcome_back(s, "me", vm_id))
+        return fleet.database.run(lambda s: records.use_again(s, "me", vm_id))
 
     assert not welcome()
     end(fleet, epoch, failed(FailureClass.HOST_LOST))

@@ -28,7 +28,7 @@ class Ear:
         self.last = state
         self._tell(str(state.state))
 
-    def lost_contact(self, why: str) -> None:
+    def lost_contact(self, reason: str) -> None:
         self._tell("silent")
 
     def contact_again(self) -> None:

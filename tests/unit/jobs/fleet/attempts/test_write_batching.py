@@ -28,7 +28,7 @@ def epochs(fleet: InProcessFleet) -> list[int]:
     for number in range(4):
         fleet.submit(f"job-{number}")
     made = fleet.database.run(
-        lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=8).made
+        lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=8).claimed
     )
     return [each.epoch for each in made]
 

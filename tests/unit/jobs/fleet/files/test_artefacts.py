@@ -236,7 +236,8 @@ async def test_a_list_that_names_the_file_of_another_project_does_not_get_it(
 
 
 @pytest.mark.parametrize(
-    ("home", "write"), [(fetching, "_missing_files"), (fetching, "_keep"), (artefacts, "_publish")]
+    ("home", "write"),
+    [(fetching, "_missing_files"), (fetching, "_write_batch"), (artefacts, "_publish_folder")],
 )
 async def test_a_folder_is_given_up_when_nobody_writes_there_any_more(
     home: ModuleType,

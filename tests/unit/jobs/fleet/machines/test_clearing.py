@@ -22,7 +22,7 @@ from groupwise.jobs.fleet.machines.clearing import (
 from groupwise.jobs.fleet.store.database import Database, seconds
 from groupwise.jobs.fleet.store.tables import VM, Attempt, Job, Member
 from groupwise.jobs.hosts.answers import RunnerState
-from groupwise.jobs.hosts.driver import Known, Launch, Runner
+from groupwise.jobs.hosts.driver import KnownState, Launch, Runner
 from groupwise.jobs.hosts.local import LocalHost
 from groupwise.jobs.hosts.spec import FileEntry, JobSpec, as_json
 from tests.fake_hosts import FakeHost, Script
@@ -250,7 +250,7 @@ async def test_with_a_real_runner_the_folder_is_gone_and_stays_gone(
     for each in (launch, replace(launch, job="stranger")):
         state = await runner.launch(each)
         while state.state in {RunnerState.CLAIMED, RunnerState.RUNNING}:
-            known = {(each.job, epoch): Known(state.state, clock=state.clock)}
+            known = {(each.job, epoch): KnownState(state.state, clock=state.clock)}
             (state,) = await runner.wait(known, seconds=10.0)
     keeper = MachineClearing(Gateway(database), AT_ONCE)
     await keeper.clear_all(lambda machine: runner)

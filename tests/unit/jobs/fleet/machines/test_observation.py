@@ -37,8 +37,10 @@ from tests.unit.jobs.fleet.queue_helpers import (
     submit,
 )
 
-KEY = keys.parse("ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIDlRAkn4LWJgZI0BlxNTR1aRJX4sMuoTdxkKPJVyCoIz")
-OTHER = keys.parse(
+KEY = keys.parse_host_key(
+    "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIDlRAkn4LWJgZI0BlxNTR1aRJX4sMuoTdxkKPJVyCoIz"
+)
+OTHER = keys.parse_host_key(
     "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIJ1nCLkXP8W9XkR4YBoo1V7sWn4Uvfa2yJ1Q3nS3vKp3"
 )
 
@@ -65,7 +67,7 @@ def seen(*gpus: dict[str, Any], boot_id: str = "boot-1", **more: Any) -> Observa
     }  # fmt: skip
     document |= more
     document["probe"] = {"apps": document["probe"]["status"]} | document["probe"]
-    return answers.observation(document)
+    return answers.parse_observation(document)
 
 
 def kept(session: Session, rows: Sequence[Any]) -> list[Any]:
@@ -205,7 +207,7 @@ def test_what_no_database_keeps_is_no_answer(fleet: Fleet):
             within[key] = value
             tried += 1
             try:
-                observed = answers.observation(document)
+                observed = answers.parse_observation(document)
             except BadAnswer:
                 refused += 1
                 continue

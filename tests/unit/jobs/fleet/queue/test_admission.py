@@ -95,7 +95,7 @@ def test_four_columns_are_a_full_submission(
             return JobSpec(("groupwise", row["model"], str(row["max_steps"]), row["output_dir"]))
 
     monkeypatch.setattr(kinds, "_entry_points", lambda: {"GRPO": "somewhere"})
-    monkeypatch.setattr(kinds, "_load", lambda place: Training())
+    monkeypatch.setattr(kinds, "_load_entry_point", lambda place: Training())
     add_machine(database, "vm-1", 1)
     execute(
         database,
@@ -332,14 +332,14 @@ def test_rows_that_the_database_lets_nobody_refuse_stand_before_no_other(
     database: Database, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """As with a trigger that somebody has made for a purpose of their own; each is told of once, whatever the number of sweeps."""
-    refuse = admission._refuse
+    refuse = admission._refuse_row
 
     def refused(session: Session, row: Any, found: Sequence[str]) -> None:
         refuse(session, row, found)
         if row.job_id.startswith("stuck"):
             raise IntegrityError("UPDATE jobs", None, Exception("not in my table"))
 
-    monkeypatch.setattr(admission, "_refuse", refused)
+    monkeypatch.setattr(admission, "_refuse_row", refused)
     for name in [*(f"stuck-{n}" for n in range(5)), "bad", "good-1", "good-2"]:
         kind = "COMMAND" if name.startswith("good") else "no such kind"
         insert(database, name, job_type=kind)

@@ -294,7 +294,7 @@ def test_what_leaves_the_queue_before_it_is_marked_is_left_alone(database: Datab
     submit(database, "later", gpus=1, after=["first"])
     submit(database, "large", gpus=2)
     found = database.run(lambda s: claim.claim(s, owner="me", lease_seconds=30.0, limit=10))
-    assert [each.job_id for each in found.made] == ["first"]
+    assert [each.job_id for each in found.claimed] == ["first"]
     for job_id in ("then", "large"):
         database.run(lambda s, job_id=job_id: jobs.cancel(s, Actor("user:test"), job_id))
     assert found.unplaced is not None
@@ -348,7 +348,7 @@ def test_a_smaller_batch_after_the_memory_was_too_small(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kinds, "_entry_points", lambda: {"SHRINK": "shrinking"})
-    monkeypatch.setattr(kinds, "_load", lambda place: Shrinking())
+    monkeypatch.setattr(kinds, "_load_entry_point", lambda place: Shrinking())
     add_machine(database, "vm-1", 4)
     sizes = {(True, 1): "4", (True, 2): "2", (True, 9): "1", (False, 1): None}
     for n, ((allowed, failures), size) in enumerate(sizes.items()):

@@ -3,8 +3,8 @@
 import pytest
 
 from groupwise.jobs.fleet.queue.request import (
-    Beyond,
     JobRequest,
+    RequestDocument,
     from_document,
     problems,
 )
@@ -31,4 +31,4 @@ def test_values_that_cannot_be_meant(document: dict[str, object], said: str) -> 
 def test_what_was_admitted_under_a_higher_limit_comes_to_its_end() -> None:
     """An end reads what was asked once more, whatever this version would say of it."""
     stored = {"limits": {"artefact_files": 5_000_000}}
-    assert Beyond.model_validate(stored).retry_policy() == JobRequest().retry_policy()
+    assert RequestDocument.model_validate(stored).retry_policy() == JobRequest().retry_policy()

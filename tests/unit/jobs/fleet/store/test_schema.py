@@ -145,7 +145,7 @@ RULES_MADE = {
 @pytest.mark.parametrize("dialect", RULES_MADE)
 def test_a_number_stands_for_the_same_rules_everywhere(dialect: str) -> None:
     """By their numbers it is known which are newer. Before a release has them they may change and keep theirs."""
-    made = schema._fingerprint(dialect)[:18]
+    made = schema._own_fingerprint(dialect)[:18]
     assert made == RULES_MADE[dialect], (
         "triggers or views have changed: count schema.RULES up if a release had this number, and write this here"
     )

@@ -117,7 +117,7 @@ def test_many_become_what_each_becomes_alone(small: Any, verb: str) -> None:
         except Refusal as refusal:
             told.append(refusal.message)
     events_of_single = small.events()
-    found = small.do(jobs.together, many, change)
+    found = small.do(jobs.change_many, many, change)
     many_events = small.events()[len(events_of_single) :]
     assert [each["job_id"] for each in found] == many
     assert [each.get("error", {}).get("message") for each in found] == [
@@ -143,7 +143,7 @@ def test_what_waits_for_many_that_are_cancelled_is_woken_in_the_same_transaction
         session.execute(update(Job).where(Job.job_id == last).values(blocked_on=first[0]))
 
     small.database.run(block)
-    small.do(jobs.together, first, jobs.cancelling())
+    small.do(jobs.change_many, first, jobs.cancelling())
     assert small.row(last).status == "queued"
 
 

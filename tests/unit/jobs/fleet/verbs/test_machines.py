@@ -58,9 +58,9 @@ def test_a_machine_that_was_given_up_and_is_added_again_is_not_used_before_it_is
     assert (found["lost_at"], found["active"]) == (lost_at, True)
     (left,) = small.database.read(lambda s: records.left_behind(s, "gpu-1"))
     assert left.epoch == epoch
-    assert not small.database.run(lambda s: records.welcome_back(s, "me", "gpu-1"))
+    assert not small.database.run(lambda s: records.use_again(s, "me", "gpu-1"))
     small.database.run(lambda s: records.left_nothing(s, epoch, 0))
-    assert small.database.run(lambda s: records.welcome_back(s, "me", "gpu-1"))
+    assert small.database.run(lambda s: records.use_again(s, "me", "gpu-1"))
     assert small.vm("gpu-1").lost_at is None
     small.do(machines.lost, "gpu-1")
     small.do(machines.remove, "gpu-1")

@@ -9,14 +9,14 @@ import pytest
 from groupwise.api.schemas.idempotency import AnswerKey
 from groupwise.api.schemas.keys import Caller, Role
 from groupwise.api.schemas.problems import Refusal
-from groupwise.server.ledger import answers
-from groupwise.server.ledger.answers import (
-    KEPT_SECONDS,
-    StoredResponse,
-    forget_old_answers,
-    stored_answer,
-)
+from groupwise.server.ledger import idempotency
 from groupwise.server.ledger.counters import count, counters_of
+from groupwise.server.ledger.idempotency import (
+    RETENTION_SECONDS,
+    StoredResponse,
+    delete_expired,
+    stored_response,
+)
 from groupwise.server.ledger.transaction import Transaction
 from groupwise.server.ledger.writer import Ledger
 
@@ -34,21 +34,21 @@ def once(transaction: Transaction, caller: Caller) -> StoredResponse:
         count(transaction, "r", "done")
         return StoredResponse(200, b'{"done": %d}' % counters_of(transaction, "r")["done"])
 
-    answer = answers.once(transaction, caller, work)
+    answer = idempotency.run_idempotent(transaction, caller, work)
     assert answer is not None
     return answer
 
 
 def test_an_answer_is_kept_for_a_day(ledger):
     first = once(ledger, CALLER)
-    soon = replace(ledger, uptime=ledger.uptime + KEPT_SECONDS - 1)
+    soon = replace(ledger, uptime=ledger.uptime + RETENTION_SECONDS - 1)
     for jump in (-1e7, 1e7):  # of the machine's clock
-        assert forget_old_answers(replace(soon, now=soon.now + jump)) == 0
+        assert delete_expired(replace(soon, now=soon.now + jump)) == 0
         assert once(replace(soon, now=soon.now + jump), CALLER) == first
-    tomorrow = replace(ledger, uptime=ledger.uptime + KEPT_SECONDS)
+    tomorrow = replace(ledger, uptime=ledger.uptime + RETENTION_SECONDS)
     assert once(tomorrow, asking(body_hash="hash-2")).body == b'{"done": 2}'
-    assert forget_old_answers(tomorrow) == 0
-    assert forget_old_answers(replace(tomorrow, uptime=tomorrow.uptime + KEPT_SECONDS)) == 1
+    assert delete_expired(tomorrow) == 0
+    assert delete_expired(replace(tomorrow, uptime=tomorrow.uptime + RETENTION_SECONDS)) == 1
 
 
 async def test_a_refused_request_leaves_neither_work_nor_answer(tmp_path):
@@ -57,21 +57,21 @@ async def test_a_refused_request_leaves_neither_work_nor_answer(tmp_path):
             count(transaction, "r", "done")
             raise Refusal("finished")
 
-        return answers.once(transaction, CALLER, work)
+        return idempotency.run_idempotent(transaction, CALLER, work)
 
     opened = Ledger.open(tmp_path / "server.db")
     with pytest.raises(Refusal):
         await opened.do(refuse)
     assert await opened.do(counters_of, "r") == {}
-    assert await opened.do(answers.once, CALLER, lambda: None) is None
+    assert await opened.do(idempotency.run_idempotent, CALLER, lambda: None) is None
     assert (await opened.do(once, CALLER)).status == 200
     await opened.close()
 
 
 def test_the_same_request_of_the_same_caller_is_done_once(ledger):
-    assert stored_answer(ledger, CALLER) is None
+    assert stored_response(ledger, CALLER) is None
     first = once(ledger, CALLER)
-    assert once(ledger, CALLER) == stored_answer(ledger, CALLER) == first
+    assert once(ledger, CALLER) == stored_response(ledger, CALLER) == first
     with pytest.raises(Refusal) as refused:
         once(ledger, asking(body_hash="hash-2"))
     assert refused.value.code == "idempotency_key_reused"

@@ -12,8 +12,8 @@ from groupwise.jobs.hosts.runner.observe import load_of
 from groupwise.jobs.hosts.runner.processes import boot_clock, find_program, path_of
 from groupwise.jobs.hosts.runner.protocol import (
     SHA256,
-    Refusal,
-    Refused,
+    LaunchRefused,
+    RequestRejected,
     are_words,
     arguments_of,
     as_bytes,
@@ -63,9 +63,9 @@ LARGEST_TOKEN = 256 << 20
 """Most bytes of a stored request that waits for an engine: it may list a hundred thousand files."""
 
 
-class Order:
-    """A checked launch request. A malformed request raises Refusal. A well-formed one that is not possible raises Refused, which becomes
-    the final result of its epoch."""
+class LaunchRequest:
+    """A checked launch request. A malformed request raises RequestRejected. A well-formed one that is not possible raises LaunchRefused,
+    which becomes the final result of its epoch."""
 
     def __init__(self, root: Root, body: dict[str, Any]) -> None:
         self.root, self.body = root, body
@@ -75,11 +75,11 @@ class Order:
         self.share_mb = None if body.get("share_mb") is None else count_of(body, "share_mb")
         self.slot = None if body.get("slot") is None else count_of(body, "slot")
         self.deadman: float | None = seconds_of(body, "deadman", 0.0) or None
-        self.heard = boot_clock()
+        self.last_contact = boot_clock()
         """Boot-clock time of the last contact: now, or the time at which the control plane, before it sent this, had last heard from this
         machine."""
         if body.get("clock") is not None:
-            self.heard = min(self.heard, seconds_of(body, "clock", 0.0))
+            self.last_contact = min(self.last_contact, seconds_of(body, "clock", 0.0))
         self.method: str | None = body.get("method")
         self.engine: str | None = text_of(body, "engine") if body.get("engine") else None
         self.engine_options: list[str] = as_list(body.get("engine_options"))
@@ -98,32 +98,36 @@ class Order:
         self.memory_mb: dict[str, int | None] = {}
         """Memory of each GPU in MiB, filled in by the GPU probe."""
         if len(as_bytes(self.first_state())) > LARGEST_RECORD // 2:
-            raise Refusal("bad_request", "its lists of artefacts and checkpoints are too long")
+            raise RequestRejected(
+                "bad_request", "its lists of artefacts and checkpoints are too long"
+            )
 
     def check(self) -> None:
-        """Check the spec. Raises Refused with a list of all problems."""
+        """Check the spec. Raises LaunchRefused with a list of all problems."""
         if self.engine and (self.gpus or self.slot is not None or self.deadman is not None):
-            raise Refusal("bad_request", "GPUs and slots are the engine's, and it has no deadman")
+            raise RequestRejected(
+                "bad_request", "GPUs and slots are the engine's, and it has no deadman"
+            )
         if not are_words(self.engine_options):
-            raise Refusal("bad_request", "engine_options are words of a command line")
-        found = list(self._problems())
-        if found:
-            raise Refused("bad_spec", "; ".join(found))
+            raise RequestRejected("bad_request", "engine_options are words of a command line")
+        problems = list(self._spec_problems())
+        if problems:
+            raise LaunchRefused("bad_spec", "; ".join(problems))
 
-    def _problems(self) -> Iterator[str]:
+    def _spec_problems(self) -> Iterator[str]:
         try:
             arguments_of(self.spec.get("arguments"))
-        except Refusal as refusal:
+        except RequestRejected as refusal:
             yield str(refusal)
         for name, value in self.limits.items():
             if not (value is None or is_amount(value)):
                 yield f"limits.{name}: a number from 0 is expected"
-        own: dict[str, Any] = self.spec.get("environment") or {}
-        for name in (*own, *self.secrets):
+        variables: dict[str, Any] = self.spec.get("environment") or {}
+        for name in (*variables, *self.secrets):
             if name in RESERVED_NAMES or name.startswith(RESERVED_PREFIXES):
                 yield f"the environment variable {name} is not for jobs to set"
         values: list[tuple[str, Any]] = [
-            *own.items(),
+            *variables.items(),
             *self.environment.items(),
             *self.secrets.items(),
         ]
@@ -141,7 +145,7 @@ class Order:
         for path in (*manifest, *self.artefacts, *self.checkpoints, *paths):
             try:
                 parts_of(path)
-            except Refusal:
+            except RequestRejected:
                 yield f"{path!r:.200} is no path inside the working folder"
         for path, entry in manifest.items():
             if (
@@ -195,23 +199,28 @@ class Order:
         }
 
 
-def check_room(order: Order) -> None:
-    """Check free disk space and memory; raises Refused if there is too little. With an engine check the disk only: the job uses another
-    machine's memory."""
-    load = load_of(order.root)
-    disk, ram = order.limits.get("disk_mb"), order.limits.get("ram_mb")
-    ram = None if order.engine else ram
+def check_free_space(request: LaunchRequest) -> None:
+    """Check free disk space and memory; raises LaunchRefused if there is too little. With an engine check the disk only: the job uses
+    another machine's memory."""
+    load = load_of(request.root)
+    disk, ram = request.limits.get("disk_mb"), request.limits.get("ram_mb")
+    ram = None if request.engine else ram
     if disk is not None and load["disk_free_mb"] < disk:
-        raise Refused("disk_full", f"{load['disk_free_mb']} MB are free, {disk} are asked for")
+        raise LaunchRefused(
+            "disk_full", f"{load['disk_free_mb']} MB are free, {disk} are asked for"
+        )
     if ram is not None and load["ram_free_mb"] < ram:
-        raise Refused("ram", f"{load['ram_free_mb']} MB of memory are free, {ram} are asked for")
+        raise LaunchRefused(
+            "ram", f"{load['ram_free_mb']} MB of memory are free, {ram} are asked for"
+        )
 
 
-def check_program(order: Order) -> None:
-    """Check that the command's program exists; raises Refused if not. A relative path is not checked: it names one of the job's files."""
-    program = order.spec["arguments"][0]
+def check_program(request: LaunchRequest) -> None:
+    """Check that the command's program exists; raises LaunchRefused if not. A relative path is not checked: it names one of the job's
+    files."""
+    program = request.spec["arguments"][0]
     if "/" in program and not os.path.isabs(program):
         return
-    if not find_program(program, order.path):
-        where = "" if "/" in program else f"on PATH, which is {order.path}"
-        raise Refused("unknown_program", f"there is no program {program:.200} {where}")
+    if not find_program(program, request.path):
+        location = "" if "/" in program else f"on PATH, which is {request.path}"
+        raise LaunchRefused("unknown_program", f"there is no program {program:.200} {location}")

@@ -47,104 +47,104 @@ MIG_LINE = re.compile(r"\s*MIG\s+(\S+)\s+Device\s+(\d+):\s+\(UUID:\s*(MIG-[A-Za-
 GPU_LINE = re.compile(r"GPU\s+\d+:.*\(UUID:\s*(GPU-[A-Za-z0-9-]+)\)\s*")
 
 
-def plain(cell: str) -> str:
+def normalize_cell(cell: str) -> str:
     """The cell in lower case without spaces and brackets."""
     return cell.strip().strip("[]").strip().lower()
 
 
-def number(cell: str) -> int | None:
+def parse_number(cell: str) -> int | None:
     """The cell as a non-negative integer, with or without a unit; None if it is not one."""
-    found = NUMBER.fullmatch(cell.strip().strip("[]").strip())
-    return int(found.group(1)) if found else None
+    match = NUMBER.fullmatch(cell.strip().strip("[]").strip())
+    return int(match.group(1)) if match else None
 
 
-def rows(text: str, fields: Sequence[str]) -> tuple[list[dict[str, str]], list[str]]:
+def parse_rows(text: str, fields: Sequence[str]) -> tuple[list[dict[str, str]], list[str]]:
     """Split into rows with one cell for each field, and unreadable lines. A last line without a newline was cut off and counts as
     unreadable."""
-    found: list[dict[str, str]] = []
-    not_read: list[str] = []
+    rows: list[dict[str, str]] = []
+    unreadable: list[str] = []
     lines = text.split("\n")
-    for at, line in enumerate(lines):
+    for index, line in enumerate(lines):
         cells = [cell.strip() for cell in line.split(",")]
         if not line.strip():
             continue
-        if len(cells) == len(fields) and at < len(lines) - 1:
-            found.append({name: cells[n] for n, name in enumerate(fields)})
+        if len(cells) == len(fields) and index < len(lines) - 1:
+            rows.append({name: cells[n] for n, name in enumerate(fields)})
         else:
-            not_read.append(line.strip()[:200])
-    return found, not_read
+            unreadable.append(line.strip()[:200])
+    return rows, unreadable
 
 
 def parse_gpus(
     text: str, fields: Sequence[str] = GPU_FIELDS
 ) -> tuple[list[dict[str, Any]], list[str]]:
     """Parse the list of GPUs; returns them and the unreadable lines."""
-    found, not_read = rows(text, fields)
+    rows, unreadable = parse_rows(text, fields)
     gpus: dict[str, dict[str, Any]] = {}
-    for row in found:
-        uuid, index = row["uuid"].strip("[] "), number(row["index"])
+    for row in rows:
+        uuid, index = row["uuid"].strip("[] "), parse_number(row["index"])
         if (
             index is None
             or not uuid.startswith("GPU-")
             or not GPU_UUID.fullmatch(uuid)
             or uuid in gpus
         ):
-            not_read.append(", ".join(row.values())[:200])
+            unreadable.append(", ".join(row.values())[:200])
             continue
         # Missing values are None, and listed in `problems` if they indicate a fault.
-        total, used = number(row["memory.total"]), number(row["memory.used"])
-        mig = plain(row.get("mig.mode.current", "")) == "enabled"
+        total_mb, used_mb = parse_number(row["memory.total"]), parse_number(row["memory.used"])
+        mig = normalize_cell(row.get("mig.mode.current", "")) == "enabled"
         problems = [
             f"{name}: {cell[:100]}"
             for name, cell in row.items()
             if name not in ("index", "uuid") and is_fault(name, cell, mig)
         ]
-        if total is not None and used is not None and used > total:
-            problems.append(f"memory.used: {used} of {total} MiB")
-            used = None
+        if total_mb is not None and used_mb is not None and used_mb > total_mb:
+            problems.append(f"memory.used: {used_mb} of {total_mb} MiB")
+            used_mb = None
         gpus[uuid] = {
             "index": index,
             "uuid": uuid,
-            "model": None if plain(row["name"]) in NOTHING else row["name"],
-            "memory_mb": total,
-            "memory_used_mb": used,
-            "utilisation": number(row["utilization.gpu"]),
-            "temperature": number(row["temperature.gpu"]),
+            "model": None if normalize_cell(row["name"]) in NOTHING else row["name"],
+            "memory_mb": total_mb,
+            "memory_used_mb": used_mb,
+            "utilisation": parse_number(row["utilization.gpu"]),
+            "temperature": parse_number(row["temperature.gpu"]),
             "mig": mig,
             "mig_devices": [],
             "problems": problems,
         }
-    return list(gpus.values()), not_read
+    return list(gpus.values()), unreadable
 
 
 def is_fault(name: str, cell: str, mig: bool) -> bool:
     """True if the cell contains an error, or the GPU does not report its memory. With MIG enabled a missing memory value is normal."""
     if name == "name":
-        text = plain(cell)
+        text = normalize_cell(cell)
         return text in ("err!", "gpu is lost") or "unknown error" in text
     if name == "mig.mode.current":
-        return plain(cell) not in NOTHING | {"enabled", "disabled"}
-    if plain(cell) in NOTHING:
+        return normalize_cell(cell) not in NOTHING | {"enabled", "disabled"}
+    if normalize_cell(cell) in NOTHING:
         return name.startswith("memory.") and not mig
-    return number(cell) is None
+    return parse_number(cell) is None
 
 
 def parse_apps(text: str) -> tuple[list[dict[str, Any]], list[str]]:
     """Parse the list of processes on GPUs; returns them and the unreadable lines."""
-    found, not_read = rows(text, APP_FIELDS)
+    rows, unreadable = parse_rows(text, APP_FIELDS)
     apps: list[dict[str, Any]] = []
-    for row in found:
-        uuid, pid = row["gpu_uuid"].strip("[] "), number(row["pid"])
+    for row in rows:
+        uuid, pid = row["gpu_uuid"].strip("[] "), parse_number(row["pid"])
         if pid is None or not GPU_UUID.fullmatch(uuid):
-            not_read.append(", ".join(row.values())[:200])
+            unreadable.append(", ".join(row.values())[:200])
             continue
-        apps.append({"uuid": uuid, "pid": pid, "memory_mb": number(row["used_memory"])})
-    return apps, not_read
+        apps.append({"uuid": uuid, "pid": pid, "memory_mb": parse_number(row["used_memory"])})
+    return apps, unreadable
 
 
 def parse_mig(listing: str, xml: str) -> dict[str, list[dict[str, Any]]]:
     """MIG devices by the UUID of their GPU: parsed from `-L`, their memory from `-q -x`."""
-    found: dict[str, list[dict[str, Any]]] = {}
+    devices: dict[str, list[dict[str, Any]]] = {}
     gpu = ""
     for line in listing.splitlines():
         gpu_line, device_line = GPU_LINE.fullmatch(line), MIG_LINE.fullmatch(line)
@@ -154,8 +154,8 @@ def parse_mig(listing: str, xml: str) -> dict[str, list[dict[str, Any]]]:
             profile, index, uuid = device_line.groups()
             memory = mig_memory(xml).get((gpu, int(index)))
             device = {"index": int(index), "uuid": uuid, "profile": profile, "memory_mb": memory}
-            found.setdefault(gpu, []).append(device)
-    return found
+            devices.setdefault(gpu, []).append(device)
+    return devices
 
 
 def mig_memory(xml: str) -> dict[tuple[str, int], int | None]:
@@ -166,23 +166,23 @@ def mig_memory(xml: str) -> dict[tuple[str, int], int | None]:
         log = ElementTree.fromstring(xml)
     except (ElementTree.ParseError, ValueError):
         return {}
-    found: dict[tuple[str, int], int | None] = {}
+    memory: dict[tuple[str, int], int | None] = {}
     for gpu in log.iter("gpu"):
         for device in gpu.iter("mig_device"):
-            index = number(device.findtext("index") or "")
+            index = parse_number(device.findtext("index") or "")
             if index is not None:
-                total = number(device.findtext("fb_memory_usage/total") or "")
-                found[(gpu.findtext("uuid") or "").strip(), index] = total
-    return found
+                total = parse_number(device.findtext("fb_memory_usage/total") or "")
+                memory[(gpu.findtext("uuid") or "").strip(), index] = total
+    return memory
 
 
 class ProbeOutput:
     """The outcome of one nvidia-smi command."""
 
     def __init__(
-        self, status: str, text: str = "", complaint: str = "", exit: int | None = None
+        self, status: str, stdout: str = "", stderr: str = "", exit: int | None = None
     ) -> None:
-        self.status, self.text, self.complaint, self.exit = status, text, complaint, exit
+        self.status, self.stdout, self.stderr, self.exit = status, stdout, stderr, exit
         """status ∈ ok, absent, failed, hung."""
 
 
@@ -193,35 +193,35 @@ class Probe:
         self.root = root
         self.command = arguments_of(body.get("probe") or ["nvidia-smi"])
         self.timeout = seconds_of(body, "probe_timeout", PROBE_TIMEOUT)
-        self.until = 0.0
+        self.deadline = 0.0
 
-    def ask(self, *questions: Sequence[str]) -> list[ProbeOutput]:
+    def run(self, *questions: Sequence[str]) -> list[ProbeOutput]:
         """Run one command for each question, concurrently, within the timeout."""
-        until = time.monotonic() + self.timeout
+        deadline = time.monotonic() + self.timeout
         while True:
             locks = (take_lock(self.root.lock(f"probe-{n}.lock")) for n in range(PROBES))
             lock = next((fd for fd in locks if fd is not None), None)
             if lock is not None:
                 break
-            if time.monotonic() > until:
+            if time.monotonic() > deadline:
                 complaint = "earlier calls of it still hang"
-                return [ProbeOutput("hung", complaint=complaint) for _ in questions]
+                return [ProbeOutput("hung", stderr=complaint) for _ in questions]
             time.sleep(0.02)
-        self.until = time.monotonic() + self.timeout
+        self.deadline = time.monotonic() + self.timeout
         try:
-            return self._ask(questions, lock)
+            return self._run_commands(questions, lock)
         finally:
             os.close(lock)
 
-    def _left(self) -> float:
-        return max(0.0, self.until - time.monotonic())
+    def _seconds_left(self) -> float:
+        return max(0.0, self.deadline - time.monotonic())
 
-    def _ask(self, questions: Sequence[Sequence[str]], lock: int) -> list[ProbeOutput]:
+    def _run_commands(self, questions: Sequence[Sequence[str]], lock: int) -> list[ProbeOutput]:
         import subprocess
 
         if not find_program(self.command[0], os.environ.get("PATH", os.defpath)):
             return [
-                ProbeOutput("absent", complaint=f"there is no {self.command[0]}") for _ in questions
+                ProbeOutput("absent", stderr=f"there is no {self.command[0]}") for _ in questions
             ]
         running: list[subprocess.Popen[bytes]] = []
         try:
@@ -240,36 +240,36 @@ class Probe:
         except OSError as error:
             for process in running:
                 end_probe(process)
-            return [ProbeOutput("failed", complaint=str(error)) for _ in questions]
+            return [ProbeOutput("failed", stderr=str(error)) for _ in questions]
         streams = [s for process in running for s in (process.stdout, process.stderr) if s]
         outputs = {s.fileno(): b"" for s in streams}
         poller = select.poll()
         waiting = set(outputs)
         for fd in waiting:
             poller.register(fd, select.POLLIN)
-        while waiting and self._left():
-            for fd, _ in poller.poll(self._left() * 1000):
+        while waiting and self._seconds_left():
+            for fd, _ in poller.poll(self._seconds_left() * 1000):
                 data = os.read(fd, 65536)
                 outputs[fd] += data
                 if not data or len(outputs[fd]) > 1 << 22:
                     poller.unregister(fd)
                     waiting.discard(fd)
-        return [self._outcome(process, outputs) for process in running]
+        return [self._process_output(process, outputs) for process in running]
 
-    def _outcome(self, process: Any, outputs: dict[int, bytes]) -> ProbeOutput:
+    def _process_output(self, process: Any, outputs: dict[int, bytes]) -> ProbeOutput:
         """The outcome of one process. A process that exceeds the timeout is killed and not waited for: hanging in the kernel, it may never
         end."""
-        text, complaint = (
+        stdout, stderr = (
             outputs[stream.fileno()].decode("utf-8", "replace")
             for stream in (process.stdout, process.stderr)
         )
-        while process.poll() is None and self._left():
+        while process.poll() is None and self._seconds_left():
             time.sleep(0.005)
         code = process.poll()
         end_probe(process)
         if code is None:
-            return ProbeOutput("hung", text, complaint)
-        return ProbeOutput("failed" if code else "ok", text, complaint, code)
+            return ProbeOutput("hung", stdout, stderr)
+        return ProbeOutput("failed" if code else "ok", stdout, stderr, code)
 
 
 def end_probe(process: Any) -> None:
@@ -277,8 +277,8 @@ def end_probe(process: Any) -> None:
     if process.poll() is None:
         with contextlib.suppress(OSError):
             os.killpg(process.pid, signal.SIGKILL)
-        until = time.monotonic() + 0.2
-        while process.poll() is None and time.monotonic() < until:
+        deadline = time.monotonic() + 0.2
+        while process.poll() is None and time.monotonic() < deadline:
             time.sleep(0.005)
     process.stdout.close()
     process.stderr.close()
@@ -293,9 +293,9 @@ class GpuReport:
         self.gpus: list[dict[str, Any]] = []
         self.apps: list[dict[str, Any]] = []
         self.status = self.apps_status = "absent"
-        self.not_read: list[str] = []
+        self.unreadable: list[str] = []
         self.exit: int | None = None
-        self.complaint = ""
+        self.stderr = ""
 
     def gpu(self, uuid: str) -> dict[str, Any] | None:
         """The GPU with this UUID; None if it is missing or could not be read."""
@@ -306,48 +306,48 @@ class GpuReport:
         return {
             "status": self.status,
             "apps": self.apps_status,
-            "lines_not_read": self.not_read[:20],
+            "lines_not_read": self.unreadable[:20],
             "exit": self.exit,
-            "said": self.complaint,
+            "said": self.stderr,
         }
 
 
-def look_at_gpus(root: Root, body: dict[str, Any]) -> GpuReport:
+def probe_gpus(root: Root, body: dict[str, Any]) -> GpuReport:
     """Run one round of the probe."""
-    probe, seen = Probe(root, body), GpuReport()
-    about_gpus, about_apps = probe.ask(
-        question("gpu", GPU_FIELDS), question("compute-apps", APP_FIELDS)
+    probe, report = Probe(root, body), GpuReport()
+    about_gpus, about_apps = probe.run(
+        query_arguments("gpu", GPU_FIELDS), query_arguments("compute-apps", APP_FIELDS)
     )
     fields = GPU_FIELDS
     if (
         about_gpus.status == "failed"
-        and "mig.mode.current" in about_gpus.text + about_gpus.complaint
+        and "mig.mode.current" in about_gpus.stdout + about_gpus.stderr
     ):
         fields = OLD_GPU_FIELDS
-        (about_gpus,) = probe.ask(question("gpu", fields))
-    seen.gpus, not_read = parse_gpus(about_gpus.text, fields)
-    seen.apps, apps_not_read = parse_apps(about_apps.text)
-    seen.status = probe_status(about_gpus, not_read, seen.gpus)
-    seen.apps_status = probe_status(about_apps, apps_not_read, seen.apps)
-    seen.not_read = not_read + apps_not_read
-    seen.exit = about_gpus.exit
-    seen.complaint = (about_gpus.complaint or about_apps.complaint).strip()[:500]
-    for app in seen.apps:
+        (about_gpus,) = probe.run(query_arguments("gpu", fields))
+    report.gpus, unreadable = parse_gpus(about_gpus.stdout, fields)
+    report.apps, unreadable_apps = parse_apps(about_apps.stdout)
+    report.status = probe_status(about_gpus, unreadable, report.gpus)
+    report.apps_status = probe_status(about_apps, unreadable_apps, report.apps)
+    report.unreadable = unreadable + unreadable_apps
+    report.exit = about_gpus.exit
+    report.stderr = (about_gpus.stderr or about_apps.stderr).strip()[:500]
+    for app in report.apps:
         app["attempt"] = marker_of(app["pid"], root)
-    if any(gpu["mig"] for gpu in seen.gpus):
-        listing, xml = probe.ask(("-L",), ("-q", "-x"))
-        devices = parse_mig(listing.text, xml.text)
-        for gpu in seen.gpus:
+    if any(gpu["mig"] for gpu in report.gpus):
+        listing, xml = probe.run(("-L",), ("-q", "-x"))
+        devices = parse_mig(listing.stdout, xml.stdout)
+        for gpu in report.gpus:
             gpu["mig_devices"] = devices.get(gpu["uuid"], [])
-    return seen
+    return report
 
 
-def question(what: str, fields: Sequence[str]) -> tuple[str, ...]:
+def query_arguments(kind: str, fields: Sequence[str]) -> tuple[str, ...]:
     """The nvidia-smi arguments that query these fields, in this order."""
-    return (f"--query-{what}={','.join(fields)}", "--format=csv,noheader,nounits")
+    return (f"--query-{kind}={','.join(fields)}", "--format=csv,noheader,nounits")
 
 
-def probe_status(output: ProbeOutput, not_read: list[str], found: list[Any]) -> str:
+def probe_status(output: ProbeOutput, unreadable: list[str], entries: list[Any]) -> str:
     """The probe's status: `garbage` only if no line could be read. If some lines could, the status remains ok, and the caller gets the
     unreadable lines too."""
-    return "garbage" if output.status == "ok" and not_read and not found else output.status
+    return "garbage" if output.status == "ok" and unreadable and not entries else output.status

@@ -1,10 +1,10 @@
-"""Runners for machines that give jobs to an engine (Slurm, Ray, Modal): attempts are laid out on the machine's disk, and the engine starts
-them on a machine of its choice.
+"""Runners for machines that give jobs to a scheduler (Slurm, Ray, Modal), called an `engine` in stored data: attempts are laid out on the
+machine's disk, and the scheduler starts them on a machine of its choice.
 
-As everywhere, an attempt's files show its state (`runner/`). The engine is asked only if they do not suffice: about a queued attempt, or
-one that seems lost because its supervisor runs on another machine. A single answer of an engine proves little: it may have been
+As everywhere, an attempt's files show its state (`runner/`). The scheduler is asked only if they do not suffice: about a queued attempt, or
+one that seems lost because its supervisor runs on another machine. A single answer of a scheduler proves little: it may have been
 restarted, and an attempt that it gave up may still run. Hence three rules. An attempt is found by its name. It starts only once even if it
-is submitted repeatedly, because the first process that takes its token starts it. It counts as ended only if both the engine and its
+is submitted repeatedly, because the first process that takes its token starts it. It counts as ended only if both the scheduler and its
 supervisor are silent."""
 
 from __future__ import annotations
@@ -16,39 +16,39 @@ from dataclasses import replace
 from typing import Generic, Protocol, TypeVar
 
 from groupwise.jobs.hosts.answers import MemberState, Observation, RunnerState
-from groupwise.jobs.hosts.driver import USUAL, Known, Launch, Runner
+from groupwise.jobs.hosts.driver import DEFAULT_TIMEOUT, KnownState, Launch, Runner
 from groupwise.jobs.hosts.port import Host, HostError, HostUnreachable, RunnerRefused
 
-LOOK_SECONDS = 10.0
+POLL_SECONDS = 10.0
 """Seconds between two requests to an engine about facts that only it knows."""
-ON_ITS_WAY = 60.0
+SUBMISSION_GRACE = 60.0
 """Seconds for which the process that laid an attempt out may still be submitting it."""
-LIVING_BEAT = 60.0
+MAX_HEARTBEAT_AGE = 60.0
 """Largest age in seconds of a heartbeat that proves a living supervisor, even if its engine says otherwise. Heartbeats are 5 s apart."""
 FORGOTTEN = "its engine knows nothing of it any more"
-UNSURE = frozenset({RunnerState.QUEUED, RunnerState.LOST, RunnerState.REBOOTED})
+UNSURE_STATES = frozenset({RunnerState.QUEUED, RunnerState.LOST, RunnerState.REBOOTED})
 """States for which the files alone do not suffice."""
 
 
-class EngineJob(Protocol):
-    """An engine's record of an attempt. `str()` of it describes its state and the reason, for messages."""
+class SchedulerJob(Protocol):
+    """A scheduler's record of an attempt. `str()` of it describes its state and the reason, for messages."""
 
     @property
     def name(self) -> str:
-        """The attempt's name; see `name_of`."""
+        """The attempt's name; see `scheduler_job_name`."""
         ...
 
     @property
-    def lives(self) -> bool:
+    def is_alive(self) -> bool:
         """True if the job waits, runs, or is ending."""
         ...
 
 
-Job = TypeVar("Job", bound=EngineJob)
+Job = TypeVar("Job", bound=SchedulerJob)
 
 
-class EngineRunner(Runner, ABC, Generic[Job]):
-    """A `Runner` whose `launch`, given an engine, submits the attempt to it."""
+class SchedulerRunner(Runner, ABC, Generic[Job]):
+    """A `Runner` whose `launch`, if it names a scheduler, submits the attempt to it."""
 
     title: str
     """The engine's name in messages."""
@@ -61,19 +61,19 @@ class EngineRunner(Runner, ABC, Generic[Job]):
         *,
         root: str = "groupwise-fleet",
         python: str = "python3",
-        tended: bool = False,
+        caller_watches: bool = False,
     ) -> None:
-        """`tended`: the caller watches attempts until they end, as a fleet does.
+        """`caller_watches`: the caller watches attempts until they end, as a fleet does.
 
         Such a caller submits every attempt again that the engine does not have (`MemberState.engine_has`), regardless of its age. While
         the engine does not answer, queued attempts wait and started ones count as running. Any other caller gets an error in this case."""
         super().__init__(host, root=root, python=python)
-        self.tended = tended
-        self._seen: dict[tuple[str, int], RunnerState] = {}
+        self.caller_watches = caller_watches
+        self._file_states: dict[tuple[str, int], RunnerState] = {}
         """The last state of each attempt (job, epoch) according to its files alone."""
 
     @abstractmethod
-    async def word(self) -> str:
+    async def engine_id(self) -> str:
         """The engine's name as stored in its attempts; attempts with another name are left alone."""
         ...
 
@@ -97,15 +97,15 @@ class EngineRunner(Runner, ABC, Generic[Job]):
     async def _cancel(self, jobs: Iterable[Job]) -> None: ...
 
     @abstractmethod
-    async def _not_queued(self, state: MemberState, jobs: Sequence[Job]) -> MemberState:
+    async def _judge_unqueued(self, state: MemberState, jobs: Sequence[Job]) -> MemberState:
         """Decide about an attempt whose token still exists, but which is not in the engine's queue: not yet, or no longer."""
         ...
 
-    def _waits_for(self, state: MemberState, job: Job) -> str:
+    def _waiting_reason(self, state: MemberState, job: Job) -> str:
         """Why the queued attempt waits, for messages."""
         return str(job)
 
-    async def launch(self, launch: Launch, *, timeout: float = 2 * USUAL) -> MemberState:
+    async def launch(self, launch: Launch, *, timeout: float = 2 * DEFAULT_TIMEOUT) -> MemberState:
         """See `Runner.launch`. RunnerRefused `engine`: the engine rejected the attempt, and its folder was removed.
 
         If the engine does not answer, a tended attempt remains laid out and waits."""
@@ -124,11 +124,13 @@ class EngineRunner(Runner, ABC, Generic[Job]):
                     await self.forget(state.job, state.epoch)
                     raise
         except HostUnreachable:
-            if not self.tended:
+            if not self.caller_watches:
                 raise
         return await self._judge_one(state)
 
-    async def status(self, job: str, epoch: int, *, timeout: float = USUAL) -> MemberState:
+    async def status(
+        self, job: str, epoch: int, *, timeout: float = DEFAULT_TIMEOUT
+    ) -> MemberState:
         """See `Runner.status`."""
         return await self._judge_one(await super().status(job, epoch, timeout=timeout))
 
@@ -137,98 +139,112 @@ class EngineRunner(Runner, ABC, Generic[Job]):
         *,
         probe: Sequence[str] | None = None,
         probe_timeout: float = 10.0,
-        timeout: float = USUAL,
+        timeout: float = DEFAULT_TIMEOUT,
     ) -> Observation:
         """See `Runner.observe`."""
-        seen = await super().observe(probe=probe, probe_timeout=probe_timeout, timeout=timeout)
-        return replace(seen, attempts=await self._judge_all(seen.attempts))
+        observation = await super().observe(
+            probe=probe, probe_timeout=probe_timeout, timeout=timeout
+        )
+        return replace(observation, attempts=await self._judge_all(observation.attempts))
 
     async def wait(
-        self, known: Mapping[tuple[str, int], Known], *, seconds: float, margin: float = USUAL
+        self,
+        known: Mapping[tuple[str, int], KnownState],
+        *,
+        seconds: float,
+        margin: float = DEFAULT_TIMEOUT,
     ) -> tuple[MemberState, ...]:
-        """See `Runner.wait`. The machine compares `known` with the files; the engine is asked again every LOOK_SECONDS."""
+        """See `Runner.wait`. The machine compares `known` with the files; the engine is asked again every POLL_SECONDS."""
         by_files = {
-            key: replace(each, state=self._seen.get(key, each.state)) for key, each in known.items()
+            key: replace(known_state, state=self._file_states.get(key, known_state.state))
+            for key, known_state in known.items()
         }
-        if any(each.state in UNSURE for each in by_files.values()):
-            seconds = min(seconds, LOOK_SECONDS)
+        if any(known_state.state in UNSURE_STATES for known_state in by_files.values()):
+            seconds = min(seconds, POLL_SECONDS)
         return await self._judge_all(await super().wait(by_files, seconds=seconds, margin=margin))
 
     async def void(
-        self, job: str, epoch: int, *, because: str = "", timeout: float = USUAL
+        self, job: str, epoch: int, *, because: str = "", timeout: float = DEFAULT_TIMEOUT
     ) -> MemberState:
         """See `Runner.void`. After it the engine cannot start the attempt; cancelling its job only spares it the try."""
         state = await super().void(job, epoch, because=because, timeout=timeout)
         if state.state is RunnerState.VOIDED:
             with suppress(HostError):
-                if state.engine == await self.word():
+                if state.engine == await self.engine_id():
                     await self._cancel(await self.find_jobs([state]))
         return await self._judge_one(state)
 
     async def kill(
-        self, job: str, epoch: int, *, grace: float, timeout: float = USUAL
+        self, job: str, epoch: int, *, grace: float, timeout: float = DEFAULT_TIMEOUT
     ) -> MemberState:
         """See `Runner.kill`."""
         return await self._judge_one(await super().kill(job, epoch, grace=grace, timeout=timeout))
 
-    async def _never_begins(self, state: MemberState, because: str) -> MemberState:
+    async def _void_unstarted(self, state: MemberState, because: str) -> MemberState:
         """Void an attempt and record the reason, unless it has started meanwhile."""
         message = state.engine_says.strip()
-        words = f"{because}, and it never began" + (f"; it said: {message}" if message else "")
-        return await super().void(state.job, state.epoch, because=words)
+        reason = f"{because}, and it never began" + (f"; it said: {message}" if message else "")
+        return await super().void(state.job, state.epoch, because=reason)
 
     # --- judging --------------------------------------------------------------------------------
 
     def _is_unsure(self, state: MemberState) -> bool:
         """True if the engine has to be asked. If the attempt started on this very machine, its lock suffices."""
-        here = state.state is RunnerState.LOST and state.same_boot
-        return state.engine is not None and state.state in UNSURE and not here
+        is_local = state.state is RunnerState.LOST and state.same_boot
+        return state.engine is not None and state.state in UNSURE_STATES and not is_local
 
     async def _judge_one(self, state: MemberState) -> MemberState:
         return (await self._judge_all((state,)))[0]
 
     async def _judge_all(self, states: Sequence[MemberState]) -> tuple[MemberState, ...]:
         """The actual state of each attempt, by its files and, if they do not suffice, by the engine."""
-        self._seen.update({(each.job, each.epoch): each.state for each in states})
-        unsure = [each for each in states if self._is_unsure(each)]
+        self._file_states.update({(state.job, state.epoch): state.state for state in states})
+        unsure = [state for state in states if self._is_unsure(state)]
         if unsure:
-            word = await self.word()
-            unsure = [each for each in unsure if each.engine == word]
+            engine_id = await self.engine_id()
+            unsure = [state for state in unsure if state.engine == engine_id]
         if not unsure:
             return tuple(states)
         try:
-            found = await self.find_jobs(unsure)
+            jobs = await self.find_jobs(unsure)
         except HostUnreachable as error:
             return tuple(
-                [self._without_answer(each, error) if each in unsure else each for each in states]
+                [
+                    self._without_answer(state, error) if state in unsure else state
+                    for state in states
+                ]
             )
-        of_name: dict[str, list[Job]] = {}
-        for job in found:
-            of_name.setdefault(job.name, []).append(job)
+        jobs_by_name: dict[str, list[Job]] = {}
+        for job in jobs:
+            jobs_by_name.setdefault(job.name, []).append(job)
         return tuple(
             [
-                await self._judge(each, of_name.get(name_of(each), [])) if each in unsure else each
-                for each in states
+                await self._judge(state, jobs_by_name.get(scheduler_job_name(state), []))
+                if state in unsure
+                else state
+                for state in states
             ]
         )
 
     async def _judge(self, state: MemberState, jobs: Sequence[Job]) -> MemberState:
-        living = next((each for each in jobs if each.lives), None)
+        living_job = next((job for job in jobs if job.is_alive), None)
         if state.state is not RunnerState.QUEUED:
             # A heartbeat shows a supervisor that lives on another machine. On this one its lock would show it.
-            beats = state.beat_age is not None and state.beat_age < LIVING_BEAT
-            if living is None and (state.same_boot or not beats):
+            has_heartbeat = state.beat_age is not None and state.beat_age < MAX_HEARTBEAT_AGE
+            if living_job is None and (state.same_boot or not has_heartbeat):
                 return replace(state, engine_says=str(jobs[-1]) if jobs else FORGOTTEN)
             return as_running(state)
-        if living is not None:
-            return replace(state, engine_says=self._waits_for(state, living), engine_has=True)
-        return await self._not_queued(state, jobs)
+        if living_job is not None:
+            return replace(
+                state, engine_says=self._waiting_reason(state, living_job), engine_has=True
+            )
+        return await self._judge_unqueued(state, jobs)
 
     def _without_answer(self, state: MemberState, error: HostUnreachable) -> MemberState:
         """The state of an attempt while the engine does not answer. Raises the error if it cannot be known.
 
         A tended attempt counts as ended only if its supervisor is silent and the engine has reported its end."""
-        if not self.tended:
+        if not self.caller_watches:
             raise error
         if state.state is RunnerState.QUEUED:
             return replace(state, engine_says=str(error))
@@ -237,10 +253,10 @@ class EngineRunner(Runner, ABC, Generic[Job]):
 
 def as_running(state: MemberState) -> MemberState:
     """The state of a started attempt that is not proved to have ended: running, or claimed."""
-    runs = RunnerState.CLAIMED if state.pid is None else RunnerState.RUNNING
-    return replace(state, state=runs, survivors=None)
+    running_state = RunnerState.CLAIMED if state.pid is None else RunnerState.RUNNING
+    return replace(state, state=running_state, survivors=None)
 
 
-def name_of(state: MemberState) -> str:
+def scheduler_job_name(state: MemberState) -> str:
     """The attempt's name in engines. It includes the start of the root's name, because two roots may have a job of the same name."""
     return f"{state.job}.{state.epoch}-{(state.place or '')[:8]}"

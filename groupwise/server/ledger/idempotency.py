@@ -1,0 +1,140 @@
+"""Responses by Idempotency-Key: a request repeated within a day gets the same response as the first time.
+
+A key is unique per API key and route. The response is written in the transaction of the work (`run_idempotent`), so there is never one
+without the other. Errors are not stored, so a retry can succeed once their cause is gone. If a request waits for a step, its stored
+response is 202 Accepted; a retry waits for the same step.
+
+`InFlightRequests` covers the time before the response is committed: a request waits if one with the same key is already being handled. If
+the first request is refused, or its client disconnects, the next one does the work itself. Work before the transaction (sampling) may still
+be done twice, by two servers or after a kill; the ledger keeps the result that is stored first, and gives its response to both.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+
+from groupwise.api.schemas.idempotency import AnswerKey
+from groupwise.api.schemas.keys import Caller
+from groupwise.api.schemas.problems import Refusal
+from groupwise.server.ledger.transaction import Transaction
+
+RETENTION_SECONDS = 24 * 3600.0
+"""Seconds of server uptime for which a response is kept, so that clock jumps do not expire responses. `made_at` is uptime too; rows of
+earlier servers hold wall time, and `made_at > uptime` finds them.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredResponse:
+    """The response that a client received."""
+
+    status: int
+    body: bytes
+
+
+def stored_response(transaction: Transaction, caller: Caller) -> StoredResponse | None:
+    """The stored response to this request; None if there is none, or if the request has no key. Refuses with `idempotency_key_reused` if
+    the body was different.
+    """
+    key = caller.answer_key
+    if key is None:
+        return None
+    row = transaction.first(
+        """SELECT body_hash, status, body FROM answers
+        WHERE key_id = ? AND route = ? AND key = ? AND made_at > ? AND made_at <= ?""",
+        (
+            *(caller.key_id, key.route, key.key),
+            *(transaction.uptime - RETENTION_SECONDS, transaction.uptime),
+        ),
+    )
+    if row is None:
+        return None
+    body_hash, status, body = row
+    _check_body(key, body_hash)
+    return StoredResponse(status, body)
+
+
+def run_idempotent(
+    transaction: Transaction, caller: Caller, work: Callable[[], StoredResponse | None]
+) -> StoredResponse | None:
+    """Do the work and store its response, both or neither; if a response to the request is stored already, return that one instead.
+
+    If the work raises or returns None, nothing is stored and the request may be repeated. Without a key the work is done unconditionally.
+    """
+    key = caller.answer_key
+    if (stored := stored_response(transaction, caller)) is not None:
+        return stored
+    response = work()
+    if key is not None and response is not None:
+        transaction.execute(
+            "INSERT OR REPLACE INTO answers (key_id, route, key, body_hash, status, body, made_at) VALUES (?, ?, ?, ?, ?, ?, ?)",
+            (
+                *(caller.key_id, key.route, key.key, key.body_hash),
+                *(response.status, response.body, transaction.uptime),
+            ),
+        )
+    return response
+
+
+def delete_expired(transaction: Transaction) -> int:
+    """Delete the expired responses; returns their number."""
+    return transaction.execute(
+        "DELETE FROM answers WHERE made_at <= ? OR made_at > ?",
+        (transaction.uptime - RETENTION_SECONDS, transaction.uptime),
+    ).rowcount
+
+
+class InFlightRequests:
+    """The requests with an Idempotency-Key that are being handled now, in one event loop."""
+
+    def __init__(self) -> None:
+        self._requests: dict[
+            tuple[str, str, str], tuple[str, asyncio.Future[StoredResponse | None]]
+        ] = {}
+        """Hash of the body and future of the response, by API key, route and Idempotency-Key."""
+
+    async def wait_for_first(self, caller: Caller) -> StoredResponse | None:
+        """Wait for the response to a request in progress with this key; None if there is none, so the caller must do the work.
+
+        Refuses with `idempotency_key_reused` if that request has a different body.
+        """
+        while (key := caller.answer_key) and (entry := self._requests.get(_cache_key(caller, key))):
+            body_hash, future = entry
+            _check_body(key, body_hash)
+            # Several requests may wait for this future, so one that is cancelled must not cancel it.
+            if (response := await asyncio.shield(future)) is not None:
+                return response
+        return None
+
+    @asynccontextmanager
+    async def register(
+        self, caller: Caller
+    ) -> AsyncGenerator[asyncio.Future[StoredResponse | None]]:
+        """Register as the request that others with this key wait for. The caller sets its response, if any, in the future."""
+        future: asyncio.Future[StoredResponse | None] = asyncio.get_running_loop().create_future()
+        key = caller.answer_key
+        if key is not None:
+            self._requests[_cache_key(caller, key)] = (key.body_hash, future)
+        try:
+            yield future
+        finally:
+            if key is not None:
+                del self._requests[_cache_key(caller, key)]
+            if not future.done():
+                future.set_result(None)
+
+
+def _cache_key(caller: Caller, key: AnswerKey) -> tuple[str, str, str]:
+    return (caller.key_id, key.route, key.key)
+
+
+def _check_body(key: AnswerKey, body_hash: str) -> None:
+    if body_hash != key.body_hash:
+        raise Refusal(
+            "idempotency_key_reused",
+            f"the Idempotency-Key {key.key[:80]!r} came with another body of {key.route} within 24 hours. "
+            "Make a new key for each new request.",
+        )
