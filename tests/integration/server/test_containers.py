@@ -62,7 +62,7 @@ class Builder:
 
 
 @pytest.fixture(scope="module")
-def builder(tmp_path_factory: pytest.TempPathFactory) -> Builder:
+def builder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Builder]:
     """A builder whose store holds the base image."""
     require_programs(
         *("buildah", "debootstrap", "fuse-overlayfs"),
@@ -88,7 +88,9 @@ def builder(tmp_path_factory: pytest.TempPathFactory) -> Builder:
     made.run("config", "--env", "PATH=/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin", container)
     made.run("commit", "-q", "--rm", container, _base_image())
     shutil.rmtree(base)
-    return made
+    yield made
+    made.run("rm", "--all")
+    made.run("rmi", "--all", "--force")
 
 
 def _base_image() -> str:
@@ -123,8 +125,13 @@ def images(builder: Builder) -> Builder:
 def running(
     images: Builder, image: str, words: list[str], log: Path, *options: str
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """A command in a new container of the image. It is killed with all its processes at the end of the context."""
+    """A command in a new container of the image. It is killed with all its processes at the end of the context.
+
+    The container stays until the store goes.
+    """
     container = images.run("from", image).stdout.strip()
+    # The image's own volume would be mounted at the same path, before ours or after it.
+    images.run("config", "--volume", f"{STATE}-", container, check=False)
     with log.open("ab") as output:
         process = subprocess.Popen(
             ["buildah", "run", *options, container, "--", *words],
@@ -139,7 +146,6 @@ def running(
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait(TIMEOUT_S)
-        images.run("rm", container)
 
 
 def entrypoint(images: Builder, image: str) -> list[str]:
@@ -148,17 +154,20 @@ def entrypoint(images: Builder, image: str) -> list[str]:
     return [*config["Entrypoint"], *config.get("Cmd", [])]
 
 
-def server_processes() -> list[int]:
-    """Ids of the processes of the container's user that serve."""
-    found: list[int] = []
+def server_process() -> int:
+    """Id of the server inside the container: the first Python process of the image's user."""
+    processes: dict[int, tuple[int, bytes]] = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            words = (folder / "cmdline").read_bytes().split(b"\0")
-            if folder.stat().st_uid == USER and b"serve" in words:
-                found.append(int(folder.name))
+            if folder.stat().st_uid == USER:
+                parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+                program = (folder / "cmdline").read_bytes().partition(b"\0")[0]
+                processes[int(folder.name)] = (parent, program)
         except (FileNotFoundError, ProcessLookupError):
             continue
-    return found
+    python = {pid for pid, (_, program) in processes.items() if program.endswith(b"python")}
+    [first] = [pid for pid in python if processes[pid][0] not in python]
+    return first
 
 
 def test_the_image_trains_stops_cleanly_and_goes_on_with_the_same_volume(
@@ -192,8 +201,7 @@ def test_the_image_trains_stops_cleanly_and_goes_on_with_the_same_volume(
             status = httpx2.get(f"{url}/status", headers=headers).json()
             assert (status["phase"], status["step"]) == ("running", steps + 3), status
             steps = status["step"]
-            [process] = [pid for pid in server_processes() if _is_leader(pid)]
-            os.kill(process, signal.SIGTERM)
+            os.kill(server_process(), signal.SIGTERM)
             assert server.wait(TIMEOUT_S) == 0, log.read_text()
     owners = {path.stat().st_uid for path in state.rglob("*")}
     assert owners == {USER}
@@ -220,12 +228,6 @@ def _three_steps() -> list[str]:
         "    train(client, [{'prompt': 'a'}], reward, steps=3, progress=False)\n"
     )
     return ["/opt/groupwise/bin/python", "-c", program]
-
-
-def _is_leader(process: int) -> bool:
-    """Whether a process is the server itself, and no child of it."""
-    parent = int(Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[1])
-    return Path(f"/proc/{parent}").stat().st_uid != USER
 
 
 def test_nginx_accepts_the_proxy_configuration(tmp_path: Path) -> None:
