@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -133,6 +134,52 @@ class AboutWeights(Answer):
     train_unembed: bool
     train_mlp: bool
     train_attn: bool
+
+
+class CheckpointInfo(Answer):
+    """Weights that a model has saved under a name."""
+
+    checkpoint_id: str = Field(examples=["weights/step-100"])
+    checkpoint_type: Literal["training", "sampler"]
+    time: datetime
+    tinker_path: str
+    size_bytes: int
+    public: Literal[False] = False
+    user_metadata: dict[str, str] | None = None
+    expires_at: datetime | None = Field(default=None, description="None: never.")
+
+
+class Cursor(Answer):
+    """The part of a list that was asked for, and the length of the whole."""
+
+    offset: int
+    limit: int
+    total_count: int
+
+
+class CheckpointList(Answer):
+    """Checkpoints; those of one model are listed whole, without a cursor."""
+
+    checkpoints: list[CheckpointInfo]
+    cursor: Cursor | None = None
+
+
+class Done(Answer):
+    """It was done."""
+
+
+class StorageUse(Answer):
+    """The checkpoints of the server: there is one account."""
+
+    checkpoint_count: int
+    size_bytes: int
+    size_gigabytes: float
+
+
+class StorageUsage(Answer):
+    """What the checkpoints occupy on the server's disk; nothing is billed."""
+
+    data: list[StorageUse]
 
 
 class TryAgain(Answer):

@@ -36,7 +36,7 @@ class Method:
 
 
 RUNS = "the server keeps no list of training runs; `GET /status` tells what is in memory"
-FILES = "what is saved lies in the server's own folder and is managed there"
+IN_USE = "weights that a sampler of an open session uses are removed when that session has ended"
 ONE_ACCOUNT = "there is one account: keys have roles, not worlds of their own"
 LOCAL = "answered by the client alone"
 
@@ -107,7 +107,7 @@ METHODS: tuple[Method, ...] = (
     Method("TrainingClient", "load_state", True, "weights_access_token is refused"),
     Method("TrainingClient", "load_state_with_optimizer", True, "weights_access_token is refused"),
     Method("TrainingClient", "optim_step", True, "AdamParams alone"),
-    Method("TrainingClient", "save_state", True, "ttl_seconds is refused: nothing expires"),
+    Method("TrainingClient", "save_state", True),
     Method(
         "TrainingClient",
         "save_weights_and_get_sampling_client",
@@ -125,7 +125,7 @@ METHODS: tuple[Method, ...] = (
         "TrainingClient",
         "save_weights_for_sampler",
         True,
-        "ttl_seconds is refused: nothing expires; a name is used once",
+        "a name is used once, until its weights have expired or were deleted",
     ),
     Method(
         "SamplingClient",
@@ -159,20 +159,8 @@ METHODS: tuple[Method, ...] = (
         (("PUT", "/sessions/*/project"), ("POST", "/sessions/*/project")),
     ),
     Method("RestClient", "copy_weights", False, ONE_ACCOUNT, (("POST", "/copy_weights"),)),
-    Method(
-        "RestClient",
-        "delete_checkpoint",
-        False,
-        FILES,
-        (("DELETE", "/training_runs/*/checkpoints/**"),),
-    ),
-    Method(
-        "RestClient",
-        "delete_checkpoint_from_tinker_path",
-        False,
-        FILES,
-        (("DELETE", "/training_runs/*/checkpoints/**"),),
-    ),
+    Method("RestClient", "delete_checkpoint", True, IN_USE),
+    Method("RestClient", "delete_checkpoint_from_tinker_path", True, IN_USE),
     Method(
         "RestClient",
         "export_session_trace",
@@ -191,12 +179,8 @@ METHODS: tuple[Method, ...] = (
     Method(
         "RestClient",
         "get_current_checkpoint_storage_usage",
-        False,
-        "nothing is billed",
-        (
-            ("GET", "/billing/usage/checkpoints/current"),
-            ("POST", "/billing/usage/checkpoints/current"),
-        ),
+        True,
+        "one entry for the whole server; project_id is refused",
     ),
     Method(
         "RestClient",
@@ -218,12 +202,10 @@ METHODS: tuple[Method, ...] = (
         (("GET", "/training_runs/*"),),
     ),
     Method("RestClient", "get_weights_info_by_tinker_path", True),
-    Method(
-        "RestClient", "list_checkpoints", False, FILES, (("GET", "/training_runs/*/checkpoints"),)
-    ),
+    Method("RestClient", "list_checkpoints", True),
     Method("RestClient", "list_sessions", False, RUNS, (("GET", "/sessions"),)),
     Method("RestClient", "list_training_runs", False, RUNS, (("GET", "/training_runs"),)),
-    Method("RestClient", "list_user_checkpoints", False, FILES, (("GET", "/checkpoints"),)),
+    Method("RestClient", "list_user_checkpoints", True, "those of all keys"),
     Method(
         "RestClient",
         "publish_checkpoint_from_tinker_path",
@@ -238,13 +220,7 @@ METHODS: tuple[Method, ...] = (
         RUNS,
         (("POST", "/sessions/search"), ("GET", "/sessions/search")),
     ),
-    Method(
-        "RestClient",
-        "set_checkpoint_ttl_from_tinker_path",
-        False,
-        "nothing expires",
-        (("PUT", "/training_runs/*/checkpoints/**/ttl"),),
-    ),
+    Method("RestClient", "set_checkpoint_ttl_from_tinker_path", True, IN_USE),
     Method(
         "RestClient",
         "unpublish_checkpoint_from_tinker_path",
@@ -271,7 +247,7 @@ export TINKER_API_KEY=tml-…
 Base models are those that `/start` may load. One base is in memory at a time, with up to `max_models` adapters; a run of ask/post that is
 active is one of them, and the others are then made over its base. While a client has models, no run can be started; a run that trains all
 weights has its model to itself. Models are let go of when their session is closed or has been silent for ten minutes, or when an admin
-starts a run with `replace: true`: what they have saved stays.
+starts a run with `replace: true`: what they have saved stays, until it expires (`ttl_seconds`) or is deleted.
 
 The server writes down every call before it is acknowledged, and every answer before it is told. So the engine, or the server, may be
 killed at any time: the client waits a while, and its loop goes on as if nothing had happened. The state of a model is kept every
@@ -280,7 +256,7 @@ adapter of the output head (`train_unembed`, which is the client's default) make
 
 Losses are sums over tokens, as the client documents them: nothing is divided by anything. They take log-probabilities at temperature 1, so
 sample at temperature 1 where the ratio is to begin at 1. The clip of `ppo` and `cispo` is 0.8 to 1.2 unless `loss_fn_config` gives
-`clip_low_threshold` and `clip_high_threshold`. Names of projects, tags and metadata are taken and not kept. What is refused is refused at
+`clip_low_threshold` and `clip_high_threshold`. Names of projects and tags are taken and not kept. What is refused is refused at
 once, with its name and the reason. The tables are made from `groupwise/server/tinker/compatibility.py`; every method that ends in `_async`
 does what the one without it does.
 """

@@ -72,12 +72,15 @@ def _operation(route: VerbRoute) -> dict[str, Any]:
 
 
 def _parameters(route: VerbRoute) -> list[dict[str, Any]]:
-    """Path parameters, and the idempotency header of `create_session`."""
+    """Path and query parameters, and the idempotency header of `create_session`."""
     names = [part[1:-1] for part in route.path.split("/") if part.startswith("{")]
     parameters: list[dict[str, Any]] = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         for name in names
     ]
+    if route.query is not None:
+        for name, schema in route.query.model_json_schema().get("properties", {}).items():
+            parameters.append({"name": name, "in": "query", "required": False, "schema": schema})
     if route.path == "/create_session":
         parameters.append(
             {

@@ -121,7 +121,7 @@ class VerbEngineHost:
         self._folder = folder
         self._most = most
         self._longest = longest
-        self._folders = SavedFolders(Path(folder))
+        self.folders = SavedFolders(Path(folder))
         self._models: dict[str, _Model] = {}
         self._loaded_engine: _LoadedEngine | None = None
         self._engine_lock = asyncio.Lock()
@@ -225,7 +225,7 @@ class VerbEngineHost:
             engine.there.discard(model)
             with suppress(EngineLost):
                 await engine.call("drop", model)
-        await asyncio.to_thread(self._folders.forget_automatic, model)
+        await asyncio.to_thread(self.folders.forget_automatic, model)
 
     async def forward(self, model: str, rows: Sequence[Row], loss: LossSpec) -> Computed:
         """See `VerbEngine.forward`."""
@@ -266,11 +266,11 @@ class VerbEngineHost:
 
     async def drop_sampler(self, stored: Stored) -> None:
         """See `VerbEngine.drop_sampler`."""
-        await asyncio.to_thread(self._folders.forget, stored)
+        await asyncio.to_thread(self.folders.forget, stored)
 
     async def saved(self, stored: Stored) -> ModelSpec:
         """See `VerbEngine.saved`."""
-        return (await asyncio.to_thread(self._folders.read, stored)).spec
+        return (await asyncio.to_thread(self.folders.read, stored)).spec
 
     async def sample(self, weights: Stored | str, order: VerbSample) -> VerbSampled:
         """See `VerbEngine.sample`."""

@@ -13,6 +13,7 @@ import logging
 import reprlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -27,8 +28,11 @@ from groupwise.api.http.strict_json import LARGE, NotStrict
 from groupwise.api.schemas.problems import Refusal
 from groupwise.core.errors import UsageError
 from groupwise.core.settings.field_errors import field_errors
+from groupwise.server.engine.verb_protocol import Stored
 from groupwise.server.tinker import answers, requests, translate
+from groupwise.server.tinker.checkpoints import Checkpoint
 from groupwise.server.tinker.compatibility import refused_route
+from groupwise.server.tinker.paths import MODEL, SCHEME, path_of, stored_at
 from groupwise.server.tinker.refusals import CODES, code_of
 from groupwise.server.tinker.service import VerbService
 from groupwise.server.tinker.sessions import NotFound
@@ -65,6 +69,7 @@ class VerbRoute:
     answer: type[BaseModel] | None
     """None: the outcome of a call, or 408."""
     reads: type[requests.Body] | None = None
+    query: type[requests.Body] | None = None
     bytes: str = ""
     """Description of the body if it is not JSON."""
     codes: tuple[str, ...] = ()
@@ -74,7 +79,8 @@ class VerbRoute:
     def all_codes(self) -> tuple[str, ...]:
         """Every code that it can be refused with."""
         of_body = OF_BODIES if self.reads is not None or self.bytes else ()
-        return tuple(dict.fromkeys((*OF_ALL, *of_body, *self.codes)))
+        of_query = ("usage",) if self.query is not None else ()
+        return tuple(dict.fromkeys((*OF_ALL, *of_body, *of_query, *self.codes)))
 
 
 def verb_routes(
@@ -214,6 +220,48 @@ class _Handlers:
         description = await self._service.training.weights_info(path)
         return _json_response(answers.AboutWeights.model_validate(description))
 
+    async def list_checkpoints(self, request: Request) -> Response:
+        """What a model has saved under names, the oldest first; also after its session has ended."""
+        run = request.path_params["run"]
+        if not MODEL.fullmatch(run):
+            raise UsageError(f"{run!r} is no id of a training run; they look like s-…:train:0.")
+        found = await self._service.checkpoints.of_model(run)
+        return _json_response(
+            answers.CheckpointList(checkpoints=[_checkpoint_info(each) for each in found])
+        )
+
+    async def list_all_checkpoints(self, request: Request) -> Response:
+        """What all models have saved under names, the newest first."""
+        page = _parse_query(request, requests.Page)
+        found = await self._service.checkpoints.of_all_models()
+        part = found[page.offset : page.offset + page.limit]
+        return _json_response(
+            answers.CheckpointList(
+                checkpoints=[_checkpoint_info(each) for each in part],
+                cursor=answers.Cursor(offset=page.offset, limit=page.limit, total_count=len(found)),
+            )
+        )
+
+    async def delete_checkpoint(self, request: Request) -> Response:
+        """Delete a checkpoint. Its files stay on the disk while a sampler of an open session uses them."""
+        await self._service.checkpoints.delete(_checkpoint_of(request))
+        return _json_response(answers.Done())
+
+    async def set_checkpoint_ttl(self, request: Request) -> Response:
+        """Let a checkpoint expire so many seconds from now; null: never."""
+        ttl = (await self._parse_body(request, requests.SetTtl)).ttl_seconds
+        await self._service.checkpoints.set_ttl(_checkpoint_of(request), ttl)
+        return _json_response(answers.Done())
+
+    async def storage_usage(self, request: Request) -> Response:
+        """What the checkpoints occupy on the server's disk."""
+        _parse_query(request, requests.NoQuery)
+        sizes = [each.size_bytes for each in await self._service.checkpoints.of_all_models()]
+        use = answers.StorageUse(
+            checkpoint_count=len(sizes), size_bytes=sum(sizes), size_gigabytes=sum(sizes) / 1e9
+        )
+        return _json_response(answers.StorageUsage(data=[use]))
+
     async def sample(self, request: Request) -> Response:
         """Complete a prompt, or tell its log-probabilities."""
         body = await self._parse_body(request, requests.Sample)
@@ -256,13 +304,7 @@ class _Handlers:
                 f"The body is no JSON as it is taken here: {error.msg} (at {error.pos})."
             ) from None
         except ValidationError as error:
-            problems = [
-                f"{field_error} (given: {reprlib.repr(field_error.given)})"
-                for field_error in field_errors(error, kind)[:10]
-            ]
-            raise UsageError(
-                f"{kind.__name__} is not what this server takes. " + "; ".join(problems)
-            ) from error
+            raise _usage_error(error, kind) from error
 
     async def _read_body(self, request: Request) -> bytes:
         """Read the uncompressed body. It is kept in the request's state, because `VerbService.refused` needs it."""
@@ -389,6 +431,42 @@ ROUTES: tuple[VerbRoute, ...] = (
         codes=OF_ENGINES,
     ),
     VerbRoute(
+        "GET",
+        "/training_runs/{run}/checkpoints",
+        _Handlers.list_checkpoints,
+        answers.CheckpointList,
+        codes=("usage",),
+    ),
+    VerbRoute(
+        "GET",
+        "/checkpoints",
+        _Handlers.list_all_checkpoints,
+        answers.CheckpointList,
+        query=requests.Page,
+    ),
+    VerbRoute(
+        "DELETE",
+        "/training_runs/{run}/checkpoints/{kind}/{name}",
+        _Handlers.delete_checkpoint,
+        answers.Done,
+        codes=("usage", "not_there", *OF_RECORDS),
+    ),
+    VerbRoute(
+        "PUT",
+        "/training_runs/{run}/checkpoints/{kind}/{name}/ttl",
+        _Handlers.set_checkpoint_ttl,
+        answers.Done,
+        reads=requests.SetTtl,
+        codes=("not_there", *OF_RECORDS),
+    ),
+    VerbRoute(
+        "GET",
+        "/billing/usage/checkpoints/current",
+        _Handlers.storage_usage,
+        answers.StorageUsage,
+        query=requests.NoQuery,
+    ),
+    VerbRoute(
         "POST",
         "/asample",
         _Handlers.sample,
@@ -437,6 +515,42 @@ async def _refusal_response(request: Request, service: VerbService, error: Excep
     if isinstance(error, Refusal):
         headers |= error.headers
     return _json_response(answers.Refused(code=code, message=message), CODES[code].status, headers)
+
+
+def _parse_query(request: Request, kind: type[BodyT]) -> BodyT:
+    """The parameters behind `?`. UsageError names the wrong ones."""
+    try:
+        return kind.model_validate(dict(request.query_params))
+    except ValidationError as error:
+        raise _usage_error(error, kind) from error
+
+
+def _usage_error(error: ValidationError, kind: type[requests.Body]) -> UsageError:
+    problems = [
+        f"{field_error} (given: {reprlib.repr(field_error.given)})"
+        for field_error in field_errors(error, kind)[:10]
+    ]
+    return UsageError(f"{kind.__name__} is not what this server takes. " + "; ".join(problems))
+
+
+def _checkpoint_of(request: Request) -> Stored:
+    """The checkpoint that the address names. UsageError if it is malformed."""
+    named = request.path_params
+    return stored_at(f"{SCHEME}{named['run']}/{named['kind']}/{named['name']}")
+
+
+def _checkpoint_info(checkpoint: Checkpoint) -> answers.CheckpointInfo:
+    stored, note = checkpoint.stored, checkpoint.note
+    expires_at = note.expires_at
+    return answers.CheckpointInfo(
+        checkpoint_id=f"{stored.kind}/{stored.name}",
+        checkpoint_type="training" if stored.kind == "weights" else "sampler",
+        time=datetime.fromtimestamp(checkpoint.saved_at, UTC),
+        tinker_path=path_of(stored),
+        size_bytes=checkpoint.size_bytes,
+        user_metadata=None if note.user_metadata is None else dict(note.user_metadata),
+        expires_at=None if expires_at is None else datetime.fromtimestamp(expires_at, UTC),
+    )
 
 
 async def _healthz(request: Request) -> Response:

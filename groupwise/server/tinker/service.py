@@ -3,6 +3,7 @@
     sessions.py   open sessions, models and samplers
     training.py   the calls of a model, one after another in the client's order
     sampling.py   the calls of samplers, in any order
+    checkpoints.py  what models have saved, until it expires or is deleted
     futures.py    ids and later answers of all calls
 
 All of it is in the ledger before clients get an id, and a new process restores it (`open`): answers stay available, and waiting calls are
@@ -25,6 +26,7 @@ from groupwise.server.ledger import calls
 from groupwise.server.ledger.calls import CallRow, Outcome
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.tinker import requests, translate
+from groupwise.server.tinker.checkpoints import Checkpoints
 from groupwise.server.tinker.futures import AnswerGone, Futures, Limits, TooManyCalls
 from groupwise.server.tinker.sampling import SamplingCalls
 from groupwise.server.tinker.sessions import SessionRegistry
@@ -53,15 +55,21 @@ class VerbService:
         *,
         limits: Limits | None = None,
         clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
         keep_every: int = KEEP_EVERY,
     ) -> None:
-        """`keep_every`: number of updates after which a model's state is kept."""
+        """`clock` measures the silence of sessions, `wall_clock` when checkpoints expire. `keep_every`: number of updates after which a
+        model's state is kept.
+        """
         self._engine = engine
         self._ledger = ledger
         self.futures = Futures(ledger, limits)
         self.registry = SessionRegistry(engine, self.futures, ledger, clock)
-        self.training = TrainingCalls(self.registry, engine, ledger, keep_every)
-        self.sampling = SamplingCalls(self.registry, engine, self.futures, ledger)
+        self.checkpoints = Checkpoints(engine.folders, self.registry.is_sampled, wall_clock)
+        self.training = TrainingCalls(
+            self.registry, engine, ledger, self.checkpoints, keep_every=keep_every
+        )
+        self.sampling = SamplingCalls(self.registry, engine, self.futures, ledger, self.checkpoints)
 
     async def open(self) -> None:
         """Restore the sessions and models of earlier processes, and continue their calls; call before the first request."""
@@ -70,6 +78,7 @@ class VerbService:
             await self._ledger.do(calls.all_models),
             await self._ledger.do(calls.all_samplers),
         )
+        await self.checkpoints.open()
         rows = await self._ledger.do(calls.all_calls)
         for row in rows:
             self.futures.restore(row)
@@ -111,6 +120,7 @@ class VerbService:
     async def close(self) -> None:
         """Stop all calls; the engine stays."""
         self.futures.suspend()
+        await self.checkpoints.close()
         for model in self.registry.models.values():
             await model.queue.close()
         await self.futures.close()

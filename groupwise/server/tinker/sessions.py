@@ -225,6 +225,10 @@ class SessionRegistry:
             if owner is not None and session_of(id) == session_of(owner.id):
                 owner.ephemeral.append(weights)
 
+    def is_sampled(self, stored: Stored) -> bool:
+        """Whether a sampler of an open session uses these weights."""
+        return any(sampler.weights == stored for sampler in self._samplers.values())
+
     def sampler(self, id: str) -> Sampler:
         """A sampler by id. Raises NotThere if it is missing."""
         if id not in self._samplers:

@@ -19,6 +19,7 @@ from groupwise.server.ledger import calls
 from groupwise.server.ledger.calls import Outcome, StepRow
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.tinker import requests, translate
+from groupwise.server.tinker.checkpoints import Checkpoints
 from groupwise.server.tinker.futures import JSON, PROTOBUF, Work, failed_outcome
 from groupwise.server.tinker.paths import path_of, stored_at
 from groupwise.server.tinker.requests import content_of, kind_of
@@ -35,12 +36,19 @@ class TrainingCalls:
     """The training calls of all models."""
 
     def __init__(
-        self, registry: SessionRegistry, engine: VerbEngine, ledger: Ledger, keep_every: int
+        self,
+        registry: SessionRegistry,
+        engine: VerbEngine,
+        ledger: Ledger,
+        checkpoints: Checkpoints,
+        *,
+        keep_every: int,
     ) -> None:
         """`keep_every`: number of updates after which a model's state is kept."""
         self._registry = registry
         self._engine = engine
         self._ledger = ledger
+        self._checkpoints = checkpoints
         self._keep_every = keep_every
 
     # --- creating models --------------------------------------------------------------------------
@@ -155,9 +163,10 @@ class TrainingCalls:
         stored = Stored(model.id, "weights", body.path)
 
         async def work() -> Outcome:
-            await self._engine.save_state(
-                model.id, body.path, overwrite=body.overwrite, call=body.seq_id
-            )
+            async with self._checkpoints.saving(stored, body.ttl_seconds, body.user_metadata):
+                await self._engine.save_state(
+                    model.id, body.path, overwrite=body.overwrite, call=body.seq_id
+                )
             return _json_outcome({"path": path_of(stored), "type": "save_weights"})
 
         return model.id, self._submit_call(
@@ -171,6 +180,7 @@ class TrainingCalls:
             new_model = self._registry.new_model(body.session_id, body.model_seq_id)
 
             async def make() -> Outcome:
+                self._checkpoints.check_available(stored)
                 spec = await self._engine.saved(stored)
                 if body.base_model not in (None, spec.base):
                     raise UsageError(
@@ -197,6 +207,7 @@ class TrainingCalls:
         """Load a state. The model's state is kept at once, because the saved weights could be different by the time this call were
         repeated.
         """
+        self._checkpoints.check_available(stored)
         await self._engine.load_state(model.id, stored, with_optimiser=body.optimizer, keep_as=call)
         model.sums.clear()
         answer = _json_outcome({"path": body.path, "type": "load_weights"})
@@ -204,7 +215,9 @@ class TrainingCalls:
 
     async def weights_info(self, path: str) -> dict[str, Any]:
         """Describe the model that saved these weights."""
-        spec = await self._engine.saved(stored_at(path))
+        stored = stored_at(path)
+        self._checkpoints.check_available(stored)
+        spec = await self._engine.saved(stored)
         return {
             "base_model": spec.base,
             "is_lora": True,
@@ -222,12 +235,17 @@ class TrainingCalls:
             raise UsageError(
                 "save_weights_for_sampler needs either path or sampling_session_seq_id."
             )
+        if body.path is None and body.ttl_seconds is not None:
+            raise UsageError(
+                "ttl_seconds needs path: weights without a name last as long as their session."
+            )
 
         async def named() -> Outcome:
             assert body.path is not None
-            await self._engine.save_for_sampler(model.id, body.path, body.seq_id)
-            path = path_of(Stored(model.id, "sampler_weights", body.path))
-            return _json_outcome({"path": path, "type": "save_weights_for_sampler"})
+            stored = Stored(model.id, "sampler_weights", body.path)
+            async with self._checkpoints.saving(stored, body.ttl_seconds, body.user_metadata):
+                await self._engine.save_for_sampler(model.id, body.path, body.seq_id)
+            return _json_outcome({"path": path_of(stored), "type": "save_weights_for_sampler"})
 
         async def for_a_sampler() -> Outcome:
             assert model.spec is not None

@@ -28,10 +28,16 @@ class Asking:
     """A client of the routes over one service, without a network."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
-        self.now = 0.0
+        self.now, self.date = 0.0, 1.6e9
         self.engine = FakeVerbs(folder, max_models=options.pop("max_models", 4))
         self.ledger = Ledger.open(folder / "server.db")
-        self.service = VerbService(self.engine, self.ledger, clock=lambda: self.now, **options)
+        self.service = VerbService(
+            self.engine,
+            self.ledger,
+            clock=lambda: self.now,
+            wall_clock=lambda: self.date,
+            **options,
+        )
         self.http = client_of(app(self.service, poll=0.05))
 
     async def post(self, path: str, status: int = 200, /, **body: Any) -> Any:
@@ -197,7 +203,7 @@ async def test_what_is_refused_has_used_its_number_if_it_had_one(
         await asking.step(model, number, 400)
     assert asking.service.futures.waiting == 0
     refused: list[tuple[str, dict[str, Any]]] = [
-        ("save_weights", {"path": "a", "ttl_seconds": 3600}), ("save_weights", {"path": "../up"}),
+        ("save_weights", {"path": "a", "ttl_seconds": 0}), ("save_weights", {"path": "../up"}),
         ("optim_step", {"optimizer_params": {"type": "dimuon", "learning_rate": 0.1}}),
         ("optim_step", {"adam_params": {"learning_rate": -1.0}}),
         ("save_weights_for_sampler", {"kind": "inflight", "sampling_session_seq_id": 0}), ("save_weights_for_sampler", {}),
