@@ -164,6 +164,43 @@ class CheckpointList(Answer):
     cursor: Cursor | None = None
 
 
+class TrainingRun(Answer):
+    """A model that a client has trained; it is listed when its session has ended, too."""
+
+    training_run_id: str = Field(description="The id of the model.")
+    base_model: str
+    model_owner: str = Field(description="Id of the API key that opened its session.")
+    is_lora: Literal[True] = True
+    corrupted: Literal[False] = False
+    lora_rank: int
+    last_request_time: datetime
+    last_checkpoint: CheckpointInfo | None = None
+    last_sampler_checkpoint: CheckpointInfo | None = None
+    user_metadata: dict[str, str] | None = None
+
+
+class TrainingRunList(Answer):
+    """Training runs, the newest first."""
+
+    training_runs: list[TrainingRun]
+    cursor: Cursor
+
+
+class SessionInfo(Answer):
+    """A session, open or ended; its samplers are known while it is open."""
+
+    training_run_ids: list[str]
+    sampler_ids: list[str]
+    user_metadata: dict[str, str] | None = None
+    display_name: str | None = None
+
+
+class SessionList(Answer):
+    """Ids of sessions, open and ended, the newest first."""
+
+    sessions: list[str]
+
+
 class Done(Answer):
     """It was done."""
 

@@ -35,7 +35,7 @@ class Method:
     """HTTP method and path of the requests of a refused method; `*` matches one path segment."""
 
 
-RUNS = "the server keeps no list of training runs; `GET /status` tells what is in memory"
+ALL_KEYS = "those of all keys"
 IN_USE = "weights that a sampler of an open session uses are removed when that session has ended"
 ONE_ACCOUNT = "there is one account: keys have roles, not worlds of their own"
 LOCAL = "answered by the client alone"
@@ -191,21 +191,15 @@ METHODS: tuple[Method, ...] = (
     ),
     Method("RestClient", "get_sampler", True),
     Method("RestClient", "get_server_capabilities", True),
-    Method("RestClient", "get_session", False, RUNS, (("GET", "/sessions/*"),)),
+    Method("RestClient", "get_session", True, "the samplers of an open session alone"),
     Method("RestClient", "get_telemetry", True, "what it sends is taken and thrown away"),
-    Method("RestClient", "get_training_run", False, RUNS, (("GET", "/training_runs/*"),)),
-    Method(
-        "RestClient",
-        "get_training_run_by_tinker_path",
-        False,
-        RUNS,
-        (("GET", "/training_runs/*"),),
-    ),
+    Method("RestClient", "get_training_run", True),
+    Method("RestClient", "get_training_run_by_tinker_path", True),
     Method("RestClient", "get_weights_info_by_tinker_path", True),
     Method("RestClient", "list_checkpoints", True),
-    Method("RestClient", "list_sessions", False, RUNS, (("GET", "/sessions"),)),
-    Method("RestClient", "list_training_runs", False, RUNS, (("GET", "/training_runs"),)),
-    Method("RestClient", "list_user_checkpoints", True, "those of all keys"),
+    Method("RestClient", "list_sessions", True, ALL_KEYS),
+    Method("RestClient", "list_training_runs", True, f"{ALL_KEYS}; project_id is refused"),
+    Method("RestClient", "list_user_checkpoints", True, ALL_KEYS),
     Method(
         "RestClient",
         "publish_checkpoint_from_tinker_path",
@@ -217,7 +211,7 @@ METHODS: tuple[Method, ...] = (
         "RestClient",
         "search_sessions",
         False,
-        RUNS,
+        "list_sessions and get_session tell of all of them",
         (("POST", "/sessions/search"), ("GET", "/sessions/search")),
     ),
     Method("RestClient", "set_checkpoint_ttl_from_tinker_path", True, IN_USE),
@@ -256,7 +250,8 @@ adapter of the output head (`train_unembed`, which is the client's default) make
 
 Losses are sums over tokens, as the client documents them: nothing is divided by anything. They take log-probabilities at temperature 1, so
 sample at temperature 1 where the ratio is to begin at 1. The clip of `ppo` and `cispo` is 0.8 to 1.2 unless `loss_fn_config` gives
-`clip_low_threshold` and `clip_high_threshold`. Names of projects and tags are taken and not kept. What is refused is refused at
+`clip_low_threshold` and `clip_high_threshold`. Names of projects and tags are taken and not kept; metadata
+and names of sessions are. What is refused is refused at
 once, with its name and the reason. The tables are made from `groupwise/server/tinker/compatibility.py`; every method that ends in `_async`
 does what the one without it does.
 """

@@ -43,7 +43,7 @@ class CreateSession(Body):
     user_metadata: METADATA = None
     sdk_version: str
     project_id: str | None = None
-    display_name: str | None = None
+    display_name: Annotated[str, Field(max_length=1000)] | None = None
     type: Literal["create_session"] = "create_session"
 
 
@@ -223,6 +223,16 @@ class Page(Body):
 
     limit: Annotated[int, Field(ge=1, le=1000)] = 20
     offset: Annotated[int, Field(ge=0, lt=MOST_CALLS)] = 0
+
+
+class Scope(Body):
+    """The query of one entry. There is one account, so that both scopes are the same."""
+
+    access_scope: Literal["owned", "accessible"] = "owned"
+
+
+class ScopedPage(Scope, Page):
+    """The query of a list with a scope."""
 
 
 class NoQuery(Body):

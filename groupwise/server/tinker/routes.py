@@ -13,7 +13,6 @@ import logging
 import reprlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import TypeVar
 
 from pydantic import BaseModel, ValidationError
@@ -30,9 +29,8 @@ from groupwise.core.errors import UsageError
 from groupwise.core.settings.field_errors import field_errors
 from groupwise.server.engine.verb_protocol import Stored
 from groupwise.server.tinker import answers, requests, translate
-from groupwise.server.tinker.checkpoints import Checkpoint
 from groupwise.server.tinker.compatibility import refused_route
-from groupwise.server.tinker.paths import MODEL, SCHEME, path_of, stored_at
+from groupwise.server.tinker.paths import MODEL, SCHEME, stored_at
 from groupwise.server.tinker.refusals import CODES, code_of
 from groupwise.server.tinker.service import VerbService
 from groupwise.server.tinker.sessions import NotFound
@@ -137,7 +135,9 @@ class _Handlers:
         caller = "" if facts is None or facts.caller is None else facts.caller.key_id
         identity = [name, caller, body.model_dump_json()]
         key = hashlib.sha256(json.dumps(identity).encode()).hexdigest() if name else None
-        session = await self._service.registry.create_session(key, caller)
+        session = await self._service.registry.create_session(
+            key, caller, body.display_name, body.user_metadata
+        )
         return _json_response(answers.SessionMade(session_id=session))
 
     async def heartbeat(self, request: Request) -> Response:
@@ -220,27 +220,37 @@ class _Handlers:
         description = await self._service.training.weights_info(path)
         return _json_response(answers.AboutWeights.model_validate(description))
 
+    async def training_run(self, request: Request) -> Response:
+        """One model that a client has trained; also after its session has ended."""
+        _parse_query(request, requests.Scope)
+        return _json_response(await self._service.rest.training_run(request.path_params["run"]))
+
+    async def list_training_runs(self, request: Request) -> Response:
+        """Every model that clients have trained, the newest first."""
+        page = _parse_query(request, requests.ScopedPage)
+        return _json_response(await self._service.rest.training_runs(page))
+
+    async def session(self, request: Request) -> Response:
+        """One session; also after it has ended."""
+        _parse_query(request, requests.Scope)
+        return _json_response(await self._service.rest.session(request.path_params["session"]))
+
+    async def list_sessions(self, request: Request) -> Response:
+        """The ids of all sessions, the newest first."""
+        page = _parse_query(request, requests.ScopedPage)
+        return _json_response(await self._service.rest.sessions(page))
+
     async def list_checkpoints(self, request: Request) -> Response:
         """What a model has saved under names, the oldest first; also after its session has ended."""
         run = request.path_params["run"]
         if not MODEL.fullmatch(run):
             raise UsageError(f"{run!r} is no id of a training run; they look like s-…:train:0.")
-        found = await self._service.checkpoints.of_model(run)
-        return _json_response(
-            answers.CheckpointList(checkpoints=[_checkpoint_info(each) for each in found])
-        )
+        return _json_response(await self._service.rest.checkpoints_of(run))
 
     async def list_all_checkpoints(self, request: Request) -> Response:
         """What all models have saved under names, the newest first."""
         page = _parse_query(request, requests.Page)
-        found = await self._service.checkpoints.of_all_models()
-        part = found[page.offset : page.offset + page.limit]
-        return _json_response(
-            answers.CheckpointList(
-                checkpoints=[_checkpoint_info(each) for each in part],
-                cursor=answers.Cursor(offset=page.offset, limit=page.limit, total_count=len(found)),
-            )
-        )
+        return _json_response(await self._service.rest.all_checkpoints(page))
 
     async def delete_checkpoint(self, request: Request) -> Response:
         """Delete a checkpoint. Its files stay on the disk while a sampler of an open session uses them."""
@@ -256,11 +266,7 @@ class _Handlers:
     async def storage_usage(self, request: Request) -> Response:
         """What the checkpoints occupy on the server's disk."""
         _parse_query(request, requests.NoQuery)
-        sizes = [each.size_bytes for each in await self._service.checkpoints.of_all_models()]
-        use = answers.StorageUse(
-            checkpoint_count=len(sizes), size_bytes=sum(sizes), size_gigabytes=sum(sizes) / 1e9
-        )
-        return _json_response(answers.StorageUsage(data=[use]))
+        return _json_response(await self._service.rest.storage_usage())
 
     async def sample(self, request: Request) -> Response:
         """Complete a prompt, or tell its log-probabilities."""
@@ -432,6 +438,38 @@ ROUTES: tuple[VerbRoute, ...] = (
     ),
     VerbRoute(
         "GET",
+        "/training_runs/{run}",
+        _Handlers.training_run,
+        answers.TrainingRun,
+        query=requests.Scope,
+        codes=("not_there", *OF_RECORDS),
+    ),
+    VerbRoute(
+        "GET",
+        "/training_runs",
+        _Handlers.list_training_runs,
+        answers.TrainingRunList,
+        query=requests.ScopedPage,
+        codes=OF_RECORDS,
+    ),
+    VerbRoute(
+        "GET",
+        "/sessions/{session}",
+        _Handlers.session,
+        answers.SessionInfo,
+        query=requests.Scope,
+        codes=("not_there", *OF_RECORDS),
+    ),
+    VerbRoute(
+        "GET",
+        "/sessions",
+        _Handlers.list_sessions,
+        answers.SessionList,
+        query=requests.ScopedPage,
+        codes=OF_RECORDS,
+    ),
+    VerbRoute(
+        "GET",
         "/training_runs/{run}/checkpoints",
         _Handlers.list_checkpoints,
         answers.CheckpointList,
@@ -537,20 +575,6 @@ def _checkpoint_of(request: Request) -> Stored:
     """The checkpoint that the address names. UsageError if it is malformed."""
     named = request.path_params
     return stored_at(f"{SCHEME}{named['run']}/{named['kind']}/{named['name']}")
-
-
-def _checkpoint_info(checkpoint: Checkpoint) -> answers.CheckpointInfo:
-    stored, note = checkpoint.stored, checkpoint.note
-    expires_at = note.expires_at
-    return answers.CheckpointInfo(
-        checkpoint_id=f"{stored.kind}/{stored.name}",
-        checkpoint_type="training" if stored.kind == "weights" else "sampler",
-        time=datetime.fromtimestamp(checkpoint.saved_at, UTC),
-        tinker_path=path_of(stored),
-        size_bytes=checkpoint.size_bytes,
-        user_metadata=None if note.user_metadata is None else dict(note.user_metadata),
-        expires_at=None if expires_at is None else datetime.fromtimestamp(expires_at, UTC),
-    )
 
 
 async def _healthz(request: Request) -> Response:

@@ -4,6 +4,7 @@
     training.py   the calls of a model, one after another in the client's order
     sampling.py   the calls of samplers, in any order
     checkpoints.py  what models have saved, until it expires or is deleted
+    rest.py       lists of sessions, training runs and checkpoints
     futures.py    ids and later answers of all calls
 
 All of it is in the ledger before clients get an id, and a new process restores it (`open`): answers stay available, and waiting calls are
@@ -28,6 +29,7 @@ from groupwise.server.ledger.writer import Ledger
 from groupwise.server.tinker import requests, translate
 from groupwise.server.tinker.checkpoints import Checkpoints
 from groupwise.server.tinker.futures import AnswerGone, Futures, Limits, TooManyCalls
+from groupwise.server.tinker.rest import RestLists
 from groupwise.server.tinker.sampling import SamplingCalls
 from groupwise.server.tinker.sessions import SessionRegistry
 from groupwise.server.tinker.training import FORWARD_BACKWARD, TrainingCalls
@@ -66,6 +68,7 @@ class VerbService:
         self.futures = Futures(ledger, limits)
         self.registry = SessionRegistry(engine, self.futures, ledger, clock)
         self.checkpoints = Checkpoints(engine.folders, self.registry.is_sampled, wall_clock)
+        self.rest = RestLists(ledger, self.checkpoints)
         self.training = TrainingCalls(
             self.registry, engine, ledger, self.checkpoints, keep_every=keep_every
         )

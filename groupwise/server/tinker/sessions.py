@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from groupwise.api.schemas import activity as wire
@@ -99,11 +99,19 @@ class SessionRegistry:
 
     # --- sessions --------------------------------------------------------------------------------
 
-    async def create_session(self, idempotency_key: str | None, caller: str = "") -> str:
+    async def create_session(
+        self,
+        idempotency_key: str | None,
+        caller: str = "",
+        display_name: str | None = None,
+        user_metadata: Mapping[str, str] | None = None,
+    ) -> str:
         """Open a session and return its id. A request repeated after a lost connection has the same key and gets the same session."""
         await self.end_silent_sessions()
         new_id = f"s-{secrets.token_hex(8)}"
-        id = await self._ledger.do(calls.add_session, new_id, idempotency_key)
+        id = await self._ledger.do(
+            calls.add_session, new_id, idempotency_key, caller, display_name, user_metadata
+        )
         self._sessions.setdefault(id, Session(id, self._clock()))
         self._futures.callers[id] = caller
         return id

@@ -70,17 +70,19 @@ class TrainingCalls:
         )
 
         async def make() -> Outcome:
-            await self._create(model, spec)
+            await self._create(model, spec, body.user_metadata)
             return _json_outcome({"model_id": model.id, "type": "create_model"})
 
         return model.id, model.queue.submit(0, content_of(body), make, kind_of(body))
 
-    async def _create(self, model: Model, spec: ModelSpec) -> None:
+    async def _create(
+        self, model: Model, spec: ModelSpec, user_metadata: Mapping[str, str] | None
+    ) -> None:
         # Their models may occupy the room that this one needs.
         await self._registry.end_silent_sessions()
         await self._engine.create_model(model.id, spec)
         await self._ledger.do_when_writable(
-            calls.add_model, model.id, session_of(model.id), asdict(spec)
+            calls.add_model, model.id, session_of(model.id), asdict(spec), user_metadata
         )
         model.spec = spec
 
@@ -186,7 +188,7 @@ class TrainingCalls:
                     raise UsageError(
                         f"{body.path} was trained on {spec.base}; it cannot go on with {body.base_model}."
                     )
-                await self._create(new_model, spec)
+                await self._create(new_model, spec, body.user_metadata)
                 return await self._load_weights(new_model, body, 0, stored)
 
             return new_model.id, new_model.queue.submit(0, content_of(body), make, kind_of(body))

@@ -75,6 +75,12 @@ def test_checkpoints_of_the_real_client(client: Client) -> None:
     mine = rest(client, "list_user_checkpoints", limit=1)
     assert [each["tinker_path"] for each in mine["checkpoints"]] == [short]
     assert mine["cursor"]["total_count"] == 2
+    run = rest(client, "get_training_run", model)
+    assert rest(client, "get_training_run_by_tinker_path", kept) == run
+    assert run["last_sampler_checkpoint"]["tinker_path"] == short
+    assert rest(client, "list_training_runs")["training_runs"] == [run]
+    (session,) = rest(client, "list_sessions")["sessions"]
+    assert rest(client, "get_session", session)["training_run_ids"] == [model]
     rest(client, "set_checkpoint_ttl_from_tinker_path", short, None)
     assert rest(client, "list_checkpoints", model)["checkpoints"][1]["expires_at"] is None
     (use,) = rest(client, "get_current_checkpoint_storage_usage")["data"]
