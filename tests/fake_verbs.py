@@ -26,6 +26,7 @@ from groupwise.server.engine.verb_protocol import (
     Base,
     Computed,
     ModelSpec,
+    NoRoom,
     Stored,
     VerbSample,
     VerbSampled,
@@ -63,9 +64,7 @@ class FakeVerbs:
     async def create_model(self, model: str, spec: ModelSpec) -> None:
         self.calls.append(("create_model", model))
         if len(self._models) >= self.max_models:
-            raise UsageError(
-                f"There are {self.max_models} models already; end the session of another."
-            )
+            raise NoRoom(f"There are {self.max_models} models already.")
         self._models[model] = (spec, FakeLearner(model, self.folder))
 
     async def drop(self, model: str) -> None:

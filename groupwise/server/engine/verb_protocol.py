@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal, Protocol
 
+from groupwise.core.errors import UsageError
 from groupwise.core.types import (
     Completion,
     LossSpec,
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
 
 StoredKind = Literal["weights", "sampler_weights"]
 """`weights`: adapter and optimiser state, to train on. `sampler_weights`: only what a sampler needs."""
+
+
+class NoRoom(UsageError):
+    """Models of other clients take the room; it becomes free when their sessions end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +116,7 @@ class VerbEngine(Protocol):
         ...
 
     def admit(self, base: str) -> None:
-        """Raise UsageError if a base model may not be used now."""
+        """Raise UsageError if a base model may not be used now; NoRoom if that is because of other clients' models."""
         ...
 
     async def base(self, name: str) -> Base:
@@ -119,7 +124,9 @@ class VerbEngine(Protocol):
         ...
 
     async def create_model(self, model: str, spec: ModelSpec) -> None:
-        """Create an adapter, named by the caller. UsageError if the engine already holds the maximum number, or has no such base."""
+        """Create an adapter, named by the caller. NoRoom if the engine already holds the maximum number; UsageError if it has no such
+        base.
+        """
         ...
 
     async def drop(self, model: str) -> None:

@@ -240,8 +240,10 @@ export TINKER_API_KEY=tml-…
 
 Base models are those that `/start` may load. One base is in memory at a time, with up to `max_models` adapters; a run of ask/post that is
 active is one of them, and the others are then made over its base. While a client has models, no run can be started; a run that trains all
-weights has its model to itself. Models are let go of when their session is closed or has been silent for ten minutes, or when an admin
-starts a run with `replace: true`: what they have saved stays, until it expires (`ttl_seconds`) or is deleted.
+weights has its model to itself. A client that ends without closing its session (`ServiceClient.close`) keeps its models in memory until
+another client or a run needs their room; then they make way after 60 seconds without a heartbeat, and after ten minutes in any case. A
+session that is in use makes way only when an admin starts a run with `replace: true`. What models have saved stays, until it expires
+(`ttl_seconds`) or is deleted.
 
 The server writes down every call before it is acknowledged, and every answer before it is told. So the engine, or the server, may be
 killed at any time: the client waits a while, and its loop goes on as if nothing had happened. The state of a model is kept every

@@ -28,6 +28,7 @@ from groupwise.server.engine.verb_protocol import (
     Base,
     Computed,
     ModelSpec,
+    NoRoom,
     Stored,
     VerbSample,
     VerbSampled,
@@ -166,7 +167,8 @@ class VerbEngineHost:
         loads = self._load_name(base)
         bound = self._required_base()
         if bound is not None and self._load_name(bound[0]) != loads:
-            raise UsageError(
+            kind = NoRoom if self._runs.conducted() is None else UsageError
+            raise kind(
                 f"The base model {base!r} cannot be had now: {bound[0]} is in memory, for {bound[1]}, and there is one base at a time. "
                 f"Take {bound[0]}, or wait until it is not needed any more."
             )
@@ -204,9 +206,9 @@ class VerbEngineHost:
             run = self._runs.conducted()
             users = [*self._models, *([] if run is None else ["the run"])]
             if len(users) >= self._most:
-                raise UsageError(
-                    f"There are {len(users)} models in memory already ({', '.join(users)}), as many as there may be (max_models of the "
-                    "server). End the session of one that is not needed any more."
+                raise NoRoom(
+                    f"There are {len(users)} models in memory already ({', '.join(users)}), as many as there may be: the server's "
+                    f"max_models is {self._most}; whoever runs the server can raise it."
                 )
             self.admit(spec.base)
             self._models[model] = _Model(spec)

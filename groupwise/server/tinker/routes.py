@@ -159,11 +159,9 @@ class _Handlers:
 
     async def create_model(self, request: Request) -> Response:
         """Make a model with a new adapter."""
-        return await self._promise_answer(
-            *self._service.training.create_model(
-                await self._parse_body(request, requests.CreateModel)
-            )
-        )
+        body = await self._parse_body(request, requests.CreateModel)
+        await self._service.training.admit(body)
+        return await self._promise_answer(*self._service.training.create_model(body))
 
     async def get_info(self, request: Request) -> Response:
         """A model's base and adapter."""

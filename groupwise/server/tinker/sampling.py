@@ -45,7 +45,7 @@ class SamplingCalls:
         if body.model_path is None:
             if body.base_model is None:
                 raise UsageError("create_sampling_session needs base_model or model_path.")
-            self._engine.admit(body.base_model)
+            await self._admit(body.session_id, body.base_model)
             self._registry.add_sampler(Sampler(id, body.base_model, None, None))
         else:
             stored = stored_at(body.model_path)
@@ -56,6 +56,7 @@ class SamplingCalls:
                     raise UsageError(
                         f"{body.model_path} was trained on {base}, not on {body.base_model}."
                     )
+                await self._admit(body.session_id, base)
                 self._registry.add_sampler(Sampler(id, base, stored, body.model_path))
         sampler = self._registry.sampler(id)
         weights = None if sampler.weights is None else asdict(sampler.weights)
@@ -63,6 +64,14 @@ class SamplingCalls:
             calls.add_sampler, id, body.session_id, sampler.base, weights
         )
         return id
+
+    async def _admit(self, session: str, base: str) -> None:
+        """Raise UsageError if this base cannot be sampled now; ends silent sessions if their room is needed."""
+
+        async def attempt() -> None:
+            self._engine.admit(base)
+
+        await self._registry.with_room(session, attempt)
 
     def sampler(self, id: str) -> dict[str, Any]:
         """Describe a sampler for the client: its base, and the path of its weights if it has any."""

@@ -53,9 +53,16 @@ class TrainingCalls:
 
     # --- creating models --------------------------------------------------------------------------
 
+    async def admit(self, body: requests.CreateModel) -> None:
+        """Raise UsageError if there cannot be a model over this base now; ends silent sessions if their room is needed."""
+
+        async def attempt() -> None:
+            self._engine.admit(body.base_model)
+
+        await self._registry.with_room(body.session_id, attempt)
+
     def create_model(self, body: requests.CreateModel) -> tuple[str, str]:
         """Queue the creation of a model; returns the ids of the model and of the call."""
-        self._engine.admit(body.base_model)
         lora = body.lora_config
         if not (lora.train_attn or lora.train_mlp or lora.train_unembed):
             raise UsageError("lora_config trains nothing: all of its train_ settings are false.")
@@ -78,11 +85,10 @@ class TrainingCalls:
     async def _create(
         self, model: Model, spec: ModelSpec, user_metadata: Mapping[str, str] | None
     ) -> None:
-        # Their models may occupy the room that this one needs.
-        await self._registry.end_silent_sessions()
-        await self._engine.create_model(model.id, spec)
+        session = session_of(model.id)
+        await self._registry.with_room(session, lambda: self._engine.create_model(model.id, spec))
         await self._ledger.do_when_writable(
-            calls.add_model, model.id, session_of(model.id), asdict(spec), user_metadata
+            calls.add_model, model.id, session, asdict(spec), user_metadata
         )
         model.spec = spec
 

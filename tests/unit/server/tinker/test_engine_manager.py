@@ -14,12 +14,14 @@ import pytest
 
 from groupwise.core.errors import UsageError
 from groupwise.server.engine.saved_adapters import SavedFolders
+from groupwise.server.engine.verb_protocol import NoRoom
 from groupwise.server.ledger import calls
 from groupwise.server.ledger.calls import Outcome
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.tinker import requests
 from groupwise.server.tinker.futures import LedgerUnavailable, failed_outcome
 from groupwise.server.tinker.service import VerbService
+from groupwise.server.tinker.sessions import ROOM_SILENCE, NotFound
 from groupwise.server.tinker.translate import read
 from tests.processes import wait_until_async
 from tests.unit.server.tinker.verb_service import Disk, created, gradient, serving, update
@@ -210,3 +212,20 @@ async def test_a_refused_call_of_a_model_that_was_never_made_keeps_no_server_fro
         await service.registry.create_session(None)  # written down behind it
     async with serving(tmp_path, disk) as server:
         await wait_until_async(lambda: server.service.futures.waiting == 0)
+
+
+async def test_a_base_is_had_when_those_who_use_another_are_silent(tmp_path: Path) -> None:
+    async with serving(tmp_path, Disk(SavedFolders(tmp_path))) as server:
+        registry, other = server.service.registry, "smollm2-135m-instruct"
+        loop = Loop(await registry.create_session(None))
+        await loop.go(server.service, last=1)
+        await loop.answers(server.service)
+        wanted = created(await registry.create_session(None)).model_copy(
+            update={"base_model": other}
+        )
+        with pytest.raises(NoRoom, match=f"tiny is in memory.*{loop.model}: heard of 0 seconds"):
+            await server.service.training.admit(wanted)
+        registry.session(loop.session).seen -= ROOM_SILENCE + 1
+        await server.service.training.admit(wanted)
+        with pytest.raises(NotFound):
+            registry.session(loop.session)
