@@ -61,6 +61,13 @@ class FakeVerbs:
     async def base(self, name: str) -> Base:
         return BASE
 
+    def context_length(self, name: str) -> int | None:
+        return BASE.longest
+
+    async def tokenizer_folder(self, name: str) -> Path:
+        self.admit(name)
+        return self.folder / "tokenizer"
+
     async def create_model(self, model: str, spec: ModelSpec) -> None:
         self.calls.append(("create_model", model))
         if len(self._models) >= self.max_models:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol
 
 from groupwise.core.errors import UsageError
@@ -48,7 +49,7 @@ class Base:
     """Tokens that end a completion if the client names none."""
     architecture: str
     tokenizer: str
-    """A hub id, or a folder visible to both sides, from which the client library loads the tokenizer."""
+    """A hub id from which clients load the tokenizer; for a model that is no hub's, the folder with its files on this machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +122,14 @@ class VerbEngine(Protocol):
 
     async def base(self, name: str) -> Base:
         """A base model that may be used; it is loaded if it is not yet in memory."""
+        ...
+
+    def context_length(self, name: str) -> int | None:
+        """Longest sample of a base in tokens, prompt and completion together; None if only an engine could tell."""
+        ...
+
+    async def tokenizer_folder(self, name: str) -> Path:
+        """Folder with the tokenizer's files of a base; it is loaded if need be. UsageError if its files are on the hub alone."""
         ...
 
     async def create_model(self, model: str, spec: ModelSpec) -> None:

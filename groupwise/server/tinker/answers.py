@@ -38,6 +38,10 @@ class SupportedModel(Answer):
     """A base."""
 
     model_name: str
+    max_context_length: int | None = Field(
+        default=None,
+        description="Tokens of prompt and completion together; absent if it is known only when the base is loaded.",
+    )
     trainable: bool
     sampleable: bool
 

@@ -38,6 +38,7 @@ class Method:
 ALL_KEYS = "those of all keys"
 IN_USE = "weights that a sampler of an open session uses are removed when that session has ended"
 ONE_ACCOUNT = "there is one account: keys have roles, not worlds of their own"
+TOKENIZERS = "the client loads it itself: see Tokenizers"
 LOCAL = "answered by the client alone"
 
 METHODS: tuple[Method, ...] = (
@@ -98,12 +99,7 @@ METHODS: tuple[Method, ...] = (
     ),
     Method("TrainingClient", "get_info", True),
     Method("TrainingClient", "get_telemetry", True, "what it sends is taken and thrown away"),
-    Method(
-        "TrainingClient",
-        "get_tokenizer",
-        True,
-        "the client loads it itself, by the name that the server tells",
-    ),
+    Method("TrainingClient", "get_tokenizer", True, TOKENIZERS),
     Method("TrainingClient", "load_state", True, "weights_access_token is refused"),
     Method("TrainingClient", "load_state_with_optimizer", True, "weights_access_token is refused"),
     Method("TrainingClient", "optim_step", True, "AdamParams alone"),
@@ -137,12 +133,7 @@ METHODS: tuple[Method, ...] = (
     Method("SamplingClient", "get_base_model", True, LOCAL),
     Method("SamplingClient", "get_sampler_handle", True, LOCAL),
     Method("SamplingClient", "get_telemetry", True, "what it sends is taken and thrown away"),
-    Method(
-        "SamplingClient",
-        "get_tokenizer",
-        True,
-        "the client loads it itself, by the name of the base model",
-    ),
+    Method("SamplingClient", "get_tokenizer", True, TOKENIZERS),
     Method("SamplingClient", "on_queue_state_change", True, LOCAL),
     Method(
         "SamplingClient",
@@ -258,6 +249,23 @@ once, with its name and the reason. The tables are made from `groupwise/server/t
 does what the one without it does.
 """
 
+TOKENIZER_SECTION = """\
+## Tokenizers
+
+The client loads tokenizers itself, by the name of the base: from a folder of that name in its working folder, else from the Hugging Face
+hub. The bundled model is served under its hub id, too (`HuggingFaceTB/SmolLM2-135M-Instruct`; its weights are those of a 4-bit file, not
+the hub's own), and a folder `org/name` in the server's `model_dir` by that name; so recipes that look tokenizers, renderers or chat
+templates up by name find them. What no hub has (`tiny`, your own models), or where there is no hub, the server gives out:
+
+```bash
+curl -fsS -H "X-API-Key: $TINKER_API_KEY" "$TINKER_BASE_URL/api/v1/tokenizer?base_model=tiny" -o tokenizer.zip
+python -m zipfile -e tokenizer.zip tiny
+```
+
+After that `get_tokenizer()` of both clients, and `AutoTokenizer.from_pretrained("tiny")`, find it in the folder in which the program is
+started.
+"""
+
 SUPERVISED = """\
 import tinker
 from tinker import types
@@ -359,6 +367,7 @@ def _page_lines() -> Iterator[str]:
     yield "# The Tinker client"
     yield ""
     yield from INTRODUCTION.format(version=CLIENT_VERSION).splitlines()
+    yield from ("", *TOKENIZER_SECTION.splitlines())
     for title, program in EXAMPLES:
         yield from ("", f"## {title}", "", "```python", *program.splitlines(), "```")
     for owner in dict.fromkeys(method.owner for method in METHODS):

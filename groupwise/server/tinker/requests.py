@@ -235,6 +235,12 @@ class ScopedPage(Scope, Page):
     """The query of a list with a scope."""
 
 
+class TokenizerOf(Body):
+    """The query of `GET /tokenizer`."""
+
+    base_model: ID
+
+
 class NoQuery(Body):
     """The query of a list of one account without projects: it takes no parameter."""
 

@@ -65,7 +65,9 @@ class VerbRoute:
     """Relative to `PREFIX`."""
     handler: Callable[[_Handlers, Request], Awaitable[Response]]
     answer: type[BaseModel] | None
-    """None: the outcome of a call, or 408."""
+    """None: the outcome of a call, or 408; or the file that `gives` describes."""
+    gives: str = ""
+    """Description of the answer if it is a zip file."""
     reads: type[requests.Body] | None = None
     query: type[requests.Body] | None = None
     bytes: str = ""
@@ -126,6 +128,12 @@ class _Handlers:
         """The base models of the server."""
         answer = {"supported_models": self._service.capabilities()}
         return _json_response(answers.Capabilities.model_validate(answer))
+
+    async def tokenizer(self, request: Request) -> Response:
+        """The tokenizer's files of a base, to be unpacked into a folder of its name, from which clients load it."""
+        base = _parse_query(request, requests.TokenizerOf).base_model
+        content = await self._service.zipped_tokenizer(base)
+        return Response(content, media_type="application/zip")
 
     async def create_session(self, request: Request) -> Response:
         """Open a session; the same one for the same X-Idempotency-Key, caller and body."""
@@ -325,6 +333,15 @@ ROUTES: tuple[VerbRoute, ...] = (
     VerbRoute("POST", "/client/config", _Handlers.client_config, answers.ClientConfig),
     VerbRoute("POST", "/client/dynamic_config", _Handlers.dynamic_config, answers.DynamicConfig),
     VerbRoute("GET", "/get_server_capabilities", _Handlers.capabilities, answers.Capabilities),
+    VerbRoute(
+        "GET",
+        "/tokenizer",
+        _Handlers.tokenizer,
+        None,
+        query=requests.TokenizerOf,
+        gives="A zip file with what AutoTokenizer.from_pretrained reads.",
+        codes=OF_ENGINES,
+    ),
     VerbRoute(
         "POST",
         "/create_session",

@@ -13,9 +13,12 @@ done.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import io
 import logging
 import time
+import zipfile
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -40,6 +43,20 @@ KEEP_EVERY = 10
 """Number of updates between two kept states of a model. It is recreated from the last kept state."""
 ACCEPTED_WITHIN = 10.0
 """Seconds that a client waits for its call to be written to the ledger."""
+TOKENIZER_FILES = frozenset(
+    (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "tokenizer.model",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.json",
+        "merges.txt",
+        "chat_template.jinja",
+        "config.json",
+    )
+)
+"""What AutoTokenizer reads of a model's folder."""
 REFUSED = "refused"
 """The kind of refused calls that have nevertheless used a number of their model."""
 
@@ -136,9 +153,28 @@ class VerbService:
     def capabilities(self) -> list[dict[str, Any]]:
         """The available bases, in the client's format."""
         return [
-            {"model_name": name, "trainable": True, "sampleable": True}
+            {
+                "model_name": name,
+                "max_context_length": self._engine.context_length(name),
+                "trainable": True,
+                "sampleable": True,
+            }
             for name in self._engine.names()
         ]
+
+    async def zipped_tokenizer(self, base: str) -> bytes:
+        """The tokenizer of a base as a zip file, for AutoTokenizer.from_pretrained."""
+        folder = await self._engine.tokenizer_folder(base)
+
+        def zipped() -> bytes:
+            content = io.BytesIO()
+            with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
+                for path in sorted(folder.iterdir()):
+                    if path.name in TOKENIZER_FILES:
+                        archive.write(path, path.name)
+            return content.getvalue()
+
+        return await asyncio.to_thread(zipped)
 
     async def use_up_number(self, body: bytes, error: UsageError) -> None:
         """Record a JSON request that was refused before it reached its model's queue. Its number, if it has one, is used up: the client

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import shutil
 import socket
 import threading
+import zipfile
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 import uvicorn
 
+from groupwise.engine.models.bundled import tiny_folder
+from groupwise.engine.models.config import ModelConfig
+from groupwise.engine.models.tokenizer import load_tokenizer
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.tinker.service import VerbService
 from tests.fake_verbs import FakeVerbs
@@ -48,11 +55,18 @@ def served(folder: Path) -> Generator[str]:
 
 
 @pytest.fixture
-def client(tmp_path: Path) -> Iterator[Client]:
-    client = Client()
+def url(tmp_path: Path) -> Iterator[str]:
     with served(tmp_path) as url:
-        client.do("connect", url=url, key=KEY)
+        yield url
+
+
+@pytest.fixture
+def client(url: str) -> Iterator[Client]:
+    client = Client()
+    client.do("connect", url=url, key=KEY)
+    try:
         yield client
+    finally:
         client.do("close")
         client.close()
 
@@ -91,3 +105,19 @@ def test_checkpoints_of_the_real_client(client: Client) -> None:
     assert client.do("sample", seed=2), "the open sampling client still has its weights"
     client.do("sampler_of", path=short)
     assert "has expired or was deleted" in client.refused("sample", seed=3)
+
+
+def test_a_tokenizer_that_no_hub_has_is_unpacked_where_the_program_starts(
+    client: Client, url: str, tmp_path: Path
+) -> None:
+    shutil.copytree(tiny_folder(), tmp_path / "tokenizer")
+    client.do("create", base="letters")
+    assert client.do("bases") == {"letters": 64}
+    asked = {"params": {"base_model": "letters"}, "headers": {"X-API-Key": KEY}}
+    answer = httpx2.get(f"{url}/api/v1/tokenizer", **asked).raise_for_status()
+    with zipfile.ZipFile(io.BytesIO(answer.content)) as archive:
+        assert "model.safetensors" not in archive.namelist()
+        archive.extractall(tmp_path / "here" / "letters")
+    expected = load_tokenizer(ModelConfig(name="tiny")).encode("word")
+    found = client.do("tokenizer", folder=str(tmp_path / "here"), base="letters")
+    assert found == [expected, expected]

@@ -147,6 +147,19 @@ def sampler_of(path: str) -> None:
     held["sampler"] = held["client"].create_sampling_client(model_path=path)
 
 
+def tokenizer(folder: str, base: str) -> list[list[int]]:
+    """Of both clients, as they find it from this working folder: each encodes a word."""
+    os.chdir(folder)
+    sampling = held["client"].create_sampling_client(base_model=base)
+    return [each.get_tokenizer().encode("word") for each in (held["training"], sampling)]
+
+
+def bases() -> dict[str, int | None]:
+    """The bases of the server, with the longest sample of each."""
+    found = held["client"].get_server_capabilities().supported_models
+    return {each.model_name: each.max_context_length for each in found}
+
+
 def close() -> None:
     held.pop("client").close("success").result()
 

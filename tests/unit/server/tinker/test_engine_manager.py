@@ -6,7 +6,9 @@ The engine here is a list for each model of what was done to it, so that anythin
 from __future__ import annotations
 
 import asyncio
+import io
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -229,3 +231,31 @@ async def test_a_base_is_had_when_those_who_use_another_are_silent(tmp_path: Pat
         await server.service.training.admit(wanted)
         with pytest.raises(NotFound):
             registry.session(loop.session)
+
+
+async def test_bases_have_the_names_by_which_clients_know_their_tokenizers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = tmp_path / "models" / "org" / "name"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text('{"max_position_embeddings": 48}')
+    (model / "tokenizer.json").write_text("{}")
+    (model / "model.safetensors").write_text("weights")
+    hub_id = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    async with serving(tmp_path, Disk(SavedFolders(tmp_path))) as server:
+        listed = {each["model_name"]: each for each in server.service.capabilities()}
+        assert set(listed) == {"tiny", "smollm2-135m-instruct", hub_id, "org/name"}
+        assert listed["org/name"]["max_context_length"] == 48
+        base = await server.host.base("org/name")
+        assert (base.name, base.tokenizer) == ("org/name", "org/name"), "no folder of the server's"
+        with zipfile.ZipFile(
+            io.BytesIO(await server.service.zipped_tokenizer("org/name"))
+        ) as found:
+            assert found.namelist() == ["config.json", "tokenizer.json"]
+        assert (await server.host.base(hub_id)).name == hub_id
+        assert (await server.host.base("smollm2-135m-instruct")).longest == 64
+        with pytest.raises(UsageError, match="from the hub"):
+            await server.service.zipped_tokenizer(hub_id)
+        with pytest.raises(UsageError, match="not served here"):
+            await server.service.zipped_tokenizer("org/../org/name")
