@@ -7,10 +7,9 @@ AdamW's, and what is saved as files. `calls` lists its calls in order.
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from groupwise.core.errors import UsageError
@@ -22,17 +21,18 @@ from groupwise.core.types import (
     Row,
     UpdateResult,
 )
+from groupwise.server.engine.saved_adapters import Saved, SavedFolders
 from groupwise.server.engine.verb_protocol import (
     Base,
     Computed,
     ModelSpec,
+    NoRoom,
     Stored,
     VerbSample,
     VerbSampled,
 )
 from groupwise.testing import ALPHABET, END_ID, FakeLearner, FakeSampler
 
-SPEC = "spec.json"
 BASE = Base("letters", 64, (END_ID,), "table", "letters")
 
 
@@ -48,6 +48,7 @@ class FakeVerbs:
     """While it is not set, forward passes wait."""
 
     def __post_init__(self) -> None:
+        self.folders = SavedFolders(self.folder)
         self._models: dict[str, tuple[ModelSpec, FakeLearner]] = {}
 
     def names(self) -> tuple[str, ...]:
@@ -60,12 +61,17 @@ class FakeVerbs:
     async def base(self, name: str) -> Base:
         return BASE
 
+    def context_length(self, name: str) -> int | None:
+        return BASE.longest
+
+    async def tokenizer_folder(self, name: str) -> Path:
+        self.admit(name)
+        return self.folder / "tokenizer"
+
     async def create_model(self, model: str, spec: ModelSpec) -> None:
         self.calls.append(("create_model", model))
         if len(self._models) >= self.max_models:
-            raise UsageError(
-                f"There are {self.max_models} models already; end the session of another."
-            )
+            raise NoRoom(f"There are {self.max_models} models already.")
         self._models[model] = (spec, FakeLearner(model, self.folder))
 
     async def drop(self, model: str) -> None:
@@ -92,7 +98,7 @@ class FakeVerbs:
 
     async def save_state(self, model: str, name: str, *, overwrite: bool, call: int) -> None:
         self.calls.append(("save_state", model))
-        self._save(Stored(model, "weights", name), overwrite)
+        self._save(Stored(model, "weights", name), call, overwrite)
 
     async def load_state(
         self, model: str, stored: Stored, *, with_optimiser: bool, keep_as: int
@@ -104,30 +110,25 @@ class FakeVerbs:
                 f"{stored.name} is for samplers alone; save_state keeps what can be trained on."
             )
         self._learner(model).discard()
-        self._learner(model).load(str(self._place(stored)))
+        self._learner(model).load(str(self.folders.path_of(stored)))
 
     async def save_for_sampler(self, model: str, name: str, call: int) -> None:
         self.calls.append(("save_for_sampler", model))
-        self._save(Stored(model, "sampler_weights", name), overwrite=False)
+        self._save(Stored(model, "sampler_weights", name), call, overwrite=False)
 
     async def drop_sampler(self, stored: Stored) -> None:
         self.calls.append(("drop_sampler", stored.name))
-        (self._place(stored) / SPEC).unlink(missing_ok=True)
+        self.folders.forget(stored)
 
     async def saved(self, stored: Stored) -> ModelSpec:
-        place = self._place(stored) / SPEC
-        if not place.exists():
-            raise UsageError(
-                f"There is nothing saved as {stored.kind}/{stored.name} by {stored.model}."
-            )
-        return ModelSpec(**json.loads(place.read_text()))
+        return self.folders.read(stored).spec
 
     async def sample(self, weights: Stored | str, order: VerbSample) -> VerbSampled:
         self.calls.append(("sample", weights if isinstance(weights, str) else weights.name))
         learner = FakeLearner("sampler", self.folder / "served")
         if isinstance(weights, Stored):
             await self.saved(weights)
-            learner.load(str(self._place(weights)))
+            learner.load(str(self.folders.path_of(weights)))
         sampler = FakeSampler()
         await sampler.load(await _published(learner))
         completions = await sampler.generate(
@@ -160,18 +161,15 @@ class FakeVerbs:
             raise UsageError(f"There is no model {model!r}.")
         return self._models[model][1]
 
-    def _save(self, stored: Stored, overwrite: bool) -> None:
-        place = self._place(stored)
-        if (place / SPEC).exists() and not overwrite:
-            raise UsageError(
-                f"There is something saved as {stored.name} already; choose another name."
-            )
+    def _save(self, stored: Stored, call: int, overwrite: bool) -> None:
+        if overwrite:
+            self.folders.forget(stored)
+        else:
+            self.folders.check_free(stored, call)
         spec, learner = self._models[stored.model]
+        place = self.folders.path_of(stored)
         learner.save(str(place))
-        (place / SPEC).write_text(json.dumps(asdict(spec)))
-
-    def _place(self, stored: Stored) -> Path:
-        return self.folder / stored.model.replace(":", "_") / stored.kind / stored.name
+        self.folders.describe(place, Saved(spec, "", call))
 
 
 async def _published(learner: FakeLearner) -> Policy:

@@ -299,6 +299,9 @@ class EngineModels:
             folders.describe(folder, saved)
 
         atomic_files.make_folder(folders.path_of(stored), fill, replace=True)
+        for sampler in self._samplers:
+            if sampler.weights == stored:  # a new sampler of this name gets the new weights
+                sampler.weights = _OVERWRITTEN
 
     # --- sampling --------------------------------------------------------------------------------
 
@@ -317,8 +320,8 @@ class EngineModels:
             completions = await sampler.parts.sampler.generate(request)
             if not order.prompt_logprobs:
                 return VerbSampled(completions)
-            if sampler.weights is not None and not sampler.learner_reads:
-                folder = current.folders.path_of(sampler.weights)
+            if stored is not None and not sampler.learner_reads:
+                folder = current.folders.path_of(stored)
                 sampler.parts.model.call_now("learner.load_weights", str(folder))
                 sampler.learner_reads = True
             first, rest = order.prompt_ids[:1], order.prompt_ids[1:]
@@ -382,6 +385,8 @@ class EngineModels:
         return sampler
 
 
+_OVERWRITTEN = Stored("", "sampler_weights", "")
+"""Marks a sampler whose weights were saved again under their name: it serves only the requests that it has."""
 _UNTRAINED_ADAPTER = LoraConfig(r=1)
 """Shape of the untrained adapter with which the plain base is served; it adds nothing."""
 

@@ -14,8 +14,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
 
+from groupwise.core.errors import UsageError
 from groupwise.core.types import (
     Completion,
     LossSpec,
@@ -25,8 +27,15 @@ from groupwise.core.types import (
     UpdateResult,
 )
 
+if TYPE_CHECKING:
+    from groupwise.server.engine.saved_adapters import SavedFolders
+
 StoredKind = Literal["weights", "sampler_weights"]
 """`weights`: adapter and optimiser state, to train on. `sampler_weights`: only what a sampler needs."""
+
+
+class NoRoom(UsageError):
+    """Models of other clients take the room; it becomes free when their sessions end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +49,7 @@ class Base:
     """Tokens that end a completion if the client names none."""
     architecture: str
     tokenizer: str
-    """A hub id, or a folder visible to both sides, from which the client library loads the tokenizer."""
+    """A hub id from which clients load the tokenizer; for a model that is no hub's, the folder with its files on this machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,20 +107,35 @@ class VerbSampled:
 class VerbEngine(Protocol):
     """See the module."""
 
+    @property
+    def folders(self) -> SavedFolders:
+        """Where models save their weights."""
+        ...
+
     def names(self) -> tuple[str, ...]:
         """Names of the base models currently available."""
         ...
 
     def admit(self, base: str) -> None:
-        """Raise UsageError if a base model may not be used now."""
+        """Raise UsageError if a base model may not be used now; NoRoom if that is because of other clients' models."""
         ...
 
     async def base(self, name: str) -> Base:
         """A base model that may be used; it is loaded if it is not yet in memory."""
         ...
 
+    def context_length(self, name: str) -> int | None:
+        """Longest sample of a base in tokens, prompt and completion together; None if only an engine could tell."""
+        ...
+
+    async def tokenizer_folder(self, name: str) -> Path:
+        """Folder with the tokenizer's files of a base; it is loaded if need be. UsageError if its files are on the hub alone."""
+        ...
+
     async def create_model(self, model: str, spec: ModelSpec) -> None:
-        """Create an adapter, named by the caller. UsageError if the engine already holds the maximum number, or has no such base."""
+        """Create an adapter, named by the caller. NoRoom if the engine already holds the maximum number; UsageError if it has no such
+        base.
+        """
         ...
 
     async def drop(self, model: str) -> None:

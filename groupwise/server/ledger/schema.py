@@ -228,4 +228,29 @@ MIGRATIONS: tuple[str, ...] = (
     """
     ALTER TABLE runs ADD COLUMN tokenizer TEXT;    -- JSON: its hash, and the tokens that end a completion
     """,
+    """
+    CREATE TABLE session_history (                 -- every session of `verb_sessions`; it stays when the session ends
+        position      INTEGER PRIMARY KEY,
+        id            TEXT NOT NULL UNIQUE,
+        owner         TEXT NOT NULL,               -- of the API key that opened it; empty if it is not known
+        display_name  TEXT,
+        user_metadata TEXT,                        -- JSON, as the client gave it
+        created_at    REAL NOT NULL
+    );
+    CREATE TABLE training_runs (                   -- every model of `verb_models`; it stays when the session ends
+        position        INTEGER PRIMARY KEY,
+        id              TEXT NOT NULL UNIQUE,
+        session         TEXT NOT NULL REFERENCES session_history (id),
+        spec            TEXT NOT NULL,             -- JSON: base, rank, seed …
+        user_metadata   TEXT,                      -- JSON, as the client gave it
+        created_at      REAL NOT NULL,
+        last_request_at REAL NOT NULL
+    );
+    CREATE INDEX training_runs_by_session ON training_runs (session);
+    INSERT INTO session_history (id, owner, created_at)
+    SELECT id, '', CAST(strftime('%s', 'now') AS REAL) FROM verb_sessions ORDER BY position;
+    INSERT INTO training_runs (id, session, spec, created_at, last_request_at)
+    SELECT id, session, spec, CAST(strftime('%s', 'now') AS REAL), CAST(strftime('%s', 'now') AS REAL)
+    FROM verb_models ORDER BY position;
+    """,
 )

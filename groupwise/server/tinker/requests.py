@@ -1,11 +1,11 @@
 """The JSON bodies that the client sends, strictly: an unknown field, or a value that cannot take effect here, is refused by name.
 
-Names of projects, tags and metadata are taken and not kept: they describe a request, and change nothing of what it does.
+Names of projects and tags are taken and not kept: they describe a request, and change nothing of what it does.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -19,7 +19,15 @@ NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 NAME = Annotated[str, Field(pattern=NAME_PATTERN)]
 """Name of something saved, which becomes a folder name."""
 ID = Annotated[str, Field(min_length=1, max_length=400)]
-METADATA = dict[str, Any] | None
+METADATA = (
+    Annotated[
+        dict[Annotated[str, Field(max_length=200)], Annotated[str, Field(max_length=2000)]],
+        Field(max_length=64),
+    ]
+    | None
+)
+TTL = Annotated[int, Field(ge=1, le=10 * 366 * 24 * 3600)] | None
+"""Seconds after which saved weights expire, up to ten years; None: never."""
 
 
 class Body(FailFast, BaseModel):
@@ -35,7 +43,7 @@ class CreateSession(Body):
     user_metadata: METADATA = None
     sdk_version: str
     project_id: str | None = None
-    display_name: str | None = None
+    display_name: Annotated[str, Field(max_length=1000)] | None = None
     type: Literal["create_session"] = "create_session"
 
 
@@ -108,8 +116,7 @@ class SaveWeights(Body):
     model_id: ID
     seq_id: WHOLE
     path: NAME
-    ttl_seconds: None = None
-    """Saved weights do not expire here, so no time to live is accepted."""
+    ttl_seconds: TTL = None
     overwrite: bool = False
     user_metadata: METADATA = None
     type: Literal["save_weights"] = "save_weights"
@@ -141,7 +148,8 @@ class SaveForSampler(Body):
     sampling_session_seq_id: WHOLE | None = None
     kind: Literal["snapshot"] = "snapshot"
     """Not `inflight`: a sampling client always serves the weights that it was made with."""
-    ttl_seconds: None = None
+    ttl_seconds: TTL = None
+    """Only with `path`: weights without a name last as long as their session."""
     user_metadata: METADATA = None
     type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
 
@@ -200,6 +208,41 @@ class Sample(Body):
     prompt_logprobs_last_n: Annotated[int, Field(ge=1)] | None = None
     record_stability_info: Literal[False] | None = None
     type: Literal["sample"] = "sample"
+
+
+class SetTtl(Body):
+    """`set_checkpoint_ttl_from_tinker_path`."""
+
+    ttl_seconds: TTL
+
+
+class Page(Body):
+    """The query of a list: the part of it that is asked for."""
+
+    model_config = ConfigDict(extra="forbid", strict=False, frozen=True)
+
+    limit: Annotated[int, Field(ge=1, le=1000)] = 20
+    offset: Annotated[int, Field(ge=0, lt=MOST_CALLS)] = 0
+
+
+class Scope(Body):
+    """The query of one entry. There is one account, so that both scopes are the same."""
+
+    access_scope: Literal["owned", "accessible"] = "owned"
+
+
+class ScopedPage(Scope, Page):
+    """The query of a list with a scope."""
+
+
+class TokenizerOf(Body):
+    """The query of `GET /tokenizer`."""
+
+    base_model: ID
+
+
+class NoQuery(Body):
+    """The query of a list of one account without projects: it takes no parameter."""
 
 
 class WeightsInfo(Body):

@@ -13,6 +13,7 @@ from groupwise.server.ledger import calls
 from groupwise.server.ledger.calls import Outcome
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.tinker import requests, translate
+from groupwise.server.tinker.checkpoints import Checkpoints
 from groupwise.server.tinker.futures import PROTOBUF, Futures, digest_of
 from groupwise.server.tinker.paths import stored_at
 from groupwise.server.tinker.requests import content_of, kind_of
@@ -24,12 +25,18 @@ class SamplingCalls:
     """The sampling calls of all samplers."""
 
     def __init__(
-        self, registry: SessionRegistry, engine: VerbEngine, futures: Futures, ledger: Ledger
+        self,
+        registry: SessionRegistry,
+        engine: VerbEngine,
+        futures: Futures,
+        ledger: Ledger,
+        checkpoints: Checkpoints,
     ) -> None:
         self._registry = registry
         self._engine = engine
         self._futures = futures
         self._ledger = ledger
+        self._checkpoints = checkpoints
 
     async def create_sampler(self, body: requests.CreateSampler) -> str:
         """Create a sampler of saved weights or of a base model, and return its id. A repeated request gets the same id."""
@@ -38,22 +45,33 @@ class SamplingCalls:
         if body.model_path is None:
             if body.base_model is None:
                 raise UsageError("create_sampling_session needs base_model or model_path.")
-            self._engine.admit(body.base_model)
-            sampler = Sampler(id, body.base_model, None, None)
+            await self._admit(body.session_id, body.base_model)
+            self._registry.add_sampler(Sampler(id, body.base_model, None, None))
         else:
             stored = stored_at(body.model_path)
-            base = (await self._engine.saved(stored)).base
-            if body.base_model not in (None, base):
-                raise UsageError(
-                    f"{body.model_path} was trained on {base}, not on {body.base_model}."
-                )
-            sampler = Sampler(id, base, stored, body.model_path)
-        self._registry.add_sampler(sampler)
+            async with self._checkpoints.lock:  # so that they are not removed before they are used
+                self._checkpoints.check_available(stored)
+                base = (await self._engine.saved(stored)).base
+                if body.base_model not in (None, base):
+                    raise UsageError(
+                        f"{body.model_path} was trained on {base}, not on {body.base_model}."
+                    )
+                await self._admit(body.session_id, base)
+                self._registry.add_sampler(Sampler(id, base, stored, body.model_path))
+        sampler = self._registry.sampler(id)
         weights = None if sampler.weights is None else asdict(sampler.weights)
         await self._ledger.do_when_writable(
             calls.add_sampler, id, body.session_id, sampler.base, weights
         )
         return id
+
+    async def _admit(self, session: str, base: str) -> None:
+        """Raise UsageError if this base cannot be sampled now; ends silent sessions if their room is needed."""
+
+        async def attempt() -> None:
+            self._engine.admit(base)
+
+        await self._registry.with_room(session, attempt)
 
     def sampler(self, id: str) -> dict[str, Any]:
         """Describe a sampler for the client: its base, and the path of its weights if it has any."""

@@ -280,7 +280,7 @@ def test_models_beside_a_run_and_after_it(
         assert len(asking.completions("a").completions) == 8
         refused = process.refused("create", base="smollm2-135m-instruct")
         assert "tiny is in memory" in refused
-        assert "max_models" in process.refused("create", seed=2)
+        assert "max_models is 2" in process.refused("create", seed=2)
         asking.stop()
         assert [*found, *process.steps(range(2, 4))] == expected[:4]
         process.do("close")

@@ -130,6 +130,36 @@ def create_from(path: str) -> None:
     held["training"] = client.create_training_client_from_state_with_optimizer(path).result()
 
 
+def rest(method: str, *arguments: Any, **options: Any) -> Any:
+    """Call a method of the REST client; what it answers as JSON."""
+    found = getattr(held["client"].create_rest_client(), method)(*arguments, **options).result()
+    return None if found is None else found.model_dump(mode="json")
+
+
+def save_for(name: str, ttl: int | None, kind: str = "state") -> str:
+    """Save under a name, to expire after so many seconds."""
+    training = held["training"]
+    save = training.save_state if kind == "state" else training.save_weights_for_sampler
+    return save(name, ttl_seconds=ttl).result().path
+
+
+def sampler_of(path: str) -> None:
+    held["sampler"] = held["client"].create_sampling_client(model_path=path)
+
+
+def tokenizer(folder: str, base: str) -> list[list[int]]:
+    """Of both clients, as they find it from this working folder: each encodes a word."""
+    os.chdir(folder)
+    sampling = held["client"].create_sampling_client(base_model=base)
+    return [each.get_tokenizer().encode("word") for each in (held["training"], sampling)]
+
+
+def bases() -> dict[str, int | None]:
+    """The bases of the server, with the longest sample of each."""
+    found = held["client"].get_server_capabilities().supported_models
+    return {each.model_name: each.max_context_length for each in found}
+
+
 def close() -> None:
     held.pop("client").close("success").result()
 
@@ -161,7 +191,8 @@ def main() -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         try:
-            answer = {"result": globals()[asked.pop("do")](**asked)}
+            do, arguments = globals()[asked.pop("do")], asked.pop("arguments", ())
+            answer = {"result": do(*arguments, **asked)}
         except Exception as error:  # noqa: BLE001 — told to the test
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=answers, flush=True)
