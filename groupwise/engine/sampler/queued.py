@@ -19,11 +19,12 @@ import torch
 from torch import Tensor
 
 from groupwise.core.errors import GroupwiseError, NonFiniteError, RunError
-from groupwise.core.types import Completion, FinishReason, GroupRequest, Policy
+from groupwise.core.types import Completion, FinishReason, GroupRequest, Policy, TopLogprobs
 from groupwise.engine.models.lora import fingerprint
 from groupwise.engine.models.memory import explaining_out_of_memory, is_out_of_memory, out_of_memory
 from groupwise.engine.sampler.draw import draw_tokens, mask_early_stops, truncate
 from groupwise.engine.sampler.engine import Prompt
+from groupwise.engine.sampler.logits import TokenMask, process_row, top_logprobs
 from groupwise.engine.sampler.rules import (
     ends_with_stop,
     not_finite,
@@ -53,6 +54,10 @@ class Member:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    """See `Completion.top_logprobs`."""
+    mask: TokenMask | None = None
+    """None: the completion follows no schema."""
 
 
 @dataclass(slots=True, eq=False)
@@ -156,6 +161,7 @@ class QueuedSampler(ABC):
             seed=member.seed,
             policy_version=self._version,
             fingerprint=self._fingerprint,
+            top_logprobs=tuple(member.top_logprobs),
         )
 
     async def _run_driver(self) -> None:
@@ -210,9 +216,9 @@ COLDEST = 1e-30
 
 
 def draw_members(
-    members: Sequence[Member], logits_NV: Tensor, empty: int = 0
+    members: Sequence[Member], logits_NV: Tensor, empty: int = 0, shift: float = 0.0
 ) -> tuple[list[int], list[float]]:
-    """A token and its log-probability for each row of logits; the last `empty` rows are padding."""
+    """A token and its log-probability for each row of logits; the last `empty` rows are padding. See `DecodeEngine.shift`."""
     params = [*(member.ticket.request.params for member in members), *[None] * empty]
     lengths = [*(len(member.token_ids) for member in members), *[0] * empty]
     uniforms = [uniform(member.seed, len(member.token_ids)) for member in members]
@@ -221,6 +227,7 @@ def draw_members(
         [temperature and max(temperature, COLDEST) for temperature in temperatures]
     )
     logits_NV = mask_early_stops(logits_NV, params, lengths)
+    logits_NV = _process_logits(members, logits_NV, shift)
     logits_NV = truncate(logits_NV, temperatures_N, params)
     tokens_N, logprobs_N = draw_tokens(
         logits_NV,
@@ -228,4 +235,26 @@ def draw_members(
         torch.tensor(uniforms + [0.0] * empty, dtype=torch.float64),
     )
     tokens, logprobs = torch.stack((tokens_N.double(), logprobs_N.double())).tolist()  # one sync
-    return [*map(int, tokens)], logprobs
+    tokens = [*map(int, tokens)]
+    for row, member in enumerate(members):
+        if count := member.ticket.request.top_logprobs:
+            drawn = tokens[row], logprobs[row]
+            best = top_logprobs(logits_NV[row], temperatures_N[row].item(), *drawn, count)
+            member.top_logprobs.append(best)
+    return tokens, logprobs
+
+
+def _process_logits(members: Sequence[Member], logits_NV: Tensor, shift: float) -> Tensor:
+    """The logits as the requests change them: the same tensor if none does."""
+    processed = [
+        (row, member, processing)
+        for row, member in enumerate(members)
+        if (processing := member.ticket.request.params.processing) is not None
+    ]
+    if not processed:
+        return logits_NV
+    logits_NV = logits_NV.float().clone()
+    for row, member, processing in processed:
+        prompt_ids = member.ticket.request.prompt_ids
+        process_row(logits_NV[row], processing, prompt_ids, member.token_ids, member.mask, shift)
+    return logits_NV
