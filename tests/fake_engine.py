@@ -740,10 +740,10 @@ def _params(order: SampleOrder, settings: _Settings) -> SamplingParams:
         stop_token_ids=stop_token_ids(asked, (END_ID,), len(ALPHABET)),
         processing=asked.processing,
     )
-    check_processing(asked.processing, len(ALPHABET))
     keys = ("temperature", "max_tokens", "min_tokens", "stop", "top_p", "top_k", "min_p")
     given = {key: value for key in keys if (value := getattr(asked, key)) is not None}
     params = replace(own, **given)
+    check_processing(params, len(ALPHABET))
     if order.trains:
         _check_learnable(asked)
     if not order.trains <= params.max_tokens <= settings.longest_completion:

@@ -101,7 +101,7 @@ class LogitsProcessing:
     repetition_penalty: float = 1.0
     """Divides the logit of each token of prompt and completion if it is above 0, and multiplies it otherwise."""
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Token ids and what is added to their logits; an id outside the vocabulary is an error."""
+    """Token ids and what is added to their logits; each id once, all of them within the vocabulary."""
     json_schema: str | None = None
     """JSON text of a schema: only tokens are drawn with which the completion can become such a value. It may end only there."""
 

@@ -11,6 +11,7 @@ Qwen write them. Nothing forces the model to call one, or to keep to a schema.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal, Self, cast
 
@@ -49,13 +50,15 @@ MAX_KEY, MAX_VALUE = 64, 512
 """Characters of a key of `metadata` and of its value."""
 
 FinishReason = Literal["stop", "length", "tool_calls"]
+MAX_SCHEMA = 65536
+"""Characters of a JSON schema."""
 MAX_TOP_LOGPROBS = 20
 """Alternatives of each token."""
 MAX_BIASES = 1024
 """Tokens of `logit_bias`."""
 MAX_STOP_TOKENS = 128
 """Entries of `stop_token_ids`."""
-TokenKey = Annotated[str, StringConstraints(pattern=r"^[0-9]{1,7}$")]
+TokenKey = Annotated[str, StringConstraints(pattern=r"^(0|[1-9][0-9]{0,6})$")]
 """A token id as a key of a JSON object."""
 Bias = Annotated[float, Field(ge=-100, le=100)]
 MAX_TOOLS = 128
@@ -124,11 +127,28 @@ class StreamOptions(Body):
     )
 
 
+class NamedSchema(Body):
+    """A JSON schema that an answer follows."""
+
+    name: str = Field(description="Its name; no effect.", min_length=1, max_length=MAX_ID)
+    description: str | None = Field(default=None, description="What it is for; no effect.")
+    schema_: dict[str, Any] | None = Field(
+        default=None,
+        alias="schema",
+        description="The schema; null: any JSON object. Keywords that cannot be enforced are refused.",
+    )
+    strict: bool | None = Field(default=None, description="No effect: a schema is always enforced.")
+
+
 class ResponseFormat(Body):
     """The form of the answer."""
 
-    type: Literal["text"] = Field(
-        description="Always `text`: the model's words are never forced into a schema. Ask for JSON in the prompt, and check it."
+    type: Literal["text", "json_object", "json_schema"] = Field(
+        description="`text`; `json_object`, any JSON object; or `json_schema`, JSON of the given schema. Tokens that would break it "
+        "cannot be drawn. The model is not shown the schema: say in the prompt what to write. Not with `store`."
+    )
+    json_schema: NamedSchema | None = Field(
+        default=None, description="The schema of `json_schema`; only with that type."
     )
 
 
@@ -389,7 +409,9 @@ class ChatRequest(_Request):
         default=None,
         description="No effect: where the last message is the assistant's, the completion goes on with it.",
     )
-    response_format: ResponseFormat | None = Field(default=None, description="`text` alone.")
+    response_format: ResponseFormat | None = Field(
+        default=None, description="The form of the answer: text, or JSON."
+    )
     modalities: list[Literal["text"]] | None = Field(default=None, description="`text` alone.")
     tools: list[Tool] | None = Field(
         default=None,
@@ -441,6 +463,18 @@ class ChatRequest(_Request):
             )
         if self.top_logprobs and not self.logprobs:
             yield wrong("top_logprobs", "has no effect without `logprobs: true`")
+        given = self.response_format
+        if given is not None and (given.type == "json_schema") != (given.json_schema is not None):
+            yield wrong(
+                "response_format", "has json_schema exactly where its type is `json_schema`"
+            )
+        if given is not None and len(json.dumps(given.model_dump())) > MAX_SCHEMA:
+            yield wrong("response_format", f"has a schema above {MAX_SCHEMA} characters")
+        if given is not None and given.type != "text" and self.offered_tools:
+            yield wrong(
+                "response_format",
+                "is JSON while tools are offered, whose calls are no JSON of it; leave one out, or give tool_choice `none`",
+            )
         limits = self.max_tokens, self.max_completion_tokens
         if None not in limits and limits[0] != limits[1]:
             yield wrong("max_tokens", "differs from max_completion_tokens; give one of the two")

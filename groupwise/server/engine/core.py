@@ -405,7 +405,7 @@ class EngineCore:
         params = replace(
             params, **{name: value for name, value in overrides.items() if value is not None}
         )
-        check_processing(params.processing, len(current.run.tokenizer))
+        check_processing(params, len(current.run.tokenizer))
         room = current.prepared.layout.key_length - prompt_length
         if params.max_tokens > room:
             raise WrongOrder(

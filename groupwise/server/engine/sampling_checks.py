@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from groupwise.core.types import LogitsProcessing
+from groupwise.core.errors import UsageError
+from groupwise.core.types import SamplingParams
+from groupwise.engine.sampler.json_schemas import check_schema
 from groupwise.server.engine.engine_protocol import OrderField, Sampling, WrongOrder
 
 
@@ -25,7 +27,27 @@ def stop_token_ids(sampling: Sampling, own: tuple[int, ...], vocabulary: int) ->
     return (*kept, *(id for id in dict.fromkeys(sampling.stop_token_ids) if id not in kept))
 
 
-def check_processing(processing: LogitsProcessing | None, vocabulary: int) -> None:
-    """Raise `WrongOrder` for a bias on a token that the tokenizer does not have."""
-    if processing is not None:
-        refuse_unknown_tokens([id for id, _ in processing.logit_bias], vocabulary, "logit_bias")
+def check_processing(params: SamplingParams, vocabulary: int) -> None:
+    """Raise `WrongOrder` for a bias on a token that the tokenizer does not have, and for a schema that cannot be followed to its end."""
+    processing = params.processing
+    if processing is None:
+        return
+    refuse_unknown_tokens([id for id, _ in processing.logit_bias], vocabulary, "logit_bias")
+    if processing.json_schema is None:
+        return
+    if not params.stop_token_ids:
+        raise WrongOrder(
+            "A completion that follows a schema ends with a stop token where the JSON is complete, but none is left. Leave ignore_eos "
+            "out, or give stop_token_ids.",
+            "json_schema",
+        )
+    if params.min_tokens:
+        raise WrongOrder(
+            f"A completion that follows a schema ends where the JSON is complete, which may be before {params.min_tokens} tokens "
+            "(min_tokens, or the run's min_completion_length). Give min_tokens 0.",
+            "min_tokens",
+        )
+    try:
+        check_schema(processing.json_schema)
+    except UsageError as error:
+        raise WrongOrder(str(error), "json_schema") from None

@@ -6,10 +6,11 @@ call may be handed, is the text with its tokens and their log-probabilities.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from groupwise.api.schemas.openai import ChatRequest, TextRequest
+from groupwise.api.schemas.openai import ChatRequest, ResponseFormat, TextRequest
 from groupwise.core.types import LogitsProcessing
 from groupwise.server.engine.engine_protocol import OrderField
 
@@ -42,15 +43,26 @@ def _changes(request: ChatRequest | TextRequest) -> dict[str, Any]:
         if request.repetition_penalty == 1
         else request.repetition_penalty,
         "logit_bias": tuple((int(token), value) for token, value in bias.items() if value) or None,
+        "json_schema": schema_of(request.response_format)
+        if isinstance(request, ChatRequest)
+        else None,
     }
     return {name: value for name, value in values.items() if value is not None}
+
+
+def schema_of(given: ResponseFormat | None) -> str | None:
+    """The JSON schema that an answer must follow, as JSON text; None: any text."""
+    if given is None or given.type == "text":
+        return None
+    schema = given.json_schema.schema_ if given.json_schema is not None else None
+    return json.dumps({"type": "object"} if schema is None else schema, sort_keys=True)
 
 
 def unlearnable_fields(request: ChatRequest | TextRequest) -> Iterator[tuple[str, str]]:
     """Each field with which the completions cannot be stored, and why."""
     for name in (*request.restrictions, *_changes(request)):
         yield (
-            name,
+            "response_format" if name == "json_schema" else name,
             "draws from another distribution than the one that is learnt; leave it out, or ask without `store`",
         )
     if request.alternatives:

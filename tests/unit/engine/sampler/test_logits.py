@@ -60,7 +60,7 @@ CHANGES = [
     LogitsProcessing(presence_penalty=1.5),
     LogitsProcessing(frequency_penalty=-0.7),
     LogitsProcessing(repetition_penalty=1.8),
-    LogitsProcessing(logit_bias=((5, 4.0), (9, -100.0), (5, 0.5))),
+    LogitsProcessing(logit_bias=((5, 4.5), (9, -100.0))),
     LogitsProcessing(1.0, 0.5, 1.3, ((7, 3.0),)),
 ]
 

@@ -194,7 +194,7 @@ NEVER = {
 }  # fmt: skip
 NEVER_CHAT = {
     "tools": [{"type": "function", "function": {"name": "f", "strict": True}}], "functions": [{}], "tool_choice": "required",
-    "response_format": {"type": "json_object"}, "top_logprobs": 3, "reasoning_effort": "low", "modalities": ["audio"],
+    "response_format": {"type": "json_schema"}, "top_logprobs": 3, "reasoning_effort": "low", "modalities": ["audio"],
     "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
 }  # fmt: skip
 NEVER_TEXT = {"logprobs": 21, "suffix": "x", "best_of": 2, "prompt": [[1, 200]]}

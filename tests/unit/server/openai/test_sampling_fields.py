@@ -8,6 +8,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from typing import Any
 
@@ -190,3 +191,48 @@ def test_only_what_differs_is_asked_of_the_engine() -> None:
         assert processing_of(request) is None
     request = TextRequest(**TEXT, presence_penalty=1, logit_bias={"5": 2, "6": 0})
     assert processing_of(request) == LogitsProcessing(1.0, logit_bias=((5, 2.0),))
+
+
+SCHEMA: Any = {"type": "object", "properties": {"a": {"type": "integer"}}}
+JSON: Any = {"type": "json_schema", "json_schema": {"name": "it", "schema": SCHEMA, "strict": True}}
+
+
+async def test_the_form_of_an_answer_reaches_the_engine_or_is_refused_by_name(tmp_path) -> None:
+    path, tools = "/v1/chat/completions", [{"type": "function", "function": {"name": "f"}}]
+    async with asking(tmp_path) as (_, client):
+        for form in (JSON, {"type": "json_object"}):
+            assert await client.chat(response_format=form)
+            for more in (
+                {"store": True},
+                {"ignore_eos": True},
+                {"tools": tools},
+            ):
+                error = await client.refused(400, path, {**CHAT, "response_format": form, **more})
+                assert error["param"] == "response_format"
+        assert await client.chat(response_format=JSON, tools=tools, tool_choice="none")
+        assert await client.chat(response_format=JSON, ignore_eos=True, stop_token_ids=[3])
+        error = await client.refused(400, path, {**CHAT, "response_format": JSON, "min_tokens": 3})
+        assert error["param"] == "min_tokens"
+        wrong: Any = [
+            {"type": "json_schema"},
+            {"type": "json_object", "json_schema": JSON["json_schema"]},
+            {"type": "xml"},
+            {"type": "json_schema", "json_schema": {"name": "it", "schema": {"type": "foo"}}},
+            {
+                "type": "json_schema",
+                "json_schema": {"name": "it", "schema": {"title": "x" * 70_000}},
+            },
+        ]
+        for form in wrong:
+            error = await client.refused(400, path, {**CHAT, "response_format": form})
+            assert error["param"].split(".")[0] == "response_format"
+
+
+def test_schemas_as_the_engine_gets_them() -> None:
+    def given(**form: Any) -> str | None:
+        processing = processing_of(ChatRequest(**CHAT, response_format=form))
+        return None if processing is None else processing.json_schema
+
+    assert given(type="text") is None
+    assert given(type="json_object") == '{"type": "object"}'
+    assert json.loads(given(**JSON) or "") == SCHEMA
