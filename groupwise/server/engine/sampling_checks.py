@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 from groupwise.core.errors import UsageError
 from groupwise.core.types import SamplingParams
-from groupwise.engine.sampler.json_schemas import check_schema
 from groupwise.server.engine.engine_protocol import OrderField, Sampling, WrongOrder
 
 
@@ -15,7 +14,7 @@ def refuse_unknown_tokens(token_ids: Sequence[int], vocabulary: int, field: Orde
     unknown = next((id for id in token_ids if not 0 <= id < vocabulary), None)
     if unknown is not None:
         raise WrongOrder(
-            f"{unknown} is no token of this model; its tokens are 0 to {vocabulary - 1}. GET /tokenizer has them.",
+            f"{unknown}, given as {field}, is no token of this model; its tokens are 0 to {vocabulary - 1}. GET /tokenizer has them.",
             field,
         )
 
@@ -47,6 +46,8 @@ def check_processing(params: SamplingParams, vocabulary: int) -> None:
             "(min_tokens, or the run's min_completion_length). Give min_tokens 0.",
             "min_tokens",
         )
+    from groupwise.engine.sampler.json_schemas import check_schema  # loads torch
+
     try:
         check_schema(processing.json_schema)
     except UsageError as error:
