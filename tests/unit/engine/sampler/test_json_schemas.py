@@ -46,9 +46,12 @@ def request(
     )
 
 
+LETTER = TOKENIZER("z")["input_ids"][0]
+
+
 @BOTH_ENGINES
-async def test_completions_are_json_of_the_schema(make_sampler):
-    stops = (EOS, TOKENIZER("z")["input_ids"][0])
+@pytest.mark.parametrize("stops", [(EOS, LETTER), (LETTER,)])
+async def test_completions_are_json_of_the_schema(make_sampler, stops):
     found = await make_sampler(key_length=128).generate(request(stops=stops))
     assert {each.finish_reason for each in found} == {"stop"}
     for each in found:
