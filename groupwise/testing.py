@@ -3,7 +3,7 @@
 The policy is one softmax over a vocabulary of characters that does not look at its context: a table of logits. `FakeSampler` draws from
 it, `FakeLearner` follows the gradient of REINFORCE with the weights that it is given, and publishes the table as a JSON file. Both
 keep the contracts of `groupwise.core.types` and need no torch. They ignore what needs a real model: the clip, KL, AdamW's moments, and
-top_k, top_p and min_p.
+top_k, top_p, min_p and what changes logits.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from groupwise.core.types import (
     Policy,
     PolicyRole,
     Prediction,
+    PromptLogprobs,
     Row,
     SamplingParams,
+    TopLogprobs,
     UpdateResult,
 )
 from groupwise.tasks.data.order import Stream
@@ -73,7 +75,13 @@ class FakeSampler:
     async def generate(self, request: GroupRequest) -> tuple[Completion, ...]:
         self.requests.append(request)
         await asyncio.sleep(0)
-        return tuple(self._sample_completion(seed, request.params) for seed in request.seeds)
+        return tuple(self._sample_completion(seed, request) for seed in request.seeds)
+
+    async def prompt_logprobs(self, prompt_ids: tuple[int, ...], top: int) -> PromptLogprobs:
+        logprobs = _logprobs(self.table, 1.0)
+        following = prompt_ids[1:]
+        best = (_most_probable(logprobs, top),) * len(following) if top else ()
+        return PromptLogprobs(tuple(logprobs[token] for token in following), best)
 
     async def load(self, policy: Policy) -> None:
         self.table = json.loads((Path(policy.path) / TABLE).read_text())
@@ -86,7 +94,8 @@ class FakeSampler:
     def fingerprint(self) -> str:
         return _table_fingerprint(self.table)
 
-    def _sample_completion(self, seed: int, params: SamplingParams) -> Completion:
+    def _sample_completion(self, seed: int, request: GroupRequest) -> Completion:
+        params, best = request.params, list[TopLogprobs]()
         temperature = params.temperature or 1.0
         unmasked = _logprobs(self.table, temperature)
         masked = _logprobs(self.table, temperature, params.stop_token_ids)
@@ -97,6 +106,8 @@ class FakeSampler:
             logprobs = masked if len(ids) < params.min_tokens else unmasked
             ids.append(_sample_token(logprobs, stream, greedy=params.temperature == 0))
             token_logprobs.append(logprobs[ids[-1]])
+            if request.top_logprobs:
+                best.append(_most_probable(logprobs, request.top_logprobs))
         return Completion(
             token_ids=tuple(ids),
             logprobs=tuple(token_logprobs),
@@ -104,6 +115,7 @@ class FakeSampler:
             seed=seed,
             policy_version=self.version,
             fingerprint=self.fingerprint(),
+            top_logprobs=tuple(best),
         )
 
 
@@ -217,6 +229,11 @@ def _logprobs(
     peak = max(scaled)
     normaliser = peak + math.log(math.fsum(math.exp(value - peak) for value in scaled))
     return [value - normaliser for value in scaled]
+
+
+def _most_probable(logprobs: Sequence[float], count: int) -> TopLogprobs:
+    possible = [pair for pair in enumerate(logprobs) if pair[1] > -math.inf]
+    return tuple(sorted(possible, key=lambda pair: -pair[1])[:count])
 
 
 def _sample_token(logprobs: Sequence[float], stream: Stream, *, greedy: bool) -> int:

@@ -66,6 +66,11 @@ from groupwise.server.engine.engine_protocol import (
     StepDone,
     WrongOrder,
 )
+from groupwise.server.engine.sampling_checks import (
+    check_processing,
+    refuse_unknown_tokens,
+    stop_token_ids,
+)
 from groupwise.tasks.rollouts.rows import training_rows
 from groupwise.tasks.rollouts.seeds import member_seed
 from groupwise.tasks.rollouts.single import policy_segment
@@ -387,10 +392,18 @@ class FakeEngine:
         seeds = tuple(member_seed(seed, draw, member) for member in range(members))
         request = self._requests[order.draw] = _Request()
         try:
-            request.completions = await run.sampler.generate(
-                GroupRequest(order.draw, ids, seeds, params)
-            )
+            prompt_logprobs = None
+            if order.prompt_logprobs is not None:
+                prompt_logprobs = await run.sampler.prompt_logprobs(ids, order.prompt_logprobs)
+            if params.max_tokens:
+                request.completions = await run.sampler.generate(
+                    GroupRequest(order.draw, ids, seeds, params, order.top_logprobs)
+                )
             sampled = self._sampled(run, order, ids, params, request.completions)
+            if not params.max_tokens:
+                nothing = [Rollout(order.draw, member, 0, ids, (), "") for member in range(members)]
+                sampled = replace(sampled, group=replace(sampled.group, rollouts=tuple(nothing)))
+            sampled = replace(sampled, prompt_logprobs=prompt_logprobs)
             await self._show(request)
         finally:
             self._requests.pop(order.draw, None)
@@ -399,7 +412,7 @@ class FakeEngine:
 
     async def _show(self, request: _Request) -> None:
         """Let the tokens appear one after another."""
-        if not self._pace:
+        if not self._pace or not request.completions:
             return
         for shown in range(1, max(len(each.token_ids) for each in request.completions) + 1):
             request.shown = shown
@@ -424,10 +437,12 @@ class FakeEngine:
             )
             for member, completion in enumerate(completions)
         )
-        seen = None if isinstance(order.prompt, str) else self._tokenizer.decode(ids)
-        example = Example(order.draw, order.prompt, dict(order.columns))
+        prompt = self._text(order.prompt) if isinstance(order.prompt, tuple) else order.prompt
+        seen = None if isinstance(prompt, str) else self._tokenizer.decode(ids)
+        example = Example(order.draw, prompt, dict(order.columns))
         group = Group(order.draw, example, rollouts, prompt_seen=seen)
-        return Sampled(group, run.step, run.sampler.version, run.sampler.fingerprint())
+        best = tuple(completion.top_logprobs for completion in completions)
+        return Sampled(group, run.step, run.sampler.version, run.sampler.fingerprint(), best)
 
     def _text(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
@@ -536,7 +551,11 @@ class FakeEngine:
         return prompt_ids(self._tokenizer, prompt)
 
     def _ids(self, order: SampleOrder, run: _Run) -> tuple[int, ...]:
-        ids = self._tokens(order.prompt)
+        if isinstance(order.prompt, tuple):
+            refuse_unknown_tokens(order.prompt, len(ALPHABET), "prompt")
+            ids = order.prompt
+        else:
+            ids = self._tokens(order.prompt)
         if order.prompt_ids not in (None, ids):
             message = "The given tokens are not what this engine makes of the prompt."
             raise WrongOrder(message, "prompt_ids", "tokenizer_mismatch")
@@ -718,19 +737,21 @@ def _params(order: SampleOrder, settings: _Settings) -> SamplingParams:
     own = SamplingParams(
         max_tokens=settings.longest_completion,
         temperature=settings.temperature,
-        stop_token_ids=(END_ID,),
+        stop_token_ids=stop_token_ids(asked, (END_ID,), len(ALPHABET)),
+        processing=asked.processing,
     )
     keys = ("temperature", "max_tokens", "min_tokens", "stop", "top_p", "top_k", "min_p")
     given = {key: value for key in keys if (value := getattr(asked, key)) is not None}
     params = replace(own, **given)
+    check_processing(params, len(ALPHABET))
     if order.trains:
         _check_learnable(asked)
-    if not 1 <= params.max_tokens <= settings.longest_completion:
+    if not order.trains <= params.max_tokens <= settings.longest_completion:
         raise WrongOrder(
             f"A completion of up to {params.max_tokens} tokens was asked for; from 1 to {settings.longest_completion} there is room for.",
             "max_tokens",
         )
-    if not 0 <= params.min_tokens <= params.max_tokens:
+    if params.max_tokens and not 0 <= params.min_tokens <= params.max_tokens:
         raise WrongOrder(
             f"A completion was to have at least {params.min_tokens} tokens and at most {params.max_tokens}.",
             "min_tokens",
@@ -740,6 +761,8 @@ def _params(order: SampleOrder, settings: _Settings) -> SamplingParams:
 
 def _check_learnable(asked: Sampling) -> None:
     restricting = [key for key in ("top_p", "top_k", "min_p") if getattr(asked, key) is not None]
+    if asked.processing is not None:
+        restricting.append("processing")
     if restricting:
         raise UsageError(f"Nothing could be learnt with {', '.join(restricting)}; leave it out.")
     if asked.temperature == 0:

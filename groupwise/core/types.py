@@ -82,6 +82,30 @@ class Example:
         return number_of(self.columns, self.index)
 
 
+TopLogprobs = tuple[tuple[int, float], ...]
+"""The most probable tokens at one position with their log-probabilities (nats), the most probable first."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsProcessing:
+    """What changes the logits of a completion from which nothing is learnt: the learner computes none of it.
+
+    In the order in which it is applied, which is vLLM's: `json_schema`, `logit_bias`, `repetition_penalty`, `frequency_penalty`,
+    `presence_penalty`; then the temperature, and `SamplingParams.top_k` and its like.
+    """
+
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of each token that the completion already has."""
+    frequency_penalty: float = 0.0
+    """Subtracted as many times as the completion has the token."""
+    repetition_penalty: float = 1.0
+    """Divides the logit of each token of prompt and completion if it is above 0, and multiplies it otherwise."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Token ids and what is added to their logits; each id once, all of them within the vocabulary."""
+    json_schema: str | None = None
+    """JSON text of a schema: only tokens are drawn with which the completion can become such a value. It may end only there."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How a completion is drawn. Log-probabilities are those of the distribution that is sampled from, at this temperature."""
@@ -103,6 +127,8 @@ class SamplingParams:
     """Draw from the most probable tokens whose probabilities sum to at least this (nucleus sampling)."""
     min_p: float | None = None
     """Draw from the tokens whose probability is at least this share of the highest one."""
+    processing: LogitsProcessing | None = None
+    """None: the logits are the model's own."""
 
     @property
     def truncates(self) -> bool:
@@ -120,6 +146,8 @@ class GroupRequest:
     seeds: tuple[int, ...]
     """One 64-bit seed for each member, distinct; see `groupwise.tasks.rollouts.seeds`."""
     params: SamplingParams
+    top_logprobs: int = 0
+    """Also return so many of the most probable tokens at each position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +163,19 @@ class Completion:
     policy_version: int
     fingerprint: str
     """Fingerprint of the weights that served this completion; see `Policy.fingerprint`."""
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    """Where `GroupRequest.top_logprobs` asks for them: those of each token, under the distribution that was sampled. Tokens that could not
+    be drawn are left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """What a prompt's own tokens are worth, at temperature 1, each given the tokens before it."""
+
+    logprobs: tuple[float, ...]
+    """Log-probabilities (nats) from the prompt's second token on; one fewer than the prompt has tokens."""
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    """The most probable tokens at the same positions; empty if none were asked for."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,13 +18,21 @@ import time
 from collections.abc import Mapping
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 
 from groupwise.core import atomic_files
 from groupwise.core.errors import ConfigError, TaskError, UsageError
 from groupwise.core.interruption import Interruption
-from groupwise.core.types import Example, Policy, Prompt, SamplingParams
+from groupwise.core.types import (
+    Example,
+    GroupRequest,
+    Policy,
+    Prompt,
+    PromptLogprobs,
+    Rollout,
+    SamplingParams,
+)
 from groupwise.engine.distributed import prefork
 from groupwise.engine.models.card import packages_used
 from groupwise.engine.models.identity import identity
@@ -47,6 +55,11 @@ from groupwise.server.engine.engine_protocol import (
     WrongOrder,
 )
 from groupwise.server.engine.hosted_parts import EngineParts
+from groupwise.server.engine.sampling_checks import (
+    check_processing,
+    refuse_unknown_tokens,
+    stop_token_ids,
+)
 from groupwise.server.engine.scored_group import PART
 from groupwise.server.engine.served_run import Phase, ServedRun
 from groupwise.server.engine.trained_adapters import EngineModels, Shared
@@ -55,7 +68,7 @@ from groupwise.tasks.data.messages import Unusable, messages_of
 from groupwise.tasks.data.reward_hacking import Signals
 from groupwise.tasks.rollouts.dialogue import first_ids
 from groupwise.tasks.rollouts.seeds import member_seed
-from groupwise.tasks.rollouts.single import sample_group
+from groupwise.tasks.rollouts.single import group_of
 from groupwise.training import build, placement, rollout_builder
 from groupwise.training.config import LoadedConfig, RunConfig, load_config
 from groupwise.training.loops.drawing import check_served
@@ -257,24 +270,52 @@ class EngineCore:
         if order.sampling.seed is not None:  # the same completions, for any draw
             seed, draw = order.sampling.seed, 0
         members = range(order.members or training.num_generations)
-        seeds = [member_seed(seed, draw, member) for member in members]
+        seeds = tuple(member_seed(seed, draw, member) for member in members)
+        request = GroupRequest(order.draw, ids, seeds, params, order.top_logprobs)
         await run.gate.enter()
         try:
             step, policy = run.step, run.serving
-            example = Example(order.draw, order.prompt, dict(order.columns))
-            group = await sample_group(
-                *(run.sampler, example, order.draw, ids, seeds, params),
-                lambda token_ids: completion_text(run.tokenizer, token_ids),
-            )
+            prompt_logprobs = await self._prompt_logprobs(order, ids)
+            completions = await run.sampler.generate(request) if params.max_tokens else ()
         finally:
             run.gate.leave()
+        prompt = order.prompt
+        if isinstance(prompt, tuple):
+            prompt = render_prompt(run.tokenizer, ids)
+        example = Example(order.draw, prompt, dict(order.columns))
+        group = group_of(example, request, completions, partial(completion_text, run.tokenizer))
+        if not params.max_tokens:
+            nothing = [Rollout(order.draw, member, 0, ids, (), "") for member in members]
+            group = replace(group, rollouts=tuple(nothing))
         check_served(policy, group)
         tokens = sum(rollout.written for rollout in group.rollouts)
         self._sampled_tokens += tokens
         self._fresh_tokens += tokens
-        if not isinstance(order.prompt, str):
+        if not isinstance(prompt, str):
             group = replace(group, prompt_seen=render_prompt(run.tokenizer, ids))
-        return Sampled(group, step, policy.version, policy.fingerprint)
+        return Sampled(
+            group,
+            step,
+            policy.version,
+            policy.fingerprint,
+            tuple(completion.top_logprobs for completion in completions),
+            prompt_logprobs,
+        )
+
+    async def _prompt_logprobs(
+        self, order: SampleOrder, ids: tuple[int, ...]
+    ) -> PromptLogprobs | None:
+        """What the order asks about its prompt. Raises UsageError if the run's sampler cannot tell."""
+        if order.prompt_logprobs is None:
+            return None
+        run = self._loaded_run.run
+        ask = getattr(run.sampler, "prompt_logprobs", None)
+        if ask is None:
+            raise UsageError(
+                "The log-probabilities of a prompt (echo with logprobs) cannot be had from this run's sampler. Leave echo out, or start "
+                "the server with sampler.engine torch or vllm and no other model.backend."
+            )
+        return await ask(ids, order.prompt_logprobs)
 
     async def partial(self, draw: int) -> tuple[str, ...]:
         """See `Engine.partial`."""
@@ -297,6 +338,16 @@ class EngineCore:
         """The prompt's tokens. Raises WrongOrder if there are too many, or if they differ from the client's."""
         prompt, current = order.prompt, self._loaded_run
         longest = current.longest_prompt
+        if isinstance(prompt, tuple):
+            refuse_unknown_tokens(prompt, len(current.run.tokenizer), "prompt")
+            if not 1 <= len(prompt) <= longest:
+                raise WrongOrder(
+                    f"The prompt has {len(prompt)} tokens, and this run takes 1 to {longest} (max_prompt_length). Shorten it, or start "
+                    "the run with a higher one.",
+                    "prompt",
+                    "prompt_too_long" if prompt else UsageError.code,
+                )
+            return prompt
         try:
             if not isinstance(prompt, str):
                 prompt = messages_of(prompt)
@@ -342,7 +393,10 @@ class EngineCore:
         params = SamplingParams(
             max_tokens=sampler.max_completion_length,
             temperature=sampler.temperature_at(current.run.step),
-            stop_token_ids=current.parts.stop_token_ids,
+            stop_token_ids=stop_token_ids(
+                requested, current.parts.stop_token_ids, len(current.run.tokenizer)
+            ),
+            processing=requested.processing,
             stop=sampler.stop,
             min_tokens=sampler.min_completion_length,
         )
@@ -351,6 +405,7 @@ class EngineCore:
         params = replace(
             params, **{name: value for name, value in overrides.items() if value is not None}
         )
+        check_processing(params, len(current.run.tokenizer))
         room = current.prepared.layout.key_length - prompt_length
         if params.max_tokens > room:
             raise WrongOrder(
@@ -358,7 +413,12 @@ class EngineCore:
                 "for fewer, or start the run with a higher max_completion_length.",
                 "max_tokens",
             )
-        if params.min_tokens > params.max_tokens:
+        if order.trains and not params.max_tokens:
+            raise WrongOrder(
+                "A completion of 0 tokens was asked for, of which nothing can be learnt. Give max_tokens of 1 or more.",
+                "max_tokens",
+            )
+        if params.max_tokens and params.min_tokens > params.max_tokens:
             raise WrongOrder(
                 f"A completion was to have at least {params.min_tokens} tokens and at most {params.max_tokens}.",
                 "min_tokens",
@@ -546,6 +606,8 @@ def _assemble_run(
 
 def _refuse_unlearnable(sampling: Sampling) -> None:
     restricting = [key for key in ("top_p", "top_k", "min_p") if getattr(sampling, key) is not None]
+    if sampling.processing is not None:
+        restricting.append("processing")
     if restricting:
         raise UsageError(
             f"{', '.join(restricting)} would draw completions from another distribution than the one whose log-probabilities the learner "

@@ -17,6 +17,7 @@ from groupwise.api.schemas.template_columns import columns_of
 from groupwise.api.schemas.training import MAX_COMPLETIONS
 from groupwise.core.types import Prompt
 from groupwise.server.engine.engine_protocol import Sampling
+from groupwise.server.openai.sampling_fields import processing_of, unlearnable_fields
 from groupwise.tasks.data.messages import with_arguments
 
 
@@ -47,19 +48,26 @@ class GenerationRequest:
     """The prompts to complete, and how."""
 
     model: str
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[Prompt | tuple[int, ...], ...]
     n: int
     """Number of completions per prompt."""
     sampling: Sampling
     columns: Mapping[str, Any]
     """See `SampleOrder.columns`."""
     logprobs: bool
+    """True if the answer has the log-probability of each token."""
     store: bool
     """True if the completions are stored, to be rewarded; there is then exactly one prompt."""
     gather: Gather | None
     """None: the completions form a group of their own, or are not stored."""
     read_calls: ReadCalls = "none"
     """Tool calls to extract from a completion's text: none, only the first, or all."""
+    alternatives: int = 0
+    """How many of the most probable tokens the answer has at each position."""
+    echo: bool = False
+    """True if the prompt stands before each completion; it is then text or tokens."""
+    return_token_ids: bool = False
+    """True if the answer has the prompt's tokens."""
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -79,7 +87,7 @@ def parse_request(request: ChatRequest | TextRequest, headers: StorageHeaders) -
     columns: dict[str, Any] = {}
     read_calls: ReadCalls = "none"
     if isinstance(request, ChatRequest):
-        prompts: tuple[Prompt, ...] = (
+        prompts: tuple[Prompt | tuple[int, ...], ...] = (
             [_template_message(messages) for messages in request.messages],
         )
         columns = columns_of(tools := request.offered_tools, request.chat_template_kwargs)
@@ -88,16 +96,19 @@ def parse_request(request: ChatRequest | TextRequest, headers: StorageHeaders) -
     else:
         prompts = request.prompts
     store = bool(request.store) or headers.store
-    restrictions: Mapping[str, Any] = request.restrictions
     gather = _parse_gathering(request, headers, store)
     if store:
-        _refuse_unlearnable(request, restrictions, len(prompts))
+        _refuse_unlearnable(request, len(prompts))
     sampling = Sampling(
         temperature=request.temperature,
         max_tokens=request.longest,
         stop=request.stops,
         seed=request.seed,
-        **restrictions,
+        min_tokens=request.min_tokens,
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        ignore_eos=bool(request.ignore_eos),
+        processing=processing_of(request),
+        **request.restrictions,
     )
     return GenerationRequest(
         model=request.model,
@@ -109,6 +120,9 @@ def parse_request(request: ChatRequest | TextRequest, headers: StorageHeaders) -
         store=store,
         gather=gather,
         read_calls=read_calls,
+        alternatives=request.alternatives,
+        echo=isinstance(request, TextRequest) and bool(request.echo),
+        return_token_ids=bool(request.return_token_ids),
     )
 
 
@@ -161,14 +175,9 @@ def _parse_group_size(text: str | None) -> int | None:
     )
 
 
-def _refuse_unlearnable(
-    request: ChatRequest | TextRequest, restrictions: Mapping[str, Any], prompts: int
-) -> None:
-    for field in restrictions:
-        raise _field_refusal(
-            field,
-            "draws from another distribution than the one that is learnt; leave it out, or ask without `store`",
-        )
+def _refuse_unlearnable(request: ChatRequest | TextRequest, prompts: int) -> None:
+    for field, problem in unlearnable_fields(request):
+        raise _field_refusal(field, problem)
     if request.temperature == 0:
         raise _field_refusal(
             "temperature",

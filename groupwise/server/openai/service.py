@@ -25,7 +25,7 @@ from groupwise.api.schemas.problems import Refusal
 from groupwise.api.schemas.training import MAX_DRAW
 from groupwise.core.errors import GroupwiseError
 from groupwise.core.interruption import gather_all
-from groupwise.core.types import Rollout
+from groupwise.core.types import Rollout, TopLogprobs
 from groupwise.server.engine.engine_protocol import Engine, Sampled, SampleOrder
 from groupwise.server.ledger import runs
 from groupwise.server.ledger.idempotency import StoredResponse
@@ -36,12 +36,14 @@ from groupwise.server.openai.asking import GenerationRequest
 from groupwise.server.openai.completed import (
     Completed,
     CompletionChoice,
-    TokenTexts,
     streamable_text,
     write_completion,
 )
+from groupwise.server.openai.sampling_fields import FIELDS
 from groupwise.server.openai.storing import Render, StoredCompletion, StoreOptions
+from groupwise.server.openai.token_details import TokenDetails, describe_tokens
 from groupwise.server.run.conductor import Conductor, RunStatus
+from groupwise.server.run.engine_errors import naming_field
 from groupwise.server.run.policy_versions import LATEST
 from groupwise.server.settings import ServerConfig
 
@@ -186,6 +188,7 @@ class OpenAIService:
             while not work.done():
                 await asyncio.wait((work,), timeout=POLL)
                 texts = [streamable_text(text, ask) for text in await progress.texts()]
+                texts = texts_after_prompts(ask, texts)
                 if any(texts) and not has_started:
                     has_started = True
                     yield StreamStarted(progress.id)
@@ -250,14 +253,29 @@ class OpenAIService:
                 ask.sampling.seed is None
             ):  # random, so that a restarted server does not repeat itself
                 sampling = replace(sampling, seed=secrets.randbits(63))
-            orders.append(SampleOrder(draw, prompt, ask.n, sampling, columns=columns, trains=False))
+            orders.append(
+                SampleOrder(
+                    draw,
+                    prompt,
+                    ask.n,
+                    sampling,
+                    columns=columns,
+                    trains=False,
+                    top_logprobs=ask.alternatives,
+                    prompt_logprobs=ask.alternatives if ask.echo and ask.logprobs else None,
+                )
+            )
         self._sampling += completions
         try:
             samples = await self._sample_orders(ask, orders, ask.n, conductor, progress)
         finally:
             self._sampling -= completions
-        rollouts = [rollout for sample in samples for rollout in sample.group.rollouts]
         first_sample = samples[0]
+        choices = [
+            choice
+            for sample in samples
+            for choice in await self._write_choices(ask, sample.group.rollouts, conductor, sample)
+        ]
         completed = Completed(
             id=progress.id,
             group=None,
@@ -266,7 +284,7 @@ class OpenAIService:
             fingerprint=first_sample.fingerprint,
             created=time.time(),
             prompt_tokens=sum(len(sample.group.rollouts[0].prompt_ids) for sample in samples),
-            choices=tuple(await self._write_choices(ask, rollouts, conductor)),
+            choices=tuple(choices),
         )
         if options.caller.answer_key is None:
             return StoredCompletion(completed, options.render(completed))
@@ -355,7 +373,7 @@ class OpenAIService:
         progress.draws, progress.n = tuple(order.draw for order in orders), members_shown
         progress.engine = engine
         samples = await self._host.await_engine(
-            gather_all(engine.sample(order) for order in orders), conductor
+            naming_field(gather_all(engine.sample(order) for order in orders), FIELDS), conductor
         )
         progress.engine = None
         steps = {sample.step for sample in samples}
@@ -372,16 +390,30 @@ class OpenAIService:
         return list(samples)
 
     async def _write_choices(
-        self, ask: GenerationRequest, rollouts: Sequence[Rollout], conductor: Conductor
+        self,
+        ask: GenerationRequest,
+        rollouts: Sequence[Rollout],
+        conductor: Conductor,
+        sampled: Sampled | None = None,
     ) -> list[CompletionChoice]:
-        texts: Sequence[TokenTexts | None] = [None] * len(rollouts)
+        """The choices of the answer; `sampled` has what is not stored: alternatives, and what is told of the prompt."""
+        details: Sequence[TokenDetails | None] = [None] * len(rollouts)
+        best: Sequence[Sequence[TopLogprobs] | None] = [None] * len(rollouts)
+        echo, prompt_logprobs = "", None
+        if sampled is not None and ask.alternatives:
+            best = sampled.top_logprobs or [()] * len(rollouts)
+        if sampled is not None and ask.echo:
+            echo, prompt_logprobs = str(sampled.group.example.prompt), sampled.prompt_logprobs
         if ask.logprobs:
-            engine = conductor.engine
-            requests = (engine.token_texts(rollout.completion_ids) for rollout in rollouts)
-            texts = await self._host.await_engine(gather_all(requests), conductor)
+            token_texts = conductor.engine.token_texts
+            requests = (
+                describe_tokens(rollout, tops, prompt_logprobs, token_texts)
+                for rollout, tops in zip(rollouts, best, strict=True)
+            )
+            details = await self._host.await_engine(gather_all(requests), conductor)
         return [
-            write_completion(rollout, ask, text)
-            for rollout, text in zip(rollouts, texts, strict=True)
+            write_completion(rollout, ask, described, echo)
+            for rollout, described in zip(rollouts, details, strict=True)
         ]
 
 
@@ -398,6 +430,16 @@ def _text_deltas(texts_sent: list[str], texts: Sequence[str]) -> list[TextDelta]
             deltas.append(TextDelta(choice, text[len(texts_sent[choice]) :]))
             texts_sent[choice] = text
     return deltas
+
+
+def texts_after_prompts(ask: GenerationRequest, texts: list[str]) -> list[str]:
+    """The texts of a stream with `echo`; none before the end where prompts are tokens, whose text the engine tells with the result."""
+    if not ask.echo or not texts:
+        return texts
+    prompts = [prompt for prompt in ask.prompts if isinstance(prompt, str)]
+    if len(prompts) < len(ask.prompts):
+        return []
+    return [prompts[index // ask.n] + text for index, text in enumerate(texts)]
 
 
 def _no_response(_: Completed) -> StoredResponse:

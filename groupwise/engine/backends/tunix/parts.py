@@ -37,7 +37,7 @@ from groupwise.engine.backends.tunix.environment import start_worker
 from groupwise.engine.backends.tunix.messages import Open, Opened, Restore, Save
 from groupwise.engine.backends.tunix.process import WorkerProcess
 from groupwise.engine.backends.verb_learner import Verb, VerbLearner
-from groupwise.engine.sampler.rules import ends_with_stop
+from groupwise.engine.sampler.rules import ends_with_stop, refuse_changed_draws
 from groupwise.runs import publications
 
 _COMPLETIONS = TypeAdapter(tuple[Completion, ...])
@@ -54,6 +54,7 @@ class TunixSampler:
 
     async def generate(self, request: GroupRequest) -> tuple[Completion, ...]:
         """See `groupwise.core.types.Sampler.generate`. The worker does not know stop texts; tokens after one are removed here."""
+        refuse_changed_draws(request, "model.backend tunix")
         completions = _COMPLETIONS.validate_python(
             await self._worker.call(Generate(request=request))
         )

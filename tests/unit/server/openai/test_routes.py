@@ -188,15 +188,16 @@ async def test_calls_of_tools_are_read_from_the_text(
 # 4
 
 NEVER = {
-    "frequency_penalty": 0.5, "presence_penalty": -1, "logit_bias": {"5": 1}, "temperature": 101, "n": 129, "no_such_field": 1,
+    "frequency_penalty": 2.5, "presence_penalty": -3, "logit_bias": {"a": 1}, "repetition_penalty": 0, "stop_token_ids": [-1],
+    "min_tokens": -1, "temperature": 101, "n": 129, "no_such_field": 1,
     "stream_options": {"include_usage": True}, "max_tokens": 1000, "stop": ["a"] * 17,
 }  # fmt: skip
 NEVER_CHAT = {
     "tools": [{"type": "function", "function": {"name": "f", "strict": True}}], "functions": [{}], "tool_choice": "required",
-    "response_format": {"type": "json_object"}, "top_logprobs": 3, "reasoning_effort": "low", "modalities": ["audio"],
+    "response_format": {"type": "json_schema"}, "top_logprobs": 3, "reasoning_effort": "low", "modalities": ["audio"],
     "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
 }  # fmt: skip
-NEVER_TEXT = {"logprobs": 2, "echo": True, "suffix": "x", "best_of": 2, "prompt": [[1, 2]]}
+NEVER_TEXT = {"logprobs": 21, "suffix": "x", "best_of": 2, "prompt": [[1, 200]]}
 CASES = [
     *(("/v1/chat/completions", key, value) for key, value in {**NEVER, **NEVER_CHAT}.items()),
     *(("/v1/completions", key, value) for key, value in {**NEVER, **NEVER_TEXT}.items()),
