@@ -427,7 +427,7 @@ def _vllm_sampler(
     config: RunConfig, layout: Layout, witness: PolicyWitness, tokenizer: Any
 ) -> VllmSampler:
     from groupwise.api.openai_client.client import Endpoint
-    from groupwise.api.openai_client.waiting import Timing
+    from groupwise.core.retry import Timing
     from groupwise.engine.sampler.vllm.adapters import SharedFolder
     from groupwise.engine.sampler.vllm.sampler import VllmSampler
     from groupwise.engine.sampler.vllm.servers import Server, Servers
