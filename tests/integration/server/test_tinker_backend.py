@@ -7,6 +7,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -29,7 +30,11 @@ from tests.integration.server.server_process import Server, running
 from tests.integration.sft_task import __file__ as LESSONS
 from tests.processes import wait_until
 
-pytestmark = pytest.mark.slow
+pytestmark = [
+    pytest.mark.slow,
+    # The tinker package leaves sockets open when its client is closed; `key` has them collected here, not in another test.
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 
 TOY = str(Path(__file__).parents[1] / "toy_task.py")
 STEPS = 4
@@ -42,9 +47,11 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 
 @pytest.fixture(autouse=True)
-def key(monkeypatch: pytest.MonkeyPatch) -> None:
+def key(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setenv("TINKER_API_KEY", "tml-none")
     monkeypatch.setenv("TINKER_TELEMETRY", "0")
+    yield
+    gc.collect()
 
 
 def config_of(runs: Path, server: Server | None = None, **more: Any) -> dict[str, Any]:
