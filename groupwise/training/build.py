@@ -718,13 +718,18 @@ def vocabulary(model: ModelConfig, tokenizer: Any) -> int:
     return len(tokenizer) if model.backend == "tinker" else prefork.vocabulary(model)
 
 
-def _refuse_tunix(config: AnyConfig) -> None:
-    """Raise UsageError for the backends tunix and tinker, because these parts compute with torch."""
+def refuse_services(config: AnyConfig, why: str) -> None:
+    """Raise UsageError for the backend tinker if the parts have to be on this machine."""
     if config.model.backend == "tinker":
         raise UsageError(
-            "model.backend is tinker, with which a service trains in groupwise rl and sft, and answers in groupwise eval; this command "
-            "computes here. Leave model.backend out."
+            f"model.backend is tinker, with which a service trains in groupwise rl and sft, and answers in groupwise eval; but {why}. "
+            "Leave model.backend out."
         )
+
+
+def _refuse_tunix(config: AnyConfig) -> None:
+    """Raise UsageError for the backends tunix and tinker, because these parts compute with torch."""
+    refuse_services(config, "this command computes here")
     if config.model.backend == "tunix":
         raise UsageError(
             "model.backend is tunix, which trains in groupwise rl and in notebooks, and answers in groupwise eval; this command computes "

@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 
 import groupwise
+from groupwise.core.errors import ModelError
 from groupwise.core.types import Completion, GroupRequest
 from groupwise.engine.backends.tinker import saved
 from groupwise.engine.sampler.torch_sampler import TorchSampler
@@ -37,6 +38,7 @@ pytestmark = [
 ]
 
 TOY = str(Path(__file__).parents[1] / "toy_task.py")
+ROOT = Path(__file__).parents[3]
 STEPS = 4
 
 
@@ -157,6 +159,19 @@ def test_a_killed_loop_goes_on_with_the_services_state(server: Server, tmp_path:
     assert tokens_of(run) == tokens_of(whole)
     assert numbers_of(run) == numbers_of(whole)
     assert saved.read(run / "final").updates == STEPS
+
+
+def test_the_config_that_ships_runs(server: Server, tmp_path: Path) -> None:
+    words = [
+        *("model.name=tiny", f"model.base_url={server.url}", f"run.dir={tmp_path}"),
+        *("training.max_steps=1", "eval.before_and_after=false", "task.train_size=8"),
+    ]
+    ended = groupwise.rl(ROOT / "configs/tinker.yaml", "sort_words", overrides=words)
+    assert (ended.exit_code, ended.summary["state"]) == (0, "finished")
+    with pytest.raises(ModelError, match=r"does not have\. It has: .*tiny"):
+        groupwise.rl(
+            ROOT / "configs/tinker.yaml", "sort_words", overrides=[*words, "model.name=none"]
+        )
 
 
 def test_supervised_runs_train_there_and_are_evaluated(server: Server, tmp_path: Path) -> None:

@@ -121,9 +121,10 @@ def datum(package: Any, row: Row, loss: NamedLoss | None, numbers: Sequence[floa
 def completion_logprobs(rows: Sequence[Row], output: Any) -> list[tuple[float, ...]]:
     """Log-probabilities of each row's completion tokens from the service's output. Raises EndpointError if some are missing."""
     found: list[tuple[float, ...]] = []
+    all_outputs: list[Mapping[str, Any]] = list(output.loss_fn_outputs)
     for index, row in enumerate(rows):
         length = len(row.prompt_ids) + len(row.completion_ids) - 1
-        outputs = output.loss_fn_outputs[index] if index < len(output.loss_fn_outputs) else {}
+        outputs: Mapping[str, Any] = all_outputs[index] if index < len(all_outputs) else {}
         values = tuple(map(float, outputs["logprobs"].data)) if "logprobs" in outputs else ()
         if len(values) != length:
             raise EndpointError(
