@@ -371,8 +371,8 @@ class Prediction:
 
     logprobs: tuple[float, ...]
     """Log-probability (nats) of each token, at the row's temperature."""
-    right: tuple[bool, ...]
-    """True for each token that the learner considers the most likely."""
+    right: tuple[bool, ...] | None
+    """True for each token that the learner considers the most likely. None: this learner does not provide it."""
 
 
 @dataclass(frozen=True, slots=True)
