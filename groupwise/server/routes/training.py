@@ -110,7 +110,7 @@ async def rewards(body: RewardsRequest, context: Context) -> Response:
     return await context.run_idempotent(work, wait_on if request.wait else None)
 
 
-async def close_trajectories(body: CloseRequest, context: Context) -> Response:
+async def close_group(body: CloseRequest, context: Context) -> Response:
     """Close a group of trajectories: train it with the rewards that came. Those without one count as failed."""
 
     async def work() -> Any:
@@ -247,7 +247,7 @@ ROUTES = (
     Route(
         method="POST",
         path="/trajectories/close",
-        handler=close_trajectories,
+        handler=close_group,
         role=Role.TRAIN,
         tag=TAG,
         answer=CloseAnswer,

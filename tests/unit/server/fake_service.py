@@ -156,9 +156,9 @@ class FakeService:
         return answers
 
     async def close_group(self, name: str, caller: Caller) -> CloseAnswer:
+        await self._called("close_group", name)
         answer = CloseAnswer(closed=[name], given_up=[])
         self._keep(caller, answer_of(answer))
-        await self._called("close_group", name)
         return answer
 
     async def rewards_trained(
