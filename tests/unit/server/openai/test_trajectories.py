@@ -12,7 +12,8 @@ from groupwise.core.types import Rollout
 from groupwise.server.ledger import events, groups
 from groupwise.server.run import ledger_operations
 from tests.processes import wait_until_async
-from tests.unit.server.openai.opening import Client, asking, record
+from tests.unit.server.http_client import client_of
+from tests.unit.server.openai.opening import Client, asking, opened, record
 from tests.unit.server.openai.test_storing import counts
 
 USER = {"role": "user", "content": "abc"}
@@ -272,3 +273,58 @@ async def test_a_trajectory_that_has_its_reward_takes_no_call(tmp_path) -> None:
         assert (await client.refused(404, "/rewards", unknown))["code"] == "unknown_group"
         whole = {"group_id": group, "rewards": [1.0, 0.0]}
         assert (await client.refused(422, "/rewards", whole))["code"] == "invalid_request"
+
+
+async def test_trajectories_survive_the_server(tmp_path) -> None:
+    async with opened(tmp_path) as served:
+        await served.start()
+        async with client_of(served.app()) as http:
+            client = Client(http)
+            one = [await turn(client, "t-1"), await turn(client, "t-2")]
+            posted = await reward(client, "t-1", 1.0)
+        await served.kill()
+        await served.engine.close()
+    async with opened(tmp_path) as served:
+        await served.until(lambda status: status.phase == "running")
+        async with client_of(served.app()) as http:
+            client = Client(http)
+            assert await reward(client, "t-1", 1.0) == posted
+            again = await turn(client, "t-2", headers={"x-stainless-retry-count": "1"})
+            assert again["id"] == one[1]["id"]
+            two = await turn(client, "t-2")
+            await reward(client, "t-2", 0.0)
+            kept = await record(served, two["group_id"])
+            expected = [token_ids(one[:1]), token_ids([one[1], two])]
+            assert [sampled(each) for each in kept.rollouts] == expected
+            assert await counts(served) == {"rewarded": 1}
+
+
+async def test_a_client_that_goes_away_leaves_no_trajectory(tmp_path) -> None:
+    async with asking(tmp_path, pace=0.01) as (served, client):
+        served.engine.hold("sample")
+        work = asyncio.create_task(turn(client, "t-1"))
+        await wait_until_async(lambda: served.engine.calls["sample"] == 1)
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+        deadline = asyncio.get_running_loop().time() + 10
+        while await counts(served) != {"given_up": 1}:  # noqa: ASYNC110 — it has no event
+            assert asyncio.get_running_loop().time() < deadline
+            await asyncio.sleep(0.01)
+
+
+async def test_each_turn_keeps_the_policy_that_sampled_it(tmp_path) -> None:
+    settings = {"groups_per_step": 1, "staleness": 1}
+    async with asking(tmp_path, settings=settings) as (served, client):
+        first = await turn(client, "t-1")
+        other = await client.text(store=True, n=2)
+        await client.reward(other["id"], 1, 0, wait=True)
+        second = await turn(client, "t-1")
+        assert [answer["policy_version"][1] for answer in (first, second)] == [0, 1]
+        await turn(client, "t-2")
+        await reward(client, "t-2", 0.0)
+        assert (await reward(client, "t-1", 1.0, wait=True))["status"] == "trained"
+        kept = await record(served, first["group_id"])
+        policies = [
+            part.policy_version for part in kept.rollouts[0].segments if part.source == "policy"
+        ]
+        assert policies == [0, 1]
