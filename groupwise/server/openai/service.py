@@ -362,27 +362,29 @@ class OpenAIService:
             return await self._ledger.do(storing.keep_turn, turn, asked, choice, options)
         except BaseException:
             # Also if the client has gone: a trajectory without a call would hold its place for a lease.
-            await self._ledger.do(trajectories.withdraw, place)
-            await conductor.recount()
+            with suppress(GroupwiseError):  # then it does
+                await self._ledger.do(trajectories.withdraw, place)
+                await conductor.recount()
             raise
 
     async def _place_of_call(
         self, ask: GenerationRequest, call: Call, conductor: Conductor, options: StoreOptions
     ) -> Place:
         """The place of a call: in the trajectory that it goes on with, in the open group of its name, or in a new group."""
-        status, lease = conductor.status, options.lease
-        oldest = status.step - conductor.request.staleness
+        lease = options.lease
+        oldest = conductor.status.step - conductor.request.staleness
         name = call.group or f"same:{ask.hash_with(call.size)}"
         gathering = Gathering(call.run, call.key_id, trajectories.group_name(name), "")
         begun = await self._ledger.do(trajectories.place_if_begun, call, lease)
         if begun is not None:
             return begun
         call = replace(call, group=name)
+        deadline = time.monotonic() + self._config.completions_wait
         async with self._one_at_a_time(gathering):
             place = await self._ledger.do(trajectories.find_place, call, oldest, lease)
             if place is not None:
                 return place
-            wait = self._config.completions_wait
+            wait = max(deadline - time.monotonic(), 0.0)  # less what the calls before it waited
             async with conductor.room.admit((None,), wait, call.key_id) as (draw,):
                 status = conductor.status
                 new = NewTrajectoryGroup(
