@@ -44,8 +44,10 @@ from groupwise.api.schemas.training import (
 
 MAX_CHOICES = 128
 """Completions of one request, for each prompt."""
-GROUP, SIZE = "group", "size"
+GROUP, SIZE, TRAJECTORY = "group", "size", "trajectory"
 """Keys of `metadata` that count where a completion is kept."""
+BY_IDS = "*"
+"""The value of `trajectory` for calls whose ids are listed with their reward."""
 MAX_KEY, MAX_VALUE = 64, 512
 """Characters of a key of `metadata` and of its value."""
 
@@ -262,7 +264,8 @@ class _Request(Body):
     metadata: dict[str, str] | None = Field(
         default=None,
         description=(
-            "With `store` and n = 1: `group` is the name under which calls are gathered, `size` how many make a group. "
+            "With `store` and n = 1: `group` is the name under which calls are gathered, `size` how many make a group, and `trajectory` "
+            "the name of the trajectory that the call belongs to, or `*` if its reward will list the ids of its calls. "
             "Everything else has no effect."
         ),
         max_length=16,

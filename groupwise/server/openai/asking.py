@@ -11,7 +11,14 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from groupwise.api.schemas.openai import GROUP, SIZE, ChatMessage, ChatRequest, TextRequest
+from groupwise.api.schemas.openai import (
+    GROUP,
+    SIZE,
+    TRAJECTORY,
+    ChatMessage,
+    ChatRequest,
+    TextRequest,
+)
 from groupwise.api.schemas.problems import FieldError, Refusal
 from groupwise.api.schemas.template_columns import columns_of
 from groupwise.api.schemas.training import MAX_COMPLETIONS
@@ -28,6 +35,9 @@ class StorageHeaders:
     store: bool = False
     group: str | None = None
     size: int | None = None
+    trajectory: str | None = None
+    retry: int = 0
+    """How often the client of OpenAI has sent this request before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +48,10 @@ class Gather:
     """None: calls with the same prompt and settings share groups."""
     size: int | None
     """Members per group; None: the run's group size."""
+    trajectory: str | None = None
+    """Name of the trajectory that the call belongs to, or `BY_IDS`; None: the call is a member by itself."""
+    is_retry: bool = False
+    """True if the client may have sent this call before."""
 
 
 ReadCalls = Literal["none", "first", "all"]
@@ -142,6 +156,8 @@ def _parse_gathering(
         "X-Groupwise-Size": headers.size,
         f"metadata.{GROUP}": metadata.get(GROUP),
         f"metadata.{SIZE}": metadata.get(SIZE),
+        "X-Groupwise-Trajectory": headers.trajectory,
+        f"metadata.{TRAJECTORY}": metadata.get(TRAJECTORY),
     }
     for field, value in options.items():
         if value is None:
@@ -160,7 +176,11 @@ def _parse_gathering(
     name = headers.group or metadata.get(GROUP)
     if name == "":
         raise _field_refusal(f"metadata.{GROUP}", "is empty; give a name, or leave it out")
-    return Gather(name, headers.size or _parse_group_size(metadata.get(SIZE)))
+    trajectory = headers.trajectory or metadata.get(TRAJECTORY)
+    if trajectory == "":
+        raise _field_refusal(f"metadata.{TRAJECTORY}", "is empty; give a name, or leave it out")
+    size = headers.size or _parse_group_size(metadata.get(SIZE))
+    return Gather(name, size, trajectory, headers.retry > 0)
 
 
 def _parse_group_size(text: str | None) -> int | None:

@@ -3,7 +3,8 @@
 Completions that are only sampled need just the engine; their seeds are random, or derived from the client's seed. Stored completions are
 treated as in /completions: the request waits for admission, gets a draw, and is in the ledger before the response is complete. A call for
 one stored completion shares a group with calls of the same name or prompt (`groupwise.server.ledger.members`): the first call samples the
-group, while the others wait for it, and each gets one member.
+group, while the others wait for it, and each gets one member. A call of a trajectory (`groupwise.server.ledger.trajectories`) is sampled
+alone; the group of its trajectory waits for admission once, when it is opened.
 
 A stream polls the engine for the texts written so far. It sends prefixes of the same response that a call without a stream gets.
 """
@@ -20,19 +21,20 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
 from groupwise.api.schemas.keys import Caller
-from groupwise.api.schemas.openai import ModelData
+from groupwise.api.schemas.openai import BY_IDS, ModelData
 from groupwise.api.schemas.problems import Refusal
 from groupwise.api.schemas.training import MAX_DRAW
 from groupwise.core.errors import GroupwiseError
 from groupwise.core.interruption import gather_all
 from groupwise.core.types import Rollout, TopLogprobs
 from groupwise.server.engine.engine_protocol import Engine, Sampled, SampleOrder
-from groupwise.server.ledger import runs
+from groupwise.server.ledger import runs, trajectories
 from groupwise.server.ledger.idempotency import StoredResponse
 from groupwise.server.ledger.members import Gathering
+from groupwise.server.ledger.trajectories import Call, NewTrajectoryGroup, Place, SampledTurn
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.openai import storing
-from groupwise.server.openai.asking import GenerationRequest
+from groupwise.server.openai.asking import Gather, GenerationRequest
 from groupwise.server.openai.completed import (
     Completed,
     CompletionChoice,
@@ -46,6 +48,7 @@ from groupwise.server.run.conductor import Conductor, RunStatus
 from groupwise.server.run.engine_errors import naming_field
 from groupwise.server.run.policy_versions import LATEST
 from groupwise.server.settings import ServerConfig
+from groupwise.tasks.rollouts.seeds import derive
 
 T = TypeVar("T")
 
@@ -217,6 +220,8 @@ class OpenAIService:
             return await self._sample_only(ask, conductor, options, progress)
         if ask.gather is None:
             return await self._sample_group(ask, ask.n, None, conductor, options, progress)
+        if ask.gather.trajectory is not None:
+            return await self._sample_turn(ask, ask.gather, conductor, options, progress)
         size = ask.gather.size or conductor.request.num_completions_per_prompt
         settings_hash = ask.hash_with(size)
         name = f"same:{settings_hash}" if ask.gather.name is None else f"name:{ask.gather.name}"
@@ -339,6 +344,78 @@ class OpenAIService:
         return await self._ledger.do(
             storing.give_member, member, len(rollout.prompt_ids), choice, options
         )
+
+    # --- calls of trajectories --------------------------------------------------------------------
+
+    async def _sample_turn(
+        self,
+        ask: GenerationRequest,
+        gather: Gather,
+        conductor: Conductor,
+        options: StoreOptions,
+        progress: _Progress,
+    ) -> StoredCompletion:
+        """Sample and store one call of a trajectory. Only the first call of a group waits for admission."""
+        asked, run = ask.hash_with(1), conductor.status.run
+        name = gather.name
+        trajectory = gather.trajectory or BY_IDS
+        size = gather.size or conductor.request.num_completions_per_prompt
+        call = Call(run, options.caller.key_id, trajectory, name, size)
+        if gather.is_retry:
+            turn = await self._ledger.do(trajectories.stored_turn, call, asked)
+            if turn is not None:
+                (choice,) = await self._write_choices(ask, turn.group.rollouts, conductor)
+                return await self._ledger.do(storing.keep_turn, turn, None, choice, options)
+        place = await self._place_of_call(ask, call, conductor, options)
+        progress.id = place.id
+        try:
+            draw, member = place.row.draw, place.member if trajectory == BY_IDS else 0
+            seed = derive("trajectory", conductor.seed, draw, trajectory, member, place.turn)
+            sampling = replace(ask.sampling, seed=seed >> 1)  # SQLite and JSON hold 63 bits
+            # A draw of its own, because calls of a group may be sampled at the same time.
+            order = SampleOrder(next(self._draws), ask.prompts[0], 1, sampling, columns=ask.columns)
+            (sampled,) = await self._sample_orders(ask, [order], 1, conductor, progress)
+            (choice,) = await self._write_choices(ask, sampled.group.rollouts, conductor)
+            turn = SampledTurn(place, sampled.group, sampled.step)
+            return await self._ledger.do(storing.keep_turn, turn, asked, choice, options)
+        except BaseException:
+            # Also if the client has gone: a trajectory without a call would hold its place for a lease.
+            with suppress(GroupwiseError):  # then it does
+                await self._ledger.do(trajectories.withdraw, place)
+                await conductor.recount()
+            raise
+
+    async def _place_of_call(
+        self, ask: GenerationRequest, call: Call, conductor: Conductor, options: StoreOptions
+    ) -> Place:
+        """The place of a call: in the trajectory that it goes on with, in the open group of its name, or in a new group."""
+        lease = options.lease
+        oldest = conductor.status.step - conductor.request.staleness
+        name = call.group or f"same:{ask.hash_with(call.size)}"
+        gathering = Gathering(call.run, call.key_id, trajectories.group_name(name), "")
+        begun = await self._ledger.do(trajectories.place_if_begun, call, lease)
+        if begun is not None:
+            return begun
+        call = replace(call, group=name)
+        deadline = time.monotonic() + self._config.completions_wait
+        async with self._one_at_a_time(gathering):
+            place = await self._ledger.do(trajectories.find_place, call, oldest, lease)
+            if place is not None:
+                return place
+            wait = max(deadline - time.monotonic(), 0.0)  # less what the calls before it waited
+            async with conductor.room.admit((None,), wait, call.key_id) as (draw,):
+                status = conductor.status
+                new = NewTrajectoryGroup(
+                    f"g-{secrets.token_hex(10)}",
+                    draw,
+                    ask.prompts[0],
+                    status.step,
+                    status.policy.version,
+                    status.policy.fingerprint,
+                )
+                place = await self._ledger.do(trajectories.open_group, call, new, lease)
+                await conductor.recount()
+                return place
 
     @asynccontextmanager
     async def _one_at_a_time(self, gathering: Gathering) -> AsyncGenerator[None]:

@@ -22,14 +22,14 @@ from groupwise.api.schemas.idempotency import AnswerKey, body_hash, idempotency_
 from groupwise.api.schemas.keys import Caller
 from groupwise.api.schemas.problems import Refusal
 from groupwise.api.schemas.training import (
+    AnyRewards,
     CheckpointAnswer,
     CheckpointsAnswer,
+    CloseAnswer,
     CompletionsRequest,
     EventData,
     GroupAnswer,
     RewardAnswer,
-    RewardsOfOne,
-    RewardsOfSeveral,
     StartAnswer,
     StartRequest,
     StatusAnswer,
@@ -87,10 +87,12 @@ class ServiceLike(Protocol):
         """Release a group that will not be rewarded."""
         ...
 
-    async def rewards(
-        self, request: RewardsOfOne | RewardsOfSeveral, caller: Caller
-    ) -> Sequence[RewardAnswer]:
+    async def rewards(self, request: AnyRewards, caller: Caller) -> Sequence[RewardAnswer]:
         """Store rewards; one answer for each group."""
+        ...
+
+    async def close_group(self, name: str, caller: Caller, /) -> CloseAnswer:
+        """Close a group of trajectories before all its places have a reward."""
         ...
 
     async def rewards_trained(

@@ -14,11 +14,11 @@ from groupwise.api.schemas.keys import Caller
 from groupwise.api.schemas.problems import FieldError, Refusal
 from groupwise.api.schemas.template_columns import columns_of
 from groupwise.api.schemas.training import (
+    AnyRewards,
+    CloseAnswer,
     CompletionsRequest,
     GroupAnswer,
     RewardAnswer,
-    RewardsOfOne,
-    RewardsOfSeveral,
     StepAnswer,
     StepRequest,
 )
@@ -93,9 +93,7 @@ class CompletionsAndRewards:
 
     # --- rewards and steps -----------------------------------------------------------------------
 
-    async def rewards(
-        self, request: RewardsOfOne | RewardsOfSeveral, caller: Caller
-    ) -> list[RewardAnswer]:
+    async def rewards(self, request: AnyRewards, caller: Caller) -> list[RewardAnswer]:
         """Store rewards, and only then answer; with `wait`, after the step that learns from them."""
         run = self._active_run.any_run()
         if request.wait and self._active_run.is_manual():
@@ -110,6 +108,15 @@ class CompletionsAndRewards:
         if not request.wait:
             return answers
         return await self.rewards_trained(answers, request.timeout)
+
+    async def close_group(self, name: str, caller: Caller) -> CloseAnswer:
+        """Close the open groups of trajectories with this name."""
+        run = self._active_run.any_run()
+        answer = await self._ledger.do(ledger_operations.close_group, run.run, name, caller)
+        if self._active_run.conductor is not None:
+            self._active_run.conductor.nudge()
+            await self._active_run.conductor.recount()
+        return answer
 
     async def rewards_trained(
         self, answers: Sequence[RewardAnswer], seconds: float

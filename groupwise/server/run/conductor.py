@@ -151,6 +151,11 @@ class Conductor:
         return self._order.config["model"]["name"]
 
     @property
+    def seed(self) -> int:
+        """The run's seed, from which those of its completions are derived."""
+        return self._order.config.get("training", {}).get("seed", 0)
+
+    @property
     def status(self) -> RunStatus:
         """The run's status; raises a Refusal until an engine has opened the run."""
         if self.last_status is None:
