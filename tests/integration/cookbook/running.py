@@ -114,4 +114,8 @@ class Program:
 def _lines(path: Path) -> list[Any]:
     if not path.exists():
         return []
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [
+        json.loads(line)
+        for line in path.read_text().splitlines(keepends=True)
+        if line.endswith("\n")
+    ]

@@ -20,6 +20,7 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 QUESTIONS = 96
+BOXED = " Provide a numerical answer without units, written inside \\boxed{}."
 RIGHT = 7
 """The answer to every question of the mathematical data set; the model has learnt to give any of `GUESSED`."""
 GUESSED = (6, 7, 8)
@@ -42,9 +43,7 @@ def write_data_sets(folder: Path) -> None:
         for split, count in (("train", QUESTIONS), ("test", 8)):
             lines = "".join(json.dumps(row(number)) + "\n" for number in range(count))
             (place / f"{split}.jsonl").write_text(lines)
-        files = "".join(
-            f"  - split: {s}\n    path: {s}.jsonl\n" for s in ("train", "test")
-        )
+        files = "".join(f"  - split: {s}\n    path: {s}.jsonl\n" for s in ("train", "test"))
         card = f"---\nconfigs:\n- config_name: {config}\n  data_files:\n{files}---\n"
         (place / "README.md").write_text(card)
 
@@ -59,9 +58,7 @@ def write_data_sets(folder: Path) -> None:
         lambda n: {"question": f"What is {n} less {n - RIGHT}?", "answer": f"Less.\n#### {RIGHT}"},
         "main",
     )
-    write(
-        "HuggingFaceH4/no_robots", lambda n: {"prompt": f"Say {n}", "messages": chat(n)}
-    )
+    write("HuggingFaceH4/no_robots", lambda n: {"prompt": f"Say {n}", "messages": chat(n)})
     write(
         "Anthropic/hh-rlhf",
         lambda n: {
@@ -69,7 +66,7 @@ def write_data_sets(folder: Path) -> None:
             "rejected": f"\n\nHuman: Say {n}\n\nAssistant: 2",
         },
     )
-    write("zwhe99/DeepMath-103K", lambda n: {"question": f"Say {n}", "final_answer": str(n)})
+    write("zwhe99/DeepMath-103K", lambda n: {"question": f"What is {n} less {n - RIGHT}?{BOXED}"})
 
 
 def write_model(folder: Path) -> None:
@@ -143,9 +140,8 @@ def write_model(folder: Path) -> None:
 
 def conversations(chance: random.Random) -> Iterator[tuple[str, str]]:
     """Prompts as the recipes render them, and answers in the form that they ask for."""
-    boxed = " Provide a numerical answer without units, written inside \\boxed{}."
     solved = [
-        ("user", f"How many r's are in strawberry?{boxed}"),
+        ("user", f"How many r's are in strawberry?{BOXED}"),
         (
             "assistant",
             "Let's spell the word out and number all the letters: 1) s 2) t 3) r 4) a 5) w 6) b 7) e 8) r 9) r 10) y. "
@@ -157,13 +153,11 @@ def conversations(chance: random.Random) -> Iterator[tuple[str, str]]:
         "Your job is to guess a integer between 0 and 1024. You can output your guess with the format Guess: <guess> (without the angle "
         "brackets), and say nothing else. Then we will tell you whether you guess is too high, too low, or correct.",
     )
-    failed = (
-        "Failed to parse. Please output in the format Guess: <guess> (without the angle brackets), and say nothing else."
-    )
+    failed = "Failed to parse. Please output in the format Guess: <guess> (without the angle brackets), and say nothing else."
     while True:
         kind = chance.choice(("boxed", "guess", "say"))
         if kind == "boxed":
-            asked = ("user", f"What is {chance.randrange(99)} less {chance.randrange(99)}?{boxed}")
+            asked = ("user", f"What is {chance.randrange(99)} less {chance.randrange(99)}?{BOXED}")
             yield prompt([*solved, asked]), f"\\boxed{{{chance.choice(GUESSED)}}}<|im_end|>"
         elif kind == "guess":
             turns = [rules]
