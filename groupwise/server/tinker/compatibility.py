@@ -6,14 +6,18 @@ suffix.
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from groupwise.core.errors import UsageError
 
 CLIENT_VERSION = "0.38.0"
+COOKBOOK = Path(__file__).with_name("cookbook.json")
+"""What the tests of the cookbook's recipes found: they write it, and the page again."""
 
 
 class Unsupported(UsageError):
@@ -342,6 +346,18 @@ INTERNAL: tuple[tuple[str, str, str], ...] = (
 """Routes that the client calls only if the server enables them; this server does not."""
 
 
+RECIPES = """\
+These programs of `tinker-cookbook` {release} were run as the package has them against `groupwise serve`, with a very small model on two
+cores; only the name of the model, sizes and folders were given. `make soak SUITE=cookbook` runs them again and writes this table.
+"""
+NOT_RUN: tuple[tuple[str, str], ...] = (
+    ("`vlm_classifier`, `audio`", "the server takes text alone"),
+    ("`harbor_rl`, `code_rl`", "they need a service that runs containers"),
+    ("`search_tool`, `rubric`, `verifiers_rl`", "they need a further service or package"),
+)
+"""Recipes that the tests leave out, and why."""
+
+
 def refused_route(method: str, path: str) -> Unsupported | None:
     """Why a route of the protocol is refused; None if the protocol has no such route."""
     owners = [
@@ -370,6 +386,7 @@ def _page_lines() -> Iterator[str]:
     yield from ("", *TOKENIZER_SECTION.splitlines())
     for title, program in EXAMPLES:
         yield from ("", f"## {title}", "", "```python", *program.splitlines(), "```")
+    yield from _recipe_lines()
     for owner in dict.fromkeys(method.owner for method in METHODS):
         yield ""
         yield f"## {owner}"
@@ -379,6 +396,20 @@ def _page_lines() -> Iterator[str]:
         for entry in METHODS:
             if entry.owner == owner:
                 yield f"| `{entry.name}` | {'yes' if entry.works else 'no'} | {entry.note} |"
+
+
+def _recipe_lines() -> Iterator[str]:
+    table = json.loads(COOKBOOK.read_text())
+    yield from ("", "## Recipes of tinker-cookbook", "")
+    yield from RECIPES.format(release=table["release"]).splitlines()
+    yield from ("", "<!-- recipes: begin -->", "| recipe | passes | what is seen | seconds |")
+    yield "|---|---|---|---|"
+    for row in table["recipes"]:
+        passes = "yes" if row["passes"] else "no"
+        yield f"| `{row['recipe']}` | {passes} | {row['seen']} | {row['seconds']} |"
+    for recipes, reason in NOT_RUN:
+        yield f"| {recipes} | not run | {reason} | |"
+    yield "<!-- recipes: end -->"
 
 
 def _fits(route: tuple[str, str], method: str, path: str) -> bool:
