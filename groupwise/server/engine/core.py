@@ -128,6 +128,7 @@ class EngineCore:
         """Models trained alongside the run, or without one."""
         self.parts = EngineParts(self._scope)
         """Sampler and learner for a training loop in another process, in an engine without a run."""
+        self._is_closing = False
         self._run_lock = asyncio.Lock()
         """Held while the run is changed: one step, save or end at a time."""
 
@@ -241,8 +242,10 @@ class EngineCore:
 
     @property
     def _loaded_run(self) -> _LoadedRun:
-        if self._opened is None:
-            raise UsageError("No run is open in this engine.")
+        if self._opened is None or self._is_closing:
+            raise EngineLost(
+                "No run is open in this engine: it is being closed, or was never given one."
+            )
         return self._opened
 
     # --- sampling --------------------------------------------------------------------------------
@@ -470,6 +473,7 @@ class EngineCore:
 
     async def close(self) -> None:
         """See `Engine.close`."""
+        self._is_closing = True  # a request that waits for the step's end gets no half-closed parts
         await self._scope.aclose()
         self._opened = None
 

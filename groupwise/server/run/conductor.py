@@ -136,9 +136,14 @@ class Conductor:
     @property
     def engine(self) -> Engine:
         """The engine, if it accepts calls; otherwise raises the reason as a Refusal."""
-        if self._engine is None or self.phase != "running":
+        if self._engine is None or not self.is_serving:
             raise self.refusal()
         return self._engine
+
+    @property
+    def is_serving(self) -> bool:
+        """True while the run has an engine that it does not leave."""
+        return self._engine is not None and self.phase == "running"
 
     @property
     def model(self) -> str:
@@ -318,7 +323,8 @@ class Conductor:
 
     async def _recover(self) -> Engine:
         """Start a new engine and bring the run back to where it was."""
-        self.phase = "recovering"
+        if self._stop_reason is None:
+            self.phase = "recovering"
         engine, opened = await self._supervisor.open(self._order)
         self._set_opened(opened)
         await self._note_committed(engine, opened)

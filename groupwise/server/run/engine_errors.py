@@ -16,7 +16,11 @@ T = TypeVar("T")
 
 
 async def await_engine(work: Awaitable[T], conductor: Conductor, seconds: float) -> T:
-    """Await an engine's answer for at most `seconds`. A request that the engine refuses is the client's fault, a lost engine is not."""
+    """Await an engine's answer for at most `seconds`. A request that the engine refuses is the client's fault, a lost engine is not.
+
+    While the run leaves its engine (a shutdown, a restart, its end), an engine may fail in any way, because its parts are being closed.
+    Only a wrong order stays the client's fault then; for anything else the run says what the client is to do.
+    """
     try:
         async with asyncio.timeout(seconds):
             return await work
@@ -26,8 +30,12 @@ async def await_engine(work: Awaitable[T], conductor: Conductor, seconds: float)
         conductor.nudge()
         raise Refusal("engine_recovering", retry_after=2) from None
     except UsageError as error:
+        if not isinstance(error, WrongOrder) and not conductor.is_serving:
+            raise conductor.refusal() from None
         raise refusal_of(error, otherwise="invalid_request") from None
     except RunError as error:
+        if not conductor.is_serving:
+            raise conductor.refusal() from None
         raise refusal_of(error, otherwise="engine_recovering", retry_after=5) from None
 
 
