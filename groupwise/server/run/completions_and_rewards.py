@@ -161,10 +161,12 @@ class CompletionsAndRewards:
     ) -> T:
         """Call `read` at each beat, and return its result once it is done, the time is over, or no more steps will be taken."""
         deadline = time.monotonic() + seconds
+        run = self._active_run.any_run().run
         while True:
             beat = self._active_run.changed.next_event
             result = await read()
-            if is_done(result) or self._active_run.is_over():
+            replaced = self._active_run.any_run().run != run
+            if is_done(result) or replaced or self._active_run.is_over():
                 return result
             if not await self._active_run.next_beat(beat, deadline):
                 return result

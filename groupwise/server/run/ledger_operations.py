@@ -53,11 +53,15 @@ def start_run(
     opened: Opened,
     caller: Caller,
     answer: StoredResponse,
+    replaced: str | None = None,
 ) -> RunRow:
-    """Record a run that an engine has opened as the active one."""
+    """Record a run that an engine has opened as the active one, in place of the run `replaced`, which ends here."""
     tokenizer = Tokenizer.of(opened)
 
     def work() -> StoredResponse:
+        if replaced is not None:
+            step = steps.next_step(transaction, replaced)
+            steps.end_run(transaction, replaced, "replaced", EventKind.STOPPED, step)
         if goes_on:
             runs.reactivate_run(transaction, run, settings, config, tokenizer)
         else:
