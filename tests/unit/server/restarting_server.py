@@ -15,8 +15,8 @@ import httpx2
 from fastapi import FastAPI
 
 from groupwise.api.client.async_training_client import AsyncTrainingClient
-from groupwise.api.openai_client.waiting import Timing
 from groupwise.core.errors import UsageError
+from groupwise.core.retry import Timing
 from groupwise.server.app import make_app
 from groupwise.server.engine.engine_protocol import EngineLost
 from tests.fake_engine import FakeEngine, Point
