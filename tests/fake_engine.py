@@ -133,6 +133,7 @@ class _Settings:
     save_steps: int
     runs: str
     name: str
+    staleness: int
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> _Settings:
@@ -149,6 +150,7 @@ class _Settings:
             save_steps=run.get("save_steps", 10),
             runs=run.get("dir", "runs"),
             name=run.get("name") or "run",
+            staleness=training.get("max_off_policy_steps", 0),
         )
 
 
@@ -387,10 +389,14 @@ class FakeEngine:
         seeds = tuple(member_seed(seed, draw, member) for member in range(members))
         request = self._requests[order.draw] = _Request()
         try:
-            request.completions = await run.sampler.generate(
+            wanted = run.step if order.policy_step is None else order.policy_step
+            step = min(max(wanted, run.step - run.settings.staleness), run.step)
+            sampler = run.sampler if step == run.step else _earlier_sampler(run, step)
+            request.completions = await sampler.generate(
                 GroupRequest(order.draw, ids, seeds, params)
             )
-            sampled = self._sampled(run, order, ids, params, request.completions)
+            step = run.step if sampler is run.sampler else step
+            sampled = self._sampled(run, order, ids, params, request.completions, step, sampler)
             await self._show(request)
         finally:
             self._requests.pop(order.draw, None)
@@ -412,6 +418,8 @@ class FakeEngine:
         ids: tuple[int, ...],
         params: SamplingParams,
         completions: Sequence[Completion],
+        step: int,
+        sampler: FakeSampler,
     ) -> Sampled:
         rollouts = tuple(
             Rollout(
@@ -427,7 +435,7 @@ class FakeEngine:
         seen = None if isinstance(order.prompt, str) else self._tokenizer.decode(ids)
         example = Example(order.draw, order.prompt, dict(order.columns))
         group = Group(order.draw, example, rollouts, prompt_seen=seen)
-        return Sampled(group, run.step, run.sampler.version, run.sampler.fingerprint())
+        return Sampled(group, step, sampler.version, sampler.fingerprint())
 
     def _text(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
@@ -653,6 +661,15 @@ async def _opened(
     return _Run(
         settings, folder, order.longest_prompt, learner, sampler, policy, [*manifests], metrics
     )
+
+
+def _earlier_sampler(run: _Run, step: int) -> FakeSampler:
+    """A sampler that serves the policy after `step` steps."""
+    sampler = FakeSampler()
+    sampler.version = run.manifests[step - 1].version_out if step else 0
+    path = run.folder / "policies" / f"v{sampler.version}" / TABLE
+    sampler.table = json.loads(path.read_text())
+    return sampler
 
 
 # --- learning -------------------------------------------------------------------------------------

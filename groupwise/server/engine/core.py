@@ -261,16 +261,12 @@ class EngineCore:
             seed, draw = order.sampling.seed, 0
         members = range(order.members or training.num_generations)
         seeds = [member_seed(seed, draw, member) for member in members]
-        await run.gate.enter()
-        try:
-            step, policy = run.step, run.serving
+        async with run.sampled_by(order.policy_step) as (step, policy):
             example = Example(order.draw, order.prompt, dict(order.columns))
             group = await sample_group(
                 *(run.sampler, example, order.draw, ids, seeds, params),
                 lambda token_ids: completion_text(run.tokenizer, token_ids),
             )
-        finally:
-            run.gate.leave()
         check_served(policy, group)
         tokens = sum(rollout.written for rollout in group.rollouts)
         self._sampled_tokens += tokens

@@ -113,6 +113,10 @@ class SampleOrder:
     """Values passed to the chat template in addition to the messages, by column; see `groupwise.api.schemas.template_columns`."""
     trains: bool = True
     """True if the group may be trained on; restricted sampling (top_p, top_k, min_p) is then refused with UsageError."""
+    policy_step: int | None = None
+    """Sample with the policy after this many steps, or with the nearest one that is kept: the newest, and `staleness` ones before it. None:
+    the newest.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +125,7 @@ class Sampled:
 
     group: Group
     step: int
-    """Completed steps when it was sampled."""
+    """Number of completed steps of the policy that sampled it."""
     version: int
     fingerprint: str
 

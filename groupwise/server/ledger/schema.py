@@ -228,4 +228,7 @@ MIGRATIONS: tuple[str, ...] = (
     """
     ALTER TABLE runs ADD COLUMN tokenizer TEXT;    -- JSON: its hash, and the tokens that end a completion
     """,
+    """
+    ALTER TABLE groups ADD COLUMN named INTEGER NOT NULL DEFAULT 0;  -- whether its client named the draw
+    """,
 )

@@ -62,7 +62,7 @@ class CompletionsAndRewards:
         wait = self._config.completions_wait
         async with conductor.room.admit(request.all_draws, wait, caller.key_id) as draws:
             orders = [
-                _order_of_sample(request, prompt, draw)
+                _order_of_sample(request, prompt, draw, conductor.room.room.policy_step(draw))
                 for prompt, draw in zip(request.all_prompts, draws, strict=True)
             ]
             engine = conductor.engine
@@ -183,7 +183,9 @@ def _request_field_names(request: CompletionsRequest, index: int) -> Mapping[Ord
     }
 
 
-def _order_of_sample(request: CompletionsRequest, prompt: Prompt, draw: int) -> SampleOrder:
+def _order_of_sample(
+    request: CompletionsRequest, prompt: Prompt, draw: int, policy_step: int | None
+) -> SampleOrder:
     ids = request.prompt_tokens
     return SampleOrder(
         draw,
@@ -197,4 +199,5 @@ def _order_of_sample(request: CompletionsRequest, prompt: Prompt, draw: int) -> 
         ),
         None if ids is None else tuple(ids),
         columns_of(request.tools, request.chat_template_kwargs),
+        policy_step=policy_step,
     )

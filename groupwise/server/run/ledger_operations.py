@@ -102,8 +102,9 @@ def keep_groups(
                 sample.step,
                 sample.version,
                 sample.fingerprint,
+                named=asked is not None,
             )
-            for sample in sampled
+            for sample, asked in zip(sampled, request.all_draws, strict=True)
         ]
         rows = groups.add_groups(transaction, run, new_groups, key_id=caller.key_id, lease=lease)
         counters.count(transaction, run, counters.COMPLETION_REQUESTS)
@@ -336,6 +337,8 @@ class RunSnapshot:
     counters: dict[str, int]
     quarantined: list[PlanRow]
     last_event: int
+    unnamed: int
+    """Number of groups whose client did not name the draw."""
 
     @property
     def refusals_by_code(self) -> dict[str, int]:
@@ -354,4 +357,5 @@ def snapshot_of(transaction: Transaction, run: str) -> RunSnapshot:
         counters.counters_of(transaction, run),
         plans.quarantined_plans(transaction, run),
         events.last_event(transaction),
+        groups.count_unnamed(transaction, run),
     )
