@@ -373,6 +373,7 @@ class FakeEngine:
                 manifests=manifests,
                 longest_prompt=order.longest_prompt,
                 longest_completion=settings.longest_completion,
+                longest_prompt_characters=order.longest_prompt,
                 tokenizer_hash=_hash(_FILES),
             )
 

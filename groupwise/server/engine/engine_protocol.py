@@ -10,6 +10,7 @@ failed while running, `EngineLost` if the engine ended or was killed before it a
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -75,6 +76,8 @@ class Opened:
     longest_prompt: int
     longest_completion: int
     tokenizer_hash: str
+    longest_prompt_characters: int = sys.maxsize
+    """Characters that a prompt of `longest_prompt` tokens never exceeds."""
     stop_token_ids: tuple[int, ...] = ()
     """Any of these ends a completion."""
     inexact: str | None = None

@@ -29,7 +29,7 @@ from groupwise.server.ledger import groups
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.run import ledger_operations
 from groupwise.server.run.active_run import ActiveRun
-from groupwise.server.run.engine_errors import await_engine, naming_field
+from groupwise.server.run.engine_errors import await_engine, check_prompt_length, naming_field
 
 T = TypeVar("T")
 
@@ -56,6 +56,9 @@ class CompletionsAndRewards:
             )
             error = FieldError(field="tokenizer_hash", message=message)
             raise Refusal("tokenizer_mismatch", message, errors=[error])
+        for index, prompt in enumerate(request.all_prompts):
+            field = _request_field_names(request, index)["prompt"]
+            check_prompt_length(prompt, conductor.status.opened, field)
         await self._ledger.do(
             ledger_operations.check_draws, conductor.status.run, request.all_draws
         )

@@ -341,3 +341,13 @@ async def test_who_waits_for_a_step_of_a_replaced_run_is_answered(tmp_path: Path
         await server.until(lambda seen: seen.counters.rewarded == 1)
         await server.start(run_name="second", replace=True)
         assert (await asyncio.wait_for(waiting, 5)).status == "accepted"
+
+
+async def test_the_engine_never_receives_a_prompt_that_is_too_long(tmp_path: Path) -> None:
+    async with served(tmp_path) as server:
+        await server.start()
+        messages = [{"role": "user", "content": "a" * (4 << 20)}]
+        for prompt in ("a" * (4 << 20), messages):
+            request = CompletionsRequest.model_validate({"prompt": prompt})
+            await refused("prompt_too_long", server.service.completions(request, ME))
+        assert server.engines[0].calls["sample"] == 0
