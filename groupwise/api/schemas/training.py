@@ -864,6 +864,10 @@ class StatusAnswer(ResponseModel):
         default=0,
         description="Rises where steps had to be repeated and may differ in their last bits from the ones before.",
     )
+    not_repeatable: str | None = Field(
+        default=None,
+        description="Why the same requests, from more clients or in another order, may give another run; null: they give the same run.",
+    )
     engine_restarts: int = Field(
         default=0, description="How often the engine has restarted since the server began."
     )

@@ -9,6 +9,7 @@ last checkpoint.
 from __future__ import annotations
 
 import asyncio
+import copy
 import hashlib
 import inspect
 import logging
@@ -20,6 +21,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
+from typing import Any
 
 from groupwise.core import atomic_files
 from groupwise.core.errors import ConfigError, TaskError, UsageError
@@ -55,6 +57,7 @@ from groupwise.server.engine.engine_protocol import (
     WrongOrder,
 )
 from groupwise.server.engine.hosted_parts import EngineParts
+from groupwise.server.engine.prompt_length import LONG, count_characters, texts_of
 from groupwise.server.engine.sampling_checks import (
     check_processing,
     refuse_unknown_tokens,
@@ -141,6 +144,9 @@ class EngineCore:
         """Models trained alongside the run, or without one."""
         self.parts = EngineParts(self._scope)
         """Sampler and learner for a training loop in another process, in an engine without a run."""
+        self._is_closing = False
+        self._tokenising = asyncio.Lock()
+        """Held while a long prompt is tokenised in a thread: one at a time."""
         self._run_lock = asyncio.Lock()
         """Held while the run is changed: one step, save or end at a time."""
 
@@ -207,6 +213,7 @@ class EngineCore:
             longest_prompt=order.longest_prompt,
             longest_completion=config.sampler.max_completion_length,
             tokenizer_hash=self._tokenizer_hash,
+            longest_prompt_characters=order.longest_prompt * self._opened.longest_token,
             stop_token_ids=parts.stop_token_ids,
             inexact=inexact,
         )
@@ -254,8 +261,10 @@ class EngineCore:
 
     @property
     def _loaded_run(self) -> _LoadedRun:
-        if self._opened is None:
-            raise UsageError("No run is open in this engine.")
+        if self._opened is None or self._is_closing:
+            raise EngineLost(
+                "No run is open in this engine: it is being closed, or was never given one."
+            )
         return self._opened
 
     # --- sampling --------------------------------------------------------------------------------
@@ -263,7 +272,7 @@ class EngineCore:
     async def sample(self, order: SampleOrder) -> Sampled:
         """See `Engine.sample`."""
         run = self._loaded_run.run
-        ids = self._prompt_ids(order)
+        ids = await self._prompt_ids(order)
         params = self._sampling_params(order, len(ids))
         training = run.config.training
         seed, draw = training.seed, order.draw
@@ -272,13 +281,9 @@ class EngineCore:
         members = range(order.members or training.num_generations)
         seeds = tuple(member_seed(seed, draw, member) for member in members)
         request = GroupRequest(order.draw, ids, seeds, params, order.top_logprobs)
-        await run.gate.enter()
-        try:
-            step, policy = run.step, run.serving
+        async with run.sampled_by(order.policy_step) as (step, policy):
             prompt_logprobs = await self._prompt_logprobs(order, ids)
             completions = await run.sampler.generate(request) if params.max_tokens else ()
-        finally:
-            run.gate.leave()
         prompt = order.prompt
         if isinstance(prompt, tuple):
             prompt = render_prompt(run.tokenizer, ids)
@@ -334,7 +339,12 @@ class EngineCore:
         tokenizer = self._loaded_run.run.tokenizer
         return tuple(render_prompt(tokenizer, [token]) for token in token_ids)
 
-    def _prompt_ids(self, order: SampleOrder) -> tuple[int, ...]:
+    @cached_property
+    def _tokenizer_for_thread(self) -> Any:
+        """A copy, because a tokenizer cannot be used by two threads at once."""
+        return copy.deepcopy(self._loaded_run.run.tokenizer)
+
+    async def _prompt_ids(self, order: SampleOrder) -> tuple[int, ...]:
         """The prompt's tokens. Raises WrongOrder if there are too many, or if they differ from the client's."""
         prompt, current = order.prompt, self._loaded_run
         longest = current.longest_prompt
@@ -351,21 +361,14 @@ class EngineCore:
         try:
             if not isinstance(prompt, str):
                 prompt = messages_of(prompt)
-            # Tokenising megabytes takes seconds and blocks other requests, so reject by length in characters first.
-            texts = (
-                [prompt]
-                if isinstance(prompt, str)
-                else [str(message["content"]) for message in prompt]
-            )
-            count, max_characters = sum(map(len, texts)), longest * current.longest_token
-            if count > max_characters:
-                raise WrongOrder(
-                    f"The prompt has {count:,} characters, and this run takes at most {longest} tokens (max_prompt_length), which are "
-                    f"never more than {max_characters:,} characters. Shorten it, or start the run with a higher one.",
-                    "prompt",
-                    "prompt_too_long",
-                )
-            ids = first_ids(current.run.tokenizer, prompt, (), order.columns)
+            count = count_characters(texts_of(prompt), longest, longest * current.longest_token)
+            if count <= LONG:
+                ids = first_ids(current.run.tokenizer, prompt, (), order.columns)
+            else:
+                async with self._tokenising:
+                    ids = await asyncio.to_thread(
+                        first_ids, self._tokenizer_for_thread, prompt, (), order.columns
+                    )
         except (TaskError, Unusable) as error:  # no tokens, or the chat template rejects them
             raise WrongOrder(str(error), "prompt") from None
         if order.prompt_ids is not None and order.prompt_ids != ids:
@@ -530,6 +533,7 @@ class EngineCore:
 
     async def close(self) -> None:
         """See `Engine.close`."""
+        self._is_closing = True  # a request that waits for the step's end gets no half-closed parts
         await self._scope.aclose()
         self._opened = None
 

@@ -278,4 +278,7 @@ MIGRATIONS: tuple[str, ...] = (
     CREATE INDEX turns_by_trajectory ON turns (id, member, position);
     CREATE INDEX turns_with_record ON turns (id) WHERE record IS NOT NULL;
     """,
+    """
+    ALTER TABLE groups ADD COLUMN named INTEGER NOT NULL DEFAULT 0;  -- whether its client named the draw
+    """,
 )

@@ -23,7 +23,7 @@ from groupwise.api.schemas.problems import FieldError, Refusal
 from groupwise.api.schemas.template_columns import columns_of
 from groupwise.api.schemas.training import MAX_COMPLETIONS
 from groupwise.core.types import Prompt
-from groupwise.server.engine.engine_protocol import Sampling
+from groupwise.server.engine.engine_protocol import OrderField, Sampling
 from groupwise.server.openai.sampling_fields import processing_of, unlearnable_fields
 from groupwise.tasks.data.messages import with_arguments
 
@@ -74,6 +74,8 @@ class GenerationRequest:
     """True if the completions are stored, to be rewarded; there is then exactly one prompt."""
     gather: Gather | None
     """None: the completions form a group of their own, or are not stored."""
+    field_names: Mapping[OrderField, str]
+    """The request's field names for the fields of a `SampleOrder`."""
     read_calls: ReadCalls = "none"
     """Tool calls to extract from a completion's text: none, only the first, or all."""
     alternatives: int = 0
@@ -133,11 +135,24 @@ def parse_request(request: ChatRequest | TextRequest, headers: StorageHeaders) -
         logprobs=request.wants_logprobs,
         store=store,
         gather=gather,
+        field_names={
+            "prompt": "messages" if isinstance(request, ChatRequest) else "prompt",
+            "prompt_ids": "prompt",
+            "max_tokens": _name_of_longest(request),
+            "min_tokens": "min_tokens",
+            "temperature": "temperature",
+        },
         read_calls=read_calls,
         alternatives=request.alternatives,
         echo=isinstance(request, TextRequest) and bool(request.echo),
         return_token_ids=bool(request.return_token_ids),
     )
+
+
+def _name_of_longest(request: ChatRequest | TextRequest) -> str:
+    """The field with which the request limits the completion."""
+    newer = isinstance(request, ChatRequest) and request.max_completion_tokens is not None
+    return "max_completion_tokens" if newer else "max_tokens"
 
 
 def _template_message(chat_message: ChatMessage) -> dict[str, Any]:

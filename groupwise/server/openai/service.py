@@ -45,7 +45,7 @@ from groupwise.server.openai.sampling_fields import FIELDS
 from groupwise.server.openai.storing import Render, StoredCompletion, StoreOptions
 from groupwise.server.openai.token_details import TokenDetails, describe_tokens
 from groupwise.server.run.conductor import Conductor, RunStatus
-from groupwise.server.run.engine_errors import naming_field
+from groupwise.server.run.engine_errors import check_prompt_length, naming_field
 from groupwise.server.run.policy_versions import LATEST
 from groupwise.server.settings import ServerConfig
 from groupwise.tasks.rollouts.seeds import derive
@@ -215,6 +215,8 @@ class OpenAIService:
         _ = conductor.engine  # raises early if the engine is unavailable
         if ask.model not in _model_names(conductor.status):
             raise self._unknown_model(ask.model)
+        for prompt in ask.prompts:
+            check_prompt_length(prompt, conductor.status.opened, ask.field_names["prompt"])
         options = StoreOptions(caller, conductor.request.lease_seconds, render)
         if not ask.store:
             return await self._sample_only(ask, conductor, options, progress)
@@ -450,7 +452,11 @@ class OpenAIService:
         progress.draws, progress.n = tuple(order.draw for order in orders), members_shown
         progress.engine = engine
         samples = await self._host.await_engine(
-            naming_field(gather_all(engine.sample(order) for order in orders), FIELDS), conductor
+            naming_field(
+                gather_all(naming_field(engine.sample(order), ask.field_names) for order in orders),
+                FIELDS,
+            ),
+            conductor,
         )
         progress.engine = None
         steps = {sample.step for sample in samples}

@@ -16,6 +16,7 @@ from typing import Annotated, Protocol
 from fastapi import Depends, Request
 from fastapi.responses import Response
 
+from groupwise.api.http.bodies import SHUTTING_DOWN_RETRY
 from groupwise.api.http.shared_state import Facts, Limits, Shared, facts_of
 from groupwise.api.schemas.activity import ActivityAnswer
 from groupwise.api.schemas.idempotency import AnswerKey, body_hash, idempotency_key
@@ -38,7 +39,7 @@ from groupwise.api.schemas.training import (
     StopAnswer,
     TokenizerAnswer,
 )
-from groupwise.server.ledger.file import DiskFull
+from groupwise.server.ledger.file import DiskFull, LedgerClosed
 from groupwise.server.ledger.idempotency import InFlightRequests, StoredResponse
 from groupwise.server.run.activity import known_clients
 from groupwise.server.run.downloads import OpenVersion
@@ -170,7 +171,9 @@ class Serving(Shared):
         return (await self.service.activity()).model_copy(update={"clients": clients})
 
     def refusal_of(self, error: Exception) -> Refusal | None:
-        """Convert a full disk to a refusal, because it is no error of the server's code."""
+        """Convert a full disk, and the ledger of a server that is shutting down, to refusals: they are no errors of the server's code."""
+        if isinstance(error, LedgerClosed):
+            return Refusal("shutting_down", retry_after=SHUTTING_DOWN_RETRY)
         if not isinstance(error, DiskFull):
             return None
         logger.error("%s", error)

@@ -29,7 +29,7 @@ from groupwise.server.ledger import groups
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.run import ledger_operations
 from groupwise.server.run.active_run import ActiveRun
-from groupwise.server.run.engine_errors import await_engine, naming_field
+from groupwise.server.run.engine_errors import await_engine, check_prompt_length, naming_field
 
 T = TypeVar("T")
 
@@ -56,13 +56,16 @@ class CompletionsAndRewards:
             )
             error = FieldError(field="tokenizer_hash", message=message)
             raise Refusal("tokenizer_mismatch", message, errors=[error])
+        for index, prompt in enumerate(request.all_prompts):
+            field = _request_field_names(request, index)["prompt"]
+            check_prompt_length(prompt, conductor.status.opened, field)
         await self._ledger.do(
             ledger_operations.check_draws, conductor.status.run, request.all_draws
         )
         wait = self._config.completions_wait
         async with conductor.room.admit(request.all_draws, wait, caller.key_id) as draws:
             orders = [
-                _order_of_sample(request, prompt, draw)
+                _order_of_sample(request, prompt, draw, conductor.room.room.policy_step(draw))
                 for prompt, draw in zip(request.all_prompts, draws, strict=True)
             ]
             engine = conductor.engine
@@ -168,10 +171,12 @@ class CompletionsAndRewards:
     ) -> T:
         """Call `read` at each beat, and return its result once it is done, the time is over, or no more steps will be taken."""
         deadline = time.monotonic() + seconds
+        run = self._active_run.any_run().run
         while True:
             beat = self._active_run.changed.next_event
             result = await read()
-            if is_done(result) or self._active_run.is_over():
+            replaced = self._active_run.any_run().run != run
+            if is_done(result) or replaced or self._active_run.is_over():
                 return result
             if not await self._active_run.next_beat(beat, deadline):
                 return result
@@ -188,7 +193,9 @@ def _request_field_names(request: CompletionsRequest, index: int) -> Mapping[Ord
     }
 
 
-def _order_of_sample(request: CompletionsRequest, prompt: Prompt, draw: int) -> SampleOrder:
+def _order_of_sample(
+    request: CompletionsRequest, prompt: Prompt, draw: int, policy_step: int | None
+) -> SampleOrder:
     ids = request.prompt_tokens
     return SampleOrder(
         draw,
@@ -202,4 +209,5 @@ def _order_of_sample(request: CompletionsRequest, prompt: Prompt, draw: int) -> 
         ),
         None if ids is None else tuple(ids),
         columns_of(request.tools, request.chat_template_kwargs),
+        policy_step=policy_step,
     )

@@ -64,11 +64,15 @@ def start_run(
     opened: Opened,
     caller: Caller,
     answer: StoredResponse,
+    replaced: str | None = None,
 ) -> RunRow:
-    """Record a run that an engine has opened as the active one."""
+    """Record a run that an engine has opened as the active one, in place of the run `replaced`, which ends here."""
     tokenizer = Tokenizer.of(opened)
 
     def work() -> StoredResponse:
+        if replaced is not None:
+            step = steps.next_step(transaction, replaced)
+            steps.end_run(transaction, replaced, "replaced", EventKind.STOPPED, step)
         if goes_on:
             runs.reactivate_run(transaction, run, settings, config, tokenizer)
         else:
@@ -109,8 +113,9 @@ def keep_groups(
                 sample.step,
                 sample.version,
                 sample.fingerprint,
+                named=asked is not None,
             )
-            for sample in sampled
+            for sample, asked in zip(sampled, request.all_draws, strict=True)
         ]
         rows = groups.add_groups(transaction, run, new_groups, key_id=caller.key_id, lease=lease)
         counters.count(transaction, run, counters.COMPLETION_REQUESTS)
@@ -384,6 +389,8 @@ class RunSnapshot:
     counters: dict[str, int]
     quarantined: list[PlanRow]
     last_event: int
+    unnamed: int
+    """Number of groups whose client did not name the draw."""
 
     @property
     def refusals_by_code(self) -> dict[str, int]:
@@ -402,4 +409,5 @@ def snapshot_of(transaction: Transaction, run: str) -> RunSnapshot:
         counters.counters_of(transaction, run),
         plans.quarantined_plans(transaction, run),
         events.last_event(transaction),
+        groups.count_unnamed(transaction, run),
     )

@@ -204,6 +204,16 @@ CASES = [
 ]
 
 
+LIMITS = [
+    ("/v1/completions", "max_tokens", 1000),
+    ("/v1/chat/completions", "max_tokens", 1000),
+    ("/v1/chat/completions", "max_completion_tokens", 1000),
+    ("/v1/chat/completions", "messages", [{"role": "user", "content": "a" * 600}]),
+    ("/v1/completions", "prompt", "a" * 600),
+]
+"""Path, the field that is beyond what the run takes, and its value."""
+
+
 async def test_what_cannot_be_honoured_is_refused_by_name(tmp_path) -> None:
     async with asking(tmp_path) as (_, client):
         for path, key, value in CASES:
@@ -211,6 +221,9 @@ async def test_what_cannot_be_honoured_is_refused_by_name(tmp_path) -> None:
             assert error["type"] == "invalid_request_error"
             assert key == "max_tokens" or error["param"].split(".")[0] == key, error
             assert key == "max_tokens" or key in error["message"]
+        for path, field, value in LIMITS:
+            error = await client.refused(400, path, {**PATHS[path], field: value})
+            assert error["param"] == field, error
         for wrong in ({"max_tokens": 1000}, {"model": "no"}, {"temperature": -1}):
             body = {**TEXT, "stream": True, **wrong}
             await client.refused(404 if "model" in wrong else 400, "/v1/completions", body)
