@@ -145,7 +145,7 @@ class FakeVerbs:
         if self.hold is not None:
             await self.hold.wait()
         for row in rows:
-            if not set(row.completion_ids) <= set(range(len(ALPHABET))):
+            if not {*row.completion_ids, *row.target_ids} <= set(range(len(ALPHABET))):
                 raise UsageError(f"A token is beyond the vocabulary of {len(ALPHABET)}.")
         logprobs = tuple(await self._learner(model).logprobs(rows))
         values = [
@@ -202,7 +202,7 @@ def _value(credit: float, now: float, then: float, loss: LossSpec) -> tuple[floa
 
 def _slopes(row: Row, logprobs: Sequence[float], loss: LossSpec) -> list[Row]:
     """A row for each token, whose advantage is the slope there: the fake policy does not look at its context."""
-    pairs = zip(row.completion_ids, row.mask, strict=True)
+    pairs = zip(row.target_ids, row.mask, strict=True)
     slopes = iter([_value(*token, loss)[1] for token in _tokens(row, logprobs)])
     return [
         replace(
@@ -212,6 +212,7 @@ def _slopes(row: Row, logprobs: Sequence[float], loss: LossSpec) -> list[Row]:
             sampling_logprobs=(0.0,),
             advantage=next(slopes),
             credits=None,
+            targets=None,
         )
         for token, counts in pairs
         if counts

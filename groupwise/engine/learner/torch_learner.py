@@ -334,7 +334,7 @@ def _by_row(
     values_by_row: list[tuple[Any, ...]] = [()] * len(rows)
     for batch, values_BT in values_by_batch:
         for index, row, values in zip(batch.indices, batch.rows, values_BT.tolist(), strict=True):
-            values_by_row[index] = tuple(values[: len(row.completion_ids)])
+            values_by_row[index] = tuple(values[: len(row.target_ids)])
     return values_by_row
 
 

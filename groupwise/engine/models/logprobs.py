@@ -16,7 +16,7 @@ NEVER = -1e30
 
 
 class TokenNumbers(NamedTuple):
-    """Numbers of each target, in the order of the targets."""
+    """Numbers of each target, in the order of the targets. [N, K] where each of N places has K targets; entropies are always [N]."""
 
     logprobs_N: Tensor
     """Nats; carries the gradient."""
@@ -36,7 +36,7 @@ def token_logprobs(
     accuracy: bool = False,
     withheld_X2: Tensor | None = None,
 ) -> TokenNumbers:
-    """The numbers of the targets at the temperatures.
+    """The numbers of the targets, [N] or [N, K], at the temperatures.
 
     `accuracy` also finds out whether each target is the most likely token, which costs a search. `withheld_X2` has pairs of an index in N
     and a token whose probability there is 0. Entropies have a gradient only on request, because that costs another pass over the logits.
@@ -87,9 +87,10 @@ def _chunk_numbers(
         known_X2 = withheld_X2[withheld_X2[:, 1] < scaled_NV.shape[1]]
         scaled_NV[known_X2[:, 0], known_X2[:, 1]] = NEVER
     normaliser_N = scaled_NV.logsumexp(-1)
-    chosen_N = scaled_NV.gather(1, targets_N[:, None])[:, 0] - normaliser_N
+    targets_NK = targets_N if targets_N.ndim == 2 else targets_N[:, None]
+    chosen_N = (scaled_NV.gather(1, targets_NK) - normaliser_N[:, None]).view_as(targets_N)
     # The backward pass needs nothing computed below, so it does not recompute it (except an entropy with gradient).
-    right_N = scaled_NV.argmax(-1) == targets_N if accuracy else None
+    right_N = (scaled_NV.argmax(-1)[:, None] == targets_NK).view_as(targets_N) if accuracy else None
     if entropy_gradient:
         probabilities_NV = (scaled_NV - normaliser_N[:, None]).exp()
         entropy_N = normaliser_N - (probabilities_NV * scaled_NV).sum(-1)

@@ -263,6 +263,7 @@ class EngineModels:
                     f"data[{index}] has {length} tokens; {current.base.name} has room for {current.longest_row}."
                 )
             _check_tokens((*row.prompt_ids, *row.completion_ids), current, f"data[{index}]")
+            _check_tokens(row.targets or (), current, f"data[{index}].target_tokens")
 
     async def _lora_config(self, spec: ModelSpec) -> LoraConfig:
         """The adapter that a client requests."""

@@ -70,7 +70,8 @@ class Computed:
     """The result of a forward pass over some rows."""
 
     logprobs: tuple[tuple[float, ...], ...]
-    """Log-probability (nats) of every completion token of each row, even if its mask is 0; computed before the update, without dropout."""
+    """Log-probability (nats) of every target of each row (`Row.target_ids`), even if its mask is 0; computed before the update, without
+    dropout."""
     sums: Mapping[str, float]
     """Sums from `Learner.forward_backward`: `loss/<component>` undivided, and the statistics of the loss."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncGenerator, Awaitable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,30 @@ async def test_a_forward_pass_tells_every_token_and_the_same_sums(models: Engine
     taught = [value for each in without.logprobs for value in each[1:]]
     assert without.sums["loss/policy"] == pytest.approx(-sum(taught))
     assert (await models.optim_step(MODEL, STEP)).grad_norm > 0
+
+
+async def test_given_targets_and_several_of_them(models: EngineModels) -> None:
+    """Each has its log-probability, and a sum of credits teaches as one pass for each target would."""
+    first, second = (30, 31, 32, 33), (40, 41, 42, 43)
+    plain = replace(ROWS[0], mask=(1,) * 4, credits=(1.0, 2.0, 3.0, 4.0))
+    single = [replace(plain, targets=targets) for targets in (first, second)]
+    pairs = tuple(token for both in zip(first, second, strict=True) for token in both)
+    several = replace(
+        plain,
+        targets=pairs,
+        mask=(1,) * 8,
+        sampling_logprobs=(0.0,) * 8,
+        credits=tuple(credit for credit in (1.0, 2.0, 3.0, 4.0) for _ in range(2)),
+    )
+    apart = await models.forward_backward(MODEL, single, LOSS)
+    norm = (await models.optim_step(MODEL, replace(STEP, learning_rate=0.0))).grad_norm
+    together = await models.forward_backward(MODEL, [several], LOSS)
+    assert (await models.optim_step(MODEL, STEP)).grad_norm == pytest.approx(norm, rel=2e-3)
+    assert together.logprobs[0][::2] == pytest.approx(apart.logprobs[0], abs=1e-5)
+    assert together.logprobs[0][1::2] == pytest.approx(apart.logprobs[1], abs=1e-5)
+    assert together.sums["loss/policy"] == pytest.approx(apart.sums["loss/policy"], rel=1e-5)
+    with pytest.raises(UsageError, match=r"data\[0\].target_tokens has the token 102; those of tiny"):
+        await models.forward(MODEL, [replace(plain, targets=(1, 2, 3, 102))], LOSS)
 
 
 async def test_what_is_sampled_is_what_was_saved(models: EngineModels) -> None:
