@@ -164,7 +164,7 @@ class Order:
             from_json(document["spec"]),
             document["gpus"],
             document.get("nodes") or 1,
-            asks=document.get("asks") or {},
+            place_options=document.get("asks") or {},
             python=document.get("python"),
             meets_at=document.get("meets_at"),
         )

@@ -1,8 +1,9 @@
-"""The client for a fleet whose folder is on this machine. Requests go to the API's application in the same process.
+"""The client for a fleet whose database is on this machine. Requests go to the FastAPI application in the same process.
 
-So a command is written once, and each route, refusal and document has one implementation. No server has to run: the application opens
-the fleet's database and folder, and rings its doorbell when a job may start sooner. Its caller is the user of the terminal, who may do
-everything, and also add a machine that is reached without SSH or whose host key is already verified, which no key of the API allows.
+No server has to run. A command is written once, and each route, refusal and document has one implementation. The application opens the
+fleet's database and folder. When a job may be able to start, it rings the fleet's doorbell (`notify/base.py`), which wakes a dispatcher.
+Its caller is the user of the terminal, who may do everything. This includes adding a machine that is reached without SSH or whose host key
+is already verified, which keys of the API may not do.
 """
 
 from __future__ import annotations
@@ -68,7 +69,10 @@ class LocalFleet(FleetClient):
         super().__init__(URL, key="", transport=self._transport, warn=warn)
 
     def on_behalf_of(self, who: str) -> Self:
-        """A client of the same fleet that acts for the holder of the dashboard's key `who`; the local user acts as themselves."""
+        """A client of the same fleet that acts for the holder of the dashboard's key `who`; the local user acts as themselves.
+
+        It shares this client's doorbell and transport, so only this client is closed.
+        """
         if who == LOCAL.key_id:
             return self
         client = copy.copy(self)
@@ -101,7 +105,7 @@ class LocalFleet(FleetClient):
         return {name: [entry.sha256, entry.mode, entry.size] for name, entry in entries.items()}
 
     def close(self) -> None:
-        """Allow the doorbell a moment to send pending rings, and stop the application."""
+        """Flush pending rings of the doorbell, then stop the application."""
         try:
             self._transport.run(self._doorbell.close())
         finally:

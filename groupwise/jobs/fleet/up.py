@@ -40,14 +40,14 @@ from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
 from groupwise.api.schemas.problems import Refusal
-from groupwise.core.backoff import Backoff
 from groupwise.core.errors import GroupwiseError, RunError, UsageError
+from groupwise.core.retry import Backoff
 from groupwise.jobs.fleet import processes
 from groupwise.jobs.fleet.attempts import records
 from groupwise.jobs.fleet.attempts.effects import Gateway
 from groupwise.jobs.fleet.attempts.records import Machine
 from groupwise.jobs.fleet.disk_full import NO_ROOM, told_in_words
-from groupwise.jobs.fleet.dispatcher import GlobalJobDispatcher, Parts, Rhythm, Tuning, new_owner
+from groupwise.jobs.fleet.dispatcher import GlobalJobDispatcher, Intervals, Parts, Tuning, new_owner
 from groupwise.jobs.fleet.event_listener import EventListener
 from groupwise.jobs.fleet.files.artefacts import Collector
 from groupwise.jobs.fleet.files.folders import identity_of
@@ -409,7 +409,7 @@ class _ControlPlane:
 
     async def _play_dispatcher(self, role: _Role) -> None:
         settings = self._settings
-        rhythm = Rhythm(
+        rhythm = Intervals(
             lease=settings.lease_seconds,
             renew=settings.lease_seconds / 3,
             adopt=min(settings.lease_seconds / 3, settings.sweep_seconds),

@@ -65,8 +65,8 @@ from groupwise.training.loops.prepare import Prepared, check_start
 from groupwise.training.loops.resume import (
     ResumePoint,
     check_resume,
+    copy_start_weights,
     find_resume_point,
-    keep_start,
     open_folder,
     restore_checkpoint,
     start_weights_to_copy,
@@ -220,7 +220,7 @@ class EngineCore:
         self._scope.callback(release)
         weights = start_weights_to_copy(point) if point is not None else adapter
         if weights is not None:
-            start = keep_start(folder, prepared.loaded, Path(weights))
+            start = copy_start_weights(folder, prepared.loaded, Path(weights))
             prepared = replace(prepared, loaded=start)
         if prepared.config.run.keep_tokens:
             folder.keep_tokenizer(prepared.tokenizer.save_pretrained)

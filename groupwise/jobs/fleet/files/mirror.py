@@ -120,7 +120,7 @@ class CheckpointMirror:
         )
 
     async def _fetch_checkpoint(self, part: Part, checkpoint: CheckpointTree) -> None:
-        """Fetch all its blobs into the store, the largest first: one that is too large then fails early. Raises _Torn."""
+        """Fetch all its blobs into the store, the largest first: one that is too large then fails early. Raises _NotMirrored."""
         largest_first = sorted(checkpoint.files.items(), key=lambda file: -file[1].size)
         entries = {entry.sha256: (path, entry) for path, entry in largest_first}
         project_query = select(Job.project).where(Job.job_id == part.job_id)

@@ -333,7 +333,7 @@ def _machine_problem(row: Any, now: float) -> str | None:
         (row.degraded, f"its GPUs cannot be read{problem}"),
         (age > stale, f"not observed for over {minutes} (is a poller running?)"),
     )
-    return next((reason for is_true, reason in reasons if is_true), None)
+    return next((reason for applies, reason in reasons if applies), None)
 
 
 def stale_after(facts: Mapping[str, Any] | None) -> float:

@@ -65,7 +65,7 @@ async def test_placed_by_two_at_once_under_a_name_that_was_free_again_it_runs_on
     sitter: Sitter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One asks before another laptop has placed the job, and goes on after."""
-    newest, asked = sitter.backend._newest, list[str]()
+    newest, asked = sitter.backend._newest_attempt, list[str]()
 
     async def late(name: str) -> Any:
         asked.append(name)

@@ -129,14 +129,14 @@ class TooLate:
         raise ImportError("too late for " + name)
 
 
-def settle(self, really=Supervisor.settle):
+def daemonize(self, really=Supervisor.daemonize):
     really(self)
     for name in set(sys.modules) & {"pwd", "resource", "shutil", "traceback", "ctypes"}:
         assert name in ("pwd", "resource", "ctypes"), name
     sys.meta_path.insert(0, TooLate())
 
 
-Supervisor.settle = settle
+Supervisor.daemonize = daemonize
 """
 """For the end of the runner's text: as if another Python were there by the time that the supervisor has settled."""
 

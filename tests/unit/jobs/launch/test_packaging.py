@@ -139,4 +139,4 @@ def test_what_the_command_reads_has_to_travel(packs: Packs, project: Path) -> No
     packs(needs=needs, take=("runs/warm",))
     with pytest.raises(UsageError, match="outside of the project"):
         packs(needs=outside)
-    packs(needs=outside, elsewhere=False)
+    packs(needs=outside, is_remote=False)

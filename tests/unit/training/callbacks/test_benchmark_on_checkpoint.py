@@ -48,7 +48,7 @@ class Session:
             step=step,
             say=self.said.append,
             tokenizer=tokenizer,
-            interruption=SimpleNamespace(asked=None),
+            interruption=SimpleNamespace(received_signal=None),
         )
         self.asked = ControlRequests()
         self.handle = RunHandle(self.run, self.asked, "benchmark")  # type: ignore[arg-type]

@@ -212,7 +212,7 @@ def test_what_no_database_keeps_is_no_answer(fleet: Fleet):
                 refused += 1
                 continue
             at = fleet.start + tried
-            apply = partial(observation.apply, vm_id="vm", asked_at=at, seen=observed)
+            apply = partial(observation.apply, vm_id="vm", asked_at=at, observation=observed)
             assert fleet.database.run(apply)
     assert tried / 4 < refused < tried
 
