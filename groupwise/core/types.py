@@ -349,6 +349,17 @@ class Prediction:
 
 
 @dataclass(frozen=True, slots=True)
+class TopTokens:
+    """The k most likely tokens at each of some places, the most likely first: k entries for one place after those for the one before it."""
+
+    count: int
+    """k, at least 1."""
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Log-probability (nats) of each of these tokens."""
+
+
+@dataclass(frozen=True, slots=True)
 class Policy:
     """A published version of the weights, addressed `run@step`. Publication always goes through files."""
 

@@ -33,6 +33,10 @@ class ForwardResult:
     entropies_BT: Tensor
     right_BT: Tensor | None = None
     """True where the token is the most likely one; None if not requested."""
+    top_ids_BTX: Tensor | None = None
+    """The X most likely tokens at each place, the most likely first; None if not requested."""
+    top_logprobs_BTX: Tensor | None = None
+    """Their log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,8 @@ class ForwardOutputs:
     """Mark tokens that are the most likely ones: a search through the logits."""
     trained_only: bool = False
     """Leave out tokens outside their row's mask: no loss uses them, and logits are a large part of a token's cost."""
+    top: int = 0
+    """So many most likely tokens at each place; only for rows without several targets for a token."""
 
 
 DEFAULT_OUTPUTS = ForwardOutputs()
@@ -211,6 +217,7 @@ def _at_tokens(
         entropy_gradient=outputs.entropy_gradient,
         accuracy=outputs.accuracy,
         withheld_X2=targets.withheld_X2,
+        top=outputs.top,
     )
     return queried.spread(numbers)
 
@@ -253,7 +260,7 @@ class QueriedTokens:
         places_BT = self.places_BT
         empty_BT = torch.zeros(places_BT.shape, device=places_BT.device)
         wrong_BT = torch.zeros_like(places_BT)
-        logprobs, entropies, right = numbers
+        logprobs, entropies, right, *top = numbers
         if (wanted_NK := self.wanted_NK) is not None:
             logprobs = logprobs[wanted_NK]
             entropies = entropies[:, None].expand_as(wanted_NK)[wanted_NK]
@@ -262,7 +269,14 @@ class QueriedTokens:
             empty_BT.masked_scatter(places_BT, logprobs),
             empty_BT.masked_scatter(places_BT, entropies),
             None if right is None else wrong_BT.masked_scatter(places_BT, right),
+            *(None if values is None else _spread_rows(places_BT, values) for values in top),
         )
+
+
+def _spread_rows(places_BT: Tensor, values_NX: Tensor) -> Tensor:
+    """A row of values at each of the marked places, 0 elsewhere, as [B, T, X]."""
+    empty_BTX = values_NX.new_zeros((*places_BT.shape, values_NX.shape[1]))
+    return empty_BTX.masked_scatter(places_BT[..., None], values_NX)
 
 
 def query_tokens(

@@ -14,6 +14,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,6 +32,7 @@ from groupwise.core.types import (
     Prediction,
     Row,
     SiblingRowStats,
+    TopTokens,
     UpdateResult,
 )
 from groupwise.engine.learner.engine import LearnerEngine, TransformersEngine
@@ -211,6 +213,20 @@ class TorchLearner:
         for batch, forward in forwards:
             _add_sums(sums, loss_function.loss(token_batch(batch, forward)))
         return sums, _by_row(rows, ((batch, forward.logprobs_BT) for batch, forward in forwards))
+
+    async def top_logprobs(self, rows: Sequence[Row], count: int) -> list[TopTokens]:
+        """The `count` most likely tokens before each completion token of each row, at the row's temperature."""
+        forwards = self._forwards(rows, outputs=ForwardOutputs(top=count))
+        ids_by_row = _by_row(
+            rows, ((batch, cast("Tensor", forward.top_ids_BTX)) for batch, forward in forwards)
+        )
+        logprobs_by_row = _by_row(
+            rows, ((batch, cast("Tensor", forward.top_logprobs_BTX)) for batch, forward in forwards)
+        )
+        return [
+            TopTokens(count, tuple(chain(*ids)), tuple(chain(*logprobs)))
+            for ids, logprobs in zip(ids_by_row, logprobs_by_row, strict=True)
+        ]
 
     @explaining_out_of_memory("computing log-probabilities")
     def _forwards(

@@ -21,10 +21,11 @@ from typing import Any, cast
 
 from groupwise.api.http.strict_json import LARGE
 from groupwise.core.errors import UsageError
-from groupwise.core.types import LossSpec, Row
+from groupwise.core.types import LossSpec, Row, TopTokens
 from groupwise.server.engine.verb_protocol import Computed, VerbSampled
+from groupwise.server.tinker import requests
 from groupwise.server.tinker.messages import messages
-from groupwise.server.tinker.tensors import Cells, cells_of, unpacked
+from groupwise.server.tinker.tensors import Cells, Sparse, cells_of, places_of, unpacked
 
 POLICY_INPUTS = ("target_tokens", "logprobs", "advantages")
 MOST_FIELDS = 200_000
@@ -236,21 +237,63 @@ def metrics(sums: Mapping[str, float]) -> dict[str, float]:
     return {"loss:sum": loss, **sums_by_name}
 
 
-def sample_response(result: VerbSampled, prompt_length: int, last: int | None) -> bytes:
-    """The message `SampleResponse`; only the last `last` log-probabilities of the prompt are included, if `last` is given."""
+def sample_response(result: VerbSampled, asked: requests.Sample) -> bytes:
+    """The message `SampleResponse`. Of the prompt's numbers only the last are included if `asked` limits them."""
     classes = messages()
     message = classes.SampleResponse()
-    for completion in result.completions:
+    for index, completion in enumerate(result.completions):
         sequence = message.sequences.add()
         stopped = completion.finish_reason == "stop"
         sequence.stop_reason = classes.STOP_REASON_STOP if stopped else classes.STOP_REASON_LENGTH
         sequence.tokens = struct.pack(f"<{len(completion.token_ids)}i", *completion.token_ids)
         sequence.logprobs = _float32(completion.logprobs)
+        if result.completion_tops is not None:
+            _write_top(sequence.topk_sampled_logprobs, result.completion_tops[index], 0)
+    prompt_length = sum(len(chunk.tokens) for chunk in asked.prompt.chunks)
+    last = asked.prompt_logprobs_last_n
+    left_out = 0 if last is None else prompt_length - last
     if result.prompt_logprobs is not None:
         logprobs = [math.nan, *result.prompt_logprobs]
-        left_out = 0 if last is None else prompt_length - last
         message.prompt_logprobs = _float32([math.nan] * left_out + logprobs[left_out:])
+    if result.prompt_top is not None:
+        _write_top(message.topk_prompt_logprobs, result.prompt_top, max(1, left_out))
+    if result.target_logprobs is not None and asked.target_prompt_logprobs is not None:
+        _write_target_logprobs(
+            message.target_prompt_logprobs, result.target_logprobs, asked.target_prompt_logprobs
+        )
     return cast(bytes, message.SerializeToString())
+
+
+NO_TOKEN = (0, -99999.0)
+"""The token and the log-probability of an empty cell in the client's tables of most likely tokens."""
+
+
+def _write_top(table: Any, top: TopTokens, empty: int) -> None:
+    """Fill a table of most likely tokens whose first `empty` places have none; a prompt's first token is not among those of `top`."""
+    skipped = top.count * max(0, empty - 1)
+    token_ids = [NO_TOKEN[0]] * (top.count * empty) + [*top.token_ids[skipped:]]
+    logprobs = [NO_TOKEN[1]] * (top.count * empty) + [*top.logprobs[skipped:]]
+    table.k, table.length = top.count, len(token_ids) // top.count
+    table.token_ids = struct.pack(f"<{len(token_ids)}i", *token_ids)
+    table.logprobs = _float32(logprobs)
+
+
+def _write_target_logprobs(
+    tensor: Any, logprobs: Sequence[float], asked: requests.TargetTokens
+) -> None:
+    """Fill a tensor of the shape and layout of the ids that were asked for."""
+    tensor.dtype = messages().DTYPE_FLOAT32
+    tensor.shape.extend(asked.shape)
+    starts, columns = asked.sparse_crow_indices, asked.sparse_col_indices
+    if starts is None or columns is None:
+        tensor.dense = _float32(logprobs)
+        return
+    length, width = asked.shape
+    listed = Sparse(asked.data, starts, columns)
+    places = places_of(listed, length, width, "target_prompt_logprobs")
+    tensor.sparse_csr.values = _float32([logprobs[place] for place in places])
+    tensor.sparse_csr.crow_indices = struct.pack(f"<{len(starts)}q", *starts)
+    tensor.sparse_csr.col_indices = struct.pack(f"<{len(columns)}q", *columns)
 
 
 def text_tokens(chunks: Iterable[Any], where: str) -> tuple[int, ...]:

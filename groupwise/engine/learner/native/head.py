@@ -29,8 +29,9 @@ def token_numbers(model: NativeModel, residual_NH: Tensor, targets: Targets) -> 
     They equal those of `groupwise.engine.models.logprobs.token_logprobs`.
     """
     gradient = torch.is_grad_enabled() and residual_NH.requires_grad
-    logprobs_N, entropies_N, right_N = _Head.apply(residual_NH, model, targets, gradient)  # pyright: ignore[reportGeneralTypeIssues]
-    return TokenNumbers(logprobs_N, entropies_N, right_N if targets.outputs.accuracy else None)
+    logprobs_N, entropies_N, right_N, *top = _Head.apply(residual_NH, model, targets, gradient)  # pyright: ignore[reportGeneralTypeIssues]
+    right = right_N if targets.outputs.accuracy else None
+    return TokenNumbers(logprobs_N, entropies_N, right, *(top if targets.outputs.top else ()))
 
 
 class _Head(torch.autograd.Function):
@@ -39,21 +40,22 @@ class _Head(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, residual_NH: Tensor, model: NativeModel, targets: Targets, gradient: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         numbers = _HeadNumbers(model, residual_NH, targets, gradient)
         for start in range(0, len(residual_NH), CHUNK):
             numbers.compute(start, min(start + CHUNK, len(residual_NH)))
         ctx.model, ctx.slopes = model, (numbers.chosen_slopes_NH, numbers.entropy_slopes_NH)
         ctx.targets = targets
         ctx.save_for_backward(residual_NH)
-        ctx.mark_non_differentiable(numbers.right_N)
-        if not targets.outputs.entropy_gradient:
-            ctx.mark_non_differentiable(numbers.entropies_N)
-        return numbers.logprobs_N, numbers.entropies_N, numbers.right_N
+        unused = (numbers.right_N, numbers.top_ids_NX, numbers.top_logprobs_NX)
+        # One call: each replaces what an earlier one has marked.
+        constant = () if targets.outputs.entropy_gradient else (numbers.entropies_N,)
+        ctx.mark_non_differentiable(*unused, *constant)
+        return numbers.logprobs_N, numbers.entropies_N, *unused
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        d_logprobs_N, d_entropies_N, _ = grad_outputs
+        d_logprobs_N, d_entropies_N, *_ = grad_outputs
         (residual_NH,) = ctx.saved_tensors
         model: NativeModel = ctx.model
         chosen_NH, entropy_NH = ctx.slopes
@@ -86,6 +88,8 @@ class _HeadNumbers:
         self.logprobs_N = residual_NH.new_empty(targets.ids_N.shape)
         self.entropies_N = residual_NH.new_empty(count)
         self.right_N = residual_NH.new_zeros(targets.ids_N.shape, dtype=torch.bool)
+        self.top_ids_NX = residual_NH.new_zeros((count, targets.outputs.top), dtype=torch.long)
+        self.top_logprobs_NX = residual_NH.new_zeros((count, targets.outputs.top))
         self.chosen_slopes_NH = torch.empty_like(residual_NH) if gradient else None
         entropy = gradient and targets.outputs.entropy_gradient
         self.entropy_slopes_NH = torch.empty_like(residual_NH) if entropy else None
@@ -142,6 +146,9 @@ class _HeadNumbers:
         if targets.outputs.accuracy:
             right_RK = scaled_RV.argmax(-1)[:, None] == ids_RK
             self.right_N[indices] = right_RK.view_as(targets.ids_N)
+        if targets.outputs.top:
+            top_RX, self.top_ids_NX[indices] = scaled_RV.topk(targets.outputs.top, -1)
+            self.top_logprobs_NX[indices] = top_RX - normaliser_R[:, None]
         if entropy_RV is not None:
             scaled_RV.sub_((normaliser_R - entropies_R)[:, None])
             torch.mul(scaled_RV, probabilities_RV, out=entropy_RV)

@@ -246,7 +246,11 @@ async def test_samples_are_drawn_once_and_those_that_cannot_be_are_refused(askin
         ("The prompt is empty", {"prompt": {"chunks": []}}), ("64", {"sampling_params": {"max_tokens": 63}}),
         ("temperature", {"sampling_params": {"temperature": -1}}), ("needs prompt_logprobs", {"prompt_logprobs_last_n": 1}),
         ("less than the prompt's 2", {"prompt_logprobs": True, "prompt_logprobs_last_n": 2}),
-        ("topk_sample_logprobs", {"topk_sample_logprobs": 3}), ("prompt_alt_tokens_k", {"prompt_alt_tokens_k": 3}),
+        ("topk_sample_logprobs", {"topk_sample_logprobs": 1025}), ("prompt_alt_tokens_k", {"prompt_alt_tokens_k": 3}),
+        ("makes 4,194,304 entries", {"topk_sample_logprobs": 1024, "num_samples": 1024, "sampling_params": {"max_tokens": 4}}),
+        ("at least 2 items", {"target_prompt_logprobs": {"data": [1], "dtype": "int64", "shape": [1]}}),
+        ("it must be", {"target_prompt_logprobs": {"data": [1], "dtype": "int64", "shape": [9, 1]}}),
+        ("or neither", {"target_prompt_logprobs": {"data": [], "dtype": "int64", "shape": [1, 1], "sparse_crow_indices": [0, 0]}}),
         ("record_stability_info", {"record_stability_info": True}), ("num_samples", {"num_samples": 0}),
     ]  # fmt: skip
     for number, (said, changes) in enumerate(wrong, 1):

@@ -11,10 +11,11 @@ import pytest
 
 from groupwise.algorithms.registry import from_spec
 from groupwise.core.errors import UsageError
-from groupwise.core.types import Completion, LossSpec, Row
+from groupwise.core.types import Completion, LossSpec, Row, TopTokens
 from groupwise.server.engine.verb_protocol import Computed, VerbSampled
-from groupwise.server.tinker import translate
+from groupwise.server.tinker import requests, translate
 from groupwise.server.tinker.messages import messages
+from groupwise.server.tinker.sampling import prompt_targets
 
 
 def _request(loss: str = "cross_entropy", **fields: Any) -> Any:
@@ -221,7 +222,7 @@ def test_one_target_for_a_token_alone_in_the_losses_of_policies() -> None:
 
 @pytest.mark.parametrize("beta", [None, -0.5, math.nan])
 def test_the_beta_of_dro(beta: float | None) -> None:
-    with pytest.raises(UsageError, match="'dro' has .*it needs one of 0 or more, for example 0.05"):
+    with pytest.raises(UsageError, match=r"'dro' has .*it needs one of 0 or more"):
         translate.loss_of("dro", {} if beta is None else {"beta": beta})
 
 
@@ -277,6 +278,7 @@ def test_outputs_of_several_targets_have_the_shape_of_the_targets() -> None:
     ("last", "expected"), [(None, [None, -0.5, -0.25]), (1, [None, None, -0.25])]
 )
 def test_samples(last: int | None, expected: list[float | None]) -> None:
+    asked = _asked(prompt_logprobs=True, prompt_logprobs_last_n=last)
     drawn = VerbSampled(
         (
             Completion((3, 0), (-1.0, -2.0), "stop", 1, 0, "f"),
@@ -285,7 +287,7 @@ def test_samples(last: int | None, expected: list[float | None]) -> None:
         (-0.5, -0.25),
     )
     message = messages().SampleResponse()
-    message.ParseFromString(translate.sample_response(drawn, 3, last))
+    message.ParseFromString(translate.sample_response(drawn, asked))
     assert [struct.unpack(f"<{len(s.tokens) // 4}i", s.tokens) for s in message.sequences] == [
         (3, 0),
         (3,),
@@ -294,3 +296,59 @@ def test_samples(last: int | None, expected: list[float | None]) -> None:
     assert struct.unpack("<2f", message.sequences[0].logprobs) == (-1.0, -2.0)
     prompt = struct.unpack("<3f", message.prompt_logprobs)
     assert [None if math.isnan(value) else value for value in prompt] == expected
+
+
+def _asked(**changes: Any) -> requests.Sample:
+    prompt = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
+    body = {"prompt": prompt, "sampling_params": {}, "sampling_session_id": "s", "seq_id": 0}
+    return requests.Sample.model_validate({**body, **changes})
+
+
+@pytest.mark.parametrize(
+    ("last", "expected"),
+    [
+        (None, [None, [(4, -0.5), (3, -1.0)], [(9, -0.25), (8, -2.0)]]),
+        (1, [None, None, [(9, -0.25), (8, -2.0)]]),
+    ],
+)
+def test_the_likeliest_tokens_as_the_client_reads_them(last: int | None, expected: Any) -> None:
+    """Of the prompt, whose first token has none, and of what was drawn."""
+    from tinker.proto.response_conv import deserialize_sample_response
+
+    drawn = VerbSampled(
+        (
+            Completion((3, 0), (-1.0, -2.0), "stop", 1, 0, "f"),
+            Completion((3,), (-1.0,), "length", 2, 0, "f"),
+        ),
+        (-0.5, -0.25),
+        TopTokens(2, (4, 3, 9, 8), (-0.5, -1.0, -0.25, -2.0)),
+        (TopTokens(1, (3, 1), (-1.0, -0.5)), TopTokens(1, (3,), (-1.0,))),
+    )
+    asked = _asked(prompt_logprobs=True, prompt_logprobs_last_n=last)
+    found = deserialize_sample_response(translate.sample_response(drawn, asked))
+    assert found.topk_prompt_logprobs == expected
+    assert [sequence.topk_logprobs for sequence in found.sequences] == [
+        [[(3, -1.0)], [(1, -0.5)]],
+        [[(3, -1.0)]],
+    ]
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        {"data": [9, -1, -1, 8]},
+        {"data": [9, 8], "sparse_crow_indices": [0, 1, 2], "sparse_col_indices": [0, 1]},
+    ],
+)
+def test_given_tokens_of_a_prompt_in_the_layout_that_they_came_in(layout: Any) -> None:
+    from tinker.proto.response_conv import deserialize_sample_response
+
+    asked = _asked(target_prompt_logprobs={"dtype": "int64", "shape": [2, 2], **layout})
+    assert prompt_targets(asked, 3) == (9, -1, -1, 8)
+    drawn = VerbSampled((), target_logprobs=(-0.5, 0.0, 0.0, -0.25))
+    found = deserialize_sample_response(translate.sample_response(drawn, asked))
+    tensor = found.target_prompt_logprobs
+    assert tensor is not None
+    assert tensor.to_torch().tolist() == [[-0.5, 0.0], [0.0, -0.25]]
+    assert tensor.sparse_crow_indices == layout.get("sparse_crow_indices")
+    assert tensor.sparse_col_indices == layout.get("sparse_col_indices")
