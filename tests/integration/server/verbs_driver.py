@@ -114,7 +114,7 @@ def distil(steps: int) -> dict[str, Any]:
         types.Datum(model_input, padded),
     ]
     assert data[1].loss_fn_inputs["weights"].sparse_crow_indices is not None
-    adam, losses, outputs = types.AdamParams(learning_rate=0.02), [], None
+    adam, losses, outputs = types.AdamParams(learning_rate=0.002), [], None
     for _ in range(steps):
         learning = held["training"].forward_backward(data, "cross_entropy").result()
         outputs = outputs or learning.loss_fn_outputs
