@@ -214,8 +214,10 @@ class TorchLearner:
             _add_sums(sums, loss_function.loss(token_batch(batch, forward)))
         return sums, _by_row(rows, ((batch, forward.logprobs_BT) for batch, forward in forwards))
 
-    async def top_logprobs(self, rows: Sequence[Row], count: int) -> list[TopTokens]:
-        """The `count` most likely tokens before each completion token of each row, at the row's temperature."""
+    async def top_logprobs(
+        self, rows: Sequence[Row], count: int
+    ) -> tuple[list[tuple[float, ...]], list[TopTokens]]:
+        """What `logprobs` returns, and in the same pass the `count` most likely tokens in place of each completion token of each row."""
         forwards = self._forwards(rows, outputs=ForwardOutputs(top=count))
         ids_by_row = _by_row(
             rows, ((batch, cast("Tensor", forward.top_ids_BTX)) for batch, forward in forwards)
@@ -223,9 +225,10 @@ class TorchLearner:
         logprobs_by_row = _by_row(
             rows, ((batch, cast("Tensor", forward.top_logprobs_BTX)) for batch, forward in forwards)
         )
-        return [
-            TopTokens(count, tuple(chain(*ids)), tuple(chain(*logprobs)))
-            for ids, logprobs in zip(ids_by_row, logprobs_by_row, strict=True)
+        logprobs = _by_row(rows, ((batch, forward.logprobs_BT) for batch, forward in forwards))
+        return logprobs, [
+            TopTokens(count, tuple(chain(*ids)), tuple(chain(*values)))
+            for ids, values in zip(ids_by_row, logprobs_by_row, strict=True)
         ]
 
     @explaining_out_of_memory("computing log-probabilities")

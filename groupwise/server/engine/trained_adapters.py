@@ -341,8 +341,8 @@ class EngineModels:
         self, sampler: _Sampler, order: VerbSample, completions: tuple[Completion, ...]
     ) -> VerbSampled:
         """The completions with the numbers that the order wants of prompt and completions, by the sampler's learner."""
-        tops = order.prompt_top or order.completion_top
-        if not (order.prompt_logprobs or order.prompt_targets or tops):
+        top = order.prompt_top or order.completion_top
+        if not (order.prompt_logprobs or order.prompt_targets or top):
             return VerbSampled(completions)
         if sampler.weights is not None and not sampler.learner_reads:
             folder = self._base_state.folders.path_of(sampler.weights)
@@ -351,15 +351,16 @@ class EngineModels:
         parts = sampler.parts
         prompt = _context_row(order.prompt_ids[:1], order.prompt_ids[1:])
         prompt_logprobs = prompt_top = completion_tops = target_logprobs = None
-        if order.prompt_logprobs:
-            has_more = bool(prompt.completion_ids)
-            prompt_logprobs = (await parts.learner.logprobs([prompt]))[0] if has_more else ()
-        if order.prompt_top:
-            prompt_top = TopTokens(order.prompt_top, (), ())
-            if prompt.completion_ids:
-                (prompt_top,) = await parts.model.call(
-                    "learner.top_logprobs", [prompt], order.prompt_top
-                )
+        if not prompt.completion_ids:  # nothing comes before the only token
+            prompt_logprobs = () if order.prompt_logprobs else None
+            prompt_top = TopTokens(order.prompt_top, (), ()) if order.prompt_top else None
+        elif order.prompt_top:
+            (logprobs,), (prompt_top,) = await parts.model.call(
+                "learner.top_logprobs", [prompt], order.prompt_top
+            )
+            prompt_logprobs = logprobs if order.prompt_logprobs else None
+        elif order.prompt_logprobs:
+            (prompt_logprobs,) = await parts.learner.logprobs([prompt])
         if order.completion_top:
             temperature = order.params.temperature or 1.0
             rows = [
@@ -368,9 +369,8 @@ class EngineModels:
                 )
                 for completion in completions
             ]
-            completion_tops = tuple(
-                await parts.model.call("learner.top_logprobs", rows, order.completion_top)
-            )
+            _, tops = await parts.model.call("learner.top_logprobs", rows, order.completion_top)
+            completion_tops = tuple(tops)
         if order.prompt_targets:
             targets = tuple(max(token, 0) for token in order.prompt_targets)
             row = replace(prompt, targets=targets, mask=(1,) * len(targets))

@@ -257,9 +257,10 @@ def sample_response(result: VerbSampled, asked: requests.Sample) -> bytes:
         message.prompt_logprobs = _float32([math.nan] * left_out + logprobs[left_out:])
     if result.prompt_top is not None:
         _write_top(message.topk_prompt_logprobs, result.prompt_top, max(1, left_out))
-    if result.target_logprobs is not None and asked.target_prompt_logprobs is not None:
+    if asked.target_prompt_logprobs is not None:
+        logprobs = result.target_logprobs or ()  # none: the prompt is one token
         _write_target_logprobs(
-            message.target_prompt_logprobs, result.target_logprobs, asked.target_prompt_logprobs
+            message.target_prompt_logprobs, logprobs, asked.target_prompt_logprobs
         )
     return cast(bytes, message.SerializeToString())
 

@@ -20,6 +20,7 @@ from groupwise.core.types import (
     OptimiserParams,
     Row,
     SamplingParams,
+    TopTokens,
 )
 from groupwise.engine.sampler.torch_sampler import TorchSampler
 from groupwise.server.engine import trained_adapters
@@ -154,6 +155,11 @@ async def test_the_likeliest_and_given_tokens_of_a_sample(
         }
         drawn = [at[place, token] for place, token in enumerate(completion.token_ids)]
         assert drawn == pytest.approx(list(completion.logprobs), abs=2e-2)
+    single = await models.sample(
+        stored, replace(order, prompt_ids=PROMPT[:1], prompt_targets=(), completion_top=0)
+    )
+    assert (single.prompt_logprobs, single.completion_tops) == ((), None)
+    assert single.prompt_top == TopTokens(3, (), ())
     for wrong, message in (
         (replace(order, prompt_targets=(102,) * 2), "target_prompt_logprobs has the token 102"),
         (replace(order, prompt_top=103), "The 103 most likely tokens are wanted; tiny has 102"),
