@@ -20,6 +20,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from groupwise.core import atomic_files
 from groupwise.core.errors import ConfigError, TaskError, UsageError
@@ -50,6 +51,7 @@ from groupwise.server.engine.hosted_parts import EngineParts
 from groupwise.server.engine.scored_group import PART
 from groupwise.server.engine.served_run import Phase, ServedRun
 from groupwise.server.engine.trained_adapters import EngineModels, Shared
+from groupwise.server.openai.tools import call_format_of
 from groupwise.tasks.contract import Task
 from groupwise.tasks.data.messages import Unusable, messages_of
 from groupwise.tasks.data.reward_hacking import Signals
@@ -196,6 +198,7 @@ class EngineCore:
             tokenizer_hash=self._tokenizer_hash,
             stop_token_ids=parts.stop_token_ids,
             inexact=inexact,
+            call_format=call_format_of(_tools_template(run.tokenizer)),
         )
 
     def _open_run_folder(
@@ -304,7 +307,7 @@ class EngineCore:
             texts = (
                 [prompt]
                 if isinstance(prompt, str)
-                else [str(message["content"]) for message in prompt]
+                else [str(message.get("content", message.get("tool_calls"))) for message in prompt]
             )
             count, max_characters = sum(map(len, texts)), longest * current.longest_token
             if count > max_characters:
@@ -556,6 +559,11 @@ def _refuse_unlearnable(sampling: Sampling) -> None:
             "temperature 0 draws the same completion each time, from which nothing can be learnt. Give one above 0.",
             "temperature",
         )
+
+
+def _tools_template(tokenizer: Any) -> str:
+    """The chat template for conversations with tools; empty if there is none."""
+    return str(tokenizer.get_chat_template(tools=[{}]) if tokenizer.chat_template else "")
 
 
 def _first_difference(client_ids: tuple[int, ...], server_ids: tuple[int, ...]) -> str:

@@ -7,16 +7,17 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from groupwise.api.schemas.openai import GROUP, SIZE, ChatMessage, ChatRequest, TextRequest
 from groupwise.api.schemas.problems import FieldError, Refusal
-from groupwise.api.schemas.template_columns import columns_of
+from groupwise.api.schemas.template_columns import TOOLS, columns_of
 from groupwise.api.schemas.training import MAX_COMPLETIONS
 from groupwise.core.types import Prompt
 from groupwise.server.engine.engine_protocol import Sampling
+from groupwise.server.openai.tools import CallFormat
 from groupwise.tasks.data.messages import with_arguments
 
 
@@ -60,11 +61,18 @@ class GenerationRequest:
     """None: the completions form a group of their own, or are not stored."""
     read_calls: ReadCalls = "none"
     """Tool calls to extract from a completion's text: none, only the first, or all."""
+    call_format: CallFormat = "hermes"
+    """The notation of the model's tool calls."""
 
     @property
     def stops(self) -> tuple[str, ...]:
         """Texts that end a completion; they are not part of the text sent to the client."""
         return self.sampling.stop or ()
+
+    @property
+    def offered_tools(self) -> Sequence[Mapping[str, Any]]:
+        """Schemas of the tools that the model may call."""
+        return self.columns.get(TOOLS, ())
 
     def hash_with(self, size: int) -> str:
         """Hash of everything that the members of a group of this size share (SHA-256, hex)."""

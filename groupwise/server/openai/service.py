@@ -41,6 +41,7 @@ from groupwise.server.openai.completed import (
     write_completion,
 )
 from groupwise.server.openai.storing import Render, StoredCompletion, StoreOptions
+from groupwise.server.openai.tools import CallFormat
 from groupwise.server.run.conductor import Conductor, RunStatus
 from groupwise.server.run.policy_versions import LATEST
 from groupwise.server.settings import ServerConfig
@@ -162,6 +163,11 @@ class OpenAIService:
         )
 
     # --- completions -----------------------------------------------------------------------------
+
+    def call_format(self) -> CallFormat:
+        """The notation of tool calls: that of the setting `tool_call_parser`, or of the model's chat template."""
+        chosen = self._config.tool_call_parser
+        return self._host.active().status.opened.call_format if chosen == "auto" else chosen
 
     async def answer(
         self, ask: GenerationRequest, caller: Caller, render: Render

@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Annotated, Any, cast
 
 from fastapi import Depends, FastAPI, Header, Path
@@ -73,6 +74,8 @@ async def _completion_response(
     context: RequestContext,
 ) -> Response:
     ask = parse_request(body, storage)
+    if ask.read_calls != "none":
+        ask = replace(ask, call_format=service.call_format())
     if body.stream and context.caller.answer_key is not None:
         problem = "names an answer that can be sent again, which a stream cannot; leave it out, or ask without `stream`"
         raise Refusal(
