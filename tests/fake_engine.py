@@ -372,6 +372,7 @@ class FakeEngine:
                 longest_prompt=order.longest_prompt,
                 longest_completion=settings.longest_completion,
                 tokenizer_hash=_hash(_FILES),
+                chat_template=self._tokenizer.chat_template,
             )
 
     async def _sample(self, _: _Points, order: SampleOrder) -> Sampled:

@@ -51,7 +51,6 @@ from groupwise.server.engine.hosted_parts import EngineParts
 from groupwise.server.engine.scored_group import PART
 from groupwise.server.engine.served_run import Phase, ServedRun
 from groupwise.server.engine.trained_adapters import EngineModels, Shared
-from groupwise.server.openai.tools import call_format_of
 from groupwise.tasks.contract import Task
 from groupwise.tasks.data.messages import Unusable, messages_of
 from groupwise.tasks.data.reward_hacking import Signals
@@ -198,7 +197,7 @@ class EngineCore:
             tokenizer_hash=self._tokenizer_hash,
             stop_token_ids=parts.stop_token_ids,
             inexact=inexact,
-            call_format=call_format_of(_tools_template(run.tokenizer)),
+            chat_template=_tools_template(run.tokenizer),
         )
 
     def _open_run_folder(

@@ -18,7 +18,6 @@ from groupwise.api.schemas.parts import PartsKind
 from groupwise.core.errors import RunError, UsageError
 from groupwise.core.types import Group, Policy, Prompt
 from groupwise.runs.records import StepRecord
-from groupwise.server.openai.tools import CallFormat
 
 
 class EngineLost(RunError):
@@ -80,8 +79,8 @@ class Opened:
     """Any of these ends a completion."""
     inexact: str | None = None
     """Why steps that are taken again may differ in their last bits (a GPU, another layout); None if they repeat exactly."""
-    call_format: CallFormat = "hermes"
-    """The notation of tool calls that the model's chat template uses."""
+    chat_template: str = ""
+    """The model's chat template for conversations with tools; empty if there is none."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,11 +13,11 @@ from typing import Any, Literal
 
 from groupwise.api.schemas.openai import GROUP, SIZE, ChatMessage, ChatRequest, TextRequest
 from groupwise.api.schemas.problems import FieldError, Refusal
-from groupwise.api.schemas.template_columns import TOOLS, columns_of
+from groupwise.api.schemas.template_columns import ARGUMENTS, TOOLS, columns_of
 from groupwise.api.schemas.training import MAX_COMPLETIONS
 from groupwise.core.types import Prompt
-from groupwise.server.engine.engine_protocol import Sampling
-from groupwise.server.openai.tools import CallFormat
+from groupwise.server.engine.engine_protocol import OrderField, Sampling
+from groupwise.server.openai.tools import CallFormat, strict_schema_problem
 from groupwise.tasks.data.messages import with_arguments
 
 
@@ -59,6 +59,8 @@ class GenerationRequest:
     """True if the completions are stored, to be rewarded; there is then exactly one prompt."""
     gather: Gather | None
     """None: the completions form a group of their own, or are not stored."""
+    fields: Mapping[OrderField, str]
+    """The client's names for the fields that an engine may refuse."""
     read_calls: ReadCalls = "none"
     """Tool calls to extract from a completion's text: none, only the first, or all."""
     call_format: CallFormat = "hermes"
@@ -73,6 +75,11 @@ class GenerationRequest:
     def offered_tools(self) -> Sequence[Mapping[str, Any]]:
         """Schemas of the tools that the model may call."""
         return self.columns.get(TOOLS, ())
+
+    @property
+    def reasoning_effort(self) -> str | None:
+        """Value for the template's argument of this name; None if it is not given."""
+        return self.columns.get(ARGUMENTS, {}).get("reasoning_effort")
 
     def hash_with(self, size: int) -> str:
         """Hash of everything that the members of a group of this size share (SHA-256, hex)."""
@@ -90,7 +97,9 @@ def parse_request(request: ChatRequest | TextRequest, headers: StorageHeaders) -
         prompts: tuple[Prompt, ...] = (
             [_template_message(messages) for messages in request.messages],
         )
-        columns = columns_of(tools := request.offered_tools, request.chat_template_kwargs)
+        columns = columns_of(tools := request.offered_tools, request.template_arguments)
+        for index, tool in enumerate(tools):
+            _check_strict(index, tool["function"])
         if tools:
             read_calls = "first" if request.parallel_tool_calls is False else "all"
     else:
@@ -117,7 +126,16 @@ def parse_request(request: ChatRequest | TextRequest, headers: StorageHeaders) -
         store=store,
         gather=gather,
         read_calls=read_calls,
+        fields=request.order_fields,
     )
+
+
+def _check_strict(index: int, function: Mapping[str, Any]) -> None:
+    if not function.get("strict"):
+        return
+    problem = strict_schema_problem(function.get("parameters") or {})
+    if problem is not None:
+        raise field_refusal(f"tools.{index}.function.parameters", problem)
 
 
 def _template_message(chat_message: ChatMessage) -> dict[str, Any]:
@@ -141,11 +159,11 @@ def _parse_gathering(
         if value is None:
             continue
         if not store:
-            raise _field_refusal(
+            raise field_refusal(
                 field, "has no effect without `store: true` (or X-Groupwise-Store: true)"
             )
         if request.choices > 1:
-            raise _field_refusal(
+            raise field_refusal(
                 field,
                 f"gathers calls with n = 1; the {request.choices} completions of this one are a group by themselves",
             )
@@ -153,7 +171,7 @@ def _parse_gathering(
         return None
     name = headers.group or metadata.get(GROUP)
     if name == "":
-        raise _field_refusal(f"metadata.{GROUP}", "is empty; give a name, or leave it out")
+        raise field_refusal(f"metadata.{GROUP}", "is empty; give a name, or leave it out")
     return Gather(name, headers.size or _parse_group_size(metadata.get(SIZE)))
 
 
@@ -164,7 +182,7 @@ def _parse_group_size(text: str | None) -> int | None:
         size = int(text)
         if 1 <= size <= MAX_COMPLETIONS:
             return size
-    raise _field_refusal(
+    raise field_refusal(
         f"metadata.{SIZE}", f"is a number from 1 to {MAX_COMPLETIONS}, as text: '8'"
     )
 
@@ -173,28 +191,29 @@ def _refuse_unlearnable(
     request: ChatRequest | TextRequest, restrictions: Mapping[str, Any], prompts: int
 ) -> None:
     for field in restrictions:
-        raise _field_refusal(
+        raise field_refusal(
             field,
             "draws from another distribution than the one that is learnt; leave it out, or ask without `store`",
         )
     if request.temperature == 0:
-        raise _field_refusal(
+        raise field_refusal(
             "temperature",
             "is 0, with which all completions are the same, so that nothing can be learnt; give one above 0, or ask without `store`",
         )
     if request.seed is not None:
-        raise _field_refusal(
+        raise field_refusal(
             "seed",
             "has no place with `store`: the seeds of what is kept follow from its draw, so that the run repeats; leave it out",
         )
     if prompts > 1:
-        raise _field_refusal(
+        raise field_refusal(
             "prompt",
             f"has {prompts} texts; with `store` each is a group of its own: ask one by one",
         )
 
 
-def _field_refusal(field: str, problem: str) -> Refusal:
+def field_refusal(field: str, problem: str) -> Refusal:
+    """The refusal of a request for one of its fields."""
     return Refusal(
         "invalid_request", f"{field}: {problem}.", errors=[FieldError(field=field, message=problem)]
     )

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Sequence
@@ -32,7 +33,7 @@ from groupwise.server.ledger.idempotency import StoredResponse
 from groupwise.server.ledger.members import Gathering
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.openai import storing
-from groupwise.server.openai.asking import GenerationRequest
+from groupwise.server.openai.asking import GenerationRequest, field_refusal
 from groupwise.server.openai.completed import (
     Completed,
     CompletionChoice,
@@ -41,8 +42,9 @@ from groupwise.server.openai.completed import (
     write_completion,
 )
 from groupwise.server.openai.storing import Render, StoredCompletion, StoreOptions
-from groupwise.server.openai.tools import CallFormat
+from groupwise.server.openai.tools import call_format_of
 from groupwise.server.run.conductor import Conductor, RunStatus
+from groupwise.server.run.engine_errors import naming_field
 from groupwise.server.run.policy_versions import LATEST
 from groupwise.server.settings import ServerConfig
 
@@ -164,10 +166,20 @@ class OpenAIService:
 
     # --- completions -----------------------------------------------------------------------------
 
-    def call_format(self) -> CallFormat:
-        """The notation of tool calls: that of the setting `tool_call_parser`, or of the model's chat template."""
-        chosen = self._config.tool_call_parser
-        return self._host.active().status.opened.call_format if chosen == "auto" else chosen
+    def with_template(self, ask: GenerationRequest) -> GenerationRequest:
+        """The request with the notation of tool calls that the model's chat template uses, unless the setting `tool_call_parser` names
+        another. Refuses a `reasoning_effort` that the template does not know.
+        """
+        if not ask.columns:
+            return ask
+        template, chosen = self._host.active().status.opened.chat_template, self._config.tool_call_parser
+        if ask.reasoning_effort is not None and not re.search(r"\breasoning_effort\b", template):
+            raise field_refusal(
+                "reasoning_effort",
+                f"is {ask.reasoning_effort!r:.80}, but this model's chat template has no such argument, so that it would have no effect; "
+                'leave it out, or give an argument that the template knows, as chat_template_kwargs: {"enable_thinking": false}',
+            )
+        return replace(ask, call_format=call_format_of(template) if chosen == "auto" else chosen)
 
     async def answer(
         self, ask: GenerationRequest, caller: Caller, render: Render
@@ -361,7 +373,8 @@ class OpenAIService:
         progress.draws, progress.n = tuple(order.draw for order in orders), members_shown
         progress.engine = engine
         samples = await self._host.await_engine(
-            gather_all(engine.sample(order) for order in orders), conductor
+            gather_all(naming_field(engine.sample(order), ask.fields) for order in orders),
+            conductor,
         )
         progress.engine = None
         steps = {sample.step for sample in samples}

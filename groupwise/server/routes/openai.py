@@ -10,7 +10,6 @@ from __future__ import annotations
 import time
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Annotated, Any, cast
 
 from fastapi import Depends, FastAPI, Header, Path
@@ -73,9 +72,7 @@ async def _completion_response(
     storage: StorageHeaders,
     context: RequestContext,
 ) -> Response:
-    ask = parse_request(body, storage)
-    if ask.read_calls != "none":
-        ask = replace(ask, call_format=service.call_format())
+    ask = service.with_template(parse_request(body, storage))
     if body.stream and context.caller.answer_key is not None:
         problem = "names an answer that can be sent again, which a stream cannot; leave it out, or ask without `stream`"
         raise Refusal(

@@ -192,7 +192,7 @@ NEVER = {
     "stream_options": {"include_usage": True}, "max_tokens": 1000, "stop": ["a"] * 17,
 }  # fmt: skip
 NEVER_CHAT = {
-    "tools": [{"type": "function", "function": {"name": "f", "strict": True}}], "functions": [{}], "tool_choice": "required",
+    "tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"pattern": "a"}}}], "functions": [{}], "tool_choice": "required",
     "response_format": {"type": "json_object"}, "top_logprobs": 3, "reasoning_effort": "low", "modalities": ["audio"],
     "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
 }  # fmt: skip
@@ -208,7 +208,7 @@ async def test_what_cannot_be_honoured_is_refused_by_name(tmp_path) -> None:
         for path, key, value in CASES:
             error = await client.refused(400, path, {**PATHS[path], key: value})
             assert error["type"] == "invalid_request_error"
-            assert key == "max_tokens" or error["param"].split(".")[0] == key, error
+            assert error["param"].split(".")[0] == key, error
             assert key == "max_tokens" or key in error["message"]
         for wrong in ({"max_tokens": 1000}, {"model": "no"}, {"temperature": -1}):
             body = {**TEXT, "stream": True, **wrong}
@@ -226,7 +226,55 @@ HARMLESS_CHAT = {
     "tools": [], "tool_choice": "none", "parallel_tool_calls": True, "response_format": {"type": "text"}, "modalities": ["text"],
     "top_logprobs": 0,
 }  # fmt: skip
+HARMLESS_CHAT["messages"] = [{"role": "user", "content": "abc", "refusal": None, "annotations": [], "audio": None,
+    "function_call": None, "reasoning_content": None, "name": "me"}]  # fmt: skip
 HARMLESS_TEXT = {"echo": False, "suffix": "", "best_of": 1}
+
+
+async def test_a_strict_tool_is_called_with_what_fits(tmp_path, monkeypatch) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    function = {"name": "add", "strict": True, "parameters": schema}
+    body = {"tools": [{"type": "function", "function": function}], "n": 1}
+    async with asking(tmp_path) as (_, client):
+        for fits, arguments in ((True, {"a": 1}), (False, {"a": "1"})):
+            call = {"name": "add", "arguments": arguments}
+            text = f"<tool_call>{json.dumps(call)}</tool_call>"
+            monkeypatch.setattr(FakeTokenizer, "decode", lambda *_, text=text, **__: text)
+            (choice,) = (await client.chat(**body))["choices"]
+            assert (choice["finish_reason"] == "tool_calls") is fits
+            assert choice["message"]["content"] == (None if fits else text)
+
+
+@pytest.mark.parametrize(("template", "setting", "text"), [
+    ("<|python_tag|>", "auto", '{"name": "add", "parameters": {"a": 1}}'),
+    ("[TOOL_CALLS]", "auto", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]'),
+    ("[TOOL_CALLS]", "hermes", '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'),
+])  # fmt: skip
+async def test_the_template_or_the_setting_says_how_calls_are_written(
+    tmp_path, monkeypatch, template, setting, text
+) -> None:
+    monkeypatch.setattr(FakeTokenizer, "chat_template", template)
+    monkeypatch.setattr(FakeTokenizer, "decode", lambda *_, **__: text)
+    async with asking(tmp_path, tool_call_parser=setting) as (_, client):
+        (choice,) = (await client.chat(tools=[TOOL]))["choices"]
+        (call,) = choice["message"]["tool_calls"]
+        assert (call["function"]["name"], choice["finish_reason"]) == ("add", "tool_calls")
+        pieces = await client.streamed("/v1/chat/completions", {**CHAT, "tools": [TOOL]})
+        assert texts_of(pieces) == [""]
+
+
+async def test_the_effort_of_reasoning_is_the_templates_matter(tmp_path, monkeypatch) -> None:
+    asked = {**CHAT, "reasoning_effort": "low"}
+    async with asking(tmp_path) as (_, client):
+        error = await client.refused(400, "/v1/chat/completions", asked)
+        assert (error["param"], error["code"]) == ("reasoning_effort", "invalid_request")
+    monkeypatch.setattr(FakeTokenizer, "chat_template", "{{ reasoning_effort }}")
+    async with asking(tmp_path / "other") as (served, client):
+        answer = await client.chat(reasoning_effort="low", store=True, n=2)
+        kept: Any = await record(served, answer["group_id"])
+        assert kept.example.columns == {"chat_template_kwargs": {"reasoning_effort": "low"}}
+        both = {**asked, "chat_template_kwargs": {"reasoning_effort": "high"}}
+        await client.refused(400, "/v1/chat/completions", both)
 
 
 async def test_what_changes_nothing_is_taken(tmp_path) -> None:
