@@ -46,7 +46,7 @@ OWN = {
         return AsyncTrainingClient(
             of.url,
             of.key,
-            patience=of.patience,
+            retry_timeout=of.retry_timeout,
             timeout=of.timeout,
             timing=of.timing,
             transport=transport,

@@ -19,7 +19,7 @@ from unittest import mock
 
 from groupwise.jobs.clouds.aws import AwsBackend
 from groupwise.jobs.clouds.aws_checks import Access
-from groupwise.jobs.clouds.aws_machines import Patience
+from groupwise.jobs.clouds.aws_machines import AwsTimeouts
 from groupwise.jobs.clouds.aws_state import JobRecords
 from groupwise.jobs.clouds.ec2 import IMAGE_PARAMETER, Ec2
 from tests.ssh_hosts import LoopbackHost
@@ -28,7 +28,7 @@ REGION = "us-east-1"
 ACCOUNT = "123456789012"
 KEY_NAME, GROUP_NAME = "mine", "lets-in"
 PRICE = 1.212
-QUICK = Patience(look=0.01, ready=60.0, other=20.0)
+QUICK = AwsTimeouts(look=0.01, ready=60.0, other=20.0)
 
 
 @functools.cache
@@ -118,11 +118,11 @@ class FakeAws:
         return Access(**{**known, **fields})
 
     def backend(
-        self, kept: Path, patience: Patience = QUICK, ec2: Any = None, **access: Any
+        self, kept: Path, timeouts: AwsTimeouts = QUICK, ec2: Any = None, **access: Any
     ) -> AwsBackend:
         """A new way to it, as from the machine that keeps its records there."""
         told = (ec2 or ec2_client(), self.access(**access), JobRecords(kept))
-        return AwsBackend("aws", *told, owner="me@here", patience=patience)
+        return AwsBackend("aws", *told, owner="me@here", timeouts=timeouts)
 
 
 def user_data_of(machine: Any) -> str:

@@ -17,10 +17,10 @@ from typing import Any, TypeVar
 from sqlalchemy import Select, select, update
 from sqlalchemy.orm import Session
 
-from groupwise.jobs.fleet.attempts.controller import Collected, Part, Pauses
+from groupwise.jobs.fleet.attempts.controller import Collected, Part
 from groupwise.jobs.fleet.attempts.effects import Gateway, Hook, Side
 from groupwise.jobs.fleet.attempts.records import Machine
-from groupwise.jobs.fleet.attempts.watching import Pauses as WatchPauses
+from groupwise.jobs.fleet.attempts.watching import Pauses
 from groupwise.jobs.fleet.dispatcher import GlobalJobDispatcher, Intervals, Parts, Tuning
 from groupwise.jobs.fleet.queue import admission
 from groupwise.jobs.fleet.queue.request import JobRequest
@@ -45,6 +45,9 @@ class NoChance(random.Random):
 
     def uniform(self, a: float, b: float) -> float:
         return a
+
+    def random(self) -> float:
+        return 0.0
 
 
 class SilentBell:
@@ -84,8 +87,7 @@ class Fetched:
 def quick() -> Tuning:
     return Tuning(
         rhythm=Intervals(renew=0.2, adopt=0.1, sweep=0.02, reconcile=0.2, after_crash=0.01),
-        pauses=Pauses(first=0.004, longest=0.02, idle=0.05),
-        watch_pauses=WatchPauses(poll=0.5, first=0.004, longest=0.02),
+        pauses=Pauses(first=0.004, longest=0.02, idle=0.05, poll=0.5),
         chance=NoChance(),
     )
 

@@ -81,7 +81,7 @@ class BackendSpec:
         if self.access is not None:
             kept = JobRecords(Path(tempfile.mkdtemp(dir=Path(self.home).parent)))
             ec2, access = fake_aws.ec2_client(), Access(**self.access)
-            return AwsBackend(self.kind, ec2, access, kept, patience=fake_aws.QUICK)
+            return AwsBackend(self.kind, ec2, access, kept, timeouts=fake_aws.QUICK)
         if self.login is not None:
             host = SshHost(Address(**self.login))
         else:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.api.openai_client.client import Endpoint
-from groupwise.api.openai_client.waiting import Timing
+from groupwise.core.retry import Timing
 from groupwise.engine.learner.torch_learner import TorchLearner
 from groupwise.engine.learner.weights import TrainedAdapter
 from groupwise.engine.models.config import LoraConfig

@@ -22,6 +22,8 @@ from typing import Annotated, Any, TypeVar, get_type_hints
 import typer
 from typer.core import TyperCommand
 
+from groupwise.core.errors import UsageError
+
 AnyCommand = TypeVar("AnyCommand", bound=Callable[..., None])
 AsJson = Annotated[
     bool, typer.Option("--json", help="Print the result as JSON; everything else goes to stderr.")
@@ -35,23 +37,37 @@ DryRun = Annotated[
 
 
 class Command(TyperCommand):
-    """A command that accepts deprecated names of its options and hides them from --help."""
+    """A command that accepts deprecated names of its options and hides them from --help. An option that has one value must be given under
+    one name."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
-        self._alias_params: list[Any] = []
+        self.alias_params: list[Any] = []
         for param in self.params:
             names = [name for name in param.opts if name.startswith("--")]
-            if len(names) > 1:
+            for name in names[1:]:
                 alias = copy(param)
-                alias.opts, alias.secondary_opts = names[1:], []
-                param.opts = [name for name in param.opts if name not in alias.opts]
-                self._alias_params.append(alias)
+                alias.opts, alias.secondary_opts = [name], []
+                param.opts = [other for other in param.opts if other != name]
+                self.alias_params.append(alias)
 
     def make_parser(self, ctx: Any) -> Any:
-        parser = super().make_parser(ctx)
-        for alias in self._alias_params:
+        parser: Any = super().make_parser(ctx)
+        for alias in self.alias_params:
             alias.add_to_parser(parser, ctx)
+        parse = parser.parse_args
+
+        def parse_args(args: list[str]) -> Any:
+            opts, rest, order = parse(args=args)
+            spelled: dict[str, str] = {}
+            for param in order:
+                name = param.opts[0]
+                other = spelled.setdefault(param.name, name)
+                if other != name and not param.multiple:
+                    raise UsageError(f"{other} and {name} are the same option: give one of them.")
+            return opts, rest, order
+
+        parser.parse_args = parse_args
         return parser
 
 

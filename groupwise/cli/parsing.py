@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import difflib
+import io
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from groupwise.core.errors import UsageError
@@ -29,6 +31,32 @@ def pairs(option: str, arguments: Iterable[str]) -> dict[str, str]:
             raise UsageError(f"{option} {name} is given twice; once is enough.")
         values[name] = value
     return values
+
+
+def variables(words: Iterable[str], files: Sequence[Path]) -> dict[str, str]:
+    """The variables of --env and of the `.env` files of --env-file: --env overrides files, and later files override earlier ones. Values
+    are not expanded from this process's environment."""
+    found: dict[str, str] = {}
+    for path in files:
+        try:
+            from dotenv import dotenv_values
+        except ImportError:
+            raise UsageError(
+                "--env-file is read by python-dotenv: pip install python-dotenv."
+            ) from None
+        try:
+            text = path.expanduser().read_text("utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise UsageError(f"--env-file {path}: it cannot be read: {error}.") from None
+        values = dotenv_values(stream=io.StringIO(text), interpolate=False)
+        for name, value in values.items():
+            if value is None:
+                # Do not show the line: it may be a secret value without its name.
+                raise UsageError(
+                    f"--env-file {path}: a line there has no `=`; lines are written NAME=VALUE, and values of several lines in quotes."
+                )
+            found[name] = value
+    return found | pairs("--env", words)
 
 
 def seconds(option: str, *words: str) -> Callable[[str], float]:

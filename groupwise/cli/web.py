@@ -115,7 +115,7 @@ def _watched_server(url: str | None) -> Generator[WatchedServer | None]:
     from groupwise.dashboard.sources.server import RETRY_TIMEOUT, TIMEOUT, WatchedServer
 
     with (
-        TrainingClient(url, patience=RETRY_TIMEOUT, timeout=TIMEOUT) as client,
+        TrainingClient(url, retry_timeout=RETRY_TIMEOUT, timeout=TIMEOUT) as client,
         ending(WatchedServer(client)) as watched,
     ):
         yield watched

@@ -20,7 +20,7 @@ from typing import Any
 from groupwise.api.client import TrainingClient
 from groupwise.api.schemas.keys import VARIABLE
 from groupwise.core.errors import UsageError
-from groupwise.engine.backends.remote.session import FIRST_PATIENCE
+from groupwise.engine.backends.remote.session import FIRST_RETRY_TIMEOUT
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.datasets import format_prompt, prepare_datasets, register_dataset
 from groupwise.notebook.evaluation import evaluate
@@ -177,7 +177,7 @@ def connect(url: str, api_key: str | None = None) -> Connection:
     key = _outside[0] if api_key is None else api_key
     _use(key)
     try:
-        with TrainingClient(url, patience=FIRST_PATIENCE) as client:
+        with TrainingClient(url, retry_timeout=FIRST_RETRY_TIMEOUT) as client:
             client.status()
             return Connection(client.connection.url, key)
     except BaseException:

@@ -7,16 +7,13 @@ import re
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Literal, Protocol, cast
 
 from groupwise.core.accelerators import accelerator
 from groupwise.core.errors import ConfigError, GroupwiseError
 from groupwise.core.settings.schema import KeyPath
 from groupwise.tasks.data.config import DatasetConfig
 from groupwise.training.config import LoadedConfig, load_config
-
-if TYPE_CHECKING:
-    from groupwise.notebook.config import TrainingConfig
 
 CHECKPOINTS = Path("checkpoints")
 """Parent folder of experiments if they are not on Drive."""
@@ -76,8 +73,39 @@ _NO_ADAPTER = (
 _NO_ENVIRONMENT = "is environment, which a notebook has none of. Leave it out, or use the command groupwise rl with a task."
 
 
+class Settings(Protocol):
+    """The parts of a `TrainingConfig` that are read here."""
+
+    model: str | None
+    lora_rank: int
+    lora_alpha: int
+    total_generation_steps: int
+    max_prompt_length: int
+    beta: float
+    epsilon: float
+    batch_size: int
+    num_generations: int
+    num_iterations: int
+    learning_rate: float
+    seed: int
+    experiment_name: str
+    checkpoint_dir: str
+    save_to_drive: bool
+    overrides: dict[str, Any]
+    devices: Literal["auto"] | int | tuple[int, int]
+
+    @property
+    def max_steps(self) -> int: ...
+    @property
+    def report_to(self) -> tuple[str, ...]: ...
+    @property
+    def backend(self) -> str: ...
+    @property
+    def chosen_backend(self) -> str: ...
+
+
 def core_config(
-    config: TrainingConfig, *, graded: bool = True, server: str | None = None
+    config: Settings, *, graded: bool = True, server: str | None = None
 ) -> LoadedConfig:
     """The core's config. Raises ConfigError for invalid values, with the core's key names.
 
@@ -122,7 +150,7 @@ def core_config(
 
 
 @contextmanager
-def by_own_names(config: TrainingConfig) -> Generator[None]:
+def by_own_names(config: Settings) -> Generator[None]:
     """Replaces keys of the core in error messages by their names here, unless the user gave the core's key."""
     try:
         yield
@@ -135,21 +163,21 @@ def by_own_names(config: TrainingConfig) -> Generator[None]:
         raise
 
 
-def run_folder(config: TrainingConfig) -> Path:
+def run_folder(config: Settings) -> Path:
     """Folder of the run's record: checkpoint_dir, unless that is on Drive, which cannot hold a database."""
     if config.save_to_drive:
         return CHECKPOINTS / config.experiment_name
     return Path(config.checkpoint_dir)
 
 
-def model_of(config: TrainingConfig) -> str:
+def model_of(config: Settings) -> str:
     """The model that is trained: the one named in the config, or the one that suits the machine."""
     if config.model is not None:
         return config.model
     return SMALL if accelerator() == "cpu" else GEMMA
 
 
-def _devices(config: TrainingConfig, server: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
+def _devices(config: Settings, server: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
     """The backend and its devices, as keys of `model` and keys of `run`. A training server always uses torch, independently of this
     machine.
     """
@@ -170,7 +198,7 @@ def _devices(config: TrainingConfig, server: str | None) -> tuple[dict[str, Any]
     return {}, {} if devices == "auto" else {"processes": devices}
 
 
-def _overrides(config: TrainingConfig) -> list[str]:
+def _overrides(config: Settings) -> list[str]:
     """The overrides as `key=JSON`. Raises ConfigError for keys that a notebook decides itself, all at once."""
     pairs = flat(config.overrides)
     refused: list[str] = []

@@ -53,7 +53,8 @@ def reward_facts(rewards: Rubric) -> dict[str, Any]:
     """The part of `facts_of` about rewards, including objects that are known by type only (`UNSEEN`)."""
     parts = zip(rewards.names, rewards.weights, rewards.functions, strict=True)
     looks = [
-        (name, weight, FunctionDescription(unwrap_reward(function))) for name, weight, function in parts
+        (name, weight, FunctionDescription(unwrap_reward(function)))
+        for name, weight, function in parts
     ]
     return {
         REWARDS: {name: digest([weight, look.fingerprints[""]]) for name, weight, look in looks},

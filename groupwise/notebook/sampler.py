@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 from groupwise.core.errors import UsageError
 from groupwise.core.interruption import gather_all, run_to_end
 from groupwise.core.types import Example, Prompt, SamplingParams
 from groupwise.engine.distributed import prefork
 from groupwise.engine.models.tokens import completion_text, prompt_ids
+from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.core import by_own_names
 from groupwise.notebook.friendly_errors import is_count, plain_number
 from groupwise.tasks.rollouts.asking import Ask
@@ -21,10 +22,18 @@ from groupwise.tasks.rollouts.prompts import PromptSet
 from groupwise.tasks.rollouts.seeds import evaluation_seed
 from groupwise.tasks.rollouts.single import Single
 from groupwise.training import build, placement
-from groupwise.training.config import RunConfig
+from groupwise.training.config import LoadedConfig, RunConfig
 
-if TYPE_CHECKING:
-    from groupwise.notebook.session import Session
+
+class Session(Protocol):
+    """The parts of a `notebook.session.Session` that a sampler reads."""
+
+    @property
+    def config(self) -> TrainingConfig: ...
+    @property
+    def core(self) -> LoadedConfig: ...
+    @property
+    def weights(self) -> Path | None: ...
 
 
 @dataclass(frozen=True, slots=True)

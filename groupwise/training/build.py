@@ -411,7 +411,7 @@ def _vllm_sampler(
     config: RunConfig, layout: Layout, witness: PolicyWitness, tokenizer: Any
 ) -> VllmSampler:
     from groupwise.api.openai_client.client import Endpoint
-    from groupwise.api.openai_client.waiting import Timing
+    from groupwise.core.retry import Timing
     from groupwise.engine.sampler.vllm.adapters import SharedFolder
     from groupwise.engine.sampler.vllm.sampler import VllmSampler
     from groupwise.engine.sampler.vllm.servers import Server, Servers
@@ -824,7 +824,9 @@ def _make_learning(config: RunConfig, layout: Layout, run: str, folder: str) -> 
     learner = _build_learner(
         config, layout, learner_weights, run, folder, config.training.seed, replicas
     )
-    return WorkerState(layout.threads_each, learner=learner, trained=learner_weights, replicas=replicas)
+    return WorkerState(
+        layout.threads_each, learner=learner, trained=learner_weights, replicas=replicas
+    )
 
 
 def _make_sampling(config: RunConfig, layout: Layout) -> WorkerState:

@@ -758,7 +758,7 @@ def options(*, hidden: bool = True) -> frozenset[str]:
             for parameter in command.params:
                 if hidden or not getattr(parameter, "hidden", False):
                     found.update((*parameter.opts, *parameter.secondary_opts))
-            for parameter in getattr(command, "older", ()) if hidden else ():
+            for parameter in getattr(command, "alias_params", ()) if hidden else ():
                 found.update(parameter.opts)
     return frozenset(found)
 

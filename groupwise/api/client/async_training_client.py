@@ -28,7 +28,6 @@ from groupwise.api.client.connection import (
     RETRY_TIMEOUT,
     TIMEOUT,
     Connection,
-    Patience,
     network_failure,
     read_answer,
     refusal,
@@ -46,7 +45,6 @@ from groupwise.api.client.request_bodies import (
     without_none,
 )
 from groupwise.api.client.streams import Download, EventReader, checked_target
-from groupwise.api.openai_client.waiting import Timing
 from groupwise.api.schemas.activity import ActivityAnswer
 from groupwise.api.schemas.idempotency import HEADER, new_idempotency_key
 from groupwise.api.schemas.training import (
@@ -71,6 +69,7 @@ from groupwise.api.schemas.training import (
     StopAnswer,
     TokenizerAnswer,
 )
+from groupwise.core.retry import Timing
 from groupwise.core.types import Prompt
 
 A = TypeVar("A", bound=BaseModel)
@@ -84,17 +83,17 @@ class AsyncTrainingClient:
         url: str | None = None,
         api_key: str | None = None,
         *,
-        patience: float = RETRY_TIMEOUT,
+        retry_timeout: float = RETRY_TIMEOUT,
         timeout: float = TIMEOUT,
         timing: Timing | None = None,
         transport: httpx2.AsyncBaseTransport | None = None,
     ) -> None:
         """Server and key come from GROUPWISE_URL (else http://127.0.0.1:8000) and GROUPWISE_API_KEY if they are not given.
 
-        `patience`: seconds during which a call is retried. `timeout`: seconds without a byte after which one attempt counts as failed.
+        `retry_timeout`: seconds during which a call is retried. `timeout`: seconds without a byte after which one attempt counts as failed.
         `transport` replaces the network.
         """
-        self.connection = Connection.of(url, api_key, patience, timeout, timing)
+        self.connection = Connection.of(url, api_key, retry_timeout, timeout, timing)
         self._transport = transport  # for `asynchronous` of the synchronous client
         self._http = httpx2.AsyncClient(transport=transport, **self.connection.http_options)
 
@@ -141,7 +140,7 @@ class AsyncTrainingClient:
 
         `draw`: position of the prompt in the run's order of draws; None: the next free one. `sampling` overrides the run's settings.
         Waits while `groups_per_step × (staleness + 1)` groups are in progress (sampled, open or rewarded, but not yet trained on), or until
-        a named draw is due; raises `TooBusy` after `patience` seconds.
+        a named draw is due; raises `TooBusy` after `retry_timeout` seconds.
         """
         fields = without_none(prompt=prompt, draw=draw, prompt_tokens=prompt_tokens, **sampling)
         body = checked_body(CompletionsRequest, fields)
@@ -236,7 +235,7 @@ class AsyncTrainingClient:
     ) -> Path:
         """Download the weights of a version (`run@step`; None: the newest) as a zip to `to`, or unpack them into the new folder `to`."""
         target = checked_target(to, unpack=unpack)
-        patience = Patience(self.connection.patience, self.connection.timing)
+        retry = self.connection.retry()
         while True:
             error: ClientError
             try:
@@ -245,7 +244,7 @@ class AsyncTrainingClient:
                 error = broken
             except httpx2.RequestError as lost:
                 error, _ = network_failure(lost, self.connection)
-            await self._sleep(patience.wait(error))
+            await self._sleep(retry.next(error, error.retry_after or 0.0))
 
     async def events(self, after: int | None = None) -> AsyncIterator[EventData]:
         """Yields each event once, as it happens, and reconnects after a lost connection. It ends only when the caller stops iterating.
@@ -253,7 +252,7 @@ class AsyncTrainingClient:
         `after`: the id of the last event that the caller already knows (`StatusAnswer.last_event_id`).
         """
         reader = EventReader(after)
-        patience = Patience(self.connection.patience, self.connection.timing)
+        retry = self.connection.retry()
         while True:
             reader.begin()
             headers = {"Accept": "text/event-stream"}
@@ -264,12 +263,12 @@ class AsyncTrainingClient:
                 response = await self.send("GET", "/events", headers=headers, stream=True)
                 async with aclosing(response):
                     async for chunk in response.aiter_bytes():
-                        patience.renew()
+                        retry.renew()
                         for event in reader.feed(chunk):
                             yield event
             except httpx2.RequestError as request_error:
                 error, _ = network_failure(request_error, self.connection)
-            await self._sleep(patience.wait(error))
+            await self._sleep(retry.next(error, error.retry_after or 0.0))
 
     async def _download(self, version: str | None, to: Path, unpack: bool) -> Path:
         """One attempt of `model`."""
@@ -303,18 +302,16 @@ class AsyncTrainingClient:
         headers: Mapping[str, str] | None = None,
         server_wait: float = 0.0,
         stream: bool = False,
-        patience: float | None = None,
+        retry_timeout: float | None = None,
         timeout: float | None = None,
     ) -> httpx2.Response:
-        """Send any request and return its successful response, also for routes that have no method here; retries for `patience` seconds.
+        """Send any request and return its successful response, also for routes that have no method here.
 
         `server_wait`: seconds for which the server may delay the response on purpose. `stream`: the body has not been read yet, and the
-        caller closes the response. `patience` and `timeout` override the client's.
+        caller closes the response. `retry_timeout` and `timeout` override the client's.
         """
         connection = self.connection
-        retry_budget = Patience(
-            connection.patience if patience is None else patience, connection.timing
-        )
+        retry = connection.retry(retry_timeout)
         read_timeout = connection.timeout if timeout is None else timeout
         default_headers = {} if method == "GET" else {HEADER: new_idempotency_key()}
         if body is not None:
@@ -344,8 +341,8 @@ class AsyncTrainingClient:
                 error, retryable = network_failure(request_error, connection)
             if not retryable:
                 raise error
-            wait = retry_budget.wait(error)
-            connection.outage.begins(error, retry_budget.left)
+            wait = retry.next(error, error.retry_after or 0.0)
+            connection.outage.begins(error, retry.left)
             await self._sleep(wait)
 
     async def _sleep(self, seconds: float) -> None:

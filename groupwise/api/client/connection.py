@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import logging
 import os
-import ssl
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -26,11 +25,12 @@ from groupwise.api.client.errors import (
     Unavailable,
     refused_error,
 )
+from groupwise.api.http.failures import MAY_PASS, certificate_problem, problem_in
 from groupwise.api.openai_client.response_parsing import excerpt
-from groupwise.api.openai_client.waiting import Timing, retry_after
 from groupwise.api.schemas.keys import VARIABLE
-from groupwise.api.schemas.problems import KINDS, Problem
+from groupwise.api.schemas.problems import KINDS
 from groupwise.core.errors import UsageError
+from groupwise.core.retry import Backoff, Retry, Timing
 
 log = logging.getLogger(__name__)
 
@@ -45,8 +45,6 @@ TIMEOUT = 300.0
 CONNECT_TIMEOUT = 10.0
 FIRST, LONGEST = 0.5, 30.0
 """Bounds of the wait, in seconds: before the second attempt, and the largest one after doubling."""
-MAY_PASS = frozenset({408, 425, 429, 502, 503, 504})
-"""Statuses of responses without a problem body, as proxies send them, that may pass."""
 
 
 @dataclass(slots=True)
@@ -84,7 +82,7 @@ class Connection:
 
     url: str
     key: str | None = field(default=None, repr=False)
-    patience: float = RETRY_TIMEOUT
+    retry_timeout: float = RETRY_TIMEOUT
     timeout: float = TIMEOUT
     timing: Timing = field(default_factory=Timing, repr=False)
     outage: Outage = field(default_factory=Outage, repr=False, compare=False)
@@ -94,7 +92,7 @@ class Connection:
         cls,
         url: str | None,
         key: str | None,
-        patience: float,
+        retry_timeout: float,
         timeout: float,
         timing: Timing | None,
     ) -> Connection:
@@ -118,10 +116,15 @@ class Connection:
         return cls(
             f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/')}",
             key or None,
-            patience,
+            retry_timeout,
             timeout,
             timing or Timing(),
         )
+
+    def retry(self, seconds: float | None = None) -> Retry:
+        """The attempts of one call, for `retry_timeout` or so many seconds. All pauses but a `Retry-After` may be short (full jitter)."""
+        backoff = Backoff(FIRST, LONGEST, self.timing.chance, low=0.0)
+        return Retry(self.retry_timeout if seconds is None else seconds, backoff, self.timing.clock)
 
     @property
     def http_options(self) -> dict[str, Any]:
@@ -134,45 +137,10 @@ class Connection:
         }
 
 
-class Patience:
-    """The remaining retry time of a call, and the waits between its attempts."""
-
-    def __init__(self, seconds: float, timing: Timing) -> None:
-        self._seconds = seconds
-        self._timing = timing
-        self.renew()
-
-    def renew(self) -> None:
-        """Restore the full retry time and the shortest wait, because data arrived."""
-        self._began = self._timing.clock()
-        self._failures = 0
-
-    @property
-    def left(self) -> float:
-        """Seconds in which another attempt may start."""
-        return self._seconds - (self._timing.clock() - self._began)
-
-    def wait(self, error: ClientError) -> float:
-        """Seconds until the next attempt; raises the error if the retry time would be over by then."""
-        bound = min(LONGEST, FIRST * 2.0 ** min(self._failures, 30))
-        self._failures += 1
-        wait = (error.retry_after or 0.0) + bound * self._timing.chance()
-        if wait > self.left:
-            raise error
-        return wait
-
-
 def network_failure(error: httpx2.RequestError, connection: Connection) -> tuple[NoAnswer, bool]:
     """The caller's error for a lost request or response, and whether a retry may help."""
-    cause: BaseException | None = error
-    while cause is not None and not isinstance(cause, ssl.SSLCertVerificationError):
-        cause = cause.__cause__ or cause.__context__
-    if cause is not None:
-        return NoAnswer(
-            f"{connection.url} shows a certificate that is not trusted here ({cause.verify_message}). Where an authority of your own has "
-            "signed it, set SSL_CERT_FILE to the file with that authority's certificate; where it is for another name, use that name "
-            "in the URL."
-        ), False
+    if untrusted := certificate_problem(connection.url, error):
+        return NoAnswer(untrusted), False
     kind = type(error).__name__
     return NoAnswer(
         f"{connection.url} does not answer ({kind}{f': {error}' if str(error) else ''}). Look whether the server runs there; "
@@ -182,14 +150,10 @@ def network_failure(error: httpx2.RequestError, connection: Connection) -> tuple
 
 def refusal(response: httpx2.Response, connection: Connection) -> tuple[ClientError, bool]:
     """The caller's error for an unsuccessful response, and whether a retry may help."""
-    try:
-        problem = Problem.model_validate_json(response.content)
-    except ValidationError:
+    problem = problem_in(response, connection.timing.today())
+    if problem is None:
         error = strange(response, "no problem of this protocol")
         return error, response.status_code in MAY_PASS
-    seconds = retry_after(response.headers.get("Retry-After"), connection.timing.today())
-    if seconds is not None:
-        problem = problem.model_copy(update={"retry_after": seconds})
     kind = KINDS.get(problem.code)
     return refused_error(problem), kind.retry if kind else problem.status in MAY_PASS
 

@@ -29,7 +29,6 @@ from groupwise.api.client.connection import (
     RETRY_TIMEOUT,
     TIMEOUT,
     Connection,
-    Patience,
     network_failure,
     read_answer,
     refusal,
@@ -47,7 +46,6 @@ from groupwise.api.client.request_bodies import (
     without_none,
 )
 from groupwise.api.client.streams import Download, EventReader, checked_target
-from groupwise.api.openai_client.waiting import Timing
 from groupwise.api.schemas.activity import ActivityAnswer
 from groupwise.api.schemas.idempotency import HEADER, new_idempotency_key
 from groupwise.api.schemas.training import (
@@ -73,6 +71,7 @@ from groupwise.api.schemas.training import (
     TokenizerAnswer,
 )
 from groupwise.core.errors import UsageError
+from groupwise.core.retry import Timing
 from groupwise.core.types import Prompt
 
 A = TypeVar("A", bound=BaseModel)
@@ -86,17 +85,17 @@ class TrainingClient:
         url: str | None = None,
         api_key: str | None = None,
         *,
-        patience: float = RETRY_TIMEOUT,
+        retry_timeout: float = RETRY_TIMEOUT,
         timeout: float = TIMEOUT,
         timing: Timing | None = None,
         transport: httpx2.BaseTransport | None = None,
     ) -> None:
         """Server and key come from GROUPWISE_URL (else http://127.0.0.1:8000) and GROUPWISE_API_KEY if they are not given.
 
-        `patience`: seconds during which a call is retried. `timeout`: seconds without a byte after which one attempt counts as failed.
+        `retry_timeout`: seconds during which a call is retried. `timeout`: seconds without a byte after which one attempt counts as failed.
         `transport` replaces the network.
         """
-        self.connection = Connection.of(url, api_key, patience, timeout, timing)
+        self.connection = Connection.of(url, api_key, retry_timeout, timeout, timing)
         self._transport = transport  # for `asynchronous` of the synchronous client
         self._http = httpx2.Client(transport=transport, **self.connection.http_options)
 
@@ -128,7 +127,7 @@ class TrainingClient:
         return AsyncTrainingClient(
             of.url,
             of.key,
-            patience=of.patience,
+            retry_timeout=of.retry_timeout,
             timeout=of.timeout,
             timing=of.timing,
             transport=transport,
@@ -159,7 +158,7 @@ class TrainingClient:
 
         `draw`: position of the prompt in the run's order of draws; None: the next free one. `sampling` overrides the run's settings.
         Waits while `groups_per_step × (staleness + 1)` groups are in progress (sampled, open or rewarded, but not yet trained on), or until
-        a named draw is due; raises `TooBusy` after `patience` seconds.
+        a named draw is due; raises `TooBusy` after `retry_timeout` seconds.
         """
         fields = without_none(prompt=prompt, draw=draw, prompt_tokens=prompt_tokens, **sampling)
         body = checked_body(CompletionsRequest, fields)
@@ -254,7 +253,7 @@ class TrainingClient:
     ) -> Path:
         """Download the weights of a version (`run@step`; None: the newest) as a zip to `to`, or unpack them into the new folder `to`."""
         target = checked_target(to, unpack=unpack)
-        patience = Patience(self.connection.patience, self.connection.timing)
+        retry = self.connection.retry()
         while True:
             error: ClientError
             try:
@@ -263,7 +262,7 @@ class TrainingClient:
                 error = broken
             except httpx2.RequestError as lost:
                 error, _ = network_failure(lost, self.connection)
-            self._sleep(patience.wait(error))
+            self._sleep(retry.next(error, error.retry_after or 0.0))
 
     def events(self, after: int | None = None) -> Iterator[EventData]:
         """Yields each event once, as it happens, and reconnects after a lost connection. It ends only when the caller stops iterating.
@@ -271,7 +270,7 @@ class TrainingClient:
         `after`: the id of the last event that the caller already knows (`StatusAnswer.last_event_id`).
         """
         reader = EventReader(after)
-        patience = Patience(self.connection.patience, self.connection.timing)
+        retry = self.connection.retry()
         while True:
             reader.begin()
             headers = {"Accept": "text/event-stream"}
@@ -282,11 +281,11 @@ class TrainingClient:
                 response = self.send("GET", "/events", headers=headers, stream=True)
                 with closing(response):
                     for chunk in response.iter_bytes():
-                        patience.renew()
+                        retry.renew()
                         yield from reader.feed(chunk)
             except httpx2.RequestError as request_error:
                 error, _ = network_failure(request_error, self.connection)
-            self._sleep(patience.wait(error))
+            self._sleep(retry.next(error, error.retry_after or 0.0))
 
     def _download(self, version: str | None, to: Path, unpack: bool) -> Path:
         """One attempt of `model`."""
@@ -317,18 +316,16 @@ class TrainingClient:
         headers: Mapping[str, str] | None = None,
         server_wait: float = 0.0,
         stream: bool = False,
-        patience: float | None = None,
+        retry_timeout: float | None = None,
         timeout: float | None = None,
     ) -> httpx2.Response:
-        """Send any request and return its successful response, also for routes that have no method here; retries for `patience` seconds.
+        """Send any request and return its successful response, also for routes that have no method here.
 
         `server_wait`: seconds for which the server may delay the response on purpose. `stream`: the body has not been read yet, and the
-        caller closes the response. `patience` and `timeout` override the client's.
+        caller closes the response. `retry_timeout` and `timeout` override the client's.
         """
         connection = self.connection
-        retry_budget = Patience(
-            connection.patience if patience is None else patience, connection.timing
-        )
+        retry = connection.retry(retry_timeout)
         read_timeout = connection.timeout if timeout is None else timeout
         default_headers = {} if method == "GET" else {HEADER: new_idempotency_key()}
         if body is not None:
@@ -358,8 +355,8 @@ class TrainingClient:
                 error, retryable = network_failure(request_error, connection)
             if not retryable:
                 raise error
-            wait = retry_budget.wait(error)
-            connection.outage.begins(error, retry_budget.left)
+            wait = retry.next(error, error.retry_after or 0.0)
+            connection.outage.begins(error, retry.left)
             self._sleep(wait)
 
     def _sleep(self, seconds: float) -> None:

@@ -37,12 +37,12 @@ from groupwise.api.openai_client.waiting import (
     MAX_RETRY_AFTER,
     TOO_FAST,
     Pause,
-    Timing,
+    backoff,
     may_pass,
     retry_after,
-    wait_after,
 )
 from groupwise.core.errors import EndpointError, UsageError
+from groupwise.core.retry import Timing
 from groupwise.core.types import Message
 
 logger = logging.getLogger(__name__)
@@ -243,6 +243,7 @@ class Client:
         For routes that have no method of their own. `read` raises EndpointError for a body that it cannot use.
         """
         limit = self.endpoint.retries if retries is None else retries
+        waits = backoff(self._timing)
         for attempt in range(limit + 1):
             try:
                 async with self._slots:
@@ -256,7 +257,7 @@ class Client:
                     )
                     error.may_pass = True
                     raise error from failure.__cause__
-                wait = failure.retry_after or wait_after(attempt, self._timing.chance())
+                wait = failure.retry_after or waits.next()
                 if failure.status not in TOO_FAST:
                     await self._timing.sleep(wait)
                 elif self._pause.extend(wait):

@@ -7,13 +7,10 @@ all callers, not only the one that it refused.
 
 from __future__ import annotations
 
-import asyncio
 import math
-import random
-import time
-from collections.abc import Awaitable, Callable
-from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
+
+from groupwise.core.retry import Backoff, Timing
 
 FIRST = 1.0
 """Seconds before the second attempt; doubled for each further one."""
@@ -30,19 +27,6 @@ ASK_AGAIN = frozenset({408, 409, 425, 429})
 """Statuses below 500 that may pass: time-outs, conflicts, too early, too many requests."""
 TOO_FAST = frozenset({429, 503})
 """Statuses of a service that needs a pause from all callers."""
-
-
-@dataclass(frozen=True, slots=True)
-class Timing:
-    """Clocks, sleep and random numbers. Tests replace them, so they need not wait."""
-
-    clock: Callable[[], float] = time.monotonic
-    today: Callable[[], float] = time.time
-    """Seconds since 1970, for a `Retry-After` that is a date."""
-    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
-    sleep_blocking: Callable[[float], None] = time.sleep
-    chance: Callable[[], float] = random.random
-    """Uniform in [0, 1)."""
 
 
 class Pause:
@@ -77,9 +61,9 @@ def may_pass(status: int) -> bool:
     return status in ASK_AGAIN or (status >= 500 and status not in SERVER_CANNOT)
 
 
-def wait_after(attempt: int, chance: float) -> float:
-    """Seconds to wait after attempt number `attempt` (from 0): random between half of the doubled wait and all of it."""
-    return min(LONGEST, FIRST * 2.0 ** min(attempt, 30)) * (0.5 + 0.5 * chance)
+def backoff(timing: Timing) -> Backoff:
+    """The waits before the attempts after the first."""
+    return Backoff(FIRST, LONGEST, timing.chance)
 
 
 def retry_after(header: str | None, today: float) -> float | None:

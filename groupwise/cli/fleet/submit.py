@@ -18,7 +18,7 @@ from groupwise.cli.fleet.access import FleetOption, fleet
 from groupwise.cli.fleet.take_along import at, take_along
 from groupwise.cli.options import AsJson
 from groupwise.cli.output import say, write_json
-from groupwise.cli.parsing import hyperparams, json_object, pairs, seconds, secret
+from groupwise.cli.parsing import hyperparams, json_object, pairs, seconds, secret, variables
 from groupwise.cli.printing import print_pairs
 from groupwise.core.errors import UsageError
 
@@ -312,8 +312,20 @@ class JobOptions:
     ] = False
     env: Annotated[
         list[str],
-        typer.Option(metavar="K=V", help="Environment variable of the job. May be repeated."),
+        typer.Option(
+            metavar="K=V",
+            help="Environment variable of the job; it overrides --env-file. May be repeated.",
+        ),
     ] = field(default_factory=list[str])
+    env_file: Annotated[
+        list[Path],
+        typer.Option(
+            "--env-file",
+            metavar="FILE",
+            help="File with environment variables, NAME=VALUE in each line. Values are stored with the job: name secrets by --secret. "
+            "May be repeated.",
+        ),
+    ] = field(default_factory=list[Path])
     secret: Annotated[
         list[str],
         typer.Option(
@@ -379,7 +391,7 @@ class JobOptions:
             "retry": self.retries,
             "after": self.after,
             "hold": self.hold,
-            "environment": pairs("--env", self.env),
+            "environment": variables(self.env, self.env_file),
             "secrets": dict(secret(option_value) for option_value in self.secret),
             "artefacts": self.output,
             "checkpoints": self.checkpoint,

@@ -26,7 +26,7 @@ def local(job: LaunchOptions) -> None:
 
         groupwise launch local --detach -- rl --config C.yaml --task-module task.py
 
-    It runs in a copy of the project, with the packages that this command runs with, and the variables of --env-file.
+    It runs in a copy of the project, with the packages that this command runs with, and the variables of --env and --env-file.
     """
     from groupwise.jobs.launch.places import LOCAL, JobBackend
 

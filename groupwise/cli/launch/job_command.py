@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -101,31 +100,3 @@ def new_name(command: JobCommand, now: float | None = None) -> str:
     moment = time.time() if now is None else now
     stamp = time.strftime("%Y%m%d-%H%M%S", time.localtime(moment))
     return f"{letters.strip('-') or 'job'}-{stamp}-{int(moment * 1000) % 1000:03d}"
-
-
-def environment_of(files: Sequence[Path]) -> dict[str, str]:
-    """The variables of `.env` files; later files override earlier ones. Values are not expanded from this process's environment."""
-    if not files:
-        return {}
-    try:
-        from dotenv import dotenv_values
-    except ImportError:
-        raise UsageError(
-            "--env-file is read by python-dotenv: pip install 'groupwise[launch]'."
-        ) from None
-    variables: dict[str, str] = {}
-    for path in files:
-        try:
-            text = path.expanduser().read_text("utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise UsageError(f"--env-file {path}: it cannot be read: {error}.") from None
-        values: Mapping[str, str | None] = dotenv_values(
-            stream=io.StringIO(text), interpolate=False
-        )
-        if any(value is None for value in values.values()):
-            # Do not show the line: it may be a secret value without its name.
-            raise UsageError(
-                f"--env-file {path}: a line there has no `=`; lines are written NAME=VALUE, and values of several lines in quotes."
-            )
-        variables |= {name: value for name, value in values.items() if value is not None}
-    return variables

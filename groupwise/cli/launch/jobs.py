@@ -8,8 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from groupwise.cli.launch.job_command import environment_of
-from groupwise.cli.launch.options import Detach, EnvFile, To
+from groupwise.cli.launch.options import Detach, Env, EnvFile, To
 from groupwise.cli.launch.places import LaunchedJob
 from groupwise.cli.launch.watch import (
     call_backend,
@@ -24,6 +23,7 @@ from groupwise.cli.launch.watch import (
 from groupwise.cli.log_text import LogWriter
 from groupwise.cli.options import AsJson, Follow
 from groupwise.cli.output import say, write_json
+from groupwise.cli.parsing import variables
 from groupwise.cli.printing import print_pairs, print_table
 from groupwise.core.errors import GroupwiseError, UsageError
 
@@ -170,6 +170,7 @@ def stop(job: LaunchedJob) -> None:
 def resume(
     *,
     job: LaunchedJob,
+    env: Env = None,
     env_file: EnvFile = None,
     to: To = None,
     detach: Detach = False,
@@ -178,14 +179,14 @@ def resume(
     """Run a job again from its newest checkpoint.
 
     After a failure, a stop or a lost machine. Everything about the job stays the same. The values of its secrets are stored nowhere: if it
-    has some, give --env-file again.
+    has some, give --env and --env-file again.
     """
     from groupwise.jobs.launch import local_registry
     from groupwise.jobs.launch.packaging import local_store
     from groupwise.jobs.launch.places import RENTING_KINDS
 
     note = job.note()
-    secrets = environment_of(env_file or ())
+    secrets = variables(env or (), env_file or ())
     store = local_store()
 
     async def start_attempt(backend: Backend) -> Handle:

@@ -86,7 +86,7 @@ def modal(
 
 
 def _workspace_secrets(options: list[str], values: Mapping[str, str]) -> dict[str, list[str]]:
-    """For each Modal Secret, the variables that the job gets. `values`: the variables of --env-file. Raises UsageError."""
+    """For each Modal Secret, the variables that the job gets. `values`: the variables of --env and --env-file. Raises UsageError."""
     from groupwise.jobs.hosts.spec import name_problems
 
     secrets: dict[str, list[str]] = {}
@@ -102,7 +102,7 @@ def _workspace_secrets(options: list[str], values: Mapping[str, str]) -> dict[st
         names = {*values, *(word for words in secrets.values() for word in words)}
         if twice := sorted(names.intersection(variables)):
             raise UsageError(
-                f"--secret {option}: {', '.join(twice)} is given twice; leave one out of --secret and --env-file."
+                f"--secret {option}: {', '.join(twice)} is given twice; leave one out of --secret, --env and --env-file."
             )
         secrets.setdefault(name, []).extend(variables)
     return secrets

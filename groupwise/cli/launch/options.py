@@ -8,9 +8,9 @@ from typing import Annotated, Any
 
 import typer
 
-from groupwise.cli.launch.job_command import JobCommand, environment_of, job_command
+from groupwise.cli.launch.job_command import JobCommand, job_command
 from groupwise.cli.options import AsJson, DryRun
-from groupwise.cli.parsing import seconds
+from groupwise.cli.parsing import seconds, variables
 from groupwise.core.errors import UsageError
 
 SHARED = ("rl", "sft")
@@ -18,6 +18,14 @@ SHARED = ("rl", "sft")
 DEFAULT_HOURS = 24.0
 SHORTEST_SECONDS, LONGEST_SECONDS = 3.6, 8760 * 3600.0
 
+Env = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--env",
+        metavar="NAME=VALUE",
+        help="Secret variable for the job; it overrides --env-file. May be repeated.",
+    ),
+]
 EnvFile = Annotated[
     list[Path] | None,
     typer.Option(
@@ -68,6 +76,7 @@ class CommandOptions:
         ),
     ] = None
     max_hours: Annotated[float | None, typer.Option("--max-hours", hidden=True)] = None
+    env: Env = None
     env_file: EnvFile = None
 
     @property
@@ -79,6 +88,8 @@ class CommandOptions:
     def hours(self) -> float | None:
         """The time limit in hours; None: no limit. Raises UsageError."""
         limit = self.max_hours and self.max_hours * 3600
+        if self.max_hours is not None and self.time_limit is not None:
+            raise UsageError("--max-hours and --time-limit are the same limit: give one of them.")
         if self.time_limit is not None:
             limit = self.time_limit
         if limit is not None and not SHORTEST_SECONDS <= limit <= LONGEST_SECONDS:
@@ -88,8 +99,8 @@ class CommandOptions:
         return None if limit is None else limit / 3600
 
     def secrets(self) -> dict[str, str]:
-        """The variables of --env-file."""
-        return environment_of(self.env_file or ())
+        """The variables of --env and --env-file."""
+        return variables(self.env or (), self.env_file or ())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -52,7 +52,8 @@ def render(
     secret: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="Secret with the variables of --env-file; default: NAME-env."
+            metavar="NAME",
+            help="Secret with the variables of --env and --env-file; default: NAME-env.",
         ),
     ] = None,
     workdir: Annotated[
@@ -76,7 +77,9 @@ def render(
     values = job.secrets()
     refuse_shown_secrets(command.line, values)
     if secret is not None and not values:
-        raise UsageError(f"--secret {secret}: --env-file must name the variables to take from it.")
+        raise UsageError(
+            f"--secret {secret}: --env or --env-file must name the variables to take from it."
+        )
     secret = secret or f"{name}-env"
     documents = manifests(
         ManifestOptions(
@@ -97,9 +100,10 @@ def render(
     )
     if pvc is None:
         say("without --pvc the results are lost with the pod")
-    if job.env_file:
-        files = " ".join(f"--from-env-file={quote(str(file))}" for file in job.env_file)
+    if values:
+        sources = [f"--from-env-file={quote(str(file))}" for file in job.env_file or ()]
+        sources += [f"--from-literal={quote(word)}" for word in job.env or ()]
         say(
-            f"its variables are expected in the cluster: kubectl create secret generic {quote(secret)} {files}"
+            f"its variables are expected in the cluster: kubectl create secret generic {quote(secret)} {' '.join(sources)}"
         )
     typer.echo(as_yaml(documents), nl=False)

@@ -53,6 +53,7 @@ _MESSAGES: Mapping[str, str] = {
     "tuple_type": "must be a list",
     "dict_type": "must be an object, { … }",
     "model_type": "must be an object, { … }",
+    "dataclass_type": "must be an object, { … }",
     "model_attributes_type": "must be an object, { … }",
 }
 _WRONG_TYPE_CODES = (

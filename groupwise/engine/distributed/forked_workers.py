@@ -38,8 +38,8 @@ from groupwise.engine.distributed.rpc import (
     ENVIRONMENT,
     RESUME_HINT,
     WorkerCalls,
-    explain_exit,
     end_reason_of,
+    explain_exit,
     make_setup,
     settle_future,
 )

@@ -30,7 +30,6 @@ from groupwise.engine.models.native.facts import (
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-    from groupwise.engine.models.plan import Decoding
 
 FLOAT = 4
 """Bytes of a float32 number."""
@@ -43,6 +42,21 @@ IN_PRODUCTS = 1.5
 BYTES_IN_4BIT = 4.127 / 8
 """Bytes of a weight in NF4: 4 bits, and 0.127 for the doubly quantised scales of its block of 64 (Dettmers et al. 2023, QLoRA, §3)."""
 BYTES_IN_8BIT = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoding:
+    """The most that one process decodes at once."""
+
+    slots: int
+    key_length: int
+    """Most tokens of a prompt together with its completion."""
+    completion: int
+    """Tokens of the longest completion."""
+    prompts: int
+    """Number of distinct prompts in the slots; members of a group share one."""
+    prompt: int
+    """Tokens of the longest prompt."""
 
 
 @dataclass(frozen=True, slots=True)

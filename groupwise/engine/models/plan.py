@@ -17,6 +17,7 @@ from groupwise.engine.models.config import LoraConfig, ModelConfig
 from groupwise.engine.models.decoder_shapes import read_decoder
 from groupwise.engine.models.footprint import (
     Counts,
+    Decoding,
     Sizes,
     bytes_of,
     footprint_of,
@@ -72,21 +73,6 @@ class ModelPlan:
     parameters: int
     trained_parameters: int
     memory: MemoryPlan
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decoding:
-    """The most that one process decodes at once."""
-
-    slots: int
-    key_length: int
-    """Most tokens of a prompt together with its completion."""
-    completion: int
-    """Tokens of the longest completion."""
-    prompts: int
-    """Number of distinct prompts in the slots; members of a group share one."""
-    prompt: int
-    """Tokens of the longest prompt."""
 
 
 def prompt_room(config: ModelConfig, completion: int) -> int:

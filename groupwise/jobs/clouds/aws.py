@@ -25,7 +25,7 @@ from groupwise.jobs.clouds.aws_machines import (
     REMOVED,
     VOID,
     AwsMachines,
-    Patience,
+    AwsTimeouts,
     attempt_of,
     instance_type_of,
     minutes_of,
@@ -85,14 +85,14 @@ class AwsBackend:
         records: JobRecords,
         *,
         owner: str = "",
-        patience: Patience | None = None,
+        timeouts: AwsTimeouts | None = None,
     ) -> None:
         """`owner`: the user who launches, shown to users who sweep."""
         self.name = name
         self._ec2, self._access, self._records = ec2, access, records
-        self._patience = patience or Patience()
+        self._timeouts = timeouts or AwsTimeouts()
         self._where = f"AWS, {ec2.region}"
-        self._machines = AwsMachines(name, ec2, access, owner, self._patience)
+        self._machines = AwsMachines(name, ec2, access, owner, self._timeouts)
 
     # --- placing ------------------------------------------------------------------------------
 
@@ -410,7 +410,7 @@ class AwsBackend:
                 time.monotonic() + seconds,
             )
         while status == seen and time.monotonic() < deadline:
-            await asyncio.sleep(min(self._patience.look, seconds))
+            await asyncio.sleep(min(self._timeouts.look, seconds))
             status = await self.status(handle)
         return status
 

@@ -37,7 +37,7 @@ REMOVED = "removed"
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class AwsTimeouts:
     """Timeouts and intervals in seconds."""
 
     look: float = 4.0
@@ -53,10 +53,12 @@ class Patience:
 class AwsMachines:
     """The machines of all jobs of an account in one region."""
 
-    def __init__(self, name: str, ec2: Ec2, access: Access, owner: str, patience: Patience) -> None:
+    def __init__(
+        self, name: str, ec2: Ec2, access: Access, owner: str, timeouts: AwsTimeouts
+    ) -> None:
         """`name`: the backend's name; `owner`: the user who launches, shown to users who sweep."""
         self._name, self._owner = name, owner
-        self._ec2, self._access, self._patience = ec2, access, patience
+        self._ec2, self._access, self._timeouts = ec2, access, timeouts
         self._where = f"AWS, {ec2.region}"
         self._backends: dict[str, tuple[Machine, MachineBackend]] = {}
         """By job: the last used machine, and the backend that calls it."""
@@ -106,7 +108,7 @@ class AwsMachines:
             if refused.aws != "IdempotentParameterMismatch":
                 raise
         # Another caller has used the token: at this moment, or for a machine that has ended and that AWS has forgotten.
-        deadline = time.monotonic() + self._patience.other
+        deadline = time.monotonic() + self._timeouts.other
         while True:
             machine = await self.newest(order.name)
             if machine is not None and machine.is_alive and attempt_of(machine, None) == attempt:
@@ -114,7 +116,7 @@ class AwsMachines:
                 return machine
             if time.monotonic() >= deadline:
                 break
-            await asyncio.sleep(self._patience.look)
+            await asyncio.sleep(self._timeouts.look)
         request = await self._request(order, attempt, f"{machine_count}/{uuid.uuid4().hex}")
         return await self._run_instance(request, started)
 
@@ -199,7 +201,7 @@ class AwsMachines:
 
     async def ready(self, machine: Machine) -> MachineBackend:
         """Wait until the machine answers with its own host key. Raises CloudError after the timeout."""
-        deadline = time.monotonic() + self._patience.ready
+        deadline = time.monotonic() + self._timeouts.ready
         while True:
             machine = await self._refresh_machine(machine)
             if machine.state not in ("pending", "running"):
@@ -223,9 +225,9 @@ class AwsMachines:
                     self._backends.pop(machine.tags["job"], None)
             if time.monotonic() >= deadline:
                 raise CloudError(
-                    f"{machine.id} was not ready after {self._patience.ready:.0f} s: {reason}"
+                    f"{machine.id} was not ready after {self._timeouts.ready:.0f} s: {reason}"
                 )
-            await asyncio.sleep(self._patience.look)
+            await asyncio.sleep(self._timeouts.look)
 
     async def _refresh_machine(self, machine: Machine) -> Machine:
         """The machine as AWS describes it now; unchanged while AWS does not know the new machine yet."""
@@ -263,13 +265,13 @@ class AwsMachines:
 
         For some seconds AWS may not know a machine that it has just started: the request is repeated until it does.
         """
-        deadline = time.monotonic() + self._patience.known
+        deadline = time.monotonic() + self._timeouts.known
         try:
             await self.make_void(machine)
             while not await self.end(machine):
                 if time.monotonic() > deadline:
                     raise CloudError("AWS says that there is no such machine.")
-                await asyncio.sleep(self._patience.look)
+                await asyncio.sleep(self._timeouts.look)
             await self.make_void(machine)
         except CloudError as error:
             raise CloudError(

@@ -17,6 +17,7 @@ from importlib import import_module
 from typing import Any, TypeVar
 
 from groupwise.core.errors import UsageError
+from groupwise.core.retry import Backoff
 from groupwise.jobs.clouds.backend import CloudError, Unreachable
 
 IMAGE_PARAMETER = (
@@ -29,8 +30,8 @@ TAG = "groupwise:"
 """The prefix of our tags."""
 JOB = f"{TAG}job"
 TRIES = 5
-PAUSE = 1.0
-"""Seconds before the second try; doubled before each further one."""
+PAUSE, LONGEST_PAUSE = 1.0, 8.0
+"""Seconds before the second try, doubled before each further one, and their maximum."""
 AWS_TIMEOUTS = (5.0, 30.0)
 """Timeouts in seconds, for connecting and for an answer."""
 RETRYABLE_CODES = frozenset(
@@ -336,12 +337,13 @@ class Ec2:
         return self._with_retries(lambda: [*client.get_paginator(verb).paginate(**parameters)])
 
     def _with_retries(self, call: Callable[[], T]) -> T:
-        for n in range(TRIES - 1):
+        backoff = Backoff(self.pause, LONGEST_PAUSE)
+        for _ in range(TRIES - 1):
             try:
                 with cloud_errors(self.region):
                     return call()
             except Unreachable:
-                time.sleep(self.pause * 2**n)
+                time.sleep(backoff.next())
         with cloud_errors(self.region):
             return call()
 

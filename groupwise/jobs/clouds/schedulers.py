@@ -131,7 +131,8 @@ def _connect_slurm(address: SchedulerAddress) -> SchedulerClient:
 def _sbatch_options(request: SchedulerRequest) -> tuple[str, ...]:
     place_options = {
         "cpus": request.cpus,
-        "memory": None if request.ram_mb is None else f"{request.ram_mb}M",
+        # Slurm's M is 2**20 bytes, ours is 10**6.
+        "memory": None if request.ram_mb is None else f"{-(-request.ram_mb * 10**6 // 2**20)}M",
         "gpu": request.gpu_model,
         "options": request.options,
     }

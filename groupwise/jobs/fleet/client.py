@@ -20,7 +20,6 @@ import hashlib
 import logging
 import os
 import random
-import ssl
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from functools import partial
@@ -31,6 +30,7 @@ from urllib.parse import quote
 
 import httpx2
 
+from groupwise.api.http.failures import MAY_PASS, certificate_problem, problem_in
 from groupwise.api.schemas.fleet import (
     ENDED_HEADER,
     EPOCH_HEADER,
@@ -41,9 +41,9 @@ from groupwise.api.schemas.fleet import (
 )
 from groupwise.api.schemas.idempotency import HEADER, new_idempotency_key
 from groupwise.api.schemas.keys import VARIABLE
-from groupwise.api.schemas.problems import KINDS, FieldError, Problem, Refusal
-from groupwise.core.backoff import Backoff
+from groupwise.api.schemas.problems import KINDS, Refusal
 from groupwise.core.errors import UsageError
+from groupwise.core.retry import Backoff
 from groupwise.jobs.fleet.download import (
     DownloadRequest,
     OnProgress,
@@ -51,7 +51,7 @@ from groupwise.jobs.fleet.download import (
     fetch,
     no_progress,
 )
-from groupwise.jobs.fleet.retry import ASK_ON, AwayError, Patience, is_passing
+from groupwise.jobs.fleet.retry import ASK_ON, AwayError, RetryPolicy, is_passing
 from groupwise.jobs.fleet.text_validation import require_passable
 from groupwise.jobs.hosts.files import PIECE, SLOWEST_DISK, files_below
 from groupwise.jobs.hosts.spec import FileEntry
@@ -74,8 +74,6 @@ OTHERS_REST = 5.0
 """Seconds without progress on such a file, after which this client continues the upload itself."""
 MOST_HASHES = 10_000
 """Maximum number of hashes in one request."""
-OF_A_PROXY = frozenset({502, 503, 504})
-"""Statuses that a proxy sends if it cannot reach the API behind it."""
 log = logging.getLogger(__name__)
 
 
@@ -105,16 +103,16 @@ class FleetClient:
         *,
         timeout: float = 60.0,
         transport: httpx2.BaseTransport | None = None,
-        patience: float = ASK_ON,
+        retry_timeout: float = ASK_ON,
         warn: Callable[[str], None] | None = None,
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`key`: default is GROUPWISE_API_KEY of the environment. `timeout`: seconds for one request.
 
-        `patience`: seconds for which `follow`, `wait`, submissions and file transfers keep trying while the fleet does not answer. A file
-        that another client is uploading too may make no progress for that long. `warn` is called when the fleet stops answering, when it
-        answers again, and when an answer is late; without it these messages are logged as warnings.
+        `retry_timeout`: seconds for which `follow`, `wait`, submissions and file transfers keep trying while the fleet does not answer. A
+        file that another client is uploading too may make no progress for that long. `warn` is called when the fleet stops answering, when
+        it answers again, and when an answer is late; without it these messages are logged as warnings.
         """
         key = os.environ.get(VARIABLE) if key is None else key
         headers = {} if not key else {"Authorization": f"Bearer {key}"}
@@ -122,7 +120,7 @@ class FleetClient:
         self.url = url.rstrip("/")
         self._sleep, self._clock = sleep, clock
         self._warn = log.warning if warn is None else warn
-        self.patience = Patience(patience, tell=self._warn, sleep=sleep, clock=clock)
+        self.retry_policy = RetryPolicy(retry_timeout, tell=self._warn, sleep=sleep, clock=clock)
         self._timeout = timeout
         self._is_slow = False
         """True if the last answer was late: the next request gets its full time at once."""
@@ -272,7 +270,7 @@ class FleetClient:
         """Wait until the job has ended, and return it."""
         for _ in self.follow(job_id):
             pass
-        return self.patience.ask(lambda: self.show(job_id))
+        return self.retry_policy.ask(lambda: self.show(job_id))
 
     # Bytes
 
@@ -308,7 +306,7 @@ class FleetClient:
             next_part = partial(
                 self.log, job_id, epoch=epoch, offset=offset, rank=rank, wait=WAIT_SECONDS
             )
-            part = self.patience.ask(next_part)
+            part = self.retry_policy.ask(next_part)
             if part.epoch is not None:
                 epoch, offset = part.epoch, part.offset
             if part.data:
@@ -365,7 +363,7 @@ class FleetClient:
                     received = self._while_others_send(sha256, size, received, on_sent)
                 if received != offset:
                     offset, last_change = received, self._clock()
-                elif self._clock() - last_change > self.patience.seconds + size / SLOWEST_DISK:
+                elif self._clock() - last_change > self.retry_policy.seconds + size / SLOWEST_DISK:
                     raise Refusal(
                         FILE_BUSY,
                         f"{path}: another client sends the same file, of which {offset} of {size} bytes are there; for minutes no more has "
@@ -440,7 +438,7 @@ class FleetClient:
 
     def _stream_file(self, path: str, query: Mapping[str, Any], offset: int) -> Generator[bytes]:
         """Yield the file's bytes; a download that is cut off resumes where it ended."""
-        failures, silence = 0, self.patience.silence()
+        failures, silence = 0, self.retry_policy.silence()
         backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
         while True:
             headers = {"Range": f"bytes={offset}-", "Accept-Encoding": "identity"}
@@ -582,7 +580,7 @@ class FleetClient:
     def _request_patiently(self, method: str, path: str, **options: Any) -> Any:
         """`_request_json` for requests that are safe to repeat: keeps trying for minutes while the fleet does not answer."""
         hurried = "content" not in options  # sending an upload may take long
-        return self.patience.ask(
+        return self.retry_policy.ask(
             lambda: self._request_json(method, path, hurried=hurried, **options)
         )
 
@@ -629,6 +627,8 @@ class FleetClient:
                 if not refusal.kind.retry or refusal.code == FILE_BUSY:
                     raise  # an upload must first ask how much of the file has arrived
                 least_pause = refusal.retry_after or 0.0
+                if least_pause > self.retry_policy.seconds:
+                    raise
             self._sleep(backoff.next(least_pause))
         return self._request_once(request, method, path, soon=False, wait=wait)
 
@@ -671,13 +671,8 @@ class FleetClient:
         return response
 
     def _unreachable_error(self, method: str, path: str, error: httpx2.TransportError) -> FleetAway:
-        if (untrusted := _certificate_error(error)) is not None:
-            return FleetAway(
-                f"{self.url} shows a certificate that is not trusted here ({untrusted.verify_message}). Where an authority of your own "
-                "has signed it, set SSL_CERT_FILE to the file with that authority's certificate; where it is for another name, use that "
-                "name in the address.",
-                passing=False,
-            )
+        if untrusted := certificate_problem(self.url, error):
+            return FleetAway(untrusted, passing=False)
         return FleetAway(
             f"{self.url} gave no answer to {method} {path} ({type(error).__name__}: {error}). Is `groupwise fleet up --port` running "
             "there, and the address right?",
@@ -750,13 +745,6 @@ def _hash_files(files: Mapping[str, Path], on_progress: OnProgress) -> dict[str,
     return entries
 
 
-def _certificate_error(error: BaseException | None) -> ssl.SSLCertVerificationError | None:
-    """The certificate error that caused a failed request; None: it had another cause."""
-    while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
-        error = error.__cause__ or error.__context__
-    return error
-
-
 def _path_segment(name: str) -> str:
     """Quote a name as one part of a URL path. Raises UsageError for one that would change the path."""
     if name in ("", ".", "..") or "/" in name:
@@ -769,16 +757,14 @@ def _path_segment(name: str) -> str:
 
 def _parse_refusal(response: httpx2.Response) -> Refusal | FleetAway:
     """The server's refusal; an answer that does not come from a fleet is reported as such."""
-    try:
-        problem = Problem.model_validate(response.json())
-    except ValueError:
-        problem = None
+    problem = problem_in(response, time.time())
     if problem is None or problem.code not in KINDS:
         description = f"{response.status_code} from {response.url}, which is no fleet's answer: {response.text[:200]}"
         return (
             FleetAway(description)
-            if response.status_code in OF_A_PROXY
+            if response.status_code in MAY_PASS
             else Refusal("internal", description)
         )
-    errors = [FieldError(field=error.field, message=error.message) for error in problem.errors]
-    return Refusal(problem.code, problem.detail, errors=errors, retry_after=problem.retry_after)
+    return Refusal(
+        problem.code, problem.detail, errors=problem.errors, retry_after=problem.retry_after
+    )

@@ -42,13 +42,11 @@ from groupwise.jobs.fleet.attempts.controller import (
     Collector,
     ControllerDependencies,
     LogMirror,
-    Pauses,
 )
 from groupwise.jobs.fleet.attempts.decide import Reading, Stray, stray
 from groupwise.jobs.fleet.attempts.effects import Gateway
 from groupwise.jobs.fleet.attempts.records import LEASE, Machine
-from groupwise.jobs.fleet.attempts.watching import Pauses as WatchPauses
-from groupwise.jobs.fleet.attempts.watching import Watch, Watches
+from groupwise.jobs.fleet.attempts.watching import Pauses, Watch, Watches
 from groupwise.jobs.fleet.attempts.write_batching import Reads
 from groupwise.jobs.fleet.files.clearing import EVERY, clear_away
 from groupwise.jobs.fleet.machines.clearing import Keeping, MachineClearing, is_doctors
@@ -120,7 +118,6 @@ class Tuning:
 
     rhythm: Intervals = field(default_factory=Intervals)
     pauses: Pauses = field(default_factory=Pauses)
-    watch_pauses: WatchPauses = field(default_factory=WatchPauses)
     chance: random.Random = field(default_factory=random.Random)
     concurrency: int = 64
     """Machines that are reconciled at once."""
@@ -165,7 +162,7 @@ class GlobalJobDispatcher:
         self.not_asked: list[str] | None = None
         """Machines that must be asked what they run before any job starts; None: not known yet."""
         self._clearing = MachineClearing(self._gateway, self._tuning.keeping)
-        self._watches = Watches(self._start_watch, self._tuning.watch_pauses)
+        self._watches = Watches(self._start_watch, self._tuning.pauses)
         self._deps = ControllerDependencies(
             owner=self.owner,
             gateway=self._gateway,

@@ -21,9 +21,9 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 from groupwise.core.errors import RunError
+from groupwise.core.retry import doubled
 from groupwise.jobs.fleet.attempts import records
 from groupwise.jobs.fleet.attempts.records import Machine
 from groupwise.jobs.fleet.machines import observation
@@ -39,33 +39,9 @@ from groupwise.jobs.fleet.store.database import Database, seconds
 from groupwise.jobs.fleet.tasks import cancel_and_wait, wait_at_most
 from groupwise.jobs.hosts.keys import HostKey, parse_host_key
 from groupwise.jobs.hosts.port import Host, HostError, HostKeyError
-from groupwise.jobs.hosts.ssh import Patience
+from groupwise.jobs.hosts.ssh import SshTimeouts
 
 logger = logging.getLogger(__name__)
-
-
-class Clock(Protocol):
-    """Source of time for the poller; tests use a fake one."""
-
-    def now(self) -> float:
-        """Seconds from an arbitrary start; never runs backwards."""
-        ...
-
-    async def pause(self, seconds: float, until: asyncio.Event) -> None:
-        """Return after `seconds`, or when the event is set."""
-        ...
-
-
-class RealClock:
-    """The machine's monotonic clock."""
-
-    def now(self) -> float:
-        """See `Clock`."""
-        return time.monotonic()
-
-    async def pause(self, seconds: float, until: asyncio.Event) -> None:
-        """See `Clock`."""
-        await wait_at_most(seconds, until)
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,8 +71,8 @@ class Pace:
 
     def after(self, misses: int) -> float:
         """Seconds from the start of one poll to the next, after that many polls in a row without an answer."""
-        further = max(0, misses - observation.MISSES + 1)
-        return min(self.interval * 2.0 ** min(further, 16), max(self.longest, self.interval))
+        further = misses - observation.MISSES + 2
+        return doubled(self.interval, further, max(self.longest, self.interval))
 
 
 @dataclass(slots=True, eq=False)
@@ -125,16 +101,14 @@ class Poller:
         trust_on_first_use: bool = False,
         reach: Callable[[Machine], Host] | None = None,
         read_key: Callable[[Machine], Awaitable[HostKey]] = shown_key,
-        clock: Clock | None = None,
         chance: random.Random | None = None,
     ) -> None:
         self._database = database
         self._pace = pace or Pace()
         self._trust = trust_on_first_use
-        patience = Patience(connect=self._pace.connect)
-        self._reach = reach or partial(host_of, patience=patience)
+        timeouts = SshTimeouts(connect=self._pace.connect)
+        self._reach = reach or partial(host_of, timeouts=timeouts)
         self._read_key = read_key
-        self._clock = clock or RealClock()
         self._chance = chance or random.Random()
         self._slots = {
             True: asyncio.Semaphore(self._pace.at_once),
@@ -156,7 +130,7 @@ class Poller:
         listing_task = asyncio.create_task(self._keep_listing())
         try:
             while True:
-                now = self._clock.now()
+                now = time.monotonic()
                 while self._queue and self._queue[0][0] <= now:
                     due_at, vm_id = heapq.heappop(self._queue)
                     watched = self._watched.get(vm_id)
@@ -166,9 +140,9 @@ class Poller:
                         )
                         watched.look = asyncio.create_task(self._poll_machine(watched))
                 self._changed.clear()
-                pause = self._queue[0][0] - self._clock.now() if self._queue else self._pace.listed
+                pause = self._queue[0][0] - time.monotonic() if self._queue else self._pace.listed
                 if pause > 0:
-                    await self._clock.pause(pause, self._changed)
+                    await wait_at_most(pause, self._changed)
                 else:
                     await asyncio.sleep(0)
         finally:
@@ -183,11 +157,11 @@ class Poller:
         is_first = True
         while True:
             try:
-                read_started = self._clock.now()
+                read_started = time.monotonic()
                 now, machines, barred_ids = await self._database.read_in_thread(
                     lambda s: (seconds(s), records.machines(s), observation.barred_machines(s))
                 )
-                self._clock_offset = now - (read_started + self._clock.now()) / 2
+                self._clock_offset = now - (read_started + time.monotonic()) / 2
                 await self._take_list(machines, is_first)
                 for vm_id, watched in self._watched.items():
                     watched.barred = vm_id in barred_ids
@@ -196,7 +170,7 @@ class Poller:
                 self._warn_once(error)
             except Exception:  # one failed read of the list must not be the last
                 logger.exception("the list of machines cannot be read")
-            await self._clock.pause(self._pace.listed, self._never)
+            await wait_at_most(self._pace.listed, self._never)
 
     async def _take_list(self, machines: list[Machine], is_first: bool) -> None:
         """Take over a new list of machines. New ones are polled at once; at start-up they are spread out, lest all connect together."""
@@ -237,13 +211,13 @@ class Poller:
     # --- when -------------------------------------------------------------------------------------
 
     def _due_in(self, watched: _PolledMachine, delay: float) -> None:
-        watched.due = self._clock.now() + delay
+        watched.due = time.monotonic() + delay
         heapq.heappush(self._queue, (watched.due, watched.machine.vm_id))
         self._changed.set()
 
     async def _poll_machine(self, watched: _PolledMachine) -> None:
         async with self._slots[watched.answered]:
-            started_at = self._clock.now()
+            started_at = time.monotonic()
             if watched.answered:
                 self.lags.append(started_at - watched.due)
             try:
@@ -257,14 +231,14 @@ class Poller:
         watched.look = None
         if self._watched.get(watched.machine.vm_id) is watched:
             pause = self._pace.after(watched.misses) * self._chance.uniform(0.9, 1.1)
-            self._due_in(watched, max(started_at + pause - self._clock.now(), self._pace.least))
+            self._due_in(watched, max(started_at + pause - time.monotonic(), self._pace.least))
 
     async def _record_error(self, watched: _PolledMachine, error: Exception) -> None:
         """Record the error as a missed poll: the author of the row then sees it there."""
         watched.misses += 1
         watched.answered = False
         vm_id, text = watched.machine.vm_id, f"{type(error).__name__}: {error}"
-        asked_at = self._clock.now() + self._clock_offset
+        asked_at = time.monotonic() + self._clock_offset
         try:
             await self._database.in_thread(
                 lambda s: observation.record_miss(s, vm_id, asked_at, text)
@@ -281,7 +255,7 @@ class Poller:
 
     async def _poll_now(self, watched: _PolledMachine) -> bool:
         """Poll the machine; returns True if it answered, even with an untrusted key."""
-        machine, asked_at = watched.machine, self._clock.now() + self._clock_offset
+        machine, asked_at = watched.machine, time.monotonic() + self._clock_offset
         try:
             if machine.transport != LOCAL and (machine.host_key is None or watched.barred):
                 await self._read_shown_key(watched)

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from groupwise.api.schemas.problems import Refusal
 from groupwise.core.errors import GroupwiseError, RunError
+from groupwise.core.retry import Backoff, Retry
 
 T = TypeVar("T")
 ASK_ON = 600.0
@@ -36,7 +37,7 @@ class AwayError(RunError):
         self.passing = passing
 
 
-class Patience:
+class RetryPolicy:
     """How long to keep asking one fleet while following, waiting, submitting or fetching."""
 
     def __init__(
@@ -65,7 +66,10 @@ class Patience:
 
     def silence(self) -> Silence:
         """Track a period without an answer, for callers that do not use `ask`."""
-        return Silence(self.seconds, self._tell, self._sleep, self._clock)
+        backoff = Backoff(PAUSE, PAUSE, low=1.0)
+        return Silence(
+            self.seconds, Retry(self.seconds, backoff, self._clock), self._tell, self._sleep
+        )
 
 
 class Silence:
@@ -74,31 +78,31 @@ class Silence:
     def __init__(
         self,
         seconds: float,
+        retry: Retry,
         tell: Callable[[str], None],
         sleep: Callable[[float], None],
-        clock: Callable[[], float],
     ) -> None:
-        self._seconds = seconds
-        self._tell, self._sleep, self._clock = tell, sleep, clock
-        self._since: float | None = None
+        self._seconds, self._retry = seconds, retry
+        self._tell, self._sleep = tell, sleep
+        self._is_told = False
 
     def goes_on(self, error: GroupwiseError) -> None:
         """Pause before the next request. Raises the error if another try would not help, or the time for retries is over."""
-        now = self._clock()
-        since = now if self._since is None else self._since
-        if not is_passing(error) or now - since >= self._seconds:
+        if not is_passing(error):
             raise error
-        if self._since is None:
-            self._since = now
+        pause = self._retry.next(error)
+        if not self._is_told:
+            self._is_told = True
             self._tell(
                 f"the fleet does not answer, and is asked on for {self._seconds / 60:g} minutes: {error.message}"
             )
-        self._sleep(PAUSE)
+        self._sleep(pause)
 
     def is_over(self) -> None:
         """Note that the fleet has answered."""
-        if self._since is not None:
-            self._since = None
+        self._retry.renew()
+        if self._is_told:
+            self._is_told = False
             self._tell("the fleet answers again")
 
 

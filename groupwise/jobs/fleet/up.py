@@ -40,8 +40,8 @@ from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
 from groupwise.api.schemas.problems import Refusal
-from groupwise.core.backoff import Backoff
 from groupwise.core.errors import GroupwiseError, RunError, UsageError
+from groupwise.core.retry import Backoff
 from groupwise.jobs.fleet import processes
 from groupwise.jobs.fleet.attempts import records
 from groupwise.jobs.fleet.attempts.effects import Gateway

@@ -23,6 +23,7 @@ from pydantic import (
     ValidationError,
 )
 
+from groupwise.core.settings.field_errors import field_errors
 from groupwise.jobs.hosts.framing import BadAnswer
 from groupwise.jobs.hosts.spec import (
     JOB_ID,
@@ -405,10 +406,9 @@ def _validate(kind: type[T], document: object, label: str) -> T:
     try:
         return _type_adapter(kind).validate_python(_without_nulls(document))
     except ValidationError as error:
-        detail = error.errors(include_url=False)[0]
-        path = "".join(f".{part}" for part in detail["loc"])
-        message = detail["msg"].removeprefix("Value error, ")[:LONGEST_NAME]
-        raise BadAnswer(f"{label}{path} is {repr(detail['input'])[:200]}: {message}") from None
+        first = field_errors(error, document_name="it")[0]
+        place = f"{label}.{first.field}" if first.field else label
+        raise BadAnswer(f"{place} is {repr(first.given)[:200]}: {first.message}") from None
 
 
 def parse_member_state(document: object) -> MemberState:

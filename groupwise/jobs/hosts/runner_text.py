@@ -65,18 +65,23 @@ def assemble(folder: Path) -> str:
 def _read_piece(path: Path) -> tuple[list[str], list[str], str]:
     """Read a piece: the pieces that it imports, its imports of the standard library, and all its other lines.
 
-    Raises ValueError if it renames an import from another piece."""
+    Raises ValueError if it renames an import from another piece, or imports single names from elsewhere."""
     pieces: list[str] = []
     imports: list[str] = []
     text = path.read_text("utf-8")
     lines = text.splitlines()
     for node in reversed(ast.parse(text).body):
         if isinstance(node, ast.ImportFrom):
-            # Other `from` imports are those of `__future__` and `typing`.
-            if str(node.module).startswith(PACKAGE):
-                pieces.append(str(node.module).removeprefix(PACKAGE))
+            module = "." * node.level + str(node.module)
+            if module.startswith(PACKAGE):
+                pieces.append(module.removeprefix(PACKAGE))
                 if any(name.asname for name in node.names):
                     raise ValueError(f"{path}: {ast.unparse(node)}: no name may change")
+            elif module not in ("__future__", "typing"):  # these are needed by type checkers only
+                raise ValueError(
+                    f"{path}: {ast.unparse(node)}: the line would be left out, and the names missing: write `import {module}`, "
+                    f"or import a piece as {PACKAGE}…"
+                )
         elif isinstance(node, ast.Import):
             imports.append(ast.unparse(node))
         elif not isinstance(node, ast.If) or ast.unparse(node.test) != "TYPE_CHECKING":

@@ -75,7 +75,7 @@ class Address:
 
 
 @dataclass(frozen=True, slots=True)
-class Patience:
+class SshTimeouts:
     """Time limits in seconds."""
 
     connect: float = 10.0
@@ -207,14 +207,14 @@ class SshHost:
         *,
         jump: Address | None = None,
         agent_path: str | None = None,
-        patience: Patience | None = None,
+        timeouts: SshTimeouts | None = None,
     ) -> None:
         """`jump` is a host to connect through; it must show its own pinned key. `agent_path` is the socket of an agent that holds the
         keys."""
         self.address = address
         self._jump = jump
         self._agent_path = agent_path
-        self._patience = patience or Patience()
+        self._timeouts = timeouts or SshTimeouts()
         self._links: list[_Link] = []
         self._opening: asyncio.Task[_Link] | None = None
         self._changed = asyncio.Event()
@@ -327,7 +327,7 @@ class SshHost:
         self, address: Address, tunnel: asyncssh.SSHClientConnection | None
     ) -> tuple[asyncssh.SSHClientConnection, asyncio.Event]:
         return await connect(
-            address, tunnel=tunnel, agent_path=self._agent_path, patience=self._patience
+            address, tunnel=tunnel, agent_path=self._agent_path, timeouts=self._timeouts
         )
 
     def _sessions_changed(self) -> None:
@@ -363,11 +363,11 @@ async def connect(
     *,
     tunnel: asyncssh.SSHClientConnection | None = None,
     agent_path: str | None = None,
-    patience: Patience | None = None,
+    timeouts: SshTimeouts | None = None,
 ) -> tuple[asyncssh.SSHClientConnection, asyncio.Event]:
     """Connect to a machine that shows its pinned key. Returns the connection and the event that is set when it is lost. Raises
     HostUnreachable or HostKeyError."""
-    patience = patience or Patience()
+    timeouts = timeouts or SshTimeouts()
     pinned = _pinned_key(address)
     witness = HostKeyRecorder()
     try:
@@ -384,8 +384,8 @@ async def connect(
                 config=None,
                 agent_path=None,
                 preferred_auth="publickey",
-                connect_timeout=patience.connect,
-                keepalive_interval=patience.keepalive,
+                connect_timeout=timeouts.connect,
+                keepalive_interval=timeouts.keepalive,
                 keepalive_count_max=3,
             )
     except (asyncssh.KeyImportError, asyncssh.KeyEncryptionError) as error:
@@ -475,15 +475,15 @@ async def read_host_key(
     *,
     jump: Address | None = None,
     agent_path: str | None = None,
-    patience: Patience | None = None,
+    timeouts: SshTimeouts | None = None,
 ) -> HostKey:
     """The host key that a machine shows, read through `jump` if given. Raises HostUnreachable; HostKeyError for the jump host's key."""
-    patience = patience or Patience()
+    timeouts = timeouts or SshTimeouts()
     async with connect_semaphore():
         if jump is None:
-            return await scan_host_key(host, port, timeout=patience.connect)
-        tunnel, _ = await connect(jump, agent_path=agent_path, patience=patience)
+            return await scan_host_key(host, port, timeout=timeouts.connect)
+        tunnel, _ = await connect(jump, agent_path=agent_path, timeouts=timeouts)
         try:
-            return await scan_host_key(host, port, timeout=patience.connect, tunnel=tunnel)
+            return await scan_host_key(host, port, timeout=timeouts.connect, tunnel=tunnel)
         finally:
             tunnel.abort()

@@ -87,8 +87,9 @@ def try_verb(words: Sequence[str], project: Path, environment: Mapping[str, str]
     if result.returncode:
         message = result.stderr.decode(errors="replace").strip() or f"exit code {result.returncode}"
         raise UsageError(
-            f"tried here, `groupwise {shlex.join(words)}` would fail, so nothing was launched. It gets the variables of --env-file, "
-            "none that are only set here. --no-preflight launches it untried, for data or packages that only the machine has. It said:"
+            f"tried here, `groupwise {shlex.join(words)}` would fail, so nothing was launched. It gets the variables of --env and "
+            "--env-file, none that are only set here. --no-preflight launches it untried, for data or packages that only the machine "
+            "has. It said:"
             f"\n{message}"
         )
     return _read_description(verb, arguments, result.stdout, project)

@@ -7,8 +7,6 @@ together, or not at all. It must not keep a reference to the transaction, start 
 from __future__ import annotations
 
 import sqlite3
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,16 +14,6 @@ Row = tuple[Any, ...]
 
 LARGEST_INTEGER = 2**63 - 1
 """SQLite's largest integer."""
-
-
-@dataclass(frozen=True, slots=True)
-class Clock:
-    """Source of times; tests pass their own."""
-
-    wall: Callable[[], float] = time.time
-    """Seconds since 1970."""
-    monotonic: Callable[[], float] = time.monotonic
-    """Seconds that never go back, from an arbitrary start."""
 
 
 @dataclass(frozen=True, slots=True)

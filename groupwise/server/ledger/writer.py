@@ -28,9 +28,10 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from groupwise.core import atomic_files
 from groupwise.core.errors import StoreError
+from groupwise.core.retry import Timing
 from groupwise.server.ledger import uptime
 from groupwise.server.ledger.file import explaining_sqlite, explanation, open_file
-from groupwise.server.ledger.transaction import Clock, Transaction
+from groupwise.server.ledger.transaction import Transaction
 
 logger = logging.getLogger(__name__)
 
@@ -59,13 +60,13 @@ class _Job:
 class Ledger:
     """The open `server.db`. `do` is called from asyncio; the Ledger owns the writing thread."""
 
-    def __init__(self, path: Path, connection: sqlite3.Connection, clock: Clock) -> None:
+    def __init__(self, path: Path, connection: sqlite3.Connection, timing: Timing) -> None:
         """Use `open`."""
         self.path = path
         self._connection = connection
-        self._clock = clock
+        self._timing = timing
         with explaining_sqlite(path):
-            self._uptime_before = uptime.stored_uptime(connection) - clock.monotonic()
+            self._uptime_before = uptime.stored_uptime(connection) - timing.clock()
         self._queue: list[_Job] = []
         self._closing = False
         self._condition = threading.Condition()
@@ -73,9 +74,9 @@ class Ledger:
         self._thread.start()
 
     @classmethod
-    def open(cls, path: Path, clock: Clock | None = None) -> Ledger:
+    def open(cls, path: Path, timing: Timing | None = None) -> Ledger:
         """Open or create the file and start its writer thread. StoreError if it cannot be used."""
-        return cls(path, open_file(path), clock or Clock())
+        return cls(path, open_file(path), timing or Timing())
 
     async def do(
         self,
@@ -155,8 +156,8 @@ class Ledger:
     def _transaction(self) -> Transaction:
         return Transaction(
             self._connection,
-            now=self._clock.wall(),
-            uptime=self._uptime_before + self._clock.monotonic(),
+            now=self._timing.today(),
+            uptime=self._uptime_before + self._timing.clock(),
         )
 
     def _run_operation(self, job: _Job, transaction: Transaction) -> bool:

@@ -7,18 +7,17 @@ is started. A full disk is waited for, and not counted.
 
 from __future__ import annotations
 
-import asyncio
 import errno
 import logging
 import os
 import tempfile
-import time
 from collections import deque
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from groupwise.core.errors import CheckpointError, RunError, StoreError
+from groupwise.core.retry import Timing, doubled
 from groupwise.server.engine.engine_protocol import Engine, Opened, OpenRun
 
 logger = logging.getLogger(__name__)
@@ -48,14 +47,6 @@ class Limits:
     """Length of the window in seconds."""
 
 
-@dataclass(frozen=True, slots=True)
-class Time:
-    """Source of time; tests pass their own."""
-
-    monotonic: Callable[[], float] = time.monotonic
-    sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
-
-
 class EngineSupervisor:
     """Runs at most one engine at a time."""
 
@@ -63,14 +54,14 @@ class EngineSupervisor:
         self,
         make: Callable[[], Awaitable[Engine]],
         limits: Limits = Limits(),
-        clock: Time = Time(),
+        timing: Timing | None = None,
     ) -> None:
         """`make` starts an engine in which nothing is open yet."""
         self.restarts = 0
         """Number of engine restarts since this server started."""
         self._make = make
         self._limits = limits
-        self._clock = clock
+        self._timing = timing or Timing()
         self._ends: deque[float] = deque()
         """Times (monotonic) at which engines ended, within the window."""
         self._engine: Engine | None = None
@@ -99,7 +90,7 @@ class EngineSupervisor:
     async def pause(self, why: Exception) -> None:
         """Call after an engine has ended: waits until the next one may be started. Raises TooManyRestarts."""
         await self.end()
-        now = self._clock.monotonic()
+        now = self._timing.clock()
         self._ends.append(now)
         while self._ends[0] <= now - self._limits.window:
             self._ends.popleft()
@@ -111,12 +102,12 @@ class EngineSupervisor:
             ) from why
         pauses = len(self._ends) - 1
         if pauses:
-            await self._clock.sleep(min(FIRST_PAUSE * 2 ** (pauses - 1), LONGEST_PAUSE))
+            await self._timing.sleep(doubled(FIRST_PAUSE, pauses, LONGEST_PAUSE))
 
     async def wait_for_disk(self, folder: Path) -> None:
         """Wait until a full disk can be written to again. If the write fails for another reason, return at once."""
         while _is_still_full(folder):
-            await self._clock.sleep(LOOK_AT_DISK)
+            await self._timing.sleep(LOOK_AT_DISK)
 
 
 FULL_SECONDS = 10.0

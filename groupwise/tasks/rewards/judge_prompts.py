@@ -228,7 +228,8 @@ def _json_objects(text: str) -> list[dict[str, Any]]:
     objects: list[dict[str, Any]] = []
     starts = [match.start() for match in re.finditer("{", text)][-MOST_BRACES:]
     decoder, position = (
-        json.JSONDecoder(object_pairs_hook=refuse_duplicate_keys), starts[0] if starts else -1,
+        json.JSONDecoder(object_pairs_hook=refuse_duplicate_keys),
+        starts[0] if starts else -1,
     )
     while position != -1:
         try:

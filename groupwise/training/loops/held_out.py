@@ -191,7 +191,7 @@ def _divergence(
         metric,
         [old_values[key] for key in common_keys],
         [new_values[key] for key in common_keys],
-        len(earlier_steps) + 1
+        len(earlier_steps) + 1,
     )
     # Training rewards since the best evaluation. If some examples were chosen by the curriculum or replay,
     # only the rewards of the others count.

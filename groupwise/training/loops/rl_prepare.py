@@ -16,8 +16,9 @@ from groupwise.core.errors import ConfigError, TaskError
 from groupwise.core.interruption import run_to_end
 from groupwise.core.types import TASK_COLUMN, Example
 from groupwise.engine.distributed import prefork
+from groupwise.engine.models.footprint import Decoding
 from groupwise.engine.models.identity import identity
-from groupwise.engine.models.plan import Decoding, ModelPlan, largest_microbatch, plan_model
+from groupwise.engine.models.plan import ModelPlan, largest_microbatch, plan_model
 from groupwise.engine.models.tokens import render_prompt
 from groupwise.engine.sampler.config import SERVER_KEYS
 from groupwise.tasks.contract import Task, check_reward_columns, require
@@ -202,7 +203,9 @@ def _held_out_facts(
 def warnings_of(prepared: RlPrepared) -> list[str]:
     """Warnings about prompts, rewards and this machine, before the run."""
     examples, rubric = prepared.prompts.examples, prepared.rubric
-    unfilled = rubric.unfilled_arguments([example.columns for example in examples]) if rubric else []
+    unfilled = (
+        rubric.unfilled_arguments([example.columns for example in examples]) if rubric else []
+    )
     overlap = None
     held_out_set = prepared.held_out_prompts
     if held_out_set is not None:

@@ -14,13 +14,13 @@ import pytest
 from groupwise.jobs.hosts.driver import Launch, Runner
 from groupwise.jobs.hosts.port import HostError, HostKeyError, HostUnreachable, OutcomeUnknown
 from groupwise.jobs.hosts.spec import JobSpec
-from groupwise.jobs.hosts.ssh import Patience, SshHost, read_host_key
+from groupwise.jobs.hosts.ssh import SshHost, SshTimeouts, read_host_key
 from tests import ssh_hosts
 from tests.contract.test_host_contract import arrived, ask, request
 from tests.required_programs import require_programs
 from tests.ssh_hosts import FullHost, LoopbackHost
 
-QUICK = Patience(connect=2.0, keepalive=0.3)
+QUICK = SshTimeouts(connect=2.0, keepalive=0.3)
 
 
 def marker(host: ssh_hosts.Host) -> Path:
@@ -182,7 +182,7 @@ async def way(full: FullHost) -> AsyncIterator[SshHost]:
         full.start()
     full.heal()
     full.until_it_answers()
-    host = SshHost(full.login, patience=QUICK)
+    host = SshHost(full.login, timeouts=QUICK)
     yield host
     await host.close()
 
@@ -226,7 +226,7 @@ async def test_after_a_call_without_an_answer_a_new_connection_is_made(
     full: FullHost, way: SshHost, doubted: bool
 ) -> None:
     """One that is doubted is not waited for."""
-    host = SshHost(full.login, patience=Patience(connect=2.0, keepalive=1000.0))
+    host = SshHost(full.login, timeouts=SshTimeouts(connect=2.0, keepalive=1000.0))
     await told(host)
     if doubted:
         mark = marker(full)
@@ -269,7 +269,7 @@ async def test_an_attempt_lives_on_without_its_connection_and_its_machine_is_kno
     state = await runner.launch(Launch("job-1", 1, JobSpec(("sleep", "1000")), slot=0))
     assert state.state == "running"
     await way.close()
-    again = Runner(SshHost(full.login, patience=QUICK))
+    again = Runner(SshHost(full.login, timeouts=QUICK))
     assert (await again.status("job-1", 1)).pid == state.pid
     full.reboot()
     after = await again.status("job-1", 1)

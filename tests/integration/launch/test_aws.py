@@ -23,7 +23,7 @@ import pytest
 
 from groupwise.jobs.clouds import aws, spot_notice
 from groupwise.jobs.clouds.aws import AwsBackend
-from groupwise.jobs.clouds.aws_machines import MARGIN_MINUTES, AwsMachines, Patience
+from groupwise.jobs.clouds.aws_machines import MARGIN_MINUTES, AwsMachines, AwsTimeouts
 from groupwise.jobs.clouds.backend import (
     CloudError,
     Handle,
@@ -83,7 +83,7 @@ def account(rented: FakeAws) -> Iterator[FakeAws]:
 @pytest.fixture
 def python(account: FakeAws, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Of `launch aws`, up to what is to be run, with packages that the machine has; its looks come sooner."""
-    monkeypatch.setattr(aws, "Patience", lambda: QUICK)
+    monkeypatch.setattr(aws, "AwsTimeouts", lambda: QUICK)
     places._ec2.cache_clear()
     named = {
         "--instance-type": "g5.2xlarge", "--key-name": KEY_NAME,
@@ -128,8 +128,8 @@ async def reach(account: FakeAws, name: str, tmp_path: Path) -> AsyncIterator[Re
     """Another client, whose records are in a folder of that name."""
     made: list[Renter] = []
 
-    def found(kept: str = "kept", patience: Patience = QUICK, ec2: Any = None) -> Renter:
-        backend = account.backend(tmp_path / kept, patience, ec2)
+    def found(kept: str = "kept", timeouts: AwsTimeouts = QUICK, ec2: Any = None) -> Renter:
+        backend = account.backend(tmp_path / kept, timeouts, ec2)
         made.append(Renter(backend, tmp_path, name, of_two_hours))
         return made[-1]
 
@@ -318,7 +318,7 @@ async def test_whatever_the_machine_fails_at_it_is_ended(
     if step == "hello":  # nothing asks for it on the way
         monkeypatch.setattr(MachineBackend, "submit", fails)
     with pytest.raises((CloudError, HostUnreachable), match="cut off"):
-        await reach(patience=replace(QUICK, ready=0.05)).makes()
+        await reach(timeouts=replace(QUICK, ready=0.05)).makes()
     assert (len(account.requests), account.living()) == (1, [])
 
 
@@ -327,7 +327,7 @@ async def test_one_that_never_says_its_key_or_shows_another_is_ended(
 ) -> None:
     account.says_key = False
     with pytest.raises(CloudError, match="host key"):
-        await reach(patience=Patience(look=0.01, ready=0.05)).makes(name="mute")
+        await reach(timeouts=AwsTimeouts(look=0.01, ready=0.05)).makes(name="mute")
     assert account.living() == []
     account.says_key = True
     account.key_said = f"ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAI{'A' * 43}"
@@ -351,9 +351,9 @@ async def test_one_that_aws_does_not_know_yet_is_ended_once_it_does(
         if verb == "get_console_output":
             raise CloudError("the set-up fails")
 
-    patience = Patience(look=0.01, known=20.0 if knows else 0.2)
+    timeouts = AwsTimeouts(look=0.01, known=20.0 if knows else 0.2)
     with pytest.raises(CloudError) as told:
-        await reach(patience=patience, ec2=Faulty(fails)).makes()
+        await reach(timeouts=timeouts, ec2=Faulty(fails)).makes()
     left = "".join(account.living())
     assert bool(left) is not knows
     ends = f"aws ec2 terminate-instances --region {REGION} --instance-ids {left}"

@@ -20,13 +20,19 @@ def test_a_manifest_is_printed_and_no_value_of_a_secret(person: Person) -> None:
         "2",
         "--env-file",
         "keys.env",
+        "--env",
+        "MODE=a b",
     )
     of_job = ("rl", "--config", "C.yaml", "a 'b'\n", "--x")
     typed = person.types("render", *words, "--name", "sums", "--", *of_job)
     _, job = YAML(typ="safe").load_all(typed.out)
     [container] = job["spec"]["template"]["spec"]["containers"]
     assert container["command"][-6:] == ["groupwise", *of_job]
-    assert "kubectl create secret generic sums-env --from-env-file=keys.env" in typed.err
+    assert (
+        "kubectl create secret generic sums-env --from-env-file=keys.env --from-literal='MODE=a b'"
+        in typed.err
+    )
+    assert {"TOKEN", "MODE"} <= {each["name"] for each in container["env"]}
     assert canary not in typed.out + typed.err
     typed = person.types("render", *words, "--", "rl", f"--config={canary}", code=2)
     assert "value of TOKEN" in typed.err

@@ -53,7 +53,7 @@ async def work(server: Server, steps: int, killed: Sequence[int] | None = None) 
         return killed is None or draw // SIZE < STEPS_PER_KILL * (len(killed) + 1) - 1
 
     async def client(first: int) -> None:
-        async with AsyncTrainingClient(server.url, patience=TIMEOUT_S) as one:
+        async with AsyncTrainingClient(server.url, retry_timeout=TIMEOUT_S) as one:
             for draw in range(first, steps * SIZE, CLIENTS):
                 while not may_begin(draw):  # noqa: ASYNC110 — the killer works on it
                     await asyncio.sleep(0.01)
@@ -62,10 +62,10 @@ async def work(server: Server, steps: int, killed: Sequence[int] | None = None) 
                 answer = await one.rewards(group, rewards)
                 assert answer.group_id == group.group_id
 
-    async with AsyncTrainingClient(server.url, patience=TIMEOUT_S) as one:
+    async with AsyncTrainingClient(server.url, retry_timeout=TIMEOUT_S) as one:
         await one.start(**SETTINGS, max_steps=steps)
     await asyncio.gather(*(client(first) for first in range(CLIENTS)))
-    async with AsyncTrainingClient(server.url, patience=TIMEOUT_S) as one:
+    async with AsyncTrainingClient(server.url, retry_timeout=TIMEOUT_S) as one:
         run = (await one.status()).run_id
         async for event in one.events(after=0):
             if event.kind == "finished" and event.run_id == run:

@@ -181,7 +181,7 @@ async def test_a_fleet_elsewhere_is_shown_and_changed_over_its_api(
                 await asyncio.to_thread(local.release, "waiting-1")
                 watched.forget()
                 assert watched.stamp(TIMEOUT_S) != before
-    with FleetClient(address, key, patience=0.1, sleep=lambda _: None) as gone:
+    with FleetClient(address, key, retry_timeout=0.1, sleep=lambda _: None) as gone:
         async with client_of(gone, tmp_path) as client:
             away = await client.get("/fleet", headers={"accept": "application/json"})
         assert (away.status_code, away.json()["code"]) == (409, "fleet_away")

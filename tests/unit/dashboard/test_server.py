@@ -119,7 +119,7 @@ async def test_a_server_that_does_not_answer_is_told_as_such(tmp_path: Path) -> 
     def refuse(request: httpx2.Request) -> httpx2.Response:
         raise httpx2.ConnectError("refused", request=request)
 
-    with TrainingClient(HERE, patience=0.0, transport=httpx2.MockTransport(refuse)) as away:
+    with TrainingClient(HERE, retry_timeout=0.0, transport=httpx2.MockTransport(refuse)) as away:
         async with client_of(away, tmp_path) as client:
             page = await client.get("/server")
         watched = WatchedServer(away)

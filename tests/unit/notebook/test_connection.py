@@ -37,7 +37,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str | None]]:
     found: list[tuple[str, str | None]] = []
 
     class Client:
-        def __init__(self, url: str, *, patience: float) -> None:
+        def __init__(self, url: str, *, retry_timeout: float) -> None:
             self.connection = SimpleNamespace(url=url.rstrip("/"))
 
         def __enter__(self) -> Client:

@@ -50,7 +50,7 @@ from groupwise.core import atomic_files
 from groupwise.core.errors import PolicyMismatchError, UsageError
 from groupwise.core.types import Completion, GroupRequest, Policy
 from groupwise.engine.backends.remote.session import (
-    FIRST_PATIENCE,
+    FIRST_RETRY_TIMEOUT,
     RequestThread,
     Session,
     as_usage,
@@ -124,7 +124,7 @@ def planned_layout(
             "/parts/plan",
             body=body.model_dump_json().encode(),
             server_wait=120.0,
-            patience=FIRST_PATIENCE,
+            retry_timeout=FIRST_RETRY_TIMEOUT,
         )
         try:
             return read_answer(PlanAnswer, thread.now(request)).layout

@@ -24,7 +24,6 @@ import httpx2
 from groupwise.api.client.async_training_client import AsyncTrainingClient
 from groupwise.api.client.connection import read_answer
 from groupwise.api.client.errors import ClientError, NoAnswer, NotAuthorised, Refused
-from groupwise.api.openai_client.waiting import Timing
 from groupwise.api.schemas.keys import VARIABLE
 from groupwise.api.schemas.parts import (
     DEFAULT_CALL_WAIT,
@@ -40,14 +39,15 @@ from groupwise.api.schemas.parts import (
 )
 from groupwise.core import errors
 from groupwise.core.errors import GroupwiseError, RunError, UsageError
+from groupwise.core.retry import Timing
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-FIRST_PATIENCE = 15.0
+FIRST_RETRY_TIMEOUT = 15.0
 """Seconds of retries for the first request: a wrong address should be reported soon."""
-LAST_PATIENCE = 5.0
+LAST_RETRY_TIMEOUT = 5.0
 """Seconds of retries when a closing session notifies the server, which would notice the missing heartbeat anyway."""
 BYTES = {"Content-Type": "application/octet-stream"}
 
@@ -136,14 +136,18 @@ class Session(RequestThread):
             self._open = False
             with suppress(ClientError):  # the server then notices the missing heartbeat
                 self.now(
-                    self._send_request("DELETE", patience=LAST_PATIENCE, timeout=LAST_PATIENCE)
+                    self._send_request(
+                        "DELETE", retry_timeout=LAST_RETRY_TIMEOUT, timeout=LAST_RETRY_TIMEOUT
+                    )
                 )
         super().close()
 
     async def open(self, owner: str) -> PartsAnswer:
         """Reserve the server's engine; parts of an earlier session of the same owner are ended. Raises UsageError if that is refused."""
         body = PartsRequest(owner=owner).model_dump_json().encode()
-        request = self._send_request("PUT", body=body, server_wait=60.0, patience=FIRST_PATIENCE)
+        request = self._send_request(
+            "PUT", body=body, server_wait=60.0, retry_timeout=FIRST_RETRY_TIMEOUT
+        )
         self._open = True  # perhaps, even if waiting for the answer is cancelled
         try:
             answer = read_answer(PartsAnswer, await self.run(request))
@@ -251,7 +255,7 @@ class Session(RequestThread):
         while True:
             await asyncio.sleep(interval)
             with suppress(ClientError):  # the next call reports the problem
-                await self._send_request("GET", patience=interval, timeout=interval)
+                await self._send_request("GET", retry_timeout=interval, timeout=interval)
 
     async def _send_request(self, method: str, below: str = "", **options: Any) -> httpx2.Response:
         """Send a request about this session's parts; see `AsyncTrainingClient.send`."""

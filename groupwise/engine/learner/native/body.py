@@ -27,8 +27,8 @@ from groupwise.engine.learner.native.elementwise import (
 )
 from groupwise.engine.learner.native.layout import FlatBatch
 from groupwise.engine.learner.native.product import Product
-from groupwise.engine.models.native.linear import Factors
-from groupwise.engine.models.native.weights import Layer, NativeModel
+from groupwise.engine.models.native.linear import Factors, Layer
+from groupwise.engine.models.native.weights import NativeModel
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from groupwise.engine.models.native.fused import kernels_for
-from groupwise.engine.models.native.linear import Linear, LowRank, rounds_before_adding
-
-if TYPE_CHECKING:
-    from groupwise.engine.models.native.weights import NativeModel
+from groupwise.engine.models.native.linear import Layer, Linear, LowRank, rounds_before_adding
 
 Adapter = Sequence[Any]
 """For each of `NativeModel.products` but the head, in their order, the adapter's addition or None: from `low_rank`, or for few rows from
@@ -23,8 +20,26 @@ Attend = Callable[[int, Tensor], Tensor]
 """Attention of one layer. Arguments: the layer's number, and its queries, keys and values [N, O]; result: [N, heads · D]."""
 
 
+class Decoder(Protocol):
+    """The parts of a `NativeModel` that the forward pass uses."""
+
+    dtype: torch.dtype
+    layers: list[Layer]
+    norm_H: Tensor
+    head: Linear
+    shift: float
+
+    def rotations(self, positions_N: Tensor) -> Tensor: ...
+    def embedded(self, ids_N: Tensor) -> Tensor: ...
+    def normed(self, x_NH: Tensor, weight_H: Tensor, *, few: bool = False) -> Tensor: ...
+    def gated(self, gate_up_N2F: Tensor, *, few: bool = False) -> Tensor: ...
+    def heads(
+        self, layer: Layer, qkv_NO: Tensor, rotations_N1C: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
 def residual_after_layers(
-    model: NativeModel,
+    model: Decoder,
     residual_NH: Tensor,
     attend: Attend,
     adapter: Adapter | None,
@@ -51,7 +66,7 @@ def residual_after_layers(
     return residual_NH
 
 
-def _gated_many(model: NativeModel, gate_up: Linear, x_NH: Tensor, low: LowRank | None) -> Tensor:
+def _gated_many(model: Decoder, gate_up: Linear, x_NH: Tensor, low: LowRank | None) -> Tensor:
     """`silu(gate) · up` of many rows, [N, F]; on a GPU one kernel adds the adapter's part of both."""
     kernels = kernels_for(x_NH)
     if (
@@ -65,7 +80,7 @@ def _gated_many(model: NativeModel, gate_up: Linear, x_NH: Tensor, low: LowRank 
     return kernels.gated_with_low_rank(gate_up_N2F, x_NH @ low.down_RI.t(), low.up_OR, model.dtype)
 
 
-def text_attention(model: NativeModel, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
+def text_attention(model: Decoder, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """Causal attention of one text, [N, heads · D]."""
     output = F.scaled_dot_product_attention(
         queries.to(model.dtype).transpose(0, 1)[None],
@@ -77,7 +92,7 @@ def text_attention(model: NativeModel, queries: Tensor, keys: Tensor, values: Te
     return output[0].transpose(0, 1).flatten(1)
 
 
-def plain_logits(model: NativeModel, ids_N: Tensor, adapter: Adapter | None = None) -> Tensor:
+def plain_logits(model: Decoder, ids_N: Tensor, adapter: Adapter | None = None) -> Tensor:
     """Logits [N, V] in float32 after each token of one text, without the shift of `NativeModel`."""
     rotations_N1C = model.rotations(torch.arange(len(ids_N), device=ids_N.device))
 

@@ -181,3 +181,23 @@ def _would_round() -> bool:
     """True if oneDNN rounds float32 to bfloat16 when allowed to: it does with AMX, and non-x86 CPUs may have something similar."""
     capabilities = torch.cpu.get_capabilities()
     return capabilities.get("architecture") != "x86_64" or bool(capabilities.get("amx_bf16"))
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """The weights of one layer; norms are float32."""
+
+    attention_norm_H: Tensor
+    qkv: Linear
+    query_norm_D: Tensor | None
+    """Norm within each head of the queries, if the model has one; likewise for the keys."""
+    key_norm_D: Tensor | None
+    output: Linear
+    mlp_norm_H: Tensor
+    gate_up: Linear
+    down: Linear
+
+    @property
+    def products(self) -> tuple[Linear, ...]:
+        """The products that adapters may change, in the order of computation."""
+        return self.qkv, self.output, self.gate_up, self.down

@@ -27,7 +27,7 @@ from groupwise.engine.models.native import compiled
 from groupwise.engine.models.native.facts import FAMILIES, head_size
 from groupwise.engine.models.native.forward import plain_logits
 from groupwise.engine.models.native.fused import kernels_for
-from groupwise.engine.models.native.linear import Linear, Part
+from groupwise.engine.models.native.linear import Layer, Linear, Part
 
 logger = logging.getLogger(__name__)
 
@@ -65,26 +65,6 @@ class Shape:
     def queries_per_key(self) -> int:
         """Query heads that share one key head."""
         return self.heads // self.kv_heads
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """The weights of one layer; norms are float32."""
-
-    attention_norm_H: Tensor
-    qkv: Linear
-    query_norm_D: Tensor | None
-    """Norm within each head of the queries, if the model has one; likewise for the keys."""
-    key_norm_D: Tensor | None
-    output: Linear
-    mlp_norm_H: Tensor
-    gate_up: Linear
-    down: Linear
-
-    @property
-    def products(self) -> tuple[Linear, ...]:
-        """The products that adapters may change, in the order of computation."""
-        return self.qkv, self.output, self.gate_up, self.down
 
 
 class NativeModel:

@@ -19,9 +19,9 @@ from pathlib import Path
 from typing import IO
 
 from groupwise.api.openai_client.client import Endpoint
-from groupwise.api.openai_client.waiting import Timing
 from groupwise.core.errors import EndpointError, UsageError
 from groupwise.core.processes.program import free_port
+from groupwise.core.retry import Timing
 from groupwise.engine.sampler.vllm.servers import Server
 
 logger = logging.getLogger(__name__)

@@ -18,8 +18,9 @@ from typing import TypeVar
 import httpx2
 
 from groupwise.api.openai_client.client import Client, Endpoint
-from groupwise.api.openai_client.waiting import Timing, wait_after
+from groupwise.api.openai_client.waiting import backoff
 from groupwise.core.errors import EndpointError
+from groupwise.core.retry import Backoff, Timing
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +39,8 @@ class Server:
     timing: Timing
     load: int = 0
     """Requests that are running or queued."""
-    failures: int = 0
-    """Number of consecutive failures."""
+    waits: Backoff | None = None
+    """The pauses since its first failure; None: it answers."""
     alone_until: float = -math.inf
     """Time on `timing.clock` until which it is paused."""
     ready: str | None = None
@@ -76,17 +77,17 @@ class Server:
 
     def note_answer(self) -> None:
         """Record that the server answers."""
-        if self.failures:
+        if self.waits is not None:
             logger.info("%s answers again", self.url)
-        self.failures, self.alone_until = 0, -math.inf
+        self.waits, self.alone_until = None, -math.inf
 
     def note_failure(self, error: EndpointError) -> None:
         """Pause the server, and mark it as not prepared: another process may have been started at its address."""
         self.ready = None
         if self.timing.clock() < self.alone_until:
             return  # another request in progress has counted this failure already
-        wait = wait_after(self.failures, self.timing.chance())
-        self.failures += 1
+        self.waits = self.waits or backoff(self.timing)
+        wait = self.waits.next()
         self.alone_until = self.timing.clock() + wait
         logger.warning("%s; it is left alone for %.1f s", error, wait)
 

@@ -20,8 +20,8 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
-from groupwise.core.backoff import Backoff
 from groupwise.core.errors import RunError
+from groupwise.core.retry import Backoff
 from groupwise.jobs.fleet.attempts import ending, records, refusals
 from groupwise.jobs.fleet.attempts.decide import (
     DEADMAN_MARGIN,
@@ -49,7 +49,7 @@ from groupwise.jobs.fleet.attempts.launching import (
     with_machine_time,
 )
 from groupwise.jobs.fleet.attempts.records import Machine, MemberRow, Snapshot, Stale
-from groupwise.jobs.fleet.attempts.watching import CHANGEABLE, Watch, Watches
+from groupwise.jobs.fleet.attempts.watching import CHANGEABLE, Pauses, Watch, Watches
 from groupwise.jobs.fleet.attempts.write_batching import Reads
 from groupwise.jobs.fleet.secrets import SecretMissing, Secrets
 from groupwise.jobs.fleet.states import AttemptState
@@ -118,16 +118,6 @@ class Collector(Protocol):
     async def collect(self, part: Part) -> Collected:
         """Fetch them all and verify them. Raises HostError, OSError, BlobError."""
         ...
-
-
-@dataclass(frozen=True, slots=True)
-class Pauses:
-    """Seconds between two rounds without news. Tests use shorter ones."""
-
-    first: float = 0.5
-    longest: float = 15.0
-    idle: float = 30.0
-    """Seconds between rounds while there is nothing to do but wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -280,7 +270,7 @@ class AttemptController:
         self._silences: dict[int, float] = {}
         """When each silent member fell silent, by this process's monotonic clock."""
         self._has_news = asyncio.Event()
-        self._backoff = Backoff(deps.pauses.first, deps.pauses.longest, deps.chance)
+        self._backoff = Backoff(deps.pauses.first, deps.pauses.longest, deps.chance.random)
 
     def poke(self) -> None:
         """Wake the controller: the attempt has changed in the database."""

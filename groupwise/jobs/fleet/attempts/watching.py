@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from groupwise.core.backoff import Backoff
+from groupwise.core.retry import Backoff
 from groupwise.jobs.fleet.tasks import wait_at_most
 from groupwise.jobs.hosts.answers import MemberState, RunnerState
 from groupwise.jobs.hosts.driver import KnownState, Runner
@@ -62,13 +62,15 @@ class Listener(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Pauses:
-    """Durations in seconds. Tests use shorter ones."""
+    """Durations in seconds, of a machine's watch and of an attempt's controller. Tests use shorter ones."""
 
+    first: float = 0.5
+    longest: float = 15.0
+    """First and longest pause between two attempts to reach a machine, and between two rounds of a controller without progress."""
+    idle: float = 30.0
+    """Time between two rounds while there is nothing to do but wait."""
     poll: float = 25.0
     """Time for which a machine may keep a `wait` open; shorter than the idle timeout of firewalls and NAT routers."""
-    first: float = 1.0
-    longest: float = 30.0
-    """First and longest pause between two attempts to reach a machine."""
 
 
 @dataclass(slots=True)

@@ -37,8 +37,8 @@ import httpx2
 from sqlalchemy import literal, select, tuple_, update
 from sqlalchemy.orm import Session
 
-from groupwise.core.backoff import Backoff
 from groupwise.core.errors import RunError
+from groupwise.core.retry import Backoff
 from groupwise.jobs.fleet.files.logs import log_path
 from groupwise.jobs.fleet.states import AttemptState
 from groupwise.jobs.fleet.store.database import Database

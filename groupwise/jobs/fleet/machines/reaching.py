@@ -16,18 +16,18 @@ from groupwise.jobs.hosts.driver import Runner
 from groupwise.jobs.hosts.keys import HostKey
 from groupwise.jobs.hosts.local import LocalHost
 from groupwise.jobs.hosts.port import Host, HostUnreachable
-from groupwise.jobs.hosts.ssh import Address, Patience, SshHost, read_host_key
+from groupwise.jobs.hosts.ssh import Address, SshHost, SshTimeouts, read_host_key
 
 LOCAL = "local"
 """The transport of the machine that the control plane itself runs on."""
 
 
-def host_of(machine: Machine, patience: Patience | None = None) -> Host:
+def host_of(machine: Machine, timeouts: SshTimeouts | None = None) -> Host:
     """The connection to a machine; its caller closes it."""
     if machine.transport == LOCAL:
         kind = _engine_kind(machine)
         return LocalHost(extra_variables=() if kind is None else kind.credential_variables)
-    return SshHost(_address(machine), jump=jump_address(machine.jump), patience=patience)
+    return SshHost(_address(machine), jump=jump_address(machine.jump), timeouts=timeouts)
 
 
 def runner_of(machine: Machine, host: Host) -> Runner:

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 from nats.aio.client import Client
 from nats.aio.msg import Msg
 
-from groupwise.core.backoff import Backoff
+from groupwise.core.retry import Backoff
 from groupwise.jobs.fleet.notify.base import LARGEST, PendingIds, ids_in, messages
 from groupwise.jobs.fleet.tasks import cancel_and_wait, wait_at_most
 

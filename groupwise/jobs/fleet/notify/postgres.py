@@ -17,7 +17,7 @@ from typing import Any
 import psycopg
 from psycopg.sql import SQL, Identifier
 
-from groupwise.core.backoff import Backoff
+from groupwise.core.retry import Backoff
 from groupwise.jobs.fleet.notify.base import PendingIds, ids_in, messages
 from groupwise.jobs.fleet.tasks import cancel_and_wait
 

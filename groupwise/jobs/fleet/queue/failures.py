@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from groupwise.core.retry import doubled
 from groupwise.jobs.fleet.states import JobStatus, Outcome
 from groupwise.jobs.hosts.failures import FailureClass
 
@@ -206,4 +207,4 @@ def _budget_exhausted(
 
 def backoff(failures: int, chance: random.Random) -> float:
     """Seconds to wait after the n-th failure of a kind: full jitter, to separate jobs that failed together."""
-    return chance.uniform(0.0, min(BACKOFF_CAP, BACKOFF_BASE * 2.0 ** min(failures - 1, 10)))
+    return chance.uniform(0.0, doubled(BACKOFF_BASE, failures, BACKOFF_CAP))

@@ -30,8 +30,8 @@ from sqlalchemy.ext.compiler import compiles
 from sqlalchemy.orm import Session
 from sqlalchemy.sql.functions import FunctionElement
 
-from groupwise.core.backoff import Backoff
 from groupwise.core.errors import UsageError
+from groupwise.core.retry import Backoff
 from groupwise.jobs.fleet import disk_full
 from groupwise.jobs.fleet.retry import AwayError
 from groupwise.jobs.fleet.store import engine as engines

@@ -142,7 +142,7 @@ def _job_rules() -> Iterator[Rule]:
         "jobs",
         "UPDATE",
         f"EXISTS (SELECT 1 FROM attempts WHERE attempts.job_id = NEW.job_id AND attempts.state <> '{states.AttemptState.ENDED}')",
-        "a job runs as long as its attempt does: groupwise fleet cancel ends both",
+        "a job runs as long as its attempt does: groupwise fleet stop ends both",
         about=f"OLD.status = '{states.JobStatus.RUNNING}' AND NEW.status <> OLD.status",
     )
     yield Rule(
@@ -150,7 +150,7 @@ def _job_rules() -> Iterator[Rule]:
         "jobs",
         "UPDATE",
         f"{retried} AND NEW.generation <> OLD.generation + 1",
-        f"a job that is {_join_states(states.RETRIED_FROM)} is queued again only with generation + 1: groupwise fleet retry",
+        f"a job that is {_join_states(states.RETRIED_FROM)} is queued again only with generation + 1: groupwise fleet resume",
     )
     yield Rule(
         "job_generation",
@@ -172,21 +172,21 @@ def _job_rules() -> Iterator[Rule]:
         "jobs",
         "UPDATE",
         f"({' OR '.join(map(_set_once, FROZEN))}) AND NEW.generation = OLD.generation",
-        "what an admitted job runs does not change: cancel it and submit another",
+        "what an admitted job runs does not change: stop it and submit another",
     )
     yield Rule(
         "job_request",
         "jobs",
         "UPDATE",
         f"OLD.admitted_at IS NOT NULL AND ({' OR '.join(f'NEW.{name} <~> OLD.{name}' for name in ASKED)})",
-        "what was asked of an admitted job does not change: cancel it and submit another",
+        "what was asked of an admitted job does not change: stop it and submit another",
     )
     yield Rule(
         "job_asked_to_end",
         "jobs",
         "UPDATE",
         f"NEW.cancel_requested_at IS NOT NULL AND NEW.status NOT IN {_sql_list({states.JobStatus.RUNNING, *states.FINAL})}",
-        "cancel_requested_at is for a job that runs: groupwise fleet cancel ends one that waits at once",
+        "cancel_requested_at is for a job that runs: groupwise fleet stop ends one that waits at once",
     )
     yield Rule(
         "job_named", "jobs", "UPDATE", "NEW.job_id <> OLD.job_id", "the id of a job does not change"
@@ -658,6 +658,6 @@ def _no_truncation(table: str) -> Iterator[str]:
     yield (
         f"CREATE FUNCTION {name}() RETURNS trigger LANGUAGE plpgsql AS $rule$ BEGIN "
         "RAISE EXCEPTION USING ERRCODE = 'check_violation', "
-        f"MESSAGE = '{table}: TRUNCATE would take rows that no DELETE may; `groupwise fleet prune` clears jobs away'; END $rule$"
+        f"MESSAGE = '{table}: TRUNCATE would take rows that no DELETE may; `groupwise fleet remove` clears jobs away'; END $rule$"
     )
     yield f"CREATE TRIGGER {name} BEFORE TRUNCATE ON {table} EXECUTE FUNCTION {name}()"

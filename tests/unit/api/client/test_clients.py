@@ -39,10 +39,10 @@ from groupwise.api.client.errors import (
 )
 from groupwise.api.client.request_bodies import rewards_for
 from groupwise.api.client.training_client import TrainingClient
-from groupwise.api.openai_client.waiting import Timing
 from groupwise.api.schemas.problems import KINDS, Refusal
 from groupwise.api.schemas.training import GroupAnswer
 from groupwise.core.errors import UsageError
+from groupwise.core.retry import Timing
 
 KEY = "gw-abc-0123456789secret"
 GROUP: dict[str, Any] = {
@@ -94,7 +94,7 @@ class Server:
             chance=lambda: 1.0,
         )
         transport = httpx2.MockTransport(self.answer)
-        return {"timing": timing, "transport": transport, "patience": 100.0, "api_key": KEY}
+        return {"timing": timing, "transport": transport, "retry_timeout": 100.0, "api_key": KEY}
 
 
 Ask = Callable[..., Any]

@@ -19,8 +19,9 @@ import httpx2
 import pytest
 
 from groupwise.api.openai_client.client import Client, Endpoint, checked_url
-from groupwise.api.openai_client.waiting import Timing, retry_after, wait_after
+from groupwise.api.openai_client.waiting import backoff, retry_after
 from groupwise.core.errors import EndpointError, UsageError
+from groupwise.core.retry import Timing
 
 KEY = "sk-secret-0123456789"
 TODAY = 1_700_000_000.0
@@ -233,8 +234,8 @@ async def test_retry_after_holds() -> None:
     for none in (None, "soon", "nan", "inf", "Tue, 99 Foo"):
         assert retry_after(none, TODAY) is None
     assert retry_after(formatdate(TODAY - 9, usegmt=True), TODAY) == 0.0
-    assert [wait_after(n, 1.0) for n in (0, 1, 2, 5, 6, 99)] == [1.0, 2.0, 4.0, 32.0, 60.0, 60.0]
-    assert wait_after(3, 0.0) == 4.0
+    waits = backoff(Clock().timing())
+    assert [waits.next() for _ in range(8)] == [1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0]
 
 
 async def test_missing_choices_are_asked_for_with_seeds_that_count_on() -> None:

@@ -82,11 +82,14 @@ def test_the_id_stands_alone_on_standard_output(seen: Command) -> None:
 def test_everything_is_handed_on(seen: Command, tmp_path: Path) -> None:
     file = tmp_path / "data.jsonl"
     file.write_text("{}\n")
+    variables = tmp_path / "job.env"
+    variables.write_text("A=overridden\nexport B='2 3'\n")
     first = submitted(seen, "--hold", "--", "true")
     job_id = submitted(
         seen,
         *("--time-limit", "2h", "--priority", "3", "--name", "n", "--label", "team=x"),
         *("--retries", "1", "--after", f"{first}:ok", "--env", "A=b=c", "--secret", "HF_TOKEN"),
+        *("--env-file", str(variables)),
         *("--file", f"{file}:in/data.jsonl", "--output", "out", "--memory", "2GB"),
         *("--checkpoint", "out/ckpt", "--allow-smaller-batch"),
         *("--output-limit", "40GB", "--output-files", "7", "--grace", "2m"),
@@ -100,7 +103,7 @@ def test_everything_is_handed_on(seen: Command, tmp_path: Path) -> None:
     assert asked["limits"] == {
         "time_seconds": 7200.0, "grace_seconds": 120.0, "artefact_mb": 40_000, "artefact_files": 7
     }  # fmt: skip
-    assert asked["environment"] == {"A": "b=c"}
+    assert asked["environment"] == {"A": "b=c", "B": "2 3"}
     assert asked["secrets"] == {"HF_TOKEN": "env:HF_TOKEN"}
     assert asked["after"] == [f"{first}:ok"]
     assert asked["retry"] == {"charged": 1}

@@ -1,11 +1,14 @@
 """The command line of `groupwise launch`: what is the launcher's, what is the job's; names; variables from files."""
 
 from pathlib import Path
+from typing import Any, cast
 
 import pytest
 
-from groupwise.cli.launch.job_command import JobCommand, environment_of, new_name, split_command
+from groupwise.cli.launch.job_command import JobCommand, new_name, split_command
+from groupwise.cli.launch.options import CommandOptions
 from groupwise.cli.main import main
+from groupwise.cli.parsing import variables
 from groupwise.core.errors import UsageError
 from groupwise.jobs.hosts.spec import JOB_ID
 
@@ -60,16 +63,24 @@ def test_variables_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     first, second = tmp_path / ".env", tmp_path / "more.env"
     first.write_text("# a comment\nA=1\nexport B='two words'\nC=\"${HOME_OF_MINE}\"\nEMPTY=\n")
     second.write_text("A=later\n")
-    assert environment_of([first, second]) == {
+    assert variables((), [first, second]) == {
         "A": "later", "B": "two words", "C": "${HOME_OF_MINE}", "EMPTY": "",
     }  # fmt: skip
-    assert environment_of([]) == {}
+    assert variables([], []) == {}
+    ctx = cast("Any", None)
+    options = CommandOptions(ctx=ctx, env=["B=of the line", "D=a=b"], env_file=[first, second])
+    assert options.secrets() == {
+        "A": "later", "B": "of the line", "C": "${HOME_OF_MINE}", "EMPTY": "", "D": "a=b",
+    }  # fmt: skip
+    for wrong, told in (["B"], "KEY=VALUE"), (["B=1", "B=2"], "B is given twice"):
+        with pytest.raises(UsageError, match=told):
+            variables(wrong, [])
 
 
 def test_a_name_without_a_value_is_refused_and_no_value_is_shown(tmp_path: Path) -> None:
     path = tmp_path / ".env"
     path.write_text("GOOD=canary-value\nLONELY\n")
     with pytest.raises(UsageError, match="a line there has no `=`") as refused:
-        environment_of([path])
+        variables([], [path])
     assert "canary" not in str(refused.value)
     assert "LONELY" not in str(refused.value)

@@ -17,6 +17,7 @@ from transformers import LlamaConfig
 
 from groupwise.engine.models.footprint import (
     Counts,
+    Decoding,
     bytes_of,
     footprint_of,
     native_cache,
@@ -24,7 +25,6 @@ from groupwise.engine.models.footprint import (
     sizes_of,
 )
 from groupwise.engine.models.native.weights import NativeModel
-from groupwise.engine.models.plan import Decoding
 from groupwise.engine.sampler.native.cache import CompletionCache, NativePrompt
 from groupwise.engine.sampler.native.engine import NativeEngine
 from groupwise.engine.sampler.weights import ServedModel

@@ -518,8 +518,14 @@ def problem(code: str) -> httpx2.Response:
 
 @pytest.mark.parametrize(
     "how",
-    [None, problem("database_away"), problem("shutting_down"), httpx2.Response(502, text="nginx")],
-    ids=["gone", "database", "ending", "proxy"],
+    [
+        None,
+        problem("database_away"),
+        problem("shutting_down"),
+        httpx2.Response(502, text="nginx"),
+        httpx2.Response(429, text="slowly"),
+    ],
+    ids=["gone", "database", "ending", "proxy", "limiter"],
 )
 def test_who_follows_goes_on_where_the_fleet_was_away_and_loses_no_byte(
     how: httpx2.Response | None,
@@ -543,3 +549,26 @@ def test_a_submission_goes_on_under_its_name() -> None:
     names = [request.headers["idempotency-key"] for request in server.asked]
     assert len(names) > 20
     assert len(set(names)) == 3
+
+
+@pytest.mark.parametrize("seconds", [40, 10_000])
+def test_who_is_asked_to_return_later_does_not_come_earlier(seconds: int) -> None:
+    slept: list[float] = []
+
+    def answer(request: httpx2.Request) -> httpx2.Response:
+        if slept:
+            return httpx2.Response(200, json={})
+        return httpx2.Response(
+            503, json=problem("database_away").json(), headers={"Retry-After": str(seconds)}
+        )
+
+    transport = httpx2.MockTransport(answer)
+    with FleetClient("http://fleet", "k", transport=transport, sleep=slept.append) as fleet:
+        if seconds > fleet.retry_policy.seconds:
+            with pytest.raises(Refusal):
+                fleet.status()
+            assert slept == []
+        else:
+            assert fleet.status() == {}
+            assert len(slept) == 1
+            assert slept[0] >= seconds

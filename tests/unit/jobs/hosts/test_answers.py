@@ -44,6 +44,10 @@ def test_what_is_of_another_type_than_agreed_is_no_answer() -> None:
     for each in (*told, []):
         with pytest.raises(BadAnswer, match="the state of an attempt"):
             answers.parse_member_state(each)
+    with pytest.raises(BadAnswer, match=r"same_boot is 1: must be true or false$"):
+        answers.parse_member_state({**STATE, "same_boot": 1})
+    with pytest.raises(BadAnswer, match=r"the state of an attempt is \[\]: it must be an object"):
+        answers.parse_member_state([])
     for odd_hello in (
         None,
         [],

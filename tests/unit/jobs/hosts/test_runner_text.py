@@ -1,3 +1,4 @@
+import re
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,13 @@ def test_a_name_has_one_meaning(pieces: Path) -> None:
         assemble(pieces)
     (pieces / "requests.py").write_text(ENTRY.replace("import double", "import double as twice"))
     with pytest.raises(ValueError, match="no name may change"):
+        assemble(pieces)
+
+
+@pytest.mark.parametrize("module", ["json", "os.path", "groupwise.core.errors", ".below"])
+def test_what_would_be_missing_on_the_machine_is_refused(pieces: Path, module: str) -> None:
+    (pieces / "below.py").write_text(f"from {module} import dumps\n{BELOW}")
+    with pytest.raises(ValueError, match=rf"from {re.escape(module)} import dumps: .*left out"):
         assemble(pieces)
 
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from groupwise.core.retry import Timing
 from groupwise.core.types import Example, Group, Rollout, Segment
 from groupwise.server.ledger.groups import NewGroup, add_groups
 from groupwise.server.ledger.rewards import Post, Posted, accept_rewards
 from groupwise.server.ledger.runs import add_run
-from groupwise.server.ledger.transaction import Clock, Transaction
+from groupwise.server.ledger.transaction import Transaction
 
 RUN = "letters"
 LEASE = 600.0
@@ -22,10 +23,10 @@ class FakeTime:
 
     wall: float = 1_700_000_000.0
     monotonic: float = 50.0
-    clock: Clock = field(init=False)
+    timing: Timing = field(init=False)
 
     def __post_init__(self) -> None:
-        self.clock = Clock(lambda: self.wall, lambda: self.monotonic)
+        self.timing = Timing(clock=lambda: self.monotonic, today=lambda: self.wall)
 
     def pass_(self, seconds: float) -> None:
         self.wall += seconds

@@ -154,7 +154,7 @@ def live(path: Path, first: int, acknowledged: Callable[[], object]) -> None:
 
     async def operations() -> None:
         time = FakeTime()
-        ledger = Ledger.open(path, time.clock)
+        ledger = Ledger.open(path, time.timing)
         acknowledged()
         for operation, *given in LIFE[first:]:
             await ledger.do(operation, *given)

@@ -53,7 +53,7 @@ class Machine(RuleBasedStateMachine):
         self.folder = Path(tempfile.mkdtemp())
         self.time = FakeTime()
         self.runner = asyncio.Runner()
-        self.ledger = Ledger.open(self.folder / "server.db", self.time.clock)
+        self.ledger = Ledger.open(self.folder / "server.db", self.time.timing)
         self.do(begin)
         self.groups: dict[str, Known] = {}
         self.plans: dict[int, tuple[str, ...]] = {}
@@ -191,7 +191,7 @@ class Machine(RuleBasedStateMachine):
     def reopen(self) -> None:
         self.runner.run(self.ledger.close())
         self.time.pass_(1000.0)  # nothing of which counts
-        self.ledger = Ledger.open(self.folder / "server.db", self.time.clock)
+        self.ledger = Ledger.open(self.folder / "server.db", self.time.timing)
 
     @invariant()
     def the_ledger_is_as_the_model_has_it(self) -> None:

@@ -9,7 +9,7 @@ from tests.unit.server.ledger.making import RUN, begin, new
 
 
 async def test_a_lease_counts_uptime_and_a_kill_loses_what_came_after_the_last_tick(tmp_path, time):
-    ledger = Ledger.open(tmp_path / "server.db", time.clock)
+    ledger = Ledger.open(tmp_path / "server.db", time.timing)
     await ledger.do(begin)
     await ledger.do(add_groups, RUN, [new(0)], key_id="k", lease=60.0)
     await ledger.do(uptime.tick)
@@ -18,7 +18,7 @@ async def test_a_lease_counts_uptime_and_a_kill_loses_what_came_after_the_last_t
     time.pass_(10)
     assert await ledger.do(expire_overdue) == []
     killed = ledger  # its file is opened by another, while it has not kept anything more
-    ledger = Ledger.open(tmp_path / "server.db", time.clock)
+    ledger = Ledger.open(tmp_path / "server.db", time.timing)
     time.pass_(19)
     assert await ledger.do(expire_overdue) == []
     time.pass_(1)

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from groupwise.core.errors import RunError
+from groupwise.core.retry import Timing
 from groupwise.core.types import Completion, UpdateResult
 from groupwise.server.engine.engine_protocol import EngineLost
 from groupwise.server.engine.saved_adapters import Saved, SavedFolders
@@ -23,7 +24,7 @@ from groupwise.server.engine.verb_protocol import (
     VerbSampled,
 )
 from groupwise.server.ledger.writer import Ledger
-from groupwise.server.run.engine_supervisor import EngineSupervisor, Limits, Time
+from groupwise.server.run.engine_supervisor import EngineSupervisor, Limits
 from groupwise.server.run.run_config import AllowedModels
 from groupwise.server.tinker import requests
 from groupwise.server.tinker.engine_manager import VerbEngineHost
@@ -177,7 +178,7 @@ class Server:
 
         self.host = VerbEngineHost(
             runs=cast("Any", NoRuns()),
-            supervisor=EngineSupervisor(make, Limits(restarts=10), Time(sleep=_at_once)),
+            supervisor=EngineSupervisor(make, Limits(restarts=10), Timing(sleep=_at_once)),
             ledger=self.ledger,
             allowed=AllowedModels(folder / "models", ()),
             folder=str(folder),

@@ -19,9 +19,9 @@ import httpx2
 import pytest
 
 from groupwise.api.client.errors import Refused
-from groupwise.api.openai_client.waiting import Timing
 from groupwise.api.schemas.parts import Discard, FileFacts, FolderAnswer, Update
 from groupwise.core.errors import PolicyMismatchError, RunError, UsageError
+from groupwise.core.retry import Timing
 from groupwise.core.types import GroupRequest, LossSpec, OptimiserParams, Row, SamplingParams
 from groupwise.engine.backends.remote import session as module
 from groupwise.engine.backends.remote.parts import (

@@ -1,6 +1,7 @@
 """When a deadman has certainly ended what a silent machine ran, and what is known of what an engine begins; all else of a drive is tried
 in `test_dispatcher.py`, and with a real engine in `tests/integration/fleet/test_slurm_rows.py`."""
 
+import random
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, cast
@@ -31,7 +32,10 @@ def is_over(recorded: Reading | None, silent_for: float | None, **handle: Any) -
 
 def new_drive(clock: Callable[[], float] = lambda: 0.0) -> controller.AttemptController:
     return controller.AttemptController(
-        1, cast("Any", SimpleNamespace(pauses=controller.Pauses(), clock=clock, chance=None))
+        1,
+        cast(
+            "Any", SimpleNamespace(pauses=controller.Pauses(), clock=clock, chance=random.Random())
+        ),
     )
 
 

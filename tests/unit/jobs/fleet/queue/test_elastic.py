@@ -57,7 +57,7 @@ def test_what_is_asked_of_the_engine_is_what_the_job_asked_for() -> None:
     found = row.engine(wanted, Limits(time_seconds=3600.0, grace_seconds=30.0))
     assert found.name == "slurm"
     assert found.options == (
-        "--cpus-per-task=4", "--mem=32000M", "--nodes=1", "--gpus-per-node=a100:2", "--time=63",
+        "--cpus-per-task=4", "--mem=30518M", "--nodes=1", "--gpus-per-node=a100:2", "--time=63",
         "--partition=gpu", "--account=lab",
     )  # fmt: skip
     assert slurm().engine(Resources(gpus=0), Limits()).options == ("--nodes=1",)

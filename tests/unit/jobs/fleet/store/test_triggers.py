@@ -174,7 +174,7 @@ def test_how_a_job_ended_does_not_change(database: Database) -> None:
 def test_what_an_admitted_job_runs_does_not_change(database: Database) -> None:
     job(database, "j")
     execute(database, "UPDATE jobs SET spec_hash = 'a'")
-    refused(database, "cancel it and submit another", "UPDATE jobs SET spec_hash = 'b'")
+    refused(database, "stop it and submit another", "UPDATE jobs SET spec_hash = 'b'")
     for column, before, after in (
         ("spec", '{"arguments": ["a"]}', '{"arguments": ["b"]}'),
         ("resources", '{"gpus": 1}', '{"gpus": 2}'),
@@ -182,7 +182,7 @@ def test_what_an_admitted_job_runs_does_not_change(database: Database) -> None:
     ):
         change = f"UPDATE jobs SET {column} = :value"
         execute(database, change, value=before)
-        refused(database, "cancel it and submit another", change, value=after)
+        refused(database, "stop it and submit another", change, value=after)
     for column in triggers.ASKED[1:]:
         other = {"use_unsloth": True, "hyperparams": '{"a": 1}', "priority": 7}.get(column, 7)
         words = ("job_type", "model", "dataset", "reward_function", "project", "output_dir")
@@ -530,7 +530,7 @@ def test_only_a_job_that_runs_is_asked_to_end(database: Database) -> None:
         job(database, status, status)
         change = "UPDATE jobs SET cancel_requested_at = 5 WHERE job_id = :s"
         if status in ("queued", "pending", "held"):
-            refused(database, "groupwise fleet cancel ends one that waits", change, s=status)
+            refused(database, "groupwise fleet stop ends one that waits", change, s=status)
         else:
             execute(database, change, s=status)
     again = "UPDATE jobs SET status = 'queued', generation = generation + :n"

@@ -1,0 +1,37 @@
+"""Why a request to one of our servers failed, for the clients of the training server and of the fleet."""
+
+from __future__ import annotations
+
+import ssl
+
+import httpx2
+from pydantic import ValidationError
+
+from groupwise.api.openai_client.waiting import retry_after
+from groupwise.api.schemas.problems import Problem
+
+MAY_PASS = frozenset({408, 425, 429, 502, 503, 504})
+"""Statuses of responses without a problem body, as proxies send them, that may pass."""
+
+
+def certificate_problem(url: str, error: BaseException | None) -> str | None:
+    """A message if a request failed because the server's certificate is not trusted here."""
+    while error is not None and not isinstance(error, ssl.SSLCertVerificationError):
+        error = error.__cause__ or error.__context__
+    if error is None:
+        return None
+    return (
+        f"{url} shows a certificate that is not trusted here ({error.verify_message}). Where an authority of your own has signed it, set "
+        "SSL_CERT_FILE to the file with that authority's certificate; where it is for another name, use that name in the URL."
+    )
+
+
+def problem_in(response: httpx2.Response, today: float) -> Problem | None:
+    """The problem in the body of an unsuccessful response, with the header's `Retry-After`; None if it has none. `today`: seconds since
+    1970."""
+    try:
+        problem = Problem.model_validate_json(response.content)
+    except ValidationError:
+        return None
+    seconds = retry_after(response.headers.get("Retry-After"), today)
+    return problem if seconds is None else problem.model_copy(update={"retry_after": seconds})
