@@ -228,4 +228,13 @@ MIGRATIONS: tuple[str, ...] = (
     """
     ALTER TABLE runs ADD COLUMN tokenizer TEXT;    -- JSON: its hash, and the tokens that end a completion
     """,
+    """
+    CREATE TABLE responses (                       -- of /v1/responses, so that another can go on from one
+        id       TEXT PRIMARY KEY,
+        key_id   TEXT NOT NULL,
+        response TEXT NOT NULL,                    -- JSON, as it was sent
+        messages TEXT NOT NULL,                    -- JSON: the conversation up to it, without instructions
+        made_at  REAL NOT NULL                     -- seconds of uptime
+    ) WITHOUT ROWID;
+    """,
 )

@@ -28,9 +28,10 @@ from groupwise.core.errors import GroupwiseError
 from groupwise.core.interruption import gather_all
 from groupwise.core.types import Rollout
 from groupwise.server.engine.engine_protocol import Engine, Sampled, SampleOrder
-from groupwise.server.ledger import runs
+from groupwise.server.ledger import responses, runs
 from groupwise.server.ledger.idempotency import StoredResponse
 from groupwise.server.ledger.members import Gathering
+from groupwise.server.ledger.responses import KeptResponse
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.openai import storing
 from groupwise.server.openai.asking import GenerationRequest, field_refusal
@@ -41,7 +42,7 @@ from groupwise.server.openai.completed import (
     streamable_text,
     write_completion,
 )
-from groupwise.server.openai.storing import Render, StoredCompletion, StoreOptions
+from groupwise.server.openai.storing import Also, Render, StoredCompletion, StoreOptions
 from groupwise.server.openai.tools import call_format_of
 from groupwise.server.run.conductor import Conductor, RunStatus
 from groupwise.server.run.engine_errors import naming_field
@@ -164,6 +165,18 @@ class OpenAIService:
             f"no policy is served under the name {name[:200]!r}. There are: {names}. An older one can be had as files (GET /model).",
         )
 
+    # --- kept responses --------------------------------------------------------------------------
+
+    async def kept_response(
+        self, caller: Caller, id: str, field: str = "response_id"
+    ) -> KeptResponse:
+        """A response of /v1/responses. Refuses with `unknown_response`, which names `field`."""
+        return await self._ledger.do(responses.read_response, caller, id, field)
+
+    async def delete_response(self, caller: Caller, id: str) -> None:
+        """Delete a kept response. Refuses with `unknown_response`."""
+        await self._ledger.do(responses.delete_response, caller, id)
+
     # --- completions -----------------------------------------------------------------------------
 
     def with_template(self, ask: GenerationRequest) -> GenerationRequest:
@@ -182,13 +195,13 @@ class OpenAIService:
         return replace(ask, call_format=call_format_of(template) if chosen == "auto" else chosen)
 
     async def answer(
-        self, ask: GenerationRequest, caller: Caller, render: Render
+        self, ask: GenerationRequest, caller: Caller, render: Render, also: Also | None = None
     ) -> StoredResponse:
-        """The complete response. Stored completions are on disk before it is returned."""
-        return (await self._sample_and_store(ask, caller, render, _Progress())).answer
+        """The complete response. Stored completions, and what `also` stores, are on disk before it is returned."""
+        return (await self._sample_and_store(ask, caller, render, _Progress(), also)).answer
 
     async def stream(
-        self, ask: GenerationRequest, caller: Caller
+        self, ask: GenerationRequest, caller: Caller, also: Also | None = None
     ) -> AsyncGenerator[StreamStarted | TextDelta | Completed]:
         """Yields `StreamStarted`, then texts as they are written, then the complete result. Stored completions are on disk before the last
         item.
@@ -198,7 +211,9 @@ class OpenAIService:
         assert caller.answer_key is None, "a stream is not sent again"
         progress = _Progress()
         texts_sent = [""] * (len(ask.prompts) * ask.n)
-        work = asyncio.create_task(self._sample_and_store(ask, caller, _no_response, progress))
+        work = asyncio.create_task(
+            self._sample_and_store(ask, caller, _no_response, progress, also)
+        )
         has_started = False
         try:
             while not work.done():
@@ -221,13 +236,18 @@ class OpenAIService:
             await asyncio.gather(work, return_exceptions=True)
 
     async def _sample_and_store(
-        self, ask: GenerationRequest, caller: Caller, render: Render, progress: _Progress
+        self,
+        ask: GenerationRequest,
+        caller: Caller,
+        render: Render,
+        progress: _Progress,
+        also: Also | None,
     ) -> StoredCompletion:
         conductor = self._host.active()
         _ = conductor.engine  # raises early if the engine is unavailable
         if ask.model not in _model_names(conductor.status):
             raise self._unknown_model(ask.model)
-        options = StoreOptions(caller, conductor.request.lease_seconds, render)
+        options = StoreOptions(caller, conductor.request.lease_seconds, render, also)
         if not ask.store:
             return await self._sample_only(ask, conductor, options, progress)
         if ask.gather is None:
@@ -286,7 +306,7 @@ class OpenAIService:
             prompt_tokens=sum(len(sample.group.rollouts[0].prompt_ids) for sample in samples),
             choices=tuple(await self._write_choices(ask, rollouts, conductor)),
         )
-        if options.caller.answer_key is None:
+        if options.caller.answer_key is None and options.also is None:
             return StoredCompletion(completed, options.render(completed))
         return await self._ledger.do(storing.keep_answer, options, completed)
 
