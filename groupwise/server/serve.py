@@ -27,9 +27,9 @@ from typing import Any
 from pydantic import ValidationError
 from starlette.types import ASGIApp
 
-from groupwise.api.http.route import Route
 from groupwise.api.http.listening import Uvicorn, bind, check_tls, url_at, uvicorn_config
 from groupwise.api.http.logs import configure
+from groupwise.api.http.route import Route
 from groupwise.api.schemas.keys import LOCAL, Keyring
 from groupwise.api.schemas.training import EventKind, StartRequest
 from groupwise.core.errors import ConfigError, GroupwiseError, RunInUseError, UsageError
@@ -45,8 +45,8 @@ from groupwise.server.parts.service import NAME as PARTS
 from groupwise.server.parts.service import PartsService
 from groupwise.server.routes.context import ServiceLike, Serving
 from groupwise.server.routes.openai import attach_openai_errors, openai_routes
-from groupwise.server.routes.responses import response_routes
 from groupwise.server.routes.parts import parts_routes
+from groupwise.server.routes.responses import response_routes
 from groupwise.server.run.run_config import AllowedModels
 from groupwise.server.run.service import Service
 from groupwise.server.settings import ServerConfig

@@ -395,7 +395,9 @@ class ChatRequest(_Request):
             )
         given = (self.chat_template_kwargs or {}).get("reasoning_effort", self.reasoning_effort)
         if self.reasoning_effort is not None and given != self.reasoning_effort:
-            yield wrong("reasoning_effort", "differs from chat_template_kwargs; give one of the two")
+            yield wrong(
+                "reasoning_effort", "differs from chat_template_kwargs; give one of the two"
+            )
         if self.top_logprobs:
             yield wrong(
                 "top_logprobs", "is 0 here: only the tokens that were drawn have a log-probability"

@@ -70,7 +70,9 @@ def text_of(content: str | list[Any]) -> str:
     """The text of a message or of a tool's output."""
     if isinstance(content, str):
         return content
-    return "".join(part.refusal if isinstance(part, InputRefusal) else part.text for part in content)
+    return "".join(
+        part.refusal if isinstance(part, InputRefusal) else part.text for part in content
+    )
 
 
 class MessageItem(Body):
@@ -412,7 +414,8 @@ class ResponseData(ResponseModel):
         default=None, description="Ours: the group, with `store: true`; null: it is not trained on."
     )
     token_ids: list[int] = Field(
-        default=[], description="Ours: the tokens as they were drawn, the one that ended it included."
+        default=[],
+        description="Ours: the tokens as they were drawn, the one that ended it included.",
     )
 
 

@@ -1,7 +1,8 @@
 """Converts between /v1/responses and chats: its requests become chat requests, and completions become responses or their events.
 
 The items of a request become messages: calls of tools belong to the message of the assistant before them. A response of the policy is one
-message, if there is text, followed by its calls. A kept response is stored with all messages up to it (`groupwise.server.ledger.responses`).
+message, if there is text, followed by its calls. A kept response is stored with all messages up to it
+(`groupwise.server.ledger.responses`).
 """
 
 from __future__ import annotations
@@ -259,9 +260,7 @@ class ResponseEncoder:
         opening = b"" if self._text is not None else b"".join(self._message_begins())
         self._text = (self._text or "") + text
         place = {"item_id": self._item_id, "output_index": 0, "content_index": index}
-        return opening + self._event(
-            "response.output_text.delta", **place, delta=text, logprobs=[]
-        )
+        return opening + self._event("response.output_text.delta", **place, delta=text, logprobs=[])
 
     def last_chunks(self, completed: Completed) -> Iterator[bytes]:
         """The events that end each item, then the complete response."""

@@ -185,7 +185,10 @@ class OpenAIService:
         """
         if not ask.columns:
             return ask
-        template, chosen = self._host.active().status.opened.chat_template, self._config.tool_call_parser
+        template, chosen = (
+            self._host.active().status.opened.chat_template,
+            self._config.tool_call_parser,
+        )
         if ask.reasoning_effort is not None and not re.search(r"\breasoning_effort\b", template):
             raise field_refusal(
                 "reasoning_effort",

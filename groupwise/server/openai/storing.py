@@ -43,8 +43,7 @@ class StoredCompletion:
 def keep_answer(
     transaction: Transaction, options: StoreOptions, completed: Completed
 ) -> StoredCompletion:
-    """Store the response, if the request has an Idempotency-Key, and what `options.also` stores; the completions are not stored as a group.
-    """
+    """Store the response, if the request has an Idempotency-Key, and what `options.also` stores; the completions form no group."""
     completion = _store_once(transaction, options, lambda: completed)
     assert completion is not None
     return completion

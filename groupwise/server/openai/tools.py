@@ -40,7 +40,9 @@ def call_format_of(template: str) -> CallFormat:
         return "mistral"
     if HermesCalls.BEGIN in template:
         return "hermes"
-    if PYTHON_TAG in template or ('"parameters": ' in template and "<|start_header_id|>" in template):
+    if PYTHON_TAG in template or (
+        '"parameters": ' in template and "<|start_header_id|>" in template
+    ):
         return "llama3_json"
     return "hermes"
 
@@ -77,7 +79,9 @@ def streamable_before_calls(
     if call_format == "hermes":
         return streamable_prefix(text, (*stops, HermesCalls.BEGIN)).rstrip()
     begun = text.lstrip()
-    openings = ["{"] if call_format == "llama3_json" else ["[", *(t["function"]["name"] for t in tools)]
+    openings = (
+        ["{"] if call_format == "llama3_json" else ["[", *(t["function"]["name"] for t in tools)]
+    )
     if any(begun.startswith(opening) or opening.startswith(begun) for opening in openings):
         return ""  # it may be a call whose marker is a special token
     return streamable_prefix(text, (*stops, _FAMILIES[call_format][0])).rstrip()
@@ -104,7 +108,9 @@ def strict_schema_problem(schema: Mapping[str, Any]) -> str | None:
         if key in ("pattern", "patternProperties", "$dynamicRef"):
             return f"has `{key}`, which is not checked here, beside `strict: true`; leave one of the two out"
         if key == "$ref" and not str(value).startswith("#"):
-            return f"refers to {value!r:.100}; a strict schema refers to itself alone (`#/$defs/...`)"
+            return (
+                f"refers to {value!r:.100}; a strict schema refers to itself alone (`#/$defs/...`)"
+            )
     try:
         Draft202012Validator.check_schema(schema)
     except SchemaError as error:

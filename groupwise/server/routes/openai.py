@@ -205,9 +205,7 @@ def openai_routes(service: OpenAIService) -> tuple[Route, ...]:
     )
 
 
-def completion_route(
-    path: str, handler: Any, answer: Any, example: Any, *more_codes: str
-) -> Route:
+def completion_route(path: str, handler: Any, answer: Any, example: Any, *more_codes: str) -> Route:
     """A route that samples; `more_codes`: problems that it alone answers with."""
     return Route(
         method="POST",

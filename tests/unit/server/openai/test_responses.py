@@ -41,7 +41,7 @@ async def events_of(client, **more: Any) -> list[Any]:
 
 
 async def test_a_response_is_the_same_as_a_chat(tmp_path) -> None:
-    async with asking(tmp_path) as (served, client):
+    async with asking(tmp_path) as (_, client):
         chat = await client.chat(seed=3, messages=[
             {"role": "system", "content": "be"}, {"role": "user", "content": "abc"}, {"role": "user", "content": "de"}])  # fmt: skip
         items = [{"role": "user", "content": "abc"},
@@ -51,18 +51,26 @@ async def test_a_response_is_the_same_as_a_chat(tmp_path) -> None:
         (message,) = answer["output"]
         (part,) = message["content"]
         (choice,) = chat["choices"]
-        assert (part["text"], answer["token_ids"]) == (choice["message"]["content"], choice["token_ids"])
+        assert (part["text"], answer["token_ids"]) == (
+            choice["message"]["content"],
+            choice["token_ids"],
+        )
         assert len(part["logprobs"]) == len(choice["token_ids"])
         assert (message["role"], message["type"]) == ("assistant", "message")
         assert answer["id"].startswith("resp_")
         assert (answer["object"], answer["group_id"]) == ("response", None)
-        assert answer["status"] == ("incomplete" if choice["finish_reason"] == "length" else "completed")
+        assert answer["status"] == (
+            "incomplete" if choice["finish_reason"] == "length" else "completed"
+        )
         usage, expected = answer["usage"], chat["usage"]
         assert usage["input_tokens"] == expected["prompt_tokens"] == 9
         assert usage["total_tokens"] == expected["total_tokens"]
         short = await client.ok(PATH, {**ASKED, "max_output_tokens": 1, "stop": "zz"})
         if short["token_ids"] != [END_ID]:
-            assert (short["status"], short["incomplete_details"]["reason"]) == ("incomplete", "max_output_tokens")
+            assert (short["status"], short["incomplete_details"]["reason"]) == (
+                "incomplete",
+                "max_output_tokens",
+            )
 
 
 async def test_a_conversation_goes_on_from_a_kept_response(tmp_path, monkeypatch) -> None:
@@ -130,7 +138,12 @@ async def test_what_is_stored_is_rewarded_by_its_id(tmp_path) -> None:
 
 ENDS = ["output_text.done", "content_part.done", "output_item.done"]
 BEGINS = ["created", "in_progress", "output_item.added", "content_part.added"]
-CALLS = ["output_item.added", "function_call_arguments.delta", "function_call_arguments.done", "output_item.done"]
+CALLS = [
+    "output_item.added",
+    "function_call_arguments.delta",
+    "function_call_arguments.done",
+    "output_item.done",
+]
 
 
 @pytest.mark.parametrize(("text", "kinds"), [
@@ -149,7 +162,9 @@ async def test_a_stream_has_the_events_of_the_response(tmp_path, monkeypatch, te
         ends = [event for event in events if event["type"].endswith("output_item.done")]
         assert [event["item"] for event in ends] == final["output"]
         assert [event["output_index"] for event in ends] == [*range(len(ends))]
-        words = [item["content"][0]["text"] for item in final["output"] if item["type"] == "message"]
+        words = [
+            item["content"][0]["text"] for item in final["output"] if item["type"] == "message"
+        ]
         assert said == "".join(words) == text.partition("<")[0]
         assert events[0]["response"]["id"] == final["id"]
         assert (await client.http.get(f"{PATH}/{final['id']}")).json() == final
@@ -167,9 +182,13 @@ async def test_what_cannot_be_honoured_is_refused_by_its_own_name(tmp_path) -> N
     async with asking(tmp_path) as (_, client):
         for key, value in NEVER.items():
             store = {"store": True} if key == "top_p" else {}
-            error = await client.refused(400, PATH, {**ASKED, **store, key.partition(".")[0]: value})
+            error = await client.refused(
+                400, PATH, {**ASKED, **store, key.partition(".")[0]: value}
+            )
             assert error["type"] == "invalid_request_error"
-            named = error["param"].removesuffix(".type") if "." in key else error["param"].split(".")[0]
+            named = (
+                error["param"].removesuffix(".type") if "." in key else error["param"].split(".")[0]
+            )
             assert named == key, error
         image = [{"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}]
         error = await client.refused(400, PATH, {**ASKED, "input": image})
@@ -193,7 +212,14 @@ async def test_what_openais_clients_send_is_taken(tmp_path) -> None:
 
 
 def test_items_become_messages():
-    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}", "id": "fc", "status": "completed"}
+    call = {
+        "type": "function_call",
+        "call_id": "1",
+        "name": "f",
+        "arguments": "{}",
+        "id": "fc",
+        "status": "completed",
+    }
     items = [
         {"role": "developer", "content": "a"}, {"type": "reasoning", "id": "r", "summary": []},
         {"role": "assistant", "content": [{"type": "output_text", "text": "b", "annotations": [], "logprobs": []},
@@ -201,9 +227,16 @@ def test_items_become_messages():
         call, {**call, "call_id": "2"}, {"type": "function_call_output", "call_id": "1", "output": [{"type": "input_text", "text": "d"}]},
         {**call, "call_id": "3"},
     ]  # fmt: skip
-    request = ResponsesRequest.model_validate({**ASKED, "input": items, "tool_choice": {"type": "function", "name": "f"}})
+    request = ResponsesRequest.model_validate(
+        {**ASKED, "input": items, "tool_choice": {"type": "function", "name": "f"}}
+    )
     messages = messages_of_input(request)
-    assert [message["role"] for message in messages] == ["developer", "assistant", "tool", "assistant"]
+    assert [message["role"] for message in messages] == [
+        "developer",
+        "assistant",
+        "tool",
+        "assistant",
+    ]
     assert (messages[1]["content"], messages[3]["content"]) == ("bc", None)
     ids = [[each["id"] for each in message.get("tool_calls", [])] for message in messages]
     assert ids == [[], ["1", "2"], [], ["3"]]

@@ -192,7 +192,8 @@ NEVER = {
     "stream_options": {"include_usage": True}, "max_tokens": 1000, "stop": ["a"] * 17,
 }  # fmt: skip
 NEVER_CHAT = {
-    "tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"pattern": "a"}}}], "functions": [{}], "tool_choice": "required",
+    "tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"pattern": "a"}}}],
+    "functions": [{}], "tool_choice": "required",
     "response_format": {"type": "json_object"}, "top_logprobs": 3, "reasoning_effort": "low", "modalities": ["audio"],
     "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
 }  # fmt: skip

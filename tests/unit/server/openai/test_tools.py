@@ -101,7 +101,9 @@ def test_strict_tools_get_arguments_that_fit():
     assert found(HERMES, "hermes", circle) == (HERMES, [])
 
 
-LLAMA_32 = """{{- '<|start_header_id|>' + '{"name": "' + tool_call.name + '", ' + '"parameters": ' }}"""
+LLAMA_32 = (
+    """{{- '<|start_header_id|>' + '{"name": "' + tool_call.name + '", ' + '"parameters": ' }}"""
+)
 
 
 def test_the_notation_is_that_of_the_template():
