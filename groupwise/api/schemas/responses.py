@@ -7,7 +7,7 @@ refusals. Fields that OpenAI's own client sends without a meaning here are accep
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
@@ -46,8 +46,15 @@ class InputRefusal(Body):
     refusal: str = Field(description="The words; the model reads them as text.")
 
 
+def _type_of(given: Any, otherwise: str) -> Any:
+    """The field `type` of a JSON object, or of the model that it was read as."""
+    if isinstance(given, dict):
+        return cast("dict[str, Any]", given).get("type", otherwise)
+    return getattr(given, "type", otherwise)
+
+
 def _part_tag(part: Any) -> str:
-    kind = part.get("type") if isinstance(part, dict) else getattr(part, "type", None)
+    kind = _type_of(part, "input_text")
     return "(refusal)" if kind == "refusal" else "(text)"
 
 
@@ -124,7 +131,7 @@ KINDS = ("message", "function_call", "function_call_output", "reasoning")
 
 
 def _item_tag(item: Any) -> str | None:
-    kind = item.get("type", "message") if isinstance(item, dict) else getattr(item, "type", None)
+    kind = _type_of(item, "message")
     return f"({kind})" if kind in KINDS else None
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from pydantic import BaseModel, ValidationError
 
@@ -105,9 +105,12 @@ def own_name(field: str) -> str:
 
 def _chat_tool_choice(choice: Any) -> Any:
     """`{"type": "function", "name": …}` as chats have it; others as they are."""
-    if isinstance(choice, dict) and choice.get("type") == "function" and "name" in choice:
-        return {"type": "function", "function": {"name": choice["name"]}}
-    return choice
+    if not isinstance(choice, dict):
+        return choice
+    given = cast("dict[str, Any]", choice)
+    if given.keys() != {"type", "name"}:
+        return given
+    return {"type": given["type"], "function": {"name": given["name"]}}
 
 
 def messages_of_input(request: ResponsesRequest) -> Messages:
@@ -149,7 +152,7 @@ def response_of(
     request: ResponsesRequest, id: str, model: str, created: float, completed: Completed | None
 ) -> ResponseData:
     """The response; before it is complete, without output."""
-    echoed = {
+    echoed: dict[str, Any] = {
         "instructions": request.instructions,
         "previous_response_id": request.previous_response_id,
         "store": request.is_kept,
@@ -317,5 +320,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, BaseModel):
         return value.model_dump(mode="json")
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list) else value
+        return {key: _plain(item) for key, item in cast("dict[str, Any]", value).items()}
+    if isinstance(value, list):
+        return [_plain(item) for item in cast("list[Any]", value)]
+    return value

@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any, Literal, cast, get_args
+from urllib.parse import unquote
 
 from groupwise.api.http.strict_json import NotStrict, finite, no_constant
 from groupwise.server.openai.stop_strings import streamable_prefix
@@ -29,6 +31,12 @@ CallFormat = Literal["hermes", "llama3_json", "mistral"]
 FORMATS: tuple[CallFormat, ...] = get_args(CallFormat)
 PYTHON_TAG = "<|python_tag|>"
 TOOL_CALLS = "[TOOL_CALLS]"
+MOST_SCHEMAS = 1000
+"""Limit on the schemas within the schema of a strict tool, so that checking arguments takes milliseconds."""
+NOT_CHECKED = ("pattern", "patternProperties", "$dynamicRef", "$id", "$anchor")
+"""Keywords that a strict tool cannot have: a regular expression may take for ever, the others make references hard to follow."""
+VALUES = ("enum", "const", "default", "examples")
+"""Keywords that hold values, not schemas."""
 
 _DECODER = json.JSONDecoder(parse_constant=no_constant, parse_float=finite)
 _MISTRAL_NAME = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*[\w-]+\s*)?(?:\[ARGS\]\s*)?(?=\{)")
@@ -88,29 +96,35 @@ def streamable_before_calls(
 
 
 def fits_strict_schema(call: ToolCall, function: Mapping[str, Any]) -> bool:
-    """True unless the tool is strict and the arguments do not fit its schema."""
+    """True unless the tool is strict and the arguments do not fit its schema, which `strict_schema_problem` has passed."""
     if not function.get("strict"):
         return True
     from jsonschema import Draft202012Validator  # a tenth of a second, for strict tools alone
 
+    validator: Any = Draft202012Validator(function.get("parameters") or {})
     try:
-        return Draft202012Validator(function.get("parameters") or {}).is_valid(call.arguments)
-    except Exception:  # noqa: BLE001 — a schema is a client's program: references that lead nowhere, or in a circle
+        return bool(validator.is_valid(call.arguments))
+    except RecursionError:  # a schema that is itself (`{"$ref": "#"}`) fits nothing
         return False
 
 
 def strict_schema_problem(schema: Mapping[str, Any]) -> str | None:
-    """Why arguments cannot be checked against this schema; None if they can."""
+    """Why arguments cannot be checked against this schema, for refusals; None if they can."""
+    return _schema_problem(json.dumps(schema))
+
+
+@lru_cache(maxsize=256)  # an agent sends its tools with each request
+def _schema_problem(schema_text: str) -> str | None:
     from jsonschema import Draft202012Validator
     from jsonschema.exceptions import SchemaError
 
-    for key, value in _keywords(schema):
-        if key in ("pattern", "patternProperties", "$dynamicRef"):
-            return f"has `{key}`, which is not checked here, beside `strict: true`; leave one of the two out"
-        if key == "$ref" and not str(value).startswith("#"):
-            return (
-                f"refers to {value!r:.100}; a strict schema refers to itself alone (`#/$defs/...`)"
-            )
+    schema = json.loads(schema_text)
+    try:
+        count = _count_schemas(schema, schema, {})
+    except (LookupError, ValueError, RecursionError) as error:
+        return f"cannot be checked beside `strict: true`: {str(error).strip(chr(39))[:200]}"
+    if count > MOST_SCHEMAS:
+        return f"has more than {MOST_SCHEMAS} schemas in it, which is too much to check beside `strict: true`"
     try:
         Draft202012Validator.check_schema(schema)
     except SchemaError as error:
@@ -118,17 +132,45 @@ def strict_schema_problem(schema: Mapping[str, Any]) -> str | None:
     return None
 
 
-def _keywords(schema: Any) -> Iterator[tuple[str, Any]]:
-    """The keywords of a schema and of all schemas in it, with their values; names of properties are none."""
-    if isinstance(schema, Mapping):
-        for key, value in cast("Mapping[str, Any]", schema).items():
-            yield key, value
-            named = key in ("properties", "$defs") and isinstance(value, Mapping)
-            for inner in cast("Mapping[str, Any]", value).values() if named else (value,):
-                yield from _keywords(inner)
-    elif isinstance(schema, list):
-        for entry in cast("list[Any]", schema):
-            yield from _keywords(entry)
+def _count_schemas(schema: Any, root: Any, counts: dict[int, int]) -> int:
+    """Schemas within a schema, as many times as they are referred to: what it takes to check arguments. `counts`: those that are known, by
+    identity. Raises LookupError for a reference that leads nowhere, ValueError for a keyword that is not checked.
+    """
+    if isinstance(schema, list):
+        return sum(_count_schemas(entry, root, counts) for entry in cast("list[Any]", schema))
+    if not isinstance(schema, dict):
+        return 0
+    mapping = cast("dict[str, Any]", schema)
+    if id(mapping) not in counts:
+        counts[id(mapping)] = 0  # a schema within itself costs nothing more
+        total = 1
+        for keyword, value in mapping.items():
+            if keyword in NOT_CHECKED:
+                raise ValueError(f"`{keyword}` is not supported; leave it out, or `strict`")
+            if keyword == "$ref":
+                total += _count_schemas(_resolve(str(value), root), root, counts)
+            elif keyword in ("properties", "$defs") and isinstance(value, dict):
+                named = list(cast("dict[str, Any]", value).values())
+                total += _count_schemas(named, root, counts)
+            elif keyword not in VALUES:
+                total += _count_schemas(value, root, counts)
+        counts[id(mapping)] = min(total, MOST_SCHEMAS + 1)
+    return counts[id(mapping)]
+
+
+def _resolve(reference: str, root: Any) -> Any:
+    """The schema that `#/$defs/name` refers to."""
+    found = root
+    if not reference.startswith("#"):
+        raise LookupError(
+            f"`$ref` is {reference!r:.100}; a schema refers to itself alone (#/$defs/...)"
+        )
+    for part in filter(None, reference[1:].split("/")):
+        key = unquote(part).replace("~1", "/").replace("~0", "~")
+        if not isinstance(found, dict) or key not in found:
+            raise LookupError(f"`$ref` is {reference!r:.100}, which leads nowhere")
+        found = cast("dict[str, Any]", found)[key]
+    return found
 
 
 def _llama_calls(text: str) -> list[ToolCall]:

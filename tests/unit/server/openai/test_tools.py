@@ -89,16 +89,31 @@ def test_strict_tools_get_arguments_that_fit():
         assert found(text, "hermes", strict) == (text, [])
         assert found(text, "hermes")[1]
     assert found(LLAMA.replace("1", "1.5"), "llama3_json", strict)[1] == []
-    assert strict_schema_problem(SCHEMA) is None
+    circle = [tool("add", strict=True)]
+    circle[0]["function"]["parameters"] = {"$ref": "#"}
+    assert found(HERMES, "hermes", circle) == (HERMES, [])
+
+
+def doubling(levels):
+    """A schema whose check takes 2 ** levels times as long as that of its last part."""
+    both = {f"s{n}": {"allOf": [{"$ref": f"#/$defs/s{n + 1}"}] * 2} for n in range(levels)}
+    return {"$ref": "#/$defs/s0", "$defs": {**both, f"s{levels}": {"type": "object"}}}
+
+
+def test_a_schema_that_cannot_be_checked_is_refused():
+    values = {"type": "object", "default": {"pattern": "x"}, "enum": [{"$ref": "x"}]}
+    for right in (SCHEMA, {}, values, {"items": {"$ref": "#"}}, doubling(3)):
+        assert strict_schema_problem(right) is None
     for wrong in (
         {"type": "strange"},
         {"properties": {"a": {"type": "string", "pattern": "(a+)+"}}},
         {"$ref": "https://example.com/schema"},
+        {"items": {"$ref": "#/$defs/none"}},
+        {"properties": {f"p{n}": {} for n in range(1001)}},
+        doubling(30),
+        doubling(5000),
     ):
-        assert strict_schema_problem(wrong), json.dumps(wrong)
-    circle = [tool("add", strict=True)]
-    circle[0]["function"]["parameters"] = {"$ref": "#"}
-    assert found(HERMES, "hermes", circle) == (HERMES, [])
+        assert strict_schema_problem(wrong), json.dumps(wrong)[:200]
 
 
 LLAMA_32 = (
