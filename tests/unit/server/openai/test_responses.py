@@ -5,12 +5,14 @@ from typing import Any
 
 import pytest
 
+from groupwise.api.schemas.keys import Role
 from groupwise.api.schemas.responses import ResponsesRequest
 from groupwise.server.ledger import responses
 from groupwise.server.ledger.idempotency import RETENTION_SECONDS
 from groupwise.server.openai.responses import chat_request, messages_of_input
 from groupwise.testing import END_ID, FakeTokenizer
-from tests.unit.server.openai.opening import asking, record
+from tests.unit.server.http_client import client_of, keyring
+from tests.unit.server.openai.opening import asking, opened, record
 
 PATH = "/v1/responses"
 ASKED: dict[str, Any] = {"model": "latest", "input": "abc"}
@@ -99,6 +101,20 @@ async def test_a_conversation_goes_on_from_a_kept_response(tmp_path, monkeypatch
         assert (await client.http.delete(f"{PATH}/{first['id']}")).json()["deleted"] is True
         assert (await client.http.get(f"{PATH}/{first['id']}")).status_code == 404
         assert await client.ok(PATH, {**ASKED, "previous_response_id": second["id"]})
+
+
+async def test_only_the_key_that_asked_sees_a_response(tmp_path) -> None:
+    ring, keys = keyring()
+    async with opened(tmp_path) as served, client_of(served.app(ring)) as http:
+        await served.start()
+        own, other = ({"X-API-Key": keys[role]} for role in (Role.TRAIN, Role.ADMIN))
+        id = (await http.post(PATH, json=ASKED, headers=own)).json()["id"]
+        for headers, status in ((other, 404), ({"X-API-Key": keys[Role.READ]}, 403), (own, 200)):
+            assert (await http.get(f"{PATH}/{id}", headers=headers)).status_code == status
+            body = {**ASKED, "previous_response_id": id}
+            assert (await http.post(PATH, json=body, headers=headers)).status_code == status
+        assert (await http.delete(f"{PATH}/{id}", headers=other)).status_code == 404
+        assert (await http.delete(f"{PATH}/{id}", headers=own)).status_code == 200
 
 
 async def test_responses_are_kept_for_a_day(tmp_path) -> None:
