@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from itertools import islice, product
 from typing import Any
 
 import httpx2
 import pytest
+from pydantic import BaseModel
 
 from groupwise.api.schemas.keys import Role
 from groupwise.api.schemas.openai import ChatRequest, TextRequest
 from groupwise.api.schemas.problems import KINDS
+from groupwise.api.schemas.responses import ResponsesRequest
 from groupwise.server.openai.service import MOST_SAMPLING
 from groupwise.testing import ALPHABET, END_ID, FakeTokenizer
 from tests.processes import wait_until_async
@@ -329,6 +332,23 @@ async def test_every_refusal_has_the_form(tmp_path) -> None:
         assert other.headers["content-type"] == "application/problem+json"
 
 
+async def test_a_body_may_be_compressed(tmp_path) -> None:
+    headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+    async with asking(tmp_path, max_body_bytes=2000) as (_, client):
+        whole = await client.text(seed=1)
+        for text, status, code in (("abc", 200, None), ("a" * 3000, 413, "too_large")):
+            body = gzip.compress(json.dumps({**TEXT, "prompt": text, "seed": 1}).encode())
+            answer = await client.http.post("/v1/completions", content=body, headers=headers)
+            assert answer.status_code == status, answer.text
+            if code is None:
+                assert shown(answer.json()) == shown(whole)
+            else:
+                assert answer.json()["error"]["code"] == code
+        answer = await client.http.post("/v1/completions", content=b"{}", headers=headers)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (415, "Content-Encoding")
+
+
 async def test_only_so_much_is_sampled_at_once(tmp_path) -> None:
     async with asking(tmp_path) as (served, client):
         gate = served.engine.hold("sample")
@@ -394,14 +414,19 @@ OTHERS = [pytest.param(n, marks=pytest.mark.soak(suite="attacks")) for n in rang
 @pytest.mark.parametrize("first", [0, *OTHERS])
 async def test_spoilt_fields_are_the_clients_mistakes(tmp_path, first) -> None:
     """Every fifth of them from one on; the other fifths are soak tests."""
-    models = {"/v1/chat/completions": ChatRequest, "/v1/completions": TextRequest}
+    models: dict[str, type[BaseModel]] = {
+        "/v1/chat/completions": ChatRequest,
+        "/v1/completions": TextRequest,
+        "/v1/responses": ResponsesRequest,
+    }
+    bodies = {**PATHS, "/v1/responses": {"model": "latest", "input": "abc"}}
     async with asking(tmp_path) as (served, client):
         document = served.app().openapi()["paths"]
         for path, model in models.items():
             named = document[path]["post"]["responses"]
             spoilt = product(model.model_fields, WRONG)
             for field, wrong in islice(spoilt, first, None, SHARES):
-                answer = await client.http.post(path, json={**PATHS[path], field: wrong})
+                answer = await client.http.post(path, json={**bodies[path], field: wrong})
                 shown = f"{field} {wrong!r:.100} -> {answer.status_code} {answer.text[:300]}"
                 assert str(answer.status_code) in named, shown
                 assert answer.status_code < 500, shown
