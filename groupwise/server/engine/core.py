@@ -22,6 +22,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from groupwise.api.schemas.template_columns import TOOLS
 from groupwise.core import atomic_files
 from groupwise.core.errors import ConfigError, TaskError, UsageError
 from groupwise.core.interruption import Interruption
@@ -29,7 +30,7 @@ from groupwise.core.types import Example, Policy, Prompt, SamplingParams
 from groupwise.engine.distributed import prefork
 from groupwise.engine.models.card import packages_used
 from groupwise.engine.models.identity import identity
-from groupwise.engine.models.tokens import completion_text, prompt_ids, render_prompt
+from groupwise.engine.models.tokens import call_markers, completion_text, prompt_ids, render_prompt
 from groupwise.runs import checkpoints
 from groupwise.runs.folder import RECORD, RunFolder
 from groupwise.runs.records import StepRecord
@@ -121,6 +122,8 @@ class EngineCore:
         self._sampled_tokens = 0
         self._fresh_tokens = 0
         """Tokens sampled since the last step."""
+        self._call_markers: dict[int, frozenset[int]] = {}
+        """For requests in progress with tools, by draw: special tokens that stay in the text."""
         self._undone_metrics: dict[int, dict[str, float]] = {}
         """Metrics, by step, of steps that were committed after the checkpoint and are undone by resuming from it."""
         self._oldest = 0
@@ -258,17 +261,20 @@ class EngineCore:
         seed, draw = training.seed, order.draw
         if order.sampling.seed is not None:  # the same completions, for any draw
             seed, draw = order.sampling.seed, 0
+        keep = call_markers(run.tokenizer) if order.columns.get(TOOLS) else frozenset[int]()
         members = range(order.members or training.num_generations)
         seeds = [member_seed(seed, draw, member) for member in members]
         await run.gate.enter()
         try:
+            self._call_markers[order.draw] = keep
             step, policy = run.step, run.serving
             example = Example(order.draw, order.prompt, dict(order.columns))
             group = await sample_group(
                 *(run.sampler, example, order.draw, ids, seeds, params),
-                lambda token_ids: completion_text(run.tokenizer, token_ids),
+                lambda token_ids: completion_text(run.tokenizer, token_ids, keep),
             )
         finally:
+            self._call_markers.pop(order.draw, None)
             run.gate.leave()
         check_served(policy, group)
         tokens = sum(rollout.written for rollout in group.rollouts)
@@ -288,7 +294,8 @@ class EngineCore:
             await texts_so_far if inspect.isawaitable(texts_so_far) else texts_so_far
         )
         tokenizer = self._loaded_run.run.tokenizer
-        return tuple(completion_text(tokenizer, ids).rstrip(INCOMPLETE) for ids in members)
+        keep = self._call_markers.get(draw, frozenset())
+        return tuple(completion_text(tokenizer, ids, keep).rstrip(INCOMPLETE) for ids in members)
 
     async def token_texts(self, token_ids: tuple[int, ...]) -> tuple[str, ...]:
         """See `Engine.token_texts`."""

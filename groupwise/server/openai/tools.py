@@ -7,8 +7,8 @@ one. So the engine reads the notation from the template (`call_format_of`), and 
     llama3_json    <|python_tag|>{"name": "add", "parameters": {"a": 1}}              Llama 3; several are separated by `;`
     mistral        [TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]              Mistral; newer: [TOOL_CALLS]add[ARGS]{"a": 1}
 
-`<|python_tag|>`, `[TOOL_CALLS]` and `[ARGS]` are special tokens in most tokenizers and thus missing in a completion's text. What is left
-is read as calls only if it is the whole text and each name is one of the request's tools, so that an answer in JSON stays an answer.
+The engine leaves these marks in the text of a completion even where they are special tokens. Without a mark, JSON is read as calls only
+if it is the whole text and each name is one of the request's tools, so that an answer in JSON stays an answer.
 
 Malformed calls stay text, and so do calls of a tool with `strict: true` whose arguments do not fit its schema. The sampled tokens are
 never changed.
@@ -91,7 +91,7 @@ def streamable_before_calls(
         ["{"] if call_format == "llama3_json" else ["[", *(t["function"]["name"] for t in tools)]
     )
     if any(begun.startswith(opening) or opening.startswith(begun) for opening in openings):
-        return ""  # it may be a call whose marker is a special token
+        return ""  # it may be a call without a marker
     return streamable_prefix(text, (*stops, _FAMILIES[call_format][0])).rstrip()
 
 

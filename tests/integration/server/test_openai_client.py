@@ -19,6 +19,7 @@ import pytest
 
 from groupwise.api.schemas.keys import Keyring
 from groupwise.engine.models.tiny import tiny_model, tiny_tokenizer
+from groupwise.engine.models.tokens import completion_text
 from groupwise.testing import END_ID, FakeTokenizer
 from tests.unit.server.http_client import client_of, listening
 from tests.unit.server.openai.opening import Client, Open, opened, record
@@ -296,3 +297,30 @@ async def test_templates_without_tools_are_told_of_them(tmp_path):
             assert kept.rollouts[0].prompt_ids.count(1) == 1  # the tool ends no turn
             plain = await client.ok("/v1/chat/completions", {**body, "tool_choice": "none"})
             assert plain["usage"]["prompt_tokens"] < answer["usage"]["prompt_tokens"]
+
+
+async def test_marks_of_calls_that_are_special_tokens_are_seen(tmp_path, monkeypatch):
+    """A model of Mistral's family: what it draws begins with its mark, which texts leave out otherwise."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]"]})
+    tokenizer.chat_template = f"{tokenizer.chat_template}{{# tools [TOOL_CALLS] #}}"
+    for part in (tokenizer, tiny_model(vocab_size=len(tokenizer))):
+        part.save_pretrained(tmp_path / "model")
+    words = 'I add.[TOOL_CALLS]add{"a": 1}'
+    drawn = tuple(tokenizer(words)["input_ids"])
+
+    def whole(made: Any, token_ids: Any, *keep: Any) -> str:
+        return completion_text(made, drawn, *keep)
+
+    monkeypatch.setattr("groupwise.server.engine.core.completion_text", whole)
+    tools = [{"type": "function", "function": FUNCTION}]
+    async with opened(tmp_path, OpenReal, model_dir=str(tmp_path)) as served:
+        await served.start(model_id="model")
+        async with client_of(served.app()) as http:
+            client = Client(http)
+            body = {"model": "latest", "messages": CHAT, "tools": tools, "max_tokens": 4}
+            (choice,) = (await client.ok("/v1/chat/completions", body))["choices"]
+            (call,) = choice["message"]["tool_calls"]
+            assert (choice["message"]["content"], call["function"]["name"]) == ("I add.", "add")
+            pieces = await client.streamed("/v1/chat/completions", body)
+            assert texts_of(pieces) == ["I add."]
