@@ -380,6 +380,7 @@ class FakeEngine:
                 longest_completion=settings.longest_completion,
                 longest_prompt_characters=order.longest_prompt,
                 tokenizer_hash=_hash(_FILES),
+                chat_template=self._tokenizer.chat_template,
             )
 
     async def _sample(self, _: _Points, order: SampleOrder) -> Sampled:

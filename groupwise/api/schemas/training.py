@@ -407,6 +407,13 @@ class StopAnswer(ResponseModel):
 class CompletionsRequest(Body):
     """One prompt, or several, to be completed by the policy that serves."""
 
+    refused: ClassVar[Mapping[str, str]] = {
+        "max_tokens": "its name here is max_completion_length; /v1/completions, for clients of OpenAI, has max_tokens",
+        "max_completion_tokens": "its name here is max_completion_length",
+        "n": "its name here is num_completions",
+        "messages": "a chat is given as `prompt`, a list of messages; /v1/chat/completions, for clients of OpenAI, has messages",
+    }
+
     prompt: PromptGiven | None = Field(
         default=None, description="Text, or messages of a chat. Either this or `prompts`."
     )

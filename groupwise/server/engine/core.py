@@ -16,13 +16,14 @@ import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from groupwise.api.schemas.template_columns import TOOLS
 from groupwise.core import atomic_files
 from groupwise.core.errors import ConfigError, TaskError, UsageError
 from groupwise.core.interruption import Interruption
@@ -38,7 +39,7 @@ from groupwise.core.types import (
 from groupwise.engine.distributed import prefork
 from groupwise.engine.models.card import packages_used
 from groupwise.engine.models.identity import identity
-from groupwise.engine.models.tokens import completion_text, prompt_ids, render_prompt
+from groupwise.engine.models.tokens import call_markers, completion_text, prompt_ids, render_prompt
 from groupwise.runs import checkpoints
 from groupwise.runs.folder import RECORD, RunFolder
 from groupwise.runs.records import StepRecord
@@ -136,6 +137,8 @@ class EngineCore:
         self._sampled_tokens = 0
         self._fresh_tokens = 0
         """Tokens sampled since the last step."""
+        self._call_markers: dict[int, frozenset[int]] = {}
+        """For requests in progress with tools, by draw: special tokens that stay in the text."""
         self._undone_metrics: dict[int, dict[str, float]] = {}
         """Metrics, by step, of steps that were committed after the checkpoint and are undone by resuming from it."""
         self._oldest = 0
@@ -216,6 +219,7 @@ class EngineCore:
             longest_prompt_characters=order.longest_prompt * self._opened.longest_token,
             stop_token_ids=parts.stop_token_ids,
             inexact=inexact,
+            chat_template=_tools_template(run.tokenizer),
         )
 
     def _open_run_folder(
@@ -278,17 +282,26 @@ class EngineCore:
         seed, draw = training.seed, order.draw
         if order.sampling.seed is not None:  # the same completions, for any draw
             seed, draw = order.sampling.seed, 0
+        keep = call_markers(run.tokenizer) if order.columns.get(TOOLS) else frozenset[int]()
         members = range(order.members or training.num_generations)
         seeds = tuple(member_seed(seed, draw, member) for member in members)
         request = GroupRequest(order.draw, ids, seeds, params, order.top_logprobs)
-        async with run.sampled_by(order.policy_step) as (step, policy):
-            prompt_logprobs = await self._prompt_logprobs(order, ids)
-            completions = await run.sampler.generate(request) if params.max_tokens else ()
+        self._call_markers[order.draw] = keep
+        try:
+            async with run.sampled_by(order.policy_step) as (step, policy):
+                prompt_logprobs = await self._prompt_logprobs(order, ids)
+                completions = await run.sampler.generate(request) if params.max_tokens else ()
+        finally:
+            self._call_markers.pop(order.draw, None)
         prompt = order.prompt
         if isinstance(prompt, tuple):
             prompt = render_prompt(run.tokenizer, ids)
         example = Example(order.draw, prompt, dict(order.columns))
-        group = group_of(example, request, completions, partial(completion_text, run.tokenizer))
+
+        def text_of(token_ids: Sequence[int]) -> str:
+            return completion_text(run.tokenizer, token_ids, keep)
+
+        group = group_of(example, request, completions, text_of)
         if not params.max_tokens:
             nothing = [Rollout(order.draw, member, 0, ids, (), "") for member in members]
             group = replace(group, rollouts=tuple(nothing))
@@ -332,7 +345,8 @@ class EngineCore:
             await texts_so_far if inspect.isawaitable(texts_so_far) else texts_so_far
         )
         tokenizer = self._loaded_run.run.tokenizer
-        return tuple(completion_text(tokenizer, ids).rstrip(INCOMPLETE) for ids in members)
+        keep = self._call_markers.get(draw, frozenset())
+        return tuple(completion_text(tokenizer, ids, keep).rstrip(INCOMPLETE) for ids in members)
 
     async def token_texts(self, token_ids: tuple[int, ...]) -> tuple[str, ...]:
         """See `Engine.token_texts`."""
@@ -622,6 +636,11 @@ def _refuse_unlearnable(sampling: Sampling) -> None:
             "temperature 0 draws the same completion each time, from which nothing can be learnt. Give one above 0.",
             "temperature",
         )
+
+
+def _tools_template(tokenizer: Any) -> str:
+    """The chat template for conversations with tools; empty if there is none."""
+    return str(tokenizer.get_chat_template(tools=[{}]) if tokenizer.chat_template else "")
 
 
 def _first_difference(client_ids: tuple[int, ...], server_ids: tuple[int, ...]) -> str:

@@ -99,6 +99,8 @@ class Opened:
     """Any of these ends a completion."""
     inexact: str | None = None
     """Why steps that are taken again may differ in their last bits (a GPU, another layout); None if they repeat exactly."""
+    chat_template: str = ""
+    """The model's chat template for conversations with tools; empty if there is none."""
 
 
 @dataclass(frozen=True, slots=True)

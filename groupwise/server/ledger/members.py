@@ -33,7 +33,7 @@ GRACE = 1.0
 """Seconds by which an expired lease is extended, so that the group can still be rewarded."""
 
 _ID = re.compile(
-    r"(?:chatcmpl-|cmpl-)?(?P<group>g-[A-Za-z0-9]+)(?:-(?P<member>[0-9]{1,9}))?(?P<turn>-[0-9]{1,9})?"
+    r"(?:chatcmpl-|cmpl-|resp_)?(?P<group>g-[A-Za-z0-9]+)(?:-(?P<member>[0-9]{1,9}))?(?P<turn>-[0-9]{1,9})?"
 )
 
 

@@ -281,4 +281,13 @@ MIGRATIONS: tuple[str, ...] = (
     """
     ALTER TABLE groups ADD COLUMN named INTEGER NOT NULL DEFAULT 0;  -- whether its client named the draw
     """,
+    """
+    CREATE TABLE responses (                       -- of /v1/responses, so that another can go on from one
+        id       TEXT PRIMARY KEY,
+        key_id   TEXT NOT NULL,
+        response TEXT NOT NULL,                    -- JSON, as it was sent
+        messages TEXT NOT NULL,                    -- JSON: the conversation up to it, without instructions
+        made_at  REAL NOT NULL                     -- seconds of uptime
+    ) WITHOUT ROWID;
+    """,
 )

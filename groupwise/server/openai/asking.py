@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
@@ -20,11 +20,12 @@ from groupwise.api.schemas.openai import (
     TextRequest,
 )
 from groupwise.api.schemas.problems import FieldError, Refusal
-from groupwise.api.schemas.template_columns import columns_of
+from groupwise.api.schemas.template_columns import ARGUMENTS, TOOLS, columns_of
 from groupwise.api.schemas.training import MAX_COMPLETIONS
 from groupwise.core.types import Prompt
 from groupwise.server.engine.engine_protocol import OrderField, Sampling
 from groupwise.server.openai.sampling_fields import processing_of, unlearnable_fields
+from groupwise.server.openai.tools import CallFormat, strict_schema_problem
 from groupwise.tasks.data.messages import with_arguments
 
 
@@ -84,11 +85,23 @@ class GenerationRequest:
     """True if the prompt stands before each completion; it is then text or tokens."""
     return_token_ids: bool = False
     """True if the answer has the prompt's tokens."""
+    call_format: CallFormat = "hermes"
+    """The notation of the model's tool calls."""
 
     @property
     def stops(self) -> tuple[str, ...]:
         """Texts that end a completion; they are not part of the text sent to the client."""
         return self.sampling.stop or ()
+
+    @property
+    def offered_tools(self) -> Sequence[Mapping[str, Any]]:
+        """Schemas of the tools that the model may call."""
+        return self.columns.get(TOOLS, ())
+
+    @property
+    def reasoning_effort(self) -> str | None:
+        """Value for the template's argument of this name; None if it is not given."""
+        return self.columns.get(ARGUMENTS, {}).get("reasoning_effort")
 
     def hash_with(self, size: int) -> str:
         """Hash of everything that the members of a group of this size share (SHA-256, hex)."""
@@ -106,7 +119,9 @@ def parse_request(request: ChatRequest | TextRequest, headers: StorageHeaders) -
         prompts: tuple[Prompt | tuple[int, ...], ...] = (
             [_template_message(messages) for messages in request.messages],
         )
-        columns = columns_of(tools := request.offered_tools, request.chat_template_kwargs)
+        columns = columns_of(tools := request.offered_tools, request.template_arguments)
+        for index, tool in enumerate(tools):
+            _check_strict(index, tool["function"])
         if tools:
             read_calls = "first" if request.parallel_tool_calls is False else "all"
     else:
@@ -135,13 +150,7 @@ def parse_request(request: ChatRequest | TextRequest, headers: StorageHeaders) -
         logprobs=request.wants_logprobs,
         store=store,
         gather=gather,
-        field_names={
-            "prompt": "messages" if isinstance(request, ChatRequest) else "prompt",
-            "prompt_ids": "prompt",
-            "max_tokens": _name_of_longest(request),
-            "min_tokens": "min_tokens",
-            "temperature": "temperature",
-        },
+        field_names=request.order_fields,
         read_calls=read_calls,
         alternatives=request.alternatives,
         echo=isinstance(request, TextRequest) and bool(request.echo),
@@ -149,10 +158,12 @@ def parse_request(request: ChatRequest | TextRequest, headers: StorageHeaders) -
     )
 
 
-def _name_of_longest(request: ChatRequest | TextRequest) -> str:
-    """The field with which the request limits the completion."""
-    newer = isinstance(request, ChatRequest) and request.max_completion_tokens is not None
-    return "max_completion_tokens" if newer else "max_tokens"
+def _check_strict(index: int, function: Mapping[str, Any]) -> None:
+    if not function.get("strict"):
+        return
+    problem = strict_schema_problem(function.get("parameters") or {})
+    if problem is not None:
+        raise field_refusal(f"tools.{index}.function.parameters", problem)
 
 
 def _template_message(chat_message: ChatMessage) -> dict[str, Any]:
@@ -178,11 +189,11 @@ def _parse_gathering(
         if value is None:
             continue
         if not store:
-            raise _field_refusal(
+            raise field_refusal(
                 field, "has no effect without `store: true` (or X-Groupwise-Store: true)"
             )
         if request.choices > 1:
-            raise _field_refusal(
+            raise field_refusal(
                 field,
                 f"gathers calls with n = 1; the {request.choices} completions of this one are a group by themselves",
             )
@@ -190,10 +201,10 @@ def _parse_gathering(
         return None
     name = headers.group or metadata.get(GROUP)
     if name == "":
-        raise _field_refusal(f"metadata.{GROUP}", "is empty; give a name, or leave it out")
+        raise field_refusal(f"metadata.{GROUP}", "is empty; give a name, or leave it out")
     trajectory = headers.trajectory or metadata.get(TRAJECTORY)
     if trajectory == "":
-        raise _field_refusal(f"metadata.{TRAJECTORY}", "is empty; give a name, or leave it out")
+        raise field_refusal(f"metadata.{TRAJECTORY}", "is empty; give a name, or leave it out")
     size = headers.size or _parse_group_size(metadata.get(SIZE))
     return Gather(name, size, trajectory, headers.retry > 0)
 
@@ -205,32 +216,33 @@ def _parse_group_size(text: str | None) -> int | None:
         size = int(text)
         if 1 <= size <= MAX_COMPLETIONS:
             return size
-    raise _field_refusal(
+    raise field_refusal(
         f"metadata.{SIZE}", f"is a number from 1 to {MAX_COMPLETIONS}, as text: '8'"
     )
 
 
 def _refuse_unlearnable(request: ChatRequest | TextRequest, prompts: int) -> None:
     for field, problem in unlearnable_fields(request):
-        raise _field_refusal(field, problem)
+        raise field_refusal(field, problem)
     if request.temperature == 0:
-        raise _field_refusal(
+        raise field_refusal(
             "temperature",
             "is 0, with which all completions are the same, so that nothing can be learnt; give one above 0, or ask without `store`",
         )
     if request.seed is not None:
-        raise _field_refusal(
+        raise field_refusal(
             "seed",
             "has no place with `store`: the seeds of what is kept follow from its draw, so that the run repeats; leave it out",
         )
     if prompts > 1:
-        raise _field_refusal(
+        raise field_refusal(
             "prompt",
             f"has {prompts} texts; with `store` each is a group of its own: ask one by one",
         )
 
 
-def _field_refusal(field: str, problem: str) -> Refusal:
+def field_refusal(field: str, problem: str) -> Refusal:
+    """The refusal of a request for one of its fields."""
     return Refusal(
         "invalid_request", f"{field}: {problem}.", errors=[FieldError(field=field, message=problem)]
     )

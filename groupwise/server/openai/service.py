@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Sequence
@@ -22,19 +23,20 @@ from typing import Protocol, TypeVar
 
 from groupwise.api.schemas.keys import Caller
 from groupwise.api.schemas.openai import BY_IDS, ModelData
-from groupwise.api.schemas.problems import Refusal
+from groupwise.api.schemas.problems import FieldError, Refusal
 from groupwise.api.schemas.training import MAX_DRAW
 from groupwise.core.errors import GroupwiseError
 from groupwise.core.interruption import gather_all
 from groupwise.core.types import Rollout, TopLogprobs
 from groupwise.server.engine.engine_protocol import Engine, Sampled, SampleOrder
-from groupwise.server.ledger import runs, trajectories
+from groupwise.server.ledger import responses, runs, trajectories
 from groupwise.server.ledger.idempotency import StoredResponse
 from groupwise.server.ledger.members import Gathering
+from groupwise.server.ledger.responses import KeptResponse
 from groupwise.server.ledger.trajectories import Call, NewTrajectoryGroup, Place, SampledTurn
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.openai import storing
-from groupwise.server.openai.asking import Gather, GenerationRequest
+from groupwise.server.openai.asking import Gather, GenerationRequest, field_refusal
 from groupwise.server.openai.completed import (
     Completed,
     CompletionChoice,
@@ -42,8 +44,9 @@ from groupwise.server.openai.completed import (
     write_completion,
 )
 from groupwise.server.openai.sampling_fields import FIELDS
-from groupwise.server.openai.storing import Render, StoredCompletion, StoreOptions
+from groupwise.server.openai.storing import Also, Render, StoredCompletion, StoreOptions
 from groupwise.server.openai.token_details import TokenDetails, describe_tokens
+from groupwise.server.openai.tools import call_format_of
 from groupwise.server.run.conductor import Conductor, RunStatus
 from groupwise.server.run.engine_errors import check_prompt_length, naming_field
 from groupwise.server.run.policy_versions import LATEST
@@ -161,21 +164,50 @@ class OpenAIService:
         names = (
             "none, because no run is active" if status is None else ", ".join(_model_names(status))
         )
-        return Refusal(
-            "unknown_model",
-            f"no policy is served under the name {name[:200]!r}. There are: {names}. An older one can be had as files (GET /model).",
-        )
+        problem = f"no policy is served under the name {name[:200]!r}. There are: {names}. An older one can be had as files (GET /model)."
+        error = FieldError(field="model", message=problem)
+        return Refusal("unknown_model", problem, errors=[error])
+
+    # --- kept responses --------------------------------------------------------------------------
+
+    async def kept_response(
+        self, caller: Caller, id: str, field: str = "response_id"
+    ) -> KeptResponse:
+        """A response of /v1/responses. Refuses with `unknown_response`, which names `field`."""
+        return await self._ledger.do(responses.read_response, caller, id, field)
+
+    async def delete_response(self, caller: Caller, id: str) -> None:
+        """Delete a kept response. Refuses with `unknown_response`."""
+        await self._ledger.do(responses.delete_response, caller, id)
 
     # --- completions -----------------------------------------------------------------------------
 
+    def with_template(self, ask: GenerationRequest) -> GenerationRequest:
+        """The request with the notation of tool calls that the model's chat template uses, unless the setting `tool_call_parser` names
+        another. Refuses a `reasoning_effort` that the template does not know.
+        """
+        if not ask.columns:
+            return ask
+        template, chosen = (
+            self._host.active().status.opened.chat_template,
+            self._config.tool_call_parser,
+        )
+        if ask.reasoning_effort is not None and not re.search(r"\breasoning_effort\b", template):
+            raise field_refusal(
+                "reasoning_effort",
+                f"is {ask.reasoning_effort!r:.80}, but this model's chat template has no such argument, so that it would have no effect; "
+                'leave it out, or give an argument that the template knows, as chat_template_kwargs: {"enable_thinking": false}',
+            )
+        return replace(ask, call_format=call_format_of(template) if chosen == "auto" else chosen)
+
     async def answer(
-        self, ask: GenerationRequest, caller: Caller, render: Render
+        self, ask: GenerationRequest, caller: Caller, render: Render, also: Also | None = None
     ) -> StoredResponse:
-        """The complete response. Stored completions are on disk before it is returned."""
-        return (await self._sample_and_store(ask, caller, render, _Progress())).answer
+        """The complete response. Stored completions, and what `also` stores, are on disk before it is returned."""
+        return (await self._sample_and_store(ask, caller, render, _Progress(), also)).answer
 
     async def stream(
-        self, ask: GenerationRequest, caller: Caller
+        self, ask: GenerationRequest, caller: Caller, also: Also | None = None
     ) -> AsyncGenerator[StreamStarted | TextDelta | Completed]:
         """Yields `StreamStarted`, then texts as they are written, then the complete result. Stored completions are on disk before the last
         item.
@@ -185,7 +217,9 @@ class OpenAIService:
         assert caller.answer_key is None, "a stream is not sent again"
         progress = _Progress()
         texts_sent = [""] * (len(ask.prompts) * ask.n)
-        work = asyncio.create_task(self._sample_and_store(ask, caller, _no_response, progress))
+        work = asyncio.create_task(
+            self._sample_and_store(ask, caller, _no_response, progress, also)
+        )
         has_started = False
         try:
             while not work.done():
@@ -209,7 +243,12 @@ class OpenAIService:
             await asyncio.gather(work, return_exceptions=True)
 
     async def _sample_and_store(
-        self, ask: GenerationRequest, caller: Caller, render: Render, progress: _Progress
+        self,
+        ask: GenerationRequest,
+        caller: Caller,
+        render: Render,
+        progress: _Progress,
+        also: Also | None,
     ) -> StoredCompletion:
         conductor = self._host.active()
         _ = conductor.engine  # raises early if the engine is unavailable
@@ -217,7 +256,7 @@ class OpenAIService:
             raise self._unknown_model(ask.model)
         for prompt in ask.prompts:
             check_prompt_length(prompt, conductor.status.opened, ask.field_names["prompt"])
-        options = StoreOptions(caller, conductor.request.lease_seconds, render)
+        options = StoreOptions(caller, conductor.request.lease_seconds, render, also)
         if not ask.store:
             return await self._sample_only(ask, conductor, options, progress)
         if ask.gather is None:
@@ -293,7 +332,7 @@ class OpenAIService:
             prompt_tokens=sum(len(sample.group.rollouts[0].prompt_ids) for sample in samples),
             choices=tuple(choices),
         )
-        if options.caller.answer_key is None:
+        if options.caller.answer_key is None and options.also is None:
             return StoredCompletion(completed, options.render(completed))
         return await self._ledger.do(storing.keep_answer, options, completed)
 

@@ -18,6 +18,8 @@ from groupwise.server.openai.completed import Completed, CompletionChoice
 
 Render = Callable[[Completed], StoredResponse]
 """Builds the response sent to the client."""
+Also = Callable[[Transaction, Completed], None]
+"""Stores more of a request, in the transaction that its completions are stored in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,7 @@ class StoreOptions:
     caller: Caller
     lease: float
     render: Render
+    also: Also | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,7 @@ class StoredCompletion:
 def keep_answer(
     transaction: Transaction, options: StoreOptions, completed: Completed
 ) -> StoredCompletion:
-    """Store only the response, if the request has an Idempotency-Key; the completions themselves are not stored."""
+    """Store the response, if the request has an Idempotency-Key, and what `options.also` stores; the completions form no group."""
     completion = _store_once(transaction, options, lambda: completed)
     assert completion is not None
     return completion
@@ -164,7 +167,11 @@ def _store_once(
     def answer() -> StoredResponse | None:
         nonlocal completed
         completed = work()
-        return None if completed is None else options.render(completed)
+        if completed is None:
+            return None
+        if options.also is not None:
+            options.also(transaction, completed)
+        return options.render(completed)
 
     response = run_idempotent(transaction, options.caller, answer)
     return None if response is None else StoredCompletion(completed, response)
