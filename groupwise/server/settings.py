@@ -49,7 +49,9 @@ class ServerConfig(Strict):
     )
     port: int = setting(8000, "0 takes any that is free.", ge=0, le=65535)
     model_dir: str = setting(
-        "models", "Folder whose sub-folders clients may name as models.", min_length=1
+        "models",
+        "Folder whose sub-folders clients may name as models: as `name`, or `org/name` two levels down.",
+        min_length=1,
     )
     allowed_models: tuple[str, ...] = setting(
         (), "Further models that clients may name: hub ids, or paths of folders."

@@ -11,12 +11,20 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from groupwise.api.schemas.openai import GROUP, SIZE, ChatMessage, ChatRequest, TextRequest
+from groupwise.api.schemas.openai import (
+    GROUP,
+    SIZE,
+    TRAJECTORY,
+    ChatMessage,
+    ChatRequest,
+    TextRequest,
+)
 from groupwise.api.schemas.problems import FieldError, Refusal
 from groupwise.api.schemas.template_columns import columns_of
 from groupwise.api.schemas.training import MAX_COMPLETIONS
 from groupwise.core.types import Prompt
-from groupwise.server.engine.engine_protocol import Sampling
+from groupwise.server.engine.engine_protocol import OrderField, Sampling
+from groupwise.server.openai.sampling_fields import processing_of, unlearnable_fields
 from groupwise.tasks.data.messages import with_arguments
 
 
@@ -27,6 +35,9 @@ class StorageHeaders:
     store: bool = False
     group: str | None = None
     size: int | None = None
+    trajectory: str | None = None
+    retry: int = 0
+    """How often the client of OpenAI has sent this request before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +48,10 @@ class Gather:
     """None: calls with the same prompt and settings share groups."""
     size: int | None
     """Members per group; None: the run's group size."""
+    trajectory: str | None = None
+    """Name of the trajectory that the call belongs to, or `BY_IDS`; None: the call is a member by itself."""
+    is_retry: bool = False
+    """True if the client may have sent this call before."""
 
 
 ReadCalls = Literal["none", "first", "all"]
@@ -47,19 +62,28 @@ class GenerationRequest:
     """The prompts to complete, and how."""
 
     model: str
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[Prompt | tuple[int, ...], ...]
     n: int
     """Number of completions per prompt."""
     sampling: Sampling
     columns: Mapping[str, Any]
     """See `SampleOrder.columns`."""
     logprobs: bool
+    """True if the answer has the log-probability of each token."""
     store: bool
     """True if the completions are stored, to be rewarded; there is then exactly one prompt."""
     gather: Gather | None
     """None: the completions form a group of their own, or are not stored."""
+    field_names: Mapping[OrderField, str]
+    """The request's field names for the fields of a `SampleOrder`."""
     read_calls: ReadCalls = "none"
     """Tool calls to extract from a completion's text: none, only the first, or all."""
+    alternatives: int = 0
+    """How many of the most probable tokens the answer has at each position."""
+    echo: bool = False
+    """True if the prompt stands before each completion; it is then text or tokens."""
+    return_token_ids: bool = False
+    """True if the answer has the prompt's tokens."""
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -79,7 +103,7 @@ def parse_request(request: ChatRequest | TextRequest, headers: StorageHeaders) -
     columns: dict[str, Any] = {}
     read_calls: ReadCalls = "none"
     if isinstance(request, ChatRequest):
-        prompts: tuple[Prompt, ...] = (
+        prompts: tuple[Prompt | tuple[int, ...], ...] = (
             [_template_message(messages) for messages in request.messages],
         )
         columns = columns_of(tools := request.offered_tools, request.chat_template_kwargs)
@@ -88,16 +112,19 @@ def parse_request(request: ChatRequest | TextRequest, headers: StorageHeaders) -
     else:
         prompts = request.prompts
     store = bool(request.store) or headers.store
-    restrictions: Mapping[str, Any] = request.restrictions
     gather = _parse_gathering(request, headers, store)
     if store:
-        _refuse_unlearnable(request, restrictions, len(prompts))
+        _refuse_unlearnable(request, len(prompts))
     sampling = Sampling(
         temperature=request.temperature,
         max_tokens=request.longest,
         stop=request.stops,
         seed=request.seed,
-        **restrictions,
+        min_tokens=request.min_tokens,
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        ignore_eos=bool(request.ignore_eos),
+        processing=processing_of(request),
+        **request.restrictions,
     )
     return GenerationRequest(
         model=request.model,
@@ -108,8 +135,24 @@ def parse_request(request: ChatRequest | TextRequest, headers: StorageHeaders) -
         logprobs=request.wants_logprobs,
         store=store,
         gather=gather,
+        field_names={
+            "prompt": "messages" if isinstance(request, ChatRequest) else "prompt",
+            "prompt_ids": "prompt",
+            "max_tokens": _name_of_longest(request),
+            "min_tokens": "min_tokens",
+            "temperature": "temperature",
+        },
         read_calls=read_calls,
+        alternatives=request.alternatives,
+        echo=isinstance(request, TextRequest) and bool(request.echo),
+        return_token_ids=bool(request.return_token_ids),
     )
+
+
+def _name_of_longest(request: ChatRequest | TextRequest) -> str:
+    """The field with which the request limits the completion."""
+    newer = isinstance(request, ChatRequest) and request.max_completion_tokens is not None
+    return "max_completion_tokens" if newer else "max_tokens"
 
 
 def _template_message(chat_message: ChatMessage) -> dict[str, Any]:
@@ -128,6 +171,8 @@ def _parse_gathering(
         "X-Groupwise-Size": headers.size,
         f"metadata.{GROUP}": metadata.get(GROUP),
         f"metadata.{SIZE}": metadata.get(SIZE),
+        "X-Groupwise-Trajectory": headers.trajectory,
+        f"metadata.{TRAJECTORY}": metadata.get(TRAJECTORY),
     }
     for field, value in options.items():
         if value is None:
@@ -146,7 +191,11 @@ def _parse_gathering(
     name = headers.group or metadata.get(GROUP)
     if name == "":
         raise _field_refusal(f"metadata.{GROUP}", "is empty; give a name, or leave it out")
-    return Gather(name, headers.size or _parse_group_size(metadata.get(SIZE)))
+    trajectory = headers.trajectory or metadata.get(TRAJECTORY)
+    if trajectory == "":
+        raise _field_refusal(f"metadata.{TRAJECTORY}", "is empty; give a name, or leave it out")
+    size = headers.size or _parse_group_size(metadata.get(SIZE))
+    return Gather(name, size, trajectory, headers.retry > 0)
 
 
 def _parse_group_size(text: str | None) -> int | None:
@@ -161,14 +210,9 @@ def _parse_group_size(text: str | None) -> int | None:
     )
 
 
-def _refuse_unlearnable(
-    request: ChatRequest | TextRequest, restrictions: Mapping[str, Any], prompts: int
-) -> None:
-    for field in restrictions:
-        raise _field_refusal(
-            field,
-            "draws from another distribution than the one that is learnt; leave it out, or ask without `store`",
-        )
+def _refuse_unlearnable(request: ChatRequest | TextRequest, prompts: int) -> None:
+    for field, problem in unlearnable_fields(request):
+        raise _field_refusal(field, problem)
     if request.temperature == 0:
         raise _field_refusal(
             "temperature",

@@ -8,10 +8,11 @@ from dataclasses import dataclass
 from groupwise.api.schemas.keys import Caller
 from groupwise.core.types import Group, Rollout, from_json
 from groupwise.server.engine.engine_protocol import Sampled
-from groupwise.server.ledger import counters, groups, members
+from groupwise.server.ledger import counters, groups, members, trajectories
 from groupwise.server.ledger.groups import GroupRow, NewGroup
 from groupwise.server.ledger.idempotency import StoredResponse, run_idempotent
 from groupwise.server.ledger.members import Gathering, Member
+from groupwise.server.ledger.trajectories import SampledTurn
 from groupwise.server.ledger.transaction import Transaction
 from groupwise.server.openai.completed import Completed, CompletionChoice
 
@@ -104,6 +105,36 @@ def give_member(
         return _completed_answer(transaction, member.row, member.index, prompt_tokens, [choice])
 
     return _store_once(transaction, options, work)
+
+
+def keep_turn(
+    transaction: Transaction,
+    turn: SampledTurn,
+    asked: str | None,
+    choice: CompletionChoice,
+    options: StoreOptions,
+) -> StoredCompletion:
+    """Store a call of a trajectory that asked this, and answer it. `asked` None: it was stored before, and is only answered again."""
+
+    def work() -> Completed:
+        row, sampled = turn.place.row, turn.group
+        if asked is not None:
+            trajectories.keep_turn(transaction, turn, asked, options.lease)
+        counters.count(transaction, row.run, counters.COMPLETION_REQUESTS)
+        return Completed(
+            id=turn.place.id,
+            group=row.id,
+            run=row.run,
+            step=turn.step,
+            fingerprint=turn.fingerprint,
+            created=transaction.now,
+            prompt_tokens=len(sampled.rollouts[0].prompt_ids),
+            choices=(choice,),
+        )
+
+    completion = _store_once(transaction, options, work)
+    assert completion is not None
+    return completion
 
 
 def _completed_answer(

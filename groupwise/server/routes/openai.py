@@ -54,9 +54,30 @@ def storage_headers(
         int | None,
         Header(description="As `metadata.size` of the body.", ge=1, le=MAX_COMPLETIONS),
     ] = None,
+    x_groupwise_trajectory: Annotated[
+        str | None,
+        Header(
+            description="As `metadata.trajectory` of the body.",
+            min_length=1,
+            max_length=MAX_VALUE,
+        ),
+    ] = None,
+    x_stainless_retry_count: Annotated[
+        int,
+        Header(
+            description="Sent by the client of OpenAI. A call of a trajectory that is sent again gets its stored answer.",
+            ge=0,
+        ),
+    ] = 0,
 ) -> StorageHeaders:
     """Read the headers of a request."""
-    return StorageHeaders(x_groupwise_store, x_groupwise_group, x_groupwise_size)
+    return StorageHeaders(
+        x_groupwise_store,
+        x_groupwise_group,
+        x_groupwise_size,
+        x_groupwise_trajectory,
+        x_stainless_retry_count,
+    )
 
 
 Storage = Annotated[StorageHeaders, Depends(storage_headers)]
@@ -199,6 +220,9 @@ def _completion_route(path: str, handler: Any, answer: Any, example: Any) -> Rou
             "draw_taken",
             "settings_conflict",
             "prompt_too_long",
+            "already_rewarded",
+            "lease_expired",
+            "group_given_up",
             "disk_full",
             *OF_RUN,
             *OF_ENGINE,

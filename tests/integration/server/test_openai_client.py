@@ -6,6 +6,7 @@ The server runs in a thread, as it would in a process of its own: the sync clien
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -113,7 +114,7 @@ def test_errors_are_the_clients_own_and_a_full_room_is_tried_again(server, clien
         chat(model="gpt-4o", messages=CHAT)
     assert missing.value.code == "unknown_model"
     with pytest.raises(openai.BadRequestError) as bad:
-        chat(model="latest", messages=CHAT, frequency_penalty=1)
+        chat(model="latest", messages=CHAT, frequency_penalty=3)
     assert (bad.value.param, bad.value.type) == ("frequency_penalty", "invalid_request_error")
     with server.client(api_key="wrong") as stranger, pytest.raises(openai.AuthenticationError):
         stranger.models.list()
@@ -192,3 +193,88 @@ async def test_a_real_model_streams_what_it_answers(tmp_path, monkeypatch):
             assert expected == [text.partition(stop)[0] for text in texts]
             for choice in whole["choices"]:
                 assert len(choice["logprobs"]["content"]) == len(choice["token_ids"])
+
+
+ANIMAL: Any = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["ox", "hen"]}, "wild": {"type": "boolean"}},
+    "required": ["kind", "wild"],
+    "additionalProperties": False,
+}
+
+
+async def test_what_the_client_asks_about_tokens_is_computed_by_the_model(tmp_path):
+    """Through the whole way: the client's own methods, HTTP, the engine, the sampler."""
+    tokenizer = tiny_tokenizer()
+    letter = tokenizer("e")["input_ids"][0]
+    async with opened(tmp_path, OpenReal) as served:
+        await served.start(max_completion_length=96)
+        async with listening(served.app(Keyring(plain=KEY))) as port:
+            url = f"http://127.0.0.1:{port}/v1"
+            async with openai.AsyncOpenAI(base_url=url, api_key=KEY, max_retries=0) as client:
+                await _ask_about_tokens(client, tokenizer, letter)
+
+
+async def _ask_about_tokens(client: openai.AsyncOpenAI, tokenizer: Any, letter: int) -> None:
+    async def chat(**more: Any) -> Any:
+        given: Any = {"model": "latest", "messages": CHAT, "seed": 1, "max_tokens": 8, **more}
+        return (await client.chat.completions.create(**given)).choices[0]
+
+    async def text(**more: Any) -> Any:
+        given: Any = {"model": "latest", "prompt": "abc", "seed": 1, "max_tokens": 8, **more}
+        return (await client.completions.create(**given)).choices[0]
+
+    choice = await chat(logprobs=True, top_logprobs=3)
+    for each in choice.logprobs.content:
+        assert len(each.top_logprobs) == 3
+        named = {best.token: best.logprob for best in each.top_logprobs}
+        assert named.get(each.token, each.logprob) == each.logprob
+    biased = await chat(logit_bias={str(letter): 100.0})
+    assert biased.token_ids == [letter] * 8
+    assert (await chat(presence_penalty=2.0, frequency_penalty=2.0)).token_ids != choice.token_ids
+    ended = await chat(logit_bias={str(letter): 100.0}, extra_body={"stop_token_ids": [letter]})
+    assert (ended.token_ids, ended.finish_reason) == ([letter], "stop")
+
+    ids = tokenizer("abc")["input_ids"]
+    more: Any = {"extra_body": {"return_token_ids": True}, "logprobs": 2}
+    plain, tokens = await text(**more), await text(prompt=ids, **more)
+    assert (tokens.text, tokens.prompt_token_ids) == (plain.text, ids)
+    scored = await text(prompt=[*ids, *plain.token_ids], max_tokens=0, echo=True, logprobs=1)
+    assert scored.logprobs.token_logprobs[0] is None
+    told = scored.logprobs.token_logprobs[len(ids) :]
+    assert told == pytest.approx(plain.logprobs.token_logprobs, abs=1e-4)
+
+    form: Any = {"type": "json_schema", "json_schema": {"name": "animal", "schema": ANIMAL}}
+    answer = await chat(response_format=form, max_tokens=96, temperature=0.7)
+    assert answer.finish_reason == "stop"
+    found = json.loads(answer.message.content)
+    assert (found["kind"] in ("ox", "hen"), type(found["wild"])) == (True, bool)
+    with pytest.raises(openai.BadRequestError, match="response_format") as refused:
+        await chat(response_format=form, store=True)
+    assert refused.value.param == "response_format"
+
+
+def test_trajectories_of_an_agent(server, client) -> None:
+    def call(trajectory: str, messages: Any, on: openai.OpenAI = client, **more: Any) -> Any:
+        metadata = {"trajectory": trajectory, "group": "played", "size": "2"}
+        return on.chat.completions.create(
+            model="latest", messages=messages, store=True, metadata=metadata, **more
+        )
+
+    ids: list[list[str]] = []
+    for name in ("*", "t-2"):
+        first = call(name, CHAT)
+        answer = {"role": "assistant", "content": first.choices[0].message.content}
+        with call(name, [*CHAT, answer, *CHAT], stream=True) as stream:
+            pieces = list(stream)
+        ids.append([first.id, pieces[-1].id])
+    server.post("/rewards", {"completion_ids": ids[0], "reward": 1.0})
+    trained = server.post("/rewards", {"trajectory": "t-2", "reward": 0.0, "wait": True})
+    assert trained["status"] == "trained"
+
+    headers = {f"X-Groupwise-{key}": value for key, value in
+               (("Store", "true"), ("Trajectory", "t-3"), ("Group", "played"))}  # fmt: skip
+    with server.client(default_headers=headers) as plain:  # of a framework that hides its calls
+        said = plain.chat.completions.create(model="latest", messages=CHAT)
+    closed = server.post("/trajectories/close", {"group": "played"})
+    assert closed["given_up"] == [said.model_extra["group_id"]]

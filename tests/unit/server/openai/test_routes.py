@@ -188,19 +188,30 @@ async def test_calls_of_tools_are_read_from_the_text(
 # 4
 
 NEVER = {
-    "frequency_penalty": 0.5, "presence_penalty": -1, "logit_bias": {"5": 1}, "temperature": 101, "n": 129, "no_such_field": 1,
+    "frequency_penalty": 2.5, "presence_penalty": -3, "logit_bias": {"a": 1}, "repetition_penalty": 0, "stop_token_ids": [-1],
+    "min_tokens": -1, "temperature": 101, "n": 129, "no_such_field": 1,
     "stream_options": {"include_usage": True}, "max_tokens": 1000, "stop": ["a"] * 17,
 }  # fmt: skip
 NEVER_CHAT = {
     "tools": [{"type": "function", "function": {"name": "f", "strict": True}}], "functions": [{}], "tool_choice": "required",
-    "response_format": {"type": "json_object"}, "top_logprobs": 3, "reasoning_effort": "low", "modalities": ["audio"],
+    "response_format": {"type": "json_schema"}, "top_logprobs": 3, "reasoning_effort": "low", "modalities": ["audio"],
     "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
 }  # fmt: skip
-NEVER_TEXT = {"logprobs": 2, "echo": True, "suffix": "x", "best_of": 2, "prompt": [[1, 2]]}
+NEVER_TEXT = {"logprobs": 21, "suffix": "x", "best_of": 2, "prompt": [[1, 200]]}
 CASES = [
     *(("/v1/chat/completions", key, value) for key, value in {**NEVER, **NEVER_CHAT}.items()),
     *(("/v1/completions", key, value) for key, value in {**NEVER, **NEVER_TEXT}.items()),
 ]
+
+
+LIMITS = [
+    ("/v1/completions", "max_tokens", 1000),
+    ("/v1/chat/completions", "max_tokens", 1000),
+    ("/v1/chat/completions", "max_completion_tokens", 1000),
+    ("/v1/chat/completions", "messages", [{"role": "user", "content": "a" * 600}]),
+    ("/v1/completions", "prompt", "a" * 600),
+]
+"""Path, the field that is beyond what the run takes, and its value."""
 
 
 async def test_what_cannot_be_honoured_is_refused_by_name(tmp_path) -> None:
@@ -210,6 +221,9 @@ async def test_what_cannot_be_honoured_is_refused_by_name(tmp_path) -> None:
             assert error["type"] == "invalid_request_error"
             assert key == "max_tokens" or error["param"].split(".")[0] == key, error
             assert key == "max_tokens" or key in error["message"]
+        for path, field, value in LIMITS:
+            error = await client.refused(400, path, {**PATHS[path], field: value})
+            assert error["param"] == field, error
         for wrong in ({"max_tokens": 1000}, {"model": "no"}, {"temperature": -1}):
             body = {**TEXT, "stream": True, **wrong}
             await client.refused(404 if "model" in wrong else 400, "/v1/completions", body)

@@ -25,15 +25,12 @@ def test_whatever_is_refused_says_why_and_is_reached_by_a_route() -> None:
         assert each.works or (each.note and each.routes), each
     for method, path, named in (
         ("POST", "/copy_weights", "ServiceClient.copy_weights and RestClient.copy_weights"),
-        ("GET", "/training_runs", "RestClient.list_training_runs"),
-        ("GET", "/training_runs/s:train:0/checkpoints", "RestClient.list_checkpoints"),
-        ("DELETE", "/training_runs/s/checkpoints/weights/a", "RestClient.delete_checkpoint"),
-        ("PUT", "/training_runs/s/checkpoints/weights/a/ttl", "set_checkpoint_ttl"),
+        ("POST", "/training_runs/s/checkpoints/weights/a/publish", "RestClient.publish_checkpoint"),
         ("GET", "/auth/apikey/me", "RestClient.whoami"),
     ):
         assert named in str(refused_route(method, path))
     assert refused_route("GET", "/nonsense") is None
-    assert refused_route("DELETE", "/training_runs") is None
+    assert refused_route("GET", "/training_runs") is None
 
 
 def test_a_recipe_that_fails_is_not_said_to_pass(
