@@ -172,7 +172,7 @@ class FakeLearner:
             tuple(
                 logprobs[index]
                 for index, logprobs in zip(
-                    row.completion_ids, _logprobs_by_token(table, row), strict=True
+                    row.target_ids, _logprobs_by_target(table, row), strict=True
                 )
             )
             for row in rows
@@ -181,7 +181,7 @@ class FakeLearner:
     async def predictions(self, rows: Sequence[Row]) -> list[Prediction]:
         likeliest = self.table.index(max(self.table))
         return [
-            Prediction(logprobs, tuple(token == likeliest for token in row.completion_ids))
+            Prediction(logprobs, tuple(token == likeliest for token in row.target_ids))
             for row, logprobs in zip(rows, await self.logprobs(rows), strict=True)
         ]
 
@@ -193,8 +193,8 @@ class FakeLearner:
 
     def _add_gradient(self, row: Row, denominator: float, sums: dict[str, float]) -> None:
         weight = row.advantage * row.scale
-        at_tokens = _logprobs_by_token(self.table, row)
-        for token, counts, logprobs in zip(row.completion_ids, row.mask, at_tokens, strict=True):
+        at_targets = _logprobs_by_target(self.table, row)
+        for token, counts, logprobs in zip(row.target_ids, row.mask, at_targets, strict=True):
             if not counts:
                 continue
             probabilities = map(math.exp, logprobs)
@@ -209,15 +209,15 @@ class FakeLearner:
         (folder / TABLE).write_text(json.dumps(self.table))
 
 
-def _logprobs_by_token(table: Sequence[float], row: Row) -> list[list[float]]:
-    """The log-probabilities of all letters at each token of a row."""
+def _logprobs_by_target(table: Sequence[float], row: Row) -> list[list[float]]:
+    """The log-probabilities of all letters at each target of a row."""
     table_by_token = [_logprobs(table, row.temperature)] * len(row.completion_ids)
     for stretch in row.withheld:
         masked_logprobs = _logprobs(table, row.temperature, stretch.token_ids)
         table_by_token[stretch.start : stretch.end] = [masked_logprobs] * (
             stretch.end - stretch.start
         )
-    return table_by_token
+    return [logprobs for logprobs in table_by_token for _ in range(row.targets_per_token)]
 
 
 def _logprobs(

@@ -138,6 +138,7 @@ class _Settings:
     save_steps: int
     runs: str
     name: str
+    staleness: int
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> _Settings:
@@ -154,6 +155,7 @@ class _Settings:
             save_steps=run.get("save_steps", 10),
             runs=run.get("dir", "runs"),
             name=run.get("name") or "run",
+            staleness=training.get("max_off_policy_steps", 0),
         )
 
 
@@ -376,7 +378,9 @@ class FakeEngine:
                 manifests=manifests,
                 longest_prompt=order.longest_prompt,
                 longest_completion=settings.longest_completion,
+                longest_prompt_characters=order.longest_prompt,
                 tokenizer_hash=_hash(_FILES),
+                chat_template=self._tokenizer.chat_template,
             )
 
     async def _sample(self, _: _Points, order: SampleOrder) -> Sampled:
@@ -396,10 +400,14 @@ class FakeEngine:
             if order.prompt_logprobs is not None:
                 prompt_logprobs = await run.sampler.prompt_logprobs(ids, order.prompt_logprobs)
             if params.max_tokens:
-                request.completions = await run.sampler.generate(
-                    GroupRequest(order.draw, ids, seeds, params, order.top_logprobs)
-                )
-            sampled = self._sampled(run, order, ids, params, request.completions)
+                wanted = run.step if order.policy_step is None else order.policy_step
+            step = min(max(wanted, run.step - run.settings.staleness), run.step)
+            sampler = run.sampler if step == run.step else _earlier_sampler(run, step)
+            request.completions = await sampler.generate(
+                GroupRequest(order.draw, ids, seeds, params, order.top_logprobs)
+            )
+            step = run.step if sampler is run.sampler else step
+            sampled = self._sampled(run, order, ids, params, request.completions, step, sampler)
             if not params.max_tokens:
                 nothing = [Rollout(order.draw, member, 0, ids, (), "") for member in range(members)]
                 sampled = replace(sampled, group=replace(sampled.group, rollouts=tuple(nothing)))
@@ -425,6 +433,8 @@ class FakeEngine:
         ids: tuple[int, ...],
         params: SamplingParams,
         completions: Sequence[Completion],
+        step: int,
+        sampler: FakeSampler,
     ) -> Sampled:
         rollouts = tuple(
             Rollout(
@@ -442,7 +452,7 @@ class FakeEngine:
         example = Example(order.draw, prompt, dict(order.columns))
         group = Group(order.draw, example, rollouts, prompt_seen=seen)
         best = tuple(completion.top_logprobs for completion in completions)
-        return Sampled(group, run.step, run.sampler.version, run.sampler.fingerprint(), best)
+        return Sampled(group, step, sampler.version, sampler.fingerprint(), best)
 
     def _text(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
@@ -537,7 +547,7 @@ class FakeEngine:
     def _current(self) -> _Run:
         """The run, for sampling."""
         if self._run is None:
-            raise UsageError("No run is open in this engine.")
+            raise EngineLost("No run is open in this engine.")
         return self._run
 
     @property
@@ -672,6 +682,15 @@ async def _opened(
     return _Run(
         settings, folder, order.longest_prompt, learner, sampler, policy, [*manifests], metrics
     )
+
+
+def _earlier_sampler(run: _Run, step: int) -> FakeSampler:
+    """A sampler that serves the policy after `step` steps."""
+    sampler = FakeSampler()
+    sampler.version = run.manifests[step - 1].version_out if step else 0
+    path = run.folder / "policies" / f"v{sampler.version}" / TABLE
+    sampler.table = json.loads(path.read_text())
+    return sampler
 
 
 # --- learning -------------------------------------------------------------------------------------

@@ -7,10 +7,9 @@ AdamW's, and what is saved as files. `calls` lists its calls in order.
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from groupwise.core.errors import UsageError
@@ -20,19 +19,21 @@ from groupwise.core.types import (
     OptimiserParams,
     Policy,
     Row,
+    TopTokens,
     UpdateResult,
 )
+from groupwise.server.engine.saved_adapters import Saved, SavedFolders
 from groupwise.server.engine.verb_protocol import (
     Base,
     Computed,
     ModelSpec,
+    NoRoom,
     Stored,
     VerbSample,
     VerbSampled,
 )
 from groupwise.testing import ALPHABET, END_ID, FakeLearner, FakeSampler
 
-SPEC = "spec.json"
 BASE = Base("letters", 64, (END_ID,), "table", "letters")
 
 
@@ -48,6 +49,7 @@ class FakeVerbs:
     """While it is not set, forward passes wait."""
 
     def __post_init__(self) -> None:
+        self.folders = SavedFolders(self.folder)
         self._models: dict[str, tuple[ModelSpec, FakeLearner]] = {}
 
     def names(self) -> tuple[str, ...]:
@@ -60,12 +62,17 @@ class FakeVerbs:
     async def base(self, name: str) -> Base:
         return BASE
 
+    def context_length(self, name: str) -> int | None:
+        return BASE.longest
+
+    async def tokenizer_folder(self, name: str) -> Path:
+        self.admit(name)
+        return self.folder / "tokenizer"
+
     async def create_model(self, model: str, spec: ModelSpec) -> None:
         self.calls.append(("create_model", model))
         if len(self._models) >= self.max_models:
-            raise UsageError(
-                f"There are {self.max_models} models already; end the session of another."
-            )
+            raise NoRoom(f"There are {self.max_models} models already.")
         self._models[model] = (spec, FakeLearner(model, self.folder))
 
     async def drop(self, model: str) -> None:
@@ -92,7 +99,7 @@ class FakeVerbs:
 
     async def save_state(self, model: str, name: str, *, overwrite: bool, call: int) -> None:
         self.calls.append(("save_state", model))
-        self._save(Stored(model, "weights", name), overwrite)
+        self._save(Stored(model, "weights", name), call, overwrite)
 
     async def load_state(
         self, model: str, stored: Stored, *, with_optimiser: bool, keep_as: int
@@ -104,39 +111,56 @@ class FakeVerbs:
                 f"{stored.name} is for samplers alone; save_state keeps what can be trained on."
             )
         self._learner(model).discard()
-        self._learner(model).load(str(self._place(stored)))
+        self._learner(model).load(str(self.folders.path_of(stored)))
 
     async def save_for_sampler(self, model: str, name: str, call: int) -> None:
         self.calls.append(("save_for_sampler", model))
-        self._save(Stored(model, "sampler_weights", name), overwrite=False)
+        self._save(Stored(model, "sampler_weights", name), call, overwrite=False)
 
     async def drop_sampler(self, stored: Stored) -> None:
         self.calls.append(("drop_sampler", stored.name))
-        (self._place(stored) / SPEC).unlink(missing_ok=True)
+        self.folders.forget(stored)
 
     async def saved(self, stored: Stored) -> ModelSpec:
-        place = self._place(stored) / SPEC
-        if not place.exists():
-            raise UsageError(
-                f"There is nothing saved as {stored.kind}/{stored.name} by {stored.model}."
-            )
-        return ModelSpec(**json.loads(place.read_text()))
+        return self.folders.read(stored).spec
 
     async def sample(self, weights: Stored | str, order: VerbSample) -> VerbSampled:
         self.calls.append(("sample", weights if isinstance(weights, str) else weights.name))
         learner = FakeLearner("sampler", self.folder / "served")
         if isinstance(weights, Stored):
             await self.saved(weights)
-            learner.load(str(self._place(weights)))
+            learner.load(str(self.folders.path_of(weights)))
         sampler = FakeSampler()
         await sampler.load(await _published(learner))
         completions = await sampler.generate(
             GroupRequest(0, order.prompt_ids, order.seeds, order.params)
         )
-        if not order.prompt_logprobs:
-            return VerbSampled(completions)
         whole = Row(order.prompt_ids[:1], order.prompt_ids[1:], (), (), 0.0, 1.0)
-        return VerbSampled(completions, (await learner.logprobs([whole]))[0])
+        targets = tuple(max(token, 0) for token in order.prompt_targets)
+        rows = [whole, replace(whole, targets=targets)]
+        logprobs, of_targets = await learner.logprobs(rows)
+        tops = [
+            await _top(learner, replace(whole, completion_ids=ids, temperature=temperature), count)
+            for ids, temperature, count in (
+                (whole.completion_ids, 1.0, order.prompt_top),
+                *(
+                    (each.token_ids, order.params.temperature or 1.0, order.completion_top)
+                    for each in completions
+                ),
+            )
+        ]
+        return VerbSampled(
+            completions,
+            logprobs if order.prompt_logprobs else None,
+            tops[0] if order.prompt_top else None,
+            tuple(tops[1:]) if order.completion_top else None,
+            tuple(
+                0.0 if token < 0 else logprob
+                for token, logprob in zip(order.prompt_targets, of_targets, strict=True)
+            )
+            if order.prompt_targets
+            else None,
+        )
 
     async def _compute(
         self, verb: str, model: str, rows: Sequence[Row], loss: LossSpec
@@ -145,7 +169,7 @@ class FakeVerbs:
         if self.hold is not None:
             await self.hold.wait()
         for row in rows:
-            if not set(row.completion_ids) <= set(range(len(ALPHABET))):
+            if not {*row.completion_ids, *row.target_ids} <= set(range(len(ALPHABET))):
                 raise UsageError(f"A token is beyond the vocabulary of {len(ALPHABET)}.")
         logprobs = tuple(await self._learner(model).logprobs(rows))
         values = [
@@ -160,22 +184,32 @@ class FakeVerbs:
             raise UsageError(f"There is no model {model!r}.")
         return self._models[model][1]
 
-    def _save(self, stored: Stored, overwrite: bool) -> None:
-        place = self._place(stored)
-        if (place / SPEC).exists() and not overwrite:
-            raise UsageError(
-                f"There is something saved as {stored.name} already; choose another name."
-            )
+    def _save(self, stored: Stored, call: int, overwrite: bool) -> None:
+        if overwrite:
+            self.folders.forget(stored)
+        else:
+            self.folders.check_free(stored, call)
         spec, learner = self._models[stored.model]
+        place = self.folders.path_of(stored)
         learner.save(str(place))
-        (place / SPEC).write_text(json.dumps(asdict(spec)))
-
-    def _place(self, stored: Stored) -> Path:
-        return self.folder / stored.model.replace(":", "_") / stored.kind / stored.name
+        self.folders.describe(place, Saved(spec, "", call))
 
 
 async def _published(learner: FakeLearner) -> Policy:
     return await learner.publish(0)
+
+
+async def _top(learner: FakeLearner, row: Row, count: int) -> TopTokens:
+    """The likeliest letters in place of each token of a row."""
+    letters = range(len(ALPHABET))
+    places = len(row.completion_ids)
+    (found,) = await learner.logprobs([replace(row, targets=tuple(letters) * places)])
+    best = [
+        sorted((-found[place * len(letters) + each], each) for each in letters)[:count]
+        for place in range(places)
+    ]
+    pairs = [pair for place in best for pair in place]
+    return TopTokens(count, tuple(id for _, id in pairs), tuple(-value for value, _ in pairs))
 
 
 def _tokens(row: Row, logprobs: Sequence[float]) -> list[tuple[float, float, float]]:
@@ -191,6 +225,10 @@ def _value(credit: float, now: float, then: float, loss: LossSpec) -> tuple[floa
     kind = loss.knobs["surrogate"]
     if kind == "log_probability":
         return credit * now, credit
+    if kind == "quadratic_penalty":
+        beta = loss.knobs["beta"]
+        return credit * now - 0.5 * beta * (now - then) ** 2, credit - beta * (now - then)
+    assert kind != "clipped_sequence_ratio", "a ratio of a whole row is not computed here"
     ratio = math.exp(now - then)
     held = min(max(ratio, low), high)
     if kind == "clipped_weight":
@@ -202,7 +240,7 @@ def _value(credit: float, now: float, then: float, loss: LossSpec) -> tuple[floa
 
 def _slopes(row: Row, logprobs: Sequence[float], loss: LossSpec) -> list[Row]:
     """A row for each token, whose advantage is the slope there: the fake policy does not look at its context."""
-    pairs = zip(row.completion_ids, row.mask, strict=True)
+    pairs = zip(row.target_ids, row.mask, strict=True)
     slopes = iter([_value(*token, loss)[1] for token in _tokens(row, logprobs)])
     return [
         replace(
@@ -212,6 +250,7 @@ def _slopes(row: Row, logprobs: Sequence[float], loss: LossSpec) -> list[Row]:
             sampling_logprobs=(0.0,),
             advantage=next(slopes),
             credits=None,
+            targets=None,
         )
         for token, counts in pairs
         if counts

@@ -363,6 +363,20 @@ class Row:
     credits: tuple[float, ...] | None = None
     """The credit of each token, as long as `completion_ids`, if the caller supplies it. Only the loss `given` reads it, in place of
     `advantage` and `scale`."""
+    targets: tuple[int, ...] | None = None
+    """Ids whose log-probabilities are computed, in place of the completion's own: K of them for each token of the completion, those of one
+    token after those of the one before it. The completion remains the context. What is said to be as long as `completion_ids` is then as
+    long as `targets`, in the row and in what a learner returns for it. None: the completion's own ids."""
+
+    @property
+    def target_ids(self) -> tuple[int, ...]:
+        """The ids whose log-probabilities are computed."""
+        return self.completion_ids if self.targets is None else self.targets
+
+    @property
+    def targets_per_token(self) -> int:
+        """The number K of targets for each token of the completion."""
+        return len(self.target_ids) // max(1, len(self.completion_ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -371,8 +385,19 @@ class Prediction:
 
     logprobs: tuple[float, ...]
     """Log-probability (nats) of each token, at the row's temperature."""
-    right: tuple[bool, ...]
-    """True for each token that the learner considers the most likely."""
+    right: tuple[bool, ...] | None
+    """True for each token that the learner considers the most likely. None: this learner does not provide it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TopTokens:
+    """The k most likely tokens at each of some places, the most likely first: k entries for one place after those for the one before it."""
+
+    count: int
+    """k, at least 1."""
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Log-probability (nats) of each of these tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -49,7 +49,9 @@ class ServerConfig(Strict):
     )
     port: int = setting(8000, "0 takes any that is free.", ge=0, le=65535)
     model_dir: str = setting(
-        "models", "Folder whose sub-folders clients may name as models.", min_length=1
+        "models",
+        "Folder whose sub-folders clients may name as models: as `name`, or `org/name` two levels down.",
+        min_length=1,
     )
     allowed_models: tuple[str, ...] = setting(
         (), "Further models that clients may name: hub ids, or paths of folders."
@@ -108,6 +110,11 @@ class ServerConfig(Strict):
         120.0,
         "Seconds without a word after which sampler and learner are taken from a loop that runs elsewhere; it sends one every ten.",
         gt=0,
+    )
+
+    tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral"] = setting(
+        "auto",
+        "How tool calls are read from a model's text at /v1; auto: as the model's chat template writes them.",
     )
 
     max_body_bytes: int = setting(32 * MIB, "Bytes of a request, at most.", ge=1024)

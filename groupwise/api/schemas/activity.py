@@ -91,7 +91,8 @@ class Session(ResponseModel):
     id: str = Field(description="The session's id, as its client knows it.")
     silent_seconds: float = Field(description="Since it was heard of.")
     let_go_seconds: float = Field(
-        description="Until its models may be released, unless the session sends another request."
+        description="Until it is ended if another client needs the room of its models, unless it sends another request. Without "
+        "models: until it is ended in any case."
     )
     models: list[SessionModel] = Field(default=[], description="Its models.")
     samplers: int = Field(default=0, description="Weights that it samples with.")

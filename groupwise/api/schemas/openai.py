@@ -44,8 +44,10 @@ from groupwise.api.schemas.training import (
 
 MAX_CHOICES = 128
 """Completions of one request, for each prompt."""
-GROUP, SIZE = "group", "size"
+GROUP, SIZE, TRAJECTORY = "group", "size", "trajectory"
 """Keys of `metadata` that count where a completion is kept."""
+BY_IDS = "*"
+"""The value of `trajectory` for calls whose ids are listed with their reward."""
 MAX_KEY, MAX_VALUE = 64, 512
 """Characters of a key of `metadata` and of its value."""
 
@@ -103,8 +105,17 @@ class ChatMessage(Body):
     tool_call_id: str | None = Field(
         default=None, description="The call that a tool's message answers.", max_length=MAX_NAME
     )
-    refusal: None = Field(default=None, description="Nothing; answers have it.")
-    annotations: None = Field(default=None, description="Nothing; answers have it.")
+    reasoning_content: str | None = Field(
+        default=None,
+        description="What the model thought before it answered; the chat template decides what of it is shown again.",
+    )
+    refusal: str | None = Field(
+        default=None,
+        description="Answers have it: why a model did not answer. It stands for `content` where there is none.",
+    )
+    annotations: list[dict[str, Any]] | None = Field(
+        default=None, description="No effect; answers have it: what a text refers to."
+    )
     audio: None = Field(default=None, description="Nothing; answers have it.")
     function_call: None = Field(default=None, description="Nothing; answers have it.")
 
@@ -112,7 +123,10 @@ class ChatMessage(Body):
         """The message in the form that chat templates take."""
         parts = self.content
         content = "".join(part.text for part in parts) if isinstance(parts, list) else parts
-        fields = self.model_dump(include={"name", "tool_calls", "tool_call_id"}, exclude_none=True)
+        if content is None and not self.tool_calls:
+            content = self.refusal
+        shown = {"name", "tool_calls", "tool_call_id", "reasoning_content"}
+        fields = self.model_dump(include=shown, exclude_none=True)
         return {"role": self.role, "content": content, **fields}
 
 
@@ -160,8 +174,11 @@ class ToolFunction(Body):
     parameters: dict[str, Any] | None = Field(
         default=None, description="JSON schema of its arguments; the model reads it."
     )
-    strict: Literal[False] | None = Field(
-        default=None, description="false alone: no call is forced into the schema."
+    strict: bool | None = Field(
+        default=None,
+        description=(
+            "true: a call whose arguments do not fit the schema stays text, so that calls always fit. The model is not forced to write one."
+        ),
     )
 
 
@@ -262,7 +279,8 @@ class _Request(Body):
     metadata: dict[str, str] | None = Field(
         default=None,
         description=(
-            "With `store` and n = 1: `group` is the name under which calls are gathered, `size` how many make a group. "
+            "With `store` and n = 1: `group` is the name under which calls are gathered, `size` how many make a group, and `trajectory` "
+            "the name of the trajectory that the call belongs to, or `*` if its reward will list the ids of its calls. "
             "Everything else has no effect."
         ),
         max_length=16,
@@ -336,6 +354,12 @@ class _Request(Body):
         return self.max_tokens
 
     @property
+    def order_fields(self) -> Mapping[Any, str]:
+        """This protocol's names for the fields that an engine may refuse."""
+        names = ("prompt", "max_tokens", "min_tokens", "temperature")
+        return {**{name: name for name in names}, "prompt_ids": "prompt"}
+
+    @property
     def restrictions(self) -> Mapping[str, float | int]:
         """The sampling restrictions (top_k, top_p, min_p) that the request sets."""
         values = {
@@ -401,6 +425,11 @@ class ChatRequest(_Request):
         default=None,
         description='Ours, as in vLLM: what the chat template receives beside the messages, such as {"enable_thinking": false}.',
     )
+    reasoning_effort: str | None = Field(
+        default=None,
+        description="Passed to the chat template as its argument `reasoning_effort`; refused where the template has none.",
+        max_length=MAX_NAME,
+    )
     add_generation_prompt: bool | None = Field(
         default=None,
         description="No effect: a chat is gone on with where the assistant's words are to come.",
@@ -446,6 +475,20 @@ class ChatRequest(_Request):
         return self.top_logprobs or 0
 
     @property
+    def template_arguments(self) -> dict[str, Any]:
+        """What the chat template receives beside messages and tools."""
+        arguments = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:
+            arguments["reasoning_effort"] = self.reasoning_effort
+        return arguments
+
+    @property
+    def order_fields(self) -> Mapping[Any, str]:
+        """This protocol's names for the fields that an engine may refuse."""
+        limit = "max_completion_tokens" if self.max_completion_tokens else "max_tokens"
+        return {**super().order_fields, "prompt": "messages", "max_tokens": limit}
+
+    @property
     def offered_tools(self) -> list[dict[str, Any]]:
         """Schemas of the tools that the model may call."""
         tools = [] if self.tool_choice == "none" else self.tools or []
@@ -460,6 +503,11 @@ class ChatRequest(_Request):
                 "tool_choice",
                 "is `auto` or `none` here: the model writes freely, and cannot be made to call a tool. To have it call a certain one, "
                 "give that one alone as `tools` with `auto`, and say so in a message",
+            )
+        effort = (self.chat_template_kwargs or {}).get("reasoning_effort", self.reasoning_effort)
+        if self.reasoning_effort is not None and effort != self.reasoning_effort:
+            yield wrong(
+                "reasoning_effort", "differs from chat_template_kwargs; give one of the two"
             )
         if self.top_logprobs and not self.logprobs:
             yield wrong("top_logprobs", "has no effect without `logprobs: true`")

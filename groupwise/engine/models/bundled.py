@@ -88,6 +88,12 @@ def bundled_folder(name: str) -> Path | None:
     return _make_cached(cached, lambda folder: _convert_gguf(installed, folder))
 
 
+def cached_folder(name: str) -> Path | None:
+    """The folder of an alias if it is in the cache already, else None. Makes nothing, so it never imports torch."""
+    cached = cache_folder("models") / f"tiny-{TINY_VERSION}" if name == TINY else _cache_path(name)
+    return cached if _is_complete(cached) else None
+
+
 def converted_gguf(path: Path) -> Path:
     """The cached safetensors folder of a `.gguf` file, converted at the first use."""
     status = path.stat()

@@ -10,6 +10,7 @@ failed while running, `EngineLost` if the engine ended or was killed before it a
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -92,10 +93,14 @@ class Opened:
     longest_prompt: int
     longest_completion: int
     tokenizer_hash: str
+    longest_prompt_characters: int = sys.maxsize
+    """Characters that a prompt of `longest_prompt` tokens never exceeds."""
     stop_token_ids: tuple[int, ...] = ()
     """Any of these ends a completion."""
     inexact: str | None = None
     """Why steps that are taken again may differ in their last bits (a GPU, another layout); None if they repeat exactly."""
+    chat_template: str = ""
+    """The model's chat template for conversations with tools; empty if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +146,10 @@ class SampleOrder:
     """Also return so many of the most probable tokens at each position of the completions."""
     prompt_logprobs: int | None = None
     """Also return the log-probabilities of the prompt's tokens, with so many of the most probable ones; None: neither."""
+    policy_step: int | None = None
+    """Sample with the policy after this many steps, or with the nearest one that is kept: the newest, and `staleness` ones before it. None:
+    the newest.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +158,7 @@ class Sampled:
 
     group: Group
     step: int
-    """Completed steps when it was sampled."""
+    """Number of completed steps of the policy that sampled it."""
     version: int
     fingerprint: str
     top_logprobs: tuple[tuple[TopLogprobs, ...], ...] = ()

@@ -4,23 +4,25 @@
     verbs/<model>/sampler_weights/<name>/  the adapter
     verbs/<model>/automatic/<call>/        adapter and optimiser after the call of that number; later calls are repeated from it
 
-`saved.json`, in each of the first two, describes the saved weights; a folder is created completely or not at all.
+`saved.json`, in each of the first two, describes the saved weights; a folder is created completely or not at all. Beside it the server may
+write `checkpoint.json`: when the weights expire, and what the client noted about them.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from groupwise.core import atomic_files
 from groupwise.core.errors import UsageError
-from groupwise.server.engine.verb_protocol import ModelSpec, Stored
+from groupwise.server.engine.verb_protocol import ModelSpec, Stored, StoredKind
 
 DESCRIPTION = "saved.json"
+NOTE = "checkpoint.json"
 AUTOMATIC = "automatic"
 AUTOMATIC_KEPT = 2
 """The newest, and the one before it, which is still needed until the ledger has recorded the newest."""
@@ -35,6 +37,15 @@ class Saved:
     """Fingerprint of the weights; see `groupwise.core.types.Policy.fingerprint`."""
     call: int
     """Number of the call that saved it. If that call is repeated, it may overwrite its own result."""
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointNote:
+    """What a client asked for when it saved weights under a name."""
+
+    expires_at: float | None = None
+    """Seconds since 1970; None: never."""
+    user_metadata: Mapping[str, str] | None = None
 
 
 class SavedFolders:
@@ -75,6 +86,36 @@ class SavedFolders:
         """Write the description into a folder that is being made."""
         text = json.dumps(asdict(saved), indent=2)
         (folder / DESCRIPTION).write_text(text, encoding="utf-8")
+
+    def write_note(self, stored: Stored, note: CheckpointNote) -> None:
+        """Write the note of saved weights; an earlier one is replaced. If there was none and nothing is noted, nothing is written."""
+        path = self.path_of(stored) / NOTE
+        if note != CheckpointNote() or path.is_file():
+            atomic_files.write_json(path, asdict(note))
+
+    def read_note(self, stored: Stored) -> CheckpointNote:
+        """The note of saved weights; an empty one if none was written."""
+        try:
+            return CheckpointNote(**json.loads((self.path_of(stored) / NOTE).read_text("utf-8")))
+        except FileNotFoundError:
+            return CheckpointNote()
+
+    def saved_at(self, stored: Stored) -> float:
+        """When the weights were saved, in seconds since 1970. FileNotFoundError if they are missing."""
+        return (self.path_of(stored) / DESCRIPTION).stat().st_mtime
+
+    def size_of(self, stored: Stored) -> int:
+        """Size of the saved files in bytes."""
+        return sum(path.stat().st_size for path in self.path_of(stored).iterdir())
+
+    def checkpoints(self, model: str | None = None) -> Iterator[Stored]:
+        """All weights saved under names that clients chose, of one model or of all."""
+        folders = sorted(self._root.glob("s-*")) if model is None else [self._model_folder(model)]
+        for folder in folders:
+            for kind in get_args(StoredKind):
+                for path in sorted((folder / kind).glob("[A-Za-z0-9]*")):
+                    if (path / DESCRIPTION).is_file():
+                        yield Stored(folder.name.replace("_", ":"), kind, path.name)
 
     def forget(self, stored: Stored) -> None:
         """Delete the weights, if they exist."""

@@ -14,19 +14,29 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal, Protocol
 
+from groupwise.core.errors import UsageError
 from groupwise.core.types import (
     Completion,
     LossSpec,
     OptimiserParams,
     Row,
     SamplingParams,
+    TopTokens,
     UpdateResult,
 )
 
+if TYPE_CHECKING:
+    from groupwise.server.engine.saved_adapters import SavedFolders
+
 StoredKind = Literal["weights", "sampler_weights"]
 """`weights`: adapter and optimiser state, to train on. `sampler_weights`: only what a sampler needs."""
+
+
+class NoRoom(UsageError):
+    """Models of other clients take the room; it becomes free when their sessions end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +50,7 @@ class Base:
     """Tokens that end a completion if the client names none."""
     architecture: str
     tokenizer: str
-    """A hub id, or a folder visible to both sides, from which the client library loads the tokenizer."""
+    """A hub id from which clients load the tokenizer; for a model that is no hub's, the folder with its files on this machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +80,8 @@ class Computed:
     """The result of a forward pass over some rows."""
 
     logprobs: tuple[tuple[float, ...], ...]
-    """Log-probability (nats) of every completion token of each row, even if its mask is 0; computed before the update, without dropout."""
+    """Log-probability (nats) of every target of each row (`Row.target_ids`), even if its mask is 0; computed before the update, without
+    dropout."""
     sums: Mapping[str, float]
     """Sums from `Learner.forward_backward`: `loss/<component>` undivided, and the statistics of the loss."""
 
@@ -84,6 +95,13 @@ class VerbSample:
     params: SamplingParams
     prompt_logprobs: bool = False
     """Also return the log-probability of each prompt token."""
+    prompt_top: int = 0
+    """Also return so many most likely tokens in place of each prompt token; 0: none."""
+    completion_top: int = 0
+    """Also return so many most likely tokens in place of each drawn one; 0: none."""
+    prompt_targets: tuple[int, ...] = ()
+    """Also return the log-probabilities of these ids: K in place of each prompt token from the second on, those for one token after those
+    for the one before it. -1: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,25 +111,46 @@ class VerbSampled:
     completions: tuple[Completion, ...]
     prompt_logprobs: tuple[float, ...] | None = None
     """Log-probabilities at temperature 1, from the prompt's second token on; one fewer than the prompt has tokens."""
+    prompt_top: TopTokens | None = None
+    """At temperature 1, from the prompt's second token on."""
+    completion_tops: tuple[TopTokens, ...] | None = None
+    """Of each completion, at the temperature of the sample (1 for 0), before `top_k`, `top_p` and `min_p` leave anything out."""
+    target_logprobs: tuple[float, ...] | None = None
+    """At temperature 1, as many as `VerbSample.prompt_targets`; 0 for -1."""
 
 
 class VerbEngine(Protocol):
     """See the module."""
+
+    @property
+    def folders(self) -> SavedFolders:
+        """Where models save their weights."""
+        ...
 
     def names(self) -> tuple[str, ...]:
         """Names of the base models currently available."""
         ...
 
     def admit(self, base: str) -> None:
-        """Raise UsageError if a base model may not be used now."""
+        """Raise UsageError if a base model may not be used now; NoRoom if that is because of other clients' models."""
         ...
 
     async def base(self, name: str) -> Base:
         """A base model that may be used; it is loaded if it is not yet in memory."""
         ...
 
+    def context_length(self, name: str) -> int | None:
+        """Longest sample of a base in tokens, prompt and completion together; None if only an engine could tell."""
+        ...
+
+    async def tokenizer_folder(self, name: str) -> Path:
+        """Folder with the tokenizer's files of a base; it is loaded if need be. UsageError if its files are on the hub alone."""
+        ...
+
     async def create_model(self, model: str, spec: ModelSpec) -> None:
-        """Create an adapter, named by the caller. UsageError if the engine already holds the maximum number, or has no such base."""
+        """Create an adapter, named by the caller. NoRoom if the engine already holds the maximum number; UsageError if it has no such
+        base.
+        """
         ...
 
     async def drop(self, model: str) -> None:

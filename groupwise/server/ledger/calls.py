@@ -14,6 +14,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from groupwise.runs.encoding import pack_json, unpack_json
+from groupwise.server.ledger.training_runs import (
+    record_request,
+    record_session,
+    record_training_run,
+)
 from groupwise.server.ledger.transaction import Transaction
 
 CallState = Literal["waiting", "answered", "failed"]
@@ -89,11 +94,21 @@ class SamplerRow:
     """Model, kind and name of the saved weights; None: the base without an adapter."""
 
 
-def add_session(transaction: Transaction, id: str, name: str | None) -> str:
-    """Open a session. Returns the id of an earlier session with the same `name` (Idempotency-Key), if there is one."""
+def add_session(
+    transaction: Transaction,
+    id: str,
+    name: str | None,
+    owner: str = "",
+    display_name: str | None = None,
+    user_metadata: Mapping[str, str] | None = None,
+) -> str:
+    """Open a session. Returns the id of an earlier session with the same `name` (Idempotency-Key), if there is one. `owner` is the id of
+    the API key.
+    """
     existing = transaction.value("SELECT id FROM verb_sessions WHERE name = ?", (name,))
     if existing is None:
         transaction.insert("verb_sessions", id=id, name=name)
+        record_session(transaction, id, owner, display_name, user_metadata)
     return existing or id
 
 
@@ -102,12 +117,19 @@ def end_session(transaction: Transaction, id: str) -> None:
     transaction.execute("DELETE FROM verb_sessions WHERE id = ?", (id,))
 
 
-def add_model(transaction: Transaction, id: str, session: str, spec: Mapping[str, Any]) -> None:
+def add_model(
+    transaction: Transaction,
+    id: str,
+    session: str,
+    spec: Mapping[str, Any],
+    user_metadata: Mapping[str, str] | None = None,
+) -> None:
     """Record a created model; repeating it is harmless."""
     transaction.execute(
         "INSERT OR IGNORE INTO verb_models (id, session, spec) SELECT ?, id, ? FROM verb_sessions WHERE id = ?",
         (id, pack_json(spec), session),
     )
+    record_training_run(transaction, id, session, spec, user_metadata)
 
 
 def add_sampler(
@@ -127,6 +149,7 @@ def insert_call(transaction: Transaction, call: CallRow) -> None:
         SELECT ?, id, ?, ?, ?, ?, ? FROM verb_sessions WHERE id = ?""",
         (call.id, call.line, call.sequence, call.kind, call.digest, call.content, call.session),
     )
+    record_request(transaction, call.line)
 
 
 def record_outcome(transaction: Transaction, id: str, outcome: Outcome) -> None:

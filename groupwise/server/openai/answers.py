@@ -25,8 +25,10 @@ from groupwise.api.schemas.openai import (
     ToolCallData,
     Usage,
 )
+from groupwise.api.schemas.problems import Refusal
 from groupwise.core.plugins import printable
 from groupwise.server.openai.completed import Completed, CompletionChoice
+from groupwise.server.openai.errors import error_of_refusal
 
 Kind = Literal["chat", "text"]
 PREFIX: dict[Kind, str] = {"chat": "chatcmpl-", "text": "cmpl-"}
@@ -57,7 +59,7 @@ def full_response(kind: Kind, completed: Completed) -> ChatCompletion | TextComp
         return TextCompletion(**metadata, choices=texts)
     chats: list[ChatChoice] = []
     for index, choice in enumerate(completed.choices):
-        calls = _tool_calls(completed.id, index, choice)
+        calls = tool_calls(completed.id, index, choice)
         content = None if calls and not choice.text else choice.text
         chats.append(
             ChatChoice(
@@ -90,7 +92,8 @@ def _token_usage(completed: Completed) -> Usage:
     )
 
 
-def _tool_calls(id: str, choice_index: int, choice: CompletionChoice) -> list[ToolCallData]:
+def tool_calls(id: str, choice_index: int, choice: CompletionChoice) -> list[ToolCallData]:
+    """The calls of a choice, with their ids. `id`: of the completion, without its prefix."""
     return [
         ToolCallData(
             id=f"call_{id}-{choice_index}-{number}",
@@ -194,7 +197,7 @@ class StreamEncoder:
                 final_choice["prompt_token_ids"] = choice.prompt_ids
             if self._kind == "chat":
                 final_choice["delta"] = {}
-                for number, call in enumerate(_tool_calls(completed.id, index, choice)):
+                for number, call in enumerate(tool_calls(completed.id, index, choice)):
                     delta = {"tool_calls": [{"index": number, **call.model_dump()}]}
                     yield self._encode_chunk([{**self._choice_delta(index, ""), "delta": delta}])
             yield self._encode_chunk([final_choice], metadata)
@@ -203,6 +206,10 @@ class StreamEncoder:
                 [], {**metadata, "usage": _token_usage(completed).model_dump()}
             )
         yield DONE
+
+    def error_chunk(self, refusal: Refusal) -> bytes:
+        """The event of a failure within the stream, after which it ends without `[DONE]`."""
+        return encode_event(error_of_refusal(refusal).model_dump())
 
     def _choice_delta(self, index: int, text: str, **delta: str) -> dict[str, Any]:
         if self._kind == "text":

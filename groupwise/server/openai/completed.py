@@ -9,7 +9,8 @@ from groupwise.core.types import Rollout
 from groupwise.server.openai.asking import GenerationRequest
 from groupwise.server.openai.stop_strings import cut_at_stop, streamable_prefix
 from groupwise.server.openai.token_details import TokenDetails
-from groupwise.tasks.tools import HermesCalls, ToolCall
+from groupwise.server.openai.tools import split_calls, streamable_before_calls
+from groupwise.tasks.tools import ToolCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,8 +67,7 @@ def write_completion(
     )
     text, calls = cut_at_stop(rollout.completion, ask.stops), list[ToolCall]()
     if ask.read_calls != "none":
-        text_without_calls, calls = HermesCalls().split(text)
-        text = text_without_calls.rstrip() if calls else text
+        text, calls = split_calls(text, ask.call_format, ask.offered_tools)
     return CompletionChoice(
         text=echo + text,
         token_ids=rollout.completion_ids,
@@ -83,4 +83,4 @@ def streamable_text(text: str, ask: GenerationRequest) -> str:
     """The part of an unfinished text that is certain to be a prefix of the choice's final text."""
     if ask.read_calls == "none":
         return streamable_prefix(text, ask.stops)
-    return streamable_prefix(text, (*ask.stops, HermesCalls.BEGIN)).rstrip()
+    return streamable_before_calls(text, ask.stops, ask.call_format, ask.offered_tools)

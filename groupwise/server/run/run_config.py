@@ -25,6 +25,8 @@ from groupwise.training.config import load_config
 TINY_RATE = 5e-2
 """Learning rate for the built-in tiny model: moves a few thousand random parameters within minutes."""
 RATE = 1e-5
+MODEL_FILE = "config.json"
+"""What a folder with a model holds."""
 RUNS = "runs"
 """Subfolder of the server's output for runs."""
 
@@ -142,7 +144,9 @@ def allowed_model(field: str, name: str, allowed: AllowedModels) -> str:
 
 
 def _folder_inside(root: Path, name: str) -> Path | None:
-    """The folder of that name in `root`; None if it is missing or a link leads outside `root`."""
+    """The folder of that name in `root`, or `org/name` two levels down; None if it is missing or a link leads outside `root`."""
+    if not all(part not in ("", ".", "..") for part in name.split("/")):
+        return None
     top = root.resolve()
     try:
         path = (top / name).resolve()
@@ -152,8 +156,15 @@ def _folder_inside(root: Path, name: str) -> Path | None:
 
 
 def folders_in(root: Path) -> list[str]:
-    """Names of the folders that clients may load as models."""
-    return sorted(path.name for path in root.iterdir() if path.is_dir()) if root.is_dir() else []
+    """Names of the folders that clients may load as models: `name`, and `org/name` for the models in a folder that is none itself."""
+    names: list[str] = []
+    for folder in sorted(path for path in root.glob("[!.]*") if path.is_dir()):
+        inner = sorted(path.parent.name for path in folder.glob(f"[!.]*/{MODEL_FILE}"))
+        if inner and not (folder / MODEL_FILE).is_file():
+            names += [f"{folder.name}/{name}" for name in inner]
+        else:
+            names.append(folder.name)
+    return names
 
 
 def _adapter_folder(name: str, allowed_models: AllowedModels, runs: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -37,6 +38,10 @@ class SupportedModel(Answer):
     """A base."""
 
     model_name: str
+    max_context_length: int | None = Field(
+        default=None,
+        description="Tokens of prompt and completion together; absent if it is known only when the base is loaded.",
+    )
     trainable: bool
     sampleable: bool
 
@@ -133,6 +138,89 @@ class AboutWeights(Answer):
     train_unembed: bool
     train_mlp: bool
     train_attn: bool
+
+
+class CheckpointInfo(Answer):
+    """Weights that a model has saved under a name."""
+
+    checkpoint_id: str = Field(examples=["weights/step-100"])
+    checkpoint_type: Literal["training", "sampler"]
+    time: datetime
+    tinker_path: str
+    size_bytes: int
+    public: Literal[False] = False
+    user_metadata: dict[str, str] | None = None
+    expires_at: datetime | None = Field(default=None, description="None: never.")
+
+
+class Cursor(Answer):
+    """The part of a list that was asked for, and the length of the whole."""
+
+    offset: int
+    limit: int
+    total_count: int
+
+
+class CheckpointList(Answer):
+    """Checkpoints; those of one model are listed whole, without a cursor."""
+
+    checkpoints: list[CheckpointInfo]
+    cursor: Cursor | None = None
+
+
+class TrainingRun(Answer):
+    """A model that a client has trained; it is listed when its session has ended, too."""
+
+    training_run_id: str = Field(description="The id of the model.")
+    base_model: str
+    model_owner: str = Field(description="Id of the API key that opened its session.")
+    is_lora: Literal[True] = True
+    corrupted: Literal[False] = False
+    lora_rank: int
+    last_request_time: datetime
+    last_checkpoint: CheckpointInfo | None = None
+    last_sampler_checkpoint: CheckpointInfo | None = None
+    user_metadata: dict[str, str] | None = None
+
+
+class TrainingRunList(Answer):
+    """Training runs, the newest first."""
+
+    training_runs: list[TrainingRun]
+    cursor: Cursor
+
+
+class SessionInfo(Answer):
+    """A session, open or ended; its samplers are known while it is open."""
+
+    training_run_ids: list[str]
+    sampler_ids: list[str]
+    user_metadata: dict[str, str] | None = None
+    display_name: str | None = None
+
+
+class SessionList(Answer):
+    """Ids of sessions, open and ended, the newest first."""
+
+    sessions: list[str]
+
+
+class Done(Answer):
+    """It was done."""
+
+
+class StorageUse(Answer):
+    """The checkpoints of the server: there is one account."""
+
+    checkpoint_count: int
+    size_bytes: int
+    size_gigabytes: float
+
+
+class StorageUsage(Answer):
+    """What the checkpoints occupy on the server's disk; nothing is billed."""
+
+    data: list[StorageUse]
 
 
 class TryAgain(Answer):

@@ -6,14 +6,18 @@ suffix.
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from groupwise.core.errors import UsageError
 
 CLIENT_VERSION = "0.38.0"
+COOKBOOK = Path(__file__).with_name("cookbook.json")
+"""What the tests of the cookbook's recipes found: they write it, and the page again."""
 
 
 class Unsupported(UsageError):
@@ -35,9 +39,10 @@ class Method:
     """HTTP method and path of the requests of a refused method; `*` matches one path segment."""
 
 
-RUNS = "the server keeps no list of training runs; `GET /status` tells what is in memory"
-FILES = "what is saved lies in the server's own folder and is managed there"
+ALL_KEYS = "those of all keys"
+IN_USE = "weights that a sampler of an open session uses are removed when that session has ended"
 ONE_ACCOUNT = "there is one account: keys have roles, not worlds of their own"
+TOKENIZERS = "the client loads it itself: see Tokenizers"
 LOCAL = "answered by the client alone"
 
 METHODS: tuple[Method, ...] = (
@@ -81,8 +86,8 @@ METHODS: tuple[Method, ...] = (
         "TrainingClient",
         "forward_backward",
         True,
-        "cross_entropy, importance_sampling, ppo and cispo; the targets must be the tokens that follow in the input; text alone; one "
-        "number for each token",
+        "cross_entropy, also with K targets for each token; importance_sampling, ppo, cispo, dro and gspo; not stable_reinforce, nor "
+        "custom losses on the server; text alone",
     ),
     Method(
         "TrainingClient",
@@ -98,16 +103,11 @@ METHODS: tuple[Method, ...] = (
     ),
     Method("TrainingClient", "get_info", True),
     Method("TrainingClient", "get_telemetry", True, "what it sends is taken and thrown away"),
-    Method(
-        "TrainingClient",
-        "get_tokenizer",
-        True,
-        "the client loads it itself, by the name that the server tells",
-    ),
+    Method("TrainingClient", "get_tokenizer", True, TOKENIZERS),
     Method("TrainingClient", "load_state", True, "weights_access_token is refused"),
     Method("TrainingClient", "load_state_with_optimizer", True, "weights_access_token is refused"),
     Method("TrainingClient", "optim_step", True, "AdamParams alone"),
-    Method("TrainingClient", "save_state", True, "ttl_seconds is refused: nothing expires"),
+    Method("TrainingClient", "save_state", True),
     Method(
         "TrainingClient",
         "save_weights_and_get_sampling_client",
@@ -125,7 +125,7 @@ METHODS: tuple[Method, ...] = (
         "TrainingClient",
         "save_weights_for_sampler",
         True,
-        "ttl_seconds is refused: nothing expires; a name is used once",
+        "a name is used once, until its weights have expired or were deleted",
     ),
     Method(
         "SamplingClient",
@@ -137,19 +137,15 @@ METHODS: tuple[Method, ...] = (
     Method("SamplingClient", "get_base_model", True, LOCAL),
     Method("SamplingClient", "get_sampler_handle", True, LOCAL),
     Method("SamplingClient", "get_telemetry", True, "what it sends is taken and thrown away"),
-    Method(
-        "SamplingClient",
-        "get_tokenizer",
-        True,
-        "the client loads it itself, by the name of the base model",
-    ),
+    Method("SamplingClient", "get_tokenizer", True, TOKENIZERS),
     Method("SamplingClient", "on_queue_state_change", True, LOCAL),
     Method(
         "SamplingClient",
         "sample",
         True,
-        "topk_prompt_logprobs, topk_sample_logprobs, target_prompt_logprobs and prompt_alt_tokens_k are refused; stop adds to the model's "
-        "own stop tokens, and [] is none at all; log-probabilities are those at the temperature that was sampled",
+        "prompt_alt_tokens_k is refused; stop adds to the model's own stop tokens, and [] is none at all; log-probabilities of what was "
+        "drawn are those at the temperature that was sampled, those of the prompt at temperature 1; topk_prompt_logprobs and "
+        "topk_sample_logprobs are 1,024 at most",
     ),
     Method(
         "RestClient",
@@ -159,20 +155,8 @@ METHODS: tuple[Method, ...] = (
         (("PUT", "/sessions/*/project"), ("POST", "/sessions/*/project")),
     ),
     Method("RestClient", "copy_weights", False, ONE_ACCOUNT, (("POST", "/copy_weights"),)),
-    Method(
-        "RestClient",
-        "delete_checkpoint",
-        False,
-        FILES,
-        (("DELETE", "/training_runs/*/checkpoints/**"),),
-    ),
-    Method(
-        "RestClient",
-        "delete_checkpoint_from_tinker_path",
-        False,
-        FILES,
-        (("DELETE", "/training_runs/*/checkpoints/**"),),
-    ),
+    Method("RestClient", "delete_checkpoint", True, IN_USE),
+    Method("RestClient", "delete_checkpoint_from_tinker_path", True, IN_USE),
     Method(
         "RestClient",
         "export_session_trace",
@@ -191,12 +175,8 @@ METHODS: tuple[Method, ...] = (
     Method(
         "RestClient",
         "get_current_checkpoint_storage_usage",
-        False,
-        "nothing is billed",
-        (
-            ("GET", "/billing/usage/checkpoints/current"),
-            ("POST", "/billing/usage/checkpoints/current"),
-        ),
+        True,
+        "one entry for the whole server; project_id is refused",
     ),
     Method(
         "RestClient",
@@ -207,23 +187,15 @@ METHODS: tuple[Method, ...] = (
     ),
     Method("RestClient", "get_sampler", True),
     Method("RestClient", "get_server_capabilities", True),
-    Method("RestClient", "get_session", False, RUNS, (("GET", "/sessions/*"),)),
+    Method("RestClient", "get_session", True, "the samplers of an open session alone"),
     Method("RestClient", "get_telemetry", True, "what it sends is taken and thrown away"),
-    Method("RestClient", "get_training_run", False, RUNS, (("GET", "/training_runs/*"),)),
-    Method(
-        "RestClient",
-        "get_training_run_by_tinker_path",
-        False,
-        RUNS,
-        (("GET", "/training_runs/*"),),
-    ),
+    Method("RestClient", "get_training_run", True),
+    Method("RestClient", "get_training_run_by_tinker_path", True),
     Method("RestClient", "get_weights_info_by_tinker_path", True),
-    Method(
-        "RestClient", "list_checkpoints", False, FILES, (("GET", "/training_runs/*/checkpoints"),)
-    ),
-    Method("RestClient", "list_sessions", False, RUNS, (("GET", "/sessions"),)),
-    Method("RestClient", "list_training_runs", False, RUNS, (("GET", "/training_runs"),)),
-    Method("RestClient", "list_user_checkpoints", False, FILES, (("GET", "/checkpoints"),)),
+    Method("RestClient", "list_checkpoints", True),
+    Method("RestClient", "list_sessions", True, ALL_KEYS),
+    Method("RestClient", "list_training_runs", True, f"{ALL_KEYS}; project_id is refused"),
+    Method("RestClient", "list_user_checkpoints", True, ALL_KEYS),
     Method(
         "RestClient",
         "publish_checkpoint_from_tinker_path",
@@ -235,16 +207,10 @@ METHODS: tuple[Method, ...] = (
         "RestClient",
         "search_sessions",
         False,
-        RUNS,
+        "list_sessions and get_session tell of all of them",
         (("POST", "/sessions/search"), ("GET", "/sessions/search")),
     ),
-    Method(
-        "RestClient",
-        "set_checkpoint_ttl_from_tinker_path",
-        False,
-        "nothing expires",
-        (("PUT", "/training_runs/*/checkpoints/**/ttl"),),
-    ),
+    Method("RestClient", "set_checkpoint_ttl_from_tinker_path", True, IN_USE),
     Method(
         "RestClient",
         "unpublish_checkpoint_from_tinker_path",
@@ -270,8 +236,10 @@ export TINKER_API_KEY=tml-…
 
 Base models are those that `/start` may load. One base is in memory at a time, with up to `max_models` adapters; a run of ask/post that is
 active is one of them, and the others are then made over its base. While a client has models, no run can be started; a run that trains all
-weights has its model to itself. Models are let go of when their session is closed or has been silent for ten minutes, or when an admin
-starts a run with `replace: true`: what they have saved stays.
+weights has its model to itself. A client that ends without closing its session (`ServiceClient.close`) keeps its models in memory until
+another client or a run needs their room; then they make way after 60 seconds without a heartbeat, and after ten minutes in any case. A
+session that is in use makes way only when an admin starts a run with `replace: true`. What models have saved stays, until it expires
+(`ttl_seconds`) or is deleted.
 
 The server writes down every call before it is acknowledged, and every answer before it is told. So the engine, or the server, may be
 killed at any time: the client waits a while, and its loop goes on as if nothing had happened. The state of a model is kept every
@@ -279,10 +247,38 @@ killed at any time: the client waits a while, and its loop goes on as if nothing
 adapter of the output head (`train_unembed`, which is the client's default) makes sampling and learning slower than without.
 
 Losses are sums over tokens, as the client documents them: nothing is divided by anything. They take log-probabilities at temperature 1, so
-sample at temperature 1 where the ratio is to begin at 1. The clip of `ppo` and `cispo` is 0.8 to 1.2 unless `loss_fn_config` gives
-`clip_low_threshold` and `clip_high_threshold`. Names of projects, tags and metadata are taken and not kept. What is refused is refused at
+sample at temperature 1 where the ratio is to begin at 1. The clip of `ppo` and `cispo` is 0.8 to 1.2, that of `gspo` 0.9997 to 1.0004 (its
+paper's), unless `loss_fn_config` gives `clip_low_threshold` and `clip_high_threshold`; `dro` needs a `beta` there.
+
+Targets need not be the tokens that follow in the input: each target has its log-probability after the input before it, is trained on by its
+weight or advantage, and its log-probability is given back, also where the weight is 0. A target below 0, such as -100, is refused
+where it has a weight; without one it stands for the token that follows in the input. Losses look at the tokens whose weight or advantage is
+not 0. `dro` also looks where the advantage alone is 0, but not where the sampled log-probability is 0 as well, which is how prompts are
+padded; `gspo` looks where its `sequence_ratio_mask` is not 0, and refuses an advantage elsewhere. For distillation, `cross_entropy` takes
+`target_tokens` and `weights` of the shape (N, K), dense or sparse, and gives back log-probabilities of the same shape; its metrics count
+each target with a weight as a token. The teacher's come from `sample` with `topk_prompt_logprobs` or `target_prompt_logprobs`.
+
+Names of projects and tags are taken and not kept; metadata
+and names of sessions are. What is refused is refused at
 once, with its name and the reason. The tables are made from `groupwise/server/tinker/compatibility.py`; every method that ends in `_async`
 does what the one without it does.
+"""
+
+TOKENIZER_SECTION = """\
+## Tokenizers
+
+The client loads tokenizers itself, by the name of the base: from a folder of that name in its working folder, else from the Hugging Face
+hub. The bundled model is served under its hub id, too (`HuggingFaceTB/SmolLM2-135M-Instruct`; its weights are those of a 4-bit file, not
+the hub's own), and a folder `org/name` in the server's `model_dir` by that name; so recipes that look tokenizers, renderers or chat
+templates up by name find them. What no hub has (`tiny`, your own models), or where there is no hub, the server gives out:
+
+```bash
+curl -fsS -H "X-API-Key: $TINKER_API_KEY" "$TINKER_BASE_URL/api/v1/tokenizer?base_model=tiny" -o tokenizer.zip
+python -m zipfile -e tokenizer.zip tiny
+```
+
+After that `get_tokenizer()` of both clients, and `AutoTokenizer.from_pretrained("tiny")`, find it in the folder in which the program is
+started.
 """
 
 SUPERVISED = """\
@@ -361,6 +357,18 @@ INTERNAL: tuple[tuple[str, str, str], ...] = (
 """Routes that the client calls only if the server enables them; this server does not."""
 
 
+RECIPES = """\
+These programs of `tinker-cookbook` {release} were run as the package has them against `groupwise serve`, with a very small model on two
+cores; only the name of the model, sizes and folders were given. `make soak SUITE=cookbook` runs them again and writes this table.
+"""
+NOT_RUN: tuple[tuple[str, str], ...] = (
+    ("`vlm_classifier`, `audio`", "the server takes text alone"),
+    ("`harbor_rl`, `code_rl`", "they need a service that runs containers"),
+    ("`search_tool`, `rubric`, `verifiers_rl`", "they need a further service or package"),
+)
+"""Recipes that the tests leave out, and why."""
+
+
 def refused_route(method: str, path: str) -> Unsupported | None:
     """Why a route of the protocol is refused; None if the protocol has no such route."""
     owners = [
@@ -386,8 +394,10 @@ def _page_lines() -> Iterator[str]:
     yield "# The Tinker client"
     yield ""
     yield from INTRODUCTION.format(version=CLIENT_VERSION).splitlines()
+    yield from ("", *TOKENIZER_SECTION.splitlines())
     for title, program in EXAMPLES:
         yield from ("", f"## {title}", "", "```python", *program.splitlines(), "```")
+    yield from _recipe_lines()
     for owner in dict.fromkeys(method.owner for method in METHODS):
         yield ""
         yield f"## {owner}"
@@ -397,6 +407,20 @@ def _page_lines() -> Iterator[str]:
         for entry in METHODS:
             if entry.owner == owner:
                 yield f"| `{entry.name}` | {'yes' if entry.works else 'no'} | {entry.note} |"
+
+
+def _recipe_lines() -> Iterator[str]:
+    table = json.loads(COOKBOOK.read_text())
+    yield from ("", "## Recipes of tinker-cookbook", "")
+    yield from RECIPES.format(release=table["release"]).splitlines()
+    yield from ("", "<!-- recipes: begin -->", "| recipe | passes | what is seen | seconds |")
+    yield "|---|---|---|---|"
+    for row in table["recipes"]:
+        passes = "yes" if row["passes"] else "no"
+        yield f"| `{row['recipe']}` | {passes} | {row['seen']} | {row['seconds']} |"
+    for recipes, reason in NOT_RUN:
+        yield f"| {recipes} | not run | {reason} | |"
+    yield "<!-- recipes: end -->"
 
 
 def _fits(route: tuple[str, str], method: str, path: str) -> bool:

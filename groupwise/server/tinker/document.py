@@ -56,7 +56,7 @@ def _operation(route: VerbRoute) -> dict[str, Any]:
         "parameters": _parameters(route),
         "responses": {"200": _success_response(route), **_refusals(route.all_codes)},
     }
-    if route.answer is None:
+    if route.answer is None and not route.gives:
         operation["responses"]["408"] = _json_content(answers.TryAgain)
     if route.reads is not None:
         content = {_JSON: {"schema": _schema_ref(route.reads)}}
@@ -72,12 +72,17 @@ def _operation(route: VerbRoute) -> dict[str, Any]:
 
 
 def _parameters(route: VerbRoute) -> list[dict[str, Any]]:
-    """Path parameters, and the idempotency header of `create_session`."""
+    """Path and query parameters, and the idempotency header of `create_session`."""
     names = [part[1:-1] for part in route.path.split("/") if part.startswith("{")]
     parameters: list[dict[str, Any]] = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string"}}
         for name in names
     ]
+    if route.query is not None:
+        query = route.query.model_json_schema()
+        for name, schema in query.get("properties", {}).items():
+            required = name in query.get("required", ())
+            parameters.append({"name": name, "in": "query", "required": required, "schema": schema})
     if route.path == "/create_session":
         parameters.append(
             {
@@ -94,6 +99,8 @@ def _parameters(route: VerbRoute) -> list[dict[str, Any]]:
 def _success_response(route: VerbRoute) -> dict[str, Any]:
     if route.answer is not None:
         return _json_content(route.answer)
+    if route.gives:
+        return {"description": route.gives, "content": {"application/zip": {"schema": _BYTES}}}
     return {
         "description": "What the call came to: for passes and samples the client's protobuf message `ForwardBackwardOutput` or "
         "`SampleResponse`; a call that came to nothing says why.",

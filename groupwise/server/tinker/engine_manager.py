@@ -11,6 +11,7 @@ engine after another is failed, and its model continues without it.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -21,13 +22,14 @@ from typing import Any, Protocol, cast, runtime_checkable
 from groupwise.api.schemas.problems import Refusal
 from groupwise.core.errors import GroupwiseError, UsageError
 from groupwise.core.types import LossSpec, OptimiserParams, Row, UpdateResult
-from groupwise.engine.models.bundled import ALIASES
+from groupwise.engine.models.bundled import ALIASES, BUNDLED, cached_folder
 from groupwise.server.engine.engine_protocol import EngineLost, OpenModels
 from groupwise.server.engine.saved_adapters import SavedFolders
 from groupwise.server.engine.verb_protocol import (
     Base,
     Computed,
     ModelSpec,
+    NoRoom,
     Stored,
     VerbSample,
     VerbSampled,
@@ -36,7 +38,7 @@ from groupwise.server.ledger import calls
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.run.conductor import Conductor
 from groupwise.server.run.engine_supervisor import EngineSupervisor, is_full
-from groupwise.server.run.run_config import AllowedModels, allowed_model, folders_in
+from groupwise.server.run.run_config import MODEL_FILE, AllowedModels, allowed_model, folders_in
 from groupwise.server.tinker import requests, translate
 from groupwise.server.tinker.training import FORWARD_BACKWARD, optimiser_of
 
@@ -44,6 +46,8 @@ logger = logging.getLogger(__name__)
 
 NAME = "verbs"
 """Name under which the verbs ask for the machine; see `Service.machine_users`."""
+HUB_IDS: Mapping[str, str] = {model.hub_id: alias for alias, model in BUNDLED.items()}
+"""The aliases of bundled models by the names under which clients know their tokenizers and chat templates."""
 LOSSES = 3
 """Number of engines that may be lost to one call before the call fails."""
 RETRY_INTERVAL = 0.2
@@ -121,7 +125,7 @@ class VerbEngineHost:
         self._folder = folder
         self._most = most
         self._longest = longest
-        self._folders = SavedFolders(Path(folder))
+        self.folders = SavedFolders(Path(folder))
         self._models: dict[str, _Model] = {}
         self._loaded_engine: _LoadedEngine | None = None
         self._engine_lock = asyncio.Lock()
@@ -159,14 +163,21 @@ class VerbEngineHost:
         bound = self._required_base()
         if bound is not None:
             return (bound[0],)
-        return (*ALIASES, *folders_in(self._allowed.model_dir), *self._allowed.models)
+        names = (
+            *ALIASES,
+            *HUB_IDS,
+            *folders_in(self._allowed.model_dir),
+            *self._allowed.models,
+        )
+        return tuple(dict.fromkeys(names))
 
     def admit(self, base: str) -> None:
         """See `VerbEngine.admit`."""
         loads = self._load_name(base)
         bound = self._required_base()
         if bound is not None and self._load_name(bound[0]) != loads:
-            raise UsageError(
+            kind = NoRoom if self._runs.conducted() is None else UsageError
+            raise kind(
                 f"The base model {base!r} cannot be had now: {bound[0]} is in memory, for {bound[1]}, and there is one base at a time. "
                 f"Take {bound[0]}, or wait until it is not needed any more."
             )
@@ -188,12 +199,43 @@ class VerbEngineHost:
         try:
             return allowed_model("base_model", base, self._allowed)
         except Refusal as refusal:
+            if base in HUB_IDS:
+                return HUB_IDS[base]
             raise UsageError(f"The base model {base!r} is not served here. {refusal}") from None
 
     async def base(self, name: str) -> Base:
         """See `VerbEngine.base`."""
-        engine = await self._engine_with(name)
-        return replace(engine.base, name=name)
+        base = (await self._engine_with(name)).base
+        # A remote client cannot read a folder of this machine. It loads its own folder of this name: see `tokenizer_folder`.
+        tokenizer = name if Path(base.tokenizer).is_absolute() else base.tokenizer
+        return replace(base, name=name, tokenizer=tokenizer)
+
+    def context_length(self, name: str) -> int | None:
+        """See `VerbEngine.context_length`."""
+        loads, loaded = self._load_name(name), self._loaded_engine
+        if loaded is not None and loaded.loads == loads:
+            return loaded.base.longest
+        if self._runs.conducted() is not None:
+            return None
+        config = Path(cached_folder(loads) or loads if loads in ALIASES else loads, MODEL_FILE)
+        if not config.is_file():
+            return None
+        positions = json.loads(config.read_text("utf-8")).get("max_position_embeddings")
+        return min(self._longest, positions) if isinstance(positions, int) else None
+
+    async def tokenizer_folder(self, name: str) -> Path:
+        """See `VerbEngine.tokenizer_folder`."""
+        loads = self._load_name(name)
+        folder = cached_folder(loads) if loads in ALIASES else Path(loads)
+        if folder is None or not folder.is_dir():
+            folder = Path((await self._engine_with(name)).base.tokenizer)
+        if loads in ALIASES and not folder.is_dir():  # the engine has made it
+            folder = cached_folder(loads) or folder
+        if not folder.is_dir():
+            raise UsageError(
+                f"The tokenizer of {name} comes from the hub: AutoTokenizer.from_pretrained({str(folder)!r})."
+            )
+        return folder
 
     # --- models ----------------------------------------------------------------------------------
 
@@ -204,9 +246,9 @@ class VerbEngineHost:
             run = self._runs.conducted()
             users = [*self._models, *([] if run is None else ["the run"])]
             if len(users) >= self._most:
-                raise UsageError(
-                    f"There are {len(users)} models in memory already ({', '.join(users)}), as many as there may be (max_models of the "
-                    "server). End the session of one that is not needed any more."
+                raise NoRoom(
+                    f"There are {len(users)} models in memory already ({', '.join(users)}), as many as there may be: the server's "
+                    f"max_models is {self._most}; whoever runs the server can raise it."
                 )
             self.admit(spec.base)
             self._models[model] = _Model(spec)
@@ -225,7 +267,7 @@ class VerbEngineHost:
             engine.there.discard(model)
             with suppress(EngineLost):
                 await engine.call("drop", model)
-        await asyncio.to_thread(self._folders.forget_automatic, model)
+        await asyncio.to_thread(self.folders.forget_automatic, model)
 
     async def forward(self, model: str, rows: Sequence[Row], loss: LossSpec) -> Computed:
         """See `VerbEngine.forward`."""
@@ -266,11 +308,11 @@ class VerbEngineHost:
 
     async def drop_sampler(self, stored: Stored) -> None:
         """See `VerbEngine.drop_sampler`."""
-        await asyncio.to_thread(self._folders.forget, stored)
+        await asyncio.to_thread(self.folders.forget, stored)
 
     async def saved(self, stored: Stored) -> ModelSpec:
         """See `VerbEngine.saved`."""
-        return (await asyncio.to_thread(self._folders.read, stored)).spec
+        return (await asyncio.to_thread(self.folders.read, stored)).spec
 
     async def sample(self, weights: Stored | str, order: VerbSample) -> VerbSampled:
         """See `VerbEngine.sample`."""

@@ -70,7 +70,7 @@ class Verbs:
 
     async def release_machine(self) -> None:
         """See `groupwise.server.run.lifecycle.MachineUser.release_machine`."""
-        await self.service.registry.end_silent_sessions()
+        await self.service.registry.free_room()
         await self._host.release_machine(self.service.registry.with_models())
 
     async def release_for_replacement(self) -> None:

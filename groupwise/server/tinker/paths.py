@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import get_args
 
 from groupwise.core.errors import UsageError
 from groupwise.server.engine.verb_protocol import Stored, StoredKind
@@ -21,7 +22,7 @@ def path_of(stored: Stored) -> str:
 
 def stored_at(path: str) -> Stored:
     """The inverse of `path_of`. UsageError if the path is malformed."""
-    kinds: Mapping[str, StoredKind] = {"weights": "weights", "sampler_weights": "sampler_weights"}
+    kinds: Mapping[str, StoredKind] = {kind: kind for kind in get_args(StoredKind)}
     parts = path.removeprefix(SCHEME).split("/")
     well_formed = len(parts) == 3 and MODEL.fullmatch(parts[0]) and SAVED.fullmatch(parts[2])
     if not path.startswith(SCHEME) or not well_formed or parts[1] not in kinds:

@@ -1,11 +1,11 @@
 """The JSON bodies that the client sends, strictly: an unknown field, or a value that cannot take effect here, is refused by name.
 
-Names of projects, tags and metadata are taken and not kept: they describe a request, and change nothing of what it does.
+Names of projects and tags are taken and not kept: they describe a request, and change nothing of what it does.
 """
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -19,7 +19,15 @@ NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 NAME = Annotated[str, Field(pattern=NAME_PATTERN)]
 """Name of something saved, which becomes a folder name."""
 ID = Annotated[str, Field(min_length=1, max_length=400)]
-METADATA = dict[str, Any] | None
+METADATA = (
+    Annotated[
+        dict[Annotated[str, Field(max_length=200)], Annotated[str, Field(max_length=2000)]],
+        Field(max_length=64),
+    ]
+    | None
+)
+TTL = Annotated[int, Field(ge=1, le=10 * 366 * 24 * 3600)] | None
+"""Seconds after which saved weights expire, up to ten years; None: never."""
 
 
 class Body(FailFast, BaseModel):
@@ -35,7 +43,7 @@ class CreateSession(Body):
     user_metadata: METADATA = None
     sdk_version: str
     project_id: str | None = None
-    display_name: str | None = None
+    display_name: Annotated[str, Field(max_length=1000)] | None = None
     type: Literal["create_session"] = "create_session"
 
 
@@ -108,8 +116,7 @@ class SaveWeights(Body):
     model_id: ID
     seq_id: WHOLE
     path: NAME
-    ttl_seconds: None = None
-    """Saved weights do not expire here, so no time to live is accepted."""
+    ttl_seconds: TTL = None
     overwrite: bool = False
     user_metadata: METADATA = None
     type: Literal["save_weights"] = "save_weights"
@@ -141,7 +148,8 @@ class SaveForSampler(Body):
     sampling_session_seq_id: WHOLE | None = None
     kind: Literal["snapshot"] = "snapshot"
     """Not `inflight`: a sampling client always serves the weights that it was made with."""
-    ttl_seconds: None = None
+    ttl_seconds: TTL = None
+    """Only with `path`: weights without a name last as long as their session."""
     user_metadata: METADATA = None
     type: Literal["save_weights_for_sampler"] = "save_weights_for_sampler"
 
@@ -181,6 +189,22 @@ class SamplingSettings(Body):
     top_p: Annotated[FINITE, Field(gt=0, le=1)] = 1.0
 
 
+class TargetTokens(Body):
+    """Ids whose log-probabilities are wanted in place of the prompt's tokens: [tokens of the prompt - 1, K], dense or sparse (CSR)."""
+
+    data: list[Annotated[int, Field(ge=-1, lt=MOST_CALLS)]]
+    """-1: none is wanted there; nor in cells that a sparse tensor does not list."""
+    dtype: Literal["int64"]
+    shape: Annotated[list[WHOLE], Field(min_length=2, max_length=2)]
+    sparse_crow_indices: list[WHOLE] | None = None
+    sparse_col_indices: list[WHOLE] | None = None
+
+
+MOST_TOP = 1024
+"""Largest number of most likely tokens at one place."""
+TOP = Annotated[int, Field(ge=0, le=MOST_TOP)]
+
+
 class Sample(Body):
     """`sample` and `compute_logprobs`."""
 
@@ -193,13 +217,48 @@ class Sample(Body):
     sampling_session_id: ID
     seq_id: Annotated[int, Field(ge=0, lt=2**63)]
     prompt_logprobs: bool | None = None
-    topk_prompt_logprobs: Literal[0] = 0
-    topk_sample_logprobs: Literal[0] = 0
-    target_prompt_logprobs: None = None
+    topk_prompt_logprobs: TOP = 0
+    topk_sample_logprobs: TOP = 0
+    target_prompt_logprobs: TargetTokens | None = None
     prompt_alt_tokens_k: Literal[0] = 0
     prompt_logprobs_last_n: Annotated[int, Field(ge=1)] | None = None
     record_stability_info: Literal[False] | None = None
     type: Literal["sample"] = "sample"
+
+
+class SetTtl(Body):
+    """`set_checkpoint_ttl_from_tinker_path`."""
+
+    ttl_seconds: TTL
+
+
+class Page(Body):
+    """The query of a list: the part of it that is asked for."""
+
+    model_config = ConfigDict(extra="forbid", strict=False, frozen=True)
+
+    limit: Annotated[int, Field(ge=1, le=1000)] = 20
+    offset: Annotated[int, Field(ge=0, lt=MOST_CALLS)] = 0
+
+
+class Scope(Body):
+    """The query of one entry. There is one account, so that both scopes are the same."""
+
+    access_scope: Literal["owned", "accessible"] = "owned"
+
+
+class ScopedPage(Scope, Page):
+    """The query of a list with a scope."""
+
+
+class TokenizerOf(Body):
+    """The query of `GET /tokenizer`."""
+
+    base_model: ID
+
+
+class NoQuery(Body):
+    """The query of a list of one account without projects: it takes no parameter."""
 
 
 class WeightsInfo(Body):

@@ -27,8 +27,10 @@ from groupwise.api.http.strict_json import LARGE, NotStrict
 from groupwise.api.schemas.problems import Refusal
 from groupwise.core.errors import UsageError
 from groupwise.core.settings.field_errors import field_errors
+from groupwise.server.engine.verb_protocol import Stored
 from groupwise.server.tinker import answers, requests, translate
 from groupwise.server.tinker.compatibility import refused_route
+from groupwise.server.tinker.paths import MODEL, SCHEME, stored_at
 from groupwise.server.tinker.refusals import CODES, code_of
 from groupwise.server.tinker.service import VerbService
 from groupwise.server.tinker.sessions import NotFound
@@ -63,8 +65,11 @@ class VerbRoute:
     """Relative to `PREFIX`."""
     handler: Callable[[_Handlers, Request], Awaitable[Response]]
     answer: type[BaseModel] | None
-    """None: the outcome of a call, or 408."""
+    """None: the outcome of a call, or 408; or the file that `gives` describes."""
+    gives: str = ""
+    """Description of the answer if it is a zip file."""
     reads: type[requests.Body] | None = None
+    query: type[requests.Body] | None = None
     bytes: str = ""
     """Description of the body if it is not JSON."""
     codes: tuple[str, ...] = ()
@@ -74,7 +79,8 @@ class VerbRoute:
     def all_codes(self) -> tuple[str, ...]:
         """Every code that it can be refused with."""
         of_body = OF_BODIES if self.reads is not None or self.bytes else ()
-        return tuple(dict.fromkeys((*OF_ALL, *of_body, *self.codes)))
+        of_query = ("usage",) if self.query is not None else ()
+        return tuple(dict.fromkeys((*OF_ALL, *of_body, *of_query, *self.codes)))
 
 
 def verb_routes(
@@ -123,6 +129,12 @@ class _Handlers:
         answer = {"supported_models": self._service.capabilities()}
         return _json_response(answers.Capabilities.model_validate(answer))
 
+    async def tokenizer(self, request: Request) -> Response:
+        """The tokenizer's files of a base, to be unpacked into a folder of its name, from which clients load it."""
+        base = _parse_query(request, requests.TokenizerOf).base_model
+        content = await self._service.zipped_tokenizer(base)
+        return Response(content, media_type="application/zip")
+
     async def create_session(self, request: Request) -> Response:
         """Open a session; the same one for the same X-Idempotency-Key, caller and body."""
         body = await self._parse_body(request, requests.CreateSession)
@@ -131,7 +143,9 @@ class _Handlers:
         caller = "" if facts is None or facts.caller is None else facts.caller.key_id
         identity = [name, caller, body.model_dump_json()]
         key = hashlib.sha256(json.dumps(identity).encode()).hexdigest() if name else None
-        session = await self._service.registry.create_session(key, caller)
+        session = await self._service.registry.create_session(
+            key, caller, body.display_name, body.user_metadata
+        )
         return _json_response(answers.SessionMade(session_id=session))
 
     async def heartbeat(self, request: Request) -> Response:
@@ -153,11 +167,9 @@ class _Handlers:
 
     async def create_model(self, request: Request) -> Response:
         """Make a model with a new adapter."""
-        return await self._promise_answer(
-            *self._service.training.create_model(
-                await self._parse_body(request, requests.CreateModel)
-            )
-        )
+        body = await self._parse_body(request, requests.CreateModel)
+        await self._service.training.admit(body)
+        return await self._promise_answer(*self._service.training.create_model(body))
 
     async def get_info(self, request: Request) -> Response:
         """A model's base and adapter."""
@@ -214,6 +226,54 @@ class _Handlers:
         description = await self._service.training.weights_info(path)
         return _json_response(answers.AboutWeights.model_validate(description))
 
+    async def training_run(self, request: Request) -> Response:
+        """One model that a client has trained; also after its session has ended."""
+        _parse_query(request, requests.Scope)
+        return _json_response(await self._service.rest.training_run(request.path_params["run"]))
+
+    async def list_training_runs(self, request: Request) -> Response:
+        """Every model that clients have trained, the newest first."""
+        page = _parse_query(request, requests.ScopedPage)
+        return _json_response(await self._service.rest.training_runs(page))
+
+    async def session(self, request: Request) -> Response:
+        """One session; also after it has ended."""
+        _parse_query(request, requests.Scope)
+        return _json_response(await self._service.rest.session(request.path_params["session"]))
+
+    async def list_sessions(self, request: Request) -> Response:
+        """The ids of all sessions, the newest first."""
+        page = _parse_query(request, requests.ScopedPage)
+        return _json_response(await self._service.rest.sessions(page))
+
+    async def list_checkpoints(self, request: Request) -> Response:
+        """What a model has saved under names, the oldest first; also after its session has ended."""
+        run = request.path_params["run"]
+        if not MODEL.fullmatch(run):
+            raise UsageError(f"{run!r} is no id of a training run; they look like s-…:train:0.")
+        return _json_response(await self._service.rest.checkpoints_of(run))
+
+    async def list_all_checkpoints(self, request: Request) -> Response:
+        """What all models have saved under names, the newest first."""
+        page = _parse_query(request, requests.Page)
+        return _json_response(await self._service.rest.all_checkpoints(page))
+
+    async def delete_checkpoint(self, request: Request) -> Response:
+        """Delete a checkpoint. Its files stay on the disk while a sampler of an open session uses them."""
+        await self._service.checkpoints.delete(_checkpoint_of(request))
+        return _json_response(answers.Done())
+
+    async def set_checkpoint_ttl(self, request: Request) -> Response:
+        """Let a checkpoint expire so many seconds from now; null: never."""
+        ttl = (await self._parse_body(request, requests.SetTtl)).ttl_seconds
+        await self._service.checkpoints.set_ttl(_checkpoint_of(request), ttl)
+        return _json_response(answers.Done())
+
+    async def storage_usage(self, request: Request) -> Response:
+        """What the checkpoints occupy on the server's disk."""
+        _parse_query(request, requests.NoQuery)
+        return _json_response(await self._service.rest.storage_usage())
+
     async def sample(self, request: Request) -> Response:
         """Complete a prompt, or tell its log-probabilities."""
         body = await self._parse_body(request, requests.Sample)
@@ -256,13 +316,7 @@ class _Handlers:
                 f"The body is no JSON as it is taken here: {error.msg} (at {error.pos})."
             ) from None
         except ValidationError as error:
-            problems = [
-                f"{field_error} (given: {reprlib.repr(field_error.given)})"
-                for field_error in field_errors(error, kind)[:10]
-            ]
-            raise UsageError(
-                f"{kind.__name__} is not what this server takes. " + "; ".join(problems)
-            ) from error
+            raise _usage_error(error, kind) from error
 
     async def _read_body(self, request: Request) -> bytes:
         """Read the uncompressed body. It is kept in the request's state, because `VerbService.refused` needs it."""
@@ -279,6 +333,15 @@ ROUTES: tuple[VerbRoute, ...] = (
     VerbRoute("POST", "/client/config", _Handlers.client_config, answers.ClientConfig),
     VerbRoute("POST", "/client/dynamic_config", _Handlers.dynamic_config, answers.DynamicConfig),
     VerbRoute("GET", "/get_server_capabilities", _Handlers.capabilities, answers.Capabilities),
+    VerbRoute(
+        "GET",
+        "/tokenizer",
+        _Handlers.tokenizer,
+        None,
+        query=requests.TokenizerOf,
+        gives="A zip file with what AutoTokenizer.from_pretrained reads.",
+        codes=OF_ENGINES,
+    ),
     VerbRoute(
         "POST",
         "/create_session",
@@ -389,6 +452,74 @@ ROUTES: tuple[VerbRoute, ...] = (
         codes=OF_ENGINES,
     ),
     VerbRoute(
+        "GET",
+        "/training_runs/{run}",
+        _Handlers.training_run,
+        answers.TrainingRun,
+        query=requests.Scope,
+        codes=("not_there", *OF_RECORDS),
+    ),
+    VerbRoute(
+        "GET",
+        "/training_runs",
+        _Handlers.list_training_runs,
+        answers.TrainingRunList,
+        query=requests.ScopedPage,
+        codes=OF_RECORDS,
+    ),
+    VerbRoute(
+        "GET",
+        "/sessions/{session}",
+        _Handlers.session,
+        answers.SessionInfo,
+        query=requests.Scope,
+        codes=("not_there", *OF_RECORDS),
+    ),
+    VerbRoute(
+        "GET",
+        "/sessions",
+        _Handlers.list_sessions,
+        answers.SessionList,
+        query=requests.ScopedPage,
+        codes=OF_RECORDS,
+    ),
+    VerbRoute(
+        "GET",
+        "/training_runs/{run}/checkpoints",
+        _Handlers.list_checkpoints,
+        answers.CheckpointList,
+        codes=("usage",),
+    ),
+    VerbRoute(
+        "GET",
+        "/checkpoints",
+        _Handlers.list_all_checkpoints,
+        answers.CheckpointList,
+        query=requests.Page,
+    ),
+    VerbRoute(
+        "DELETE",
+        "/training_runs/{run}/checkpoints/{kind}/{name}",
+        _Handlers.delete_checkpoint,
+        answers.Done,
+        codes=("usage", "not_there", *OF_RECORDS),
+    ),
+    VerbRoute(
+        "PUT",
+        "/training_runs/{run}/checkpoints/{kind}/{name}/ttl",
+        _Handlers.set_checkpoint_ttl,
+        answers.Done,
+        reads=requests.SetTtl,
+        codes=("not_there", *OF_RECORDS),
+    ),
+    VerbRoute(
+        "GET",
+        "/billing/usage/checkpoints/current",
+        _Handlers.storage_usage,
+        answers.StorageUsage,
+        query=requests.NoQuery,
+    ),
+    VerbRoute(
         "POST",
         "/asample",
         _Handlers.sample,
@@ -437,6 +568,28 @@ async def _refusal_response(request: Request, service: VerbService, error: Excep
     if isinstance(error, Refusal):
         headers |= error.headers
     return _json_response(answers.Refused(code=code, message=message), CODES[code].status, headers)
+
+
+def _parse_query(request: Request, kind: type[BodyT]) -> BodyT:
+    """The parameters behind `?`. UsageError names the wrong ones."""
+    try:
+        return kind.model_validate(dict(request.query_params))
+    except ValidationError as error:
+        raise _usage_error(error, kind) from error
+
+
+def _usage_error(error: ValidationError, kind: type[requests.Body]) -> UsageError:
+    problems = [
+        f"{field_error} (given: {reprlib.repr(field_error.given)})"
+        for field_error in field_errors(error, kind)[:10]
+    ]
+    return UsageError(f"{kind.__name__} is not what this server takes. " + "; ".join(problems))
+
+
+def _checkpoint_of(request: Request) -> Stored:
+    """The checkpoint that the address names. UsageError if it is malformed."""
+    named = request.path_params
+    return stored_at(f"{SCHEME}{named['run']}/{named['kind']}/{named['name']}")
 
 
 async def _healthz(request: Request) -> Response:

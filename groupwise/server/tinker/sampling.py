@@ -13,10 +13,12 @@ from groupwise.server.ledger import calls
 from groupwise.server.ledger.calls import Outcome
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.tinker import requests, translate
+from groupwise.server.tinker.checkpoints import Checkpoints
 from groupwise.server.tinker.futures import PROTOBUF, Futures, digest_of
 from groupwise.server.tinker.paths import stored_at
 from groupwise.server.tinker.requests import content_of, kind_of
 from groupwise.server.tinker.sessions import Sampler, SessionRegistry
+from groupwise.server.tinker.tensors import MOST_CELLS, Sparse, dense, filled
 from groupwise.tasks.rollouts.seeds import derive
 
 
@@ -24,12 +26,18 @@ class SamplingCalls:
     """The sampling calls of all samplers."""
 
     def __init__(
-        self, registry: SessionRegistry, engine: VerbEngine, futures: Futures, ledger: Ledger
+        self,
+        registry: SessionRegistry,
+        engine: VerbEngine,
+        futures: Futures,
+        ledger: Ledger,
+        checkpoints: Checkpoints,
     ) -> None:
         self._registry = registry
         self._engine = engine
         self._futures = futures
         self._ledger = ledger
+        self._checkpoints = checkpoints
 
     async def create_sampler(self, body: requests.CreateSampler) -> str:
         """Create a sampler of saved weights or of a base model, and return its id. A repeated request gets the same id."""
@@ -38,22 +46,33 @@ class SamplingCalls:
         if body.model_path is None:
             if body.base_model is None:
                 raise UsageError("create_sampling_session needs base_model or model_path.")
-            self._engine.admit(body.base_model)
-            sampler = Sampler(id, body.base_model, None, None)
+            await self._admit(body.session_id, body.base_model)
+            self._registry.add_sampler(Sampler(id, body.base_model, None, None))
         else:
             stored = stored_at(body.model_path)
-            base = (await self._engine.saved(stored)).base
-            if body.base_model not in (None, base):
-                raise UsageError(
-                    f"{body.model_path} was trained on {base}, not on {body.base_model}."
-                )
-            sampler = Sampler(id, base, stored, body.model_path)
-        self._registry.add_sampler(sampler)
+            async with self._checkpoints.lock:  # so that they are not removed before they are used
+                self._checkpoints.check_available(stored)
+                base = (await self._engine.saved(stored)).base
+                if body.base_model not in (None, base):
+                    raise UsageError(
+                        f"{body.model_path} was trained on {base}, not on {body.base_model}."
+                    )
+                await self._admit(body.session_id, base)
+                self._registry.add_sampler(Sampler(id, base, stored, body.model_path))
+        sampler = self._registry.sampler(id)
         weights = None if sampler.weights is None else asdict(sampler.weights)
         await self._ledger.do_when_writable(
             calls.add_sampler, id, body.session_id, sampler.base, weights
         )
         return id
+
+    async def _admit(self, session: str, base: str) -> None:
+        """Raise UsageError if this base cannot be sampled now; ends silent sessions if their room is needed."""
+
+        async def attempt() -> None:
+            self._engine.admit(base)
+
+        await self._registry.with_room(session, attempt)
 
     def sampler(self, id: str) -> dict[str, Any]:
         """Describe a sampler for the client: its base, and the path of its weights if it has any."""
@@ -81,8 +100,7 @@ class SamplingCalls:
         async def work() -> Outcome:
             order = _sample_order(body, await self._engine.base(sampler.base))
             result = await self._engine.sample(weights, order)
-            length, last_n = len(order.prompt_ids), body.prompt_logprobs_last_n
-            return Outcome("answered", PROTOBUF, translate.sample_response(result, length, last_n))
+            return Outcome("answered", PROTOBUF, translate.sample_response(result, body))
 
         id = self._futures.add(key, digest, kind, content)
         self._futures.start(id, work)
@@ -104,12 +122,43 @@ def _sample_order(body: requests.Sample, base: Base) -> VerbSample:
         raise UsageError(
             f"prompt_logprobs_last_n is {last_n}; it needs prompt_logprobs, and to be less than the prompt's {len(prompt)} tokens."
         )
+    params = _sampling_params(settings, base, room)
+    for name, places in (
+        ("topk_prompt_logprobs", len(prompt)),
+        ("topk_sample_logprobs", body.num_samples * params.max_tokens),
+    ):
+        cells = getattr(body, name) * places
+        if cells > MOST_CELLS:
+            raise UsageError(
+                f"{name} is {getattr(body, name)} for up to {places:,} tokens, which makes {cells:,} entries; at most {MOST_CELLS:,} are "
+                "given at once."
+            )
     return VerbSample(
         prompt,
         _sample_seeds(body),
-        _sampling_params(settings, base, room),
+        params,
         bool(body.prompt_logprobs),
+        body.topk_prompt_logprobs,
+        body.topk_sample_logprobs,
+        prompt_targets(body, len(prompt)),
     )
+
+
+def prompt_targets(body: requests.Sample, prompt_length: int) -> tuple[int, ...]:
+    """The ids whose log-probabilities are wanted in place of the prompt's tokens, -1 where none is."""
+    tensor, where = body.target_prompt_logprobs, "target_prompt_logprobs"
+    if tensor is None:
+        return ()
+    starts, columns = tensor.sparse_crow_indices, tensor.sparse_col_indices
+    if (starts is None) != (columns is None):
+        raise UsageError(
+            f"{where} needs both sparse_crow_indices and sparse_col_indices, or neither."
+        )
+    length = prompt_length - 1  # nothing comes before the first token
+    if starts is None or columns is None:
+        return dense(tensor.data, tensor.shape, where, length).values
+    listed = Sparse(tensor.data, starts, columns)
+    return filled(listed, tensor.shape, where, length, filling=-1).values
 
 
 def _sampling_params(settings: requests.SamplingSettings, base: Base, room: int) -> SamplingParams:

@@ -3,6 +3,8 @@
     sessions.py   open sessions, models and samplers
     training.py   the calls of a model, one after another in the client's order
     sampling.py   the calls of samplers, in any order
+    checkpoints.py  what models have saved, until it expires or is deleted
+    rest.py       lists of sessions, training runs and checkpoints
     futures.py    ids and later answers of all calls
 
 All of it is in the ledger before clients get an id, and a new process restores it (`open`): answers stay available, and waiting calls are
@@ -11,9 +13,12 @@ done.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import io
 import logging
 import time
+import zipfile
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -25,7 +30,9 @@ from groupwise.server.ledger import calls
 from groupwise.server.ledger.calls import CallRow, Outcome
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.tinker import requests, translate
+from groupwise.server.tinker.checkpoints import Checkpoints
 from groupwise.server.tinker.futures import AnswerGone, Futures, Limits, TooManyCalls
+from groupwise.server.tinker.rest import RestLists
 from groupwise.server.tinker.sampling import SamplingCalls
 from groupwise.server.tinker.sessions import SessionRegistry
 from groupwise.server.tinker.training import FORWARD_BACKWARD, TrainingCalls
@@ -36,6 +43,20 @@ KEEP_EVERY = 10
 """Number of updates between two kept states of a model. It is recreated from the last kept state."""
 ACCEPTED_WITHIN = 10.0
 """Seconds that a client waits for its call to be written to the ledger."""
+TOKENIZER_FILES = frozenset(
+    (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "tokenizer.model",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "vocab.json",
+        "merges.txt",
+        "chat_template.jinja",
+        "config.json",
+    )
+)
+"""What AutoTokenizer reads of a model's folder."""
 REFUSED = "refused"
 """The kind of refused calls that have nevertheless used a number of their model."""
 
@@ -53,15 +74,22 @@ class VerbService:
         *,
         limits: Limits | None = None,
         clock: Callable[[], float] = time.monotonic,
+        wall_clock: Callable[[], float] = time.time,
         keep_every: int = KEEP_EVERY,
     ) -> None:
-        """`keep_every`: number of updates after which a model's state is kept."""
+        """`clock` measures the silence of sessions, `wall_clock` when checkpoints expire. `keep_every`: number of updates after which a
+        model's state is kept.
+        """
         self._engine = engine
         self._ledger = ledger
         self.futures = Futures(ledger, limits)
         self.registry = SessionRegistry(engine, self.futures, ledger, clock)
-        self.training = TrainingCalls(self.registry, engine, ledger, keep_every)
-        self.sampling = SamplingCalls(self.registry, engine, self.futures, ledger)
+        self.checkpoints = Checkpoints(engine.folders, self.registry.is_sampled, wall_clock)
+        self.rest = RestLists(ledger, self.checkpoints)
+        self.training = TrainingCalls(
+            self.registry, engine, ledger, self.checkpoints, keep_every=keep_every
+        )
+        self.sampling = SamplingCalls(self.registry, engine, self.futures, ledger, self.checkpoints)
 
     async def open(self) -> None:
         """Restore the sessions and models of earlier processes, and continue their calls; call before the first request."""
@@ -70,6 +98,7 @@ class VerbService:
             await self._ledger.do(calls.all_models),
             await self._ledger.do(calls.all_samplers),
         )
+        await self.checkpoints.open()
         rows = await self._ledger.do(calls.all_calls)
         for row in rows:
             self.futures.restore(row)
@@ -111,6 +140,7 @@ class VerbService:
     async def close(self) -> None:
         """Stop all calls; the engine stays."""
         self.futures.suspend()
+        await self.checkpoints.close()
         for model in self.registry.models.values():
             await model.queue.close()
         await self.futures.close()
@@ -123,9 +153,28 @@ class VerbService:
     def capabilities(self) -> list[dict[str, Any]]:
         """The available bases, in the client's format."""
         return [
-            {"model_name": name, "trainable": True, "sampleable": True}
+            {
+                "model_name": name,
+                "max_context_length": self._engine.context_length(name),
+                "trainable": True,
+                "sampleable": True,
+            }
             for name in self._engine.names()
         ]
+
+    async def zipped_tokenizer(self, base: str) -> bytes:
+        """The tokenizer of a base as a zip file, for AutoTokenizer.from_pretrained."""
+        folder = await self._engine.tokenizer_folder(base)
+
+        def zipped() -> bytes:
+            content = io.BytesIO()
+            with zipfile.ZipFile(content, "w", zipfile.ZIP_DEFLATED) as archive:
+                for path in sorted(folder.iterdir()):
+                    if path.name in TOKENIZER_FILES:
+                        archive.write(path, path.name)
+            return content.getvalue()
+
+        return await asyncio.to_thread(zipped)
 
     async def use_up_number(self, body: bytes, error: UsageError) -> None:
         """Record a JSON request that was refused before it reached its model's queue. Its number, if it has one, is used up: the client

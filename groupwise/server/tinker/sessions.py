@@ -1,30 +1,41 @@
 """Tracks clients' sessions, models and samplers, each by its id.
 
-A client opens a session and keeps it alive by a heartbeat; its models are released when the session ends or falls silent. A sampler
+A client opens a session and keeps it alive by a heartbeat; its models are released when the session ends, or falls silent and their room
+is needed. A sampler
 represents weights that do not change: weights saved under a name, weights that a training client saved only for this sampler, or a base
 model. All of it is in the ledger before clients get the ids, and a new process restores it (`restore`).
 """
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from groupwise.api.schemas import activity as wire
 from groupwise.core.errors import UsageError
-from groupwise.server.engine.verb_protocol import ModelSpec, Stored, VerbEngine
+from groupwise.server.engine.verb_protocol import ModelSpec, NoRoom, Stored, VerbEngine
 from groupwise.server.ledger import calls
 from groupwise.server.ledger.calls import ModelRow, SamplerRow
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.tinker.futures import CallQueue, Futures
 from groupwise.server.tinker.paths import path_of
 
+ResultT = TypeVar("ResultT")
+
+logger = logging.getLogger(__name__)
+
 EPHEMERAL = "_sampler-"
 """Prefix of names of weights saved for a single sampler; names chosen by clients start with a letter or digit."""
+ROOM_SILENCE = 60.0
+"""Seconds without a heartbeat after which a session is ended if its models take the room that another client needs. Clients send one
+every ten seconds; a program that ended without closing its session sends none.
+"""
 SESSION_SILENCE = 600.0
-"""Seconds without a heartbeat after which a session's models may be released; clients send one every ten seconds."""
+"""Seconds without a heartbeat after which a session is ended in any case."""
 
 
 class NotFound(UsageError):
@@ -99,11 +110,19 @@ class SessionRegistry:
 
     # --- sessions --------------------------------------------------------------------------------
 
-    async def create_session(self, idempotency_key: str | None, caller: str = "") -> str:
+    async def create_session(
+        self,
+        idempotency_key: str | None,
+        caller: str = "",
+        display_name: str | None = None,
+        user_metadata: Mapping[str, str] | None = None,
+    ) -> str:
         """Open a session and return its id. A request repeated after a lost connection has the same key and gets the same session."""
         await self.end_silent_sessions()
         new_id = f"s-{secrets.token_hex(8)}"
-        id = await self._ledger.do(calls.add_session, new_id, idempotency_key)
+        id = await self._ledger.do(
+            calls.add_session, new_id, idempotency_key, caller, display_name, user_metadata
+        )
         self._sessions.setdefault(id, Session(id, self._clock()))
         self._futures.callers[id] = caller
         return id
@@ -136,6 +155,48 @@ class SessionRegistry:
         for session in [session.id for session in self._sessions.values() if session.seen < silent]:
             await self.finish(session)
 
+    async def with_room(self, session: str, attempt: Callable[[], Awaitable[ResultT]]) -> ResultT:
+        """Returns what `attempt` does for a session. While it raises NoRoom, the other session with models that has been silent for
+        longest is ended, if its silence is at least `ROOM_SILENCE`, and it is tried again.
+        """
+        while True:
+            try:
+                return await attempt()
+            except NoRoom as error:
+                others = [
+                    other
+                    for other in self._sessions.values()
+                    if other.models and other.id != session
+                ]
+                silent = min(others, key=lambda other: other.seen, default=None)
+                if silent is None or self._clock() - silent.seen < ROOM_SILENCE:
+                    raise NoRoom(f"{error} {self._advice(session, silent)}".strip()) from None
+                logger.info("%s ends: silent, and its room is needed", silent.id)
+                await self.finish(silent.id)
+
+    def _advice(self, own: str, silent: Session | None) -> str:
+        """What the client of the session `own` can do; `silent` is the other session that has been silent for longest."""
+        if silent is None:
+            mine = [id for id in self._sessions[own].models if self.models[id].spec is not None]
+            return (
+                f"Your own client has {', '.join(mine)}: close it (ServiceClient.close), and make a new one."
+                if mine
+                else ""
+            )
+        wait = max(silent.seen + ROOM_SILENCE - self._clock(), 0)
+        return (
+            f"Models that are there: {'; '.join(self.with_models().values())}. If one of these clients is yours and not needed, close it "
+            f"(ServiceClient.close) or end its program, then try again: a client that has ended without closing makes way after "
+            f"{ROOM_SILENCE:g} seconds of silence, the first of them in {wait:.0f} seconds at the earliest."
+        )
+
+    async def free_room(self) -> None:
+        """End the sessions with models that have been silent for `ROOM_SILENCE` seconds, because a run needs the machine."""
+        silent = self._clock() - ROOM_SILENCE
+        for session in [*self._sessions.values()]:
+            if session.models and session.seen < silent:
+                await self.finish(session.id)
+
     def with_models(self) -> dict[str, str]:
         """Describe the sessions that have models, by session id; for messages."""
         now = self._clock()
@@ -145,8 +206,8 @@ class SessionRegistry:
             return ", ".join(names) or f"{session.id}, whose model is being made"
 
         return {
-            session.id: f"{models_of(session)}: heard of {now - session.seen:.0f} seconds ago, let go of in "
-            f"{max(session.seen + SESSION_SILENCE - now, 0):.0f} unless it is heard of again"
+            session.id: f"{models_of(session)}: heard of {now - session.seen:.0f} seconds ago, makes way in "
+            f"{max(session.seen + ROOM_SILENCE - now, 0):.0f} unless it is heard of again"
             for session in self._sessions.values()
             if session.models
         }
@@ -159,7 +220,9 @@ class SessionRegistry:
             wire.Session(
                 id=session.id,
                 silent_seconds=max(now - session.seen, 0.0),
-                let_go_seconds=max(session.seen + SESSION_SILENCE - now, 0.0),
+                let_go_seconds=max(
+                    session.seen + (ROOM_SILENCE if session.models else SESSION_SILENCE) - now, 0.0
+                ),
                 models=[
                     wire.SessionModel(
                         id=model.id,
@@ -178,8 +241,9 @@ class SessionRegistry:
         """Note that a session is alive, and return it. Raises NotThere if there is none."""
         if id not in self._sessions:
             raise NotFound(
-                f"There is no session {id!r}: it was finished, has been silent for {SESSION_SILENCE:g} seconds, or had to make way for "
-                "a run that was started with `replace`. Make a new ServiceClient; what was saved can be loaded by its path."
+                f"There is no session {id!r}: it was finished, has been silent for {ROOM_SILENCE:g} seconds while another client needed "
+                f"its room, or for {SESSION_SILENCE:g} in any case, or had to make way for a run that was started with `replace`. "
+                "Make a new ServiceClient; what was saved can be loaded by its path."
             )
         self._sessions[id].seen = self._clock()
         return self._sessions[id]
@@ -224,6 +288,10 @@ class SessionRegistry:
             owner = self.models.get(weights.model)
             if owner is not None and session_of(id) == session_of(owner.id):
                 owner.ephemeral.append(weights)
+
+    def is_sampled(self, stored: Stored) -> bool:
+        """Whether a sampler of an open session uses these weights."""
+        return any(sampler.weights == stored for sampler in self._samplers.values())
 
     def sampler(self, id: str) -> Sampler:
         """A sampler by id. Raises NotThere if it is missing."""

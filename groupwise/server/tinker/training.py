@@ -19,6 +19,7 @@ from groupwise.server.ledger import calls
 from groupwise.server.ledger.calls import Outcome, StepRow
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.tinker import requests, translate
+from groupwise.server.tinker.checkpoints import Checkpoints
 from groupwise.server.tinker.futures import JSON, PROTOBUF, Work, failed_outcome
 from groupwise.server.tinker.paths import path_of, stored_at
 from groupwise.server.tinker.requests import content_of, kind_of
@@ -35,19 +36,33 @@ class TrainingCalls:
     """The training calls of all models."""
 
     def __init__(
-        self, registry: SessionRegistry, engine: VerbEngine, ledger: Ledger, keep_every: int
+        self,
+        registry: SessionRegistry,
+        engine: VerbEngine,
+        ledger: Ledger,
+        checkpoints: Checkpoints,
+        *,
+        keep_every: int,
     ) -> None:
         """`keep_every`: number of updates after which a model's state is kept."""
         self._registry = registry
         self._engine = engine
         self._ledger = ledger
+        self._checkpoints = checkpoints
         self._keep_every = keep_every
 
     # --- creating models --------------------------------------------------------------------------
 
+    async def admit(self, body: requests.CreateModel) -> None:
+        """Raise UsageError if there cannot be a model over this base now; ends silent sessions if their room is needed."""
+
+        async def attempt() -> None:
+            self._engine.admit(body.base_model)
+
+        await self._registry.with_room(body.session_id, attempt)
+
     def create_model(self, body: requests.CreateModel) -> tuple[str, str]:
         """Queue the creation of a model; returns the ids of the model and of the call."""
-        self._engine.admit(body.base_model)
         lora = body.lora_config
         if not (lora.train_attn or lora.train_mlp or lora.train_unembed):
             raise UsageError("lora_config trains nothing: all of its train_ settings are false.")
@@ -62,17 +77,18 @@ class TrainingCalls:
         )
 
         async def make() -> Outcome:
-            await self._create(model, spec)
+            await self._create(model, spec, body.user_metadata)
             return _json_outcome({"model_id": model.id, "type": "create_model"})
 
         return model.id, model.queue.submit(0, content_of(body), make, kind_of(body))
 
-    async def _create(self, model: Model, spec: ModelSpec) -> None:
-        # Their models may occupy the room that this one needs.
-        await self._registry.end_silent_sessions()
-        await self._engine.create_model(model.id, spec)
+    async def _create(
+        self, model: Model, spec: ModelSpec, user_metadata: Mapping[str, str] | None
+    ) -> None:
+        session = session_of(model.id)
+        await self._registry.with_room(session, lambda: self._engine.create_model(model.id, spec))
         await self._ledger.do_when_writable(
-            calls.add_model, model.id, session_of(model.id), asdict(spec)
+            calls.add_model, model.id, session, asdict(spec), user_metadata
         )
         model.spec = spec
 
@@ -109,11 +125,12 @@ class TrainingCalls:
         async def work() -> Outcome:
             if forward.forward_only:
                 computed = await self._engine.forward(model.id, forward.rows, forward.loss)
-                return Outcome("answered", PROTOBUF, translate.outputs(computed))
+                return Outcome("answered", PROTOBUF, translate.outputs(computed, forward.widths))
             computed = await self._engine.forward_backward(model.id, forward.rows, forward.loss)
             for name, value in computed.sums.items():
                 model.sums[name] = model.sums.get(name, 0.0) + value
-            return Outcome("answered", PROTOBUF, translate.outputs(computed), changed=True)
+            answer = translate.outputs(computed, forward.widths)
+            return Outcome("answered", PROTOBUF, answer, changed=True)
 
         return model.id, self._submit_call(
             model, request.sequence, request.content, work, FORWARD_BACKWARD
@@ -155,9 +172,10 @@ class TrainingCalls:
         stored = Stored(model.id, "weights", body.path)
 
         async def work() -> Outcome:
-            await self._engine.save_state(
-                model.id, body.path, overwrite=body.overwrite, call=body.seq_id
-            )
+            async with self._checkpoints.saving(stored, body.ttl_seconds, body.user_metadata):
+                await self._engine.save_state(
+                    model.id, body.path, overwrite=body.overwrite, call=body.seq_id
+                )
             return _json_outcome({"path": path_of(stored), "type": "save_weights"})
 
         return model.id, self._submit_call(
@@ -171,12 +189,13 @@ class TrainingCalls:
             new_model = self._registry.new_model(body.session_id, body.model_seq_id)
 
             async def make() -> Outcome:
+                self._checkpoints.check_available(stored)
                 spec = await self._engine.saved(stored)
                 if body.base_model not in (None, spec.base):
                     raise UsageError(
                         f"{body.path} was trained on {spec.base}; it cannot go on with {body.base_model}."
                     )
-                await self._create(new_model, spec)
+                await self._create(new_model, spec, body.user_metadata)
                 return await self._load_weights(new_model, body, 0, stored)
 
             return new_model.id, new_model.queue.submit(0, content_of(body), make, kind_of(body))
@@ -197,6 +216,7 @@ class TrainingCalls:
         """Load a state. The model's state is kept at once, because the saved weights could be different by the time this call were
         repeated.
         """
+        self._checkpoints.check_available(stored)
         await self._engine.load_state(model.id, stored, with_optimiser=body.optimizer, keep_as=call)
         model.sums.clear()
         answer = _json_outcome({"path": body.path, "type": "load_weights"})
@@ -204,7 +224,9 @@ class TrainingCalls:
 
     async def weights_info(self, path: str) -> dict[str, Any]:
         """Describe the model that saved these weights."""
-        spec = await self._engine.saved(stored_at(path))
+        stored = stored_at(path)
+        self._checkpoints.check_available(stored)
+        spec = await self._engine.saved(stored)
         return {
             "base_model": spec.base,
             "is_lora": True,
@@ -222,12 +244,17 @@ class TrainingCalls:
             raise UsageError(
                 "save_weights_for_sampler needs either path or sampling_session_seq_id."
             )
+        if body.path is None and body.ttl_seconds is not None:
+            raise UsageError(
+                "ttl_seconds needs path: weights without a name last as long as their session."
+            )
 
         async def named() -> Outcome:
             assert body.path is not None
-            await self._engine.save_for_sampler(model.id, body.path, body.seq_id)
-            path = path_of(Stored(model.id, "sampler_weights", body.path))
-            return _json_outcome({"path": path, "type": "save_weights_for_sampler"})
+            stored = Stored(model.id, "sampler_weights", body.path)
+            async with self._checkpoints.saving(stored, body.ttl_seconds, body.user_metadata):
+                await self._engine.save_for_sampler(model.id, body.path, body.seq_id)
+            return _json_outcome({"path": path_of(stored), "type": "save_weights_for_sampler"})
 
         async def for_a_sampler() -> Outcome:
             assert model.spec is not None

@@ -150,7 +150,7 @@ GOOD: Mapping[str, Mapping[str, Any]] = {
         "asample": {"sampling_session_id": "", "seq_id": 0, "prompt": PROMPT, "sampling_params": {"max_tokens": 3}},
         "retrieve_future": {"request_id": ""},
     }.items()
-}  # fmt: skip
+} | {"PUT /api/v1/training_runs/{run}/checkpoints/{kind}/{name}/ttl": {"ttl_seconds": 60}}  # fmt: skip
 """Bodies that come far; ids and numbers are filled in."""
 KNOWN = ("session_id", "model_id", "sampling_session_id", "request_id", "seq_id")
 
@@ -187,6 +187,8 @@ class Verbs:
         method, path = name.split(" ")
         path = path.replace("{session}", self._known("session_id", number // 5))  # rarely its own
         path = path.replace("{sampler}", self._known("sampling_session_id", number))
+        path = path.replace("{run}", self._known("model_id", number))
+        path = path.replace("{kind}/{name}", ("weights/one", "weights/two", "up/one")[number % 3])
         answer = await self.http.request(method, path, content=self._content(body, number))
         shown = f"{name} {body!r:.300} -> {answer.status_code} {answer.text[:300]}"
         assert str(answer.status_code) in VERB_ROUTES[name]["responses"], shown

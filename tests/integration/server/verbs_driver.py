@@ -73,14 +73,63 @@ def policy_losses() -> dict[str, Any]:
             "importance_sampling": None,
             "ppo": None,
             "cispo": {"clip_low_threshold": 0.5, "clip_high_threshold": 2.0},
+            "dro": {"beta": 0.5},
         }.items()
     }
+    marks = [0.0] * (len(PROMPT) - 1) + [1.0] * len(word)
+    marked = types.Datum(
+        data[0].model_input, {**data[0].loss_fn_inputs, "sequence_ratio_mask": marks}
+    )
+    losses["gspo"] = training.forward_backward([marked], "gspo").result().metrics["loss:sum"]
 
     def squares(data: Any, logprobs: Any) -> Any:
         return sum((each**2).sum() for each in logprobs), {}
 
     custom = training.forward_backward_custom([teacher], squares).result().metrics["loss:sum"]
     return {"losses": losses, "now": now, "custom": custom}
+
+
+def distil(steps: int) -> dict[str, Any]:
+    """Learn the likeliest tokens of the base in place of each token of a text, as recipes of distillation do, and ask for them again."""
+    import torch
+
+    prompt = types.ModelInput.from_ints(TEXT)
+    params = types.SamplingParams(max_tokens=1, temperature=1.0, seed=1)
+    teacher = held["client"].create_sampling_client(base_model="tiny")
+    taught = teacher.sample(prompt, 1, params, topk_prompt_logprobs=3, topk_sample_logprobs=2)
+    top, drawn = taught.result().topk_prompt_logprobs, taught.result().sequences[0].topk_logprobs
+    ids = torch.tensor([[token for token, _ in place] for place in top[1:]])
+    weights = torch.tensor([[value for _, value in place] for place in top[1:]]).softmax(-1)
+    sparse = torch.full((len(TEXT) - 1, 9), -1)
+    sparse[2, :3] = ids[2]
+    named = types.TensorData.from_torch_sparse(sparse, pad_value=-1)
+    told = teacher.sample(prompt, 1, params, target_prompt_logprobs=named).result()
+    model_input = types.ModelInput.from_ints(TEXT[:-1])
+    # The second is a prompt without credit whose targets are all 0, and then sparse.
+    weights[:2] = 0.0
+    padded = {"target_tokens": torch.zeros_like(ids), "weights": torch.zeros_like(weights)}
+    padded["target_tokens"][4], padded["weights"][4] = ids[4], weights[4]
+    data = [
+        types.Datum(model_input, {"target_tokens": ids, "weights": weights}),
+        types.Datum(model_input, padded),
+    ]
+    assert data[1].loss_fn_inputs["weights"].sparse_crow_indices is not None
+    adam, losses, outputs = types.AdamParams(learning_rate=0.002), [], None
+    for _ in range(steps):
+        learning = held["training"].forward_backward(data, "cross_entropy").result()
+        outputs = outputs or learning.loss_fn_outputs
+        losses.append(learning.metrics["loss:sum"])
+        held["training"].optim_step(adam).result()
+    return {
+        "first": top[0],
+        "top": [[value for _, value in place] for place in top[1:]],
+        "drawn": drawn,
+        "named": told.target_prompt_logprobs.to_torch()[2, :3].tolist(),
+        "shapes": [output["logprobs"].shape for output in outputs],
+        "logprobs": outputs[0]["logprobs"].to_torch().tolist(),
+        "weights": weights.tolist(),
+        "losses": losses,
+    }
 
 
 def begin(steps: int) -> None:
@@ -130,6 +179,36 @@ def create_from(path: str) -> None:
     held["training"] = client.create_training_client_from_state_with_optimizer(path).result()
 
 
+def rest(method: str, *arguments: Any, **options: Any) -> Any:
+    """Call a method of the REST client; what it answers as JSON."""
+    found = getattr(held["client"].create_rest_client(), method)(*arguments, **options).result()
+    return None if found is None else found.model_dump(mode="json")
+
+
+def save_for(name: str, ttl: int | None, kind: str = "state") -> str:
+    """Save under a name, to expire after so many seconds."""
+    training = held["training"]
+    save = training.save_state if kind == "state" else training.save_weights_for_sampler
+    return save(name, ttl_seconds=ttl).result().path
+
+
+def sampler_of(path: str) -> None:
+    held["sampler"] = held["client"].create_sampling_client(model_path=path)
+
+
+def tokenizer(folder: str, base: str) -> list[list[int]]:
+    """Of both clients, as they find it from this working folder: each encodes a word."""
+    os.chdir(folder)
+    sampling = held["client"].create_sampling_client(base_model=base)
+    return [each.get_tokenizer().encode("word") for each in (held["training"], sampling)]
+
+
+def bases() -> dict[str, int | None]:
+    """The bases of the server, with the longest sample of each."""
+    found = held["client"].get_server_capabilities().supported_models
+    return {each.model_name: each.max_context_length for each in found}
+
+
 def close() -> None:
     held.pop("client").close("success").result()
 
@@ -161,7 +240,8 @@ def main() -> None:
     for line in sys.stdin:
         asked = json.loads(line)
         try:
-            answer = {"result": globals()[asked.pop("do")](**asked)}
+            do, arguments = globals()[asked.pop("do")], asked.pop("arguments", ())
+            answer = {"result": do(*arguments, **asked)}
         except Exception as error:  # noqa: BLE001 — told to the test
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=answers, flush=True)

@@ -26,6 +26,7 @@ from groupwise.api.schemas.parts import (
     Load,
     Publish,
 )
+from groupwise.core.errors import UsageError
 from groupwise.core.types import (
     Completion,
     GroupRequest,
@@ -94,7 +95,12 @@ class TunixLearner(VerbLearner):
         self._keep = keep_publications
 
     async def _call_verb(self, verb: Verb) -> Any:
-        """See `VerbLearner._call_verb`."""
+        """See `VerbLearner._call_verb`. UsageError for several targets for one token, which Tunix's worker cannot compute."""
+        for row in getattr(verb, "rows", ()):
+            if row.targets_per_token > 1:
+                raise UsageError(
+                    f"A row has {row.targets_per_token} targets for each token; the backend tunix computes one. Use model.backend: torch."
+                )
         return await self._worker.call(verb)
 
     def discard(self) -> None:

@@ -10,7 +10,13 @@ import pytest
 from groupwise.api.schemas.problems import Refusal
 from groupwise.api.schemas.training import StartRequest
 from groupwise.core.settings.schema import leaves
-from groupwise.server.run.run_config import FLAT, AllowedModels, open_order
+from groupwise.server.run.run_config import (
+    FLAT,
+    AllowedModels,
+    allowed_model,
+    folders_in,
+    open_order,
+)
 from groupwise.training.config import RunConfig
 
 ALLOWED = AllowedModels(Path("models"), ())
@@ -53,3 +59,28 @@ def test_each_setting_is_named_as_its_client_knows_it(
     assert "config" not in refused.value.detail
     advised = refused.value.detail.partition("did you mean ")[2]
     assert not any(name in advised for name in FLAT if "." in name)
+
+
+def test_models_stand_in_the_folder_or_in_that_of_their_organisation(tmp_path: Path) -> None:
+    root = tmp_path / "models"
+    for name in ("plain", "org/one", "org/two", "org/unfinished", "empty", "plain/checkpoint"):
+        (root / name).mkdir(parents=True, exist_ok=True)
+    for name in ("plain", "org/one", "org/two", "plain/checkpoint"):
+        (root / name / "config.json").write_text("{}")
+    (tmp_path / "outside").mkdir()
+    (root / "link").symlink_to(tmp_path / "outside")
+    assert folders_in(root) == ["empty", "link", "org/one", "org/two", "plain"]
+    allowed = AllowedModels(root, ("org/hub",))
+    assert allowed_model("m", "org/one", allowed) == str((root / "org/one").resolve())
+    assert allowed_model("m", "org/hub", allowed) == "org/hub"
+    for wrong in (
+        "link",
+        "org/../plain",
+        "../models/plain",
+        "plain/.",
+        "org//one",
+        "/",
+        "org/none",
+    ):
+        with pytest.raises(Refusal, match="org/one"):
+            allowed_model("m", wrong, allowed)

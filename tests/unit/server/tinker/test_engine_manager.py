@@ -6,7 +6,9 @@ The engine here is a list for each model of what was done to it, so that anythin
 from __future__ import annotations
 
 import asyncio
+import io
 import json
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +16,14 @@ import pytest
 
 from groupwise.core.errors import UsageError
 from groupwise.server.engine.saved_adapters import SavedFolders
+from groupwise.server.engine.verb_protocol import NoRoom
 from groupwise.server.ledger import calls
 from groupwise.server.ledger.calls import Outcome
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.tinker import requests
 from groupwise.server.tinker.futures import LedgerUnavailable, failed_outcome
 from groupwise.server.tinker.service import VerbService
+from groupwise.server.tinker.sessions import ROOM_SILENCE, NotFound
 from groupwise.server.tinker.translate import read
 from tests.processes import wait_until_async
 from tests.unit.server.tinker.verb_service import Disk, created, gradient, serving, update
@@ -210,3 +214,48 @@ async def test_a_refused_call_of_a_model_that_was_never_made_keeps_no_server_fro
         await service.registry.create_session(None)  # written down behind it
     async with serving(tmp_path, disk) as server:
         await wait_until_async(lambda: server.service.futures.waiting == 0)
+
+
+async def test_a_base_is_had_when_those_who_use_another_are_silent(tmp_path: Path) -> None:
+    async with serving(tmp_path, Disk(SavedFolders(tmp_path))) as server:
+        registry, other = server.service.registry, "smollm2-135m-instruct"
+        loop = Loop(await registry.create_session(None))
+        await loop.go(server.service, last=1)
+        await loop.answers(server.service)
+        wanted = created(await registry.create_session(None)).model_copy(
+            update={"base_model": other}
+        )
+        with pytest.raises(NoRoom, match=f"tiny is in memory.*{loop.model}: heard of 0 seconds"):
+            await server.service.training.admit(wanted)
+        registry.session(loop.session).seen -= ROOM_SILENCE + 1
+        await server.service.training.admit(wanted)
+        with pytest.raises(NotFound):
+            registry.session(loop.session)
+
+
+async def test_bases_have_the_names_by_which_clients_know_their_tokenizers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    model = tmp_path / "models" / "org" / "name"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text('{"max_position_embeddings": 48}')
+    (model / "tokenizer.json").write_text("{}")
+    (model / "model.safetensors").write_text("weights")
+    hub_id = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    async with serving(tmp_path, Disk(SavedFolders(tmp_path))) as server:
+        listed = {each["model_name"]: each for each in server.service.capabilities()}
+        assert set(listed) == {"tiny", "smollm2-135m-instruct", hub_id, "org/name"}
+        assert listed["org/name"]["max_context_length"] == 48
+        base = await server.host.base("org/name")
+        assert (base.name, base.tokenizer) == ("org/name", "org/name"), "no folder of the server's"
+        with zipfile.ZipFile(
+            io.BytesIO(await server.service.zipped_tokenizer("org/name"))
+        ) as found:
+            assert found.namelist() == ["config.json", "tokenizer.json"]
+        assert (await server.host.base(hub_id)).name == hub_id
+        assert (await server.host.base("smollm2-135m-instruct")).longest == 64
+        with pytest.raises(UsageError, match="from the hub"):
+            await server.service.zipped_tokenizer(hub_id)
+        with pytest.raises(UsageError, match="not served here"):
+            await server.service.zipped_tokenizer("org/../org/name")

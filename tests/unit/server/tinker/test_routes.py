@@ -14,8 +14,9 @@ from starlette.types import ASGIApp
 from groupwise.api.http.bodies import Bodies
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.tinker.futures import Limits
+from groupwise.server.tinker.messages import messages
 from groupwise.server.tinker.service import VerbService
-from groupwise.server.tinker.sessions import SESSION_SILENCE
+from groupwise.server.tinker.sessions import ROOM_SILENCE, SESSION_SILENCE
 from groupwise.server.tinker.training import EPHEMERAL_KEPT
 from tests.fake_verbs import FakeVerbs
 from tests.processes import wait_until_async
@@ -28,10 +29,16 @@ class Asking:
     """A client of the routes over one service, without a network."""
 
     def __init__(self, folder: Path, **options: Any) -> None:
-        self.now = 0.0
+        self.now, self.date = 0.0, 1.6e9
         self.engine = FakeVerbs(folder, max_models=options.pop("max_models", 4))
         self.ledger = Ledger.open(folder / "server.db")
-        self.service = VerbService(self.engine, self.ledger, clock=lambda: self.now, **options)
+        self.service = VerbService(
+            self.engine,
+            self.ledger,
+            clock=lambda: self.now,
+            wall_clock=lambda: self.date,
+            **options,
+        )
         self.http = client_of(app(self.service, poll=0.05))
 
     async def post(self, path: str, status: int = 200, /, **body: Any) -> Any:
@@ -197,7 +204,7 @@ async def test_what_is_refused_has_used_its_number_if_it_had_one(
         await asking.step(model, number, 400)
     assert asking.service.futures.waiting == 0
     refused: list[tuple[str, dict[str, Any]]] = [
-        ("save_weights", {"path": "a", "ttl_seconds": 3600}), ("save_weights", {"path": "../up"}),
+        ("save_weights", {"path": "a", "ttl_seconds": 0}), ("save_weights", {"path": "../up"}),
         ("optim_step", {"optimizer_params": {"type": "dimuon", "learning_rate": 0.1}}),
         ("optim_step", {"adam_params": {"learning_rate": -1.0}}),
         ("save_weights_for_sampler", {"kind": "inflight", "sampling_session_seq_id": 0}), ("save_weights_for_sampler", {}),
@@ -211,25 +218,46 @@ async def test_what_is_refused_has_used_its_number_if_it_had_one(
 
 
 @with_(max_models=1)
-async def test_models_are_let_go_of_when_their_session_ends_or_falls_silent(asking: Asking) -> None:
+async def test_a_client_that_is_silent_makes_way_when_its_room_is_needed(asking: Asking) -> None:
     first, second = await asking.session(), await asking.session()
     await asking.model(first)
+    asking.now = 12
     failed = await asking.result(await asking.create(second))
-    assert (failed["category"], "1 models already" in failed["error"]) == ("user", True)
+    assert failed["category"] == "user"
+    for told in ("1 models already", f"{first}:train:0: heard of 12 seconds ago", "in 48 seconds", "ServiceClient.close"):  # fmt: skip
+        assert told in failed["error"]
     answer = await asking.http.post(f"sessions/{first}/finish", json={"reason": {}})
     assert answer.status_code == 200
     await asking.post("session_heartbeat", 404, session_id=first)
     model = await asking.model(second, number=1)
-    asking.now = SESSION_SILENCE - 1
+    own = await asking.result(await asking.create(second, 2))
+    assert f"Your own client has {model}" in own["error"]
+    asking.now += ROOM_SILENCE - 1
     await asking.post("session_heartbeat", session_id=second)
-    asking.now = SESSION_SILENCE + 1
+    asking.now += ROOM_SILENCE - 1
     other = await asking.session()
     assert "error" in await asking.result(await asking.create(other))
-    asking.now = 2 * SESSION_SILENCE
-    await asking.post("session_heartbeat", session_id=other)
+    asking.now += 2
+    assert ("drop", model) not in asking.engine.calls, "nobody needs its room"
     await asking.model(other, number=1)
     assert ("drop", model) in asking.engine.calls
     assert "Make a new ServiceClient" in (await asking.step(model, 1, 404))["message"]
+
+
+async def test_only_as_many_make_way_as_are_in_it_and_at_last_all_that_are_silent(
+    asking: Asking,
+) -> None:
+    models: list[str] = []
+    for _ in range(4):
+        models.append(await asking.model())
+        asking.now += 1
+    asking.now += ROOM_SILENCE
+    fifth = await asking.model()
+    assert [model for verb, model in asking.engine.calls if verb == "drop"] == models[:1]
+    asking.now += SESSION_SILENCE - 30
+    await asking.post("session_heartbeat", session_id=fifth.partition(":")[0])
+    await asking.session()
+    assert [model for verb, model in asking.engine.calls if verb == "drop"] == models
 
 
 async def test_samples_are_drawn_once_and_those_that_cannot_be_are_refused(asking: Asking) -> None:
@@ -246,12 +274,42 @@ async def test_samples_are_drawn_once_and_those_that_cannot_be_are_refused(askin
         ("The prompt is empty", {"prompt": {"chunks": []}}), ("64", {"sampling_params": {"max_tokens": 63}}),
         ("temperature", {"sampling_params": {"temperature": -1}}), ("needs prompt_logprobs", {"prompt_logprobs_last_n": 1}),
         ("less than the prompt's 2", {"prompt_logprobs": True, "prompt_logprobs_last_n": 2}),
-        ("topk_sample_logprobs", {"topk_sample_logprobs": 3}), ("prompt_alt_tokens_k", {"prompt_alt_tokens_k": 3}),
+        ("topk_sample_logprobs", {"topk_sample_logprobs": 1025}), ("prompt_alt_tokens_k", {"prompt_alt_tokens_k": 3}),
+        ("makes 4,194,304 entries", {"topk_sample_logprobs": 1024, "num_samples": 1024, "sampling_params": {"max_tokens": 4}}),
+        ("at least 2 items", {"target_prompt_logprobs": {"data": [1], "dtype": "int64", "shape": [1]}}),
+        ("it must be", {"target_prompt_logprobs": {"data": [1], "dtype": "int64", "shape": [9, 1]}}),
+        ("or neither", {"target_prompt_logprobs": {"data": [], "dtype": "int64", "shape": [1, 1], "sparse_crow_indices": [0, 0]}}),
         ("record_stability_info", {"record_stability_info": True}), ("num_samples", {"num_samples": 0}),
     ]  # fmt: skip
     for number, (said, changes) in enumerate(wrong, 1):
         refused = await asking.post("asample", 400, **_sample(sampler, number, **changes))
         assert said in refused["message"]
+
+
+@pytest.mark.parametrize(("tokens", "shape"), [([1, 2, 3], [2, 1]), ([1], [0, 1])])
+async def test_numbers_beside_a_sample_through_the_routes(
+    asking: Asking, tokens: list[int], shape: list[int]
+) -> None:
+    """Also of a prompt of one token, before which nothing comes."""
+    ids = {"data": [5] * shape[0], "dtype": "int64", "shape": shape}
+    promise = await asking.post(
+        "asample",
+        **_sample(
+            await asking.sampler(),
+            prompt={"chunks": [{"type": "encoded_text", "tokens": tokens}]},
+            topk_prompt_logprobs=2,
+            topk_sample_logprobs=3,
+            target_prompt_logprobs=ids,
+        ),
+    )
+    answer = messages().SampleResponse()
+    answer.ParseFromString((await asking.poll(promise)).content)
+    assert (answer.topk_prompt_logprobs.k, answer.topk_prompt_logprobs.length) == (2, len(tokens))
+    for sequence in answer.sequences:
+        top = sequence.topk_sampled_logprobs
+        assert (top.k, top.length) == (3, len(sequence.tokens) // 4)
+    assert list(answer.target_prompt_logprobs.shape) == shape
+    assert len(answer.target_prompt_logprobs.dense) == 4 * shape[0]
 
 
 async def test_weights_of_the_last_few_samplers_are_kept(asking: Asking) -> None:
