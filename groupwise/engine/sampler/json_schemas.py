@@ -29,7 +29,7 @@ def check_schema(schema: str) -> None:
 
 
 def _compile(schema: str) -> str:
-    matcher = _library().LLMatcher
+    matcher, grammar = _library().LLMatcher, ""
     try:
         grammar = matcher.grammar_from_json_schema(schema, overrides=OPTIONS)
         wrong, messages = matcher.validate_grammar_with_warnings(grammar)

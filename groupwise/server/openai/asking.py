@@ -130,6 +130,7 @@ def parse_request(request: ChatRequest | TextRequest, headers: StorageHeaders) -
     gather = _parse_gathering(request, headers, store)
     if store:
         _refuse_unlearnable(request, len(prompts))
+    restrictions: Mapping[str, Any] = request.restrictions
     sampling = Sampling(
         temperature=request.temperature,
         max_tokens=request.longest,
@@ -139,7 +140,7 @@ def parse_request(request: ChatRequest | TextRequest, headers: StorageHeaders) -
         stop_token_ids=tuple(request.stop_token_ids or ()),
         ignore_eos=bool(request.ignore_eos),
         processing=processing_of(request),
-        **request.restrictions,
+        **restrictions,
     )
     return GenerationRequest(
         model=request.model,

@@ -187,9 +187,14 @@ def test_only_what_differs_is_asked_of_the_engine() -> None:
     harmless: Any = {
         "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "logit_bias": {"5": 0}
     }  # fmt: skip
-    for request in (ChatRequest(**CHAT, **harmless), TextRequest(**TEXT, **harmless)):
+    for request in (
+        ChatRequest.model_validate({**CHAT, **harmless}),
+        TextRequest.model_validate({**TEXT, **harmless}),
+    ):
         assert processing_of(request) is None
-    request = TextRequest(**TEXT, presence_penalty=1, logit_bias={"5": 2, "6": 0})
+    request = TextRequest.model_validate(
+        {**TEXT, "presence_penalty": 1, "logit_bias": {"5": 2, "6": 0}}
+    )
     assert processing_of(request) == LogitsProcessing(1.0, logit_bias=((5, 2.0),))
 
 
@@ -230,7 +235,7 @@ async def test_the_form_of_an_answer_reaches_the_engine_or_is_refused_by_name(tm
 
 def test_schemas_as_the_engine_gets_them() -> None:
     def given(**form: Any) -> str | None:
-        processing = processing_of(ChatRequest(**CHAT, response_format=form))
+        processing = processing_of(ChatRequest.model_validate({**CHAT, "response_format": form}))
         return None if processing is None else processing.json_schema
 
     assert given(type="text") is None

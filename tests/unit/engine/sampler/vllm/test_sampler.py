@@ -339,7 +339,7 @@ async def test_alternatives_schemas_and_prompts_come_from_the_server(learner, se
     for each in await sampler.generate(
         replace(plain, params=replace(plain.params, processing=schema))
     ):
-        assert tiny_tokenizer().decode(each.token_ids, skip_special_tokens=True) == "true"
+        assert tiny_tokenizer().decode([*each.token_ids], skip_special_tokens=True) == "true"
     told = await sampler.prompt_logprobs(plain.prompt_ids, 2)
     row = Row(plain.prompt_ids[:1], plain.prompt_ids[1:], (1,) * 9, (0.0,) * 9, 0.0, 1.0)
     (wanted,) = await learner.logprobs([row])
