@@ -89,7 +89,7 @@ def test_an_agent_of_the_openai_client_learns(server: Server) -> None:
 def test_an_agent_of_several_turns_learns_from_exactly_what_was_sampled(server: Server) -> None:
     lines = run("08_openai_agent/several_turns.py", server.url)
     rewards = [float(line.split()[-1]) for line in lines]
-    assert (rewards[0] < 0.2, rewards[-1] > 0.8) == (True, True), rewards
+    assert (rewards[0] < 0.2, rewards[-1] > 0.6) == (True, True), rewards
     with TrainingClient(server.url) as client:
         name = client.status().run_id
     with Store.open(server.folder / f"runs/{name}/run.db", readonly=True) as store:
