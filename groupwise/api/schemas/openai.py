@@ -12,7 +12,7 @@ Qwen write them. Nothing forces the model to call one, or to keep to a schema.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
@@ -284,6 +284,10 @@ class _Request(Body):
 class ChatRequest(_Request):
     """A chat to be gone on with."""
 
+    refused: ClassVar[Mapping[str, str]] = {
+        "reasoning_effort": "how long the model thinks is up to its chat template; give `chat_template_kwargs`, such as "
+        '{"enable_thinking": false}, if the template has a switch, and limit the whole answer with `max_completion_tokens`',
+    }
     messages: list[ChatMessage] = Field(
         description="The conversation so far; it goes through the chat template.",
         min_length=1,

@@ -402,6 +402,12 @@ class StopAnswer(ResponseModel):
 class CompletionsRequest(Body):
     """One prompt, or several, to be completed by the policy that serves."""
 
+    refused: ClassVar[Mapping[str, str]] = {
+        "max_tokens": "give `max_completion_length`; `max_tokens` is a field of POST /v1/completions",
+        "max_completion_tokens": "give `max_completion_length`; `max_completion_tokens` is a field of POST /v1/chat/completions",
+        "min_tokens": "give `min_completion_length`",
+        "n": "give `num_completions`",
+    }
     prompt: PromptGiven | None = Field(
         default=None, description="Text, or messages of a chat. Either this or `prompts`."
     )
