@@ -3,7 +3,7 @@
 The policy is one softmax over a vocabulary of characters that does not look at its context: a table of logits. `FakeSampler` draws from
 it, `FakeLearner` follows the gradient of REINFORCE with the weights that it is given, and publishes the table as a JSON file. Both
 keep the contracts of `groupwise.core.types` and need no torch. They ignore what needs a real model: the clip, KL, AdamW's moments, and
-top_k, top_p and min_p.
+top_k, top_p, min_p and what changes logits.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ from groupwise.core.types import (
     Policy,
     PolicyRole,
     Prediction,
+    PromptLogprobs,
     Row,
     SamplingParams,
+    TopLogprobs,
     UpdateResult,
 )
 from groupwise.tasks.data.order import Stream
@@ -73,7 +75,13 @@ class FakeSampler:
     async def generate(self, request: GroupRequest) -> tuple[Completion, ...]:
         self.requests.append(request)
         await asyncio.sleep(0)
-        return tuple(self._sample_completion(seed, request.params) for seed in request.seeds)
+        return tuple(self._sample_completion(seed, request) for seed in request.seeds)
+
+    async def prompt_logprobs(self, prompt_ids: tuple[int, ...], top: int) -> PromptLogprobs:
+        logprobs = _logprobs(self.table, 1.0)
+        following = prompt_ids[1:]
+        best = (_most_probable(logprobs, top),) * len(following) if top else ()
+        return PromptLogprobs(tuple(logprobs[token] for token in following), best)
 
     async def load(self, policy: Policy) -> None:
         self.table = json.loads((Path(policy.path) / TABLE).read_text())
@@ -86,7 +94,8 @@ class FakeSampler:
     def fingerprint(self) -> str:
         return _table_fingerprint(self.table)
 
-    def _sample_completion(self, seed: int, params: SamplingParams) -> Completion:
+    def _sample_completion(self, seed: int, request: GroupRequest) -> Completion:
+        params, best = request.params, list[TopLogprobs]()
         temperature = params.temperature or 1.0
         unmasked = _logprobs(self.table, temperature)
         masked = _logprobs(self.table, temperature, params.stop_token_ids)
@@ -97,6 +106,8 @@ class FakeSampler:
             logprobs = masked if len(ids) < params.min_tokens else unmasked
             ids.append(_sample_token(logprobs, stream, greedy=params.temperature == 0))
             token_logprobs.append(logprobs[ids[-1]])
+            if request.top_logprobs:
+                best.append(_most_probable(logprobs, request.top_logprobs))
         return Completion(
             token_ids=tuple(ids),
             logprobs=tuple(token_logprobs),
@@ -104,6 +115,7 @@ class FakeSampler:
             seed=seed,
             policy_version=self.version,
             fingerprint=self.fingerprint(),
+            top_logprobs=tuple(best),
         )
 
 
@@ -160,7 +172,7 @@ class FakeLearner:
             tuple(
                 logprobs[index]
                 for index, logprobs in zip(
-                    row.completion_ids, _logprobs_by_token(table, row), strict=True
+                    row.target_ids, _logprobs_by_target(table, row), strict=True
                 )
             )
             for row in rows
@@ -169,7 +181,7 @@ class FakeLearner:
     async def predictions(self, rows: Sequence[Row]) -> list[Prediction]:
         likeliest = self.table.index(max(self.table))
         return [
-            Prediction(logprobs, tuple(token == likeliest for token in row.completion_ids))
+            Prediction(logprobs, tuple(token == likeliest for token in row.target_ids))
             for row, logprobs in zip(rows, await self.logprobs(rows), strict=True)
         ]
 
@@ -181,8 +193,8 @@ class FakeLearner:
 
     def _add_gradient(self, row: Row, denominator: float, sums: dict[str, float]) -> None:
         weight = row.advantage * row.scale
-        at_tokens = _logprobs_by_token(self.table, row)
-        for token, counts, logprobs in zip(row.completion_ids, row.mask, at_tokens, strict=True):
+        at_targets = _logprobs_by_target(self.table, row)
+        for token, counts, logprobs in zip(row.target_ids, row.mask, at_targets, strict=True):
             if not counts:
                 continue
             probabilities = map(math.exp, logprobs)
@@ -197,15 +209,15 @@ class FakeLearner:
         (folder / TABLE).write_text(json.dumps(self.table))
 
 
-def _logprobs_by_token(table: Sequence[float], row: Row) -> list[list[float]]:
-    """The log-probabilities of all letters at each token of a row."""
+def _logprobs_by_target(table: Sequence[float], row: Row) -> list[list[float]]:
+    """The log-probabilities of all letters at each target of a row."""
     table_by_token = [_logprobs(table, row.temperature)] * len(row.completion_ids)
     for stretch in row.withheld:
         masked_logprobs = _logprobs(table, row.temperature, stretch.token_ids)
         table_by_token[stretch.start : stretch.end] = [masked_logprobs] * (
             stretch.end - stretch.start
         )
-    return table_by_token
+    return [logprobs for logprobs in table_by_token for _ in range(row.targets_per_token)]
 
 
 def _logprobs(
@@ -217,6 +229,11 @@ def _logprobs(
     peak = max(scaled)
     normaliser = peak + math.log(math.fsum(math.exp(value - peak) for value in scaled))
     return [value - normaliser for value in scaled]
+
+
+def _most_probable(logprobs: Sequence[float], count: int) -> TopLogprobs:
+    possible = [pair for pair in enumerate(logprobs) if pair[1] > -math.inf]
+    return tuple(sorted(possible, key=lambda pair: -pair[1])[:count])
 
 
 def _sample_token(logprobs: Sequence[float], stream: Stream, *, greedy: bool) -> int:

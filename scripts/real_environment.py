@@ -1,8 +1,9 @@
 #!/usr/bin/env python3
-"""Make an environment with what tests use that does not go with ours: `real_environment.py ray | triton | unsloth`.
+"""Make an environment with what tests use that does not go with ours: `real_environment.py cookbook | ray | triton | unsloth`.
 
 triton   whose interpreter `make test` asks about the kernels for GPUs: 190 MB, ten seconds; on Linux with x86-64 alone
 ray      what the tests of `groupwise launch ray` start: 380 MB, half a minute
+cookbook whose programs train against `groupwise serve`, as they stand: 1.6 GB, some minutes; torch is the build for CPUs
 unsloth  what `make soak SUITE=unsloth` trains with: 3 GB, some minutes. It has Groupwise's own requirements for training, and the release
          of transformers that Unsloth goes with; torch is the build for CPUs, and what only GPUs need is left out
 
@@ -24,7 +25,17 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-RELEASES = {"ray": "2.60.0", "triton": "3.6.0", "unsloth": "2026.10.9"}
+RELEASES = {"cookbook": "0.5.8", "ray": "2.60.0", "triton": "3.6.0", "unsloth": "2026.10.9"}
+TORCH = (
+    *("--retries", "1", "--timeout", "15"),
+    *("--extra-index-url", "https://download.pytorch.org/whl/cpu", "torch==2.13.0"),
+)
+"""pip prefers the build for CPUs, 2.13.0+cpu, where it finds it."""
+BESIDE_COOKBOOK = (
+    *("tinker==0.38.0", "transformers==5.5.4", "datasets==5.2.0"),
+    *("sympy==1.14.0", "pylatexenc==2.11", "math-verify==0.9.0", "pandas==3.1.1"),
+)
+"""What the cookbook's programs train with, and what its recipes for mathematics compare answers with."""
 BESIDE_UNSLOTH = (
     *("transformers==5.17.0", "huggingface_hub==1.33.0", "datasets==4.8.5", "trl==1.15.0"),
     *("accelerate", "tyro", "msgspec", "hf_transfer", "sentencepiece", "einops"),
@@ -63,6 +74,8 @@ def has_triton() -> bool:
 def packages(name: str) -> tuple[Sequence[str], ...]:
     """What pip is given, one time after the other."""
     release = RELEASES[name]
+    if name == "cookbook":
+        return (TORCH, [f"tinker_cookbook=={release}", *BESIDE_COOKBOOK])
     if name == "ray":
         return ([f"ray[default]=={release}"],)  # with its dashboard, whose API jobs are given to
     if name == "triton":
@@ -70,7 +83,7 @@ def packages(name: str) -> tuple[Sequence[str], ...]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     own = [*project["dependencies"], *project["optional-dependencies"]["train"]]
     alone = ["--no-deps", f"unsloth=={release}", f"unsloth_zoo=={release}", *ALONE]
-    return (["torch==2.13.0"], [*own, *BESIDE_UNSLOTH], alone)
+    return (TORCH, [*own, *BESIDE_UNSLOTH], alone)
 
 
 def made(folder: Path, installs: Iterable[Sequence[str]]) -> bool:

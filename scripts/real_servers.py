@@ -1,5 +1,6 @@
 #!/usr/bin/env python3
-"""Make the servers present that tests talk to: PostgreSQL, NATS, sshd, Slurm, and what makes hosts of namespaces; or a browser.
+"""Make the servers present that tests talk to: PostgreSQL, NATS, sshd, Slurm, and what makes hosts of namespaces; or a browser, or what
+builds containers.
 
 Nothing is started here, and nothing of the machine is configured: the tests start each server as a child of their own, in a folder
 of their own. On Debian and Ubuntu, as root, what is missing is installed; elsewhere this says what to install. A package that wants to
@@ -33,8 +34,18 @@ NEEDED = {
     "squeue": "slurm-client",
 }
 """Program → Debian package."""
-BROWSER = {"chromium": "chromium"}
-"""Likewise, where that is all that is wanted: `real_servers.py chromium`."""
+OTHERS = {
+    "chromium": {"chromium": "chromium"},
+    "containers": {
+        "buildah": "buildah",
+        "debootstrap": "debootstrap",
+        "fuse-overlayfs": "fuse-overlayfs",
+        "nginx": "nginx-light",
+        "openssl": "openssl",
+        "systemd-analyze": "systemd",
+    },
+}
+"""Likewise, if this is all that is wanted: `real_servers.py chromium`."""
 
 
 def main() -> int:
@@ -71,8 +82,9 @@ def main() -> int:
 
 def missing_packages() -> list[str]:
     """Debian packages of the programs that are not there."""
-    if sys.argv[1:] == ["chromium"]:
-        return [package for program, package in BROWSER.items() if program_at(program) is None]
+    if len(sys.argv) == 2:
+        wanted = OTHERS[sys.argv[1]]
+        return [package for program, package in wanted.items() if program_at(program) is None]
     missing = {package for program, package in NEEDED.items() if program_at(program) is None}
     if not any(POSTGRES.glob("*/bin/postgres")) and program_at("postgres") is None:
         missing.add("postgresql")

@@ -39,7 +39,7 @@ SLOWEST_FILES = (
     "integration/fleet/test_secrets.py", "integration/fleet/test_injection.py",
     "integration/fleet/test_claim_races.py", "integration/fleet/test_crash_points.py",
     "integration/fleet/test_ssh.py", "integration/server/test_remote_training_server.py",
-    "integration/server/test_verbs.py", "integration/server/test_kills_of_server.py",
+    "integration/cookbook/test_loops.py", "integration/server/test_verbs.py", "integration/server/test_kills_of_server.py",
     "integration/server/test_through_http.py", "acceptance/test_docs.py",
     "integration/test_resume.py", "integration/test_ranks.py", "integration/test_samplers.py",
     "integration/test_fsdp.py", "contract/test_learner_contract.py", "unit/tasks/rewards/test_workers.py",
@@ -87,13 +87,16 @@ def pytest_collection_finish() -> None:
 
 
 SUITES = (
-    "attacks", "configs", "docs", "engine", "fleet", "kills", "launch", "learning", "mutations", "notebook",
+    "attacks", "configs", "containers", "cookbook", "docs", "engine", "fleet", "kills", "launch", "learning", "mutations", "notebook",
     "server", "tasks", "training", "tunix", "unsloth", "web",
 )  # fmt: skip
 """What `make soak SUITE=…` can be given; CONTRIBUTING.md says what each tests and how long it takes."""
 
-OWN_STAGES = ("server", "notebook", "tunix", "launch", "web")
-"""Folders of `integration`, and markers."""
+OWN_STAGES = {
+    **{name: name for name in ("server", "notebook", "tunix", "launch", "web")},
+    "cookbook": "server",
+}
+"""Folders of `integration`, and the markers of their tests."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -109,8 +112,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         for marker in item.iter_markers("soak"):
             if marker.kwargs.get("suite") not in SUITES:
                 raise pytest.UsageError(f"{item.nodeid}: soak(suite=…) takes one of {SUITES}")
-        for stage in OWN_STAGES:
-            if root / "integration" / stage in item.path.parents:
+        for folder, stage in OWN_STAGES.items():
+            if root / "integration" / folder in item.path.parents:
                 item.add_marker(stage)
         if any(root / folder in item.path.parents for folder in FLEET_FOLDERS):
             item.add_marker("fleet")

@@ -66,6 +66,11 @@ from groupwise.server.engine.engine_protocol import (
     StepDone,
     WrongOrder,
 )
+from groupwise.server.engine.sampling_checks import (
+    check_processing,
+    refuse_unknown_tokens,
+    stop_token_ids,
+)
 from groupwise.tasks.rollouts.rows import training_rows
 from groupwise.tasks.rollouts.seeds import member_seed
 from groupwise.tasks.rollouts.single import policy_segment
@@ -133,6 +138,7 @@ class _Settings:
     save_steps: int
     runs: str
     name: str
+    staleness: int
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> _Settings:
@@ -149,6 +155,7 @@ class _Settings:
             save_steps=run.get("save_steps", 10),
             runs=run.get("dir", "runs"),
             name=run.get("name") or "run",
+            staleness=training.get("max_off_policy_steps", 0),
         )
 
 
@@ -371,7 +378,9 @@ class FakeEngine:
                 manifests=manifests,
                 longest_prompt=order.longest_prompt,
                 longest_completion=settings.longest_completion,
+                longest_prompt_characters=order.longest_prompt,
                 tokenizer_hash=_hash(_FILES),
+                chat_template=self._tokenizer.chat_template,
             )
 
     async def _sample(self, _: _Points, order: SampleOrder) -> Sampled:
@@ -387,10 +396,22 @@ class FakeEngine:
         seeds = tuple(member_seed(seed, draw, member) for member in range(members))
         request = self._requests[order.draw] = _Request()
         try:
-            request.completions = await run.sampler.generate(
-                GroupRequest(order.draw, ids, seeds, params)
+            prompt_logprobs = None
+            if order.prompt_logprobs is not None:
+                prompt_logprobs = await run.sampler.prompt_logprobs(ids, order.prompt_logprobs)
+            if params.max_tokens:
+                wanted = run.step if order.policy_step is None else order.policy_step
+            step = min(max(wanted, run.step - run.settings.staleness), run.step)
+            sampler = run.sampler if step == run.step else _earlier_sampler(run, step)
+            request.completions = await sampler.generate(
+                GroupRequest(order.draw, ids, seeds, params, order.top_logprobs)
             )
-            sampled = self._sampled(run, order, ids, params, request.completions)
+            step = run.step if sampler is run.sampler else step
+            sampled = self._sampled(run, order, ids, params, request.completions, step, sampler)
+            if not params.max_tokens:
+                nothing = [Rollout(order.draw, member, 0, ids, (), "") for member in range(members)]
+                sampled = replace(sampled, group=replace(sampled.group, rollouts=tuple(nothing)))
+            sampled = replace(sampled, prompt_logprobs=prompt_logprobs)
             await self._show(request)
         finally:
             self._requests.pop(order.draw, None)
@@ -399,7 +420,7 @@ class FakeEngine:
 
     async def _show(self, request: _Request) -> None:
         """Let the tokens appear one after another."""
-        if not self._pace:
+        if not self._pace or not request.completions:
             return
         for shown in range(1, max(len(each.token_ids) for each in request.completions) + 1):
             request.shown = shown
@@ -412,6 +433,8 @@ class FakeEngine:
         ids: tuple[int, ...],
         params: SamplingParams,
         completions: Sequence[Completion],
+        step: int,
+        sampler: FakeSampler,
     ) -> Sampled:
         rollouts = tuple(
             Rollout(
@@ -424,10 +447,12 @@ class FakeEngine:
             )
             for member, completion in enumerate(completions)
         )
-        seen = None if isinstance(order.prompt, str) else self._tokenizer.decode(ids)
-        example = Example(order.draw, order.prompt, dict(order.columns))
+        prompt = self._text(order.prompt) if isinstance(order.prompt, tuple) else order.prompt
+        seen = None if isinstance(prompt, str) else self._tokenizer.decode(ids)
+        example = Example(order.draw, prompt, dict(order.columns))
         group = Group(order.draw, example, rollouts, prompt_seen=seen)
-        return Sampled(group, run.step, run.sampler.version, run.sampler.fingerprint())
+        best = tuple(completion.top_logprobs for completion in completions)
+        return Sampled(group, step, sampler.version, sampler.fingerprint(), best)
 
     def _text(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=True)
@@ -522,7 +547,7 @@ class FakeEngine:
     def _current(self) -> _Run:
         """The run, for sampling."""
         if self._run is None:
-            raise UsageError("No run is open in this engine.")
+            raise EngineLost("No run is open in this engine.")
         return self._run
 
     @property
@@ -536,7 +561,11 @@ class FakeEngine:
         return prompt_ids(self._tokenizer, prompt)
 
     def _ids(self, order: SampleOrder, run: _Run) -> tuple[int, ...]:
-        ids = self._tokens(order.prompt)
+        if isinstance(order.prompt, tuple):
+            refuse_unknown_tokens(order.prompt, len(ALPHABET), "prompt")
+            ids = order.prompt
+        else:
+            ids = self._tokens(order.prompt)
         if order.prompt_ids not in (None, ids):
             message = "The given tokens are not what this engine makes of the prompt."
             raise WrongOrder(message, "prompt_ids", "tokenizer_mismatch")
@@ -655,6 +684,15 @@ async def _opened(
     )
 
 
+def _earlier_sampler(run: _Run, step: int) -> FakeSampler:
+    """A sampler that serves the policy after `step` steps."""
+    sampler = FakeSampler()
+    sampler.version = run.manifests[step - 1].version_out if step else 0
+    path = run.folder / "policies" / f"v{sampler.version}" / TABLE
+    sampler.table = json.loads(path.read_text())
+    return sampler
+
+
 # --- learning -------------------------------------------------------------------------------------
 
 
@@ -718,19 +756,21 @@ def _params(order: SampleOrder, settings: _Settings) -> SamplingParams:
     own = SamplingParams(
         max_tokens=settings.longest_completion,
         temperature=settings.temperature,
-        stop_token_ids=(END_ID,),
+        stop_token_ids=stop_token_ids(asked, (END_ID,), len(ALPHABET)),
+        processing=asked.processing,
     )
     keys = ("temperature", "max_tokens", "min_tokens", "stop", "top_p", "top_k", "min_p")
     given = {key: value for key in keys if (value := getattr(asked, key)) is not None}
     params = replace(own, **given)
+    check_processing(params, len(ALPHABET))
     if order.trains:
         _check_learnable(asked)
-    if not 1 <= params.max_tokens <= settings.longest_completion:
+    if not order.trains <= params.max_tokens <= settings.longest_completion:
         raise WrongOrder(
             f"A completion of up to {params.max_tokens} tokens was asked for; from 1 to {settings.longest_completion} there is room for.",
             "max_tokens",
         )
-    if not 0 <= params.min_tokens <= params.max_tokens:
+    if params.max_tokens and not 0 <= params.min_tokens <= params.max_tokens:
         raise WrongOrder(
             f"A completion was to have at least {params.min_tokens} tokens and at most {params.max_tokens}.",
             "min_tokens",
@@ -740,6 +780,8 @@ def _params(order: SampleOrder, settings: _Settings) -> SamplingParams:
 
 def _check_learnable(asked: Sampling) -> None:
     restricting = [key for key in ("top_p", "top_k", "min_p") if getattr(asked, key) is not None]
+    if asked.processing is not None:
+        restricting.append("processing")
     if restricting:
         raise UsageError(f"Nothing could be learnt with {', '.join(restricting)}; leave it out.")
     if asked.temperature == 0:

@@ -19,6 +19,7 @@ from groupwise.core.types import (
     OptimiserParams,
     Policy,
     Row,
+    TopTokens,
     UpdateResult,
 )
 from groupwise.server.engine.saved_adapters import Saved, SavedFolders
@@ -134,10 +135,32 @@ class FakeVerbs:
         completions = await sampler.generate(
             GroupRequest(0, order.prompt_ids, order.seeds, order.params)
         )
-        if not order.prompt_logprobs:
-            return VerbSampled(completions)
         whole = Row(order.prompt_ids[:1], order.prompt_ids[1:], (), (), 0.0, 1.0)
-        return VerbSampled(completions, (await learner.logprobs([whole]))[0])
+        targets = tuple(max(token, 0) for token in order.prompt_targets)
+        rows = [whole, replace(whole, targets=targets)]
+        logprobs, of_targets = await learner.logprobs(rows)
+        tops = [
+            await _top(learner, replace(whole, completion_ids=ids, temperature=temperature), count)
+            for ids, temperature, count in (
+                (whole.completion_ids, 1.0, order.prompt_top),
+                *(
+                    (each.token_ids, order.params.temperature or 1.0, order.completion_top)
+                    for each in completions
+                ),
+            )
+        ]
+        return VerbSampled(
+            completions,
+            logprobs if order.prompt_logprobs else None,
+            tops[0] if order.prompt_top else None,
+            tuple(tops[1:]) if order.completion_top else None,
+            tuple(
+                0.0 if token < 0 else logprob
+                for token, logprob in zip(order.prompt_targets, of_targets, strict=True)
+            )
+            if order.prompt_targets
+            else None,
+        )
 
     async def _compute(
         self, verb: str, model: str, rows: Sequence[Row], loss: LossSpec
@@ -146,7 +169,7 @@ class FakeVerbs:
         if self.hold is not None:
             await self.hold.wait()
         for row in rows:
-            if not set(row.completion_ids) <= set(range(len(ALPHABET))):
+            if not {*row.completion_ids, *row.target_ids} <= set(range(len(ALPHABET))):
                 raise UsageError(f"A token is beyond the vocabulary of {len(ALPHABET)}.")
         logprobs = tuple(await self._learner(model).logprobs(rows))
         values = [
@@ -176,6 +199,19 @@ async def _published(learner: FakeLearner) -> Policy:
     return await learner.publish(0)
 
 
+async def _top(learner: FakeLearner, row: Row, count: int) -> TopTokens:
+    """The likeliest letters in place of each token of a row."""
+    letters = range(len(ALPHABET))
+    places = len(row.completion_ids)
+    (found,) = await learner.logprobs([replace(row, targets=tuple(letters) * places)])
+    best = [
+        sorted((-found[place * len(letters) + each], each) for each in letters)[:count]
+        for place in range(places)
+    ]
+    pairs = [pair for place in best for pair in place]
+    return TopTokens(count, tuple(id for _, id in pairs), tuple(-value for value, _ in pairs))
+
+
 def _tokens(row: Row, logprobs: Sequence[float]) -> list[tuple[float, float, float]]:
     """Credit, log-probability and that of the sampler, of each token that teaches."""
     assert row.credits is not None
@@ -189,6 +225,10 @@ def _value(credit: float, now: float, then: float, loss: LossSpec) -> tuple[floa
     kind = loss.knobs["surrogate"]
     if kind == "log_probability":
         return credit * now, credit
+    if kind == "quadratic_penalty":
+        beta = loss.knobs["beta"]
+        return credit * now - 0.5 * beta * (now - then) ** 2, credit - beta * (now - then)
+    assert kind != "clipped_sequence_ratio", "a ratio of a whole row is not computed here"
     ratio = math.exp(now - then)
     held = min(max(ratio, low), high)
     if kind == "clipped_weight":
@@ -200,7 +240,7 @@ def _value(credit: float, now: float, then: float, loss: LossSpec) -> tuple[floa
 
 def _slopes(row: Row, logprobs: Sequence[float], loss: LossSpec) -> list[Row]:
     """A row for each token, whose advantage is the slope there: the fake policy does not look at its context."""
-    pairs = zip(row.completion_ids, row.mask, strict=True)
+    pairs = zip(row.target_ids, row.mask, strict=True)
     slopes = iter([_value(*token, loss)[1] for token in _tokens(row, logprobs)])
     return [
         replace(
@@ -210,6 +250,7 @@ def _slopes(row: Row, logprobs: Sequence[float], loss: LossSpec) -> list[Row]:
             sampling_logprobs=(0.0,),
             advantage=next(slopes),
             credits=None,
+            targets=None,
         )
         for token, counts in pairs
         if counts

@@ -11,6 +11,7 @@ what came; `interfere` may answer in its place.
 
 from __future__ import annotations
 
+import json
 import socket
 import threading
 from collections.abc import Awaitable, Callable
@@ -27,7 +28,7 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 from transformers import AutoModelForCausalLM
 
-from groupwise.core.types import GroupRequest, SamplingParams
+from groupwise.core.types import GroupRequest, LogitsProcessing, SamplingParams, TopLogprobs
 from groupwise.engine.models.lora import CONFIG, AdaptedModel, read_lora_config
 from groupwise.engine.models.tiny import tiny_model, tiny_tokenizer
 from groupwise.engine.sampler.queued import DecodeLayout
@@ -255,7 +256,7 @@ class VllmServer:
         return JSONResponse(answer if self.spoil is None else self.spoil(answer))
 
     async def _answered(self, serving: Serving, body: Body) -> Body:
-        ids, logprobs = await self._drawn(serving, body)
+        ids, logprobs, best = await self._drawn(serving, body)
         ids, reason, stop_reason, text = self._stopped(ids, body)
         logprobs = logprobs[: len(ids)]
         if self.set.logprobs_mode == "raw_logprobs":
@@ -269,13 +270,14 @@ class VllmServer:
                 "token_logprobs": [max(value, -9999.0) for value in logprobs],
                 "tokens": tokens,
                 "top_logprobs": [
-                    {token: value} for token, value in zip(tokens, logprobs, strict=True)
+                    {token: value, **{f"token_id:{id}": other for id, other in tops}}
+                    for token, value, tops in zip(tokens, logprobs, best, strict=False)
                 ],
             }
         with_ids = body.get("return_token_ids")
         choice = {
             "index": 0, "text": text, "logprobs": told, "finish_reason": reason,
-            "stop_reason": stop_reason, "prompt_logprobs": None,
+            "stop_reason": stop_reason, "prompt_logprobs": await self._prompt_logprobs(serving, body),
             "prompt_token_ids": body["prompt"] if with_ids else None,
             "token_ids": ids if with_ids else None,
         }  # fmt: skip
@@ -284,7 +286,30 @@ class VllmServer:
             "id": "cmpl-0", "object": "text_completion", "model": body["model"], "choices": [choice], "usage": usage,
         }  # fmt: skip
 
-    async def _drawn(self, serving: Serving, body: Body) -> tuple[list[int], list[float]]:
+    async def _prompt_logprobs(self, serving: Serving, body: Body) -> list[Any] | None:
+        """As vLLM has them: the prompt's token and the most probable ones at each position, by their ids as text."""
+        if body.get("prompt_logprobs") is None:
+            return None
+        prompt, count = body["prompt"], body["prompt_logprobs"]
+        told = await serving.sampler.prompt_logprobs(tuple(prompt), count)
+        best = told.top_logprobs or ((),) * len(told.logprobs)
+        positions = [
+            {str(id): {"logprob": value} for id, value in ((token, logprob), *tops)}
+            for token, logprob, tops in zip(prompt[1:], told.logprobs, best, strict=True)
+        ]
+        return [None, *positions]
+
+    async def _drawn(
+        self, serving: Serving, body: Body
+    ) -> tuple[list[int], list[float], list[TopLogprobs]]:
+        form = body.get("response_format")
+        changes = LogitsProcessing(
+            body.get("presence_penalty", 0.0),
+            body.get("frequency_penalty", 0.0),
+            body.get("repetition_penalty", 1.0),
+            tuple((int(token), value) for token, value in body.get("logit_bias", {}).items()),
+            None if form is None else json.dumps(form["json_schema"]["schema"]),
+        )
         temperature = body.get("temperature", 1.0)
         params = SamplingParams(
             max_tokens=body.get("max_tokens", 16),
@@ -294,13 +319,16 @@ class VllmServer:
             top_k=body.get("top_k") or None,
             top_p=None if body.get("top_p", 1.0) == 1.0 else body["top_p"],
             min_p=body.get("min_p") or None,
+            processing=None if changes == LogitsProcessing() else changes,
         )
         seed = body["seed"]
         assert -(1 << 63) <= seed < 1 << 63
-        asked = GroupRequest(next(self._draws), tuple(body["prompt"]), (seed,), params)
+        top = body.get("logprobs") or 0
+        asked = GroupRequest(next(self._draws), tuple(body["prompt"]), (seed,), params, top)
         torch.set_num_threads(1)
         (found,) = await serving.sampler.generate(asked)
-        return list(found.token_ids), list(found.logprobs)
+        best = list(found.top_logprobs) or [()] * len(found.token_ids)
+        return list(found.token_ids), list(found.logprobs), best
 
     def _stops(self, body: Body) -> list[int]:
         own = [] if body.get("ignore_eos") else [self._tokenizer.eos_token_id]

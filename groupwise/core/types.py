@@ -82,6 +82,30 @@ class Example:
         return number_of(self.columns, self.index)
 
 
+TopLogprobs = tuple[tuple[int, float], ...]
+"""The most probable tokens at one position with their log-probabilities (nats), the most probable first."""
+
+
+@dataclass(frozen=True, slots=True)
+class LogitsProcessing:
+    """What changes the logits of a completion from which nothing is learnt: the learner computes none of it.
+
+    In the order in which it is applied, which is vLLM's: `json_schema`, `logit_bias`, `repetition_penalty`, `frequency_penalty`,
+    `presence_penalty`; then the temperature, and `SamplingParams.top_k` and its like.
+    """
+
+    presence_penalty: float = 0.0
+    """Subtracted from the logit of each token that the completion already has."""
+    frequency_penalty: float = 0.0
+    """Subtracted as many times as the completion has the token."""
+    repetition_penalty: float = 1.0
+    """Divides the logit of each token of prompt and completion if it is above 0, and multiplies it otherwise."""
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """Token ids and what is added to their logits; each id once, all of them within the vocabulary."""
+    json_schema: str | None = None
+    """JSON text of a schema: only tokens are drawn with which the completion can become such a value. It may end only there."""
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How a completion is drawn. Log-probabilities are those of the distribution that is sampled from, at this temperature."""
@@ -103,6 +127,8 @@ class SamplingParams:
     """Draw from the most probable tokens whose probabilities sum to at least this (nucleus sampling)."""
     min_p: float | None = None
     """Draw from the tokens whose probability is at least this share of the highest one."""
+    processing: LogitsProcessing | None = None
+    """None: the logits are the model's own."""
 
     @property
     def truncates(self) -> bool:
@@ -120,6 +146,8 @@ class GroupRequest:
     seeds: tuple[int, ...]
     """One 64-bit seed for each member, distinct; see `groupwise.tasks.rollouts.seeds`."""
     params: SamplingParams
+    top_logprobs: int = 0
+    """Also return so many of the most probable tokens at each position."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +163,19 @@ class Completion:
     policy_version: int
     fingerprint: str
     """Fingerprint of the weights that served this completion; see `Policy.fingerprint`."""
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    """Where `GroupRequest.top_logprobs` asks for them: those of each token, under the distribution that was sampled. Tokens that could not
+    be drawn are left out."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptLogprobs:
+    """What a prompt's own tokens are worth, at temperature 1, each given the tokens before it."""
+
+    logprobs: tuple[float, ...]
+    """Log-probabilities (nats) from the prompt's second token on; one fewer than the prompt has tokens."""
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    """The most probable tokens at the same positions; empty if none were asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -322,6 +363,20 @@ class Row:
     credits: tuple[float, ...] | None = None
     """The credit of each token, as long as `completion_ids`, if the caller supplies it. Only the loss `given` reads it, in place of
     `advantage` and `scale`."""
+    targets: tuple[int, ...] | None = None
+    """Ids whose log-probabilities are computed, in place of the completion's own: K of them for each token of the completion, those of one
+    token after those of the one before it. The completion remains the context. What is said to be as long as `completion_ids` is then as
+    long as `targets`, in the row and in what a learner returns for it. None: the completion's own ids."""
+
+    @property
+    def target_ids(self) -> tuple[int, ...]:
+        """The ids whose log-probabilities are computed."""
+        return self.completion_ids if self.targets is None else self.targets
+
+    @property
+    def targets_per_token(self) -> int:
+        """The number K of targets for each token of the completion."""
+        return len(self.target_ids) // max(1, len(self.completion_ids))
 
 
 @dataclass(frozen=True, slots=True)
@@ -330,8 +385,19 @@ class Prediction:
 
     logprobs: tuple[float, ...]
     """Log-probability (nats) of each token, at the row's temperature."""
-    right: tuple[bool, ...]
-    """True for each token that the learner considers the most likely."""
+    right: tuple[bool, ...] | None
+    """True for each token that the learner considers the most likely. None: this learner does not provide it."""
+
+
+@dataclass(frozen=True, slots=True)
+class TopTokens:
+    """The k most likely tokens at each of some places, the most likely first: k entries for one place after those for the one before it."""
+
+    count: int
+    """k, at least 1."""
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    """Log-probability (nats) of each of these tokens."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -224,7 +224,7 @@ def task_label(task: str) -> str:
     return label(task[:LONGEST_TASK])
 
 
-RESTRICTIONS = ("min_tokens", "top_k", "top_p", "min_p")
+RESTRICTIONS = ("min_tokens", "top_k", "top_p", "min_p", "processing")
 """Sampling parameters that are left out of the record if they are off."""
 
 _SEGMENT = (

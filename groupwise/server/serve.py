@@ -29,6 +29,7 @@ from starlette.types import ASGIApp
 
 from groupwise.api.http.listening import Uvicorn, bind, check_tls, url_at, uvicorn_config
 from groupwise.api.http.logs import configure
+from groupwise.api.http.route import Route
 from groupwise.api.schemas.keys import LOCAL, Keyring
 from groupwise.api.schemas.training import EventKind, StartRequest
 from groupwise.core.errors import ConfigError, GroupwiseError, RunInUseError, UsageError
@@ -45,6 +46,7 @@ from groupwise.server.parts.service import PartsService
 from groupwise.server.routes.context import ServiceLike, Serving
 from groupwise.server.routes.openai import attach_openai_errors, openai_routes
 from groupwise.server.routes.parts import parts_routes
+from groupwise.server.routes.responses import response_routes
 from groupwise.server.run.run_config import AllowedModels
 from groupwise.server.run.service import Service
 from groupwise.server.settings import ServerConfig
@@ -98,7 +100,9 @@ class Services:
 
     def application(self, config: ServerConfig, keys: Keyring | None) -> tuple[Serving, ASGIApp]:
         """The application with all routes, and its shared state."""
-        of_openai = openai_routes(self.openai) if self.openai is not None else ()
+        of_openai: tuple[Route, ...] = ()
+        if self.openai is not None:
+            of_openai = (*openai_routes(self.openai), *response_routes(self.openai))
         of_parts = parts_routes(self.parts) if self.parts is not None else ()
         of_verbs = document() if self.verbs is not None else None
         app = make_app(self.service, config, keys, (*of_openai, *of_parts), of_verbs)

@@ -112,6 +112,11 @@ class ServerConfig(Strict):
         gt=0,
     )
 
+    tool_call_parser: Literal["auto", "hermes", "llama3_json", "mistral"] = setting(
+        "auto",
+        "How tool calls are read from a model's text at /v1; auto: as the model's chat template writes them.",
+    )
+
     max_body_bytes: int = setting(32 * MIB, "Bytes of a request, at most.", ge=1024)
     requests_per_second: float | None = setting(
         None, "Of each key, in the long run; null: as many as it likes.", gt=0

@@ -76,13 +76,15 @@ class HermesCalls:
         """See `CallForm.find`."""
         return [_hermes_call(content.strip()) for content in self._PATTERN.findall(text)]
 
-    def split(self, text: str) -> tuple[str, list[ToolCall]]:
-        """The text without its valid calls, and these calls; malformed ones stay in the text."""
+    def split(
+        self, text: str, is_valid: Callable[[ToolCall], bool] = lambda call: call.problem is None
+    ) -> tuple[str, list[ToolCall]]:
+        """The text without its valid calls, and these calls; the others stay in the text."""
         calls: list[ToolCall] = []
 
         def without(match: re.Match[str]) -> str:
             call = _hermes_call(match[1].strip())
-            if call.problem is not None:
+            if not is_valid(call):
                 return match[0]
             calls.append(call)
             return ""

@@ -5,8 +5,9 @@ learner of a supervised run, `start_serving` the sampler of an evaluation. If an
 model in memory. Each has its own copy of the adapter, and the sampler's copy changes only by loading published files. Depending on the
 layout, the parts are in this process or in ranks (`groupwise.engine.distributed`); the zygote of the ranks then builds them once, with
 `make_worker_from_json`. With `run.server`, a training server builds them (`groupwise.engine.backends.remote`); with
-`model.backend: tunix`, a worker in another environment (`groupwise.engine.backends.tunix`); with `model.backend: unsloth`, a single
-process (`groupwise.engine.backends.unsloth`).
+`model.backend: tunix`, a worker in another environment (`groupwise.engine.backends.tunix`); with `model.backend: tinker`, a service of the
+Tinker API has them (`groupwise.engine.backends.tinker`); with `model.backend: unsloth`, a single process
+(`groupwise.engine.backends.unsloth`).
 
 `models_over` adds further trained adapters later, to the base of a training or to one that `start_base` loaded alone.
 """
@@ -42,6 +43,7 @@ from groupwise.engine.distributed.sampler import RankSampler, RankWitness
 from groupwise.engine.distributed.sampler_workers import SamplerWorkers
 from groupwise.engine.distributed.spawned_workers import SpawnedWorkers
 from groupwise.engine.distributed.torchrun import check_world_size, read_torchrun_rank
+from groupwise.engine.models.config import ModelConfig
 from groupwise.engine.models.memory import explaining_out_of_memory
 from groupwise.runs import publications
 from groupwise.training.config import RunConfig, load_config
@@ -59,6 +61,7 @@ if TYPE_CHECKING:
     from groupwise.api.schemas.parts import PartsKind
     from groupwise.engine.backends.remote.parts import RemoteParts, RemotePartsSpec
     from groupwise.engine.backends.remote.session import Session
+    from groupwise.engine.backends.tinker.service import Service
     from groupwise.engine.backends.tunix.messages import Open
     from groupwise.engine.backends.tunix.process import WorkerProcess
     from groupwise.engine.distributed.worker_state import AdapterHost, WorkerState
@@ -94,6 +97,8 @@ class Closable:
     """The session with the server that has the parts; None without `run.server`."""
     worker: WorkerProcess | None = None
     """The worker that has the parts in its own environment; None for other backends than tunix."""
+    service: Service | None = None
+    """The session with the Tinker service that has the parts; None for other backends than tinker."""
     by_http: VllmSampler | None = None
     """The vLLM sampler whose servers hold adapters; None for other samplers."""
 
@@ -107,6 +112,8 @@ class Closable:
             self.session.close()
         if self.worker is not None:
             self.worker.close()
+        if self.service is not None:
+            self.service.close()
         if self.by_http is not None:
             self.by_http.close()
 
@@ -146,6 +153,8 @@ class Parts(Closable):
         """How much of a step's change reaches the outputs of the adapter's layers; empty if all weights are trained, or divided."""
         if self.divided:
             return []  # slopes are computed on undivided layers
+        if self.service is not None:
+            return []  # nor does this machine see a service's layers
         if self.ranks is not None:
             return await self.ranks.call(0, "slopes", learning_rate)
         from groupwise.engine.learner.gradient_flow import trained_slopes
@@ -241,6 +250,8 @@ async def start_training(
         return Parts(remote.sampler, remote.learner, remote.stop_token_ids, session=remote.session)
     if config.model.backend == "tunix":
         return await _build_on_tunix(config, layout, run, publish_folder)
+    if config.model.backend == "tinker":
+        return await _build_on_tinker(config, layout, run, publish_folder)
     if layout.samplers:
         # Learners and samplers start concurrently.
         learners, samplers, orders = _start_halves(config, layout, run, publish_folder)
@@ -286,6 +297,9 @@ async def start_supervised(
     if config.run.server is not None:
         remote = await _build_on_server("supervised", config, layout, run, folder)
         return LearningParts(remote.learner, session=remote.session)
+    if config.model.backend == "tinker":
+        parts = await _build_on_tinker(config, layout, run, folder)
+        return LearningParts(parts.learner, service=parts.service)
     workers = await _build_workers("supervised", config, layout, run=run, folder=str(folder))
     return _supervised_parts(workers, layout)
 
@@ -298,6 +312,8 @@ async def start_serving(config: RunConfig, layout: Layout, weights: Path | None)
     if config.model.backend == "tunix":
         parts = await _build_on_tunix(config, layout, "served", Path(), weights)
         return ServingParts(parts.sampler, parts.stop_token_ids, worker=parts.worker)
+    if config.model.backend == "tinker":
+        return await _serve_on_tinker(config, layout, weights)
     folder = None if weights is None else str(weights)
     # One model is enough to check the servers' log-probabilities.
     if config.sampler.engine == "vllm":
@@ -639,8 +655,81 @@ def _starting_adapter(config: RunConfig) -> tuple[Any, tuple[str, ...]]:
     return shape, tuple(meta_adapter(config.model, shape).layers)
 
 
+# --- by a Tinker service --------------------------------------------------------------------------
+
+
+async def _build_on_tinker(config: AnyConfig, layout: Layout, run: str, folder: Path) -> Parts:
+    """Sampler and learner of a session with the service; its model is made when it is first needed, or from a checkpoint."""
+    from groupwise.engine.backends.tinker.parts import TinkerLearner, TinkerSampler
+    from groupwise.engine.backends.tinker.service import Service
+
+    prefork.end_zygote()
+    _prepare_process(layout)
+    assert config.lora is not None, "the config refuses full fine-tuning"
+    lag, stops = 0, ()
+    tokenizer = prefork.load_tokenizer(config.model)
+    if isinstance(config, RunConfig):
+        lag = config.training.max_off_policy_steps
+        stops = _with_configured_stops(_end_token(tokenizer), config)
+    service = await asyncio.to_thread(Service, config.model, run)
+    published: dict[str, Any] = {}
+    learner = TinkerLearner(
+        service, config.lora, config.training.seed, run, folder, published, lag + 2
+    )
+    return Parts(TinkerSampler(service, tokenizer, published), learner, stops, service=service)
+
+
+async def _serve_on_tinker(config: RunConfig, layout: Layout, weights: Path | None) -> ServingParts:
+    """A sampler of saved weights of the service; None: of the config's own policy."""
+    from groupwise.engine.backends.tinker.parts import TinkerSampler
+    from groupwise.engine.backends.tinker.service import Service
+
+    prefork.end_zygote()
+    _prepare_process(layout)
+    tokenizer = prefork.load_tokenizer(config.model)
+    service = await asyncio.to_thread(Service, config.model, "evaluation")
+    sampler = TinkerSampler(service, tokenizer, {})
+    try:
+        await sampler.serve(weights)
+    except BaseException:
+        service.close()
+        raise
+    stops = _with_configured_stops(_end_token(tokenizer), config)
+    return ServingParts(sampler, stops, service=service)
+
+
+def _end_token(tokenizer: Any) -> tuple[int, ...]:
+    """The tokenizer's end token, if it has one. The service knows the model's own stop tokens."""
+    return () if tokenizer.eos_token_id is None else (tokenizer.eos_token_id,)
+
+
+def prompt_room(model: ModelConfig, completion: int) -> int:
+    """Most tokens that a prompt may have if the completion may have `completion` tokens. Raises UsageError if a service does not answer."""
+    if model.backend != "tinker":
+        return prefork.prompt_room(model, completion)
+    from groupwise.engine.backends.tinker.service import longest_context
+
+    limits = [longest_context(model), model.max_seq_length]
+    return min((limit for limit in limits if limit), default=1 << 30) - completion
+
+
+def vocabulary(model: ModelConfig, tokenizer: Any) -> int:
+    """Number of token ids that the model has; those of the tokenizer if a service has the model."""
+    return len(tokenizer) if model.backend == "tinker" else prefork.vocabulary(model)
+
+
+def refuse_services(config: AnyConfig, why: str) -> None:
+    """Raise UsageError for the backend tinker if the parts have to be on this machine."""
+    if config.model.backend == "tinker":
+        raise UsageError(
+            f"model.backend is tinker, with which a service trains in groupwise rl and sft, and answers in groupwise eval; but {why}. "
+            "Leave model.backend out."
+        )
+
+
 def _refuse_tunix(config: AnyConfig) -> None:
-    """Raise UsageError for the backend tunix, because these parts compute with torch."""
+    """Raise UsageError for the backends tunix and tinker, because these parts compute with torch."""
+    refuse_services(config, "this command computes here")
     if config.model.backend == "tunix":
         raise UsageError(
             "model.backend is tunix, which trains in groupwise rl and in notebooks, and answers in groupwise eval; this command computes "
@@ -1090,6 +1179,8 @@ def publication_folder(run_folder: Path, size: int = LARGE_ADAPTER) -> Path:
 
 def publication_bytes(config: RunConfig) -> int:
     """Bytes of the trained weights in float32, times the number of publications that the lag requires to be kept."""
+    if config.model.backend == "tinker":
+        return 4096  # a publication is one small file
     parameter_count = prefork.trained_parameters(config.model, config.lora)
     return 4 * parameter_count * (1 + config.training.max_off_policy_steps)
 

@@ -49,7 +49,11 @@ from groupwise.core.settings.tree import Tree, read_yaml, tree_of
 from groupwise.core.settings.validation import validate
 from groupwise.core.settings.view import View
 from groupwise.core.settings.wording import document
-from groupwise.engine.backends.conflicts import tunix_rl_conflicts, unsloth_conflicts
+from groupwise.engine.backends.conflicts import (
+    tinker_rl_conflicts,
+    tunix_rl_conflicts,
+    unsloth_conflicts,
+)
 from groupwise.engine.distributed.config import SampledDistributedConfig, distributed_conflicts
 from groupwise.engine.learner.config import TrainingConfig
 from groupwise.engine.models.config import LoraConfig, ModelConfig
@@ -384,6 +388,8 @@ class RunConfig(Strict):
             yield from tunix_rl_conflicts(self)
         if self.model.backend == "unsloth":
             yield from unsloth_conflicts(self)
+        if self.model.backend == "tinker":
+            yield from tinker_rl_conflicts(self)
         step = self.training.prompts_per_step * self.training.num_generations
         yield from distributed_conflicts(
             self, step, ("training.prompts_per_step", "training.num_generations")

@@ -119,6 +119,8 @@ def choose_layout(config: RunConfig, longest_prompt: int) -> Layout:
     """
     if config.run.server is not None:
         return _server_layout(config.run.server, "training", config, longest_prompt)
+    if config.model.backend == "tinker":
+        return _tinker_layout(config, key_length(config, longest_prompt))
     layout = _tunix_layout(config) if config.model.backend == "tunix" else _local_layout(config)
     layout = replace(layout, key_length=key_length(config, longest_prompt))
     return replace(layout, slots=config.sampler.max_num_seqs or _slot_count(config, layout))
@@ -139,6 +141,8 @@ def supervised_layout(config: SftConfig) -> Layout:
     """Like `choose_layout`, for runs that sample nothing."""
     if config.run.server is not None:
         return _server_layout(config.run.server, "supervised", config, None)
+    if config.model.backend == "tinker":
+        return _tinker_layout(config, 0)
     return _local_layout(config)
 
 
@@ -201,6 +205,22 @@ def _tunix_layout(config: RunConfig) -> Layout:
         max_tokens_per_microbatch=config.training.max_tokens_per_microbatch,
         processor=devices.device,
         torch=f"jax {devices.jax}, tunix {devices.tunix}",
+    )
+
+
+def _tinker_layout(config: AnyConfig, key_length: int) -> Layout:
+    """The layout of a run whose work a Tinker service does: this machine only sums up numbers per token, on the CPU."""
+    from groupwise.engine.backends.tinker.service import describe
+
+    return Layout(
+        device="cpu",
+        dtype="float32",
+        threads=config.run.threads or 1,
+        slots=0,
+        key_length=key_length,
+        max_tokens_per_microbatch=config.training.max_tokens_per_microbatch,
+        processor=describe(config.model),
+        torch=prefork.torch_version(),
     )
 
 

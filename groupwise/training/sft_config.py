@@ -21,7 +21,11 @@ from groupwise.core.settings.schema import Conflict, Strict, setting
 from groupwise.core.settings.tree import Tree
 from groupwise.core.settings.validation import validate
 from groupwise.core.settings.wording import document
-from groupwise.engine.backends.conflicts import tunix_sft_conflicts, unsloth_conflicts
+from groupwise.engine.backends.conflicts import (
+    tinker_conflicts,
+    tunix_sft_conflicts,
+    unsloth_conflicts,
+)
 from groupwise.engine.distributed.config import DistributedConfig, distributed_conflicts
 from groupwise.engine.learner.config import OptimisationConfig
 from groupwise.engine.models.config import LoraConfig, ModelConfig
@@ -238,6 +242,8 @@ class SftConfig(Strict):
             yield from tunix_sft_conflicts(self)
         if self.model.backend == "unsloth":
             yield from unsloth_conflicts(self)
+        if self.model.backend == "tinker":
+            yield from tinker_conflicts(self)
         step = self.training.examples_per_step
         yield from distributed_conflicts(self, step, ("training.examples_per_step",))
         for key in ("num_completions_to_print", "log_unique_prompts"):

@@ -101,7 +101,7 @@ class MortalGateway(Gateway):
 
 def is_effect(name: str, result: object) -> bool:
     """A queue that was found empty is none."""
-    return not isinstance(result, Round) or bool(result.made)
+    return not isinstance(result, Round) or bool(result.claimed)
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@
 9. Log-probabilities come back in the order of the rows, one for each token; so does which tokens are the likeliest.
 10. The pass that learns tells the log-probabilities of the tokens that teach, those of the weights before the update; being asked
    changes nothing.
+11. Targets that a row names take the place of the completion's own ids, which remain the context.
 """
 
 from __future__ import annotations
@@ -188,6 +189,39 @@ async def test_logprobs_come_back_in_order(pair):
     assert [len(values) for values in found] == [len(row.completion_ids) for row in rows]
     one_by_one = [(await pair.learner.logprobs([row]))[0] for row in rows]
     assert flat(found) == pytest.approx(flat(one_by_one), abs=2e-5, rel=5e-6)
+
+
+async def test_given_targets_take_the_place_of_the_completions_ids(pair):
+    """The log-probability of a target is that of a completion which ends with it there."""
+    pair.disturb()
+    rows = (await sampled_rows(pair, temperature=0.7))[3:6]
+    named = [
+        replace(row, targets=tuple((token + 1 + index) % 20 for index, token in enumerate(ids)))
+        for row in rows
+        if (ids := row.completion_ids)
+    ]
+    ends = [
+        replace(
+            row,
+            completion_ids=(*row.completion_ids[:index], target),
+            mask=(1,) * (index + 1),
+            sampling_logprobs=(0.0,) * (index + 1),
+            targets=None,
+        )
+        for row in named
+        for index, target in enumerate(row.target_ids)
+    ]
+    assert any(row.targets != row.completion_ids for row in named)
+    found = await pair.learner.logprobs(named)
+    wanted = [values[-1] for values in await pair.learner.logprobs(ends)]
+    assert flat(found) == pytest.approx(wanted, abs=2e-5, rel=5e-6)
+    taught = [
+        replace(row, advantage=1.0, sampling_logprobs=values)
+        for row, values in zip(named, found, strict=True)
+    ]
+    await pair.learner.forward_backward(taught, DR_GRPO, {"policy": tokens(taught)})
+    await pair.learner.update(OptimiserParams(learning_rate=1e-4, max_grad_norm=None))
+    assert sum(flat(await pair.learner.logprobs(named))) > sum(flat(found))
 
 
 async def test_the_pass_that_learns_tells_its_logprobs(pair, tmp_path):

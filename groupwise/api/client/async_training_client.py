@@ -53,6 +53,8 @@ from groupwise.api.schemas.training import (
     CheckpointAnswer,
     CheckpointRequest,
     CheckpointsAnswer,
+    CloseAnswer,
+    CloseRequest,
     CompletionsBatch,
     CompletionsRequest,
     EventData,
@@ -190,6 +192,29 @@ class AsyncTrainingClient:
         body = checked_body(REWARDS_REQUEST, fields)
         server_wait = timeout if wait else 0.0
         return await self._request(RewardsBatchAnswer, "POST", "/rewards", body, server_wait)
+
+    async def reward_trajectory(
+        self,
+        trajectory: str | Sequence[str],
+        reward: float | None,
+        *,
+        wait: bool = False,
+        timeout: float = DEFAULT_WAIT,
+    ) -> RewardAnswer:
+        """Post the one reward of a trajectory, None if it failed. `trajectory`: the name that its calls gave as `metadata.trajectory`, or
+        the ids of its calls, in order. With `wait` the answer has the metrics of the step that trained on its group.
+        """
+        name = {"trajectory": trajectory}
+        if not isinstance(trajectory, str):
+            name = {"completion_ids": list(trajectory)}
+        body = checked_body(REWARDS_REQUEST, {**name, "reward": reward, **waiting(wait, timeout)})
+        server_wait = timeout if wait else 0.0
+        return await self._request(RewardAnswer, "POST", "/rewards", body, server_wait)
+
+    async def close_group(self, group: str) -> CloseAnswer:
+        """Close a group of trajectories, by the name that its calls gave as `metadata.group`: train it with the rewards that came."""
+        body = checked_body(CloseRequest, {"group": group})
+        return await self._request(CloseAnswer, "POST", "/trajectories/close", body)
 
     async def give_up(self, group: GroupAnswer | str) -> GivenUpAnswer:
         """Drop a group that will get no rewards, and free its slot at once."""

@@ -25,6 +25,7 @@ from groupwise.api.client.async_training_client import AsyncTrainingClient
 from groupwise.api.client.errors import ClientError, DrawTaken, GroupGone, RunFinished
 from groupwise.api.client.request_bodies import Sampling
 from groupwise.api.client.training_client import TrainingClient
+from groupwise.api.schemas.problems import Refusal
 from groupwise.api.schemas.template_columns import ARGUMENTS, TOOLS
 from groupwise.api.schemas.training import EventData, EventKind, GroupAnswer, Metrics, StatusAnswer
 from groupwise.core.errors import TaskError, UsageError
@@ -129,6 +130,8 @@ async def train_async(
     called in a thread, one group at a time. If it raises, the group is not trained on; after three failures in a row TaskError is raised.
     `concurrency` groups are in progress at once. `first_draw`: position of the first example in the run's order of draws; None: the
     position after the finished steps. `sampling` overrides the run's own settings; `progress` shows the steps on standard error.
+
+    Raises RunFinished if the run is finished or stopped before the first draw. Restarts of the engine and of the server are waited for.
     """
     _check_arguments(examples, reward_function, steps, concurrency)
     status = await client.status()
@@ -140,8 +143,13 @@ async def train_async(
         )
     done = status.step or 0
     target = min(done + steps, status.max_steps or done + steps)
-    if target <= done:
-        return TrainingSummary(status.run_id)
+    if status.phase in ("finished", "stopped") or target <= done:
+        detail = (
+            f"the run {status.run_id} is {'stopped' if status.phase == 'stopped' else 'finished'} after {done} of {status.max_steps} "
+            "steps, and takes no more. Begin the next run with client.start(…), or go on with this one: "
+            f"client.start(resume_from={status.run_id!r}, max_steps=…)."
+        )
+        raise RunFinished.about(Refusal("finished", detail).problem())
     first_index = done * status.groups_per_step if first_draw is None else first_draw
     draws = _DrawQueue(first_index, (target - done) * status.groups_per_step)
     name = f"{status.run_id} on {client.connection.url}"

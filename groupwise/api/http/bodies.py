@@ -1,5 +1,8 @@
 """Reads request bodies within a limit of bytes and of time, and only as long as the server accepts work.
 
+A body may be compressed (`Content-Encoding: gzip`). The limit then counts both as it comes and unpacked, and unpacking stops there, so that
+a small body cannot fill the memory.
+
 The server calls `give_up` when it shuts down: a client that sends one byte a minute cannot delay the
 shutdown.
 """
@@ -9,12 +12,13 @@ from __future__ import annotations
 import asyncio
 import ctypes
 import gc
+import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 
 from starlette.types import Receive
 
-from groupwise.api.schemas.problems import Refusal
+from groupwise.api.schemas.problems import FieldError, Refusal
 
 BODY_SECONDS = 120.0
 """Seconds in which a body must arrive; slower requests are refused."""
@@ -22,6 +26,8 @@ SHUTTING_DOWN_RETRY = 5.0
 """`Retry-After` of a server that is shutting down: seconds after which another server, or the same one again, may answer."""
 
 
+GZIP = 16
+"""Added to zlib's window bits: the data has the header of gzip."""
 LARGE = 4 << 20
 """Bytes of a body above which the memory used to read it is returned to the system."""
 
@@ -55,7 +61,7 @@ class Bodies:
             async with asyncio.timeout(BODY_SECONDS) as limit:
                 self._limits.add(limit)
                 try:
-                    return await self._read_all(receive)
+                    body = await self._read_all(receive)
                 finally:
                     self._limits.discard(limit)
         except TimeoutError:
@@ -64,6 +70,26 @@ class Bodies:
             raise Refusal(
                 "timed_out", f"The body was not here within {BODY_SECONDS:g} seconds."
             ) from None
+        encoding = headers.get("content-encoding", "identity").strip().lower()
+        if encoding in ("identity", "") or not body:
+            return body
+        if encoding not in ("gzip", "x-gzip"):
+            raise _encoding_refusal(
+                f"is {encoding[:100]!r}; bodies are taken as they are, or compressed by gzip"
+            )
+        return await asyncio.to_thread(self._unpack, body)
+
+    def _unpack(self, body: bytes) -> bytes:
+        unpacked = zlib.decompressobj(wbits=zlib.MAX_WBITS | GZIP)
+        try:
+            content = unpacked.decompress(body, self._max_bytes + 1)
+        except zlib.error as error:
+            raise _encoding_refusal(f"is gzip, but the body is not ({error})") from None
+        if len(content) > self._max_bytes:
+            raise self._too_large()
+        if not unpacked.eof or unpacked.unused_data:
+            raise _encoding_refusal("is gzip, but the body is cut off, or goes on after its end")
+        return content
 
     async def _read_all(self, receive: Receive) -> bytes:
         parts: list[bytes] = []
@@ -91,6 +117,11 @@ class Bodies:
             "too_large",
             f"The body has more than {self._max_bytes} bytes, which is max_body_bytes of the server. Send less at once.",
         )
+
+
+def _encoding_refusal(problem: str) -> Refusal:
+    error = FieldError(field="Content-Encoding", message=problem)
+    return Refusal("unsupported_media_type", f"Content-Encoding {problem}.", errors=[error])
 
 
 def give_memory_back() -> None:

@@ -2,8 +2,8 @@
 
 The models have the names and shapes of OpenAI's own, so that its clients read the answers. What they ask for is read strictly: each
 parameter is honoured, or changes nothing (`user`, `service_tier`), or is refused by name with what to do instead. Beside OpenAI's own
-there are a few fields of ours: `top_k` and `min_p` in requests; `token_ids`, `policy_version` and `group_id` in answers; and what
-`metadata` says of a completion that is kept to be rewarded.
+there are a few fields of vLLM, such as `top_k` and `stop_token_ids`, in requests; fields of ours, `policy_version` and `group_id`, in
+answers; and what `metadata` says of a completion that is kept to be rewarded.
 
 The chat template describes tools to the model, and their calls are read from the text of an answer, where they stand as Hermes and
 Qwen write them. Nothing forces the model to call one, or to keep to a schema.
@@ -11,10 +11,19 @@ Qwen write them. Nothing forces the model to call one, or to keep to a schema.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, cast
 
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StringConstraints,
+    Tag,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from groupwise.api.schemas.training import (
@@ -29,17 +38,31 @@ from groupwise.api.schemas.training import (
     ModelVersion,
     Stop,
     Text,
+    TokenId,
     wrong,
 )
 
 MAX_CHOICES = 128
 """Completions of one request, for each prompt."""
-GROUP, SIZE = "group", "size"
+GROUP, SIZE, TRAJECTORY = "group", "size", "trajectory"
 """Keys of `metadata` that count where a completion is kept."""
+BY_IDS = "*"
+"""The value of `trajectory` for calls whose ids are listed with their reward."""
 MAX_KEY, MAX_VALUE = 64, 512
 """Characters of a key of `metadata` and of its value."""
 
 FinishReason = Literal["stop", "length", "tool_calls"]
+MAX_SCHEMA = 65536
+"""Characters of a JSON schema."""
+MAX_TOP_LOGPROBS = 20
+"""Alternatives of each token."""
+MAX_BIASES = 1024
+"""Tokens of `logit_bias`."""
+MAX_STOP_TOKENS = 128
+"""Entries of `stop_token_ids`."""
+TokenKey = Annotated[str, StringConstraints(pattern=r"^(0|[1-9][0-9]{0,6})$")]
+"""A token id as a key of a JSON object."""
+Bias = Annotated[float, Field(ge=-100, le=100)]
 MAX_TOOLS = 128
 """Tools of one request."""
 
@@ -82,8 +105,17 @@ class ChatMessage(Body):
     tool_call_id: str | None = Field(
         default=None, description="The call that a tool's message answers.", max_length=MAX_NAME
     )
-    refusal: None = Field(default=None, description="Nothing; answers have it.")
-    annotations: None = Field(default=None, description="Nothing; answers have it.")
+    reasoning_content: str | None = Field(
+        default=None,
+        description="What the model thought before it answered; the chat template decides what of it is shown again.",
+    )
+    refusal: str | None = Field(
+        default=None,
+        description="Answers have it: why a model did not answer. It stands for `content` where there is none.",
+    )
+    annotations: list[dict[str, Any]] | None = Field(
+        default=None, description="No effect; answers have it: what a text refers to."
+    )
     audio: None = Field(default=None, description="Nothing; answers have it.")
     function_call: None = Field(default=None, description="Nothing; answers have it.")
 
@@ -91,7 +123,10 @@ class ChatMessage(Body):
         """The message in the form that chat templates take."""
         parts = self.content
         content = "".join(part.text for part in parts) if isinstance(parts, list) else parts
-        fields = self.model_dump(include={"name", "tool_calls", "tool_call_id"}, exclude_none=True)
+        if content is None and not self.tool_calls:
+            content = self.refusal
+        shown = {"name", "tool_calls", "tool_call_id", "reasoning_content"}
+        fields = self.model_dump(include=shown, exclude_none=True)
         return {"role": self.role, "content": content, **fields}
 
 
@@ -106,11 +141,28 @@ class StreamOptions(Body):
     )
 
 
+class NamedSchema(Body):
+    """A JSON schema that an answer follows."""
+
+    name: str = Field(description="Its name; no effect.", min_length=1, max_length=MAX_ID)
+    description: str | None = Field(default=None, description="What it is for; no effect.")
+    schema_: dict[str, Any] | None = Field(
+        default=None,
+        alias="schema",
+        description="The schema; null: any JSON object. Keywords that cannot be enforced are refused.",
+    )
+    strict: bool | None = Field(default=None, description="No effect: a schema is always enforced.")
+
+
 class ResponseFormat(Body):
     """The form of the answer."""
 
-    type: Literal["text"] = Field(
-        description="Always `text`: the model's words are never forced into a schema. Ask for JSON in the prompt, and check it."
+    type: Literal["text", "json_object", "json_schema"] = Field(
+        description="`text`; `json_object`, any JSON object; or `json_schema`, JSON of the given schema. Tokens that would break it "
+        "cannot be drawn. The model is not shown the schema: say in the prompt what to write. Not with `store`."
+    )
+    json_schema: NamedSchema | None = Field(
+        default=None, description="The schema of `json_schema`; only with that type."
     )
 
 
@@ -122,8 +174,11 @@ class ToolFunction(Body):
     parameters: dict[str, Any] | None = Field(
         default=None, description="JSON schema of its arguments; the model reads it."
     )
-    strict: Literal[False] | None = Field(
-        default=None, description="false alone: no call is forced into the schema."
+    strict: bool | None = Field(
+        default=None,
+        description=(
+            "true: a call whose arguments do not fit the schema stays text, so that calls always fit. The model is not forced to write one."
+        ),
     )
 
 
@@ -137,6 +192,28 @@ class Tool(Body):
 ToolChoice = Annotated[
     Annotated[str | None, Tag("(word)")] | Annotated[dict[str, Any], Tag("(function)")],
     Discriminator(lambda given: "(function)" if isinstance(given, dict) else "(word)"),
+]
+
+
+def _prompt_tag(given: object) -> str:
+    if not isinstance(given, list):
+        return "(one)"
+    items = cast("list[object]", given)
+    first = items[0] if items else None
+    if isinstance(first, list):
+        return "(several of tokens)"
+    return "(tokens)" if isinstance(first, int) else "(several)"
+
+
+TokenPrompt = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKENS)]
+TextPrompt = Annotated[
+    Annotated[Text, Tag("(one)")]
+    | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS), Tag("(several)")]
+    | Annotated[TokenPrompt, Tag("(tokens)")]
+    | Annotated[
+        list[TokenPrompt], Field(min_length=1, max_length=MAX_PROMPTS), Tag("(several of tokens)")
+    ],
+    Discriminator(_prompt_tag),
 ]
 
 
@@ -202,7 +279,8 @@ class _Request(Body):
     metadata: dict[str, str] | None = Field(
         default=None,
         description=(
-            "With `store` and n = 1: `group` is the name under which calls are gathered, `size` how many make a group. "
+            "With `store` and n = 1: `group` is the name under which calls are gathered, `size` how many make a group, and `trajectory` "
+            "the name of the trajectory that the call belongs to, or `*` if its reward will list the ids of its calls. "
             "Everything else has no effect."
         ),
         max_length=16,
@@ -215,10 +293,48 @@ class _Request(Body):
     prompt_cache_key: str | None = Field(default=None, description="No effect.")
     prompt_cache_retention: str | None = Field(default=None, description="No effect.")
 
-    # What is taken where it asks for nothing.
-    frequency_penalty: float | None = Field(default=None, description="0 alone.")
-    presence_penalty: float | None = Field(default=None, description="0 alone.")
-    logit_bias: dict[str, float] | None = Field(default=None, description="Empty alone.")
+    stop_token_ids: list[TokenId] | None = Field(
+        default=None,
+        description="Token ids that end a completion, besides the model's own; the token is part of `token_ids`.",
+        max_length=MAX_STOP_TOKENS,
+    )
+    min_tokens: int | None = Field(
+        default=None,
+        description="Tokens before which a completion cannot end: stop tokens have probability 0 there. null: the run's.",
+        ge=0,
+        le=MAX_TOKENS,
+    )
+    ignore_eos: bool | None = Field(
+        default=None, description="true: the model's own stop tokens do not end a completion."
+    )
+    return_token_ids: bool | None = Field(
+        default=None,
+        description="true: tell the prompt's tokens, too, as `prompt_token_ids`; `token_ids` are always told.",
+    )
+    frequency_penalty: float | None = Field(
+        default=None,
+        description="Lowers a token's logit by this for each time that the completion has it. Not with `store`.",
+        ge=-2,
+        le=2,
+    )
+    presence_penalty: float | None = Field(
+        default=None,
+        description="Lowers the logits of tokens that the completion has by this. Not with `store`.",
+        ge=-2,
+        le=2,
+    )
+    repetition_penalty: float | None = Field(
+        default=None,
+        description="As in vLLM: divides the logits above 0 of tokens that prompt or completion have, and multiplies the others. 1: none. "
+        "Not with `store`.",
+        gt=0,
+        le=100,
+    )
+    logit_bias: dict[TokenKey, Bias] | None = Field(
+        default=None,
+        description="Added to the logits of these token ids, -100 to 100. Not with `store`.",
+        max_length=MAX_BIASES,
+    )
 
     @property
     def choices(self) -> int:
@@ -236,6 +352,12 @@ class _Request(Body):
     def longest(self) -> int | None:
         """Tokens of a completion."""
         return self.max_tokens
+
+    @property
+    def order_fields(self) -> Mapping[Any, str]:
+        """This protocol's names for the fields that an engine may refuse."""
+        names = ("prompt", "max_tokens", "min_tokens", "temperature")
+        return {**{name: name for name in names}, "prompt_ids": "prompt"}
 
     @property
     def restrictions(self) -> Mapping[str, float | int]:
@@ -257,6 +379,11 @@ class _Request(Body):
         """True if the answer has the log-probability of each token."""
         raise NotImplementedError
 
+    @property
+    def alternatives(self) -> int:
+        """How many of the most probable tokens the answer has at each position."""
+        raise NotImplementedError
+
     @model_validator(mode="after")
     def _check_supported(self) -> Self:
         for problem in self._problems():
@@ -264,13 +391,6 @@ class _Request(Body):
         return self
 
     def _problems(self) -> Iterator[PydanticCustomError]:
-        for penalty in ("frequency_penalty", "presence_penalty"):
-            if getattr(self, penalty):
-                yield wrong(
-                    penalty, "is not supported: tokens are drawn as the policy has them. Give 0"
-                )
-        if self.logit_bias:
-            yield wrong("logit_bias", "is not supported; leave it out")
         if self.stream_options is not None and not self.stream:
             yield wrong("stream_options", "has no effect without `stream: true`")
         for key, value in (self.metadata or {}).items():
@@ -295,10 +415,20 @@ class ChatRequest(_Request):
     logprobs: bool | None = Field(
         default=None, description="Tell the log-probability of each token that was drawn."
     )
-    top_logprobs: int | None = Field(default=None, description="0 alone.")
+    top_logprobs: int | None = Field(
+        default=None,
+        description="With `logprobs`: tell so many of the most probable tokens at each position. Not with `store`.",
+        ge=0,
+        le=MAX_TOP_LOGPROBS,
+    )
     chat_template_kwargs: dict[str, Any] | None = Field(
         default=None,
         description='Ours, as in vLLM: what the chat template receives beside the messages, such as {"enable_thinking": false}.',
+    )
+    reasoning_effort: str | None = Field(
+        default=None,
+        description="Passed to the chat template as its argument `reasoning_effort`; refused where the template has none.",
+        max_length=MAX_NAME,
     )
     add_generation_prompt: bool | None = Field(
         default=None,
@@ -308,7 +438,9 @@ class ChatRequest(_Request):
         default=None,
         description="No effect: where the last message is the assistant's, the completion goes on with it.",
     )
-    response_format: ResponseFormat | None = Field(default=None, description="`text` alone.")
+    response_format: ResponseFormat | None = Field(
+        default=None, description="The form of the answer: text, or JSON."
+    )
     modalities: list[Literal["text"]] | None = Field(default=None, description="`text` alone.")
     tools: list[Tool] | None = Field(
         default=None,
@@ -338,6 +470,25 @@ class ChatRequest(_Request):
         return bool(self.logprobs)
 
     @property
+    def alternatives(self) -> int:
+        """How many of the most probable tokens the answer has at each position."""
+        return self.top_logprobs or 0
+
+    @property
+    def template_arguments(self) -> dict[str, Any]:
+        """What the chat template receives beside messages and tools."""
+        arguments = dict(self.chat_template_kwargs or {})
+        if self.reasoning_effort is not None:
+            arguments["reasoning_effort"] = self.reasoning_effort
+        return arguments
+
+    @property
+    def order_fields(self) -> Mapping[Any, str]:
+        """This protocol's names for the fields that an engine may refuse."""
+        limit = "max_completion_tokens" if self.max_completion_tokens else "max_tokens"
+        return {**super().order_fields, "prompt": "messages", "max_tokens": limit}
+
+    @property
     def offered_tools(self) -> list[dict[str, Any]]:
         """Schemas of the tools that the model may call."""
         tools = [] if self.tool_choice == "none" else self.tools or []
@@ -353,9 +504,24 @@ class ChatRequest(_Request):
                 "is `auto` or `none` here: the model writes freely, and cannot be made to call a tool. To have it call a certain one, "
                 "give that one alone as `tools` with `auto`, and say so in a message",
             )
-        if self.top_logprobs:
+        effort = (self.chat_template_kwargs or {}).get("reasoning_effort", self.reasoning_effort)
+        if self.reasoning_effort is not None and effort != self.reasoning_effort:
             yield wrong(
-                "top_logprobs", "is 0 here: only the tokens that were drawn have a log-probability"
+                "reasoning_effort", "differs from chat_template_kwargs; give one of the two"
+            )
+        if self.top_logprobs and not self.logprobs:
+            yield wrong("top_logprobs", "has no effect without `logprobs: true`")
+        given = self.response_format
+        if given is not None and (given.type == "json_schema") != (given.json_schema is not None):
+            yield wrong(
+                "response_format", "has json_schema exactly where its type is `json_schema`"
+            )
+        if given is not None and len(json.dumps(given.model_dump())) > MAX_SCHEMA:
+            yield wrong("response_format", f"has a schema above {MAX_SCHEMA} characters")
+        if given is not None and given.type != "text" and self.offered_tools:
+            yield wrong(
+                "response_format",
+                "is JSON while tools are offered, whose calls are no JSON of it; leave one out, or give tool_choice `none`",
             )
         limits = self.max_tokens, self.max_completion_tokens
         if None not in limits and limits[0] != limits[1]:
@@ -365,40 +531,54 @@ class ChatRequest(_Request):
 class TextRequest(_Request):
     """Text to be gone on with."""
 
-    prompt: Annotated[
-        Annotated[Text, Tag("(one)")]
-        | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS), Tag("(several)")],
-        Discriminator(lambda given: "(several)" if isinstance(given, list) else "(one)"),
-    ] = Field(
-        description="Text, or several, which are tokenised as they stand; tokens are not taken. The choices of several follow each "
-        "other in their order."
+    prompt: TextPrompt = Field(
+        description="Text, or several, which are tokenised as they stand; or token ids, one list or several. The choices of several follow "
+        "each other in their order."
+    )
+    max_tokens: int | None = Field(
+        default=None,
+        description="Longest completion in tokens; null: the run's `max_completion_length`. 0 with `echo`: the prompt alone.",
+        ge=0,
+        le=MAX_TOKENS,
     )
     logprobs: int | None = Field(
-        default=None, description="0: tell the log-probability of each token that was drawn."
+        default=None,
+        description="Tell the log-probability of each token that was drawn, and of so many of the most probable ones. Above 0 not with "
+        "`store`.",
+        ge=0,
+        le=MAX_TOP_LOGPROBS,
     )
-    echo: bool | None = Field(default=None, description="false alone.")
+    echo: bool | None = Field(
+        default=None,
+        description="true: the prompt stands before the completion, with `logprobs` as well. Not with `store`.",
+    )
     suffix: str | None = Field(default=None, description="Empty alone.")
     best_of: int | None = Field(default=None, description="The same as n alone.")
 
     @property
-    def prompts(self) -> tuple[str, ...]:
-        """One or several."""
-        return (self.prompt,) if isinstance(self.prompt, str) else tuple(self.prompt)
+    def prompts(self) -> tuple[str | tuple[int, ...], ...]:
+        """One or several: texts or tokens."""
+        given: Any = self.prompt
+        if isinstance(given, str):
+            return (given,)
+        if isinstance(given[0], int):
+            return (tuple(given),)
+        return tuple(text if isinstance(text, str) else tuple(text) for text in given)
 
     @property
     def wants_logprobs(self) -> bool:
         """True if the answer has the log-probability of each token."""
         return self.logprobs is not None
 
+    @property
+    def alternatives(self) -> int:
+        """How many of the most probable tokens the answer has at each position."""
+        return self.logprobs or 0
+
     def _problems(self) -> Iterator[PydanticCustomError]:
         yield from super()._problems()
-        if self.logprobs:
-            yield wrong(
-                "logprobs",
-                "is 0 here: only the tokens that were drawn have a log-probability, no others beside them",
-            )
-        if self.echo:
-            yield wrong("echo", "is not supported: put the prompt before the text yourself")
+        if self.max_tokens == 0 and not self.echo:
+            yield wrong("max_tokens", "is 0, which is for `echo: true` alone; give 1 or more")
         if self.suffix:
             yield wrong("suffix", "is not supported: the model writes from left to right")
         if self.best_of is not None and self.best_of != self.choices:
@@ -424,6 +604,16 @@ class Usage(ResponseModel):
     total_tokens: int
 
 
+class AlternativeToken(ResponseModel):
+    """A token that could be drawn."""
+
+    token: str = Field(description="Its text by itself; special ones by their name.")
+    logprob: float = Field(description="Log-probability in nats.")
+    bytes: list[int] | None = Field(
+        description="The token's text in UTF-8; null if it is no whole character."
+    )
+
+
 class TokenLogprob(ResponseModel):
     """A token that was drawn."""
 
@@ -434,7 +624,10 @@ class TokenLogprob(ResponseModel):
     bytes: list[int] | None = Field(
         description="The token's text in UTF-8; null if it is no whole character."
     )
-    top_logprobs: list[Any] = Field(default=[], description="Always empty.")
+    top_logprobs: list[AlternativeToken] = Field(
+        default=[],
+        description="The most probable tokens at its position, as many as were asked for.",
+    )
 
 
 class ChatLogprobs(ResponseModel):
@@ -448,9 +641,14 @@ class TextLogprobs(ResponseModel):
     """The same in the older form."""
 
     tokens: list[str]
-    token_logprobs: list[float]
+    token_logprobs: list[float | None] = Field(
+        description="null for the first token of a prompt (`echo`), before which there is nothing."
+    )
     text_offset: list[int]
-    top_logprobs: None = None
+    top_logprobs: list[dict[str, float] | None] | None = Field(
+        default=None,
+        description="The most probable tokens at each position and the one that stands there, where they were asked for.",
+    )
 
 
 class CalledFunction(ResponseModel):
@@ -495,6 +693,15 @@ class _Finished(ResponseModel):
     )
 
 
+PromptTokens = Annotated[
+    list[int] | None,
+    Field(
+        description="As in vLLM: the prompt's tokens, with `return_token_ids`; left out without.",
+        exclude_if=lambda ids: ids is None,
+    ),
+]
+
+
 class ChatChoice(_Finished):
     """One completion of a chat."""
 
@@ -506,6 +713,7 @@ class TextChoice(_Finished):
     """One completion of a text."""
 
     text: str
+    prompt_token_ids: PromptTokens = None
     logprobs: TextLogprobs | None = None
 
 
@@ -529,6 +737,7 @@ class ChatCompletion(_Whole):
     object: Literal["chat.completion"] = "chat.completion"
     choices: list[ChatChoice]
     usage: Usage
+    prompt_token_ids: PromptTokens = None
 
 
 class TextCompletion(_Whole):

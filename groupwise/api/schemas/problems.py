@@ -66,6 +66,11 @@ KINDS: Mapping[str, Kind] = {
     "unknown_model": Kind(
         404, "No such model", "No policy is served under this name; /v1/models lists them."
     ),
+    "unknown_response": Kind(
+        404,
+        "No such response",
+        "No response of this key is kept under this id: it never was, was deleted, or is older than a day.",
+    ),
     "unknown_parts": Kind(
         404,
         "No such parts",

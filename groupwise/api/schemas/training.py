@@ -61,6 +61,10 @@ MIN_LEASE, MAX_LEASE = 1.0, 7 * 24 * 3600.0
 MAX_WAIT, DEFAULT_WAIT = 600.0, 60.0
 """Seconds for which a request may wait for a step."""
 MAX_LEARNING_RATE = 100.0
+MAX_TRAJECTORY_NAME = 512
+"""Characters in the name of a trajectory, or of a group of trajectories."""
+MAX_CALLS = 1024
+"""Calls of one trajectory that a reward can list."""
 TINY = "tiny"
 """The model that every server has: a few thousand random parameters over single characters."""
 
@@ -164,6 +168,7 @@ def plain_prompt(prompt: str | list[ChatMessage]) -> PromptPlain:
 GroupId = Annotated[
     str, StringConstraints(min_length=1, max_length=MAX_ID, pattern=GROUP_ID_PATTERN)
 ]
+TrajectoryName = Annotated[str, StringConstraints(min_length=1, max_length=MAX_TRAJECTORY_NAME)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
 Draw = Annotated[int, Field(ge=0, lt=MAX_DRAW)]
 Reward = Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)]
@@ -402,6 +407,13 @@ class StopAnswer(ResponseModel):
 class CompletionsRequest(Body):
     """One prompt, or several, to be completed by the policy that serves."""
 
+    refused: ClassVar[Mapping[str, str]] = {
+        "max_tokens": "its name here is max_completion_length; /v1/completions, for clients of OpenAI, has max_tokens",
+        "max_completion_tokens": "its name here is max_completion_length",
+        "n": "its name here is num_completions",
+        "messages": "a chat is given as `prompt`, a list of messages; /v1/chat/completions, for clients of OpenAI, has messages",
+    }
+
     prompt: PromptGiven | None = Field(
         default=None, description="Text, or messages of a chat. Either this or `prompts`."
     )
@@ -636,19 +648,74 @@ class RewardsOfSeveral(Body):
         return self
 
 
+class RewardOfTrajectory(Body):
+    """The one reward of a trajectory: of several calls of an agent."""
+
+    trajectory: TrajectoryName | None = Field(
+        default=None,
+        description="The name that its calls gave as `metadata.trajectory`, with the same API key. null: the calls are listed.",
+    )
+    completion_ids: Annotated[list[GroupId], AfterValidator(_check_unique)] | None = Field(
+        default=None,
+        description="Ids of the calls that it consists of, in order. With `trajectory` they choose which of its calls are trained.",
+        min_length=1,
+        max_length=MAX_CALLS,
+    )
+    reward: Reward | None = Field(
+        description="A number, or null for a trajectory that failed and does not teach."
+    )
+    wait: Wait = False
+    timeout: Timeout = DEFAULT_WAIT
+
+    @model_validator(mode="after")
+    def _check_wait(self) -> Self:
+        return _check_timeout(self)
+
+    @model_validator(mode="after")
+    def _check_names(self) -> Self:
+        if self.trajectory is None and self.completion_ids is None:
+            raise wrong("trajectory", "is needed, or `completion_ids`")
+        return self
+
+
+class CloseRequest(Body):
+    """A group of trajectories to be closed before all its places have a reward."""
+
+    group: TrajectoryName = Field(
+        description="The name that its calls gave as `metadata.group`, with the same API key."
+    )
+
+
+class CloseAnswer(ResponseModel):
+    """The groups that were closed."""
+
+    closed: list[str] = Field(
+        description="Ids of the groups that now wait for their step, with the rewards that came. Empty: none was open."
+    )
+    given_up: list[str] = Field(description="Ids of the groups that had no reward, and are gone.")
+
+
 def _rewards_tag(body: object) -> str:
     if isinstance(body, Mapping):
-        return "(several)" if "groups" in body else "(one)"
+        if "groups" in body:
+            return "(several)"
+        of_trajectory = "trajectory" in body or "completion_ids" in body
+        return "(trajectory)" if of_trajectory else "(one)"
+    if isinstance(body, RewardOfTrajectory):
+        return "(trajectory)"
     return "(several)" if isinstance(body, RewardsOfSeveral) else "(one)"
 
 
 RewardsRequest = Annotated[
-    Annotated[RewardsOfOne, Tag("(one)")] | Annotated[RewardsOfSeveral, Tag("(several)")],
+    Annotated[RewardsOfOne, Tag("(one)")]
+    | Annotated[RewardsOfSeveral, Tag("(several)")]
+    | Annotated[RewardOfTrajectory, Tag("(trajectory)")],
     Discriminator(_rewards_tag),
 ]
-"""The rewards of one group, or, under `groups`, of several."""
+"""The rewards of one group, of several under `groups`, or the one of a trajectory."""
 
-REWARDS_REQUEST: TypeAdapter[RewardsOfOne | RewardsOfSeveral] = TypeAdapter(RewardsRequest)
+AnyRewards = RewardsOfOne | RewardsOfSeveral | RewardOfTrajectory
+REWARDS_REQUEST: TypeAdapter[AnyRewards] = TypeAdapter(RewardsRequest)
 
 
 class RewardAnswer(ResponseModel):
@@ -803,6 +870,10 @@ class StatusAnswer(ResponseModel):
     incarnation: int = Field(
         default=0,
         description="Rises where steps had to be repeated and may differ in their last bits from the ones before.",
+    )
+    not_repeatable: str | None = Field(
+        default=None,
+        description="Why the same requests, from more clients or in another order, may give another run; null: they give the same run.",
     )
     engine_restarts: int = Field(
         default=0, description="How often the engine has restarted since the server began."

@@ -30,10 +30,10 @@ LONGEST_MESSAGE = 500
 
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]*$"
 """Names of runs and checkpoints: each is a folder name and part of an address `run@step`."""
-GROUP_ID_PATTERN = r"^[A-Za-z0-9-]+$"
+GROUP_ID_PATTERN = r"^[A-Za-z0-9_-]+$"
 _PATTERNS: Mapping[str, str] = {
     NAME_PATTERN: "must begin with a letter (A to Z) or digit, and have only these, `.`, `_` and `-`",
-    GROUP_ID_PATTERN: "must have only letters (A to Z), digits and `-`",
+    GROUP_ID_PATTERN: "must have only letters (A to Z), digits, `_` and `-`",
 }
 _MESSAGES: Mapping[str, str] = {
     "missing": "is required",

@@ -135,3 +135,8 @@ def _count_conflicts(
             f"{key} is {count}, but the backend tunix divides its work itself: model.mesh. Leave it out.",
             (key, "model.backend"),
         )
+    if config.model.backend == "tinker":
+        yield Conflict(
+            f"{key} is {count}, which has no effect where a Tinker service computes. Leave it out.",
+            (key, "model.backend"),
+        )

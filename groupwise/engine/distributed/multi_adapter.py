@@ -26,6 +26,7 @@ from groupwise.core.types import (
     Policy,
     PolicyRole,
     Prediction,
+    PromptLogprobs,
     Row,
     UpdateResult,
 )
@@ -139,6 +140,10 @@ class ModelSampler:
     async def generate(self, request: GroupRequest) -> tuple[Completion, ...]:
         """See `groupwise.core.types.Sampler.generate`."""
         return await self._model.call("sampler.generate", request, droppable=True)
+
+    async def prompt_logprobs(self, prompt_ids: tuple[int, ...], top: int) -> PromptLogprobs:
+        """See `groupwise.engine.sampler.torch_sampler.TorchSampler.prompt_logprobs`."""
+        return await self._model.call("sampler.prompt_logprobs", prompt_ids, top, droppable=True)
 
     async def load(self, policy: Policy) -> None:
         """See `groupwise.core.types.Sampler.load`."""

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from groupwise.core.types import Completion, GroupRequest, Policy
+from groupwise.core.types import Completion, GroupRequest, Policy, PromptLogprobs
 from groupwise.engine.distributed.rpc import WorkerCalls, require_equal
 from groupwise.engine.distributed.sharding import Share, share_groups
 
@@ -70,6 +70,13 @@ class RankSampler:
         answers = await self._ranks.call_each(calls)
         shares = zip(ticket.shares, answers, strict=True)
         return tuple(ids for share, members in shares for ids in members or ((),) * share.members)
+
+    async def prompt_logprobs(self, prompt_ids: tuple[int, ...], top: int) -> PromptLogprobs:
+        """See `groupwise.engine.sampler.torch_sampler.TorchSampler.prompt_logprobs`. The rank with the least work computes them."""
+        rank = min(range(len(self._loads)), key=self._loads.__getitem__)
+        call = (rank, "sampler.prompt_logprobs", (prompt_ids, top))
+        (result,) = await self._ranks.call_each([call], droppable=True)
+        return result
 
     async def load(self, policy: Policy) -> None:
         """See `groupwise.core.types.Sampler.load`. Each rank reads the files."""

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from groupwise.core.types import Row
-from groupwise.engine.learner.layout import MicroBatch, PackedBatch, cut, longest_completion
+from groupwise.engine.learner.layout import MicroBatch, PackedBatch, cut
 from groupwise.engine.models.decoder import Decoder, PromptCache, SharedPrefixCache, causal_mask
 from groupwise.engine.models.logprobs import TokenNumbers, token_logprobs, withheld_between
 
@@ -27,12 +27,16 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class ForwardResult:
-    """Numbers per completion token, padded on the right; they are 0 for padding and for tokens that were not requested."""
+    """Numbers per target (`Row.target_ids`), padded on the right; they are 0 for padding and for targets that were not requested."""
 
     logprobs_BT: Tensor
     entropies_BT: Tensor
     right_BT: Tensor | None = None
     """True where the token is the most likely one; None if not requested."""
+    top_ids_BTX: Tensor | None = None
+    """The X most likely tokens at each place, the most likely first; None if not requested."""
+    top_logprobs_BTX: Tensor | None = None
+    """Their log-probabilities."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +49,8 @@ class ForwardOutputs:
     """Mark tokens that are the most likely ones: a search through the logits."""
     trained_only: bool = False
     """Leave out tokens outside their row's mask: no loss uses them, and logits are a large part of a token's cost."""
+    top: int = 0
+    """So many most likely tokens at each place; only for rows without several targets for a token."""
 
 
 DEFAULT_OUTPUTS = ForwardOutputs()
@@ -102,7 +108,8 @@ def shared_prompt(
         mask = causal_mask(width - 1, length, device)
         later = decoder.hidden(ids_BT[:, :-1], positions_1T, mask, SharedPrefixCache(cache))
         hidden_BTH = torch.cat((hidden_BTH, later), dim=1)
-    return _at_tokens(decoder, batch.rows, hidden_BTH[_real_tokens(batch.rows, device)], outputs)
+    real_BT = _real_places([len(row.completion_ids) for row in batch.rows], device)
+    return _at_tokens(decoder, batch.rows, hidden_BTH[real_BT], outputs)
 
 
 def whole_rows(
@@ -117,8 +124,8 @@ def whole_rows(
     input_ids = torch.cat((prompt_BP, ids_BT[:, :-1]), dim=1)
     positions = torch.arange(length + width - 1, device=device)[None]
     hidden = decoder.hidden(input_ids, positions, causal_mask(length + width - 1, 0, device), None)
-    real = hidden[:, length - 1 :][_real_tokens(batch.rows, device)]
-    return _at_tokens(decoder, batch.rows, real, outputs)
+    real_BT = _real_places([len(row.completion_ids) for row in batch.rows], device)
+    return _at_tokens(decoder, batch.rows, hidden[:, length - 1 :][real_BT], outputs)
 
 
 def packed_rows(
@@ -190,10 +197,10 @@ def _pad_rows(values: Sequence[tuple[int, ...]], device: torch.device) -> Tensor
     return torch.tensor([[*row, *[0] * (width - len(row))] for row in values], device=device)
 
 
-def _real_tokens(rows: Sequence[Row], device: torch.device) -> Tensor:
-    """Mask [B, T] of the places that hold a token."""
-    lengths_B = torch.tensor([len(row.completion_ids) for row in rows], device=device)
-    return torch.arange(longest_completion(rows), device=device) < lengths_B[:, None]
+def _real_places(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """Mask [B, T] of the places that are not padding, for rows of these lengths."""
+    lengths_B = torch.tensor(lengths, device=device)
+    return torch.arange(max(lengths), device=device) < lengths_B[:, None]
 
 
 def _at_tokens(
@@ -210,15 +217,17 @@ def _at_tokens(
         entropy_gradient=outputs.entropy_gradient,
         accuracy=outputs.accuracy,
         withheld_X2=targets.withheld_X2,
+        top=outputs.top,
     )
     return queried.spread(numbers)
 
 
 @dataclass(frozen=True, slots=True)
 class Targets:
-    """Tokens to compute numbers for, of all rows one after another, and the numbers that are wanted."""
+    """Places to compute numbers for, of all rows one after another, and the numbers that are wanted."""
 
     ids_N: Tensor
+    """The token at each place; [N, K] for K tokens at each place, and then their numbers have this shape, too."""
     temperatures_N: Tensor
     withheld_X2: Tensor | None
     """Pairs of an index in N and a token id that could not be drawn there."""
@@ -236,47 +245,69 @@ class Targets:
 
 @dataclass(frozen=True, slots=True)
 class QueriedTokens:
-    """The completion tokens of rows for which numbers are wanted."""
+    """The targets of rows for which numbers are wanted."""
 
     targets: Targets
     among_A: Tensor
-    """Mask of these tokens among all completion tokens, one row after another."""
+    """Mask of their places among all completion tokens, one row after another."""
     places_BT: Tensor
-    """Mask of these tokens in the padded shape."""
+    """Mask of these targets in the padded shape."""
+    wanted_NK: Tensor | None = None
+    """Mask of these targets among the K at each place of `targets`; None: there is one at each place."""
 
     def spread(self, numbers: TokenNumbers) -> ForwardResult:
         """The numbers of the targets in the padded shape, 0 elsewhere."""
         places_BT = self.places_BT
         empty_BT = torch.zeros(places_BT.shape, device=places_BT.device)
         wrong_BT = torch.zeros_like(places_BT)
+        logprobs, entropies, right, *top = numbers
+        if (wanted_NK := self.wanted_NK) is not None:
+            logprobs = logprobs[wanted_NK]
+            entropies = entropies[:, None].expand_as(wanted_NK)[wanted_NK]
+            right = None if right is None else right[wanted_NK]
         return ForwardResult(
-            empty_BT.masked_scatter(places_BT, numbers.logprobs_N),
-            empty_BT.masked_scatter(places_BT, numbers.entropies_N),
-            None
-            if numbers.right_N is None
-            else wrong_BT.masked_scatter(places_BT, numbers.right_N),
+            empty_BT.masked_scatter(places_BT, logprobs),
+            empty_BT.masked_scatter(places_BT, entropies),
+            None if right is None else wrong_BT.masked_scatter(places_BT, right),
+            *(None if values is None else _spread_rows(places_BT, values) for values in top),
         )
+
+
+def _spread_rows(places_BT: Tensor, values_NX: Tensor) -> Tensor:
+    """A row of values at each of the marked places, 0 elsewhere, as [B, T, X]."""
+    empty_BTX = values_NX.new_zeros((*places_BT.shape, values_NX.shape[1]))
+    return empty_BTX.masked_scatter(places_BT[..., None], values_NX)
 
 
 def query_tokens(
     rows: Sequence[Row], outputs: ForwardOutputs, device: torch.device
 ) -> QueriedTokens:
-    """The completion tokens for which `outputs` wants numbers."""
-    real_BT = _real_tokens(rows, device)
+    """The targets for which `outputs` wants numbers."""
+    real_BT = _real_places([len(row.target_ids) for row in rows], device)
     places_BT = (
         _pad_rows([row.mask for row in rows], device) != 0 if outputs.trained_only else real_BT
     )
     if not places_BT.any():  # backward needs some token, even if the gradient is 0
         places_BT = real_BT
-    among_A = places_BT[real_BT]
-    temperatures_B = torch.tensor([row.temperature for row in rows], device=device)
-    targets = Targets(
-        ids_N=_padded_ids(rows, device)[places_BT],
-        temperatures_N=temperatures_B[:, None].expand_as(places_BT)[places_BT],
-        withheld_X2=_withheld_pairs(rows, among_A),
-        outputs=outputs,
-    )
-    return QueriedTokens(targets, among_A, places_BT)
+    ids_BT = _pad_rows([row.target_ids for row in rows], device)
+    lengths_B = torch.tensor([len(row.completion_ids) for row in rows], device=device)
+    temperatures_A = torch.tensor([row.temperature for row in rows], device=device)
+    temperatures_A = temperatures_A.repeat_interleave(lengths_B)
+    most = max(row.targets_per_token for row in rows)
+    if most == 1:
+        ids_N, among_A, wanted_NK = ids_BT[places_BT], places_BT[real_BT], None
+    else:
+        # Rows may differ in the number of targets for a token; those with fewer are padded here.
+        counts_B = torch.tensor([row.targets_per_token for row in rows], device=device)
+        counts_A1 = counts_B.repeat_interleave(lengths_B)[:, None]
+        present_AK = torch.arange(most, device=device) < counts_A1
+        ids_AK = torch.zeros(present_AK.shape, dtype=torch.long, device=device)
+        ids_AK = ids_AK.masked_scatter(present_AK, ids_BT[real_BT])
+        wanted_AK = torch.zeros_like(present_AK).masked_scatter(present_AK, places_BT[real_BT])
+        among_A = wanted_AK.any(-1)
+        ids_N, wanted_NK = ids_AK[among_A], wanted_AK[among_A]
+    targets = Targets(ids_N, temperatures_A[among_A], _withheld_pairs(rows, among_A), outputs)
+    return QueriedTokens(targets, among_A, places_BT, wanted_NK)
 
 
 def _withheld_pairs(rows: Sequence[Row], among_A: Tensor) -> Tensor | None:

@@ -40,7 +40,7 @@ _PASS = "divided_pass"
 _EMPTY_BATCH = PackedBatch((Row((0, 0), (0,), (1,), (0.0,), 0.0, 1.0),), (0,), ((0, 0),), (1, 2))
 """Batch for learners that have no rows left."""
 
-Numbers = tuple[Tensor, Tensor, Tensor | None]
+Numbers = tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]
 """The fields of a `ForwardResult` in a tuple, because FSDP's hooks look for tensors in the result of a pass."""
 
 
@@ -142,4 +142,10 @@ def _shard_model(
 
 def _forward_tuple(compute: Compute, batch: Any, outputs: ForwardOutputs) -> Numbers:
     forward = compute(batch, outputs)
-    return forward.logprobs_BT, forward.entropies_BT, forward.right_BT
+    return (
+        forward.logprobs_BT,
+        forward.entropies_BT,
+        forward.right_BT,
+        forward.top_ids_BTX,
+        forward.top_logprobs_BTX,
+    )

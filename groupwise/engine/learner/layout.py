@@ -26,13 +26,13 @@ class MicroBatch:
 
     @property
     def width(self) -> int:
-        """Tokens of the longest completion."""
-        return longest_completion(self.rows)
+        """The largest number of targets of a row."""
+        return most_targets(self.rows)
 
     @property
     def tokens(self) -> int:
         """Tokens computed, padding included."""
-        return len(self.prompt_ids) + len(self.rows) * self.width
+        return len(self.prompt_ids) + len(self.rows) * longest_completion(self.rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +49,8 @@ class PackedBatch:
 
     @property
     def width(self) -> int:
-        """Tokens of the longest completion."""
-        return longest_completion(self.rows)
+        """The largest number of targets of a row."""
+        return most_targets(self.rows)
 
     @property
     def tokens(self) -> int:
@@ -71,13 +71,18 @@ class Batch(Protocol):
 
     @property
     def width(self) -> int:
-        """Tokens of the longest completion."""
+        """The largest number of targets of a row: the length to which numbers per target are padded."""
         ...
 
 
 def longest_completion(rows: Sequence[Row]) -> int:
     """Tokens of the longest completion."""
     return max(len(row.completion_ids) for row in rows)
+
+
+def most_targets(rows: Sequence[Row]) -> int:
+    """The largest number of targets of a row; the length of the longest completion unless rows name targets of their own."""
+    return max(len(row.target_ids) for row in rows)
 
 
 def cut(

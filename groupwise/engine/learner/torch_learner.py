@@ -14,6 +14,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,6 +32,7 @@ from groupwise.core.types import (
     Prediction,
     Row,
     SiblingRowStats,
+    TopTokens,
     UpdateResult,
 )
 from groupwise.engine.learner.engine import LearnerEngine, TransformersEngine
@@ -212,6 +214,23 @@ class TorchLearner:
             _add_sums(sums, loss_function.loss(token_batch(batch, forward)))
         return sums, _by_row(rows, ((batch, forward.logprobs_BT) for batch, forward in forwards))
 
+    async def top_logprobs(
+        self, rows: Sequence[Row], count: int
+    ) -> tuple[list[tuple[float, ...]], list[TopTokens]]:
+        """What `logprobs` returns, and in the same pass the `count` most likely tokens in place of each completion token of each row."""
+        forwards = self._forwards(rows, outputs=ForwardOutputs(top=count))
+        ids_by_row = _by_row(
+            rows, ((batch, cast("Tensor", forward.top_ids_BTX)) for batch, forward in forwards)
+        )
+        logprobs_by_row = _by_row(
+            rows, ((batch, cast("Tensor", forward.top_logprobs_BTX)) for batch, forward in forwards)
+        )
+        logprobs = _by_row(rows, ((batch, forward.logprobs_BT) for batch, forward in forwards))
+        return logprobs, [
+            TopTokens(count, tuple(chain(*ids)), tuple(chain(*values)))
+            for ids, values in zip(ids_by_row, logprobs_by_row, strict=True)
+        ]
+
     @explaining_out_of_memory("computing log-probabilities")
     def _forwards(
         self,
@@ -334,7 +353,7 @@ def _by_row(
     values_by_row: list[tuple[Any, ...]] = [()] * len(rows)
     for batch, values_BT in values_by_batch:
         for index, row, values in zip(batch.indices, batch.rows, values_BT.tolist(), strict=True):
-            values_by_row[index] = tuple(values[: len(row.completion_ids)])
+            values_by_row[index] = tuple(values[: len(row.target_ids)])
     return values_by_row
 
 

@@ -15,11 +15,29 @@ Dtype = Literal["float32", "bfloat16"]
 class ModelConfig(Strict):
     """The model that the run starts from."""
 
-    backend: Literal["transformers", "unsloth", "tunix"] = setting(
+    backend: Literal["transformers", "unsloth", "tunix", "tinker"] = setting(
         "transformers",
         "Which library makes the model from its files, and with what it computes: transformers with torch; unsloth with kernels of its own "
         "for GPUs (pip install 'groupwise[train,unsloth]'); tunix (google-tunix) with JAX, for TPUs, in an environment of its own that "
-        "groupwise fetch-tunix makes.",
+        "groupwise fetch-tunix makes; tinker has a service of the Tinker API sample and learn (pip install 'groupwise[train,tinker]').",
+    )
+    base_url: str | None = setting(
+        None,
+        "Where the service of the backend tinker answers, as http://127.0.0.1:8000; null: TINKER_BASE_URL, else the one that the tinker "
+        "package is made for.",
+        on_resume="free",
+        min_length=1,
+    )
+    api_key_env: str = setting(
+        "TINKER_API_KEY",
+        "The environment variable that holds the key of the backend tinker's service.",
+        on_resume="free",
+        min_length=1,
+    )
+    tokenizer: str | None = setting(
+        None,
+        "Tokenizer of the model that the service of the backend tinker calls `name`: a hub id, a folder or an alias; null: `name` itself.",
+        min_length=1,
     )
     load_in_4bit: bool = setting(
         False,
@@ -46,7 +64,8 @@ class ModelConfig(Strict):
     )
     adapter: str | None = setting(
         None,
-        "A PEFT adapter to start from: a folder, or a hub id; null starts from the model as it is.",
+        "A PEFT adapter to start from: a folder, or a hub id; with the backend tinker, a tinker:// path of a saved state. null starts from "
+        "the model as it is.",
     )
     adapter_revision: str | None = setting(
         None, "Branch, tag or commit of an adapter on the hub; null is its main branch."
@@ -82,6 +101,13 @@ class ModelConfig(Strict):
                 "load_in_4bit and load_in_8bit are both true; weights are held in one of the two. Leave one out.",
                 ("load_in_4bit", "load_in_8bit"),
             )
+        for key in ("base_url", "api_key_env", "tokenizer"):
+            value = getattr(self, key)
+            if value != type(self).model_fields[key].default and self.backend != "tinker":
+                yield Conflict(
+                    f"{key} is {value!r}, which has no effect with the backend {self.backend}. Set backend to tinker, or leave {key} out.",
+                    (key, "backend"),
+                )
         if self.mesh is not None and self.backend != "tunix":
             yield Conflict(
                 f"mesh is {list(self.mesh)}, which has no effect with the backend {self.backend}. Set backend to tunix, or leave mesh out.",

@@ -20,6 +20,8 @@ BLOCK = 1 << 20
 BLOCKS = 32
 """Number of blocks that are hashed of a larger file, spread evenly from its start to its end: any training changes all of them."""
 
+OF_SERVICE = "tinker.json"
+"""The file that stands for weights which a Tinker service has; see `groupwise.engine.backends.tinker.saved`."""
 UNSTABLE_KEYS = ("_name_or_path", "transformers_version")
 """Keys of a model's config that change without the model."""
 
@@ -27,11 +29,18 @@ UNSTABLE_KEYS = ("_name_or_path", "transformers_version")
 def identity(config: ModelConfig) -> str:
     """16 hex digits that identify the base, and `model.adapter` if it is set.
 
-    For a model on the hub they depend on the commit, for local files on a hash of config and weights, which takes about a second.
+    For a model on the hub they depend on the commit, for local files on a hash of config and weights, which takes about a second, and for
+    a model of a Tinker service on its name.
     Raises `ModelError` if the files cannot be obtained.
     """
-    resolved = resolve(config)
     digest = hashlib.sha256()
+    if config.backend == "tinker":  # the service's names are all that is known of its weights
+        digest.update(config.name.encode())
+        if config.adapter is not None:
+            saved = Path(config.adapter).expanduser() / OF_SERVICE
+            digest.update(saved.read_bytes() if saved.is_file() else config.adapter.encode())
+        return digest.hexdigest()[:16]
+    resolved = resolve(config)
     if resolved.local:
         folder = Path(resolved.location)
         hf_config = read_json(folder / "config.json")

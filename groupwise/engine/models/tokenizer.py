@@ -84,6 +84,8 @@ def locate(config: ModelConfig) -> ResolvedModel:
 
 def load_tokenizer(config: ModelConfig) -> Any:
     """The model's tokenizer, with `model.chat_template` if that is set, and with the template's arguments."""
+    if config.backend == "tinker":
+        return _tokenizer_of_service(config)
     resolved = resolve(config)
     with quiet(), explaining_errors(config, resolved, "tokenizer"):
         file = Path(resolved.location, "tokenizer_config.json")
@@ -102,6 +104,19 @@ def load_tokenizer(config: ModelConfig) -> Any:
         tokenizer.chat_template = template.read_text(encoding="utf-8")
     setattr(tokenizer, OF_THE_MODEL, config.chat_template_kwargs)
     return tokenizer
+
+
+def _tokenizer_of_service(config: ModelConfig) -> Any:
+    """The tokenizer of a model that a service has: `model.tokenizer`, or files by the service's name of the model."""
+    name = config.tokenizer or config.name
+    local = config.model_copy(update={"backend": "transformers", "tokenizer": None, "name": name})
+    try:
+        return load_tokenizer(local)
+    except ModelError as error:
+        raise ModelError(
+            f"The backend tinker needs the tokenizer of {config.name!r} here, for prompts and rewards. As {name!r} it could not be loaded; "
+            f"set model.tokenizer to its hub id or to a folder with its files.\n{error}"
+        ) from error
 
 
 def import_class() -> None:

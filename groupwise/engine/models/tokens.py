@@ -8,12 +8,20 @@ model continues (see `chat_template`); special tokens in their messages are plai
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any
 
 from groupwise.core.errors import TaskError
 from groupwise.core.types import Prompt
 from groupwise.engine.models.chat_template import Chat, TemplateRefused, prompt_text, refusal
 from groupwise.engine.models.control_tokens import pieces
+
+CALL_MARKERS = (
+    *("<tool_call>", "</tool_call>"),  # Hermes, Qwen
+    "<|python_tag|>",  # Llama 3
+    *("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),  # Mistral
+)
+"""Texts of tokens around tool calls."""
 
 
 def prompt_ids(
@@ -58,11 +66,24 @@ def text_ids(tokenizer: Any, text: str) -> tuple[int, ...]:
     )
 
 
-def completion_text(tokenizer: Any, token_ids: Sequence[int]) -> str:
-    """The completion as text, without special tokens, with spaces unchanged."""
-    return tokenizer.decode(
-        list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-    )
+def completion_text(
+    tokenizer: Any, token_ids: Sequence[int], keep: frozenset[int] = frozenset()
+) -> str:
+    """The completion as text, without special tokens other than those in `keep`, with spaces unchanged."""
+    if keep.isdisjoint(token_ids):
+        return tokenizer.decode(
+            list(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+    texts: list[str] = []
+    for kept, run in groupby(token_ids, keep.__contains__):
+        texts.append((render_prompt if kept else completion_text)(tokenizer, list(run)))
+    return "".join(texts)
+
+
+def call_markers(tokenizer: Any) -> frozenset[int]:
+    """The special tokens with which a model begins or divides tool calls; other models write them as ordinary text."""
+    added = tokenizer.added_tokens_decoder.items()
+    return frozenset(id for id, token in added if token.special and token.content in CALL_MARKERS)
 
 
 def render_prompt(tokenizer: Any, ids: Sequence[int]) -> str:

@@ -8,7 +8,7 @@ alone, bit for bit, never on the other rows.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -17,6 +17,9 @@ from torch import Tensor
 
 from groupwise.engine.models.decoder import Decoder, PromptCache, SlotCache, causal_mask
 from groupwise.engine.sampler.weights import ServedWeights
+
+SLICE = 64
+"""Positions of a prompt whose logits are in memory at once."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -50,6 +53,15 @@ class DecodeEngine(Protocol):
 
     rows: list[DecodeRow]
     """Rows in progress, in the order of `decode`'s tokens and logits."""
+
+    @property
+    def shift(self) -> float:
+        """What the engine's logits are lower by than the model's own."""
+        ...
+
+    def prompt_logits(self, ids: Sequence[int]) -> Iterator[Tensor]:
+        """Logits [T, V] after each of these tokens, in slices of at most `SLICE`; nothing is kept."""
+        ...
 
     def prefill(self, ids: Sequence[int]) -> Prompt:
         """Compute a prompt."""
@@ -102,17 +114,29 @@ class SlotEngine:
         self._decoder = Decoder(weights.model)
         self._cache = SlotCache(slots, key_length)
 
+    @property
+    def shift(self) -> float:
+        """See `DecodeEngine.shift`."""
+        return 0.0
+
     def prefill(self, ids: Sequence[int]) -> Prompt:
         """See `DecodeEngine.prefill`."""
-        device = self._decoder.device
-        ids_1P = torch.tensor([ids], device=device)
-        length = len(ids)
-        positions_1P = torch.arange(length, device=device)[None]
         cache = PromptCache()
-        mask = causal_mask(length, 0, device)
         with self._weights.acting():
-            hidden = self._decoder.hidden(ids_1P, positions_1P, mask, cache)
-            return CachedPrompt(length, self._decoder.logits(hidden[0, -1:])[0], cache)
+            hidden_PH = self._prompt_hidden(ids, cache)
+            return CachedPrompt(len(ids), self._decoder.logits(hidden_PH[-1:])[0], cache)
+
+    def prompt_logits(self, ids: Sequence[int]) -> Iterator[Tensor]:
+        """See `DecodeEngine.prompt_logits`."""
+        with self._weights.acting():
+            for hidden_TH in self._prompt_hidden(ids, PromptCache()).split(SLICE):
+                yield self._decoder.logits(hidden_TH)
+
+    def _prompt_hidden(self, ids: Sequence[int], cache: PromptCache) -> Tensor:
+        device, length = self._decoder.device, len(ids)
+        ids_1P = torch.tensor([ids], device=device)
+        positions_1P = torch.arange(length, device=device)[None]
+        return self._decoder.hidden(ids_1P, positions_1P, causal_mask(length, 0, device), cache)[0]
 
     def prefill_all(self, texts: Sequence[Sequence[int]]) -> list[Prompt]:
         """See `DecodeEngine.prefill_all`."""

@@ -18,12 +18,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from groupwise.core.errors import GroupwiseError, NonFiniteError, RunError
-from groupwise.core.types import Completion, FinishReason, GroupRequest, Policy
+from groupwise.core.errors import GroupwiseError, NonFiniteError, RunError, UsageError
+from groupwise.core.types import Completion, FinishReason, GroupRequest, Policy, TopLogprobs
 from groupwise.engine.models.lora import fingerprint
 from groupwise.engine.models.memory import explaining_out_of_memory, is_out_of_memory, out_of_memory
 from groupwise.engine.sampler.draw import draw_tokens, mask_early_stops, truncate
 from groupwise.engine.sampler.engine import Prompt
+from groupwise.engine.sampler.json_schemas import SchemaMask, SchemaMasks
+from groupwise.engine.sampler.logits import process_row, top_logprobs
 from groupwise.engine.sampler.rules import (
     ends_with_stop,
     not_finite,
@@ -53,6 +55,10 @@ class Member:
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     finish_reason: FinishReason | None = None
+    top_logprobs: list[TopLogprobs] = field(default_factory=list)
+    """See `Completion.top_logprobs`."""
+    mask: SchemaMask | None = None
+    """None: the completion follows no schema."""
 
 
 @dataclass(slots=True, eq=False)
@@ -79,6 +85,7 @@ class QueuedSampler(ABC):
         self._waiting: deque[Member] = deque()
         self._tickets: list[Ticket] = []
         self._driver: asyncio.Task[None] | None = None
+        self._masks: SchemaMasks | None = None
         self._version = 0
         self._fingerprint = fingerprint(weights.tensors())
 
@@ -107,15 +114,18 @@ class QueuedSampler(ABC):
         refuse_misfit(request, self.layout.key_length)
         if not request.seeds:
             return ()
+        masks = await self._schema_masks(request)
         ticket = Ticket(request, asyncio.get_running_loop().create_future())
-        ticket.members = [Member(ticket, seed) for seed in request.seeds]
+        ticket.members = [
+            Member(ticket, seed, mask=mask) for seed, mask in zip(request.seeds, masks, strict=True)
+        ]
         self._waiting.extend(ticket.members)
         self._tickets.append(ticket)
         if self._driver is None or self._driver.done():
             self._driver = asyncio.create_task(self._run_driver())
         try:
             await ticket.done
-        except (asyncio.CancelledError, NonFiniteError):  # only this group ends
+        except (asyncio.CancelledError, NonFiniteError, UsageError):  # only this group ends
             self._waiting = deque(member for member in self._waiting if member.ticket is not ticket)
             self._drop_group(ticket)
             raise
@@ -123,6 +133,16 @@ class QueuedSampler(ABC):
             self._tickets.remove(ticket)
             ticket.prompt = None  # ticket and members form a cycle, which would keep the prompt's keys until garbage collection
         return tuple(self._make_completion(member) for member in ticket.members)
+
+    async def _schema_masks(self, request: GroupRequest) -> Sequence[SchemaMask | None]:
+        """A mask for each member, if the request has a JSON schema. Raises `UsageError` if that cannot be enforced."""
+        processing, members = request.params.processing, len(request.seeds)
+        if processing is None or processing.json_schema is None:
+            return [None] * members
+        if self._masks is None:
+            self._masks = SchemaMasks(self._tokenizer)
+        stops = request.params.stop_token_ids
+        return await asyncio.to_thread(self._masks.masks, processing.json_schema, stops, members)
 
     async def load(self, policy: Policy) -> None:
         """See `groupwise.core.types.Sampler.load`. Allowed only between groups: keys and values belong to one version."""
@@ -156,6 +176,7 @@ class QueuedSampler(ABC):
             seed=member.seed,
             policy_version=self._version,
             fingerprint=self._fingerprint,
+            top_logprobs=tuple(member.top_logprobs),
         )
 
     async def _run_driver(self) -> None:
@@ -189,6 +210,8 @@ class QueuedSampler(ABC):
             member.finish_reason = "stop"
         elif len(member.token_ids) == params.max_tokens:
             member.finish_reason = "length"
+        elif member.mask is not None:
+            member.mask.advance(token)
 
     def _decode_text(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
@@ -200,7 +223,13 @@ class QueuedSampler(ABC):
         if not all(
             math.isfinite(logprob) for member in ticket.members for logprob in member.logprobs[-1:]
         ):
-            ticket.done.set_exception(not_finite(self._version))
+            errors = [member.mask.error for member in ticket.members if member.mask is not None]
+            if any(errors):
+                ticket.done.set_exception(
+                    UsageError(f"The JSON schema is too complex: {max(errors)}")
+                )
+            else:
+                ticket.done.set_exception(not_finite(self._version))
         elif all(member.finish_reason is not None for member in ticket.members):
             ticket.done.set_result(None)
 
@@ -210,9 +239,9 @@ COLDEST = 1e-30
 
 
 def draw_members(
-    members: Sequence[Member], logits_NV: Tensor, empty: int = 0
+    members: Sequence[Member], logits_NV: Tensor, empty: int = 0, shift: float = 0.0
 ) -> tuple[list[int], list[float]]:
-    """A token and its log-probability for each row of logits; the last `empty` rows are padding."""
+    """A token and its log-probability for each row of logits; the last `empty` rows are padding. See `DecodeEngine.shift`."""
     params = [*(member.ticket.request.params for member in members), *[None] * empty]
     lengths = [*(len(member.token_ids) for member in members), *[0] * empty]
     uniforms = [uniform(member.seed, len(member.token_ids)) for member in members]
@@ -221,6 +250,7 @@ def draw_members(
         [temperature and max(temperature, COLDEST) for temperature in temperatures]
     )
     logits_NV = mask_early_stops(logits_NV, params, lengths)
+    logits_NV = _process_logits(members, logits_NV, shift)
     logits_NV = truncate(logits_NV, temperatures_N, params)
     tokens_N, logprobs_N = draw_tokens(
         logits_NV,
@@ -228,4 +258,26 @@ def draw_members(
         torch.tensor(uniforms + [0.0] * empty, dtype=torch.float64),
     )
     tokens, logprobs = torch.stack((tokens_N.double(), logprobs_N.double())).tolist()  # one sync
-    return [*map(int, tokens)], logprobs
+    tokens = [*map(int, tokens)]
+    for row, member in enumerate(members):
+        if count := member.ticket.request.top_logprobs:
+            drawn = tokens[row], logprobs[row]
+            best = top_logprobs(logits_NV[row], temperatures_N[row].item(), *drawn, count)
+            member.top_logprobs.append(best)
+    return tokens, logprobs
+
+
+def _process_logits(members: Sequence[Member], logits_NV: Tensor, shift: float) -> Tensor:
+    """The logits as the requests change them: the same tensor if none does."""
+    processed = [
+        (row, member, processing)
+        for row, member in enumerate(members)
+        if (processing := member.ticket.request.params.processing) is not None
+    ]
+    if not processed:
+        return logits_NV
+    logits_NV = logits_NV.float().clone()
+    for row, member, processing in processed:
+        prompt_ids = member.ticket.request.prompt_ids
+        process_row(logits_NV[row], processing, prompt_ids, member.token_ids, member.mask, shift)
+    return logits_NV

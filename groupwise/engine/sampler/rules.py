@@ -5,8 +5,9 @@ and errors.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 
-from groupwise.core.errors import NonFiniteError, PolicyMismatchError, RunError
+from groupwise.core.errors import NonFiniteError, PolicyMismatchError, RunError, UsageError
 from groupwise.core.types import GroupRequest, Policy, SamplingParams
 
 MASK = (1 << 64) - 1
@@ -57,6 +58,29 @@ def refuse_misfit(request: GroupRequest, key_length: int) -> None:
         raise RunError(
             f"A prompt of {len(request.prompt_ids)} tokens with {request.params.max_tokens} new ones needs "
             f"{needed} positions, but the sampler was laid out for {key_length}."
+        )
+
+
+def refuse_long_prompt(prompt_ids: Sequence[int], key_length: int) -> None:
+    """Raise `RunError` for an empty prompt, or one that exceeds the sampler's key length by itself."""
+    if not 1 <= len(prompt_ids) <= key_length:
+        raise RunError(
+            f"A prompt of {len(prompt_ids)} tokens; it needs at least one, and the sampler was laid out for {key_length}."
+        )
+
+
+def refuse_changed_draws(request: GroupRequest, engine: str) -> None:
+    """Raise `UsageError` for what only some samplers have: changed logits, and the most probable tokens beside the drawn one."""
+    processing = request.params.processing
+    changes = [] if processing is None else [
+        field.name for field in fields(processing) if getattr(processing, field.name) != field.default
+    ]  # fmt: skip
+    if request.top_logprobs:
+        changes.append("top_logprobs")
+    if changes:
+        raise UsageError(
+            f"{', '.join(changes)} cannot be had with {engine}, which draws from the model's own logits and gives the log-probability of "
+            "the drawn token alone. Leave it out, or sample with sampler.engine torch or vllm."
         )
 
 

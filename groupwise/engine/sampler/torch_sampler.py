@@ -10,6 +10,7 @@ GPUs), otherwise one over transformers. A member's draw depends only on its seed
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Sequence
 from itertools import islice
 from typing import Any
@@ -18,8 +19,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from groupwise.core.types import PromptLogprobs, TopLogprobs
 from groupwise.engine.models.native.fused import kernels_for
 from groupwise.engine.sampler.engine import DecodeEngine, DecodeRow, SlotEngine
+from groupwise.engine.sampler.logits import prompt_logprobs
 from groupwise.engine.sampler.native.engine import NativeEngine
 from groupwise.engine.sampler.native.graph_engine import GraphEngine
 from groupwise.engine.sampler.native.recording import cuda_graphs, run_eagerly
@@ -30,6 +33,7 @@ from groupwise.engine.sampler.queued import (
     Ticket,
     draw_members,
 )
+from groupwise.engine.sampler.rules import not_finite, refuse_long_prompt
 from groupwise.engine.sampler.weights import ServedWeights
 
 
@@ -52,6 +56,24 @@ class TorchSampler(QueuedSampler):
         super().__init__(weights, tokenizer, layout)
         self._engine = _make_engine(weights, layout, native=native, enforce_eager=enforce_eager)
         self._members: dict[DecodeRow, Member] = {}
+
+    async def prompt_logprobs(self, prompt_ids: tuple[int, ...], top: int) -> PromptLogprobs:
+        """What the tokens of a prompt are worth under the weights that serve now, with the `top` most probable at each position.
+
+        Raises `RunError` for a prompt that is empty or longer than the layout. It is computed at once, between two tokens of the others.
+        """
+        refuse_long_prompt(prompt_ids, self.layout.key_length)
+        logprobs: list[float] = []
+        best: list[TopLogprobs] = []
+        with torch.inference_mode():
+            for logits_TV in self._engine.prompt_logits(prompt_ids[:-1]) if prompt_ids[1:] else ():
+                following = prompt_ids[len(logprobs) + 1 :][: len(logits_TV)]
+                slice_logprobs, slice_best = prompt_logprobs(logits_TV, following, top)
+                logprobs += slice_logprobs
+                best += slice_best
+        if not all(map(math.isfinite, logprobs)):
+            raise not_finite(self._version)
+        return PromptLogprobs(tuple(logprobs), tuple(best))
 
     async def _draw_waiting(self) -> None:
         """See `QueuedSampler._draw_waiting`."""
@@ -132,7 +154,7 @@ class TorchSampler(QueuedSampler):
         by_row = logits_NV.device.type == "cpu" or kernels_for(logits_NV) is not None
         empty = 0 if by_row else self.layout.slots - len(members)
         logits_NV = F.pad(logits_NV, (0, 0, 0, empty)) if empty else logits_NV
-        tokens, logprobs = draw_members(members, logits_NV, empty)
+        tokens, logprobs = draw_members(members, logits_NV, empty, self._engine.shift)
         for member, token, logprob in zip(members, tokens, logprobs, strict=False):
             self._append_token(member, token, logprob)
 

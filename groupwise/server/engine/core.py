@@ -9,26 +9,37 @@ last checkpoint.
 from __future__ import annotations
 
 import asyncio
+import copy
 import hashlib
 import inspect
 import logging
 import shutil
 import tempfile
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
+from groupwise.api.schemas.template_columns import TOOLS
 from groupwise.core import atomic_files
 from groupwise.core.errors import ConfigError, TaskError, UsageError
 from groupwise.core.interruption import Interruption
-from groupwise.core.types import Example, Policy, Prompt, SamplingParams
+from groupwise.core.types import (
+    Example,
+    GroupRequest,
+    Policy,
+    Prompt,
+    PromptLogprobs,
+    Rollout,
+    SamplingParams,
+)
 from groupwise.engine.distributed import prefork
 from groupwise.engine.models.card import packages_used
 from groupwise.engine.models.identity import identity
-from groupwise.engine.models.tokens import completion_text, prompt_ids, render_prompt
+from groupwise.engine.models.tokens import call_markers, completion_text, prompt_ids, render_prompt
 from groupwise.runs import checkpoints
 from groupwise.runs.folder import RECORD, RunFolder
 from groupwise.runs.records import StepRecord
@@ -47,6 +58,12 @@ from groupwise.server.engine.engine_protocol import (
     WrongOrder,
 )
 from groupwise.server.engine.hosted_parts import EngineParts
+from groupwise.server.engine.prompt_length import LONG, count_characters, texts_of
+from groupwise.server.engine.sampling_checks import (
+    check_processing,
+    refuse_unknown_tokens,
+    stop_token_ids,
+)
 from groupwise.server.engine.scored_group import PART
 from groupwise.server.engine.served_run import Phase, ServedRun
 from groupwise.server.engine.trained_adapters import EngineModels, Shared
@@ -55,7 +72,7 @@ from groupwise.tasks.data.messages import Unusable, messages_of
 from groupwise.tasks.data.reward_hacking import Signals
 from groupwise.tasks.rollouts.dialogue import first_ids
 from groupwise.tasks.rollouts.seeds import member_seed
-from groupwise.tasks.rollouts.single import sample_group
+from groupwise.tasks.rollouts.single import group_of
 from groupwise.training import build, placement, rollout_builder
 from groupwise.training.config import LoadedConfig, RunConfig, load_config
 from groupwise.training.loops.drawing import check_served
@@ -120,6 +137,8 @@ class EngineCore:
         self._sampled_tokens = 0
         self._fresh_tokens = 0
         """Tokens sampled since the last step."""
+        self._call_markers: dict[int, frozenset[int]] = {}
+        """For requests in progress with tools, by draw: special tokens that stay in the text."""
         self._undone_metrics: dict[int, dict[str, float]] = {}
         """Metrics, by step, of steps that were committed after the checkpoint and are undone by resuming from it."""
         self._oldest = 0
@@ -128,6 +147,9 @@ class EngineCore:
         """Models trained alongside the run, or without one."""
         self.parts = EngineParts(self._scope)
         """Sampler and learner for a training loop in another process, in an engine without a run."""
+        self._is_closing = False
+        self._tokenising = asyncio.Lock()
+        """Held while a long prompt is tokenised in a thread: one at a time."""
         self._run_lock = asyncio.Lock()
         """Held while the run is changed: one step, save or end at a time."""
 
@@ -194,8 +216,10 @@ class EngineCore:
             longest_prompt=order.longest_prompt,
             longest_completion=config.sampler.max_completion_length,
             tokenizer_hash=self._tokenizer_hash,
+            longest_prompt_characters=order.longest_prompt * self._opened.longest_token,
             stop_token_ids=parts.stop_token_ids,
             inexact=inexact,
+            chat_template=_tools_template(run.tokenizer),
         )
 
     def _open_run_folder(
@@ -241,8 +265,10 @@ class EngineCore:
 
     @property
     def _loaded_run(self) -> _LoadedRun:
-        if self._opened is None:
-            raise UsageError("No run is open in this engine.")
+        if self._opened is None or self._is_closing:
+            raise EngineLost(
+                "No run is open in this engine: it is being closed, or was never given one."
+            )
         return self._opened
 
     # --- sampling --------------------------------------------------------------------------------
@@ -250,31 +276,64 @@ class EngineCore:
     async def sample(self, order: SampleOrder) -> Sampled:
         """See `Engine.sample`."""
         run = self._loaded_run.run
-        ids = self._prompt_ids(order)
+        ids = await self._prompt_ids(order)
         params = self._sampling_params(order, len(ids))
         training = run.config.training
         seed, draw = training.seed, order.draw
         if order.sampling.seed is not None:  # the same completions, for any draw
             seed, draw = order.sampling.seed, 0
+        keep = call_markers(run.tokenizer) if order.columns.get(TOOLS) else frozenset[int]()
         members = range(order.members or training.num_generations)
-        seeds = [member_seed(seed, draw, member) for member in members]
-        await run.gate.enter()
+        seeds = tuple(member_seed(seed, draw, member) for member in members)
+        request = GroupRequest(order.draw, ids, seeds, params, order.top_logprobs)
+        self._call_markers[order.draw] = keep
         try:
-            step, policy = run.step, run.serving
-            example = Example(order.draw, order.prompt, dict(order.columns))
-            group = await sample_group(
-                *(run.sampler, example, order.draw, ids, seeds, params),
-                lambda token_ids: completion_text(run.tokenizer, token_ids),
-            )
+            async with run.sampled_by(order.policy_step) as (step, policy):
+                prompt_logprobs = await self._prompt_logprobs(order, ids)
+                completions = await run.sampler.generate(request) if params.max_tokens else ()
         finally:
-            run.gate.leave()
+            self._call_markers.pop(order.draw, None)
+        prompt = order.prompt
+        if isinstance(prompt, tuple):
+            prompt = render_prompt(run.tokenizer, ids)
+        example = Example(order.draw, prompt, dict(order.columns))
+
+        def text_of(token_ids: Sequence[int]) -> str:
+            return completion_text(run.tokenizer, token_ids, keep)
+
+        group = group_of(example, request, completions, text_of)
+        if not params.max_tokens:
+            nothing = [Rollout(order.draw, member, 0, ids, (), "") for member in members]
+            group = replace(group, rollouts=tuple(nothing))
         check_served(policy, group)
         tokens = sum(rollout.written for rollout in group.rollouts)
         self._sampled_tokens += tokens
         self._fresh_tokens += tokens
-        if not isinstance(order.prompt, str):
+        if not isinstance(prompt, str):
             group = replace(group, prompt_seen=render_prompt(run.tokenizer, ids))
-        return Sampled(group, step, policy.version, policy.fingerprint)
+        return Sampled(
+            group,
+            step,
+            policy.version,
+            policy.fingerprint,
+            tuple(completion.top_logprobs for completion in completions),
+            prompt_logprobs,
+        )
+
+    async def _prompt_logprobs(
+        self, order: SampleOrder, ids: tuple[int, ...]
+    ) -> PromptLogprobs | None:
+        """What the order asks about its prompt. Raises UsageError if the run's sampler cannot tell."""
+        if order.prompt_logprobs is None:
+            return None
+        run = self._loaded_run.run
+        ask = getattr(run.sampler, "prompt_logprobs", None)
+        if ask is None:
+            raise UsageError(
+                "The log-probabilities of a prompt (echo with logprobs) cannot be had from this run's sampler. Leave echo out, or start "
+                "the server with sampler.engine torch or vllm and no other model.backend."
+            )
+        return await ask(ids, order.prompt_logprobs)
 
     async def partial(self, draw: int) -> tuple[str, ...]:
         """See `Engine.partial`."""
@@ -286,35 +345,44 @@ class EngineCore:
             await texts_so_far if inspect.isawaitable(texts_so_far) else texts_so_far
         )
         tokenizer = self._loaded_run.run.tokenizer
-        return tuple(completion_text(tokenizer, ids).rstrip(INCOMPLETE) for ids in members)
+        keep = self._call_markers.get(draw, frozenset())
+        return tuple(completion_text(tokenizer, ids, keep).rstrip(INCOMPLETE) for ids in members)
 
     async def token_texts(self, token_ids: tuple[int, ...]) -> tuple[str, ...]:
         """See `Engine.token_texts`."""
         tokenizer = self._loaded_run.run.tokenizer
         return tuple(render_prompt(tokenizer, [token]) for token in token_ids)
 
-    def _prompt_ids(self, order: SampleOrder) -> tuple[int, ...]:
+    @cached_property
+    def _tokenizer_for_thread(self) -> Any:
+        """A copy, because a tokenizer cannot be used by two threads at once."""
+        return copy.deepcopy(self._loaded_run.run.tokenizer)
+
+    async def _prompt_ids(self, order: SampleOrder) -> tuple[int, ...]:
         """The prompt's tokens. Raises WrongOrder if there are too many, or if they differ from the client's."""
         prompt, current = order.prompt, self._loaded_run
         longest = current.longest_prompt
+        if isinstance(prompt, tuple):
+            refuse_unknown_tokens(prompt, len(current.run.tokenizer), "prompt")
+            if not 1 <= len(prompt) <= longest:
+                raise WrongOrder(
+                    f"The prompt has {len(prompt)} tokens, and this run takes 1 to {longest} (max_prompt_length). Shorten it, or start "
+                    "the run with a higher one.",
+                    "prompt",
+                    "prompt_too_long" if prompt else UsageError.code,
+                )
+            return prompt
         try:
             if not isinstance(prompt, str):
                 prompt = messages_of(prompt)
-            # Tokenising megabytes takes seconds and blocks other requests, so reject by length in characters first.
-            texts = (
-                [prompt]
-                if isinstance(prompt, str)
-                else [str(message["content"]) for message in prompt]
-            )
-            count, max_characters = sum(map(len, texts)), longest * current.longest_token
-            if count > max_characters:
-                raise WrongOrder(
-                    f"The prompt has {count:,} characters, and this run takes at most {longest} tokens (max_prompt_length), which are "
-                    f"never more than {max_characters:,} characters. Shorten it, or start the run with a higher one.",
-                    "prompt",
-                    "prompt_too_long",
-                )
-            ids = first_ids(current.run.tokenizer, prompt, (), order.columns)
+            count = count_characters(texts_of(prompt), longest, longest * current.longest_token)
+            if count <= LONG:
+                ids = first_ids(current.run.tokenizer, prompt, (), order.columns)
+            else:
+                async with self._tokenising:
+                    ids = await asyncio.to_thread(
+                        first_ids, self._tokenizer_for_thread, prompt, (), order.columns
+                    )
         except (TaskError, Unusable) as error:  # no tokens, or the chat template rejects them
             raise WrongOrder(str(error), "prompt") from None
         if order.prompt_ids is not None and order.prompt_ids != ids:
@@ -342,7 +410,10 @@ class EngineCore:
         params = SamplingParams(
             max_tokens=sampler.max_completion_length,
             temperature=sampler.temperature_at(current.run.step),
-            stop_token_ids=current.parts.stop_token_ids,
+            stop_token_ids=stop_token_ids(
+                requested, current.parts.stop_token_ids, len(current.run.tokenizer)
+            ),
+            processing=requested.processing,
             stop=sampler.stop,
             min_tokens=sampler.min_completion_length,
         )
@@ -351,6 +422,7 @@ class EngineCore:
         params = replace(
             params, **{name: value for name, value in overrides.items() if value is not None}
         )
+        check_processing(params, len(current.run.tokenizer))
         room = current.prepared.layout.key_length - prompt_length
         if params.max_tokens > room:
             raise WrongOrder(
@@ -358,7 +430,12 @@ class EngineCore:
                 "for fewer, or start the run with a higher max_completion_length.",
                 "max_tokens",
             )
-        if params.min_tokens > params.max_tokens:
+        if order.trains and not params.max_tokens:
+            raise WrongOrder(
+                "A completion of 0 tokens was asked for, of which nothing can be learnt. Give max_tokens of 1 or more.",
+                "max_tokens",
+            )
+        if params.max_tokens and params.min_tokens > params.max_tokens:
             raise WrongOrder(
                 f"A completion was to have at least {params.min_tokens} tokens and at most {params.max_tokens}.",
                 "min_tokens",
@@ -470,6 +547,7 @@ class EngineCore:
 
     async def close(self) -> None:
         """See `Engine.close`."""
+        self._is_closing = True  # a request that waits for the step's end gets no half-closed parts
         await self._scope.aclose()
         self._opened = None
 
@@ -546,6 +624,8 @@ def _assemble_run(
 
 def _refuse_unlearnable(sampling: Sampling) -> None:
     restricting = [key for key in ("top_p", "top_k", "min_p") if getattr(sampling, key) is not None]
+    if sampling.processing is not None:
+        restricting.append("processing")
     if restricting:
         raise UsageError(
             f"{', '.join(restricting)} would draw completions from another distribution than the one whose log-probabilities the learner "
@@ -556,6 +636,11 @@ def _refuse_unlearnable(sampling: Sampling) -> None:
             "temperature 0 draws the same completion each time, from which nothing can be learnt. Give one above 0.",
             "temperature",
         )
+
+
+def _tools_template(tokenizer: Any) -> str:
+    """The chat template for conversations with tools; empty if there is none."""
+    return str(tokenizer.get_chat_template(tools=[{}]) if tokenizer.chat_template else "")
 
 
 def _first_difference(client_ids: tuple[int, ...], server_ids: tuple[int, ...]) -> str:

@@ -10,13 +10,21 @@ failed while running, `EngineLost` if the engine ended or was killed before it a
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
 from groupwise.api.schemas.parts import PartsKind
 from groupwise.core.errors import RunError, UsageError
-from groupwise.core.types import Group, Policy, Prompt
+from groupwise.core.types import (
+    Group,
+    LogitsProcessing,
+    Policy,
+    Prompt,
+    PromptLogprobs,
+    TopLogprobs,
+)
 from groupwise.runs.records import StepRecord
 
 
@@ -26,7 +34,17 @@ class EngineLost(RunError):
     code = "engine_lost"
 
 
-OrderField = Literal["prompt", "prompt_ids", "max_tokens", "min_tokens", "temperature"]
+OrderField = Literal[
+    "prompt",
+    "prompt_ids",
+    "max_tokens",
+    "min_tokens",
+    "temperature",
+    "stop_token_ids",
+    "processing",
+    "logit_bias",
+    "json_schema",
+]
 """Fields of a `SampleOrder`, or of its `Sampling`, that a `WrongOrder` can be about."""
 
 
@@ -75,10 +93,14 @@ class Opened:
     longest_prompt: int
     longest_completion: int
     tokenizer_hash: str
+    longest_prompt_characters: int = sys.maxsize
+    """Characters that a prompt of `longest_prompt` tokens never exceeds."""
     stop_token_ids: tuple[int, ...] = ()
     """Any of these ends a completion."""
     inexact: str | None = None
     """Why steps that are taken again may differ in their last bits (a GPU, another layout); None if they repeat exactly."""
+    chat_template: str = ""
+    """The model's chat template for conversations with tools; empty if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +111,12 @@ class Sampling:
     max_tokens: int | None = None
     min_tokens: int | None = None
     stop: tuple[str, ...] | None = None
+    stop_token_ids: tuple[int, ...] = ()
+    """Token ids that end a completion, in addition to the run's."""
+    ignore_eos: bool = False
+    """True if the run's own stop tokens do not end a completion."""
+    processing: LogitsProcessing | None = None
+    """Allowed only if the group is not trained on."""
     top_p: float | None = None
     """Like `top_k` and `min_p`, allowed only if the group is not trained on."""
     top_k: int | None = None
@@ -99,11 +127,12 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class SampleOrder:
-    """One prompt to complete."""
+    """One prompt to complete. With `Sampling.max_tokens` 0 nothing is drawn: for `prompt_logprobs` alone."""
 
     draw: int
     """Position in the order of draws; the seeds are derived from it. Identifies the request among those in progress."""
-    prompt: Prompt
+    prompt: Prompt | tuple[int, ...]
+    """Text, messages, or the tokens themselves."""
     members: int | None = None
     """Number of completions. None: the run's group size."""
     sampling: Sampling = field(default_factory=Sampling)
@@ -112,7 +141,15 @@ class SampleOrder:
     columns: Mapping[str, Any] = field(default_factory=dict[str, Any])
     """Values passed to the chat template in addition to the messages, by column; see `groupwise.api.schemas.template_columns`."""
     trains: bool = True
-    """True if the group may be trained on; restricted sampling (top_p, top_k, min_p) is then refused with UsageError."""
+    """True if the group may be trained on; restricted sampling (top_p, top_k, min_p, processing) is then refused with UsageError."""
+    top_logprobs: int = 0
+    """Also return so many of the most probable tokens at each position of the completions."""
+    prompt_logprobs: int | None = None
+    """Also return the log-probabilities of the prompt's tokens, with so many of the most probable ones; None: neither."""
+    policy_step: int | None = None
+    """Sample with the policy after this many steps, or with the nearest one that is kept: the newest, and `staleness` ones before it. None:
+    the newest.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,9 +158,12 @@ class Sampled:
 
     group: Group
     step: int
-    """Completed steps when it was sampled."""
+    """Number of completed steps of the policy that sampled it."""
     version: int
     fingerprint: str
+    top_logprobs: tuple[tuple[TopLogprobs, ...], ...] = ()
+    """Of each member; empty if the order did not ask."""
+    prompt_logprobs: PromptLogprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)

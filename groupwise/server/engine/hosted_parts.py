@@ -34,6 +34,7 @@ from groupwise.engine.distributed import prefork
 from groupwise.engine.models.files import check_sent
 from groupwise.engine.models.identity import identity
 from groupwise.engine.models.machine import available_cores
+from groupwise.engine.sampler.rules import refuse_changed_draws
 from groupwise.server.engine.engine_protocol import OpenParts, PartsOpened
 from groupwise.server.engine.part_checks import (
     check_loss,
@@ -144,6 +145,7 @@ class EngineParts:
         current = self._ready_parts
         sampler = current.sampler
         check_request(request, current.vocabulary, current.longest)
+        refuse_changed_draws(request, "the parts of a training server")
         return await sampler.generate(request)
 
     async def load(self, policy: Policy) -> str:

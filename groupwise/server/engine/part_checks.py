@@ -10,7 +10,7 @@ from groupwise.core.errors import UsageError
 from groupwise.core.types import GroupRequest, LossSpec, OptimiserParams, Row
 
 PER_TOKEN = ("mask", "sampling_logprobs", "reference_logprobs", "proximal_logprobs", "credits")
-"""Fields of a row that are as long as its completion."""
+"""Fields of a row that are as long as its completion, or as its targets if it names any."""
 MOST_SEEDS = 4096
 
 
@@ -54,12 +54,19 @@ def check_rows(rows: Sequence[Row], vocabulary: int) -> None:
     for index, row in enumerate(rows):
         where = f"rows.{index}"
         length = len(row.completion_ids)
+        targets = row.target_ids
+        _require(
+            row.targets is None or (bool(targets) and len(targets) % max(1, length) == 0),
+            f"{where}.targets",
+            f"has {len(targets)} entries, but completion_ids has {length}; each token has equally many targets, one or more",
+        )
+        of_what = "completion_ids" if row.targets is None else "targets"
         for name in PER_TOKEN:
             values = getattr(row, name)
             _require(
-                values is None or len(values) == length,
+                values is None or len(values) == len(targets),
                 f"{where}.{name}",
-                f"has {0 if values is None else len(values)} entries, but completion_ids has {length}; they go together",
+                f"has {0 if values is None else len(values)} entries, but {of_what} has {len(targets)}; they go together",
             )
         _require(
             bool(row.prompt_ids), f"{where}.prompt_ids", "is empty; at least one token is needed"
@@ -72,6 +79,7 @@ def check_rows(rows: Sequence[Row], vocabulary: int) -> None:
             f"is {row.temperature}; a number above 0 is needed",
         )
         check_tokens((*row.prompt_ids, *row.completion_ids), vocabulary, where)
+        check_tokens(row.targets or (), vocabulary, f"{where}.targets")
         siblings = row.others
         _require(
             siblings is None or 0 <= siblings.tokens < 2**53,

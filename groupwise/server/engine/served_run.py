@@ -13,12 +13,16 @@ from __future__ import annotations
 import asyncio
 import os
 import time
-from collections.abc import Generator
-from contextlib import contextmanager
+from collections import Counter
+from collections.abc import AsyncGenerator, Generator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
+from groupwise.core.condition import ChangeNotifier
 from groupwise.core.terminal.progress import Progress
+from groupwise.core.types import Policy
 from groupwise.runs.records import WarningRecord
+from groupwise.training.loops.drawing import load_into_sampler
 from groupwise.training.loops.run import Run
 
 
@@ -42,6 +46,15 @@ class Gate:
             self._since = time.perf_counter()
         self.inside += 1
         self._empty.clear()
+
+    @property
+    def is_open(self) -> bool:
+        """True if requests may enter."""
+        return self._open.is_set()
+
+    async def opened(self) -> None:
+        """Wait until the gate is open."""
+        await self._open.wait()
 
     def leave(self) -> None:
         """Leave the gate; the last request to leave lets `close` return."""
@@ -93,6 +106,10 @@ class ServedRun(Run):
     gate: Gate = field(default_factory=Gate)
     warned: list[str] = field(default_factory=list[str])
     """Warnings from the signals of the current step."""
+    left: ChangeNotifier = field(default_factory=ChangeNotifier)
+    """Beats when a request ends, so that another policy may be loaded."""
+    waiting: Counter[int] = field(default_factory=Counter[int])
+    """Requests that wait to be sampled, by the step count of their policy."""
 
     @property
     def kept_policies(self) -> int:
@@ -115,6 +132,84 @@ class ServedRun(Run):
         """See `Run.warn`."""
         super(ServedRun, self).warn(warning)
         self.warned.append(f"signal {warning.name} {warning.kind}: {warning.message}")
+
+    @asynccontextmanager
+    async def sampled_by(self, wanted: int | None) -> AsyncGenerator[tuple[int, Policy]]:
+        """Context in which the sampler serves the policy after `wanted` steps (None: the newest), or the nearest one that is kept.
+
+        Yields its step count, and the policy.
+
+        The sampler serves one policy at a time, so requests for another one wait until it is idle. Those for older policies come first:
+        their groups are due earlier, and while they wait nobody enters for a newer one.
+        """
+        step = await self._enter(wanted)
+        try:
+            yield step, self.serving
+        finally:
+            self.gate.leave()
+            self.left.notify()
+
+    async def _enter(self, wanted: int | None) -> int:
+        """Enter the gate when the sampler serves the right policy, loading it if nobody is inside; returns the policy's step count."""
+        noted: int | None = None
+        """Under which step this request is counted in `waiting`."""
+        try:
+            while True:
+                await self.gate.opened()
+                if not self.gate.is_open:  # the next step has closed it before this task was woken
+                    continue
+                step, policy = self._nearest_policy(wanted)
+                if noted != step:
+                    self._stop_waiting(noted)
+                    self.waiting[step] += 1
+                    noted = step
+                beat = self.left.next_event
+                is_first = step == min(self.waiting)
+                if is_first and policy.version == self.serving.version:
+                    await self.gate.enter()
+                    return step
+                if is_first and not self.gate.inside:
+                    await self.gate.enter()
+                    await self._swap_inside_gate(policy)
+                    return step
+                await beat.wait()
+        finally:
+            self._stop_waiting(noted)
+
+    def _stop_waiting(self, step: int | None) -> None:
+        if step is None:
+            return
+        self.waiting[step] -= 1
+        if not self.waiting[step]:
+            del self.waiting[step]
+        self.left.notify()
+
+    def _nearest_policy(self, wanted: int | None) -> tuple[int, Policy]:
+        policies = {**self.recent_policies, self.step: self.policy}
+        step = self.step if wanted is None else min(max(wanted, min(policies)), self.step)
+        while step not in policies:  # it was not kept, so the next younger one is the nearest
+            step += 1
+        return step, policies[step]
+
+    async def _swap_inside_gate(self, policy: Policy) -> None:
+        """Load a policy while this request, alone inside the gate, keeps steps and other requests away. Leaves the gate after an error; a
+        cancelled request leaves it when the policy is loaded.
+        """
+        loading = asyncio.ensure_future(load_into_sampler(self, policy))
+
+        def leave(_: object = None) -> None:
+            self.gate.leave()
+            self.left.notify()
+
+        try:
+            await asyncio.shield(loading)
+        except BaseException:
+            if loading.done():
+                leave()
+            else:
+                loading.add_done_callback(leave)
+            raise
+        self.left.notify()  # others wait for the same policy
 
     @contextmanager
     def taking_a_step(self) -> Generator[None]:

@@ -20,7 +20,16 @@ from typing import Any
 from groupwise.core import atomic_files
 from groupwise.core.condition import ChangeNotifier
 from groupwise.core.errors import UsageError
-from groupwise.core.types import GroupRequest, LossSpec, OptimiserParams, Policy, Row, UpdateResult
+from groupwise.core.types import (
+    Completion,
+    GroupRequest,
+    LossSpec,
+    OptimiserParams,
+    Policy,
+    Row,
+    TopTokens,
+    UpdateResult,
+)
 from groupwise.engine.distributed import prefork
 from groupwise.engine.distributed.multi_adapter import ModelParts, ModelRegistry, NewModel
 from groupwise.engine.models.bundled import BUNDLED
@@ -263,6 +272,7 @@ class EngineModels:
                     f"data[{index}] has {length} tokens; {current.base.name} has room for {current.longest_row}."
                 )
             _check_tokens((*row.prompt_ids, *row.completion_ids), current, f"data[{index}]")
+            _check_tokens(row.targets or (), current, f"data[{index}].target_tokens")
 
     async def _lora_config(self, spec: ModelSpec) -> LoraConfig:
         """The adapter that a client requests."""
@@ -314,23 +324,69 @@ class EngineModels:
                 f"Prompt and completion would have up to {length} tokens; there is room for {current.base.longest}."
             )
         _check_tokens(order.prompt_ids, current, "prompt")
+        wanted = [token for token in order.prompt_targets if token >= 0]
+        _check_tokens(wanted, current, "target_prompt_logprobs")
+        most = max(order.prompt_top, order.completion_top)
+        if most > current.vocabulary:
+            raise UsageError(
+                f"The {most} most likely tokens are wanted; {current.base.name} has {current.vocabulary} tokens in all."
+            )
         request = GroupRequest(next(self._numbers), order.prompt_ids, order.seeds, order.params)
         sampler = await self._take_sampler(stored)
         try:
             completions = await sampler.parts.sampler.generate(request)
-            if not order.prompt_logprobs:
-                return VerbSampled(completions)
-            if stored is not None and not sampler.learner_reads:
-                folder = current.folders.path_of(stored)
-                sampler.parts.model.call_now("learner.load_weights", str(folder))
-                sampler.learner_reads = True
-            first, rest = order.prompt_ids[:1], order.prompt_ids[1:]
-            row = Row(first, rest, (1,) * len(rest), (0.0,) * len(rest), 0.0, 1.0)
-            logprobs = (await sampler.parts.learner.logprobs([row]))[0] if rest else ()
-            return VerbSampled(completions, logprobs)
+            return await self._scored_sample(sampler, stored, order, completions)
         finally:
             sampler.users -= 1
             self._free.notify()
+
+    async def _scored_sample(
+        self,
+        sampler: _Sampler,
+        stored: Stored | None,
+        order: VerbSample,
+        completions: tuple[Completion, ...],
+    ) -> VerbSampled:
+        """The completions with the numbers that the order wants of prompt and completions, by the sampler's learner."""
+        top = order.prompt_top or order.completion_top
+        if not (order.prompt_logprobs or order.prompt_targets or top):
+            return VerbSampled(completions)
+        if stored is not None and not sampler.learner_reads:
+            folder = self._base_state.folders.path_of(stored)
+            sampler.parts.model.call_now("learner.load_weights", str(folder))
+            sampler.learner_reads = True
+        parts = sampler.parts
+        prompt = _context_row(order.prompt_ids[:1], order.prompt_ids[1:])
+        prompt_logprobs = prompt_top = completion_tops = target_logprobs = None
+        if not prompt.completion_ids:  # nothing comes before the only token
+            prompt_logprobs = () if order.prompt_logprobs else None
+            prompt_top = TopTokens(order.prompt_top, (), ()) if order.prompt_top else None
+        elif order.prompt_top:
+            (logprobs,), (prompt_top,) = await parts.model.call(
+                "learner.top_logprobs", [prompt], order.prompt_top
+            )
+            prompt_logprobs = logprobs if order.prompt_logprobs else None
+        elif order.prompt_logprobs:
+            (prompt_logprobs,) = await parts.learner.logprobs([prompt])
+        if order.completion_top:
+            temperature = order.params.temperature or 1.0
+            rows = [
+                replace(
+                    _context_row(order.prompt_ids, completion.token_ids), temperature=temperature
+                )
+                for completion in completions
+            ]
+            _, tops = await parts.model.call("learner.top_logprobs", rows, order.completion_top)
+            completion_tops = tuple(tops)
+        if order.prompt_targets:
+            targets = tuple(max(token, 0) for token in order.prompt_targets)
+            row = replace(prompt, targets=targets, mask=(1,) * len(targets))
+            (found,) = await parts.learner.logprobs([row])
+            pairs = zip(order.prompt_targets, found, strict=True)
+            target_logprobs = tuple(0.0 if token < 0 else logprob for token, logprob in pairs)
+        return VerbSampled(
+            completions, prompt_logprobs, prompt_top, completion_tops, target_logprobs
+        )
 
     async def _take_sampler(self, weights: Stored | None) -> _Sampler:
         """A sampler that serves these weights, with its user count raised; waits while all samplers are in use."""
@@ -416,6 +472,12 @@ def _describe_base(
     )
     folders = SavedFolders(Path(order.folder))
     return _OpenBase(base, models, folders, prefork.vocabulary(config), longest_row, room)
+
+
+def _context_row(prompt_ids: tuple[int, ...], completion_ids: tuple[int, ...]) -> Row:
+    """A row whose completion is only measured."""
+    count = len(completion_ids)
+    return Row(prompt_ids, completion_ids, (1,) * count, (0.0,) * count, 0.0, 1.0)
 
 
 def _new_model(name: str, seed: int, lora: LoraConfig) -> NewModel:

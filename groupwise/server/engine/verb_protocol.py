@@ -24,6 +24,7 @@ from groupwise.core.types import (
     OptimiserParams,
     Row,
     SamplingParams,
+    TopTokens,
     UpdateResult,
 )
 
@@ -76,7 +77,8 @@ class Computed:
     """The result of a forward pass over some rows."""
 
     logprobs: tuple[tuple[float, ...], ...]
-    """Log-probability (nats) of every completion token of each row, even if its mask is 0; computed before the update, without dropout."""
+    """Log-probability (nats) of every target of each row (`Row.target_ids`), even if its mask is 0; computed before the update, without
+    dropout."""
     sums: Mapping[str, float]
     """Sums from `Learner.forward_backward`: `loss/<component>` undivided, and the statistics of the loss."""
 
@@ -90,6 +92,13 @@ class VerbSample:
     params: SamplingParams
     prompt_logprobs: bool = False
     """Also return the log-probability of each prompt token."""
+    prompt_top: int = 0
+    """Also return so many most likely tokens in place of each prompt token; 0: none."""
+    completion_top: int = 0
+    """Also return so many most likely tokens in place of each drawn one; 0: none."""
+    prompt_targets: tuple[int, ...] = ()
+    """Also return the log-probabilities of these ids: K in place of each prompt token from the second on, those for one token after those
+    for the one before it. -1: none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +108,12 @@ class VerbSampled:
     completions: tuple[Completion, ...]
     prompt_logprobs: tuple[float, ...] | None = None
     """Log-probabilities at temperature 1, from the prompt's second token on; one fewer than the prompt has tokens."""
+    prompt_top: TopTokens | None = None
+    """At temperature 1, from the prompt's second token on."""
+    completion_tops: tuple[TopTokens, ...] | None = None
+    """Of each completion, at the temperature of the sample (1 for 0), before `top_k`, `top_p` and `min_p` leave anything out."""
+    target_logprobs: tuple[float, ...] | None = None
+    """At temperature 1, as many as `VerbSample.prompt_targets`; 0 for -1."""
 
 
 class VerbEngine(Protocol):

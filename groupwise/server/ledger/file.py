@@ -30,6 +30,12 @@ class DiskFull(StoreError):
     code = "disk_full"
 
 
+class LedgerClosed(StoreError):
+    """The server is shutting down and has closed its ledger: nothing more is read or stored. The next server answers the same request."""
+
+    code = "shutting_down"
+
+
 def open_file(path: Path) -> sqlite3.Connection:
     """Open or create the ledger; the connection starts no transactions by itself. StoreError if it cannot be used."""
     with explaining_sqlite(path):

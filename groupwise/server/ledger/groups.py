@@ -34,6 +34,8 @@ class NewGroup:
     version: int
     fingerprint: str
     """Fingerprint of the weights that sampled it."""
+    named: bool = False
+    """True if its client named the draw; then the draws before it are trained no later."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +66,8 @@ class GroupRow:
     plan: int | None
     position: int | None
     """Position in its plan's training order, starting at 0."""
+    named: bool = False
+    """See `NewGroup.named`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,6 +109,7 @@ def add_groups(
             key_id=key_id,
             opened_at=transaction.now,
             lease_end=transaction.uptime + lease,
+            named=group.named,
         )
         transaction.insert("records", id=group.id, record=to_json(group.group))
     return [read_group(transaction, new_group.id) for new_group in groups]
@@ -113,6 +118,24 @@ def add_groups(
 def first_unused_draw(transaction: Transaction, run: str) -> int:
     """The draw after the highest one that a group of the run has had."""
     return transaction.value("SELECT coalesce(max(draw) + 1, 0) FROM groups WHERE run = ?", (run,))
+
+
+def count_unnamed(transaction: Transaction, run: str) -> int:
+    """Number of groups of the run whose clients did not name the draw."""
+    return transaction.value("SELECT count(*) FROM groups WHERE run = ? AND NOT named", (run,))
+
+
+def first_missing_draw(transaction: Transaction, run: str) -> int:
+    """The lowest draw that waits for its rewards, or that no group has: whatever is not rewarded, trained, held or lost."""
+    settled = ("rewarded", "held", "planned", "trained", "stale", "quarantined")
+    return transaction.value(
+        f"""
+        WITH settled AS (SELECT draw FROM groups WHERE run = ? AND state IN ({sql_list(settled)}))
+        SELECT coalesce(min(draw) + 1, 0) FROM (SELECT -1 AS draw UNION ALL SELECT draw FROM settled) AS before
+        WHERE draw + 1 NOT IN (SELECT draw FROM settled)
+        """,
+        (run,),
+    )
 
 
 def read_group(transaction: Transaction, group: str) -> GroupRow:
@@ -302,4 +325,5 @@ def _group_row(row: Row) -> GroupRow:
     values["prompt"] = json.loads(values["prompt"])
     if values["rewards"] is not None:
         values["rewards"] = tuple(json.loads(values["rewards"]))
+    values["named"] = bool(values["named"])
     return GroupRow(**values)

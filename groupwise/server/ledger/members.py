@@ -6,6 +6,9 @@ group. A completion is named after its group and position: `g-<id>-<position>`. 
 acknowledged; with the reward of the last member the group itself is rewarded, as if one client had posted all rewards. If the lease ends
 first, the group is rewarded with the existing rewards, and members without one count as failed: an acknowledged reward is never lost.
 
+A member may also be a trajectory of several calls; `groupwise.server.ledger.trajectories` opens such groups. Their calls are named
+`g-<id>-<position>-<turn>`, and each of these names stands for the whole trajectory when a reward is posted.
+
 In all other respects it is an ordinary group: it is opened with all of its members, moves along `group_states.TABLE`, and can be rewarded
 as a whole by a client that knows all of them.
 """
@@ -13,11 +16,15 @@ as a whole by a client that knows all of them.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from groupwise.api.schemas.problems import FieldError, Refusal
+from groupwise.api.schemas.training import EventKind
 from groupwise.runs.encoding import pack_json, unpack_json
-from groupwise.server.ledger.groups import GroupRow, read_group
+from groupwise.server.ledger import trajectories
+from groupwise.server.ledger.events import add_event
+from groupwise.server.ledger.groups import GroupRow, give_up, read_group
 from groupwise.server.ledger.rewards import Include, Post, Posted, accept_rewards
 from groupwise.server.ledger.runs import require_active
 from groupwise.server.ledger.transaction import Transaction
@@ -25,7 +32,9 @@ from groupwise.server.ledger.transaction import Transaction
 GRACE = 1.0
 """Seconds by which an expired lease is extended, so that the group can still be rewarded."""
 
-_ID = re.compile(r"(?:chatcmpl-|cmpl-)?(?P<group>g-[A-Za-z0-9]+)(?:-(?P<member>[0-9]{1,9}))?")
+_ID = re.compile(
+    r"(?:chatcmpl-|cmpl-|resp_)?(?P<group>g-[A-Za-z0-9]+)(?:-(?P<member>[0-9]{1,9}))?(?P<turn>-[0-9]{1,9})?"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +44,8 @@ class CompletionId:
     group: str
     member: int | None = None
     """Position in the group, starting at 0."""
+    call: str | None = None
+    """The id without its prefix, of a call of a trajectory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +73,8 @@ def parse_id(id: str) -> CompletionId:
     if match is None:
         return CompletionId(id)
     member = match["member"]
-    return CompletionId(match["group"], None if member is None else int(member))
+    call = f"{match['group']}-{member}{match['turn']}" if match["turn"] else None
+    return CompletionId(match["group"], None if member is None else int(member), call)
 
 
 def share_group(transaction: Transaction, gathering: Gathering, group: str) -> Member:
@@ -126,8 +138,20 @@ def accept_post(transaction: Transaction, run: str, post: Post) -> Posted:
         return accept_rewards(transaction, run, post)
     completion = parse_id(post.group)
     group_post = replace(post, group=completion.group)
+    if completion.call is not None:
+        _, member = trajectories.member_of_call(transaction, completion.call)
+        return _accept_one(transaction, run, group_post, member)
     if completion.member is not None:
         return _accept_one(transaction, run, group_post, completion.member)
+    if trajectories.is_of_trajectories(transaction, completion.group):
+        problem = (
+            f"group {completion.group} consists of trajectories, which are rewarded one by one"
+        )
+        raise Refusal(
+            "invalid_request",
+            f"{problem}. Post the id of one of a trajectory's calls, or `trajectory` and `reward`.",
+            errors=[FieldError(field="group_id", message=problem)],
+        )
     for index, (reward, _) in _member_rewards(transaction, completion.group).items():
         if index < len(post.rewards) and post.rewards[index] != reward:
             raise _already_rewarded(f"{completion.group}-{index}", reward)
@@ -144,9 +168,13 @@ def _accept_one(transaction: Transaction, run: str, post: Post, member: int) -> 
         if reward != post.rewards[0]:
             raise _already_rewarded(f"{row.id}-{member}", reward)
         return Posted(row.id, False, row.state, unpack_json(answer))
-    if row.rewards is not None and row.rewards[member] == post.rewards[0]:
+    if trajectories.is_of_trajectories(transaction, row.id):
+        require_active(transaction, row.run)
+        trajectories.check_rewardable(transaction, row, member)
+    elif row.rewards is not None and row.rewards[member] == post.rewards[0]:
         return Posted(row.id, False, row.state, dict(post.answer))
-    _check_open(transaction, row, member)
+    else:
+        _check_open(transaction, row, member)
     transaction.insert(
         "member_rewards",
         id=row.id,
@@ -192,9 +220,14 @@ def _check_open(transaction: Transaction, row: GroupRow, member: int) -> None:
 def _reward_group(transaction: Transaction, run: str, row: GroupRow) -> GroupRow:
     """Reward the group with its members' rewards; members without one count as failed."""
     member_rewards = _member_rewards(transaction, row.id)
+    order: Sequence[int] = range(row.members)
+    if trajectories.is_of_trajectories(transaction, row.id):
+        closed = trajectories.close_trajectories(transaction, row)
+        order = closed.members
+        if closed.without_reward:
+            _report_without_reward(transaction, row, closed.without_reward)
     rewards = tuple(
-        member_rewards[index][0] if index in member_rewards else None
-        for index in range(row.members)
+        member_rewards[index][0] if index in member_rewards else None for index in order
     )
     is_held = any(include == "hold" for _, include in member_rewards.values())
     include: Include = "hold" if is_held else "next"
@@ -204,6 +237,23 @@ def _reward_group(transaction: Transaction, run: str, row: GroupRow) -> GroupRow
     }
     accept_rewards(transaction, run, Post(row.id, rewards, answer, include))
     return read_group(transaction, row.id)
+
+
+def _report_without_reward(transaction: Transaction, row: GroupRow, names: Sequence[str]) -> None:
+    data = {"failed": [row.id], "trajectories": list(names)}
+    message = (
+        f"{len(names)} trajectories of group {row.id} had no reward when it closed, and count as failed: "
+        f"{', '.join(names[:8])}{' …' if len(names) > 8 else ''}"
+    )
+    add_event(transaction, row.run, EventKind.GROUPS, {"message": message, "data": data})
+
+
+def close_group(transaction: Transaction, group: str) -> GroupRow:
+    """Close an open group of trajectories: reward it with the rewards that came, or give it up if there are none."""
+    row = read_group(transaction, group)
+    if not _member_rewards(transaction, group):
+        return give_up(transaction, group)
+    return _reward_group(transaction, row.run, _with_lease(transaction, row))
 
 
 def settle_overdue(transaction: Transaction) -> list[GroupRow]:
@@ -219,12 +269,15 @@ def settle_overdue(transaction: Transaction) -> list[GroupRow]:
     )
     groups: list[GroupRow] = []
     for (group,) in group_ids:
-        # `accept_rewards` refuses a group whose lease has expired.
-        lease_end = transaction.uptime + GRACE
-        transaction.execute("UPDATE groups SET lease_end = ? WHERE id = ?", (lease_end, group))
-        row = read_group(transaction, group)
+        row = _with_lease(transaction, read_group(transaction, group))
         groups.append(_reward_group(transaction, row.run, row))
     return groups
+
+
+def _with_lease(transaction: Transaction, row: GroupRow) -> GroupRow:
+    """The group, with a lease of at least `GRACE` seconds: `accept_rewards` refuses one whose lease has expired."""
+    trajectories.renew_lease(transaction, row, GRACE)
+    return read_group(transaction, row.id)
 
 
 def _member_rewards(

@@ -253,4 +253,41 @@ MIGRATIONS: tuple[str, ...] = (
     SELECT id, session, spec, CAST(strftime('%s', 'now') AS REAL), CAST(strftime('%s', 'now') AS REAL)
     FROM verb_models ORDER BY position;
     """,
+    """
+    CREATE TABLE trajectories (                    -- members that consist of several calls, of groups in handed_out
+        id     TEXT NOT NULL REFERENCES handed_out (id),
+        member INTEGER NOT NULL CHECK (member >= 0),
+        run    TEXT NOT NULL,
+        key_id TEXT NOT NULL,
+        name   TEXT,                               -- as its client calls it; null: by the ids of its calls
+        turns  INTEGER NOT NULL DEFAULT 0 CHECK (turns >= 0),  -- numbers that were given to its calls
+        PRIMARY KEY (id, member)
+    ) WITHOUT ROWID;
+    CREATE UNIQUE INDEX trajectories_by_name ON trajectories (run, key_id, name) WHERE name IS NOT NULL;
+
+    CREATE TABLE turns (
+        call     TEXT PRIMARY KEY,                 -- id of the completion, without chatcmpl-
+        id       TEXT NOT NULL,                    -- of the group
+        member   INTEGER NOT NULL,
+        position INTEGER NOT NULL CHECK (position >= 0),  -- in its trajectory
+        asked    TEXT NOT NULL,                    -- hash of the request, by which a retry is recognised
+        step     INTEGER NOT NULL,                 -- steps that were done when it was sampled
+        record   BLOB,                             -- to_json(Group) of one rollout; null: its group has closed
+        FOREIGN KEY (id, member) REFERENCES trajectories (id, member)
+    ) WITHOUT ROWID;
+    CREATE INDEX turns_by_trajectory ON turns (id, member, position);
+    CREATE INDEX turns_with_record ON turns (id) WHERE record IS NOT NULL;
+    """,
+    """
+    ALTER TABLE groups ADD COLUMN named INTEGER NOT NULL DEFAULT 0;  -- whether its client named the draw
+    """,
+    """
+    CREATE TABLE responses (                       -- of /v1/responses, so that another can go on from one
+        id       TEXT PRIMARY KEY,
+        key_id   TEXT NOT NULL,
+        response TEXT NOT NULL,                    -- JSON, as it was sent
+        messages TEXT NOT NULL,                    -- JSON: the conversation up to it, without instructions
+        made_at  REAL NOT NULL                     -- seconds of uptime
+    ) WITHOUT ROWID;
+    """,
 )

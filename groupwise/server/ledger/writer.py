@@ -30,7 +30,7 @@ from groupwise.core import atomic_files
 from groupwise.core.errors import StoreError
 from groupwise.core.retry import Timing
 from groupwise.server.ledger import uptime
-from groupwise.server.ledger.file import explaining_sqlite, explanation, open_file
+from groupwise.server.ledger.file import LedgerClosed, explaining_sqlite, explanation, open_file
 from groupwise.server.ledger.transaction import Transaction
 
 logger = logging.getLogger(__name__)
@@ -86,14 +86,15 @@ class Ledger:
     ) -> T:
         """Run an operation in the next transaction; returns its result once it is on disk.
 
-        Raises the operation's error (none of its changes are kept), or StoreError (including DiskFull) if the batch could not be committed.
+        Raises the operation's error (none of its changes are kept), StoreError (including DiskFull) if the batch could not be committed, or
+        LedgerClosed after `close`.
         """
         future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         name = getattr(operation, "__name__", "operation")
         job = _Job(name, lambda transaction: operation(transaction, *args, **kwargs), future)
         with self._condition:
             if self._closing:
-                raise StoreError(
+                raise LedgerClosed(
                     f"the server's ledger {self.path} is closed; start the server again."
                 )
             self._queue.append(job)

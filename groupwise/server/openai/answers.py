@@ -12,6 +12,7 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from groupwise.api.schemas.openai import (
+    AlternativeToken,
     CalledFunction,
     ChatChoice,
     ChatCompletion,
@@ -24,8 +25,10 @@ from groupwise.api.schemas.openai import (
     ToolCallData,
     Usage,
 )
+from groupwise.api.schemas.problems import Refusal
 from groupwise.core.plugins import printable
 from groupwise.server.openai.completed import Completed, CompletionChoice
+from groupwise.server.openai.errors import error_of_refusal
 
 Kind = Literal["chat", "text"]
 PREFIX: dict[Kind, str] = {"chat": "chatcmpl-", "text": "cmpl-"}
@@ -49,13 +52,14 @@ def full_response(kind: Kind, completed: Completed) -> ChatCompletion | TextComp
                 finish_reason=choice.finish_reason,
                 token_ids=list(choice.token_ids),
                 logprobs=_text_logprobs(choice),
+                prompt_token_ids=_prompt_token_ids(choice),
             )
             for index, choice in enumerate(completed.choices)
         ]
         return TextCompletion(**metadata, choices=texts)
     chats: list[ChatChoice] = []
     for index, choice in enumerate(completed.choices):
-        calls = _tool_calls(completed.id, index, choice)
+        calls = tool_calls(completed.id, index, choice)
         content = None if calls and not choice.text else choice.text
         chats.append(
             ChatChoice(
@@ -66,7 +70,8 @@ def full_response(kind: Kind, completed: Completed) -> ChatCompletion | TextComp
                 logprobs=_chat_logprobs(choice),
             )
         )
-    return ChatCompletion(**metadata, choices=chats)
+    prompt_token_ids = _prompt_token_ids(completed.choices[0])
+    return ChatCompletion(**metadata, choices=chats, prompt_token_ids=prompt_token_ids)
 
 
 def _response_metadata(kind: Kind, completed: Completed) -> dict[str, Any]:
@@ -87,7 +92,8 @@ def _token_usage(completed: Completed) -> Usage:
     )
 
 
-def _tool_calls(id: str, choice_index: int, choice: CompletionChoice) -> list[ToolCallData]:
+def tool_calls(id: str, choice_index: int, choice: CompletionChoice) -> list[ToolCallData]:
+    """The calls of a choice, with their ids. `id`: of the completion, without its prefix."""
     return [
         ToolCallData(
             id=f"call_{id}-{choice_index}-{number}",
@@ -101,27 +107,54 @@ def _tool_calls(id: str, choice_index: int, choice: CompletionChoice) -> list[To
 
 
 def _chat_logprobs(choice: CompletionChoice) -> ChatLogprobs | None:
-    if choice.token_texts is None:
+    if choice.details is None:
         return None
+    alternatives = choice.details.alternatives or ((),) * len(choice.details.texts)
     return ChatLogprobs(
         content=[
             TokenLogprob(
                 token=text,
                 logprob=logprob,
-                bytes=None if INCOMPLETE in text else list(text.encode()),
+                bytes=_bytes_of(text),
+                top_logprobs=[
+                    AlternativeToken(token=other, logprob=value, bytes=_bytes_of(other))
+                    for other, value in best or ()
+                ],
             )
-            for text, logprob in zip(choice.token_texts, choice.logprobs, strict=True)
+            for text, logprob, best in zip(
+                choice.details.texts, choice.logprobs, alternatives, strict=True
+            )
         ]
     )
 
 
+def _bytes_of(text: str) -> list[int] | None:
+    return None if INCOMPLETE in text else list(text.encode())
+
+
+def _prompt_token_ids(choice: CompletionChoice) -> list[int] | None:
+    return None if choice.prompt_ids is None else list(choice.prompt_ids)
+
+
 def _text_logprobs(choice: CompletionChoice) -> TextLogprobs | None:
-    if choice.token_texts is None:
+    details = choice.details
+    if details is None:
         return None
-    lengths = accumulate(map(len, choice.token_texts), initial=0)
-    offsets = [offset for offset, _ in zip(lengths, choice.token_texts, strict=False)]
+    lengths = accumulate(map(len, details.texts), initial=0)
+    offsets = [offset for offset, _ in zip(lengths, details.texts, strict=False)]
+    best: list[dict[str, float] | None] | None = None
+    if details.alternatives is not None:
+        best = [
+            None if logprob is None else {text: logprob, **dict(reversed(alternatives or ()))}
+            for text, logprob, alternatives in zip(
+                details.texts, details.logprobs, details.alternatives, strict=True
+            )
+        ]
     return TextLogprobs(
-        tokens=list(choice.token_texts), token_logprobs=list(choice.logprobs), text_offset=offsets
+        tokens=list(details.texts),
+        token_logprobs=list(details.logprobs),
+        text_offset=offsets,
+        top_logprobs=best,
     )
 
 
@@ -150,6 +183,8 @@ class StreamEncoder:
     def last_chunks(self, completed: Completed) -> Iterator[bytes]:
         """The final chunk of each choice, then the end of the stream."""
         metadata = _response_metadata(self._kind, completed)
+        if self._kind == "chat" and completed.choices[0].prompt_ids is not None:
+            metadata["prompt_token_ids"] = completed.choices[0].prompt_ids
         for index, choice in enumerate(completed.choices):
             logprobs = _chat_logprobs(choice) if self._kind == "chat" else _text_logprobs(choice)
             final_choice = {
@@ -158,9 +193,11 @@ class StreamEncoder:
                 "token_ids": choice.token_ids,
                 "logprobs": None if logprobs is None else logprobs.model_dump(),
             }
+            if self._kind == "text" and choice.prompt_ids is not None:
+                final_choice["prompt_token_ids"] = choice.prompt_ids
             if self._kind == "chat":
                 final_choice["delta"] = {}
-                for number, call in enumerate(_tool_calls(completed.id, index, choice)):
+                for number, call in enumerate(tool_calls(completed.id, index, choice)):
                     delta = {"tool_calls": [{"index": number, **call.model_dump()}]}
                     yield self._encode_chunk([{**self._choice_delta(index, ""), "delta": delta}])
             yield self._encode_chunk([final_choice], metadata)
@@ -169,6 +206,10 @@ class StreamEncoder:
                 [], {**metadata, "usage": _token_usage(completed).model_dump()}
             )
         yield DONE
+
+    def error_chunk(self, refusal: Refusal) -> bytes:
+        """The event of a failure within the stream, after which it ends without `[DONE]`."""
+        return encode_event(error_of_refusal(refusal).model_dump())
 
     def _choice_delta(self, index: int, text: str, **delta: str) -> dict[str, Any]:
         if self._kind == "text":

@@ -7,16 +7,25 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from groupwise.api.schemas.openai import GROUP, SIZE, ChatMessage, ChatRequest, TextRequest
+from groupwise.api.schemas.openai import (
+    GROUP,
+    SIZE,
+    TRAJECTORY,
+    ChatMessage,
+    ChatRequest,
+    TextRequest,
+)
 from groupwise.api.schemas.problems import FieldError, Refusal
-from groupwise.api.schemas.template_columns import columns_of
+from groupwise.api.schemas.template_columns import ARGUMENTS, TOOLS, columns_of
 from groupwise.api.schemas.training import MAX_COMPLETIONS
 from groupwise.core.types import Prompt
-from groupwise.server.engine.engine_protocol import Sampling
+from groupwise.server.engine.engine_protocol import OrderField, Sampling
+from groupwise.server.openai.sampling_fields import processing_of, unlearnable_fields
+from groupwise.server.openai.tools import CallFormat, strict_schema_problem
 from groupwise.tasks.data.messages import with_arguments
 
 
@@ -27,6 +36,9 @@ class StorageHeaders:
     store: bool = False
     group: str | None = None
     size: int | None = None
+    trajectory: str | None = None
+    retry: int = 0
+    """How often the client of OpenAI has sent this request before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +49,10 @@ class Gather:
     """None: calls with the same prompt and settings share groups."""
     size: int | None
     """Members per group; None: the run's group size."""
+    trajectory: str | None = None
+    """Name of the trajectory that the call belongs to, or `BY_IDS`; None: the call is a member by itself."""
+    is_retry: bool = False
+    """True if the client may have sent this call before."""
 
 
 ReadCalls = Literal["none", "first", "all"]
@@ -47,24 +63,45 @@ class GenerationRequest:
     """The prompts to complete, and how."""
 
     model: str
-    prompts: tuple[Prompt, ...]
+    prompts: tuple[Prompt | tuple[int, ...], ...]
     n: int
     """Number of completions per prompt."""
     sampling: Sampling
     columns: Mapping[str, Any]
     """See `SampleOrder.columns`."""
     logprobs: bool
+    """True if the answer has the log-probability of each token."""
     store: bool
     """True if the completions are stored, to be rewarded; there is then exactly one prompt."""
     gather: Gather | None
     """None: the completions form a group of their own, or are not stored."""
+    field_names: Mapping[OrderField, str]
+    """The request's field names for the fields of a `SampleOrder`."""
     read_calls: ReadCalls = "none"
     """Tool calls to extract from a completion's text: none, only the first, or all."""
+    alternatives: int = 0
+    """How many of the most probable tokens the answer has at each position."""
+    echo: bool = False
+    """True if the prompt stands before each completion; it is then text or tokens."""
+    return_token_ids: bool = False
+    """True if the answer has the prompt's tokens."""
+    call_format: CallFormat = "hermes"
+    """The notation of the model's tool calls."""
 
     @property
     def stops(self) -> tuple[str, ...]:
         """Texts that end a completion; they are not part of the text sent to the client."""
         return self.sampling.stop or ()
+
+    @property
+    def offered_tools(self) -> Sequence[Mapping[str, Any]]:
+        """Schemas of the tools that the model may call."""
+        return self.columns.get(TOOLS, ())
+
+    @property
+    def reasoning_effort(self) -> str | None:
+        """Value for the template's argument of this name; None if it is not given."""
+        return self.columns.get(ARGUMENTS, {}).get("reasoning_effort")
 
     def hash_with(self, size: int) -> str:
         """Hash of everything that the members of a group of this size share (SHA-256, hex)."""
@@ -79,24 +116,30 @@ def parse_request(request: ChatRequest | TextRequest, headers: StorageHeaders) -
     columns: dict[str, Any] = {}
     read_calls: ReadCalls = "none"
     if isinstance(request, ChatRequest):
-        prompts: tuple[Prompt, ...] = (
+        prompts: tuple[Prompt | tuple[int, ...], ...] = (
             [_template_message(messages) for messages in request.messages],
         )
-        columns = columns_of(tools := request.offered_tools, request.chat_template_kwargs)
+        columns = columns_of(tools := request.offered_tools, request.template_arguments)
+        for index, tool in enumerate(tools):
+            _check_strict(index, tool["function"])
         if tools:
             read_calls = "first" if request.parallel_tool_calls is False else "all"
     else:
         prompts = request.prompts
     store = bool(request.store) or headers.store
-    restrictions: Mapping[str, Any] = request.restrictions
     gather = _parse_gathering(request, headers, store)
     if store:
-        _refuse_unlearnable(request, restrictions, len(prompts))
+        _refuse_unlearnable(request, len(prompts))
+    restrictions: Mapping[str, Any] = request.restrictions
     sampling = Sampling(
         temperature=request.temperature,
         max_tokens=request.longest,
         stop=request.stops,
         seed=request.seed,
+        min_tokens=request.min_tokens,
+        stop_token_ids=tuple(request.stop_token_ids or ()),
+        ignore_eos=bool(request.ignore_eos),
+        processing=processing_of(request),
         **restrictions,
     )
     return GenerationRequest(
@@ -108,8 +151,20 @@ def parse_request(request: ChatRequest | TextRequest, headers: StorageHeaders) -
         logprobs=request.wants_logprobs,
         store=store,
         gather=gather,
+        field_names=request.order_fields,
         read_calls=read_calls,
+        alternatives=request.alternatives,
+        echo=isinstance(request, TextRequest) and bool(request.echo),
+        return_token_ids=bool(request.return_token_ids),
     )
+
+
+def _check_strict(index: int, function: Mapping[str, Any]) -> None:
+    if not function.get("strict"):
+        return
+    problem = strict_schema_problem(function.get("parameters") or {})
+    if problem is not None:
+        raise field_refusal(f"tools.{index}.function.parameters", problem)
 
 
 def _template_message(chat_message: ChatMessage) -> dict[str, Any]:
@@ -128,16 +183,18 @@ def _parse_gathering(
         "X-Groupwise-Size": headers.size,
         f"metadata.{GROUP}": metadata.get(GROUP),
         f"metadata.{SIZE}": metadata.get(SIZE),
+        "X-Groupwise-Trajectory": headers.trajectory,
+        f"metadata.{TRAJECTORY}": metadata.get(TRAJECTORY),
     }
     for field, value in options.items():
         if value is None:
             continue
         if not store:
-            raise _field_refusal(
+            raise field_refusal(
                 field, "has no effect without `store: true` (or X-Groupwise-Store: true)"
             )
         if request.choices > 1:
-            raise _field_refusal(
+            raise field_refusal(
                 field,
                 f"gathers calls with n = 1; the {request.choices} completions of this one are a group by themselves",
             )
@@ -145,8 +202,12 @@ def _parse_gathering(
         return None
     name = headers.group or metadata.get(GROUP)
     if name == "":
-        raise _field_refusal(f"metadata.{GROUP}", "is empty; give a name, or leave it out")
-    return Gather(name, headers.size or _parse_group_size(metadata.get(SIZE)))
+        raise field_refusal(f"metadata.{GROUP}", "is empty; give a name, or leave it out")
+    trajectory = headers.trajectory or metadata.get(TRAJECTORY)
+    if trajectory == "":
+        raise field_refusal(f"metadata.{TRAJECTORY}", "is empty; give a name, or leave it out")
+    size = headers.size or _parse_group_size(metadata.get(SIZE))
+    return Gather(name, size, trajectory, headers.retry > 0)
 
 
 def _parse_group_size(text: str | None) -> int | None:
@@ -156,37 +217,33 @@ def _parse_group_size(text: str | None) -> int | None:
         size = int(text)
         if 1 <= size <= MAX_COMPLETIONS:
             return size
-    raise _field_refusal(
+    raise field_refusal(
         f"metadata.{SIZE}", f"is a number from 1 to {MAX_COMPLETIONS}, as text: '8'"
     )
 
 
-def _refuse_unlearnable(
-    request: ChatRequest | TextRequest, restrictions: Mapping[str, Any], prompts: int
-) -> None:
-    for field in restrictions:
-        raise _field_refusal(
-            field,
-            "draws from another distribution than the one that is learnt; leave it out, or ask without `store`",
-        )
+def _refuse_unlearnable(request: ChatRequest | TextRequest, prompts: int) -> None:
+    for field, problem in unlearnable_fields(request):
+        raise field_refusal(field, problem)
     if request.temperature == 0:
-        raise _field_refusal(
+        raise field_refusal(
             "temperature",
             "is 0, with which all completions are the same, so that nothing can be learnt; give one above 0, or ask without `store`",
         )
     if request.seed is not None:
-        raise _field_refusal(
+        raise field_refusal(
             "seed",
             "has no place with `store`: the seeds of what is kept follow from its draw, so that the run repeats; leave it out",
         )
     if prompts > 1:
-        raise _field_refusal(
+        raise field_refusal(
             "prompt",
             f"has {prompts} texts; with `store` each is a group of its own: ask one by one",
         )
 
 
-def _field_refusal(field: str, problem: str) -> Refusal:
+def field_refusal(field: str, problem: str) -> Refusal:
+    """The refusal of a request for one of its fields."""
     return Refusal(
         "invalid_request", f"{field}: {problem}.", errors=[FieldError(field=field, message=problem)]
     )

@@ -8,10 +8,9 @@ from groupwise.api.schemas.openai import FinishReason
 from groupwise.core.types import Rollout
 from groupwise.server.openai.asking import GenerationRequest
 from groupwise.server.openai.stop_strings import cut_at_stop, streamable_prefix
-from groupwise.tasks.tools import HermesCalls, ToolCall
-
-TokenTexts = tuple[str, ...]
-"""Each token of a completion as text of its own."""
+from groupwise.server.openai.token_details import TokenDetails
+from groupwise.server.openai.tools import split_calls, streamable_before_calls
+from groupwise.tasks.tools import ToolCall
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,10 +22,12 @@ class CompletionChoice:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
-    token_texts: TokenTexts | None
+    details: TokenDetails | None
     """None if log-probabilities were not requested."""
     calls: tuple[ToolCall, ...] = ()
     """Tool calls extracted from the text."""
+    prompt_ids: tuple[int, ...] | None = None
+    """The prompt's tokens, if they were requested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,23 +59,23 @@ class Completed:
 
 
 def write_completion(
-    rollout: Rollout, ask: GenerationRequest, texts: TokenTexts | None
+    rollout: Rollout, ask: GenerationRequest, details: TokenDetails | None, echo: str = ""
 ) -> CompletionChoice:
-    """Convert a sampled completion: cut it at the stop text, and extract tool calls if requested."""
+    """Convert a sampled completion: cut it at the stop text, and extract tool calls if requested. `echo` goes before its text."""
     logprobs = (
         logprob for segment in rollout.segments for logprob in segment.sampling_logprobs or ()
     )
     text, calls = cut_at_stop(rollout.completion, ask.stops), list[ToolCall]()
     if ask.read_calls != "none":
-        text_without_calls, calls = HermesCalls().split(text)
-        text = text_without_calls.rstrip() if calls else text
+        text, calls = split_calls(text, ask.call_format, ask.offered_tools)
     return CompletionChoice(
-        text=text,
+        text=echo + text,
         token_ids=rollout.completion_ids,
         logprobs=tuple(logprobs),
         finish_reason="tool_calls" if calls else rollout.finish_reason or "length",
-        token_texts=texts,
+        details=details,
         calls=tuple(calls[:1] if ask.read_calls == "first" else calls),
+        prompt_ids=rollout.prompt_ids if ask.return_token_ids else None,
     )
 
 
@@ -82,4 +83,4 @@ def streamable_text(text: str, ask: GenerationRequest) -> str:
     """The part of an unfinished text that is certain to be a prefix of the choice's final text."""
     if ask.read_calls == "none":
         return streamable_prefix(text, ask.stops)
-    return streamable_prefix(text, (*ask.stops, HermesCalls.BEGIN)).rstrip()
+    return streamable_before_calls(text, ask.stops, ask.call_format, ask.offered_tools)

@@ -3,7 +3,8 @@
 Completions that are only sampled need just the engine; their seeds are random, or derived from the client's seed. Stored completions are
 treated as in /completions: the request waits for admission, gets a draw, and is in the ledger before the response is complete. A call for
 one stored completion shares a group with calls of the same name or prompt (`groupwise.server.ledger.members`): the first call samples the
-group, while the others wait for it, and each gets one member.
+group, while the others wait for it, and each gets one member. A call of a trajectory (`groupwise.server.ledger.trajectories`) is sampled
+alone; the group of its trajectory waits for admission once, when it is opened.
 
 A stream polls the engine for the texts written so far. It sends prefixes of the same response that a call without a stream gets.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import re
 import secrets
 import time
 from collections.abc import AsyncGenerator, Awaitable, Sequence
@@ -20,30 +22,36 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
 from groupwise.api.schemas.keys import Caller
-from groupwise.api.schemas.openai import ModelData
-from groupwise.api.schemas.problems import Refusal
+from groupwise.api.schemas.openai import BY_IDS, ModelData
+from groupwise.api.schemas.problems import FieldError, Refusal
 from groupwise.api.schemas.training import MAX_DRAW
 from groupwise.core.errors import GroupwiseError
 from groupwise.core.interruption import gather_all
-from groupwise.core.types import Rollout
+from groupwise.core.types import Rollout, TopLogprobs
 from groupwise.server.engine.engine_protocol import Engine, Sampled, SampleOrder
-from groupwise.server.ledger import runs
+from groupwise.server.ledger import responses, runs, trajectories
 from groupwise.server.ledger.idempotency import StoredResponse
 from groupwise.server.ledger.members import Gathering
+from groupwise.server.ledger.responses import KeptResponse
+from groupwise.server.ledger.trajectories import Call, NewTrajectoryGroup, Place, SampledTurn
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.openai import storing
-from groupwise.server.openai.asking import GenerationRequest
+from groupwise.server.openai.asking import Gather, GenerationRequest, field_refusal
 from groupwise.server.openai.completed import (
     Completed,
     CompletionChoice,
-    TokenTexts,
     streamable_text,
     write_completion,
 )
-from groupwise.server.openai.storing import Render, StoredCompletion, StoreOptions
+from groupwise.server.openai.sampling_fields import FIELDS
+from groupwise.server.openai.storing import Also, Render, StoredCompletion, StoreOptions
+from groupwise.server.openai.token_details import TokenDetails, describe_tokens
+from groupwise.server.openai.tools import call_format_of
 from groupwise.server.run.conductor import Conductor, RunStatus
+from groupwise.server.run.engine_errors import check_prompt_length, naming_field
 from groupwise.server.run.policy_versions import LATEST
 from groupwise.server.settings import ServerConfig
+from groupwise.tasks.rollouts.seeds import derive
 
 T = TypeVar("T")
 
@@ -156,21 +164,50 @@ class OpenAIService:
         names = (
             "none, because no run is active" if status is None else ", ".join(_model_names(status))
         )
-        return Refusal(
-            "unknown_model",
-            f"no policy is served under the name {name[:200]!r}. There are: {names}. An older one can be had as files (GET /model).",
-        )
+        problem = f"no policy is served under the name {name[:200]!r}. There are: {names}. An older one can be had as files (GET /model)."
+        error = FieldError(field="model", message=problem)
+        return Refusal("unknown_model", problem, errors=[error])
+
+    # --- kept responses --------------------------------------------------------------------------
+
+    async def kept_response(
+        self, caller: Caller, id: str, field: str = "response_id"
+    ) -> KeptResponse:
+        """A response of /v1/responses. Refuses with `unknown_response`, which names `field`."""
+        return await self._ledger.do(responses.read_response, caller, id, field)
+
+    async def delete_response(self, caller: Caller, id: str) -> None:
+        """Delete a kept response. Refuses with `unknown_response`."""
+        await self._ledger.do(responses.delete_response, caller, id)
 
     # --- completions -----------------------------------------------------------------------------
 
+    def with_template(self, ask: GenerationRequest) -> GenerationRequest:
+        """The request with the notation of tool calls that the model's chat template uses, unless the setting `tool_call_parser` names
+        another. Refuses a `reasoning_effort` that the template does not know.
+        """
+        if not ask.columns:
+            return ask
+        template, chosen = (
+            self._host.active().status.opened.chat_template,
+            self._config.tool_call_parser,
+        )
+        if ask.reasoning_effort is not None and not re.search(r"\breasoning_effort\b", template):
+            raise field_refusal(
+                "reasoning_effort",
+                f"is {ask.reasoning_effort!r:.80}, but this model's chat template has no such argument, so that it would have no effect; "
+                'leave it out, or give an argument that the template knows, as chat_template_kwargs: {"enable_thinking": false}',
+            )
+        return replace(ask, call_format=call_format_of(template) if chosen == "auto" else chosen)
+
     async def answer(
-        self, ask: GenerationRequest, caller: Caller, render: Render
+        self, ask: GenerationRequest, caller: Caller, render: Render, also: Also | None = None
     ) -> StoredResponse:
-        """The complete response. Stored completions are on disk before it is returned."""
-        return (await self._sample_and_store(ask, caller, render, _Progress())).answer
+        """The complete response. Stored completions, and what `also` stores, are on disk before it is returned."""
+        return (await self._sample_and_store(ask, caller, render, _Progress(), also)).answer
 
     async def stream(
-        self, ask: GenerationRequest, caller: Caller
+        self, ask: GenerationRequest, caller: Caller, also: Also | None = None
     ) -> AsyncGenerator[StreamStarted | TextDelta | Completed]:
         """Yields `StreamStarted`, then texts as they are written, then the complete result. Stored completions are on disk before the last
         item.
@@ -180,12 +217,15 @@ class OpenAIService:
         assert caller.answer_key is None, "a stream is not sent again"
         progress = _Progress()
         texts_sent = [""] * (len(ask.prompts) * ask.n)
-        work = asyncio.create_task(self._sample_and_store(ask, caller, _no_response, progress))
+        work = asyncio.create_task(
+            self._sample_and_store(ask, caller, _no_response, progress, also)
+        )
         has_started = False
         try:
             while not work.done():
                 await asyncio.wait((work,), timeout=POLL)
                 texts = [streamable_text(text, ask) for text in await progress.texts()]
+                texts = texts_after_prompts(ask, texts)
                 if any(texts) and not has_started:
                     has_started = True
                     yield StreamStarted(progress.id)
@@ -203,17 +243,26 @@ class OpenAIService:
             await asyncio.gather(work, return_exceptions=True)
 
     async def _sample_and_store(
-        self, ask: GenerationRequest, caller: Caller, render: Render, progress: _Progress
+        self,
+        ask: GenerationRequest,
+        caller: Caller,
+        render: Render,
+        progress: _Progress,
+        also: Also | None,
     ) -> StoredCompletion:
         conductor = self._host.active()
         _ = conductor.engine  # raises early if the engine is unavailable
         if ask.model not in _model_names(conductor.status):
             raise self._unknown_model(ask.model)
-        options = StoreOptions(caller, conductor.request.lease_seconds, render)
+        for prompt in ask.prompts:
+            check_prompt_length(prompt, conductor.status.opened, ask.field_names["prompt"])
+        options = StoreOptions(caller, conductor.request.lease_seconds, render, also)
         if not ask.store:
             return await self._sample_only(ask, conductor, options, progress)
         if ask.gather is None:
             return await self._sample_group(ask, ask.n, None, conductor, options, progress)
+        if ask.gather.trajectory is not None:
+            return await self._sample_turn(ask, ask.gather, conductor, options, progress)
         size = ask.gather.size or conductor.request.num_completions_per_prompt
         settings_hash = ask.hash_with(size)
         name = f"same:{settings_hash}" if ask.gather.name is None else f"name:{ask.gather.name}"
@@ -250,14 +299,29 @@ class OpenAIService:
                 ask.sampling.seed is None
             ):  # random, so that a restarted server does not repeat itself
                 sampling = replace(sampling, seed=secrets.randbits(63))
-            orders.append(SampleOrder(draw, prompt, ask.n, sampling, columns=columns, trains=False))
+            orders.append(
+                SampleOrder(
+                    draw,
+                    prompt,
+                    ask.n,
+                    sampling,
+                    columns=columns,
+                    trains=False,
+                    top_logprobs=ask.alternatives,
+                    prompt_logprobs=ask.alternatives if ask.echo and ask.logprobs else None,
+                )
+            )
         self._sampling += completions
         try:
             samples = await self._sample_orders(ask, orders, ask.n, conductor, progress)
         finally:
             self._sampling -= completions
-        rollouts = [rollout for sample in samples for rollout in sample.group.rollouts]
         first_sample = samples[0]
+        choices = [
+            choice
+            for sample in samples
+            for choice in await self._write_choices(ask, sample.group.rollouts, conductor, sample)
+        ]
         completed = Completed(
             id=progress.id,
             group=None,
@@ -266,9 +330,9 @@ class OpenAIService:
             fingerprint=first_sample.fingerprint,
             created=time.time(),
             prompt_tokens=sum(len(sample.group.rollouts[0].prompt_ids) for sample in samples),
-            choices=tuple(await self._write_choices(ask, rollouts, conductor)),
+            choices=tuple(choices),
         )
-        if options.caller.answer_key is None:
+        if options.caller.answer_key is None and options.also is None:
             return StoredCompletion(completed, options.render(completed))
         return await self._ledger.do(storing.keep_answer, options, completed)
 
@@ -322,6 +386,78 @@ class OpenAIService:
             storing.give_member, member, len(rollout.prompt_ids), choice, options
         )
 
+    # --- calls of trajectories --------------------------------------------------------------------
+
+    async def _sample_turn(
+        self,
+        ask: GenerationRequest,
+        gather: Gather,
+        conductor: Conductor,
+        options: StoreOptions,
+        progress: _Progress,
+    ) -> StoredCompletion:
+        """Sample and store one call of a trajectory. Only the first call of a group waits for admission."""
+        asked, run = ask.hash_with(1), conductor.status.run
+        name = gather.name
+        trajectory = gather.trajectory or BY_IDS
+        size = gather.size or conductor.request.num_completions_per_prompt
+        call = Call(run, options.caller.key_id, trajectory, name, size)
+        if gather.is_retry:
+            turn = await self._ledger.do(trajectories.stored_turn, call, asked)
+            if turn is not None:
+                (choice,) = await self._write_choices(ask, turn.group.rollouts, conductor)
+                return await self._ledger.do(storing.keep_turn, turn, None, choice, options)
+        place = await self._place_of_call(ask, call, conductor, options)
+        progress.id = place.id
+        try:
+            draw, member = place.row.draw, place.member if trajectory == BY_IDS else 0
+            seed = derive("trajectory", conductor.seed, draw, trajectory, member, place.turn)
+            sampling = replace(ask.sampling, seed=seed >> 1)  # SQLite and JSON hold 63 bits
+            # A draw of its own, because calls of a group may be sampled at the same time.
+            order = SampleOrder(next(self._draws), ask.prompts[0], 1, sampling, columns=ask.columns)
+            (sampled,) = await self._sample_orders(ask, [order], 1, conductor, progress)
+            (choice,) = await self._write_choices(ask, sampled.group.rollouts, conductor)
+            turn = SampledTurn(place, sampled.group, sampled.step)
+            return await self._ledger.do(storing.keep_turn, turn, asked, choice, options)
+        except BaseException:
+            # Also if the client has gone: a trajectory without a call would hold its place for a lease.
+            with suppress(GroupwiseError):  # then it does
+                await self._ledger.do(trajectories.withdraw, place)
+                await conductor.recount()
+            raise
+
+    async def _place_of_call(
+        self, ask: GenerationRequest, call: Call, conductor: Conductor, options: StoreOptions
+    ) -> Place:
+        """The place of a call: in the trajectory that it goes on with, in the open group of its name, or in a new group."""
+        lease = options.lease
+        oldest = conductor.status.step - conductor.request.staleness
+        name = call.group or f"same:{ask.hash_with(call.size)}"
+        gathering = Gathering(call.run, call.key_id, trajectories.group_name(name), "")
+        begun = await self._ledger.do(trajectories.place_if_begun, call, lease)
+        if begun is not None:
+            return begun
+        call = replace(call, group=name)
+        deadline = time.monotonic() + self._config.completions_wait
+        async with self._one_at_a_time(gathering):
+            place = await self._ledger.do(trajectories.find_place, call, oldest, lease)
+            if place is not None:
+                return place
+            wait = max(deadline - time.monotonic(), 0.0)  # less what the calls before it waited
+            async with conductor.room.admit((None,), wait, call.key_id) as (draw,):
+                status = conductor.status
+                new = NewTrajectoryGroup(
+                    f"g-{secrets.token_hex(10)}",
+                    draw,
+                    ask.prompts[0],
+                    status.step,
+                    status.policy.version,
+                    status.policy.fingerprint,
+                )
+                place = await self._ledger.do(trajectories.open_group, call, new, lease)
+                await conductor.recount()
+                return place
+
     @asynccontextmanager
     async def _one_at_a_time(self, gathering: Gathering) -> AsyncGenerator[None]:
         """Admit one call of a gathering at a time, so that the first can sample their group while the others wait."""
@@ -355,7 +491,11 @@ class OpenAIService:
         progress.draws, progress.n = tuple(order.draw for order in orders), members_shown
         progress.engine = engine
         samples = await self._host.await_engine(
-            gather_all(engine.sample(order) for order in orders), conductor
+            naming_field(
+                gather_all(naming_field(engine.sample(order), ask.field_names) for order in orders),
+                FIELDS,
+            ),
+            conductor,
         )
         progress.engine = None
         steps = {sample.step for sample in samples}
@@ -372,16 +512,30 @@ class OpenAIService:
         return list(samples)
 
     async def _write_choices(
-        self, ask: GenerationRequest, rollouts: Sequence[Rollout], conductor: Conductor
+        self,
+        ask: GenerationRequest,
+        rollouts: Sequence[Rollout],
+        conductor: Conductor,
+        sampled: Sampled | None = None,
     ) -> list[CompletionChoice]:
-        texts: Sequence[TokenTexts | None] = [None] * len(rollouts)
+        """The choices of the answer; `sampled` has what is not stored: alternatives, and what is told of the prompt."""
+        details: Sequence[TokenDetails | None] = [None] * len(rollouts)
+        best: Sequence[Sequence[TopLogprobs] | None] = [None] * len(rollouts)
+        echo, prompt_logprobs = "", None
+        if sampled is not None and ask.alternatives:
+            best = sampled.top_logprobs or [()] * len(rollouts)
+        if sampled is not None and ask.echo:
+            echo, prompt_logprobs = str(sampled.group.example.prompt), sampled.prompt_logprobs
         if ask.logprobs:
-            engine = conductor.engine
-            requests = (engine.token_texts(rollout.completion_ids) for rollout in rollouts)
-            texts = await self._host.await_engine(gather_all(requests), conductor)
+            token_texts = conductor.engine.token_texts
+            requests = (
+                describe_tokens(rollout, tops, prompt_logprobs, token_texts)
+                for rollout, tops in zip(rollouts, best, strict=True)
+            )
+            details = await self._host.await_engine(gather_all(requests), conductor)
         return [
-            write_completion(rollout, ask, text)
-            for rollout, text in zip(rollouts, texts, strict=True)
+            write_completion(rollout, ask, described, echo)
+            for rollout, described in zip(rollouts, details, strict=True)
         ]
 
 
@@ -398,6 +552,16 @@ def _text_deltas(texts_sent: list[str], texts: Sequence[str]) -> list[TextDelta]
             deltas.append(TextDelta(choice, text[len(texts_sent[choice]) :]))
             texts_sent[choice] = text
     return deltas
+
+
+def texts_after_prompts(ask: GenerationRequest, texts: list[str]) -> list[str]:
+    """The texts of a stream with `echo`; none before the end where prompts are tokens, whose text the engine tells with the result."""
+    if not ask.echo or not texts:
+        return texts
+    prompts = [prompt for prompt in ask.prompts if isinstance(prompt, str)]
+    if len(prompts) < len(ask.prompts):
+        return []
+    return [prompts[index // ask.n] + text for index, text in enumerate(texts)]
 
 
 def _no_response(_: Completed) -> StoredResponse:

@@ -8,15 +8,18 @@ from dataclasses import dataclass
 from groupwise.api.schemas.keys import Caller
 from groupwise.core.types import Group, Rollout, from_json
 from groupwise.server.engine.engine_protocol import Sampled
-from groupwise.server.ledger import counters, groups, members
+from groupwise.server.ledger import counters, groups, members, trajectories
 from groupwise.server.ledger.groups import GroupRow, NewGroup
 from groupwise.server.ledger.idempotency import StoredResponse, run_idempotent
 from groupwise.server.ledger.members import Gathering, Member
+from groupwise.server.ledger.trajectories import SampledTurn
 from groupwise.server.ledger.transaction import Transaction
 from groupwise.server.openai.completed import Completed, CompletionChoice
 
 Render = Callable[[Completed], StoredResponse]
 """Builds the response sent to the client."""
+Also = Callable[[Transaction, Completed], None]
+"""Stores more of a request, in the transaction that its completions are stored in."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,6 +29,7 @@ class StoreOptions:
     caller: Caller
     lease: float
     render: Render
+    also: Also | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +44,7 @@ class StoredCompletion:
 def keep_answer(
     transaction: Transaction, options: StoreOptions, completed: Completed
 ) -> StoredCompletion:
-    """Store only the response, if the request has an Idempotency-Key; the completions themselves are not stored."""
+    """Store the response, if the request has an Idempotency-Key, and what `options.also` stores; the completions form no group."""
     completion = _store_once(transaction, options, lambda: completed)
     assert completion is not None
     return completion
@@ -106,6 +110,36 @@ def give_member(
     return _store_once(transaction, options, work)
 
 
+def keep_turn(
+    transaction: Transaction,
+    turn: SampledTurn,
+    asked: str | None,
+    choice: CompletionChoice,
+    options: StoreOptions,
+) -> StoredCompletion:
+    """Store a call of a trajectory that asked this, and answer it. `asked` None: it was stored before, and is only answered again."""
+
+    def work() -> Completed:
+        row, sampled = turn.place.row, turn.group
+        if asked is not None:
+            trajectories.keep_turn(transaction, turn, asked, options.lease)
+        counters.count(transaction, row.run, counters.COMPLETION_REQUESTS)
+        return Completed(
+            id=turn.place.id,
+            group=row.id,
+            run=row.run,
+            step=turn.step,
+            fingerprint=turn.fingerprint,
+            created=transaction.now,
+            prompt_tokens=len(sampled.rollouts[0].prompt_ids),
+            choices=(choice,),
+        )
+
+    completion = _store_once(transaction, options, work)
+    assert completion is not None
+    return completion
+
+
 def _completed_answer(
     transaction: Transaction,
     row: GroupRow,
@@ -133,7 +167,11 @@ def _store_once(
     def answer() -> StoredResponse | None:
         nonlocal completed
         completed = work()
-        return None if completed is None else options.render(completed)
+        if completed is None:
+            return None
+        if options.also is not None:
+            options.also(transaction, completed)
+        return options.render(completed)
 
     response = run_idempotent(transaction, options.caller, answer)
     return None if response is None else StoredCompletion(completed, response)

@@ -16,20 +16,21 @@ from typing import Annotated, Protocol
 from fastapi import Depends, Request
 from fastapi.responses import Response
 
+from groupwise.api.http.bodies import SHUTTING_DOWN_RETRY
 from groupwise.api.http.shared_state import Facts, Limits, Shared, facts_of
 from groupwise.api.schemas.activity import ActivityAnswer
 from groupwise.api.schemas.idempotency import AnswerKey, body_hash, idempotency_key
 from groupwise.api.schemas.keys import Caller
 from groupwise.api.schemas.problems import Refusal
 from groupwise.api.schemas.training import (
+    AnyRewards,
     CheckpointAnswer,
     CheckpointsAnswer,
+    CloseAnswer,
     CompletionsRequest,
     EventData,
     GroupAnswer,
     RewardAnswer,
-    RewardsOfOne,
-    RewardsOfSeveral,
     StartAnswer,
     StartRequest,
     StatusAnswer,
@@ -38,7 +39,7 @@ from groupwise.api.schemas.training import (
     StopAnswer,
     TokenizerAnswer,
 )
-from groupwise.server.ledger.file import DiskFull
+from groupwise.server.ledger.file import DiskFull, LedgerClosed
 from groupwise.server.ledger.idempotency import InFlightRequests, StoredResponse
 from groupwise.server.run.activity import known_clients
 from groupwise.server.run.downloads import OpenVersion
@@ -87,10 +88,12 @@ class ServiceLike(Protocol):
         """Release a group that will not be rewarded."""
         ...
 
-    async def rewards(
-        self, request: RewardsOfOne | RewardsOfSeveral, caller: Caller
-    ) -> Sequence[RewardAnswer]:
+    async def rewards(self, request: AnyRewards, caller: Caller) -> Sequence[RewardAnswer]:
         """Store rewards; one answer for each group."""
+        ...
+
+    async def close_group(self, name: str, caller: Caller, /) -> CloseAnswer:
+        """Close a group of trajectories before all its places have a reward."""
         ...
 
     async def rewards_trained(
@@ -168,7 +171,9 @@ class Serving(Shared):
         return (await self.service.activity()).model_copy(update={"clients": clients})
 
     def refusal_of(self, error: Exception) -> Refusal | None:
-        """Convert a full disk to a refusal, because it is no error of the server's code."""
+        """Convert a full disk, and the ledger of a server that is shutting down, to refusals: they are no errors of the server's code."""
+        if isinstance(error, LedgerClosed):
+            return Refusal("shutting_down", retry_after=SHUTTING_DOWN_RETRY)
         if not isinstance(error, DiskFull):
             return None
         logger.error("%s", error)

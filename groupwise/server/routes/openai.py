@@ -8,9 +8,9 @@ the stream, which then has no final `[DONE]`.
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Protocol, cast
 
 from fastapi import Depends, FastAPI, Header, Path
 from fastapi.responses import Response
@@ -18,7 +18,7 @@ from starlette.types import Receive, Scope, Send
 
 from groupwise.api.http.route import Route, json_response
 from groupwise.api.schemas.idempotency import HEADER as IDEMPOTENCY_KEY
-from groupwise.api.schemas.keys import Role
+from groupwise.api.schemas.keys import Caller, Role
 from groupwise.api.schemas.openai import (
     MAX_VALUE,
     ChatCompletion,
@@ -28,13 +28,13 @@ from groupwise.api.schemas.openai import (
     TextCompletion,
     TextRequest,
 )
-from groupwise.api.schemas.problems import FieldError, Refusal
+from groupwise.api.schemas.problems import Refusal
 from groupwise.api.schemas.training import MAX_ADDRESS, MAX_COMPLETIONS
 from groupwise.server.ledger.idempotency import StoredResponse
-from groupwise.server.openai.answers import Kind, StreamEncoder, encode_event, full_response
-from groupwise.server.openai.asking import StorageHeaders, parse_request
+from groupwise.server.openai.answers import Kind, StreamEncoder, full_response
+from groupwise.server.openai.asking import StorageHeaders, field_refusal, parse_request
 from groupwise.server.openai.completed import Completed
-from groupwise.server.openai.errors import OpenAIErrors, document_errors, error_of_refusal
+from groupwise.server.openai.errors import OpenAIErrors, document_errors
 from groupwise.server.openai.service import OpenAIService, StreamStarted, TextDelta
 from groupwise.server.routes.context import Context, RequestContext
 from groupwise.server.routes.training import OF_ENGINE, OF_RUN
@@ -54,15 +54,45 @@ def storage_headers(
         int | None,
         Header(description="As `metadata.size` of the body.", ge=1, le=MAX_COMPLETIONS),
     ] = None,
+    x_groupwise_trajectory: Annotated[
+        str | None,
+        Header(
+            description="As `metadata.trajectory` of the body.",
+            min_length=1,
+            max_length=MAX_VALUE,
+        ),
+    ] = None,
+    x_stainless_retry_count: Annotated[
+        int,
+        Header(
+            description="Sent by the client of OpenAI. A call of a trajectory that is sent again gets its stored answer.",
+            ge=0,
+        ),
+    ] = 0,
 ) -> StorageHeaders:
     """Read the headers of a request."""
-    return StorageHeaders(x_groupwise_store, x_groupwise_group, x_groupwise_size)
+    return StorageHeaders(
+        x_groupwise_store,
+        x_groupwise_group,
+        x_groupwise_size,
+        x_groupwise_trajectory,
+        x_stainless_retry_count,
+    )
 
 
 Storage = Annotated[StorageHeaders, Depends(storage_headers)]
 ModelName = Annotated[
     str, Path(description="`run@step`, or `latest`.", min_length=1, max_length=MAX_ADDRESS)
 ]
+
+
+def refuse_named_stream(caller: Caller) -> None:
+    """Refuse an Idempotency-Key of a request for a stream."""
+    if caller.answer_key is not None:
+        raise field_refusal(
+            IDEMPOTENCY_KEY,
+            "names an answer that can be sent again, which a stream cannot; leave it out, or ask without `stream`",
+        )
 
 
 async def _completion_response(
@@ -72,15 +102,9 @@ async def _completion_response(
     storage: StorageHeaders,
     context: RequestContext,
 ) -> Response:
-    ask = parse_request(body, storage)
-    if body.stream and context.caller.answer_key is not None:
-        problem = "names an answer that can be sent again, which a stream cannot; leave it out, or ask without `stream`"
-        raise Refusal(
-            "invalid_request",
-            f"{IDEMPOTENCY_KEY} {problem}.",
-            errors=[FieldError(field=IDEMPOTENCY_KEY, message=problem)],
-        )
+    ask = service.with_template(parse_request(body, storage))
     if body.stream:
+        refuse_named_stream(context.caller)
         encoder = StreamEncoder(kind, body.model, int(time.time()), usage=body.includes_usage)
         choices = len(ask.prompts) * ask.n
         return StreamedResponse(service.stream(ask, context.caller), encoder, choices)
@@ -91,6 +115,26 @@ async def _completion_response(
     return await context.run_idempotent(lambda: service.answer(ask, context.caller, stored))
 
 
+class Encoder(Protocol):
+    """Encodes a stream as the events of a protocol."""
+
+    def first_chunks(self, id: str, choices: int) -> Iterator[bytes]:
+        """What precedes all text; `id` of the completion, without a prefix."""
+        ...
+
+    def text_chunk(self, index: int, text: str) -> bytes:
+        """More text of a choice."""
+        ...
+
+    def last_chunks(self, completed: Completed) -> Iterator[bytes]:
+        """What ends the stream."""
+        ...
+
+    def error_chunk(self, refusal: Refusal) -> bytes:
+        """A failure, after which the stream ends."""
+        ...
+
+
 class StreamedResponse(Response):
     """A streamed response. The stream is closed in every case (sent, refused, or the client disconnected), which ends the sampling."""
 
@@ -99,7 +143,7 @@ class StreamedResponse(Response):
     def __init__(
         self,
         stream: AsyncGenerator[StreamStarted | TextDelta | Completed],
-        encoder: StreamEncoder,
+        encoder: Encoder,
         choices: int,
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
@@ -118,7 +162,7 @@ class StreamedResponse(Response):
                 async for output in stream:
                     await self._send_output(send, output)
             except Refusal as refusal:
-                await _send_body(send, encode_event(error_of_refusal(refusal).model_dump()))
+                await _send_body(send, self._encoder.error_chunk(refusal))
         await send({"type": "http.response.body", "body": b""})
 
     async def _send_output(self, send: Send, output: StreamStarted | TextDelta | Completed) -> None:
@@ -177,12 +221,13 @@ def openai_routes(service: OpenAIService) -> tuple[Route, ...]:
             answer=ModelData,
             codes=("unknown_model", "invalid_request", "shutting_down", *OF_ENGINE),
         ),
-        _completion_route("/v1/chat/completions", chat_completions, ChatCompletion, chat),
-        _completion_route("/v1/completions", text_completions, TextCompletion, text),
+        completion_route("/v1/chat/completions", chat_completions, ChatCompletion, chat),
+        completion_route("/v1/completions", text_completions, TextCompletion, text),
     )
 
 
-def _completion_route(path: str, handler: Any, answer: Any, example: Any) -> Route:
+def completion_route(path: str, handler: Any, answer: Any, example: Any, *more_codes: str) -> Route:
+    """A route that samples; `more_codes`: problems that it alone answers with."""
     return Route(
         method="POST",
         path=path,
@@ -194,11 +239,15 @@ def _completion_route(path: str, handler: Any, answer: Any, example: Any) -> Rou
         works=True,
         named=True,
         codes=(
+            *more_codes,
             "unknown_model",
             "too_busy",
             "draw_taken",
             "settings_conflict",
             "prompt_too_long",
+            "already_rewarded",
+            "lease_expired",
+            "group_given_up",
             "disk_full",
             *OF_RUN,
             *OF_ENGINE,

@@ -17,15 +17,16 @@ from groupwise.api.schemas.activity import ActivityAnswer
 from groupwise.api.schemas.keys import Role
 from groupwise.api.schemas.training import (
     MAX_ID,
+    AnyRewards,
     Body,
+    CloseAnswer,
+    CloseRequest,
     CompletionsBatch,
     CompletionsRequest,
     GivenUpAnswer,
     GroupAnswer,
     RewardAnswer,
     RewardsBatchAnswer,
-    RewardsOfOne,
-    RewardsOfSeveral,
     RewardsRequest,
     StartAnswer,
     StartRequest,
@@ -94,8 +95,8 @@ async def give_up(group_id: GroupIdInPath, context: Context) -> Response:
 
 
 async def rewards(body: RewardsRequest, context: Context) -> Response:
-    """The rewards of one group, or of several. They are on disk before the answer."""
-    request: RewardsOfOne | RewardsOfSeveral = body
+    """The rewards of one group or of several, or the one reward of a trajectory. They are on disk before the answer."""
+    request: AnyRewards = body
 
     async def work() -> Any:
         return rewards_answer(request, await context.service.rewards(request, context.caller))
@@ -107,6 +108,15 @@ async def rewards(body: RewardsRequest, context: Context) -> Response:
         )
 
     return await context.run_idempotent(work, wait_on if request.wait else None)
+
+
+async def close_group(body: CloseRequest, context: Context) -> Response:
+    """Close a group of trajectories: train it with the rewards that came. Those without one count as failed."""
+
+    async def work() -> Any:
+        return answer_of(await context.service.close_group(body.group, context.caller))
+
+    return await context.run_idempotent(work)
 
 
 async def step(body: StepRequest, context: Context) -> Response:
@@ -233,6 +243,19 @@ ROUTES = (
             *OF_ENGINE,
         ),
         example={"group_id": "g-0123456789abcdef0123", "rewards": [1.0, 0.0, None, 0.5]},
+    ),
+    Route(
+        method="POST",
+        path="/trajectories/close",
+        handler=close_group,
+        role=Role.TRAIN,
+        tag=TAG,
+        answer=CloseAnswer,
+        takes_body=True,
+        works=True,
+        named=True,
+        codes=("disk_full", *OF_RUN),
+        example={"group": "scenario-7"},
     ),
     Route(
         method="POST",

@@ -47,6 +47,10 @@ class Capacity:
         """The first draw whose turn has not come, given that `lost` draws will never be trained."""
         return (steps_done + 1 + self.staleness) * self.groups_per_step + lost
 
+    def policy_step(self, draw: int) -> int | None:
+        """Step count of the policy that samples the draw, whoever asks for it and when; None with manual steps: the newest policy."""
+        return None if self.manual else max(0, draw // self.groups_per_step - self.staleness)
+
     def in_time(self, draw: int, steps_done: int, lost: int) -> bool:
         """True if the draw's turn has come."""
         return self.manual or draw < self.first_too_early(steps_done, lost)

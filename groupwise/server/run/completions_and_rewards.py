@@ -14,11 +14,11 @@ from groupwise.api.schemas.keys import Caller
 from groupwise.api.schemas.problems import FieldError, Refusal
 from groupwise.api.schemas.template_columns import columns_of
 from groupwise.api.schemas.training import (
+    AnyRewards,
+    CloseAnswer,
     CompletionsRequest,
     GroupAnswer,
     RewardAnswer,
-    RewardsOfOne,
-    RewardsOfSeveral,
     StepAnswer,
     StepRequest,
 )
@@ -29,7 +29,7 @@ from groupwise.server.ledger import groups
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.run import ledger_operations
 from groupwise.server.run.active_run import ActiveRun
-from groupwise.server.run.engine_errors import await_engine, naming_field
+from groupwise.server.run.engine_errors import await_engine, check_prompt_length, naming_field
 
 T = TypeVar("T")
 
@@ -56,13 +56,16 @@ class CompletionsAndRewards:
             )
             error = FieldError(field="tokenizer_hash", message=message)
             raise Refusal("tokenizer_mismatch", message, errors=[error])
+        for index, prompt in enumerate(request.all_prompts):
+            field = _request_field_names(request, index)["prompt"]
+            check_prompt_length(prompt, conductor.status.opened, field)
         await self._ledger.do(
             ledger_operations.check_draws, conductor.status.run, request.all_draws
         )
         wait = self._config.completions_wait
         async with conductor.room.admit(request.all_draws, wait, caller.key_id) as draws:
             orders = [
-                _order_of_sample(request, prompt, draw)
+                _order_of_sample(request, prompt, draw, conductor.room.room.policy_step(draw))
                 for prompt, draw in zip(request.all_prompts, draws, strict=True)
             ]
             engine = conductor.engine
@@ -93,9 +96,7 @@ class CompletionsAndRewards:
 
     # --- rewards and steps -----------------------------------------------------------------------
 
-    async def rewards(
-        self, request: RewardsOfOne | RewardsOfSeveral, caller: Caller
-    ) -> list[RewardAnswer]:
+    async def rewards(self, request: AnyRewards, caller: Caller) -> list[RewardAnswer]:
         """Store rewards, and only then answer; with `wait`, after the step that learns from them."""
         run = self._active_run.any_run()
         if request.wait and self._active_run.is_manual():
@@ -110,6 +111,15 @@ class CompletionsAndRewards:
         if not request.wait:
             return answers
         return await self.rewards_trained(answers, request.timeout)
+
+    async def close_group(self, name: str, caller: Caller) -> CloseAnswer:
+        """Close the open groups of trajectories with this name."""
+        run = self._active_run.any_run()
+        answer = await self._ledger.do(ledger_operations.close_group, run.run, name, caller)
+        if self._active_run.conductor is not None:
+            self._active_run.conductor.nudge()
+            await self._active_run.conductor.recount()
+        return answer
 
     async def rewards_trained(
         self, answers: Sequence[RewardAnswer], seconds: float
@@ -161,10 +171,12 @@ class CompletionsAndRewards:
     ) -> T:
         """Call `read` at each beat, and return its result once it is done, the time is over, or no more steps will be taken."""
         deadline = time.monotonic() + seconds
+        run = self._active_run.any_run().run
         while True:
             beat = self._active_run.changed.next_event
             result = await read()
-            if is_done(result) or self._active_run.is_over():
+            replaced = self._active_run.any_run().run != run
+            if is_done(result) or replaced or self._active_run.is_over():
                 return result
             if not await self._active_run.next_beat(beat, deadline):
                 return result
@@ -181,7 +193,9 @@ def _request_field_names(request: CompletionsRequest, index: int) -> Mapping[Ord
     }
 
 
-def _order_of_sample(request: CompletionsRequest, prompt: Prompt, draw: int) -> SampleOrder:
+def _order_of_sample(
+    request: CompletionsRequest, prompt: Prompt, draw: int, policy_step: int | None
+) -> SampleOrder:
     ids = request.prompt_tokens
     return SampleOrder(
         draw,
@@ -195,4 +209,5 @@ def _order_of_sample(request: CompletionsRequest, prompt: Prompt, draw: int) -> 
         ),
         None if ids is None else tuple(ids),
         columns_of(request.tools, request.chat_template_kwargs),
+        policy_step=policy_step,
     )

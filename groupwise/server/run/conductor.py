@@ -45,9 +45,12 @@ RECENT = 0.2
 """Weight of the newest step in the moving average of seconds per step."""
 
 StopReason = Literal["stop", "replace", "shut down"]
-"""Why no further step is taken. `shut down`: the run resumes when the server starts again."""
+"""Why no further step is taken. `shut down`: the run resumes when the server starts again. `replace`: another run is being started; this
+one stays the active run in the ledger until the other one is open, and goes on if that fails.
+"""
 
-_STATES: Mapping[StopReason, RunState] = {"stop": "stopped", "replace": "replaced"}
+_STATES: Mapping[StopReason, RunState] = {"stop": "stopped"}
+"""State in the ledger of a run that is left for good."""
 
 
 @dataclass(slots=True)
@@ -136,9 +139,14 @@ class Conductor:
     @property
     def engine(self) -> Engine:
         """The engine, if it accepts calls; otherwise raises the reason as a Refusal."""
-        if self._engine is None or self.phase != "running":
+        if self._engine is None or not self.is_serving:
             raise self.refusal()
         return self._engine
+
+    @property
+    def is_serving(self) -> bool:
+        """True while the run has an engine that it does not leave."""
+        return self._engine is not None and self.phase == "running"
 
     @property
     def model(self) -> str:
@@ -146,9 +154,19 @@ class Conductor:
         return self.request.model_id
 
     @property
+    def run(self) -> str:
+        """The run's name; it has one once it was opened."""
+        return self._run_name
+
+    @property
     def loads(self) -> str:
         """Name or folder that the model is loaded from."""
         return self._order.config["model"]["name"]
+
+    @property
+    def seed(self) -> int:
+        """The run's seed, from which those of its completions are derived."""
+        return self._order.config.get("training", {}).get("seed", 0)
 
     @property
     def status(self) -> RunStatus:
@@ -169,8 +187,11 @@ class Conductor:
         if self.phase == "failed":
             return Refusal("engine_failed", self.last_error)
         if self.phase in ("stopping", "stopped", "finished"):
-            shutting_down = self._stop_reason == "shut down"
-            return Refusal("shutting_down", retry_after=5) if shutting_down else Refusal("finished")
+            if self._stop_reason == "shut down":
+                return Refusal("shutting_down", retry_after=5)
+            if self._stop_reason == "replace" and self.phase == "stopping":
+                return Refusal("engine_recovering", "another run is being started.", retry_after=2)
+            return Refusal("finished")
         return Refusal("engine_recovering", retry_after=2)
 
     def nudge(self) -> None:
@@ -229,6 +250,14 @@ class Conductor:
             self.phase = "stopped"  # stopped without its engine, which is gone
             step = self.last_status.step if self.last_status else 0
             await self._ledger.do(steps.end_run, self._run_name, state, EventKind.STOPPED, step)
+
+    def successor(self) -> Conductor:
+        """A conductor that goes on with this run in a new engine, after `end` with `replace`. Call its `start_steps`."""
+        return Conductor(
+            *(self._ledger, self._supervisor, self.request, self._order),
+            most_open=self._most_open,
+            changed=self._changed,
+        )
 
     # --- the run's single task --------------------------------------------------------------------
 
@@ -309,16 +338,19 @@ class Conductor:
         else:
             await engine.close_run(finished=False)
             await self._announce_checkpoint()
-            self.phase = "stopped"
             assert self._stop_reason is not None, "it takes steps until then"
-            state = _STATES[self._stop_reason]
-            await self._ledger.do(steps.end_run, status.run, state, EventKind.STOPPED, status.step)
+            if (state := _STATES.get(self._stop_reason)) is not None:
+                self.phase = "stopped"
+                await self._ledger.do(
+                    steps.end_run, status.run, state, EventKind.STOPPED, status.step
+                )
 
     # --- recovery ---------------------------------------------------------------------------------
 
     async def _recover(self) -> Engine:
         """Start a new engine and bring the run back to where it was."""
-        self.phase = "recovering"
+        if self._stop_reason is None:
+            self.phase = "recovering"
         engine, opened = await self._supervisor.open(self._order)
         self._set_opened(opened)
         await self._note_committed(engine, opened)

@@ -8,7 +8,9 @@ from typing import TypeVar
 
 from groupwise.api.schemas.problems import KINDS, FieldError, Refusal
 from groupwise.core.errors import GroupwiseError, RunError, UsageError
-from groupwise.server.engine.engine_protocol import EngineLost, OrderField, WrongOrder
+from groupwise.core.types import Prompt
+from groupwise.server.engine.engine_protocol import EngineLost, Opened, OrderField, WrongOrder
+from groupwise.server.engine.prompt_length import count_characters, texts_of
 from groupwise.server.run.conductor import Conductor
 from groupwise.server.run.engine_supervisor import FULL_SECONDS, is_full
 
@@ -16,7 +18,11 @@ T = TypeVar("T")
 
 
 async def await_engine(work: Awaitable[T], conductor: Conductor, seconds: float) -> T:
-    """Await an engine's answer for at most `seconds`. A request that the engine refuses is the client's fault, a lost engine is not."""
+    """Await an engine's answer for at most `seconds`. A request that the engine refuses is the client's fault, a lost engine is not.
+
+    While the run leaves its engine (a shutdown, a restart, its end), an engine may fail in any way, because its parts are being closed.
+    Only a wrong order stays the client's fault then; for anything else the run says what the client is to do.
+    """
     try:
         async with asyncio.timeout(seconds):
             return await work
@@ -26,8 +32,12 @@ async def await_engine(work: Awaitable[T], conductor: Conductor, seconds: float)
         conductor.nudge()
         raise Refusal("engine_recovering", retry_after=2) from None
     except UsageError as error:
+        if not isinstance(error, WrongOrder) and not conductor.is_serving:
+            raise conductor.refusal() from None
         raise refusal_of(error, otherwise="invalid_request") from None
     except RunError as error:
+        if not conductor.is_serving:
+            raise conductor.refusal() from None
         raise refusal_of(error, otherwise="engine_recovering", retry_after=5) from None
 
 
@@ -39,6 +49,15 @@ def refusal_of(error: GroupwiseError, otherwise: str, retry_after: float | None 
         return Refusal("disk_full", str(error), retry_after=retry_after or FULL_SECONDS)
     code = error.code if error.code in KINDS else otherwise
     return Refusal(code, str(error), retry_after=retry_after)
+
+
+def check_prompt_length(prompt: Prompt, opened: Opened, field: str) -> None:
+    """Refuse with `prompt_too_long` a prompt that has too many characters for any tokens; the engine never receives it."""
+    try:
+        count_characters(texts_of(prompt), opened.longest_prompt, opened.longest_prompt_characters)
+    except WrongOrder as error:
+        field_error = FieldError(field=field, message=error.message)
+        raise Refusal(error.code, error.message, errors=[field_error]) from None
 
 
 async def naming_field(work: Awaitable[T], fields: Mapping[OrderField, str]) -> T:

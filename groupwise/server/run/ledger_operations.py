@@ -3,27 +3,38 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from groupwise.api.schemas.keys import Caller
 from groupwise.api.schemas.problems import Refusal
 from groupwise.api.schemas.training import (
+    AnyRewards,
     CheckpointAnswer,
+    CloseAnswer,
     CompletionsRequest,
     EventKind,
     GroupAnswer,
     GroupRewards,
     RewardAnswer,
+    RewardOfTrajectory,
     RewardsOfOne,
-    RewardsOfSeveral,
     StepAnswer,
     StepRequest,
 )
 from groupwise.core.types import Group, from_json
 from groupwise.server.engine.engine_protocol import Opened, Sampled
-from groupwise.server.ledger import counters, events, groups, members, plans, runs, uptime
+from groupwise.server.ledger import (
+    counters,
+    events,
+    groups,
+    members,
+    plans,
+    runs,
+    trajectories,
+    uptime,
+)
 from groupwise.server.ledger.group_states import State
 from groupwise.server.ledger.groups import Echo, GroupRow, NewGroup
 from groupwise.server.ledger.idempotency import StoredResponse, run_idempotent
@@ -53,11 +64,15 @@ def start_run(
     opened: Opened,
     caller: Caller,
     answer: StoredResponse,
+    replaced: str | None = None,
 ) -> RunRow:
-    """Record a run that an engine has opened as the active one."""
+    """Record a run that an engine has opened as the active one, in place of the run `replaced`, which ends here."""
     tokenizer = Tokenizer.of(opened)
 
     def work() -> StoredResponse:
+        if replaced is not None:
+            step = steps.next_step(transaction, replaced)
+            steps.end_run(transaction, replaced, "replaced", EventKind.STOPPED, step)
         if goes_on:
             runs.reactivate_run(transaction, run, settings, config, tokenizer)
         else:
@@ -98,8 +113,9 @@ def keep_groups(
                 sample.step,
                 sample.version,
                 sample.fingerprint,
+                named=asked is not None,
             )
-            for sample in sampled
+            for sample, asked in zip(sampled, request.all_draws, strict=True)
         ]
         rows = groups.add_groups(transaction, run, new_groups, key_id=caller.key_id, lease=lease)
         counters.count(transaction, run, counters.COMPLETION_REQUESTS)
@@ -136,7 +152,7 @@ def keep_rewards(
     transaction: Transaction,
     run: str,
     steps_done: int | None,
-    request: RewardsOfOne | RewardsOfSeveral,
+    request: AnyRewards,
     caller: Caller,
 ) -> list[RewardAnswer]:
     """Store the rewards of one or more groups, all or none, and the answers about them. `steps_done`: the run's step count; None: as
@@ -148,21 +164,8 @@ def keep_rewards(
 
     def work() -> StoredResponse:
         done = steps.next_step(transaction, run) if steps_done is None else steps_done
-        for number, group_rewards in enumerate(request.all_groups):
-            if group_rewards.group_id is not None:
-                _check_echo(transaction, group_rewards)
-            status = "held" if group_rewards.include == "hold" else "accepted"
-            posted = members.accept_post(
-                transaction,
-                run,
-                Post(
-                    group_rewards.group_id or _echo_of_request(group_rewards),
-                    tuple(group_rewards.rewards),
-                    {"model_version": [run, done], "status": status},
-                    group_rewards.include,
-                    "rewards" if isinstance(request, RewardsOfOne) else f"groups.{number}.rewards",
-                ),
-            )
+        for post in _posts_of(transaction, run, done, request, caller):
+            posted = members.accept_post(transaction, run, post)
             # For rewards posted before, the answer of the first post.
             first_run, first_done = posted.answer["model_version"]
             answers.append(
@@ -177,6 +180,57 @@ def keep_rewards(
 
     run_idempotent(transaction, caller, work)
     return answers
+
+
+def _posts_of(
+    transaction: Transaction, run: str, done: int, request: AnyRewards, caller: Caller
+) -> Iterator[Post]:
+    """The posts of a request, one for each group or for the trajectory. They are made one after the other, because echoes are compared
+    with what the ledger has then.
+    """
+    if isinstance(request, RewardOfTrajectory):
+        group, member = _member_of(transaction, run, request, caller)
+        answer = {"model_version": [run, done], "status": "accepted"}
+        yield Post(f"{group}-{member}", (request.reward,), answer, "next", "reward")
+        return
+    for number, group_rewards in enumerate(request.all_groups):
+        if group_rewards.group_id is not None:
+            _check_echo(transaction, group_rewards)
+        status = "held" if group_rewards.include == "hold" else "accepted"
+        yield Post(
+            group_rewards.group_id or _echo_of_request(group_rewards),
+            tuple(group_rewards.rewards),
+            {"model_version": [run, done], "status": status},
+            group_rewards.include,
+            "rewards" if isinstance(request, RewardsOfOne) else f"groups.{number}.rewards",
+        )
+
+
+def _member_of(
+    transaction: Transaction, run: str, request: RewardOfTrajectory, caller: Caller
+) -> tuple[str, int]:
+    if request.completion_ids is None:
+        assert request.trajectory is not None, "one of the two is given"
+        return trajectories.member_named(transaction, run, caller.key_id, request.trajectory)
+    calls = [members.parse_id(name).call or name for name in request.completion_ids]
+    return trajectories.member_of_calls(transaction, calls, request.trajectory, "completion_ids")
+
+
+def close_group(transaction: Transaction, run: str, name: str, caller: Caller) -> CloseAnswer:
+    """Close the open groups of trajectories with this name, and store the answer about it."""
+    closed: list[str] = []
+    given_up: list[str] = []
+
+    def work() -> StoredResponse:
+        runs.require_active(transaction, run)
+        for group in trajectories.open_groups_named(transaction, run, caller.key_id, name):
+            row = members.close_group(transaction, group)
+            (given_up if row.state == "given_up" else closed).append(group)
+        return answer_of(CloseAnswer(closed=closed, given_up=given_up))
+
+    response = run_idempotent(transaction, caller, work)
+    assert response is not None, "it always answers"
+    return CloseAnswer.model_validate_json(response.body)
 
 
 def _echo_of_request(group_rewards: GroupRewards) -> Echo:
@@ -316,7 +370,10 @@ def tick(transaction: Transaction) -> bool:
     overdue = groups.expire_overdue(transaction)
     for run in dict.fromkeys(row.run for row in overdue):
         ids = [row.id for row in overdue if row.run == run]
-        data = {"message": "their lease is over", "data": {"expired": ids}}
+        data: dict[str, Any] = {"message": "their lease is over", "data": {"expired": ids}}
+        if names := trajectories.names_of(transaction, ids):
+            data["message"] += f"; no trajectory in them got a reward: {', '.join(names[:8])}"
+            data["data"]["trajectories"] = names
         events.add_event(transaction, run, EventKind.GROUPS, data)
     return bool(overdue or settled)
 
@@ -332,6 +389,8 @@ class RunSnapshot:
     counters: dict[str, int]
     quarantined: list[PlanRow]
     last_event: int
+    unnamed: int
+    """Number of groups whose client did not name the draw."""
 
     @property
     def refusals_by_code(self) -> dict[str, int]:
@@ -350,4 +409,5 @@ def snapshot_of(transaction: Transaction, run: str) -> RunSnapshot:
         counters.counters_of(transaction, run),
         plans.quarantined_plans(transaction, run),
         events.last_event(transaction),
+        groups.count_unnamed(transaction, run),
     )

@@ -2,7 +2,8 @@
 
     request → order (`run_config.py`) → other users of the machine make room → an engine opens the run → ledger row → the conductor starts
 
-POST /start is answered when the run is in the ledger; if a new run cannot start, nothing of it remains.
+POST /start is answered when the run is in the ledger; if a new run cannot start, nothing of it remains. A run that it was to replace is
+paused meanwhile, and goes on then: in the ledger it is the active one until the new run takes its place.
 """
 
 from __future__ import annotations
@@ -103,32 +104,51 @@ class RunLifecycle:
                     if replacing:
                         await user.release_for_replacement()
                     await user.release_machine()
-            await self._end_current(replacing)
-            conductor = self._conductor_of(request, order)
-            status = await self._begin_within_limit(conductor)
-            answer = StartAnswer(
-                run_id=status.run,
-                model_version=status.version,
-                fingerprint=status.policy.fingerprint,
-                max_steps=status.max_steps,
-                groups_per_step=request.prompts_per_step,
-                tokenizer_hash=status.opened.tokenizer_hash,
-            )
-            await self._keep_tokenizer(conductor, status)
-            row = await self._ledger.do(
-                ledger_operations.start_run,
-                status.run,
-                f"{RUNS}/{status.run}",
-                request.model_dump(mode="json", exclude_unset=True),
-                dict(order.config),
-                resumed_row is not None,
-                status.opened,
-                caller,
-                answer_of(answer),
-            )
-            self._active_run.conductor, self._active_run.latest = conductor, row
-            conductor.start_steps()
-            return answer
+            replaced = await self._pause_current(replacing)
+            try:
+                return await self._open_and_record(request, order, resumed_row, replaced, caller)
+            except BaseException:
+                self._go_on_with(replaced)
+                raise
+
+    async def _open_and_record(
+        self,
+        request: StartRequest,
+        order: OpenRun,
+        resumed_row: RunRow | None,
+        replaced: Conductor | None,
+        caller: Caller,
+    ) -> StartAnswer:
+        """Open the run in an engine, and make it the active one of the ledger in place of `replaced`."""
+        conductor = self._conductor_of(request, order)
+        status = await self._begin_within_limit(conductor)
+        answer = StartAnswer(
+            run_id=status.run,
+            model_version=status.version,
+            fingerprint=status.policy.fingerprint,
+            max_steps=status.max_steps,
+            groups_per_step=request.prompts_per_step,
+            tokenizer_hash=status.opened.tokenizer_hash,
+        )
+        await self._keep_tokenizer(conductor, status)
+        row = await self._ledger.do(
+            ledger_operations.start_run,
+            status.run,
+            f"{RUNS}/{status.run}",
+            request.model_dump(mode="json", exclude_unset=True),
+            dict(order.config),
+            resumed_row is not None,
+            status.opened,
+            caller,
+            answer_of(answer),
+            replaced=replaced and replaced.run,
+        )
+        if replaced is not None:
+            replaced.phase = "stopped"
+            self._active_run.changed.notify()
+        self._active_run.conductor, self._active_run.latest = conductor, row
+        conductor.start_steps()
+        return answer
 
     async def _resolve_order(
         self, request: StartRequest
@@ -179,12 +199,13 @@ class RunLifecycle:
         """Point the config to this output folder, which may have been moved since."""
         return _with_run(config, dir=str(self._config.folder / RUNS))
 
-    async def _end_current(self, replacing: bool) -> None:
+    async def _pause_current(self, replacing: bool) -> Conductor | None:
+        """Free the machine of the active run, without ending the run; None if there is none. Refuses with `run_active` unless replacing."""
         conductor = self._active_run.conductor
         if conductor is not None:
             await conductor.wait_if_finishing()
         if conductor is None or conductor.phase in ENDED:
-            return
+            return None
         if not replacing:
             run = self._active_run.latest.run if self._active_run.latest else "the run"
             raise Refusal(
@@ -192,6 +213,16 @@ class RunLifecycle:
                 f"{run} is active. Stop it first (POST /stop), or start with `replace: true`, which stops it cleanly.",
             )
         await self._stop_run(conductor, "replace")
+        return None if conductor.phase in ENDED else conductor
+
+    def _go_on_with(self, paused: Conductor | None) -> None:
+        """Continue the run that could not be replaced, from the checkpoint that it was paused with."""
+        if paused is None or self._active_run.shutting_down:
+            return
+        self._active_run.conductor = paused.successor()
+        self._active_run.conductor.start_steps()
+        self._active_run.changed.notify()
+        logger.warning("no other run was started; %s goes on", paused.run)
 
     async def _begin_within_limit(self, conductor: Conductor) -> RunStatus:
         limit = self._config.start_time_limit

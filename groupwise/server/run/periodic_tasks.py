@@ -8,7 +8,7 @@ from contextlib import suppress
 
 from groupwise.core.errors import GroupwiseError
 from groupwise.server.engine.engine_protocol import Probe
-from groupwise.server.ledger.idempotency import delete_expired
+from groupwise.server.ledger import idempotency, responses
 from groupwise.server.ledger.uptime import TICK_SECONDS
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.run import ledger_operations
@@ -44,7 +44,8 @@ class PeriodicTasks:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     async def _tick(self) -> None:
-        """Every few seconds store the uptime and end groups whose lease has expired; from time to time delete old answers."""
+        """Every few seconds store the uptime and end groups whose lease has expired; from time to time delete old answers and
+        responses."""
         forgotten = time.monotonic()
         while True:
             await asyncio.sleep(TICK_SECONDS)
@@ -55,7 +56,8 @@ class PeriodicTasks:
                         self._active_run.conductor.nudge()
                         await self._active_run.conductor.recount()
                 if time.monotonic() - forgotten > FORGET_EVERY:
-                    await self._ledger.do(delete_expired)
+                    await self._ledger.do(idempotency.delete_expired)
+                    await self._ledger.do(responses.delete_expired)
                     forgotten = time.monotonic()
 
     async def _probe(self) -> None:

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pydantic import BaseModel
 
 from groupwise.api.schemas.training import (
+    AnyRewards,
     CompletionsBatch,
     CompletionsRequest,
     GroupAnswer,
     RewardAnswer,
     RewardsBatchAnswer,
-    RewardsOfOne,
     RewardsOfSeveral,
     StepAnswer,
     StepRequest,
@@ -35,25 +35,23 @@ def completions_answer(
     return answer_of(CompletionsBatch(groups=list(groups)))
 
 
-def rewards_answer(
-    request: RewardsOfOne | RewardsOfSeveral, answers: Sequence[RewardAnswer]
-) -> StoredResponse:
-    """The answer itself for one group, a list `groups` for several; 202 if the request waited for a step and none was taken in time."""
+def rewards_answer(request: AnyRewards, answers: Sequence[RewardAnswer]) -> StoredResponse:
+    """The answer itself for one group or trajectory, a list `groups` for several. Status 202 if the request waited for a step, and none was
+    taken in time.
+    """
     trained = all(answer.status == "trained" for answer in answers)
     status = 202 if request.wait and not trained else 200
-    if isinstance(request, RewardsOfOne):
-        (only,) = answers
-        return answer_of(only, status)
-    return answer_of(RewardsBatchAnswer(groups=list(answers)), status)
+    if isinstance(request, RewardsOfSeveral):
+        return answer_of(RewardsBatchAnswer(groups=list(answers)), status)
+    (only,) = answers
+    return answer_of(only, status)
 
 
-def rewards_of(
-    request: RewardsOfOne | RewardsOfSeveral, answer: StoredResponse
-) -> list[RewardAnswer]:
+def rewards_of(request: AnyRewards, answer: StoredResponse) -> list[RewardAnswer]:
     """Parse a stored answer into the answer for each group."""
-    if isinstance(request, RewardsOfOne):
-        return [RewardAnswer.model_validate_json(answer.body)]
-    return RewardsBatchAnswer.model_validate_json(answer.body).groups
+    if isinstance(request, RewardsOfSeveral):
+        return RewardsBatchAnswer.model_validate_json(answer.body).groups
+    return [RewardAnswer.model_validate_json(answer.body)]
 
 
 def step_answer(request: StepRequest, answer: StepAnswer) -> StoredResponse:

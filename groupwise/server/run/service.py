@@ -73,6 +73,7 @@ class Service:
         self.completions = ask_post.completions
         self.give_up = ask_post.give_up
         self.rewards = ask_post.rewards
+        self.close_group = ask_post.close_group
         self.rewards_trained = ask_post.rewards_trained
         self.step = ask_post.step
         self.step_taken = ask_post.step_taken

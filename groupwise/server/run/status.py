@@ -55,6 +55,7 @@ def status_of(
         model_version=status.version if status else (row.run, snapshot.step),
         fingerprint=status.policy.fingerprint if status else None,
         incarnation=row.incarnation,
+        not_repeatable=_why_not_repeatable(snapshot),
         engine_restarts=restarts,
         counters=Counters(
             served=sum(snapshot.groups.values()),
@@ -81,3 +82,17 @@ def status_of(
         metrics=steps.finite(status.metrics) if status and status.metrics else None,
         last_event_id=snapshot.last_event,
     )
+
+
+def _why_not_repeatable(snapshot: RunSnapshot) -> str | None:
+    """What lets the run depend on when its requests arrive."""
+    if snapshot.row.settings.get("steps") == "manual":
+        return (
+            "with `steps: manual` a step takes what its request names or what waits at that moment"
+        )
+    if snapshot.unnamed:
+        return (
+            f"{snapshot.unnamed} groups were asked for without `draw`, or over /v1, so their order of arrival decided on their seeds "
+            "and on their step"
+        )
+    return None

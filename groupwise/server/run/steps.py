@@ -16,7 +16,7 @@ from groupwise.core.types import Group, from_json
 from groupwise.runs.records import StepRecord
 from groupwise.server.engine.engine_protocol import StepDone
 from groupwise.server.engine.scored_group import scored_group
-from groupwise.server.ledger import events, groups, plans, runs
+from groupwise.server.ledger import events, groups, plans, runs, trajectories
 from groupwise.server.ledger.group_states import State
 from groupwise.server.ledger.plans import PlanRow, Trained
 from groupwise.server.ledger.transaction import Transaction
@@ -60,7 +60,9 @@ def plan_when_due(
 
     Without `size` no plan is made automatically. Groups that have become too old for the policy are marked as stale first. If more groups
     are rewarded than a step takes, those with the lowest draws come first; the new plan is sorted by draw, not by the order
-    of the rewards.
+    of the rewards. A step that would make a group of trajectories under way too old waits for it, at most until its lease ends. If
+    clients named the draws, a step waits for the draws before its own that are not rewarded yet: it learns from the same groups whoever is
+    faster.
     """
     waiting = pending_plan(transaction, run)
     if waiting is not None:
@@ -70,9 +72,14 @@ def plan_when_due(
     if size is None:
         return None
     rewarded = sorted(groups.groups_in(transaction, run, ("rewarded",)), key=lambda row: row.draw)
-    if len(rewarded) < size:
+    if len(rewarded) < size or trajectories.step_must_wait(transaction, run, step - staleness):
         return None
-    return plans.make_plan(transaction, run, step, [row.id for row in rewarded[:size]], {})
+    chosen = rewarded[:size]
+    if all(row.named for row in chosen):
+        missing = groups.first_missing_draw(transaction, run)
+        if missing < chosen[-1].draw:
+            return None
+    return plans.make_plan(transaction, run, step, [row.id for row in chosen], {})
 
 
 def plan_of_named(
@@ -144,6 +151,7 @@ def note_trained(transaction: Transaction, plan: PlanRow, done: StepDone) -> boo
     for message in done.warnings:
         events.add_event(transaction, plan.run, EventKind.WARNING, {"message": message})
     groups.prune_records(transaction, plan.run, done.oldest_checkpoint)
+    trajectories.prune_turns(transaction, plan.run)
     return exact
 
 

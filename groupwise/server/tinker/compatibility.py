@@ -6,14 +6,18 @@ suffix.
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from groupwise.core.errors import UsageError
 
 CLIENT_VERSION = "0.38.0"
+COOKBOOK = Path(__file__).with_name("cookbook.json")
+"""What the tests of the cookbook's recipes found: they write it, and the page again."""
 
 
 class Unsupported(UsageError):
@@ -82,8 +86,8 @@ METHODS: tuple[Method, ...] = (
         "TrainingClient",
         "forward_backward",
         True,
-        "cross_entropy, importance_sampling, ppo and cispo; the targets must be the tokens that follow in the input; text alone; one "
-        "number for each token",
+        "cross_entropy, also with K targets for each token; importance_sampling, ppo, cispo, dro and gspo; not stable_reinforce, nor "
+        "custom losses on the server; text alone",
     ),
     Method(
         "TrainingClient",
@@ -139,8 +143,9 @@ METHODS: tuple[Method, ...] = (
         "SamplingClient",
         "sample",
         True,
-        "topk_prompt_logprobs, topk_sample_logprobs, target_prompt_logprobs and prompt_alt_tokens_k are refused; stop adds to the model's "
-        "own stop tokens, and [] is none at all; log-probabilities are those at the temperature that was sampled",
+        "prompt_alt_tokens_k is refused; stop adds to the model's own stop tokens, and [] is none at all; log-probabilities of what was "
+        "drawn are those at the temperature that was sampled, those of the prompt at temperature 1; topk_prompt_logprobs and "
+        "topk_sample_logprobs are 1,024 at most",
     ),
     Method(
         "RestClient",
@@ -242,10 +247,20 @@ killed at any time: the client waits a while, and its loop goes on as if nothing
 adapter of the output head (`train_unembed`, which is the client's default) makes sampling and learning slower than without.
 
 Losses are sums over tokens, as the client documents them: nothing is divided by anything. They take log-probabilities at temperature 1, so
-sample at temperature 1 where the ratio is to begin at 1. The clip of `ppo` and `cispo` is 0.8 to 1.2 unless `loss_fn_config` gives
-`clip_low_threshold` and `clip_high_threshold`. Names of projects and tags are taken and not kept; metadata and names of sessions are. What
-is refused is refused at once, with its name and the reason. The tables are made from `groupwise/server/tinker/compatibility.py`; every
-method that ends in `_async` does what the one without it does.
+sample at temperature 1 where the ratio is to begin at 1. The clip of `ppo` and `cispo` is 0.8 to 1.2, that of `gspo` 0.9997 to 1.0004 (its
+paper's), unless `loss_fn_config` gives `clip_low_threshold` and `clip_high_threshold`; `dro` needs a `beta` there.
+
+Targets need not be the tokens that follow in the input: each target has its log-probability after the input before it, is trained on by its
+weight or advantage, and its log-probability is given back, also where the weight is 0. A target below 0, such as -100, is refused
+where it has a weight; without one it stands for the token that follows in the input. Losses look at the tokens whose weight or advantage is
+not 0. `dro` also looks where the advantage alone is 0, but not where the sampled log-probability is 0 as well, which is how prompts are
+padded; `gspo` looks where its `sequence_ratio_mask` is not 0, and refuses an advantage elsewhere. For distillation, `cross_entropy` takes
+`target_tokens` and `weights` of the shape (N, K), dense or sparse, and gives back log-probabilities of the same shape; its metrics count
+each target with a weight as a token. The teacher's come from `sample` with `topk_prompt_logprobs` or `target_prompt_logprobs`.
+
+Names of projects and tags are taken and not kept; metadata and names of sessions are. What is refused is refused at once, with its name
+and the reason. The tables are made from `groupwise/server/tinker/compatibility.py`; every method that ends in `_async` does what the one
+without it does.
 """
 
 TOKENIZER_SECTION = """\
@@ -353,6 +368,18 @@ INTERNAL: tuple[tuple[str, str, str], ...] = (
 """Routes that the client calls only if the server enables them; this server does not."""
 
 
+RECIPES = """\
+These programs of `tinker-cookbook` {release} were run as the package has them against `groupwise serve`, with a very small model on two
+cores; only the name of the model, sizes and folders were given. `make soak SUITE=cookbook` runs them again and writes this table.
+"""
+NOT_RUN: tuple[tuple[str, str], ...] = (
+    ("`vlm_classifier`, `audio`", "the server takes text alone"),
+    ("`harbor_rl`, `code_rl`", "they need a service that runs containers"),
+    ("`search_tool`, `rubric`, `verifiers_rl`", "they need a further service or package"),
+)
+"""Recipes that the tests leave out, and why."""
+
+
 def refused_route(method: str, path: str) -> Unsupported | None:
     """Why a route of the protocol is refused; None if the protocol has no such route."""
     owners = [
@@ -381,6 +408,7 @@ def _page_lines() -> Iterator[str]:
     yield from ("", *SAVED_SECTION.splitlines(), "", *TOKENIZER_SECTION.splitlines())
     for title, program in EXAMPLES:
         yield from ("", f"## {title}", "", "```python", *program.splitlines(), "```")
+    yield from _recipe_lines()
     for owner in dict.fromkeys(method.owner for method in METHODS):
         yield ""
         yield f"## {owner}"
@@ -390,6 +418,20 @@ def _page_lines() -> Iterator[str]:
         for entry in METHODS:
             if entry.owner == owner:
                 yield f"| `{entry.name}` | {'yes' if entry.works else 'no'} | {entry.note} |"
+
+
+def _recipe_lines() -> Iterator[str]:
+    table = json.loads(COOKBOOK.read_text())
+    yield from ("", "## Recipes of tinker-cookbook", "")
+    yield from RECIPES.format(release=table["release"]).splitlines()
+    yield from ("", "<!-- recipes: begin -->", "| recipe | passes | what is seen | seconds |")
+    yield "|---|---|---|---|"
+    for row in table["recipes"]:
+        passes = "yes" if row["passes"] else "no"
+        yield f"| `{row['recipe']}` | {passes} | {row['seen']} | {row['seconds']} |"
+    for recipes, reason in NOT_RUN:
+        yield f"| {recipes} | not run | {reason} | |"
+    yield "<!-- recipes: end -->"
 
 
 def _fits(route: tuple[str, str], method: str, path: str) -> bool:

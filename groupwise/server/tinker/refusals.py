@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 from groupwise.api.schemas.problems import KINDS, Kind, Refusal
 from groupwise.core.errors import GroupwiseError, RunError, StoreError, UsageError
-from groupwise.server.ledger.file import DiskFull
+from groupwise.server.ledger.file import DiskFull, LedgerClosed
 from groupwise.server.tinker.compatibility import Unsupported
 from groupwise.server.tinker.futures import (
     AnswerGone,
@@ -83,6 +83,7 @@ _CODE_OF_ERROR: Mapping[type[GroupwiseError], str] = {
     TooManyCalls: "too_many_calls",
     LedgerUnavailable: "not_kept",
     DiskFull: "disk_full",
+    LedgerClosed: "shutting_down",
     StoreError: "not_kept",
     RunError: "engine_failed",
     UsageError: "usage",

@@ -189,6 +189,22 @@ class SamplingSettings(Body):
     top_p: Annotated[FINITE, Field(gt=0, le=1)] = 1.0
 
 
+class TargetTokens(Body):
+    """Ids whose log-probabilities are wanted in place of the prompt's tokens: [tokens of the prompt - 1, K], dense or sparse (CSR)."""
+
+    data: list[Annotated[int, Field(ge=-1, lt=MOST_CALLS)]]
+    """-1: none is wanted there; nor in cells that a sparse tensor does not list."""
+    dtype: Literal["int64"]
+    shape: Annotated[list[WHOLE], Field(min_length=2, max_length=2)]
+    sparse_crow_indices: list[WHOLE] | None = None
+    sparse_col_indices: list[WHOLE] | None = None
+
+
+MOST_TOP = 1024
+"""Largest number of most likely tokens at one place."""
+TOP = Annotated[int, Field(ge=0, le=MOST_TOP)]
+
+
 class Sample(Body):
     """`sample` and `compute_logprobs`."""
 
@@ -201,9 +217,9 @@ class Sample(Body):
     sampling_session_id: ID
     seq_id: Annotated[int, Field(ge=0, lt=2**63)]
     prompt_logprobs: bool | None = None
-    topk_prompt_logprobs: Literal[0] = 0
-    topk_sample_logprobs: Literal[0] = 0
-    target_prompt_logprobs: None = None
+    topk_prompt_logprobs: TOP = 0
+    topk_sample_logprobs: TOP = 0
+    target_prompt_logprobs: TargetTokens | None = None
     prompt_alt_tokens_k: Literal[0] = 0
     prompt_logprobs_last_n: Annotated[int, Field(ge=1)] | None = None
     record_stability_info: Literal[False] | None = None

@@ -18,6 +18,7 @@ from groupwise.server.tinker.futures import PROTOBUF, Futures, digest_of
 from groupwise.server.tinker.paths import stored_at
 from groupwise.server.tinker.requests import content_of, kind_of
 from groupwise.server.tinker.sessions import Sampler, SessionRegistry
+from groupwise.server.tinker.tensors import MOST_CELLS, Sparse, dense, filled
 from groupwise.tasks.rollouts.seeds import derive
 
 
@@ -99,8 +100,7 @@ class SamplingCalls:
         async def work() -> Outcome:
             order = _sample_order(body, await self._engine.base(sampler.base))
             result = await self._engine.sample(weights, order)
-            length, last_n = len(order.prompt_ids), body.prompt_logprobs_last_n
-            return Outcome("answered", PROTOBUF, translate.sample_response(result, length, last_n))
+            return Outcome("answered", PROTOBUF, translate.sample_response(result, body))
 
         id = self._futures.add(key, digest, kind, content)
         self._futures.start(id, work)
@@ -122,12 +122,43 @@ def _sample_order(body: requests.Sample, base: Base) -> VerbSample:
         raise UsageError(
             f"prompt_logprobs_last_n is {last_n}; it needs prompt_logprobs, and to be less than the prompt's {len(prompt)} tokens."
         )
+    params = _sampling_params(settings, base, room)
+    for name, places in (
+        ("topk_prompt_logprobs", len(prompt)),
+        ("topk_sample_logprobs", body.num_samples * params.max_tokens),
+    ):
+        cells = getattr(body, name) * places
+        if cells > MOST_CELLS:
+            raise UsageError(
+                f"{name} is {getattr(body, name)} for up to {places:,} tokens, which makes {cells:,} entries; at most {MOST_CELLS:,} are "
+                "given at once."
+            )
     return VerbSample(
         prompt,
         _sample_seeds(body),
-        _sampling_params(settings, base, room),
+        params,
         bool(body.prompt_logprobs),
+        body.topk_prompt_logprobs,
+        body.topk_sample_logprobs,
+        prompt_targets(body, len(prompt)),
     )
+
+
+def prompt_targets(body: requests.Sample, prompt_length: int) -> tuple[int, ...]:
+    """The ids whose log-probabilities are wanted in place of the prompt's tokens, -1 where none is."""
+    tensor, where = body.target_prompt_logprobs, "target_prompt_logprobs"
+    if tensor is None:
+        return ()
+    starts, columns = tensor.sparse_crow_indices, tensor.sparse_col_indices
+    if (starts is None) != (columns is None):
+        raise UsageError(
+            f"{where} needs both sparse_crow_indices and sparse_col_indices, or neither."
+        )
+    length = prompt_length - 1  # nothing comes before the first token
+    if starts is None or columns is None:
+        return dense(tensor.data, tensor.shape, where, length).values
+    listed = Sparse(tensor.data, starts, columns)
+    return filled(listed, tensor.shape, where, length, filling=-1).values
 
 
 def _sampling_params(settings: requests.SamplingSettings, base: Base, room: int) -> SamplingParams:

@@ -125,11 +125,12 @@ class TrainingCalls:
         async def work() -> Outcome:
             if forward.forward_only:
                 computed = await self._engine.forward(model.id, forward.rows, forward.loss)
-                return Outcome("answered", PROTOBUF, translate.outputs(computed))
+                return Outcome("answered", PROTOBUF, translate.outputs(computed, forward.widths))
             computed = await self._engine.forward_backward(model.id, forward.rows, forward.loss)
             for name, value in computed.sums.items():
                 model.sums[name] = model.sums.get(name, 0.0) + value
-            return Outcome("answered", PROTOBUF, translate.outputs(computed), changed=True)
+            answer = translate.outputs(computed, forward.widths)
+            return Outcome("answered", PROTOBUF, answer, changed=True)
 
         return model.id, self._submit_call(
             model, request.sequence, request.content, work, FORWARD_BACKWARD

@@ -94,8 +94,8 @@ def first_ids(
         row_inputs = for_template(columns, "a row")  # the task's own text describes its `tools`
         return prompt_ids(tokenizer, prompt, row_inputs.tools, row_inputs.arguments)
     template_inputs = _template_inputs(tools, columns)
-    if template_inputs.tools and not knows_tools(tokenizer):
-        messages = with_tool_descriptions(prompt, template_inputs.tools)
+    if not knows_tools(tokenizer):
+        messages = without_tools(tokenizer, prompt, template_inputs.tools)
         return prompt_ids(tokenizer, messages, (), template_inputs.arguments)
     try:
         return prompt_ids(tokenizer, prompt, template_inputs.tools, template_inputs.arguments)
@@ -131,6 +131,26 @@ def with_tool_descriptions(messages: Sequence[Message], tools: Sequence[Schema])
         system = "\n\n".join(filter(str.strip, (messages[0].get("content") or "", tool_text)))
         return [{**messages[0], "content": system}, *messages[1:]]
     return [{"role": "system", "content": tool_text}, *messages]
+
+
+def without_tools(
+    tokenizer: Any, messages: Sequence[Message], tools: Sequence[Schema]
+) -> list[Message]:
+    """The chat for a template that has no place for tools: they are described in the system message, and their results are messages of the
+    user. A template that mentions the role `tool` gets results as they are, unless tools are given.
+    """
+    described = with_tool_descriptions(messages, tools) if tools else list(messages)
+    if not tools and "tool" in str(tokenizer.chat_template or ""):
+        return described
+    return [_result_of_user(tokenizer, message) for message in described]
+
+
+def _result_of_user(tokenizer: Any, message: Message) -> Message:
+    """A tool's result as a message of the user; any other message as it is."""
+    if message.get("role") != "tool":
+        return message
+    content = break_control_tokens(tokenizer, message.get("content") or "", of_tool=True)
+    return {"role": "user", "content": f"<tool_response>\n{content}\n</tool_response>"}
 
 
 class TextDialogue:
@@ -197,7 +217,9 @@ class ChatDialogue:
         self._told = bool(tools) and not knows_tools(tokenizer)
         self._tools = () if self._told else tools
         self._template_kwargs = template_kwargs
-        self._prompt = with_tool_descriptions(prompt, tools) if self._told else list(prompt)
+        self._prompt = (
+            list(prompt) if knows_tools(tokenizer) else without_tools(tokenizer, prompt, tools)
+        )
         self._messages: list[Message] = []
         self._rendered = self._render(self._prompt)
         """The template's last output for the conversation, up to the point where the policy continues."""
@@ -284,11 +306,7 @@ class ChatDialogue:
 
     def _as_template_knows(self, message: Message) -> Message:
         """Turns a tool's result into a user message if the chat template does not support tools."""
-        if not self._told or message["role"] != "tool":
-            return message
-        content = break_control_tokens(self._tokenizer, message["content"], of_tool=True)
-        result = f"<tool_response>\n{content}\n</tool_response>"
-        return {"role": "user", "content": result}
+        return _result_of_user(self._tokenizer, message) if self._told else message
 
 
 def _observation_text(observation: Observation) -> str:

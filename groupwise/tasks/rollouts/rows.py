@@ -159,6 +159,7 @@ def _tokens_withheld(segment: Segment, start: int) -> tuple[MaskedTokens, ...]:
     if segment.source != "policy" or params is None:
         return ()
     assert not params.truncates, f"drawn from a part of the policy's distribution: {params}"
+    assert params.processing is None, f"drawn from a changed distribution: {params}"
     if not params.min_tokens or not params.stop_token_ids:
         return ()
     end = start + min(params.min_tokens, len(segment.token_ids))

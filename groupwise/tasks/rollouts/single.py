@@ -51,19 +51,25 @@ async def sample_group(
 ) -> Group:
     """One completion for each seed, as a group whose rollouts are pending."""
     request = GroupRequest(draw, tuple(prompt_ids), tuple(seeds), params)
-    completions = await sampler.generate(request)
+    return group_of(example, request, await sampler.generate(request), to_text)
+
+
+def group_of(
+    example: Example, request: GroupRequest, completions: Sequence[Completion], to_text: ToText
+) -> Group:
+    """The sampled completions as a group whose rollouts are pending."""
     rollouts = [
         Rollout(
-            draw=draw,
+            draw=request.draw,
             member=member,
             attempt=0,
             prompt_ids=request.prompt_ids,
-            segments=(policy_segment(completion, params),),
+            segments=(policy_segment(completion, request.params),),
             completion=to_text(completion.token_ids),
         )
         for member, completion in enumerate(completions)
     ]
-    return Group(draw=draw, example=example, rollouts=tuple(rollouts))
+    return Group(draw=request.draw, example=example, rollouts=tuple(rollouts))
 
 
 def policy_segment(

@@ -35,7 +35,7 @@ from groupwise.tasks.data.sft import (
     teacher_example,
 )
 from groupwise.tasks.data.sft_functions import collate, format_rows
-from groupwise.tasks.rollouts.dialogue import knows_tools, with_tool_descriptions
+from groupwise.tasks.rollouts.dialogue import knows_tools, without_tools
 
 TruncationMode = Literal["keep_start", "keep_end", "drop"]
 
@@ -233,9 +233,10 @@ def _all_trained(tokenizer: Any, content: Content) -> MaskedRow:
 
 
 def _chat_input(tokenizer: Any, content: Conversation) -> Chat:
-    """The template's input; if the template does not support tools, they are described in the system message."""
+    """The template's input; if the template does not support tools, they are described in the system message, and results are
+    messages of the user."""
     if content.tools and not knows_tools(tokenizer):
-        messages = with_tool_descriptions(content.messages, content.tools)
+        messages = without_tools(tokenizer, content.messages, content.tools)
         return Chat(messages, (), content.template_kwargs)
     return Chat(content.messages, content.tools, content.template_kwargs)
 

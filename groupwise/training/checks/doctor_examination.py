@@ -113,6 +113,7 @@ def _load_subject(loaded: LoadedConfig, task: Task | None) -> DoctorSubject:
     config = (loaded if schema is None else with_task_schema(loaded, schema)).config
     # This machine is examined, even if the run would be sent to a server.
     config = config.model_copy(update={"run": config.run.model_copy(update={"server": None})})
+    build.refuse_services(config, "the doctor examines this machine")
     tokenizer = load_tokenizer(config.model)
     examples = _task_examples(config, task) if task else _builtin_examples(tokenizer)
     prompts = tokenise(

@@ -452,7 +452,7 @@ def _resolve_request(
 def _find_policy(policy: str, config: RunConfig) -> PolicyWeights:
     weights = find_policy(policy, Path(config.run.dir))
     if weights.folder is None:
-        if config.model.adapter is not None:
+        if config.model.adapter is not None and config.model.backend != "tinker":
             from groupwise.engine.models.adapters import adapter_folder
 
             adapter_folder(config.model)
@@ -476,7 +476,7 @@ def _prepare_evaluation(config: RunConfig, task: Task) -> _PreparedEvaluation:
         config,
         task,
         tokenizer,
-        prefork.prompt_room(config.model, rollout_builder.longest_completion(config)),
+        build.prompt_room(config.model, rollout_builder.longest_completion(config)),
     )
     rubric = rollout_builder.task_rubric(config, task, tokenizer)
     check_success_part(config, task, rubric)

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from groupwise.core.errors import ModelError, RunNotFoundError
+from groupwise.engine.backends.tinker.saved import FILE
 from groupwise.engine.models.files import FULL_WEIGHTS, INDEX
 from groupwise.engine.models.hub import fetch_weights, may_be_hub_id
 from groupwise.runs import find
 
-WEIGHT_FILES = ("adapter_config.json", FULL_WEIGHTS, INDEX)
+WEIGHT_FILES = ("adapter_config.json", FILE, FULL_WEIGHTS, INDEX)
 
 
 @dataclass(frozen=True, slots=True)

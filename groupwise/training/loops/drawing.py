@@ -81,9 +81,14 @@ def check_served(policy: Policy, group: Group) -> None:
 
 
 async def load_policy(run: Run, policy: Policy) -> None:
-    """Load these weights into the sampler, and verify by fingerprint that it serves them."""
-    started_at = time.perf_counter()
+    """Load these weights into the sampler when nothing is being sampled, and verify by fingerprint that it serves them."""
     await run.settle()
+    await load_into_sampler(run, policy)
+
+
+async def load_into_sampler(run: Run, policy: Policy) -> None:
+    """See `load_policy`; the caller makes sure that nothing is being sampled. Raises PolicyMismatchError."""
+    started_at = time.perf_counter()
     await run.sampler.load(policy)
     if run.sampler.fingerprint() != policy.fingerprint:
         raise PolicyMismatchError(

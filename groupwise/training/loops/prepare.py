@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from groupwise.core.types import Example
+from groupwise.engine.backends.tinker.saved import FILE, NOT_EXACT, starting_state
 from groupwise.engine.models.chat_template import missing_turn_warning
 from groupwise.engine.models.plan import ModelPlan
 from groupwise.tasks.contract import Task
@@ -61,6 +62,9 @@ def check_start(loaded: LoadedConfig) -> None:
     model, lora = loaded.config.model, loaded.config.lora
     if model.adapter is None:
         return
+    if model.backend == "tinker":
+        starting_state(model)
+        return
     from groupwise.engine.models.adapters import check_adapter
 
     in_config = loaded.tree.value(("model", "adapter")) == model.adapter
@@ -77,7 +81,8 @@ def starting_from(loaded: Loaded, folder: Path) -> Loaded:
 
 def key_of_weights(folder: Path) -> Literal["adapter", "name"]:
     """The key of the `model` section for such weights: `adapter` for an adapter, `name` for a whole model."""
-    return "adapter" if (folder / "adapter_config.json").is_file() else "name"
+    names = ("adapter_config.json", FILE)
+    return "adapter" if any((folder / name).is_file() for name in names) else "name"
 
 
 # --- facts and plan ------------------------------------------------------------------------------
@@ -125,21 +130,35 @@ def prompt_warnings(prepared: Prepared, examples: Sequence[Example]) -> list[str
     ]
     turn_warning = missing_turn_warning(prepared.tokenizer, examples[0].prompt)
     return [
+        *([NOT_EXACT] if prepared.loaded.config.model.backend == "tinker" else []),
         *filter(None, [turn_warning]),
         *strip_warnings,
         *odd_prompts(prepared.tokenizer, examples),
     ]
 
 
+def _sizes_in_plan(sizes: ModelPlan) -> dict[str, Any]:
+    return {
+        "parameters": sizes.parameters,
+        "parameters_trained": sizes.trained_parameters,
+        "memory_mib": {
+            **{key: round(value) for key, value in asdict(sizes.memory).items()},
+            "total": round(sizes.memory.total),
+        },
+    }
+
+
 def plan_of(
     prepared: Prepared,
-    sizes: ModelPlan,
+    sizes: ModelPlan | None,
     *,
     counts: Mapping[str, Any],
     first_examples: Mapping[str, Any],
     warnings: Sequence[str],
 ) -> dict[str, Any]:
     """The output of a dry run: the resolved config, and the plan with the amount of work (`counts`) and first examples (`first_examples`).
+
+    `sizes` is None if a service has the model.
 
     A warning about too many threads is added to `warnings`.
     """
@@ -153,12 +172,7 @@ def plan_of(
             "task": prepared.task.described,
             **counts,
             **row_counts(prepared.task),
-            "parameters": sizes.parameters,
-            "parameters_trained": sizes.trained_parameters,
-            "memory_mib": {
-                **{key: round(value) for key, value in asdict(sizes.memory).items()},
-                "total": round(sizes.memory.total),
-            },
+            **(_sizes_in_plan(sizes) if sizes is not None else {}),
             "layout": asdict(prepared.layout),
             "warnings": [*filter(None, [thread_warning]), *warnings],
             **first_examples,

@@ -111,7 +111,7 @@ def prepare_rl(loaded: LoadedConfig, task: object, rows_read: int | None = None)
     _check_replay(settings, (examples, easy_rows))
     check_reward_columns(resolved_task, rubric, easy_rows, in_workers=in_workers)
     tools = rollout_builder.check_rollouts(settings, resolved_task, [*examples, *easy_rows])
-    room = prefork.prompt_room(settings.model, rollout_builder.longest_completion(settings))
+    room = build.prompt_room(settings.model, rollout_builder.longest_completion(settings))
     tokenise_rows = partial(
         tokenise,
         tokenizer,
@@ -375,7 +375,7 @@ def plan_rl(prepared: RlPrepared, warnings: Sequence[str] = ()) -> dict[str, Any
     signals_note = {"signals": text} if text else {}
     return plan_of(
         prepared,
-        planned_sizes(config, prepared.layout),
+        None if config.model.backend == "tinker" else planned_sizes(config, prepared.layout),
         counts=counts,
         first_examples={
             **signals_note,

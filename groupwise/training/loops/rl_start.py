@@ -53,7 +53,12 @@ from groupwise.training.loops.outcome import (
     summarise,
     write_curve,
 )
-from groupwise.training.loops.resume import Resumption, check_folder, restore_checkpoint
+from groupwise.training.loops.resume import (
+    NOT_WEIGHTS,
+    Resumption,
+    check_folder,
+    restore_checkpoint,
+)
 from groupwise.training.loops.rl import publish, train
 from groupwise.training.loops.rl_prepare import RlPrepared, plan_rl, prepare_rl, warnings_of
 from groupwise.training.loops.run import TaskRun
@@ -339,7 +344,11 @@ async def run_to_completion(run: TaskRun, prepared: RlPrepared, started_at: floa
 
         def fill(folder: Path) -> None:
             """Copy the published weights and the tokenizer, in the format of transformers, peft and vLLM."""
-            shutil.copytree(run.policy.path, folder, dirs_exist_ok=True)
+            source = Path(run.policy.path)
+            if run.config.model.backend == "tinker":  # whose publications end with their session
+                source = run.folder.checkpoints / f"step-{run.step}"
+            ignored = shutil.ignore_patterns(*NOT_WEIGHTS)
+            shutil.copytree(source, folder, dirs_exist_ok=True, ignore=ignored)
             run.tokenizer.save_pretrained(folder)
 
         run.folder.write_final(fill)

@@ -293,10 +293,10 @@ def _notice_conditions(run: SftRun, metrics: Mapping[str, float]) -> None:
 async def _held_out_loss(
     run: SftRun, held_out: LessonSet
 ) -> tuple[dict[str, float], list[dict[str, Any]]]:
-    """Loss (nats per trained token) and accuracy on the held-out rows, and the loss of each row."""
+    """Loss (nats per trained token) and, if the learner tells it, accuracy on the held-out rows, and the loss of each row."""
     losses: list[float] = []
     counts: list[int] = []
-    correct = 0
+    correct: int | None = 0
     rows = [(lesson, teacher_row(row)) for lesson in held_out.lessons for row in lesson.rows]
     for start in range(0, len(rows), EVALUATION_BATCH):
         run.progress.phase("evaluating", start, len(rows))
@@ -305,15 +305,19 @@ async def _held_out_loss(
         for row, prediction in zip(part, predictions, strict=True):
             losses.append(-math.fsum(compress(prediction.logprobs, row.mask)))
             counts.append(sum(row.mask))
-            correct += sum(compress(prediction.right, row.mask))
+            if correct is not None and prediction.right is not None:
+                correct += sum(compress(prediction.right, row.mask))
+            else:
+                correct = None
         await asyncio.sleep(0)
     loss = math.fsum(losses) / sum(counts)
     metrics = {
         "eval_loss": loss,
         "perplexity": math.exp(min(loss, 700.0)),  # above, exp overflows a float
-        "eval_mean_token_accuracy": correct / sum(counts),
         "eval_tokens": float(sum(counts)),
     }
+    if correct is not None:
+        metrics["eval_mean_token_accuracy"] = correct / sum(counts)
     details = [
         {"example": lesson.example.index, "loss": total / count, "tokens": count}
         for (lesson, _), total, count in zip(rows, losses, counts, strict=True)

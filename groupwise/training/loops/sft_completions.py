@@ -20,12 +20,11 @@ from typing import Any
 from groupwise.algorithms.advantages import tied
 from groupwise.core.reward_call.request import Scorer
 from groupwise.core.types import Learner, Policy, Sampler
-from groupwise.engine.distributed import prefork
 from groupwise.runs.advice import DISTINCT
 from groupwise.tasks.contract import Task, require
 from groupwise.tasks.rewards.rubric import Rubric
 from groupwise.tasks.rollouts.prompts import PromptSet
-from groupwise.training import placement, rollout_builder
+from groupwise.training import build, placement, rollout_builder
 from groupwise.training.config import RunConfig, load_config, with_task_schema
 from groupwise.training.evaluation.evaluate import HeldOut, answer_held_out, held_out_prompts
 from groupwise.training.evaluation.measures import by_prompt, distinct_share
@@ -55,7 +54,7 @@ def prepare_completions(
         return None
     require(task, "eval")
     config = _rl_config(loaded, task)
-    room = prefork.prompt_room(config.model, rollout_builder.longest_completion(config))
+    room = build.prompt_room(config.model, rollout_builder.longest_completion(config))
     prompts = held_out_prompts(config, task, tokenizer, room)
     rubric = rollout_builder.task_rubric(config, task, tokenizer)
     drawing = placement.choose_layout(config, prompts.longest)

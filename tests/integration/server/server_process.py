@@ -21,9 +21,16 @@ _ADDRESS = re.compile(r"http://127\.0\.0\.1:\d+")
 class Server:
     """`groupwise serve` on one output folder; may be killed and begun again."""
 
-    def __init__(self, folder: Path, *words: str, command: Sequence[str] | None = None) -> None:
-        """`command` in place of `groupwise serve`: it is given the folder, the port and the words."""
+    def __init__(
+        self,
+        folder: Path,
+        *words: str,
+        command: Sequence[str] | None = None,
+        cwd: Path | None = None,
+    ) -> None:
+        """`command` in place of `groupwise serve`: it is given the folder, the port and the words. It runs in `cwd`."""
         self.folder = folder
+        self._cwd = cwd
         self._command = command
         self.log = folder.with_name(f"{folder.name}.log")
         self._words = words
@@ -40,6 +47,7 @@ class Server:
         with self.log.open("ab") as log:
             self._process = subprocess.Popen(
                 [*command, *self._words],
+                cwd=self._cwd,
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "OMP_NUM_THREADS": "1"},
@@ -79,9 +87,11 @@ class Server:
 
 
 @contextmanager
-def running(folder: Path, *words: str, command: Sequence[str] | None = None) -> Iterator[Server]:
+def running(
+    folder: Path, *words: str, command: Sequence[str] | None = None, cwd: Path | None = None
+) -> Iterator[Server]:
     """A server that has begun, and is gone afterwards."""
-    server = Server(folder, *words, command=command)
+    server = Server(folder, *words, command=command, cwd=cwd)
     server.begin()
     try:
         yield server

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,15 @@ import groupwise
 from groupwise.core.errors import UsageError
 from groupwise.core.types import Group
 from groupwise.runs.store import Store
+from groupwise.server.engine import core
 from groupwise.server.engine.core import EngineCore
-from groupwise.server.engine.engine_protocol import OpenModels, OpenRun, Plan, SampleOrder
+from groupwise.server.engine.engine_protocol import (
+    EngineLost,
+    OpenModels,
+    OpenRun,
+    Plan,
+    SampleOrder,
+)
 from groupwise.server.engine.scored_group import scored_group
 from tests.integration import toy_run
 from tests.integration.toy_run import STEPS, TOY
@@ -159,3 +167,28 @@ async def test_a_group_is_sampled_by_one_policy(in_process: Path, tmp_path: Path
         told = {(s.policy_version, s.fingerprint) for s in segments}
         assert told == {(sampled.version, sampled.fingerprint)}
     await engine.close()
+
+
+async def test_a_long_prompt_is_tokenised_beside_the_other_requests(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(core, "LONG", 4)
+    threads: dict[str, bool] = {}
+    tokenise = core.first_ids
+
+    def noted(tokenizer: Any, prompt: Any, *rest: Any) -> tuple[int, ...]:
+        threads[prompt] = threading.current_thread() is threading.main_thread()
+        return tokenise(tokenizer, prompt, *rest)
+
+    monkeypatch.setattr(core, "first_ids", noted)
+    engine = EngineCore()
+    opened = await engine.open(OpenRun(config(tmp_path, "served"), LONGEST_PROMPT))
+    assert opened.longest_prompt_characters >= LONGEST_PROMPT
+    long, short = await asyncio.gather(
+        *(engine.sample(SampleOrder(draw, prompt)) for draw, prompt in enumerate(("abcde", "ab")))
+    )
+    assert threads == {"abcde": False, "ab": True}
+    assert len(long.group.rollouts[0].prompt_ids) > len(short.group.rollouts[0].prompt_ids)
+    await engine.close()
+    with pytest.raises(EngineLost):
+        await engine.sample(SampleOrder(2, "ab"))

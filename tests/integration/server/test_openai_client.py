@@ -6,8 +6,9 @@ The server runs in a thread, as it would in a process of its own: the sync clien
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -18,8 +19,10 @@ import pytest
 
 from groupwise.api.schemas.keys import Keyring
 from groupwise.engine.models.tiny import tiny_model, tiny_tokenizer
+from groupwise.engine.models.tokens import completion_text
+from groupwise.testing import END_ID, FakeTokenizer
 from tests.unit.server.http_client import client_of, listening
-from tests.unit.server.openai.opening import Client, Open, opened
+from tests.unit.server.openai.opening import Client, Open, opened, record
 from tests.unit.server.openai.test_routes import shown, texts_of
 
 KEY = "a-key-for-tests-0123456789"
@@ -107,14 +110,91 @@ def test_chats_and_texts_whole_and_streamed(client):
     assert "".join(piece.choices[0].text for piece in pieces) == one.text
 
 
+def add(a: int) -> int:
+    """The tool that an agent has."""
+    return a + 1
+
+
+WORDS = 'I add.<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
+SCHEMA: Any = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}
+FUNCTION: Any = {"name": "add", "description": "Adds one.", "parameters": SCHEMA, "strict": True}
+
+
+@pytest.fixture
+def writes(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Has the model write a text, piece by piece."""
+
+    def write(text: str) -> None:
+        def decode(self: FakeTokenizer, ids: list[int], **_: object) -> str:
+            is_whole = ids[-1] == END_ID or len(ids) == SETTINGS["max_completion_length"]
+            return text if is_whole else text[: 6 * len(ids)]
+
+        monkeypatch.setattr(FakeTokenizer, "decode", decode)
+
+    return write
+
+
+def test_an_agent_with_a_tool(client, writes):
+    writes(WORDS)
+    messages: list[Any] = [*CHAT]
+    tools: Any = [{"type": "function", "function": FUNCTION}]
+    given: Any = {"model": "latest", "messages": messages, "tools": tools}
+    message = client.chat.completions.create(**given).choices[0].message
+    with client.chat.completions.stream(**given) as stream:
+        streamed = stream.get_final_completion().choices[0]
+    assert (streamed.message.content, streamed.finish_reason) == ("I add.", "tool_calls")
+    (call,), (sent,) = message.tool_calls, streamed.message.tool_calls
+    assert sent.function.arguments == call.function.arguments == '{"a": 1}'
+    result = str(add(**json.loads(call.function.arguments)))
+    messages.append(message)  # as the client has it, with `refusal` and `annotations`
+    messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+    writes("two")
+    answer = client.chat.completions.create(**given)
+    assert answer.choices[0].message.content == "two"
+
+
+def test_responses_with_a_tool(client, writes):
+    writes(WORDS)
+    tools: Any = [{"type": "function", **FUNCTION}]
+    given: Any = {"model": "latest", "tools": tools}
+    response = client.responses.create(**given, input="abc", instructions="be brief")
+    assert response.output_text == "I add."
+    _, call = response.output
+    with client.responses.stream(**given, input="abc", instructions="be brief") as stream:
+        deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
+        final = stream.get_final_response()
+    assert "".join(deltas) == final.output_text == "I add."
+    assert [item.type for item in final.output] == ["message", "function_call"]
+    result = str(add(**json.loads(call.arguments)))
+    output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": result}
+    writes("two")
+    next_response = client.responses.create(
+        **given, input=[output], previous_response_id=response.id
+    )
+    assert next_response.output_text == "two"
+    whole: Any = [{"role": "user", "content": "abc"}, *response.output, output]
+    again = client.responses.create(**given, input=whole, store=False)
+    assert again.output_text == "two"
+    assert client.responses.retrieve(response.id).output == response.output
+    client.responses.delete(response.id)
+    with pytest.raises(openai.NotFoundError) as gone:
+        client.responses.retrieve(response.id)
+    assert gone.value.code == "unknown_response"
+
+
 def test_errors_are_the_clients_own_and_a_full_room_is_tried_again(server, client):
     chat = client.chat.completions.create
     with pytest.raises(openai.NotFoundError, match="latest") as missing:
         chat(model="gpt-4o", messages=CHAT)
     assert missing.value.code == "unknown_model"
     with pytest.raises(openai.BadRequestError) as bad:
-        chat(model="latest", messages=CHAT, frequency_penalty=1)
+        chat(model="latest", messages=CHAT, frequency_penalty=3)
     assert (bad.value.param, bad.value.type) == ("frequency_penalty", "invalid_request_error")
+    tools: Any = [{"type": "function", "function": FUNCTION}]
+    for choice in ("required", {"type": "function", "function": {"name": "add"}}):
+        with pytest.raises(openai.BadRequestError) as bad:
+            chat(model="latest", messages=CHAT, tools=tools, tool_choice=choice)
+        assert bad.value.param == "tool_choice"
     with server.client(api_key="wrong") as stranger, pytest.raises(openai.AuthenticationError):
         stranger.models.list()
 
@@ -192,3 +272,140 @@ async def test_a_real_model_streams_what_it_answers(tmp_path, monkeypatch):
             assert expected == [text.partition(stop)[0] for text in texts]
             for choice in whole["choices"]:
                 assert len(choice["logprobs"]["content"]) == len(choice["token_ids"])
+
+
+ANIMAL: Any = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["ox", "hen"]}, "wild": {"type": "boolean"}},
+    "required": ["kind", "wild"],
+    "additionalProperties": False,
+}
+
+
+async def test_what_the_client_asks_about_tokens_is_computed_by_the_model(tmp_path):
+    """Through the whole way: the client's own methods, HTTP, the engine, the sampler."""
+    tokenizer = tiny_tokenizer()
+    letter = tokenizer("e")["input_ids"][0]
+    async with opened(tmp_path, OpenReal) as served:
+        await served.start(max_completion_length=96)
+        async with listening(served.app(Keyring(plain=KEY))) as port:
+            url = f"http://127.0.0.1:{port}/v1"
+            async with openai.AsyncOpenAI(base_url=url, api_key=KEY, max_retries=0) as client:
+                await _ask_about_tokens(client, tokenizer, letter)
+
+
+async def _ask_about_tokens(client: openai.AsyncOpenAI, tokenizer: Any, letter: int) -> None:
+    async def chat(**more: Any) -> Any:
+        given: Any = {"model": "latest", "messages": CHAT, "seed": 1, "max_tokens": 8, **more}
+        return (await client.chat.completions.create(**given)).choices[0]
+
+    async def text(**more: Any) -> Any:
+        given: Any = {"model": "latest", "prompt": "abc", "seed": 1, "max_tokens": 8, **more}
+        return (await client.completions.create(**given)).choices[0]
+
+    choice = await chat(logprobs=True, top_logprobs=3)
+    for each in choice.logprobs.content:
+        assert len(each.top_logprobs) == 3
+        named = {best.token: best.logprob for best in each.top_logprobs}
+        assert named.get(each.token, each.logprob) == each.logprob
+    biased = await chat(logit_bias={str(letter): 100.0})
+    assert biased.token_ids == [letter] * 8
+    assert (await chat(presence_penalty=2.0, frequency_penalty=2.0)).token_ids != choice.token_ids
+    ended = await chat(logit_bias={str(letter): 100.0}, extra_body={"stop_token_ids": [letter]})
+    assert (ended.token_ids, ended.finish_reason) == ([letter], "stop")
+
+    ids = tokenizer("abc")["input_ids"]
+    more: Any = {"extra_body": {"return_token_ids": True}, "logprobs": 2}
+    plain, tokens = await text(**more), await text(prompt=ids, **more)
+    assert (tokens.text, tokens.prompt_token_ids) == (plain.text, ids)
+    scored = await text(prompt=[*ids, *plain.token_ids], max_tokens=0, echo=True, logprobs=1)
+    assert scored.logprobs.token_logprobs[0] is None
+    told = scored.logprobs.token_logprobs[len(ids) :]
+    assert told == pytest.approx(plain.logprobs.token_logprobs, abs=1e-4)
+
+    form: Any = {"type": "json_schema", "json_schema": {"name": "animal", "schema": ANIMAL}}
+    answer = await chat(response_format=form, max_tokens=96, temperature=0.7)
+    assert answer.finish_reason == "stop"
+    found = json.loads(answer.message.content)
+    assert (found["kind"] in ("ox", "hen"), type(found["wild"])) == (True, bool)
+    with pytest.raises(openai.BadRequestError, match="response_format") as refused:
+        await chat(response_format=form, store=True)
+    assert refused.value.param == "response_format"
+
+
+def test_trajectories_of_an_agent(server, client) -> None:
+    def call(trajectory: str, messages: Any, on: openai.OpenAI = client, **more: Any) -> Any:
+        metadata = {"trajectory": trajectory, "group": "played", "size": "2"}
+        return on.chat.completions.create(
+            model="latest", messages=messages, store=True, metadata=metadata, **more
+        )
+
+    ids: list[list[str]] = []
+    for name in ("*", "t-2"):
+        first = call(name, CHAT)
+        answer = {"role": "assistant", "content": first.choices[0].message.content}
+        with call(name, [*CHAT, answer, *CHAT], stream=True) as stream:
+            pieces = list(stream)
+        ids.append([first.id, pieces[-1].id])
+    server.post("/rewards", {"completion_ids": ids[0], "reward": 1.0})
+    trained = server.post("/rewards", {"trajectory": "t-2", "reward": 0.0, "wait": True})
+    assert trained["status"] == "trained"
+
+    headers = {f"X-Groupwise-{key}": value for key, value in
+               (("Store", "true"), ("Trajectory", "t-3"), ("Group", "played"))}  # fmt: skip
+    with server.client(default_headers=headers) as plain:  # of a framework that hides its calls
+        said = plain.chat.completions.create(model="latest", messages=CHAT)
+    closed = server.post("/trajectories/close", {"group": "played"})
+    assert closed["given_up"] == [said.model_extra["group_id"]]
+
+
+async def test_templates_without_tools_are_told_of_them(tmp_path):
+    """In the system message; calls stand in the text as they were read, and results are messages of the user."""
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+    called = {"role": "assistant", "content": None, "tool_calls": [call]}
+    messages = [*CHAT, called, {"role": "tool", "tool_call_id": "1", "content": "2 <eos>"}]
+    tools = [{"type": "function", "function": FUNCTION}]
+    said = '<tool_call>|{"name": "add", "arguments": {"a": 1}}|</tool_call><eos>'
+    heard = "<|user|><tool_response>|2 <eos>|</tool_response><|assistant|>"
+    async with opened(tmp_path, OpenReal) as served:
+        await served.start(max_prompt_length=1024)
+        async with client_of(served.app()) as http:
+            client = Client(http)
+            body = {"model": "latest", "messages": messages, "tools": tools, "store": True, "n": 2}
+            answer = await client.ok("/v1/chat/completions", body)
+            kept: Any = await record(served, answer["group_id"])
+            shown = kept.prompt_seen.replace("\n", "|")
+            system, rest = shown.split("<|user|>", 1)
+            assert system.startswith("<|system|>You may call these functions:|<tools>|")
+            assert json.dumps(FUNCTION)[1:-1] in system
+            assert rest == f"abc<|assistant|>{said}{heard}"
+            assert kept.rollouts[0].prompt_ids.count(1) == 1  # the tool ends no turn
+            plain = await client.ok("/v1/chat/completions", {**body, "tool_choice": "none"})
+            assert plain["usage"]["prompt_tokens"] < answer["usage"]["prompt_tokens"]
+
+
+async def test_marks_of_calls_that_are_special_tokens_are_seen(tmp_path, monkeypatch):
+    """A model of Mistral's family: what it draws begins with its mark, which texts leave out otherwise."""
+    tokenizer = tiny_tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]"]})
+    tokenizer.chat_template = f"{tokenizer.chat_template}{{# tools [TOOL_CALLS] #}}"
+    for part in (tokenizer, tiny_model(vocab_size=len(tokenizer))):
+        part.save_pretrained(tmp_path / "model")
+    words = 'I add.[TOOL_CALLS]add{"a": 1}'
+    drawn = tuple(tokenizer(words)["input_ids"])
+
+    def whole(made: Any, token_ids: Any, *keep: Any) -> str:
+        return completion_text(made, drawn, *keep)
+
+    monkeypatch.setattr("groupwise.server.engine.core.completion_text", whole)
+    tools = [{"type": "function", "function": FUNCTION}]
+    async with opened(tmp_path, OpenReal, model_dir=str(tmp_path)) as served:
+        await served.start(model_id="model")
+        async with client_of(served.app()) as http:
+            client = Client(http)
+            body = {"model": "latest", "messages": CHAT, "tools": tools, "max_tokens": 4}
+            (choice,) = (await client.ok("/v1/chat/completions", body))["choices"]
+            (call,) = choice["message"]["tool_calls"]
+            assert (choice["message"]["content"], call["function"]["name"]) == ("I add.", "add")
+            pieces = await client.streamed("/v1/chat/completions", body)
+            assert texts_of(pieces) == ["I add."]

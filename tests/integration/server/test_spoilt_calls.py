@@ -26,6 +26,7 @@ ROW = {
     "prompt_ids": [5, 6], "completion_ids": [7, 8], "mask": [1, 1], "sampling_logprobs": [-1.0, -2.0], "advantage": 1.0,
     "scale": 1.0, "temperature": 1.0, "reference_logprobs": [-1.0, -2.0], "proximal_logprobs": None, "rollout": [0, 0],
     "others": {"tokens": 1}, "withheld": [{"start": 0, "end": 1, "token_ids": [3]}], "credits": None,
+    "targets": [9, 8],
 }  # fmt: skip
 PARAMS = {
     "max_tokens": 4, "temperature": 1.0, "stop_token_ids": [0], "stop": ["x"], "min_tokens": 0, "top_k": None, "top_p": None,

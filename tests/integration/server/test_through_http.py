@@ -1,6 +1,7 @@
 """The whole way: clients over HTTP, the server's process, the engine's process, a real model.
 
-1. With the same seed, rewards and groups the policy is that of `groupwise rl`, bit for bit: with one client and with 64.
+1. With the same seed, rewards and groups the policy is that of `groupwise rl`, bit for bit: with one client and with 64,
+   at any staleness.
 2. A version that is downloaded is the one that its fingerprint names, and loads, whatever becomes of its run.
 """
 
@@ -38,11 +39,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.fixture(scope="module")
-def in_process(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The same training by `groupwise rl`, laid out as this machine suggests, as the server does."""
+def in_process(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Path:
+    """The same training by `groupwise rl`, laid out as this machine suggests, as the server does; the parameter is the staleness."""
     config = {
         "model": {"name": "tiny"}, "lora": {"r": 4, "alpha": 8}, "sampler": {"max_completion_length": 6, "max_num_seqs": 8},
-        "training": {"max_steps": STEPS, "prompts_per_step": SIZE, "num_generations": 4, "learning_rate": 0.01, "seed": 3},
+        "training": {"max_steps": STEPS, "prompts_per_step": SIZE, "num_generations": 4, "learning_rate": 0.01, "seed": 3,
+                     "max_off_policy_steps": request.param},
         "rewards": {"in_process": True}, "eval": {"before_and_after": False},
         "run": {"name": "alone", "dir": str(tmp_path_factory.mktemp("alone"))},
     }  # fmt: skip
@@ -66,9 +68,18 @@ def fingerprints(run: Path) -> list[str]:
         return [record.fingerprint_out for record in store.steps()]
 
 
-@pytest.mark.parametrize("clients", [pytest.param(1, marks=pytest.mark.soak(suite="server")), 64])
+@pytest.mark.parametrize(
+    ("clients", "staleness", "in_process"),
+    [
+        pytest.param(1, 0, 0, marks=pytest.mark.soak(suite="server")),
+        (64, 0, 0),
+        pytest.param(1, 1, 1, marks=pytest.mark.soak(suite="server")),
+        (8, 1, 1),
+    ],
+    indirect=["in_process"],
+)
 async def test_the_policy_is_that_of_the_loop_in_one_process(
-    clients: int, server: Server, in_process: Path
+    clients: int, staleness: int, server: Server, in_process: Path
 ) -> None:
     prompts = prompts_of(in_process)
 
@@ -80,11 +91,14 @@ async def test_the_policy_is_that_of_the_loop_in_one_process(
                 await one.rewards(group, share(group.completions))
 
     async with AsyncTrainingClient(server.url) as one:
-        begun = await one.start(**SETTINGS, run_name=f"with-{clients}")
+        settings = {**SETTINGS, "staleness": staleness, "run_name": f"with-{clients}"}
+        begun = await one.start(**settings)
     assert len(prompts) >= clients, "each client has a draw of its own"
     await asyncio.gather(*(client(first) for first in reversed(range(clients))))
     await _finished(server.url)
     assert fingerprints(server.folder / "runs" / begun.run_id) == fingerprints(in_process)
+    async with AsyncTrainingClient(server.url) as one:
+        assert (await one.status()).not_repeatable is None
 
 
 async def _finished(url: str) -> None:

@@ -156,10 +156,37 @@ def test_losses_and_methods_are_those_that_the_client_documents(client: Client) 
     found = client.do("policy_losses")
     now = found["now"]
     assert found["losses"] == pytest.approx(
-        {"importance_sampling": -2 * math.e, "ppo": -2 * 1.2, "cispo": -2.0 * sum(now[-2:])},
+        {
+            "importance_sampling": -2 * math.e,
+            "ppo": -2 * 1.2,
+            "cispo": -2.0 * sum(now[-2:]),
+            "dro": 0.5 - sum(now[-2:]),
+            "gspo": -2 * 1.0004,
+        },
         rel=1e-4,
     )
     assert found["custom"] == pytest.approx(sum(value**2 for value in now), rel=1e-4)
+
+
+def test_distillation_from_the_likeliest_tokens(client: Client) -> None:
+    """The numbers of the teacher are those that the learner begins with, because both are the base; then the loss falls."""
+    client.do("create")
+    found = client.do("distil", steps=5)
+    logprobs = [value for place in found["logprobs"] for value in place]
+    top = [value for place in found["top"] for value in place]
+    assert found["first"] is None
+    assert logprobs == pytest.approx(top, abs=2e-2)
+    assert found["named"] == pytest.approx(found["top"][2], abs=1e-3)
+    assert [len(place) for place in found["drawn"]] == [2]
+    assert found["shapes"] == [[7, 3], [7, 3]]
+    pairs = [*zip(found["logprobs"], found["weights"], strict=True)]
+    total = sum(
+        -logprob * weight
+        for place in (*pairs, pairs[4])
+        for logprob, weight in zip(*place, strict=True)
+    )
+    assert found["losses"][0] == pytest.approx(total, rel=1e-4)
+    assert found["losses"] == sorted(found["losses"], reverse=True)
 
 
 async def test_the_gradient_is_that_of_the_learner(

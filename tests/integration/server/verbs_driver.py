@@ -73,14 +73,63 @@ def policy_losses() -> dict[str, Any]:
             "importance_sampling": None,
             "ppo": None,
             "cispo": {"clip_low_threshold": 0.5, "clip_high_threshold": 2.0},
+            "dro": {"beta": 0.5},
         }.items()
     }
+    marks = [0.0] * (len(PROMPT) - 1) + [1.0] * len(word)
+    marked = types.Datum(
+        data[0].model_input, {**data[0].loss_fn_inputs, "sequence_ratio_mask": marks}
+    )
+    losses["gspo"] = training.forward_backward([marked], "gspo").result().metrics["loss:sum"]
 
     def squares(data: Any, logprobs: Any) -> Any:
         return sum((each**2).sum() for each in logprobs), {}
 
     custom = training.forward_backward_custom([teacher], squares).result().metrics["loss:sum"]
     return {"losses": losses, "now": now, "custom": custom}
+
+
+def distil(steps: int) -> dict[str, Any]:
+    """Learn the likeliest tokens of the base in place of each token of a text, as recipes of distillation do, and ask for them again."""
+    import torch
+
+    prompt = types.ModelInput.from_ints(TEXT)
+    params = types.SamplingParams(max_tokens=1, temperature=1.0, seed=1)
+    teacher = held["client"].create_sampling_client(base_model="tiny")
+    taught = teacher.sample(prompt, 1, params, topk_prompt_logprobs=3, topk_sample_logprobs=2)
+    top, drawn = taught.result().topk_prompt_logprobs, taught.result().sequences[0].topk_logprobs
+    ids = torch.tensor([[token for token, _ in place] for place in top[1:]])
+    weights = torch.tensor([[value for _, value in place] for place in top[1:]]).softmax(-1)
+    sparse = torch.full((len(TEXT) - 1, 9), -1)
+    sparse[2, :3] = ids[2]
+    named = types.TensorData.from_torch_sparse(sparse, pad_value=-1)
+    told = teacher.sample(prompt, 1, params, target_prompt_logprobs=named).result()
+    model_input = types.ModelInput.from_ints(TEXT[:-1])
+    # The second is a prompt without credit whose targets are all 0, and then sparse.
+    weights[:2] = 0.0
+    padded = {"target_tokens": torch.zeros_like(ids), "weights": torch.zeros_like(weights)}
+    padded["target_tokens"][4], padded["weights"][4] = ids[4], weights[4]
+    data = [
+        types.Datum(model_input, {"target_tokens": ids, "weights": weights}),
+        types.Datum(model_input, padded),
+    ]
+    assert data[1].loss_fn_inputs["weights"].sparse_crow_indices is not None
+    adam, losses, outputs = types.AdamParams(learning_rate=0.002), [], None
+    for _ in range(steps):
+        learning = held["training"].forward_backward(data, "cross_entropy").result()
+        outputs = outputs or learning.loss_fn_outputs
+        losses.append(learning.metrics["loss:sum"])
+        held["training"].optim_step(adam).result()
+    return {
+        "first": top[0],
+        "top": [[value for _, value in place] for place in top[1:]],
+        "drawn": drawn,
+        "named": told.target_prompt_logprobs.to_torch()[2, :3].tolist(),
+        "shapes": [output["logprobs"].shape for output in outputs],
+        "logprobs": outputs[0]["logprobs"].to_torch().tolist(),
+        "weights": weights.tolist(),
+        "losses": losses,
+    }
 
 
 def begin(steps: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from typing import get_args
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from groupwise.algorithms.given import Given, Surrogate
 
 RATIOS = [1.5, 0.5, 1.5, 0.5, 1.1]
 CREDITS = [1.0, 2.0, -1.0, -2.0, 3.0]
+MEAN_RATIO = math.prod(RATIOS) ** 0.2
+"""Within the default clip."""
 LOGPROBS = [-0.5, -1.0, -2.0, -0.25, -0.125]
 
 
@@ -45,22 +48,35 @@ def _sum(values: list[float]) -> float:
             -(1.2 * -0.5 + 2 * 0.8 * -1.0 - 1.2 * -2.0 - 2 * 0.8 * -0.25 + 3.3 * -0.125),
             [-1.2, -1.6, 1.2, 1.6, -3.3],
         ),
+        (
+            "quadratic_penalty",
+            -_sum(
+                [
+                    c * p - 0.5 * 0.3 * math.log(r) ** 2
+                    for c, p, r in zip(CREDITS, LOGPROBS, RATIOS, strict=True)
+                ]
+            ),
+            [-c + 0.3 * math.log(r) for c, r in zip(CREDITS, RATIOS, strict=True)],
+        ),
+        (
+            "clipped_sequence_ratio",
+            -_sum([c * MEAN_RATIO for c in CREDITS]),
+            [-c * MEAN_RATIO for c in CREDITS],
+        ),
     ],
 )
 def test_value_and_gradient(
     batch, surrogate: Surrogate, value: float, gradient: list[float]
 ) -> None:
     rows = _batch(batch)
-    result = Given(surrogate=surrogate).loss(rows)
+    result = Given(surrogate=surrogate, beta=0.3).loss(rows)
     assert list(result.components) == ["policy"]
     assert result.components["policy"].item() == pytest.approx(value)
     result.components["policy"].backward()
     assert rows.policy_logprobs_BT.grad[0].tolist() == pytest.approx(gradient)
 
 
-@pytest.mark.parametrize(
-    "surrogate", ["log_probability", "ratio", "clipped_ratio", "clipped_weight"]
-)
+@pytest.mark.parametrize("surrogate", get_args(Surrogate))
 def test_only_masked_in_tokens_count(batch, surrogate: Surrogate) -> None:
     rows = _batch(batch)
     mask_BT = torch.tensor([[1, 0, 1, 0, 1]])
@@ -73,7 +89,7 @@ def test_only_masked_in_tokens_count(batch, surrogate: Surrogate) -> None:
         sampling_logprobs_BT=rows.sampling_logprobs_BT.masked_fill(mask_BT == 0, math.inf),
         credits_BT=rows.credits_BT.masked_fill(mask_BT == 0, math.nan),
     )
-    loss = Given(surrogate=surrogate)
+    loss = Given(surrogate=surrogate, beta=0.3)
     result = loss.loss(dirty)
     clean = loss.loss(rows)
     assert torch.equal(result.components["policy"], clean.components["policy"])
@@ -82,6 +98,18 @@ def test_only_masked_in_tokens_count(batch, surrogate: Surrogate) -> None:
     }
     result.components["policy"].backward()
     assert soiled.grad[mask_BT == 0].eq(0).all()
+
+
+@pytest.mark.parametrize(("low", "high", "kept"), [(0.9, 1.2, True), (0.95, 1.2, False)])
+def test_a_sequence_is_clipped_as_a_whole(batch, low: float, high: float, kept: bool) -> None:
+    """By the mean of its log-ratios (0.925 here), at the tokens whose credit the bound takes the gain from."""
+    rows = _batch(batch)
+    loss = Given(surrogate="clipped_sequence_ratio", clip_low=low, clip_high=high)
+    result = loss.loss(rows)
+    result.components["policy"].backward()
+    moved = [kept or credit > 0 for credit in CREDITS]
+    assert [slope != 0 for slope in rows.policy_logprobs_BT.grad[0].tolist()] == moved
+    assert result.stats["clip_low"].item() == (0 if kept else 2)
 
 
 @pytest.mark.parametrize(

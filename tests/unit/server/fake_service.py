@@ -9,14 +9,15 @@ from groupwise.api.schemas.activity import ActivityAnswer
 from groupwise.api.schemas.keys import Caller
 from groupwise.api.schemas.problems import Refusal
 from groupwise.api.schemas.training import (
+    AnyRewards,
     CheckpointAnswer,
     CheckpointsAnswer,
+    CloseAnswer,
     CompletionsRequest,
     EventData,
     GroupAnswer,
     RewardAnswer,
-    RewardsOfOne,
-    RewardsOfSeveral,
+    RewardOfTrajectory,
     StartAnswer,
     StartRequest,
     StatusAnswer,
@@ -140,21 +141,25 @@ class FakeService:
     async def give_up(self, group_id: str) -> None:
         await self._called("give_up", group_id)
 
-    async def rewards(
-        self, request: RewardsOfOne | RewardsOfSeveral, caller: Caller
-    ) -> Sequence[RewardAnswer]:
+    async def rewards(self, request: AnyRewards, caller: Caller) -> Sequence[RewardAnswer]:
         if "rewards" in self.fails:
             raise self.fails["rewards"]
         self.committed.append(request)
+        ids = ["g-1"]
+        if not isinstance(request, RewardOfTrajectory):
+            ids = [group.group_id or "g-1" for group in request.all_groups]
         answers = [
-            RewardAnswer(
-                group_id=group.group_id or "g-1", model_version=(RUN, 0), status="accepted"
-            )
-            for group in request.all_groups
+            RewardAnswer(group_id=id, model_version=(RUN, 0), status="accepted") for id in ids
         ]
         self._keep(caller, rewards_answer(request, answers))
         await self._called("rewards", request)  # from here on it only waits for the step
         return answers
+
+    async def close_group(self, name: str, caller: Caller) -> CloseAnswer:
+        await self._called("close_group", name)
+        answer = CloseAnswer(closed=[name], given_up=[])
+        self._keep(caller, answer_of(answer))
+        return answer
 
     async def rewards_trained(
         self, answers: Sequence[RewardAnswer], seconds: float

@@ -175,6 +175,7 @@ def _other(route: Route) -> Any:
     return {
         "/completions": {"prompt": "another"}, "/start": {"max_steps": 7}, "/rewards": {"group_id": "g-2", "rewards": [0.0]},
         "/step": {"wait": False}, "/checkpoints": {"name": "another"},
+        "/trajectories/close": {"group": "another"},
     }[route.path]  # fmt: skip
 
 
@@ -218,6 +219,7 @@ ROLES = {
     "POST /start": Role.ADMIN, "POST /stop": Role.ADMIN, "POST /checkpoints": Role.ADMIN,
     "POST /completions": Role.TRAIN, "DELETE /completions/{group_id}": Role.TRAIN,
     "POST /rewards": Role.TRAIN, "POST /step": Role.TRAIN, "GET /status": Role.READ,
+    "POST /trajectories/close": Role.TRAIN,
     "GET /activity": Role.READ, "GET /events": Role.READ, "GET /model": Role.READ,
     "POST /model": Role.READ, "GET /tokenizer": Role.READ, "GET /checkpoints": Role.READ,
     "GET /metrics": Role.READ, "GET /healthz": None, "GET /readyz": None,

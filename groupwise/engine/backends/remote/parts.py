@@ -56,6 +56,7 @@ from groupwise.engine.backends.remote.session import (
     as_usage,
 )
 from groupwise.engine.backends.verb_learner import Verb, VerbLearner
+from groupwise.engine.sampler.rules import refuse_changed_draws
 from groupwise.runs import publications
 
 SENT = "sent"
@@ -223,6 +224,7 @@ class RemoteSampler:
 
     async def generate(self, request: GroupRequest) -> tuple[Completion, ...]:
         """See `groupwise.core.types.Sampler.generate`."""
+        refuse_changed_draws(request, "a training server's sampler")
         return _COMPLETIONS.validate_python(await self._session.call(Generate(request=request)))
 
     async def load(self, policy: Policy) -> None:

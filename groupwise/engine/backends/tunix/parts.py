@@ -26,6 +26,7 @@ from groupwise.api.schemas.parts import (
     Load,
     Publish,
 )
+from groupwise.core.errors import UsageError
 from groupwise.core.types import (
     Completion,
     GroupRequest,
@@ -37,7 +38,7 @@ from groupwise.engine.backends.tunix.environment import start_worker
 from groupwise.engine.backends.tunix.messages import Open, Opened, Restore, Save
 from groupwise.engine.backends.tunix.process import WorkerProcess
 from groupwise.engine.backends.verb_learner import Verb, VerbLearner
-from groupwise.engine.sampler.rules import ends_with_stop
+from groupwise.engine.sampler.rules import ends_with_stop, refuse_changed_draws
 from groupwise.runs import publications
 
 _COMPLETIONS = TypeAdapter(tuple[Completion, ...])
@@ -54,6 +55,7 @@ class TunixSampler:
 
     async def generate(self, request: GroupRequest) -> tuple[Completion, ...]:
         """See `groupwise.core.types.Sampler.generate`. The worker does not know stop texts; tokens after one are removed here."""
+        refuse_changed_draws(request, "model.backend tunix")
         completions = _COMPLETIONS.validate_python(
             await self._worker.call(Generate(request=request))
         )
@@ -93,7 +95,12 @@ class TunixLearner(VerbLearner):
         self._keep = keep_publications
 
     async def _call_verb(self, verb: Verb) -> Any:
-        """See `VerbLearner._call_verb`."""
+        """See `VerbLearner._call_verb`. UsageError for several targets for one token, which Tunix's worker cannot compute."""
+        for row in getattr(verb, "rows", ()):
+            if row.targets_per_token > 1:
+                raise UsageError(
+                    f"A row has {row.targets_per_token} targets for each token; the backend tunix computes one. Use model.backend: torch."
+                )
         return await self._worker.call(verb)
 
     def discard(self) -> None:

@@ -2,7 +2,8 @@
 
 With logits z (divided by the temperature T), probabilities p, entropy H and the rows of the head's weight W, the gradients with respect
 to the head's input are `d log p(target) = (W[target] − p W) / T` and `dH = −(p (log p + H)) W / T`. The forward pass computes them
-while it has the logits; the backward pass only scales them.
+while it has the logits; the backward pass only scales them. Where places have several targets, `− p W / T` is computed once for them, and
+the backward pass adds `W[target] / T`.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ def token_numbers(model: NativeModel, residual_NH: Tensor, targets: Targets) -> 
     They equal those of `groupwise.engine.models.logprobs.token_logprobs`.
     """
     gradient = torch.is_grad_enabled() and residual_NH.requires_grad
-    logprobs_N, entropies_N, right_N = _Head.apply(residual_NH, model, targets, gradient)  # pyright: ignore[reportGeneralTypeIssues]
-    return TokenNumbers(logprobs_N, entropies_N, right_N if targets.outputs.accuracy else None)
+    logprobs_N, entropies_N, right_N, *top = _Head.apply(residual_NH, model, targets, gradient)  # pyright: ignore[reportGeneralTypeIssues]
+    right = right_N if targets.outputs.accuracy else None
+    return TokenNumbers(logprobs_N, entropies_N, right, *(top if targets.outputs.top else ()))
 
 
 class _Head(torch.autograd.Function):
@@ -38,24 +40,35 @@ class _Head(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, residual_NH: Tensor, model: NativeModel, targets: Targets, gradient: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
         numbers = _HeadNumbers(model, residual_NH, targets, gradient)
         for start in range(0, len(residual_NH), CHUNK):
             numbers.compute(start, min(start + CHUNK, len(residual_NH)))
         ctx.model, ctx.slopes = model, (numbers.chosen_slopes_NH, numbers.entropy_slopes_NH)
+        ctx.targets = targets
         ctx.save_for_backward(residual_NH)
-        ctx.mark_non_differentiable(numbers.right_N)
-        if not targets.outputs.entropy_gradient:
-            ctx.mark_non_differentiable(numbers.entropies_N)
-        return numbers.logprobs_N, numbers.entropies_N, numbers.right_N
+        unused = (numbers.right_N, numbers.top_ids_NX, numbers.top_logprobs_NX)
+        # One call: each replaces what an earlier one has marked.
+        constant = () if targets.outputs.entropy_gradient else (numbers.entropies_N,)
+        ctx.mark_non_differentiable(*unused, *constant)
+        return numbers.logprobs_N, numbers.entropies_N, *unused
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        d_logprobs_N, d_entropies_N, _ = grad_outputs
+        d_logprobs_N, d_entropies_N, *_ = grad_outputs
         (residual_NH,) = ctx.saved_tensors
         model: NativeModel = ctx.model
         chosen_NH, entropy_NH = ctx.slopes
-        d_NH = chosen_NH * d_logprobs_N[:, None]
+        targets: Targets = ctx.targets
+        if targets.ids_N.ndim == 1:
+            d_NH = chosen_NH * d_logprobs_N[:, None]
+        else:
+            d_NH = chosen_NH * d_logprobs_N.sum(-1, keepdim=True)
+            weights_NK = d_logprobs_N / targets.temperatures_N[:, None]
+            for start in range(0, len(weights_NK), CHUNK):
+                part = slice(start, start + CHUNK)
+                rows_CKH = model.head.weight_OI[targets.ids_N[part]].to(d_NH.dtype)
+                d_NH[part] += torch.einsum("ck,ckh->ch", weights_NK[part], rows_CKH)
         if entropy_NH is not None:
             d_NH.addcmul_(entropy_NH, d_entropies_N[:, None])
         d_residual_NH = torch.zeros_like(residual_NH)
@@ -72,9 +85,11 @@ class _HeadNumbers:
     ) -> None:
         self._model, self._residual_NH, self._targets = model, residual_NH, targets
         count = len(residual_NH)
-        self.logprobs_N = residual_NH.new_empty(count)
+        self.logprobs_N = residual_NH.new_empty(targets.ids_N.shape)
         self.entropies_N = residual_NH.new_empty(count)
-        self.right_N = residual_NH.new_zeros(count, dtype=torch.bool)
+        self.right_N = residual_NH.new_zeros(targets.ids_N.shape, dtype=torch.bool)
+        self.top_ids_NX = residual_NH.new_zeros((count, targets.outputs.top), dtype=torch.long)
+        self.top_logprobs_NX = residual_NH.new_zeros((count, targets.outputs.top))
         self.chosen_slopes_NH = torch.empty_like(residual_NH) if gradient else None
         entropy = gradient and targets.outputs.entropy_gradient
         self.entropy_slopes_NH = torch.empty_like(residual_NH) if entropy else None
@@ -99,7 +114,10 @@ class _HeadNumbers:
             )
         temperatures_C1 = targets.temperatures_N[start:end, None]
         for slopes_NH, weights_CV in (
-            (self.chosen_slopes_NH, logits_CV),  # now p - 1 at the target, p elsewhere
+            (
+                self.chosen_slopes_NH,
+                logits_CV,
+            ),  # now p, and p - 1 at the target if it is the only one
             (self.entropy_slopes_NH, entropy_CV),
         ):
             if slopes_NH is not None and weights_CV is not None:
@@ -119,15 +137,23 @@ class _HeadNumbers:
         torch.softmax(scaled_RV, -1, out=probabilities_RV)
         # Computed from the largest logit, whose probability is at least 1 / V; those of others may be 0 in float32.
         normaliser_R = scaled_RV.amax(-1).sub_(probabilities_RV.amax(-1).log_())
-        ids_R1 = targets.ids_N[:, None]
+        single = targets.ids_N.ndim == 1
+        ids_RK = targets.ids_N[:, None] if single else targets.ids_N
         entropies_R = normaliser_R - torch.linalg.vecdot(probabilities_RV, scaled_RV)
-        self.logprobs_N[indices] = scaled_RV.gather(1, ids_R1)[:, 0] - normaliser_R
+        logprobs_RK = scaled_RV.gather(1, ids_RK) - normaliser_R[:, None]
+        self.logprobs_N[indices] = logprobs_RK.view_as(targets.ids_N)
         self.entropies_N[indices] = entropies_R
         if targets.outputs.accuracy:
-            self.right_N[indices] = scaled_RV.argmax(-1) == targets.ids_N
+            right_RK = scaled_RV.argmax(-1)[:, None] == ids_RK
+            self.right_N[indices] = right_RK.view_as(targets.ids_N)
+        if targets.outputs.top:
+            top_RX, self.top_ids_NX[indices] = scaled_RV.topk(targets.outputs.top, -1)
+            self.top_logprobs_NX[indices] = top_RX - normaliser_R[:, None]
         if entropy_RV is not None:
             scaled_RV.sub_((normaliser_R - entropies_R)[:, None])
             torch.mul(scaled_RV, probabilities_RV, out=entropy_RV)
         if self.chosen_slopes_NH is not None:
-            ones_R1 = torch.ones_like(ids_R1, dtype=probabilities_RV.dtype)
-            logits_RV.copy_(probabilities_RV.scatter_add_(1, ids_R1, -ones_R1))
+            if single:
+                ones_R1 = torch.ones_like(ids_RK, dtype=probabilities_RV.dtype)
+                probabilities_RV.scatter_add_(1, ids_RK, -ones_R1)
+            logits_RV.copy_(probabilities_RV)

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from groupwise.core.types import Row
-from groupwise.engine.learner.layout import group_by_prompt, longest_completion
+from groupwise.engine.learner.layout import group_by_prompt, most_targets
 
 SPREAD = 2
 """Texts are computed as one padded batch if the longest is at most this many times as long as the shortest."""
@@ -56,8 +56,8 @@ class FlatBatch:
 
     @property
     def width(self) -> int:
-        """Tokens of the longest completion."""
-        return longest_completion(self.rows)
+        """The largest number of targets of a row."""
+        return most_targets(self.rows)
 
     @property
     def tokens(self) -> int:

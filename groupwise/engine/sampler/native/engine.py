@@ -9,7 +9,7 @@ of 8; a row then gets the same bits for any number of rows and at any place amon
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,7 +30,7 @@ from groupwise.engine.sampler.native.cache import (
     in_blocks,
     with_room,
 )
-from groupwise.engine.sampler.native.prefill import prefill
+from groupwise.engine.sampler.native.prefill import last_logits, prefill, prompt_logits
 from groupwise.engine.sampler.weights import ServedWeights
 
 NO_NORM = np.empty(0, np.float32)
@@ -49,13 +49,28 @@ class NativeEngine:
         self.refresh()
         ready_to_decode(self._model)
 
+    @property
+    def shift(self) -> float:
+        """See `DecodeEngine.shift`."""
+        return self._model.shift
+
     def prefill(self, ids: Sequence[int]) -> Prompt:
         """See `DecodeEngine.prefill`."""
 
         def keep(keys_PJD: Tensor, values_PJD: Tensor) -> tuple[Tensor, Tensor]:
             return in_blocks(keys_PJD), with_room(values_PJD)
 
-        return NativePrompt(len(ids), *prefill(self._model, ids, self._several, keep))
+        residual_PH, *cache = prefill(self._model, ids, self._several, keep)
+        return NativePrompt(len(ids), last_logits(self._model, residual_PH), *cache)
+
+    def prompt_logits(self, ids: Sequence[int]) -> Iterator[Tensor]:
+        """See `DecodeEngine.prompt_logits`."""
+
+        def keep(keys_PJD: Tensor, values_PJD: Tensor) -> tuple[Tensor, Tensor]:
+            return keys_PJD[:0], values_PJD[:0]
+
+        residual_PH, _, _ = prefill(self._model, ids, self._several, keep)
+        return prompt_logits(self._model, residual_PH)
 
     def prefill_all(self, texts: Sequence[Sequence[int]]) -> list[Prompt]:
         """See `DecodeEngine.prefill_all`."""

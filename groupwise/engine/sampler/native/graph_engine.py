@@ -14,7 +14,7 @@ number format, as in the learner's attention on a GPU.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -27,7 +27,7 @@ from groupwise.engine.models.native.fused import kernels_for
 from groupwise.engine.models.native.linear import LowRank
 from groupwise.engine.models.native.weights import NativeModel
 from groupwise.engine.sampler.engine import DecodeRow, Prompt
-from groupwise.engine.sampler.native.prefill import prefill_together
+from groupwise.engine.sampler.native.prefill import prefill_batch, prefill_together, prompt_logits
 from groupwise.engine.sampler.native.recording import Compute, Record
 from groupwise.engine.sampler.weights import ServedWeights
 
@@ -76,6 +76,16 @@ class GraphEngine:
         self._recorded: Compute | None = None
         self.refresh()
         self.reset()
+
+    @property
+    def shift(self) -> float:
+        """See `DecodeEngine.shift`."""
+        return self._model.shift
+
+    def prompt_logits(self, ids: Sequence[int]) -> Iterator[Tensor]:
+        """See `DecodeEngine.prompt_logits`."""
+        residual_NH, _, _ = prefill_batch(self._model, [ids], self._adapter)
+        return prompt_logits(self._model, residual_NH[: len(ids)])
 
     def prefill(self, ids: Sequence[int]) -> Prompt:
         """See `DecodeEngine.prefill`."""

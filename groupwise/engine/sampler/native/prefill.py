@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 
 import torch
@@ -13,6 +13,7 @@ from groupwise.engine.models.native import varlen
 from groupwise.engine.models.native.facts import ROWS
 from groupwise.engine.models.native.forward import Adapter, residual_after_layers, text_attention
 from groupwise.engine.models.native.weights import NativeModel
+from groupwise.engine.sampler.engine import SLICE
 
 BATCH = 2048
 """Tokens that a GPU computes at once: with models of up to 2B weights, starting the kernels takes as long as computing this many."""
@@ -23,7 +24,7 @@ Keep = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 def prefill(
     model: NativeModel, ids: Sequence[int], adapter: Adapter | None, keep: Keep
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits [V] after a prompt, and the stored forms of its keys and of its values, stacked over all layers."""
+    """Residuals [P, H] of a prompt, and the stored forms of its keys and of its values, stacked over all layers."""
     ids_P = torch.tensor(ids, device=model.device)
     rotations_P1C = model.rotations(torch.arange(len(ids), device=model.device))
     layer_caches: list[tuple[Tensor, Tensor]] = []
@@ -34,9 +35,20 @@ def prefill(
         return text_attention(model, queries, keys, values)
 
     residual_PH = residual_after_layers(model, model.embedded(ids_P), attend, adapter, few=False)
-    last_8H = F.pad(residual_PH[-1:], (0, 0, 0, ROWS - 1))
     keys, values = zip(*layer_caches, strict=True)
-    return model.logits(last_8H)[0], torch.stack(keys), torch.stack(values)
+    return residual_PH, torch.stack(keys), torch.stack(values)
+
+
+def last_logits(model: NativeModel, residual_PH: Tensor) -> Tensor:
+    """Logits [V] after a prompt."""
+    return model.logits(F.pad(residual_PH[-1:], (0, 0, 0, ROWS - 1)))[0]
+
+
+def prompt_logits(model: NativeModel, residual_PH: Tensor) -> Iterator[Tensor]:
+    """Logits [T, V] after each token of a prompt, in slices of one shape: a position's bits do not depend on the prompt's length."""
+    for residual_TH in residual_PH.split(SLICE):
+        padded_SH = F.pad(residual_TH, (0, 0, 0, SLICE - len(residual_TH)))
+        yield model.logits(padded_SH)[: len(residual_TH)]
 
 
 def prefill_together(
@@ -59,7 +71,7 @@ def prefill_together(
     lasts: list[Tensor] = []
     caches: list[tuple[Tensor, Tensor]] = []
     for batch in batches:
-        residual_NH, keys_LJND, values_LJND = _prefill_batch(
+        residual_NH, keys_LJND, values_LJND = prefill_batch(
             model, [texts[n] for n in batch], adapter
         )
         end = 0
@@ -76,7 +88,7 @@ def prefill_together(
     return [(logits_V, *cache) for logits_V, cache in zip(logits, caches, strict=True)]
 
 
-def _prefill_batch(
+def prefill_batch(
     model: NativeModel, texts: Sequence[Sequence[int]], adapter: Adapter | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The residual stream [N, H] after these texts, and their keys and values [L, J, N, D]; N is padded to a multiple of `BATCH`."""

@@ -14,11 +14,11 @@ from __future__ import annotations
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from groupwise.core.errors import EndpointError, RunError, UsageError
 from groupwise.core.interruption import gather_all
-from groupwise.core.types import Completion, GroupRequest, Policy, SamplingParams
+from groupwise.core.types import Completion, GroupRequest, Policy, PromptLogprobs, SamplingParams
 from groupwise.engine.sampler.rules import refuse_misfit, refuse_other_weights
 from groupwise.engine.sampler.vllm import probe
 from groupwise.engine.sampler.vllm.adapters import (
@@ -31,10 +31,14 @@ from groupwise.engine.sampler.vllm.adapters import (
 from groupwise.engine.sampler.vllm.servers import Server, Servers
 from groupwise.engine.sampler.vllm.wire import (
     Drawn,
+    prompt_body,
     read_completion,
+    read_prompt,
     refuse_what_differs,
     request_body,
 )
+
+T = TypeVar("T")
 
 ATTEMPTS = 3
 """How often a server may answer that it does not know an adapter that it has just loaded."""
@@ -114,6 +118,26 @@ class VllmSampler:
             return tuple(
                 await gather_all(self._draw_member(served, request, seed) for seed in request.seeds)
             )
+        finally:
+            self._under_way -= 1
+
+    async def prompt_logprobs(self, prompt_ids: tuple[int, ...], top: int) -> PromptLogprobs:
+        """What the tokens of a prompt are worth, with the `top` most probable at each position; see `TorchSampler.prompt_logprobs`."""
+        refuse_misfit(GroupRequest(0, prompt_ids, (0,), SamplingParams(1)), self._key_length)
+        served = self._served
+        if served is None:
+            raise RunError("The sampler has been given no weights yet: `load` comes first.")
+
+        async def ask(server: Server, served: Served) -> PromptLogprobs:
+            def read(answer: bytes) -> PromptLogprobs:
+                return read_prompt(answer, served.name, prompt_ids, top)
+
+            body = prompt_body(served.name, prompt_ids, top)
+            return await server.client.ask("POST", "/completions", body, read, 0)
+
+        self._under_way += 1
+        try:
+            return await self._servers.ask(lambda server: self._ask_served(server, served, ask))
         finally:
             self._under_way -= 1
 
@@ -214,7 +238,12 @@ class VllmSampler:
             await serve_adapter(server, served.name, served.folder, models)
         prompts = [tuple(self._tokenizer(text)["input_ids"]) for text in probe.TEXTS]
         completions = await gather_all(
-            self._request_completion(server, served, prompt, probe.SEED, probe.PARAMS)
+            self._request_completion(
+                server,
+                served,
+                seed=probe.SEED,
+                request=GroupRequest(0, prompt, (probe.SEED,), probe.PARAMS),
+            )
             for prompt in prompts
         )
         answers = list(
@@ -249,8 +278,8 @@ class VllmSampler:
 
     async def _draw_member(self, served: Served, request: GroupRequest, seed: int) -> Completion:
         completion = await self._servers.ask(
-            lambda server: self._draw_completion(
-                server, served, request.prompt_ids, seed, request.params
+            lambda server: self._ask_served(
+                server, served, partial(self._request_completion, seed=seed, request=request)
             )
         )
         return Completion(
@@ -260,41 +289,40 @@ class VllmSampler:
             seed=seed,
             policy_version=served.version,
             fingerprint=served.fingerprint,
+            top_logprobs=completion.top_logprobs,
         )
 
-    async def _draw_completion(
-        self,
-        server: Server,
-        served: Served,
-        prompt_ids: Sequence[int],
-        seed: int,
-        params: SamplingParams,
-    ) -> Drawn:
-        """Draw a completion on a server that is prepared; prepare it again if it has been restarted since."""
+    async def _ask_served(
+        self, server: Server, served: Served, ask: Callable[[Server, Served], Awaitable[T]]
+    ) -> T:
+        """Ask a server that is prepared; prepare it again if it has been restarted since."""
         for attempt in range(ATTEMPTS):
             await self._prepare_once(server, served)
             try:
-                return await self._request_completion(server, served, prompt_ids, seed, params)
+                return await ask(server, served)
             except EndpointError as error:
                 if error.status != 404 or attempt == ATTEMPTS - 1:
                     raise
                 server.ready = None
-        raise AssertionError("a completion is drawn or given up")
+        raise AssertionError("it is answered or given up")
 
     async def _request_completion(
         self,
         server: Server,
         served: Served,
-        prompt_ids: Sequence[int],
+        *,
         seed: int,
-        params: SamplingParams,
+        request: GroupRequest,
     ) -> Drawn:
+        prompt_ids, params, top = request.prompt_ids, request.params, request.top_logprobs
+
         def read(answer: bytes) -> Drawn:
+            size = self._witness.vocabulary
             return read_completion(
-                answer, served.name, prompt_ids, params, self._witness.vocabulary, self._decode_text
+                answer, served.name, prompt_ids, params, size, self._decode_text, top
             )
 
-        body = request_body(served.name, prompt_ids, seed, params)
+        body = request_body(served.name, prompt_ids, seed, params, top)
         return await server.client.ask("POST", "/completions", body, read, 0)
 
     def _decode_text(self, token_ids: Sequence[int]) -> str:

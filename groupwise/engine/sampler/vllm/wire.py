@@ -8,14 +8,21 @@ checked. Fields as in vLLM 0.10.2 (the first that returns token ids) to 0.33.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from groupwise.api.openai_client.response_parsing import excerpt, read_json
 from groupwise.core.errors import EndpointError, PolicyMismatchError, RunError
-from groupwise.core.types import FinishReason, SamplingParams
+from groupwise.core.types import (
+    FinishReason,
+    LogitsProcessing,
+    PromptLogprobs,
+    SamplingParams,
+    TopLogprobs,
+)
 from groupwise.engine.sampler.rules import ends_with_stop
 
 SEEDS = (1 << 63) - 1
@@ -36,6 +43,8 @@ class Drawn:
     token_ids: tuple[int, ...]
     logprobs: tuple[float, ...]
     finish_reason: FinishReason
+    top_logprobs: tuple[TopLogprobs, ...] = ()
+    """The most probable tokens at each position, if they were asked for."""
 
 
 def refuse_what_differs(params: SamplingParams, end_id: int | None) -> None:
@@ -56,12 +65,19 @@ def refuse_what_differs(params: SamplingParams, end_id: int | None) -> None:
             f"the stop tokens {list(params.stop_token_ids)}. Add it to sampler.stop_token_ids, or leave "
             "sampler.min_completion_length out."
         )
+    follows_schema = params.processing is not None and params.processing.json_schema is not None
+    if follows_schema and end_id not in params.stop_token_ids:
+        raise RunError(
+            f"Where JSON of a schema is complete, vLLM ends it with the tokenizer's own end of text ({end_id}), which is none "
+            f"of the stop tokens {list(params.stop_token_ids)}. Add it to sampler.stop_token_ids, or leave the schema out."
+        )
 
 
 def request_body(
-    name: str, prompt_ids: Sequence[int], seed: int, params: SamplingParams
+    name: str, prompt_ids: Sequence[int], seed: int, params: SamplingParams, top: int = 0
 ) -> dict[str, Any]:
-    """The body of a POST to /v1/completions for one completion by the model `name`."""
+    """The body of a POST to /v1/completions for one completion by the model `name`, with the `top` most probable tokens beside each."""
+    processing = params.processing or LogitsProcessing()
     body: dict[str, Any] = {
         "model": name,
         "prompt": [*prompt_ids],
@@ -71,19 +87,24 @@ def request_body(
         "top_p": 1.0 if params.top_p is None else params.top_p,
         "top_k": params.top_k or 0,
         "min_p": params.min_p or 0.0,
-        "presence_penalty": 0.0,
-        "frequency_penalty": 0.0,
-        "repetition_penalty": 1.0,
+        "presence_penalty": processing.presence_penalty,
+        "frequency_penalty": processing.frequency_penalty,
+        "repetition_penalty": processing.repetition_penalty,
         "seed": seed & SEEDS,
         "ignore_eos": True,
         "stop_token_ids": [*params.stop_token_ids],
-        "logprobs": 0,
+        "logprobs": top,
         "return_token_ids": True,
         "return_tokens_as_token_ids": True,
     }
     withholds = bool(params.min_tokens and params.stop_token_ids)
     if withholds:
         body["min_tokens"] = params.min_tokens
+    if processing.logit_bias:
+        body["logit_bias"] = {str(token): bias for token, bias in processing.logit_bias}
+    if processing.json_schema is not None:
+        schema = {"name": "schema", "schema": json.loads(processing.json_schema)}
+        body["response_format"] = {"type": "json_schema", "json_schema": schema}
     if params.stop and (withholds or not params.min_tokens):
         body |= {"stop": [*params.stop], "skip_special_tokens": False}
     return body
@@ -96,9 +117,70 @@ def read_completion(
     params: SamplingParams,
     vocabulary: int,
     text_of: Callable[[Sequence[int]], str],
+    top: int = 0,
 ) -> Drawn:
     """Parse the one completion of an answer. Raises EndpointError for an answer that does not match the request, PolicyMismatchError if
     another model answered."""
+    choice = _read_choice(answer, name, prompt_ids)
+    ids, logprobs = _read_tokens(choice, answer, vocabulary)
+    if not 1 <= len(ids) <= params.max_tokens:
+        raise EndpointError(
+            f"drew {len(ids)} tokens, where 1 to {params.max_tokens} were asked for"
+        )
+    drawn = _find_end(choice, ids, logprobs, params, text_of)
+    if not top:
+        return drawn
+    content = cast("Mapping[str, Any]", choice["logprobs"])
+    positions = _as_list(content.get("top_logprobs"))[: len(drawn.token_ids)]
+    if len(positions) < len(drawn.token_ids):
+        raise EndpointError(
+            f"answered the most probable tokens of {len(positions)} positions for {len(drawn.token_ids)} tokens"
+        )
+    best = tuple(_most_probable(position, top, _id_in_text) for position in positions)
+    return replace(drawn, top_logprobs=best)
+
+
+def prompt_body(name: str, prompt_ids: Sequence[int], top: int) -> dict[str, Any]:
+    """The body of a POST to /v1/completions for the log-probabilities of a prompt; the one token that is drawn for it is left aside."""
+    params = SamplingParams(1, temperature=0.0)
+    return request_body(name, prompt_ids, 0, params) | {"prompt_logprobs": top}
+
+
+def read_prompt(answer: bytes, name: str, prompt_ids: Sequence[int], top: int) -> PromptLogprobs:
+    """Parse the answer to `prompt_body`. Raises as `read_completion` does."""
+    choice = _read_choice(answer, name, prompt_ids)
+    positions = _as_list(choice.get("prompt_logprobs"))
+    if len(positions) != len(prompt_ids):
+        raise EndpointError(
+            f"answered log-probabilities of {len(positions)} tokens for a prompt of {len(prompt_ids)}"
+        )
+    logprobs: list[float] = []
+    best: list[TopLogprobs] = []
+    for token, position in zip(prompt_ids[1:], positions[1:], strict=True):
+        values = {
+            id: entry.get("logprob") for id, entry in position.items()
+        } if isinstance(position, Mapping) else {}  # fmt: skip
+        if str(token) not in values:
+            raise EndpointError(f"answered no log-probability of the prompt's token {token}")
+        logprobs.append(_check_logprob(values[str(token)]))
+        if top:
+            best.append(_most_probable(values, top, int))
+    return PromptLogprobs(tuple(logprobs), tuple(best))
+
+
+def _most_probable(position: object, count: int, id_of: Callable[[str], int | None]) -> TopLogprobs:
+    """The `count` most probable tokens of one position. vLLM adds the drawn token, and gives -9999 to those that could not be drawn."""
+    values = cast("Mapping[str, Any]", position) if isinstance(position, Mapping) else {}
+    pairs = [(id_of(key), value) for key, value in values.items()]
+    possible = [
+        (token, float(value))
+        for token, value in pairs
+        if token is not None and isinstance(value, int | float) and value > LEAST_LOGPROB
+    ]
+    return tuple(sorted(possible, key=lambda pair: (-pair[1], pair[0]))[:count])
+
+
+def _read_choice(answer: bytes, name: str, prompt_ids: Sequence[int]) -> Mapping[str, Any]:
     value = read_json(answer)
     if value.get("model") != name:
         raise PolicyMismatchError(
@@ -117,12 +199,7 @@ def read_completion(
         raise EndpointError(
             f"was given a prompt of {len(prompt_ids)} tokens and used another one of {len(seen)}"
         )
-    ids, logprobs = _read_tokens(choice, answer, vocabulary)
-    if not 1 <= len(ids) <= params.max_tokens:
-        raise EndpointError(
-            f"drew {len(ids)} tokens, where 1 to {params.max_tokens} were asked for"
-        )
-    return _find_end(choice, ids, logprobs, params, text_of)
+    return choice
 
 
 def _read_tokens(

@@ -283,12 +283,16 @@ def test_every_call_goes_where_it_belongs(ask: Ask) -> None:
     step = {"status": "trained", "step": 0, "group_ids": ["g-1"]}
     checkpoint = {"run_id": "r", "step": 1, "address": "a"}
     given_up = {"status": "given_up", "group_id": "g-1"}
+    closed = {"closed": ["g-1"], "given_up": []}
     entry = rewards_for(GroupAnswer.model_validate_json(json.dumps(GROUP)), [1, 2])
     for reply, where, call, args in (
         ({"status": "stopped"}, "POST /stop", "stop", ()),
         ({"groups": [GROUP]}, "POST /completions", "completions_batch", (["p"],)),
         ({"groups": [REWARDED]}, "POST /rewards", "rewards_batch", ([entry],)),
         (given_up, "DELETE /completions/g-1", "give_up", ("g-1",)),
+        (REWARDED, "POST /rewards", "reward_trajectory", ("t-1", 1.0)),
+        (REWARDED, "POST /rewards", "reward_trajectory", (["g-1-0-0", "g-1-0-1"], None)),
+        (closed, "POST /trajectories/close", "close_group", ("s",)),
         (step, "POST /step", "step", (["g-1"],)),
         ({"checkpoints": [checkpoint]}, "GET /checkpoints", "checkpoints", ()),
         (checkpoint, "POST /checkpoints", "save_checkpoint", ("a",)),

@@ -12,6 +12,7 @@ import httpx2
 import pytest
 
 from groupwise.api.client.async_training_client import AsyncTrainingClient
+from groupwise.api.client.errors import RunFinished
 from groupwise.api.client.loop import TrainingSummary, train, train_async
 from groupwise.api.client.training_client import TrainingClient
 from groupwise.api.schemas.problems import Refusal
@@ -25,6 +26,7 @@ class Server(httpx2.AsyncByteStream):
 
     def __init__(self, *, max_steps: int = 100, steps: str = "auto") -> None:
         self.max_steps = max_steps
+        self.phase = "running"
         self.mode = steps
         self.draws: list[int] = []
         self.prompts: dict[int, str] = {}
@@ -64,7 +66,8 @@ class Server(httpx2.AsyncByteStream):
         return httpx2.Response(200, json=found)
 
     def status(self) -> dict[str, Any]:
-        known = {"phase": "running", "run_id": "run", "step": 0, "max_steps": self.max_steps}
+        known = {"phase": self.phase, "run_id": "run", "step": self.done}
+        known |= {"max_steps": self.max_steps}
         settings = {"groups_per_step": 2, "training_settings": {"steps": self.mode}}
         return {**known, **settings, "counters": {"stale": self.stale}, "last_event_id": 0}
 
@@ -183,6 +186,15 @@ async def test_groups_that_the_server_lost_are_made_up_for() -> None:
 
     await asyncio.gather(lose(), trained(server, steps=2, concurrency=1))
     assert len(server.rewards) == 5
+
+
+@pytest.mark.parametrize(("phase", "done"), [("stopped", 1), ("finished", 4), ("running", 4)])
+async def test_a_run_that_takes_no_more_ends_it_at_once(phase: str, done: int) -> None:
+    server = Server(max_steps=4)
+    server.phase, server.done = phase, done
+    with pytest.raises(RunFinished, match=f"after {done} of 4 steps"):
+        await asyncio.wait_for(trained(server, steps=1), 5)
+    assert server.draws == []
 
 
 def test_the_synchronous_client_does_it_too_and_shows_it_with_what_the_server_warns_of(

@@ -1,8 +1,19 @@
 """What the tables of bodies in tests/unit/server/test_schema_walk.py do not show."""
 
+import threading
+import time
+from contextlib import suppress
+
 import pytest
 
-from groupwise.api.http.strict_json import DEEPEST, MOST_LISTS, MOST_TEXTS, NotStrict, parse
+from groupwise.api.http.strict_json import (
+    DEEPEST,
+    MOST_ENTRIES,
+    MOST_LISTS,
+    MOST_TEXTS,
+    NotStrict,
+    parse,
+)
 
 
 def test_what_is_meant_is_read_and_nothing_deeper() -> None:
@@ -27,3 +38,43 @@ def test_what_would_fill_the_memory_is_refused_before_it_is_made() -> None:
     for wrong in (b"[" + b"[]," * MOST_LISTS + b"[]]", b"[" + b'"ab",' * MOST_TEXTS + b'"ab"]'):
         with pytest.raises(NotStrict, match="there are more than"):
             parse(wrong)
+
+
+def longest_hold(body: bytes) -> float:
+    """Seconds of computing time for which reading a body let no other thread run, at most: waiting for the machine does not count."""
+    reader = threading.Thread(target=_read, args=(body,))
+    reader.start()
+    assert reader.ident is not None
+    clock = time.pthread_getcpuclockid(reader.ident)
+    longest = before = 0.0
+    while reader.is_alive():
+        try:
+            now = time.clock_gettime(clock)
+        except OSError:  # it has just ended
+            break
+        longest, before = max(longest, now - before), now
+        time.sleep(0.0005)
+    reader.join()
+    return longest
+
+
+def _read(body: bytes) -> None:
+    with suppress(NotStrict):
+        parse(body)
+
+
+@pytest.mark.parametrize(
+    "entry",
+    [b"1,", b"0.5,", b"null,", b'"",', b"[],", b'{"group_id":"g-1","rewards":[0.5,1]},'],
+    ids=["whole", "real", "null", "text", "list", "group"],
+)
+@pytest.mark.parametrize("megabytes", [7, 20])
+def test_a_large_body_lets_other_threads_run(entry: bytes, megabytes: int) -> None:
+    body = b"[" + entry * (megabytes * 2**20 // len(entry)) + b"1]"
+    assert longest_hold(body) < 0.4
+
+
+def test_entries_are_counted_and_commas_of_texts_are_none() -> None:
+    assert len(parse(b'["' + b"," * (MOST_ENTRIES + 5) + b'", 1]')) == 2
+    with pytest.raises(NotStrict, match="entries"):
+        parse(b"[" + b"0," * MOST_ENTRIES + b"0]")

@@ -25,9 +25,13 @@ def test_messages_become_what_templates_take():
     messages = [
         {"role": "developer", "content": pieces},
         named,
-        {**called, "refusal": None},
+        {**called, "refusal": None, "annotations": [], "audio": None, "function_call": None},
         result,
     ]
+    thought = {"role": "assistant", "content": "e", "reasoning_content": "f"}
+    refused = {"role": "assistant", "content": None, "refusal": "no"}
+    others = [message.plain() for message in chat(messages=[thought, refused]).messages]
+    assert others == [thought, {"role": "assistant", "content": "no"}]
     plain = [message.plain() for message in chat(messages=messages).messages]
     assert plain == [{"role": "developer", "content": "ab"}, named, called, result]
 

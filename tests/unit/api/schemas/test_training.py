@@ -31,6 +31,8 @@ START: list[tuple[Any, str, str]] = [
     ({"algorithm": 3}, "algorithm", "must be a name, or an object"), ([1], "", "the body must be an object"),
 ]  # fmt: skip
 COMPLETIONS: list[tuple[Any, str, str]] = [
+    ({"prompt": "a", "max_tokens": 3}, "max_tokens", "its name here is max_completion_length"),
+    ({"messages": []}, "messages", "a chat is given as `prompt`"),
     ({}, "prompt", ""),
     ({"prompt": "a", "prompts": ["b"]}, "prompt", ""),
     ({"prompt": ""}, "prompt", "at least 1 character"),

@@ -1,4 +1,4 @@
-"""What does not go with the backend unsloth, and what goes with it alone."""
+"""What does not go with the backends unsloth and tinker, and what goes with them alone."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from groupwise.core.errors import ConfigError
+from groupwise.engine.backends.conflicts import trained_layers
 from groupwise.engine.sampler.vllm.own import ServerSpec
 from groupwise.training.config import load_config
 from groupwise.training.sft_config import load_sft_config
@@ -57,3 +58,56 @@ def test_a_vllm_of_its_own_holds_as_many_bits() -> None:
     four = "--quantization=bitsandbytes"
     assert four not in wanted.arguments(1)
     assert four in replace(wanted, in_4bit=True).arguments(1)
+
+
+@pytest.mark.parametrize("load", [load_config, load_sft_config])
+@pytest.mark.parametrize("word", [
+    "lora=null", "lora.alpha=16", "lora.rslora=true", "lora.dropout=0.1", "lora.target_modules=[q_proj]", "model.dtype=float32",
+    "model.revision=main", "model.mesh=[1,1]", "training.packing=false", "training.gradient_checkpointing=true", "run.processes=2",
+    "run.server=http://127.0.0.1:1", "run.profile=1", "distributed.learners=2",
+])  # fmt: skip
+def test_a_tinker_service_decides_how_it_computes(load: Any, word: str) -> None:
+    with pytest.raises(ConfigError, match=word.partition("=")[0].rpartition(".")[2]):
+        load({"model": {"name": "tiny", "backend": "tinker"}}, [word])
+
+
+@pytest.mark.parametrize("word", [
+    "sampler.temperature=0.7", "sampler.temperature_schedule={}", "sampler.min_completion_length=2", "sampler.max_num_seqs=8",
+    "algorithm.entropy_coef=0.1", "sampler.enforce_eager=true",
+])  # fmt: skip
+def test_what_tinkers_calls_cannot_say_is_refused(word: str) -> None:
+    with pytest.raises(ConfigError, match=word.partition("=")[0].rpartition(".")[2]):
+        load_config({"model": {"name": "tiny", "backend": "tinker"}}, [word])
+
+
+def test_a_kl_penalty_of_a_tinker_service_is_to_its_base() -> None:
+    model = {"name": "tiny", "backend": "tinker"}
+    assert load_config({"model": model}, ["algorithm.beta=0.1"])
+    with pytest.raises(ConfigError, match="base alone"):
+        load_config({"model": model}, ["algorithm.beta=0.1", "model.adapter=tinker://m/weights/a"])
+
+
+@pytest.mark.parametrize("key", ["base_url", "api_key_env", "tokenizer"])
+def test_a_services_keys_are_for_this_backend(key: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key} is 'x'"):
+        load_config({"model": {"name": "tiny", key: "x"}})
+    assert load_config({"model": {"name": "tiny", "backend": "tinker", key: "x"}})
+
+
+def test_layers_of_a_tinker_service_are_chosen_by_kind() -> None:
+    everything = (
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+        "gate_proj",
+        "up_proj",
+        "down_proj",
+        "lm_head",
+    )
+    kinds = ("train_attn", "train_mlp", "train_unembed")
+    assert trained_layers("all-linear") == dict(zip(kinds, (True, True, False), strict=True))
+    assert trained_layers(everything) == dict.fromkeys(kinds, True)
+    assert trained_layers(everything[:4]) == dict(zip(kinds, (True, False, False), strict=True))
+    with pytest.raises(ValueError, match="by kind"):
+        trained_layers(everything[:3])

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, Gemma2Config, LlamaConfig, Mistra
 from groupwise.core.types import MaskedTokens
 from groupwise.engine.learner import forward
 from groupwise.engine.learner.forward import (
+    ForwardOutputs,
     choose_paths,
     packed_rows,
     packing_is_exact,
@@ -177,6 +178,59 @@ def test_what_could_not_be_drawn_is_left_out_in_its_own_row_and_place(decoder, m
     ]
     assert len({bool(row.withheld) for row in rows}) == 2
     assert_plain(decoder, compute, rows)
+
+
+@pytest.mark.parametrize("compute", [shared_prompt, whole_rows, packed_rows])
+def test_given_targets_have_the_plain_models_numbers_and_gradients(decoder, make_rows, compute):
+    """One target or several for each token, in one batch; the context stays the row's own tokens, and what could not be drawn counts."""
+    generator = torch.Generator().manual_seed(7)
+    rows = []
+    for index, row in enumerate(make_rows(count=8, prompts=2)):
+        length, several = len(row.completion_ids), (None, 1, 3)[index % 3]
+        if several is not None:
+            targets = torch.randint(3, 100, (length * several,), generator=generator).tolist()
+            mask = torch.randint(0, 2, (len(targets),), generator=generator).tolist()
+            row = replace(row, targets=tuple(targets), mask=tuple(mask))
+        rows.append(replace(row, withheld=(MaskedTokens(0, length, (0, 1, 101)),)))
+    batches = pack_rows(rows, 200) if compute is packed_rows else microbatches(rows, 10_000)
+    assert any(len({row.targets_per_token for row in batch.rows}) > 1 for batch in batches)
+    for outputs in (ForwardOutputs(accuracy=True), ForwardOutputs(trained_only=True)):
+        slopes = []
+        for by_us in (True, False):
+            decoder.model.zero_grad()
+            for batch in batches:
+                found = compute(decoder, batch, outputs) if by_us else None
+                for place, row in enumerate(batch.rows):
+                    wanted, best = of_targets(decoder, row)
+                    counted = torch.tensor(row.mask) != 0
+                    counted = counted if outputs.trained_only else torch.ones_like(counted)
+                    factors = torch.arange(1.0, len(counted) + 1) * counted
+                    values = wanted
+                    if found is not None:
+                        values = found.logprobs_BT[place, : len(counted)]
+                        close(values * counted, wanted * counted)
+                        assert not found.logprobs_BT[place, len(counted) :].any()
+                        if found.right_BT is not None:
+                            right = found.right_BT[place, : len(counted)]
+                            assert torch.equal(right, best == torch.tensor(row.target_ids))
+                    (values * factors).sum().backward(retain_graph=True)
+            named = decoder.model.named_parameters()
+            slopes.append({name: p.grad.clone() for name, p in named if p.grad is not None})
+        for name, wanted in slopes[1].items():
+            close(slopes[0][name], wanted)
+
+
+def of_targets(decoder, row):
+    """By transformers: the log-probability of each target, and the most likely token there."""
+    whole = torch.tensor([[*row.prompt_ids, *row.completion_ids]])
+    logits = decoder.model(input_ids=whole, use_cache=False).logits[0]
+    tail = logits[len(row.prompt_ids) - 1 : -1] / row.temperature
+    barred = torch.zeros_like(tail, dtype=torch.bool)
+    for each in row.withheld:
+        barred[each.start : each.end, list(each.token_ids)] = True
+    tail = tail.masked_fill(barred, -torch.inf).repeat_interleave(row.targets_per_token, 0)
+    logprobs = tail.log_softmax(-1).gather(1, torch.tensor(row.target_ids)[:, None])[:, 0]
+    return logprobs, tail.argmax(-1)
 
 
 def spans(index: int, length: int, barred: tuple[int, ...]) -> tuple[MaskedTokens, ...]:

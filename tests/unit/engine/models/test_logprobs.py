@@ -28,7 +28,7 @@ def expected(hidden, targets, temperatures):
 
 
 def test_values_are_those_of_log_softmax_at_the_temperature(inputs):
-    found, entropies, _ = logprobs.token_logprobs(DECODER, *inputs)
+    found, entropies, *_ = logprobs.token_logprobs(DECODER, *inputs)
     wanted, wanted_entropies = expected(*inputs)
     torch.testing.assert_close(found.double(), wanted, atol=2e-6, rtol=1e-5)
     torch.testing.assert_close(entropies.double(), wanted_entropies, atol=1e-5, rtol=1e-5)
@@ -39,7 +39,7 @@ def test_chunks_change_neither_values_nor_gradients(inputs, monkeypatch, chunk):
     def computed(size):
         monkeypatch.setattr(logprobs, "CHUNK", size)
         hidden = inputs[0].clone().requires_grad_(True)
-        found, entropies, _ = logprobs.token_logprobs(DECODER, hidden, *inputs[1:])
+        found, entropies, *_ = logprobs.token_logprobs(DECODER, hidden, *inputs[1:])
         (found * torch.arange(COUNT)).sum().backward()
         return found, entropies, hidden.grad
 
@@ -91,14 +91,14 @@ def test_withheld_tokens_have_probability_0(inputs, monkeypatch, chunk, entropy_
         (gradient,) = torch.autograd.grad((mine * weights).sum(), hidden, retain_graph=True)
         (oracle,) = torch.autograd.grad((theirs * weights).sum(), hidden, retain_graph=True)
         torch.testing.assert_close(gradient, oracle, atol=1e-5, rtol=1e-4)
-    plain, _, _ = logprobs.token_logprobs(DECODER, hidden, targets, inputs[2])
+    plain, *_ = logprobs.token_logprobs(DECODER, hidden, targets, inputs[2])
     changed = (found.logprobs_N != plain).nonzero()[:, 0]
     assert changed.tolist() == [0, 3, 10, 36]
 
 
 def test_the_gradient_is_that_of_log_softmax(inputs):
     hidden = inputs[0].clone().requires_grad_(True)
-    found, entropies, _ = logprobs.token_logprobs(DECODER, hidden, *inputs[1:])
+    found, entropies, *_ = logprobs.token_logprobs(DECODER, hidden, *inputs[1:])
     assert not entropies.requires_grad
     (mine,) = torch.autograd.grad(found.sum(), hidden)
     (wanted,) = torch.autograd.grad(expected(hidden, *inputs[1:])[0].sum(), hidden)
@@ -107,7 +107,7 @@ def test_the_gradient_is_that_of_log_softmax(inputs):
 
 def test_an_entropy_gradient_is_that_of_the_entropy(inputs):
     hidden = inputs[0].clone().requires_grad_(True)
-    found, entropies, _ = logprobs.token_logprobs(
+    found, entropies, *_ = logprobs.token_logprobs(
         DECODER, hidden, *inputs[1:], entropy_gradient=True
     )
     plain = logprobs.token_logprobs(DECODER, *inputs)

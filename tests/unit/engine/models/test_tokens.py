@@ -4,7 +4,7 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from groupwise.core.errors import TaskError
-from groupwise.engine.models.tokens import completion_text, prompt_ids
+from groupwise.engine.models.tokens import call_markers, completion_text, prompt_ids
 from tests.chat import SPECIAL, chat_tokenizer
 
 CHAT = [
@@ -120,3 +120,16 @@ def test_prompt_and_completion_are_the_full_render(answer):
     joined = [*prompt_ids(made, CHAT), *completion]
     assert joined == made(whole, add_special_tokens=False)["input_ids"]
     assert completion_text(made, completion).removesuffix("\n") == answer
+
+
+def test_marks_of_calls_stay_in_the_text_where_they_are_asked_for():
+    made = chat_tokenizer("chatml")
+    made.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]", "[ARGS]", "[OTHER]"]})
+    text = 'I add.[TOOL_CALLS]add[ARGS]{"a": 1}[OTHER]'
+    ids = made(text)["input_ids"]
+    keep = call_markers(made)
+    assert {*made.convert_ids_to_tokens([*keep])} == {"[TOOL_CALLS]", "[ARGS]"}
+    assert completion_text(made, ids, keep) == text.removesuffix("[OTHER]")
+    assert completion_text(made, ids) == 'I add.add{"a": 1}'
+    assert completion_text(made, ids[:3], keep) == "I a"
+    assert call_markers(chat_tokenizer("qwen3")) == frozenset()  # there they are text already

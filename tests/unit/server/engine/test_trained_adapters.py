@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import AsyncGenerator, Awaitable
 from contextlib import AsyncExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +20,7 @@ from groupwise.core.types import (
     OptimiserParams,
     Row,
     SamplingParams,
+    TopTokens,
 )
 from groupwise.engine.sampler.torch_sampler import TorchSampler
 from groupwise.server.engine import trained_adapters
@@ -83,6 +86,86 @@ async def test_a_forward_pass_tells_every_token_and_the_same_sums(models: Engine
     taught = [value for each in without.logprobs for value in each[1:]]
     assert without.sums["loss/policy"] == pytest.approx(-sum(taught))
     assert (await models.optim_step(MODEL, STEP)).grad_norm > 0
+
+
+async def test_given_targets_and_several_of_them(models: EngineModels) -> None:
+    """Each has its log-probability, and a sum of credits teaches as one pass for each target would."""
+    first, second = (30, 31, 32, 33), (40, 41, 42, 43)
+    plain = replace(ROWS[0], mask=(1,) * 4, credits=(1.0, 2.0, 3.0, 4.0))
+    single = [replace(plain, targets=targets) for targets in (first, second)]
+    pairs = tuple(token for both in zip(first, second, strict=True) for token in both)
+    several = replace(
+        plain,
+        targets=pairs,
+        mask=(1,) * 8,
+        sampling_logprobs=(0.0,) * 8,
+        credits=tuple(credit for credit in (1.0, 2.0, 3.0, 4.0) for _ in range(2)),
+    )
+    apart = await models.forward_backward(MODEL, single, LOSS)
+    norm = (await models.optim_step(MODEL, replace(STEP, learning_rate=0.0))).grad_norm
+    together = await models.forward_backward(MODEL, [several], LOSS)
+    assert (await models.optim_step(MODEL, STEP)).grad_norm == pytest.approx(norm, rel=2e-3)
+    assert together.logprobs[0][::2] == pytest.approx(apart.logprobs[0], abs=1e-5)
+    assert together.logprobs[0][1::2] == pytest.approx(apart.logprobs[1], abs=1e-5)
+    assert together.sums["loss/policy"] == pytest.approx(apart.sums["loss/policy"], rel=1e-5)
+    with pytest.raises(
+        UsageError, match=r"data\[0\].target_tokens has the token 102; those of tiny"
+    ):
+        await models.forward(MODEL, [replace(plain, targets=(1, 2, 3, 102))], LOSS)
+
+
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
+@pytest.mark.parametrize("spec", [SPEC, HEAD])
+async def test_the_likeliest_and_given_tokens_of_a_sample(
+    models: EngineModels, spec: ModelSpec
+) -> None:
+    """With and without an adapter of the head. Of the whole vocabulary they are a distribution: the one that the other numbers are of."""
+    await models.create_model("other", spec)
+    await models.forward_backward("other", ROWS, LOSS)
+    await models.optim_step("other", STEP)
+    await models.save_for_sampler("other", "one", 3)
+    stored = Stored("other", "sampler_weights", "one")
+    everything = tuple(range(102))
+    order = VerbSample(
+        PROMPT,
+        (1, 2),
+        SamplingParams(max_tokens=5, temperature=0.7),
+        prompt_logprobs=True,
+        prompt_top=3,
+        completion_top=102,
+        prompt_targets=(*everything, *(-1 if token == 13 else token for token in everything)),
+    )
+    found = await models.sample(stored, order)
+    assert found.prompt_logprobs is not None
+    assert found.target_logprobs is not None
+    assert found.prompt_top is not None
+    assert found.completion_tops is not None
+    places = [found.target_logprobs[:102], found.target_logprobs[102:]]
+    assert sum(math.exp(value) for value in places[0]) == pytest.approx(1.0, abs=1e-4)
+    assert places[0][12] == pytest.approx(found.prompt_logprobs[0], abs=1e-5)
+    assert places[1][13] == 0.0
+    best = sorted(range(102), key=places[0].__getitem__, reverse=True)[:3]
+    assert found.prompt_top.token_ids[:3] == tuple(best)
+    assert found.prompt_top.logprobs[:3] == pytest.approx([places[0][token] for token in best])
+    assert len(found.prompt_top.token_ids) == 6
+    for completion, top in zip(found.completions, found.completion_tops, strict=True):
+        at = {
+            (index // 102, token): logprob
+            for index, (token, logprob) in enumerate(zip(top.token_ids, top.logprobs, strict=True))
+        }
+        drawn = [at[place, token] for place, token in enumerate(completion.token_ids)]
+        assert drawn == pytest.approx(list(completion.logprobs), abs=2e-2)
+    single = await models.sample(
+        stored, replace(order, prompt_ids=PROMPT[:1], prompt_targets=(), completion_top=0)
+    )
+    assert (single.prompt_logprobs, single.completion_tops) == ((), None)
+    assert single.prompt_top == TopTokens(3, (), ())
+    for wrong, message in (
+        (replace(order, prompt_targets=(102,) * 2), "target_prompt_logprobs has the token 102"),
+        (replace(order, prompt_top=103), "The 103 most likely tokens are wanted; tiny has 102"),
+    ):
+        with pytest.raises(UsageError, match=message):
+            await models.sample(stored, wrong)
 
 
 async def test_what_is_sampled_is_what_was_saved(models: EngineModels) -> None:

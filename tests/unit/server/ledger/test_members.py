@@ -131,7 +131,7 @@ def test_what_is_no_given_member_and_other_rewards_are_refused(run):
             CompletionId("g-0a", 0),
             CompletionId("g-0a"),
         ),
-        *(CompletionId("chatcmpl-0a"), CompletionId("g-0a-x"), CompletionId("g-0a-1-2")),
+        *(CompletionId("chatcmpl-0a"), CompletionId("g-0a-x"), CompletionId("g-0a", 1, "g-0a-1-2")),
     ]
     begin(run)
     add_groups(run, RUN, [new(1)], key_id="k", lease=LEASE)

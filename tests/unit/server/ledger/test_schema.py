@@ -35,7 +35,7 @@ def test_a_group_begins_open(run):
     with pytest.raises(sqlite3.IntegrityError, match="begins open"):
         run.execute(
             """INSERT INTO groups SELECT 'g-x', run, 9, 'expired', sampled_step, version, fingerprint, members, prompt, content,
-            key_id, opened_at, lease_end, NULL, NULL, NULL, NULL, NULL, NULL FROM groups"""
+            key_id, opened_at, lease_end, NULL, NULL, NULL, NULL, NULL, NULL, 0 FROM groups"""
         )
 
 

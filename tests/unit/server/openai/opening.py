@@ -17,6 +17,7 @@ from groupwise.server.app import make_app
 from groupwise.server.ledger import groups
 from groupwise.server.openai.service import OpenAIService
 from groupwise.server.routes.openai import attach_openai_errors, openai_routes
+from groupwise.server.routes.responses import response_routes
 from tests.fake_engine import FakeEngine
 from tests.unit.server.http_client import client_of
 from tests.unit.server.serving import Served
@@ -42,7 +43,8 @@ class Open(Served):
         return self.engines[-1]
 
     def app(self, keys: Keyring | None = None) -> FastAPI:
-        app = make_app(self.service, self.config, keys, also=openai_routes(self.openai))
+        routes = (*openai_routes(self.openai), *response_routes(self.openai))
+        app = make_app(self.service, self.config, keys, also=routes)
         attach_openai_errors(app)
         return app
 

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 from itertools import islice, product
 from typing import Any
 
 import httpx2
 import pytest
+from pydantic import BaseModel
 
 from groupwise.api.schemas.keys import Role
 from groupwise.api.schemas.openai import ChatRequest, TextRequest
 from groupwise.api.schemas.problems import KINDS
+from groupwise.api.schemas.responses import ResponsesRequest
 from groupwise.server.openai.service import MOST_SAMPLING
 from groupwise.testing import ALPHABET, END_ID, FakeTokenizer
 from tests.processes import wait_until_async
@@ -188,19 +191,31 @@ async def test_calls_of_tools_are_read_from_the_text(
 # 4
 
 NEVER = {
-    "frequency_penalty": 0.5, "presence_penalty": -1, "logit_bias": {"5": 1}, "temperature": 101, "n": 129, "no_such_field": 1,
+    "frequency_penalty": 2.5, "presence_penalty": -3, "logit_bias": {"a": 1}, "repetition_penalty": 0, "stop_token_ids": [-1],
+    "min_tokens": -1, "temperature": 101, "n": 129, "no_such_field": 1,
     "stream_options": {"include_usage": True}, "max_tokens": 1000, "stop": ["a"] * 17,
 }  # fmt: skip
 NEVER_CHAT = {
-    "tools": [{"type": "function", "function": {"name": "f", "strict": True}}], "functions": [{}], "tool_choice": "required",
-    "response_format": {"type": "json_object"}, "top_logprobs": 3, "reasoning_effort": "low", "modalities": ["audio"],
+    "tools": [{"type": "function", "function": {"name": "f", "strict": True, "parameters": {"pattern": "a"}}}],
+    "functions": [{}], "tool_choice": "required",
+    "response_format": {"type": "json_schema"}, "top_logprobs": 3, "reasoning_effort": "low", "modalities": ["audio"],
     "messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}],
 }  # fmt: skip
-NEVER_TEXT = {"logprobs": 2, "echo": True, "suffix": "x", "best_of": 2, "prompt": [[1, 2]]}
+NEVER_TEXT = {"logprobs": 21, "suffix": "x", "best_of": 2, "prompt": [[1, 200]]}
 CASES = [
     *(("/v1/chat/completions", key, value) for key, value in {**NEVER, **NEVER_CHAT}.items()),
     *(("/v1/completions", key, value) for key, value in {**NEVER, **NEVER_TEXT}.items()),
 ]
+
+
+LIMITS = [
+    ("/v1/completions", "max_tokens", 1000),
+    ("/v1/chat/completions", "max_tokens", 1000),
+    ("/v1/chat/completions", "max_completion_tokens", 1000),
+    ("/v1/chat/completions", "messages", [{"role": "user", "content": "a" * 600}]),
+    ("/v1/completions", "prompt", "a" * 600),
+]
+"""Path, the field that is beyond what the run takes, and its value."""
 
 
 async def test_what_cannot_be_honoured_is_refused_by_name(tmp_path) -> None:
@@ -208,8 +223,11 @@ async def test_what_cannot_be_honoured_is_refused_by_name(tmp_path) -> None:
         for path, key, value in CASES:
             error = await client.refused(400, path, {**PATHS[path], key: value})
             assert error["type"] == "invalid_request_error"
-            assert key == "max_tokens" or error["param"].split(".")[0] == key, error
+            assert error["param"].split(".")[0] == key, error
             assert key == "max_tokens" or key in error["message"]
+        for path, field, value in LIMITS:
+            error = await client.refused(400, path, {**PATHS[path], field: value})
+            assert error["param"] == field, error
         for wrong in ({"max_tokens": 1000}, {"model": "no"}, {"temperature": -1}):
             body = {**TEXT, "stream": True, **wrong}
             await client.refused(404 if "model" in wrong else 400, "/v1/completions", body)
@@ -226,7 +244,55 @@ HARMLESS_CHAT = {
     "tools": [], "tool_choice": "none", "parallel_tool_calls": True, "response_format": {"type": "text"}, "modalities": ["text"],
     "top_logprobs": 0,
 }  # fmt: skip
+HARMLESS_CHAT["messages"] = [{"role": "user", "content": "abc", "refusal": None, "annotations": [], "audio": None,
+    "function_call": None, "reasoning_content": None, "name": "me"}]  # fmt: skip
 HARMLESS_TEXT = {"echo": False, "suffix": "", "best_of": 1}
+
+
+async def test_a_strict_tool_is_called_with_what_fits(tmp_path, monkeypatch) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    function = {"name": "add", "strict": True, "parameters": schema}
+    body = {"tools": [{"type": "function", "function": function}], "n": 1}
+    async with asking(tmp_path) as (_, client):
+        for fits, arguments in ((True, {"a": 1}), (False, {"a": "1"})):
+            call = {"name": "add", "arguments": arguments}
+            text = f"<tool_call>{json.dumps(call)}</tool_call>"
+            monkeypatch.setattr(FakeTokenizer, "decode", lambda *_, text=text, **__: text)
+            (choice,) = (await client.chat(**body))["choices"]
+            assert (choice["finish_reason"] == "tool_calls") is fits
+            assert choice["message"]["content"] == (None if fits else text)
+
+
+@pytest.mark.parametrize(("template", "setting", "text"), [
+    ("<|python_tag|>", "auto", '{"name": "add", "parameters": {"a": 1}}'),
+    ("[TOOL_CALLS]", "auto", '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}]'),
+    ("[TOOL_CALLS]", "hermes", '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'),
+])  # fmt: skip
+async def test_the_template_or_the_setting_says_how_calls_are_written(
+    tmp_path, monkeypatch, template, setting, text
+) -> None:
+    monkeypatch.setattr(FakeTokenizer, "chat_template", template)
+    monkeypatch.setattr(FakeTokenizer, "decode", lambda *_, **__: text)
+    async with asking(tmp_path, tool_call_parser=setting) as (_, client):
+        (choice,) = (await client.chat(tools=[TOOL]))["choices"]
+        (call,) = choice["message"]["tool_calls"]
+        assert (call["function"]["name"], choice["finish_reason"]) == ("add", "tool_calls")
+        pieces = await client.streamed("/v1/chat/completions", {**CHAT, "tools": [TOOL]})
+        assert texts_of(pieces) == [""]
+
+
+async def test_the_effort_of_reasoning_is_the_templates_matter(tmp_path, monkeypatch) -> None:
+    asked = {**CHAT, "reasoning_effort": "low"}
+    async with asking(tmp_path) as (_, client):
+        error = await client.refused(400, "/v1/chat/completions", asked)
+        assert (error["param"], error["code"]) == ("reasoning_effort", "invalid_request")
+    monkeypatch.setattr(FakeTokenizer, "chat_template", "{{ reasoning_effort }}")
+    async with asking(tmp_path / "other") as (served, client):
+        answer = await client.chat(reasoning_effort="low", store=True, n=2)
+        kept: Any = await record(served, answer["group_id"])
+        assert kept.example.columns == {"chat_template_kwargs": {"reasoning_effort": "low"}}
+        both = {**asked, "chat_template_kwargs": {"reasoning_effort": "high"}}
+        await client.refused(400, "/v1/chat/completions", both)
 
 
 async def test_what_changes_nothing_is_taken(tmp_path) -> None:
@@ -278,6 +344,23 @@ async def test_every_refusal_has_the_form(tmp_path) -> None:
         await refused(409, "finished")
         other = await http.get("/nothing", headers={"api-key": keys[Role.READ]})
         assert other.headers["content-type"] == "application/problem+json"
+
+
+async def test_a_body_may_be_compressed(tmp_path) -> None:
+    headers = {"Content-Encoding": "gzip", "Content-Type": "application/json"}
+    async with asking(tmp_path, max_body_bytes=2000) as (_, client):
+        whole = await client.text(seed=1)
+        for text, status, code in (("abc", 200, None), ("a" * 3000, 413, "too_large")):
+            body = gzip.compress(json.dumps({**TEXT, "prompt": text, "seed": 1}).encode())
+            answer = await client.http.post("/v1/completions", content=body, headers=headers)
+            assert answer.status_code == status, answer.text
+            if code is None:
+                assert shown(answer.json()) == shown(whole)
+            else:
+                assert answer.json()["error"]["code"] == code
+        answer = await client.http.post("/v1/completions", content=b"{}", headers=headers)
+        error = answer.json()["error"]
+        assert (answer.status_code, error["param"]) == (415, "Content-Encoding")
 
 
 async def test_only_so_much_is_sampled_at_once(tmp_path) -> None:
@@ -345,14 +428,19 @@ OTHERS = [pytest.param(n, marks=pytest.mark.soak(suite="attacks")) for n in rang
 @pytest.mark.parametrize("first", [0, *OTHERS])
 async def test_spoilt_fields_are_the_clients_mistakes(tmp_path, first) -> None:
     """Every fifth of them from one on; the other fifths are soak tests."""
-    models = {"/v1/chat/completions": ChatRequest, "/v1/completions": TextRequest}
+    models: dict[str, type[BaseModel]] = {
+        "/v1/chat/completions": ChatRequest,
+        "/v1/completions": TextRequest,
+        "/v1/responses": ResponsesRequest,
+    }
+    bodies = {**PATHS, "/v1/responses": {"model": "latest", "input": "abc"}}
     async with asking(tmp_path) as (served, client):
         document = served.app().openapi()["paths"]
         for path, model in models.items():
             named = document[path]["post"]["responses"]
             spoilt = product(model.model_fields, WRONG)
             for field, wrong in islice(spoilt, first, None, SHARES):
-                answer = await client.http.post(path, json={**PATHS[path], field: wrong})
+                answer = await client.http.post(path, json={**bodies[path], field: wrong})
                 shown = f"{field} {wrong!r:.100} -> {answer.status_code} {answer.text[:300]}"
                 assert str(answer.status_code) in named, shown
                 assert answer.status_code < 500, shown

@@ -15,7 +15,7 @@ from groupwise.api.schemas.training import (
     StartRequest,
     StepRequest,
 )
-from tests.fake_engine import Fault
+from tests.fake_engine import FakeEngine, Fault
 from tests.unit.server.serving import ME, SETTINGS, Served, letters, refused, served
 
 
@@ -300,3 +300,54 @@ async def test_what_is_known_of_a_run_outlives_the_server_and_its_place(tmp_path
         assert await server.start(resume_from=run) == run
         assert (await server.service.status()).step == 1
     assert not (tmp_path / "here").exists()
+
+
+class OnceUnable(Served):
+    """The second engine that it begins cannot open a run."""
+
+    async def _engine(self) -> FakeEngine:
+        self._faults = (Fault("open", "raise"),) if len(self.engines) == 1 else ()
+        return await super()._engine()
+
+
+async def test_a_start_that_fails_leaves_the_run_that_it_was_to_replace(tmp_path: Path) -> None:
+    server = OnceUnable(tmp_path)
+    await server.service.begin()
+    first = await server.start(run_name="first")
+    await server.round(0)
+    group = await server.ask(draw=2)
+    starting = asyncio.create_task(server.start(run_name="second", replace=True))
+    await server.until(lambda seen: seen.phase == "stopping")
+    assert (await refused("engine_recovering", server.ask(draw=3))).kind.retry
+    assert (await server.reward(group)).status == "accepted"
+    await refused("engine_failed", starting)
+    status = await server.until(lambda seen: seen.phase == "running")
+    assert (status.run_id, status.step) == (first, 1)
+    assert (await server.reward(await server.ask(draw=3), wait=True)).status == "trained"
+    kinds = {event.kind for event in await server.service.events(0, 100)}
+    assert not kinds & {"stopped", "failed"}
+    second = await server.start(run_name="second", replace=True)
+    told = [(each.kind, each.run_id) for each in await server.service.events(0, 100)]
+    assert told[-2:] == [("stopped", first), ("started", second)]
+    assert (await server.service.status()).run_id == second
+    await server.service.shut_down(5)
+    await server.ledger.close()
+
+
+async def test_who_waits_for_a_step_of_a_replaced_run_is_answered(tmp_path: Path) -> None:
+    async with served(tmp_path) as server:
+        await server.start(run_name="first")
+        waiting = asyncio.create_task(server.reward(await server.ask(), wait=True, timeout=60))
+        await server.until(lambda seen: seen.counters.rewarded == 1)
+        await server.start(run_name="second", replace=True)
+        assert (await asyncio.wait_for(waiting, 5)).status == "accepted"
+
+
+async def test_the_engine_never_receives_a_prompt_that_is_too_long(tmp_path: Path) -> None:
+    async with served(tmp_path) as server:
+        await server.start()
+        messages = [{"role": "user", "content": "a" * (4 << 20)}]
+        for prompt in ("a" * (4 << 20), messages):
+            request = CompletionsRequest.model_validate({"prompt": prompt})
+            await refused("prompt_too_long", server.service.completions(request, ME))
+        assert server.engines[0].calls["sample"] == 0

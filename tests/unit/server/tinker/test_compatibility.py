@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
+import pytest
+
+from groupwise.server.tinker import compatibility
 from groupwise.server.tinker.compatibility import METHODS, page, refused_route
 
 ROOT = Path(__file__).parents[4]
@@ -27,3 +31,20 @@ def test_whatever_is_refused_says_why_and_is_reached_by_a_route() -> None:
         assert named in str(refused_route(method, path))
     assert refused_route("GET", "/nonsense") is None
     assert refused_route("GET", "/training_runs") is None
+
+
+def test_a_recipe_that_fails_is_not_said_to_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    stored = tmp_path / "cookbook.json"
+    rows = [
+        {"recipe": name, "passes": passes, "seen": "it learns", "seconds": 3}
+        for name, passes in (("sl_loop", True), ("rl_loop", False))
+    ]
+    stored.write_text(json.dumps({"release": "1.2.3", "recipes": rows}))
+    monkeypatch.setattr(compatibility, "COOKBOOK", stored)
+    _, _, table = page().partition("<!-- recipes: begin -->")
+    table, _, _ = table.partition("<!-- recipes: end -->")
+    assert "| `sl_loop` | yes | it learns | 3 |" in table
+    assert "| `rl_loop` | no | it learns | 3 |" in table
+    assert "1.2.3" in page()

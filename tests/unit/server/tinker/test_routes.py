@@ -14,6 +14,7 @@ from starlette.types import ASGIApp
 from groupwise.api.http.bodies import Bodies
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.tinker.futures import Limits
+from groupwise.server.tinker.messages import messages
 from groupwise.server.tinker.service import VerbService
 from groupwise.server.tinker.sessions import ROOM_SILENCE, SESSION_SILENCE
 from groupwise.server.tinker.training import EPHEMERAL_KEPT
@@ -273,12 +274,42 @@ async def test_samples_are_drawn_once_and_those_that_cannot_be_are_refused(askin
         ("The prompt is empty", {"prompt": {"chunks": []}}), ("64", {"sampling_params": {"max_tokens": 63}}),
         ("temperature", {"sampling_params": {"temperature": -1}}), ("needs prompt_logprobs", {"prompt_logprobs_last_n": 1}),
         ("less than the prompt's 2", {"prompt_logprobs": True, "prompt_logprobs_last_n": 2}),
-        ("topk_sample_logprobs", {"topk_sample_logprobs": 3}), ("prompt_alt_tokens_k", {"prompt_alt_tokens_k": 3}),
+        ("topk_sample_logprobs", {"topk_sample_logprobs": 1025}), ("prompt_alt_tokens_k", {"prompt_alt_tokens_k": 3}),
+        ("makes 4,194,304 entries", {"topk_sample_logprobs": 1024, "num_samples": 1024, "sampling_params": {"max_tokens": 4}}),
+        ("at least 2 items", {"target_prompt_logprobs": {"data": [1], "dtype": "int64", "shape": [1]}}),
+        ("it must be", {"target_prompt_logprobs": {"data": [1], "dtype": "int64", "shape": [9, 1]}}),
+        ("or neither", {"target_prompt_logprobs": {"data": [], "dtype": "int64", "shape": [1, 1], "sparse_crow_indices": [0, 0]}}),
         ("record_stability_info", {"record_stability_info": True}), ("num_samples", {"num_samples": 0}),
     ]  # fmt: skip
     for number, (said, changes) in enumerate(wrong, 1):
         refused = await asking.post("asample", 400, **_sample(sampler, number, **changes))
         assert said in refused["message"]
+
+
+@pytest.mark.parametrize(("tokens", "shape"), [([1, 2, 3], [2, 1]), ([1], [0, 1])])
+async def test_numbers_beside_a_sample_through_the_routes(
+    asking: Asking, tokens: list[int], shape: list[int]
+) -> None:
+    """Also of a prompt of one token, before which nothing comes."""
+    ids = {"data": [5] * shape[0], "dtype": "int64", "shape": shape}
+    promise = await asking.post(
+        "asample",
+        **_sample(
+            await asking.sampler(),
+            prompt={"chunks": [{"type": "encoded_text", "tokens": tokens}]},
+            topk_prompt_logprobs=2,
+            topk_sample_logprobs=3,
+            target_prompt_logprobs=ids,
+        ),
+    )
+    answer = messages().SampleResponse()
+    answer.ParseFromString((await asking.poll(promise)).content)
+    assert (answer.topk_prompt_logprobs.k, answer.topk_prompt_logprobs.length) == (2, len(tokens))
+    for sequence in answer.sequences:
+        top = sequence.topk_sampled_logprobs
+        assert (top.k, top.length) == (3, len(sequence.tokens) // 4)
+    assert list(answer.target_prompt_logprobs.shape) == shape
+    assert len(answer.target_prompt_logprobs.dense) == 4 * shape[0]
 
 
 async def test_weights_of_the_last_few_samplers_are_kept(asking: Asking) -> None:

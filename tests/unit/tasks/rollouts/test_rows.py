@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from groupwise.core.types import (
     Example,
     Group,
+    LogitsProcessing,
     MaskedTokens,
     Rollout,
     RolloutCredit,
@@ -122,6 +123,13 @@ def test_what_was_drawn_from_a_part_of_the_distribution_is_not_trained(make_grou
         drawn = replace(written(2), params=replace(PARAMS, **part))
         with pytest.raises(AssertionError, match="a part of"):
             training_rows([make_group((drawn,))], [(RolloutCredit(1, 1),)])
+
+
+def test_what_was_drawn_from_changed_logits_is_not_trained(make_group, written):
+    changed = LogitsProcessing(presence_penalty=0.5)
+    drawn = replace(written(2), params=replace(PARAMS, processing=changed))
+    with pytest.raises(AssertionError, match="changed distribution"):
+        training_rows([make_group((drawn,))], [(RolloutCredit(1, 1),)])
 
 
 REWRITTEN = (50, 99)

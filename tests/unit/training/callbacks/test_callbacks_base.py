@@ -72,10 +72,10 @@ async def test_once_one_leaves_work_the_others_are_told_of_an_interruption(begun
 
     run = Observed(tmp_path)
     callbacks = await begun(Told(), Leaving(), Told(), run=run)
-    assert callbacks.left == []
+    assert callbacks.unfinished_work == []
     run.interruption.received_signal = 2
     await callbacks.end(RunEnd("finished", {}))
-    assert callbacks.left == ["the rest"]
+    assert callbacks.unfinished_work == ["the rest"]
     assert told == [(True, "finished"), (True, "interrupted")]
 
 

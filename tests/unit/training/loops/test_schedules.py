@@ -26,9 +26,9 @@ OLDER = {0: 0, 1: 0, 2: 1, 3: 1}
         ([4, 5, 0, 1], {**dict.fromkeys(range(4), 0), 4: 1, 5: 1}, 1, 2, {}, [0, 1]),
         ([4, 5, 0], {**dict.fromkeys(range(4), 0), 4: 1, 5: 1}, 1, 2, {}, None),
         # Replayed groups make their share of a step at most, unless they would become too old.
-        ([4, 2, 5, 1], FOUR, 0, 2, {"replayed": {4, 2, 5}, "most": 1}, [4, 1]),
-        ([4, 2, 5], FOUR, 0, 2, {"replayed": {4, 2, 5}, "most": 1}, None),
-        ([2, 3, 1, 0], OLDER, 1, 1, {"replayed": {0, 1}, "most": 1}, [1, 0]),
+        ([4, 2, 5, 1], FOUR, 0, 2, {"replayed_draws": {4, 2, 5}, "max_replayed": 1}, [4, 1]),
+        ([4, 2, 5], FOUR, 0, 2, {"replayed_draws": {4, 2, 5}, "max_replayed": 1}, None),
+        ([2, 3, 1, 0], OLDER, 1, 1, {"replayed_draws": {0, 1}, "max_replayed": 1}, [1, 0]),
     ],
 )
 def test_who_is_chosen(finished, since, step, lag, more, chosen):

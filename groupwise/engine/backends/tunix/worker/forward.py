@@ -70,6 +70,9 @@ class Batch:
             ids = (*row.prompt_ids, *row.completion_ids)
             inputs[: len(ids)] = ids
             target[: len(ids) - 1] = ids[1:]
+            if row.targets is not None:
+                start = len(row.prompt_ids) - 1
+                target[start : start + len(row.targets)] = row.targets
         read = self.spread([[1.0] * len(row.completion_ids) for row in self.rows]) != 0
         temperatures_B = self.by_row([row.temperature for row in self.rows], 1.0)
         if not any(row.withheld for row in self.rows):

@@ -27,11 +27,17 @@ def model():
     return made
 
 
-def asked(*, entropy_gradient: bool = False, accuracy: bool = False, withheld: bool = False):
+def asked(
+    *,
+    entropy_gradient: bool = False,
+    accuracy: bool = False,
+    withheld: bool = False,
+    several: int | None = None,
+):
     generator = torch.Generator().manual_seed(1)
     pairs = [[0, 5], [0, 6], [7, 5], [20, 101], [20, 500]]
     return Targets(
-        torch.randint(10, 100, (COUNT,), generator=generator),
+        torch.randint(10, 100, (COUNT, *filter(None, [several])), generator=generator),
         torch.rand(COUNT, generator=generator) + 0.5,
         torch.tensor(pairs) if withheld else None,
         ForwardOutputs(entropy_gradient, accuracy),
@@ -57,17 +63,21 @@ def by_graph(model, residual_NH, wanted: Targets):
 @pytest.mark.parametrize(("chunk", "rows"), [(5, 2), (256, 16)])
 @pytest.mark.parametrize("withheld", [False, True])
 @pytest.mark.parametrize("entropy_gradient", [False, True])
-def test_values_and_gradients(monkeypatch, model, entropy_gradient, withheld, chunk, rows):
+@pytest.mark.parametrize("several", [None, 3])
+def test_values_and_gradients(monkeypatch, model, several, entropy_gradient, withheld, chunk, rows):
     monkeypatch.setattr(head, "CHUNK", chunk)
     monkeypatch.setattr(head, "ROWS_IN_CACHE", rows)
-    wanted = asked(entropy_gradient=entropy_gradient, withheld=withheld, accuracy=True)
+    wanted = asked(
+        entropy_gradient=entropy_gradient, withheld=withheld, accuracy=True, several=several
+    )
     native = NativeModel(model)
     weights = torch.randn(2, COUNT, generator=torch.Generator().manual_seed(4))
+    factors = torch.randn(wanted.ids_N.shape, generator=torch.Generator().manual_seed(5))
     results, slopes = [], []
     for compute in (by_graph, token_numbers):
         residual_NH = residuals()
         found = compute(native if compute is token_numbers else model, residual_NH, wanted)
-        total = (found.logprobs_N * weights[0]).sum()
+        total = (found.logprobs_N * factors).sum()
         if entropy_gradient:
             total = total + (found.entropies_N * weights[1]).sum()
         else:

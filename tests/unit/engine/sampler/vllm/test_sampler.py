@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from groupwise.core.errors import EndpointError, PolicyMismatchError, RunError, UsageError
-from groupwise.core.types import GroupRequest, SamplingParams
+from groupwise.core.types import GroupRequest, LogitsProcessing, Row, SamplingParams
 from groupwise.engine.models.tiny import tiny_tokenizer
 from groupwise.engine.sampler.vllm.adapters import SharedFolder, adapter_name
 from tests.fake_vllm_server import VllmServer, refusal
@@ -316,3 +316,32 @@ async def test_no_more_than_the_limit_is_asked_at_once(learner, server):
     server.interfere = counted
     await sampler.generate(request(12))
     assert 1 < most <= 3
+
+
+# --- what is asked beside the tokens
+
+
+async def test_alternatives_schemas_and_prompts_come_from_the_server(learner, server):
+    sampler = vllm_sampler([server.url], learner)
+    await sampler.load(await learner.publish(0))
+    plain = request()
+    for each in await sampler.generate(replace(plain, top_logprobs=3)):
+        assert [len(best) for best in each.top_logprobs] == [3] * len(each.token_ids)
+        for token, logprob, best in zip(
+            each.token_ids, each.logprobs, each.top_logprobs, strict=True
+        ):
+            assert dict(best).get(token, logprob) == pytest.approx(logprob)
+            assert logprob <= best[0][1] + 1e-6
+    biased = replace(plain.params, processing=LogitsProcessing(logit_bias=((30, 100.0),)))
+    for each in await sampler.generate(replace(plain, params=biased)):
+        assert each.token_ids == (30,) * 8
+    schema = LogitsProcessing(json_schema='{"enum": [true]}')
+    for each in await sampler.generate(
+        replace(plain, params=replace(plain.params, processing=schema))
+    ):
+        assert tiny_tokenizer().decode([*each.token_ids], skip_special_tokens=True) == "true"
+    told = await sampler.prompt_logprobs(plain.prompt_ids, 2)
+    row = Row(plain.prompt_ids[:1], plain.prompt_ids[1:], (1,) * 9, (0.0,) * 9, 0.0, 1.0)
+    (wanted,) = await learner.logprobs([row])
+    assert told.logprobs == pytest.approx(wanted, abs=1e-4)
+    assert [len(best) for best in told.top_logprobs] == [2] * 9

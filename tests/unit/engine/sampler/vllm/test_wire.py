@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from groupwise.core.errors import EndpointError, PolicyMismatchError, RunError
-from groupwise.core.types import SamplingParams
+from groupwise.core.types import LogitsProcessing, PromptLogprobs, SamplingParams
 from groupwise.engine.sampler.vllm.wire import (
     SEEDS,
     Drawn,
+    prompt_body,
     read_completion,
+    read_prompt,
     refuse_what_differs,
     request_body,
 )
@@ -179,3 +182,52 @@ def test_a_stop_text_that_the_server_found_alone_is_believed_by_its_name():
     assert read(given, params).finish_reason == "stop"
     with pytest.raises(EndpointError, match="stop_reason 'other'"):
         read(answer((3, 4), finish_reason="stop", stop_reason="other"), params)
+
+
+# --- what is asked beside the tokens, and what changes their logits
+
+
+def test_penalties_biases_and_schemas_are_sent_and_the_rest_stays():
+    changes = LogitsProcessing(0.5, -0.5, 1.2, ((3, 2.0), (4, -1.0)), '{"type": "object"}')
+    body = request_body("m", PROMPT, 7, replace(PARAMS, processing=changes), 4)
+    expected = {
+        "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.2, "logprobs": 4,
+        "logit_bias": {"3": 2.0, "4": -1.0},
+        "response_format": {"type": "json_schema", "json_schema": {"name": "schema", "schema": {"type": "object"}}},
+    }  # fmt: skip
+    assert body == request_body("m", PROMPT, 7, PARAMS) | expected
+    refuse_what_differs(replace(PARAMS, processing=changes), END)
+    with pytest.raises(RunError, match="end of text"):
+        refuse_what_differs(replace(PARAMS, processing=changes), 2)
+
+
+def test_the_most_probable_tokens_are_read_without_the_drawn_one_and_the_impossible():
+    given = answer((3, END))
+    given["choices"][0]["logprobs"]["top_logprobs"] = [
+        {"token_id:3": -2.5, "token_id:7": -0.1, "token_id:8": -1.0},
+        {f"token_id:{END}": -0.5, "token_id:9": -9999.0},
+    ]
+    found = read_completion(json.dumps(given).encode(), "m", PROMPT, PARAMS, 27, text_of, 2)
+    assert found.top_logprobs == (((7, -0.1), (8, -1.0)), ((END, -0.5),))
+    del given["choices"][0]["logprobs"]["top_logprobs"][1]
+    with pytest.raises(EndpointError, match="1 positions for 2"):
+        read_completion(json.dumps(given).encode(), "m", PROMPT, PARAMS, 27, text_of, 2)
+
+
+def test_the_log_probabilities_of_a_prompt():
+    assert prompt_body("m", PROMPT, 3)["prompt_logprobs"] == 3
+    position = {"6": {"logprob": -2.0, "rank": 4}, "9": {"logprob": -0.5, "rank": 1}}
+    given = json.dumps(answer((3,), prompt_logprobs=[None, position])).encode()
+    assert read_prompt(given, "m", PROMPT, 1) == PromptLogprobs((-2.0,), (((9, -0.5),),))
+    assert read_prompt(given, "m", PROMPT, 0) == PromptLogprobs((-2.0,))
+    for wrong in (
+        None,
+        [],
+        [None],
+        [None, None],
+        [None, {"9": {"logprob": -1}}],
+        [None, {"6": {}}],
+    ):
+        bad = json.dumps(answer((3,), prompt_logprobs=wrong)).encode()
+        with pytest.raises(EndpointError):
+            read_prompt(bad, "m", PROMPT, 1)

@@ -1,0 +1,78 @@
+"""Reads the fields of a request that change how tokens are drawn, or what is told about them; says which cannot be stored for training.
+
+A stored completion is learnt from, so it must be drawn from the policy's own distribution; and what the ledger keeps of it, and a later
+call may be handed, is the text with its tokens and their log-probabilities.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from groupwise.api.schemas.openai import ChatRequest, ResponseFormat, TextRequest
+from groupwise.core.types import LogitsProcessing
+from groupwise.server.engine.engine_protocol import OrderField
+
+FIELDS: Mapping[OrderField, str] = {
+    "prompt": "prompt",
+    "prompt_ids": "prompt",
+    "max_tokens": "max_tokens",
+    "min_tokens": "min_tokens",
+    "temperature": "temperature",
+    "stop_token_ids": "stop_token_ids",
+    "processing": "logit_bias",
+    "logit_bias": "logit_bias",
+    "json_schema": "response_format",
+}
+"""What clients call the fields of an order."""
+
+
+def processing_of(request: ChatRequest | TextRequest) -> LogitsProcessing | None:
+    """What the request changes in the logits; None if nothing."""
+    changes = _changes(request)
+    return LogitsProcessing(**changes) if changes else None
+
+
+def _changes(request: ChatRequest | TextRequest) -> dict[str, Any]:
+    bias = request.logit_bias or {}
+    values: dict[str, Any] = {
+        "presence_penalty": request.presence_penalty or None,
+        "frequency_penalty": request.frequency_penalty or None,
+        "repetition_penalty": None
+        if request.repetition_penalty == 1
+        else request.repetition_penalty,
+        "logit_bias": tuple((int(token), value) for token, value in bias.items() if value) or None,
+        "json_schema": schema_of(request.response_format)
+        if isinstance(request, ChatRequest)
+        else None,
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def schema_of(given: ResponseFormat | None) -> str | None:
+    """The JSON schema that an answer must follow, as JSON text; None: any text."""
+    if given is None or given.type == "text":
+        return None
+    schema = given.json_schema.schema_ if given.json_schema is not None else None
+    return json.dumps({"type": "object"} if schema is None else schema, sort_keys=True)
+
+
+def unlearnable_fields(request: ChatRequest | TextRequest) -> Iterator[tuple[str, str]]:
+    """Each field with which the completions cannot be stored, and why."""
+    for name in (*request.restrictions, *_changes(request)):
+        yield (
+            "response_format" if name == "json_schema" else name,
+            "draws from another distribution than the one that is learnt; leave it out, or ask without `store`",
+        )
+    if request.alternatives:
+        name = "top_logprobs" if isinstance(request, ChatRequest) else "logprobs"
+        yield (
+            name,
+            "asks for tokens that were not drawn, which are not kept with `store`; give 0, or ask without `store`",
+        )
+    if isinstance(request, TextRequest) and request.echo:
+        yield (
+            "echo",
+            "has no place with `store`: what is kept is the completion. Leave it out, or ask without `store`",
+        )

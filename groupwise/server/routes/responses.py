@@ -1,0 +1,133 @@
+"""The routes of /v1/responses: one turn of a conversation, and the responses that are kept.
+
+A request is converted to a chat and served as one; see `groupwise.server.openai.responses`.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+from typing import Annotated
+
+from fastapi import Path
+from fastapi.responses import Response
+
+from groupwise.api.http.route import Route, json_response
+from groupwise.api.schemas.keys import Role
+from groupwise.api.schemas.problems import Refusal
+from groupwise.api.schemas.responses import DeletedResponse, ResponseData, ResponsesRequest
+from groupwise.api.schemas.training import MAX_NAME
+from groupwise.server.ledger.idempotency import StoredResponse
+from groupwise.server.ledger.responses import keep_response
+from groupwise.server.ledger.transaction import Transaction
+from groupwise.server.openai.asking import GenerationRequest, StorageHeaders, parse_request
+from groupwise.server.openai.completed import Completed
+from groupwise.server.openai.responses import (
+    Messages,
+    ResponseEncoder,
+    chat_request,
+    in_own_names,
+    kept_response,
+    messages_of_input,
+    own_name,
+    response_of,
+)
+from groupwise.server.openai.service import OpenAIService
+from groupwise.server.routes.context import Context, RequestContext
+from groupwise.server.routes.openai import (
+    TAG,
+    Storage,
+    StreamedResponse,
+    completion_route,
+    refuse_named_stream,
+)
+
+PREVIOUS = "previous_response_id"
+ResponseId = Annotated[str, Path(description="Id of a response.", max_length=MAX_NAME)]
+
+
+async def _create(
+    service: OpenAIService,
+    body: ResponsesRequest,
+    storage: StorageHeaders,
+    context: RequestContext,
+) -> Response:
+    caller, messages = context.caller, messages_of_input(body)
+    if body.stream:
+        refuse_named_stream(caller)
+    if body.previous_response_id is not None:
+        previous = await service.kept_response(caller, body.previous_response_id, PREVIOUS)
+        messages = [*previous.messages, *messages]
+    ask = _generation_request(service, body, messages, storage)
+
+    def keep(transaction: Transaction, completed: Completed) -> None:
+        keep_response(transaction, caller, kept_response(body, messages, completed))
+
+    def answer(completed: Completed) -> StoredResponse:
+        response = response_of(body, "", "", 0.0, completed)
+        return StoredResponse(200, response.model_dump_json().encode())
+
+    also = keep if body.is_kept else None
+    if body.stream:
+        stream = service.stream(ask, caller, also)
+        return StreamedResponse(stream, ResponseEncoder(body, time.time()), 1)
+    return await context.run_idempotent(lambda: service.answer(ask, caller, answer, also))
+
+
+def _generation_request(
+    service: OpenAIService, body: ResponsesRequest, messages: Messages, storage: StorageHeaders
+) -> GenerationRequest:
+    try:
+        ask = service.with_template(parse_request(chat_request(body, messages), storage))
+    except Refusal as refusal:
+        raise in_own_names(refusal) from None
+    return replace(ask, fields={name: own_name(field) for name, field in ask.fields.items()})
+
+
+def response_routes(service: OpenAIService) -> tuple[Route, ...]:
+    """The routes of /v1/responses."""
+
+    async def create_response(
+        body: ResponsesRequest, context: Context, storage: Storage
+    ) -> Response:
+        """One turn of the policy in a conversation."""
+        return await _create(service, body, storage, context)
+
+    async def retrieve_response(context: Context, response_id: ResponseId) -> Response:
+        """A response that is kept."""
+        kept = await service.kept_response(context.caller, response_id)
+        return json_response(ResponseData.model_validate(kept.response))
+
+    async def delete_response(context: Context, response_id: ResponseId) -> Response:
+        """Keep a response no longer. Those that went on from it stay."""
+        await service.delete_response(context.caller, response_id)
+        return json_response(DeletedResponse(id=response_id))
+
+    return (
+        completion_route(
+            "/v1/responses",
+            create_response,
+            ResponseData,
+            {"model": "latest", "input": "Sort: pear, apple"},
+            "unknown_response",
+        ),
+        Route(
+            method="GET",
+            path="/v1/responses/{response_id}",
+            handler=retrieve_response,
+            role=Role.TRAIN,
+            tag=TAG,
+            answer=ResponseData,
+            codes=("unknown_response",),
+        ),
+        Route(
+            method="DELETE",
+            path="/v1/responses/{response_id}",
+            handler=delete_response,
+            role=Role.TRAIN,
+            tag=TAG,
+            answer=DeletedResponse,
+            works=True,
+            codes=("unknown_response", "disk_full"),
+        ),
+    )

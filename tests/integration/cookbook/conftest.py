@@ -1,0 +1,70 @@
+"""One workplace and one server for all recipes; and the table of the recipes that pass, when the suite has run whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from groupwise.server.tinker import compatibility
+from tests.integration.cookbook import workplace as making
+from tests.integration.cookbook.running import PYTHON, RELEASE, ROOT
+from tests.integration.server.server_process import Server, running
+from tests.required_programs import skip_or_fail
+
+RESULTS = pytest.StashKey[dict[str, dict[str, Any]]]()
+
+
+@pytest.fixture(scope="session")
+def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The current folder of the server and of the programs."""
+    if not PYTHON.exists():
+        skip_or_fail("scripts/real_environment.py cookbook makes the environment of these tests")
+    folder = tmp_path_factory.mktemp("workplace")
+    making.make(folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def server(workplace: Path) -> Iterator[Server]:
+    """It may be killed, and must be begun again then."""
+    words = (f'allowed_models=["{making.MODEL}"]', "max_models=32", "max_context_length=4096")
+    with running(workplace / "served", *words, cwd=workplace) as one:
+        yield one
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Note how each recipe went; a fixture that trains counts with the test that asks for it first."""
+    report = yield
+    marker = item.get_closest_marker("recipe")
+    if marker is not None and report.when != "teardown" and not report.skipped:
+        recipe, seen = marker.args
+        results = item.config.stash.setdefault(RESULTS, {})
+        row = results.setdefault(
+            item.name, {"recipe": recipe, "passes": True, "seen": seen, "seconds": 0}
+        )
+        row["passes"] &= report.passed
+        row["seconds"] += round(report.duration)
+    return report
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    """Write the table and the page, if every recipe has run."""
+    recipes = {item.name for item in session.items if item.get_closest_marker("recipe")}
+    results = session.config.stash.get(RESULTS, {})
+    whole = Path(__file__).with_name("test_recipes.py").read_text().count("@pytest.mark.recipe(")
+    if recipes == set(results) and len(results) == whole:
+        table = {"release": RELEASE, "recipes": list(results.values())}
+        write_table(compatibility.COOKBOOK, ROOT / "docs/how-to/tinker.md", table)
+
+
+def write_table(stored: Path, page: Path, table: dict[str, Any]) -> None:
+    """First what the page is made from, then the page."""
+    stored.write_text(json.dumps(table, indent=1) + "\n")
+    page.write_text(compatibility.page())

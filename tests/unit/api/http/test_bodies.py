@@ -1,0 +1,40 @@
+"""Compressed bodies: what is unpacked, and what is refused."""
+
+import gzip
+
+import pytest
+
+from groupwise.api.http.bodies import Bodies
+from groupwise.api.schemas.problems import Refusal
+
+LIMIT = 1000
+BODY = b'{"a": "' + b"b" * 500 + b'"}'
+
+
+async def read(body, encoding="gzip"):
+    async def receive():
+        return {"type": "http.request", "body": body, "more_body": False}
+
+    headers = {"content-encoding": encoding, "content-length": str(len(body))}
+    return await Bodies(LIMIT).read(headers, receive)
+
+
+async def test_gzip_is_unpacked():
+    assert await read(gzip.compress(BODY)) == BODY
+    assert await read(gzip.compress(b"a" * LIMIT), "GZIP") == b"a" * LIMIT
+    assert await read(BODY, "identity") == BODY
+    assert await read(b"") == b""
+
+
+@pytest.mark.parametrize(("body", "encoding", "code"), [
+    (gzip.compress(b"a" * (LIMIT + 1)), "gzip", "too_large"),
+    (gzip.compress(b"a" * 10_000_000)[:LIMIT], "gzip", "too_large"),
+    (BODY, "gzip", "unsupported_media_type"), (gzip.compress(BODY)[:-1], "gzip", "unsupported_media_type"),
+    (gzip.compress(BODY) * 2, "gzip", "unsupported_media_type"), (BODY, "br", "unsupported_media_type"),
+])  # fmt: skip
+async def test_what_cannot_be_unpacked_is_refused(body, encoding, code):
+    with pytest.raises(Refusal) as refused:
+        await read(body, encoding)
+    assert refused.value.code == code
+    if code != "too_large":
+        assert refused.value.errors[0].field == "Content-Encoding"

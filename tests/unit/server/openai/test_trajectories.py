@@ -1,0 +1,330 @@
+"""Calls of an agent that are rewarded together: trajectories, and the groups that compare them."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from groupwise.core.types import Rollout
+from groupwise.server.ledger import events, groups
+from groupwise.server.run import ledger_operations
+from tests.processes import wait_until_async
+from tests.unit.server.http_client import client_of
+from tests.unit.server.openai.opening import Client, asking, opened, record
+from tests.unit.server.openai.test_storing import counts
+
+USER = {"role": "user", "content": "abc"}
+
+
+async def turn(
+    client: Client, trajectory: str, messages: Sequence[Any] = (USER,), **more: Any
+) -> Any:
+    """One call of a trajectory in the group `s`, of two trajectories."""
+    metadata = {"trajectory": trajectory, "group": "s", "size": "2", **more.pop("metadata", {})}
+    headers = more.pop("headers", None)
+    body = {"model": "latest", "messages": [*messages], "store": True, "metadata": metadata}
+    return await client.ok("/v1/chat/completions", {**body, **more}, headers=headers)
+
+
+async def two_turns(client: Client, trajectory: str, **more: Any) -> list[Any]:
+    first = await turn(client, trajectory, **more)
+    said = first["choices"][0]["message"]
+    answer = {"role": "assistant", "content": said["content"]}
+    return [first, await turn(client, trajectory, [USER, answer, USER], **more)]
+
+
+async def reward(client: Client, trajectory: str, value: float | None, **more: Any) -> Any:
+    body = {"trajectory": trajectory, "reward": value, **more}
+    return await client.ok("/rewards", body)
+
+
+def sampled(rollout: Rollout) -> list[list[int]]:
+    return [[*each.token_ids] for each in rollout.segments if each.source == "policy"]
+
+
+def token_ids(answers: Sequence[Any]) -> list[list[int]]:
+    return [answer["choices"][0]["token_ids"] for answer in answers]
+
+
+async def test_one_reward_trains_all_turns_with_the_sampled_tokens(tmp_path) -> None:
+    async with asking(tmp_path, settings={"groups_per_step": 1, "staleness": 0}) as (
+        served,
+        client,
+    ):
+        one = await two_turns(client, "t-1")
+        two = await two_turns(client, "t-2")
+        (group,) = {answer["group_id"] for answer in one + two}
+        assert served.engine.calls["sample"] == 4  # no whole group for any turn
+        assert len({answer["id"] for answer in one + two}) == 4
+        assert await counts(served) == {"open": 1}
+        posted = await reward(client, "t-1", 1.0)
+        assert (posted["group_id"], posted["status"]) == (group, "accepted")
+        assert await reward(client, "t-1", 1.0) == posted
+        last = await reward(client, "t-2", 0.0, wait=True)
+        assert (last["status"], last["step"]) == ("trained", 0)
+        kept = await record(served, group)
+        assert [sampled(each) for each in kept.rollouts] == [token_ids(one), token_ids(two)]
+        seeds = {part.seed for each in kept.rollouts for part in each.segments if part.seed}
+        assert len(seeds) == 4
+        row = await served.ledger.do(groups.read_group, group)
+        assert (row.rewards, row.members) == ((1.0, 0.0), 2)
+        assert await reward(client, "t-2", 0.0) == {**last, "status": "accepted", "step": None,
+                                                     "metrics": None, "model_version": posted["model_version"]}  # fmt: skip
+
+
+async def test_later_calls_never_wait_for_room(tmp_path) -> None:
+    async with asking(
+        tmp_path, settings={"groups_per_step": 1, "staleness": 0}, completions_wait=0.05
+    ) as (_, client):
+        await turn(client, "t-1")
+        await client.refused(429, "/v1/chat/completions",
+                             {"model": "latest", "messages": [USER], "store": True})  # fmt: skip
+        for _ in range(3):
+            await turn(client, "t-1")
+        await turn(client, "t-2")  # which has a place in the same group
+        await client.refused(429, "/v1/chat/completions",
+                             {"model": "latest", "messages": [USER], "store": True,
+                              "metadata": {"trajectory": "t-3", "group": "s", "size": "2"}})  # fmt: skip
+
+
+async def test_a_step_waits_for_trajectories_that_it_would_make_too_old(tmp_path) -> None:
+    async with asking(tmp_path, settings={"groups_per_step": 1, "staleness": 1}) as (
+        served,
+        client,
+    ):
+        await turn(client, "slow")
+        for step in range(2):
+            other = await client.text(store=True, n=2)
+            wait = {"wait": True, "timeout": 0.3 if step else 60}
+            answer = await client.http.post(
+                "/rewards", json={"group_id": other["id"], "rewards": [1, 0], **wait}
+            )
+            assert answer.status_code == (202 if step else 200)
+        await turn(client, "slow")
+        await turn(client, "quick")
+        await reward(client, "quick", 0.0)
+        assert (await reward(client, "slow", 1.0, wait=True))["step"] == 1
+        await wait_until_async(lambda: served.service.active().status.step == 3)
+
+
+async def test_calls_are_listed_by_their_ids(tmp_path) -> None:
+    async with asking(tmp_path) as (served, client):
+        one, two = await two_turns(client, "*"), await two_turns(client, "*")
+        await turn(client, "*")  # that nobody lists
+        ids = [[answer["id"] for answer in answers] for answers in (one, two)]
+        body = {"completion_ids": ids[0], "reward": 1.0}
+        posted = await client.ok("/rewards", body)
+        assert await client.ok("/rewards", body) == posted
+        mixed = {"completion_ids": [ids[0][0], ids[1][0]], "reward": 1.0}
+        assert (await client.refused(409, "/rewards", mixed))["code"] == "already_rewarded"
+        await client.ok("/rewards", {"completion_ids": ids[1], "reward": 0.5})
+        kept = await record(served, posted["group_id"])
+        assert [sampled(each) for each in kept.rollouts] == [token_ids(one), token_ids(two)]
+        assert await client.ok("/rewards", body) == posted
+        assert await counts(served) == {"rewarded": 1}
+
+
+async def test_a_list_chooses_among_the_calls_of_a_trajectory(tmp_path) -> None:
+    async with asking(tmp_path) as (served, client):
+        first, unused, second = [await turn(client, "t-1") for _ in range(3)]
+        other = await turn(client, "t-2")
+        wrong = {"completion_ids": [first["id"], other["id"]], "reward": 1.0}
+        error = await client.refused(422, "/rewards", wrong)
+        assert "completion_ids" in str(error["errors"])
+        listed = {"completion_ids": [second["id"], first["id"]], "reward": 1.0}
+        await client.ok("/rewards", {**listed, "trajectory": "t-1"})
+        await client.reward(other["id"], 0.0)  # an id of a call stands for its trajectory
+        kept = await record(served, other["group_id"])
+        assert sampled(kept.rollouts[0]) == token_ids([second, first])
+        assert unused["id"] not in (first["id"], second["id"])
+
+
+async def test_a_call_that_is_sent_again_is_sampled_once(tmp_path) -> None:
+    async with asking(tmp_path) as (served, client):
+        first = await turn(client, "t-1")
+        again = await turn(client, "t-1", headers={"x-stainless-retry-count": "1"})
+        assert {**again, "created": 0} == {**first, "created": 0}
+        assert served.engine.calls["sample"] == 1
+        keyed = {"Idempotency-Key": "k-2"}
+        second = await turn(client, "t-1", headers=keyed)
+        assert await turn(client, "t-1", headers=keyed) == second
+        assert (second["id"] != first["id"], served.engine.calls["sample"]) == (True, 2)
+        new = await turn(client, "t-2", headers={"x-stainless-retry-count": "2"})
+        assert new["id"] != first["id"]
+
+
+async def test_groups_are_closed_by_name(tmp_path) -> None:
+    async with asking(tmp_path) as (served, client):
+        await turn(client, "t-1")
+        group = (await turn(client, "t-2"))["group_id"]
+        await reward(client, "t-2", 1.0)
+        closed = await client.ok("/trajectories/close", {"group": "s"})
+        assert closed == {"closed": [group], "given_up": []}
+        kept = await record(served, group)
+        assert len(kept.rollouts) == 2
+        row = await served.ledger.do(groups.read_group, group)
+        assert row.rewards == (None, 1.0)
+        told = await served.ledger.do(events.events_after, 0, 100)
+        assert any("t-1" in str(event.data) for event in told)
+        late = await client.refused(410, "/rewards", {"trajectory": "t-1", "reward": 1.0})
+        assert late["code"] == "lease_expired"
+        alone = await turn(client, "t-3")
+        empty = await client.ok("/trajectories/close", {"group": "s"})
+        assert empty == {"closed": [], "given_up": [alone["group_id"]]}
+        nothing = await client.ok("/trajectories/close", {"group": "s"})
+        assert nothing == {"closed": [], "given_up": []}
+
+
+async def test_a_lease_ends_after_the_last_call(tmp_path) -> None:
+    async with asking(tmp_path, settings={"lease_seconds": 100.0}) as (served, client):
+        group = (await turn(client, "t-1"))["group_id"]
+
+        def overdue(transaction: Any) -> None:
+            transaction.execute("UPDATE groups SET lease_end = ?", (transaction.uptime + 50,))
+
+        await served.ledger.do(overdue)
+        await turn(client, "t-1")
+        row = await served.ledger.do(groups.read_group, group)
+        await served.ledger.do(overdue)
+        shortened = await served.ledger.do(groups.read_group, group)
+        assert row.lease_end - shortened.lease_end > 40
+
+        def end(transaction: Any) -> None:
+            transaction.execute("UPDATE groups SET lease_end = 0")
+            ledger_operations.tick(transaction)
+
+        await served.ledger.do(end)
+        assert await counts(served) == {"expired": 1}
+        told = await served.ledger.do(events.events_after, 0, 100)
+        assert "t-1" in str(told[-1].data)
+        body = {"model": "latest", "messages": [USER], "store": True,
+                "metadata": {"trajectory": "t-1", "group": "s", "size": "2"}}  # fmt: skip
+        error = await client.refused(410, "/v1/chat/completions", body)
+        assert error["code"] == "lease_expired"
+
+
+async def test_a_first_call_that_fails_leaves_nothing(tmp_path) -> None:
+    async with asking(tmp_path, settings={"groups_per_step": 1, "staleness": 0}) as (
+        served,
+        client,
+    ):
+        body = {"model": "latest", "messages": [{"role": "user", "content": "a" * 5000}],
+                "store": True, "metadata": {"trajectory": "t-1", "group": "s"}}  # fmt: skip
+        for _ in range(2):
+            error = await client.refused(400, "/v1/chat/completions", body)
+            assert error["code"] == "prompt_too_long"
+        assert await counts(served) == {"given_up": 2}
+        await turn(client, "t-1")
+        assert await counts(served) == {"given_up": 2, "open": 1}
+
+
+async def test_calls_at_once_share_one_group(tmp_path) -> None:
+    async with asking(tmp_path, pace=0.01) as (served, client):
+        calls = [turn(client, f"t-{n}") for n in range(4)]
+        answers = await asyncio.gather(*calls)
+        assert len({answer["group_id"] for answer in answers}) == 2
+        assert await counts(served) == {"open": 2}
+        pieces = await client.streamed(
+            "/v1/chat/completions",
+            {"model": "latest", "messages": [USER], "store": True,
+             "metadata": {"trajectory": "t-0"}},
+        )  # fmt: skip
+        assert pieces[-1]["group_id"] == answers[0]["group_id"]
+        assert {piece["id"] for piece in pieces} == {pieces[-1]["id"]}
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        ({"metadata": {"group": "another"}}, "settings_conflict"),
+        ({"n": 2}, "invalid_request"),
+        ({"store": False}, "invalid_request"),
+        ({"metadata": {"trajectory": ""}}, "invalid_request"),
+        ({"metadata": {"trajectory": "t-2", "size": "3"}}, "settings_conflict"),
+    ],
+)
+async def test_what_does_not_fit_is_refused(tmp_path, change, code) -> None:
+    async with asking(tmp_path) as (_, client):
+        await turn(client, "t-1")
+        metadata = {"trajectory": "t-1", "group": "s", "size": "2", **change.get("metadata", {})}
+        body = {"model": "latest", "messages": [USER], "store": True, **change}
+        answer = await client.http.post("/v1/chat/completions", json={**body, "metadata": metadata})
+        assert (answer.status_code in (400, 409, 422), answer.json()["error"]["code"]) == (
+            True,
+            code,
+        )
+
+
+async def test_a_trajectory_that_has_its_reward_takes_no_call(tmp_path) -> None:
+    async with asking(tmp_path) as (_, client):
+        await turn(client, "t-1")
+        group = (await turn(client, "t-2"))["group_id"]
+        await reward(client, "t-1", 1.0)
+        body = {"model": "latest", "messages": [USER], "store": True,
+                "metadata": {"trajectory": "t-1", "group": "s", "size": "2"}}  # fmt: skip
+        error = await client.refused(409, "/v1/chat/completions", body)
+        assert error["code"] == "already_rewarded"
+        other = {"trajectory": "t-1", "reward": 0.0}
+        assert (await client.refused(409, "/rewards", other))["code"] == "already_rewarded"
+        unknown = {"trajectory": "t-9", "reward": 0.0}
+        assert (await client.refused(404, "/rewards", unknown))["code"] == "unknown_group"
+        whole = {"group_id": group, "rewards": [1.0, 0.0]}
+        assert (await client.refused(422, "/rewards", whole))["code"] == "invalid_request"
+
+
+async def test_trajectories_survive_the_server(tmp_path) -> None:
+    async with opened(tmp_path) as served:
+        await served.start()
+        async with client_of(served.app()) as http:
+            client = Client(http)
+            one = [await turn(client, "t-1"), await turn(client, "t-2")]
+            posted = await reward(client, "t-1", 1.0)
+        await served.kill()
+        await served.engine.close()
+    async with opened(tmp_path) as served:
+        await served.until(lambda status: status.phase == "running")
+        async with client_of(served.app()) as http:
+            client = Client(http)
+            assert await reward(client, "t-1", 1.0) == posted
+            again = await turn(client, "t-2", headers={"x-stainless-retry-count": "1"})
+            assert again["id"] == one[1]["id"]
+            two = await turn(client, "t-2")
+            await reward(client, "t-2", 0.0)
+            kept = await record(served, two["group_id"])
+            expected = [token_ids(one[:1]), token_ids([one[1], two])]
+            assert [sampled(each) for each in kept.rollouts] == expected
+            assert await counts(served) == {"rewarded": 1}
+
+
+async def test_a_client_that_goes_away_leaves_no_trajectory(tmp_path) -> None:
+    async with asking(tmp_path, pace=0.01) as (served, client):
+        served.engine.hold("sample")
+        work = asyncio.create_task(turn(client, "t-1"))
+        await wait_until_async(lambda: served.engine.calls["sample"] == 1)
+        work.cancel()
+        await asyncio.gather(work, return_exceptions=True)
+        deadline = asyncio.get_running_loop().time() + 10
+        while await counts(served) != {"given_up": 1}:
+            assert asyncio.get_running_loop().time() < deadline
+            await asyncio.sleep(0.01)
+
+
+async def test_each_turn_keeps_the_policy_that_sampled_it(tmp_path) -> None:
+    settings = {"groups_per_step": 1, "staleness": 1}
+    async with asking(tmp_path, settings=settings) as (served, client):
+        first = await turn(client, "t-1")
+        other = await client.text(store=True, n=2)
+        await client.reward(other["id"], 1, 0, wait=True)
+        second = await turn(client, "t-1")
+        assert [answer["policy_version"][1] for answer in (first, second)] == [0, 1]
+        await turn(client, "t-2")
+        await reward(client, "t-2", 0.0)
+        assert (await reward(client, "t-1", 1.0, wait=True))["status"] == "trained"
+        kept = await record(served, first["group_id"])
+        policies = [
+            part.policy_version for part in kept.rollouts[0].segments if part.source == "policy"
+        ]
+        assert policies == [0, 1]
