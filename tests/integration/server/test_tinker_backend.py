@@ -33,6 +33,7 @@ from tests.processes import wait_until
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(300),  # loops begin in processes of their own, and an engine beside them
     # The tinker package leaves sockets open when its client is closed; `key` has them collected here, not in another test.
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
