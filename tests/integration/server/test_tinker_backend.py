@@ -169,10 +169,9 @@ def test_the_config_that_ships_runs(server: Server, tmp_path: Path) -> None:
     ]
     ended = groupwise.rl(ROOT / "configs/tinker.yaml", "sort_words", overrides=words)
     assert (ended.exit_code, ended.summary["state"]) == (0, "finished")
+    other = ["model.name=other", "model.tokenizer=tiny"]
     with pytest.raises(ModelError, match=r"does not have\. It has: .*tiny"):
-        groupwise.rl(
-            ROOT / "configs/tinker.yaml", "sort_words", overrides=[*words, "model.name=none"]
-        )
+        groupwise.rl(ROOT / "configs/tinker.yaml", "sort_words", overrides=[*words, *other])
 
 
 def test_supervised_runs_train_there_and_are_evaluated(server: Server, tmp_path: Path) -> None:
