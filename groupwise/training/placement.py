@@ -267,10 +267,13 @@ def _local_layout(config: AnyConfig) -> Layout:
 
 
 def refuse_on_server(config: AnyConfig) -> None:
-    """Raise UsageError for several learners, samplers or Unsloth, which a shared training server does not offer."""
-    if config.model.backend == "unsloth":
+    """Raise UsageError for several learners, samplers or another backend, which a shared training server does not offer.
+
+    With the backend tinker a client would have the server send one of its environment variables to any address.
+    """
+    if config.model.backend != "transformers":
         raise UsageError(
-            "model.backend is unsloth, but a training server computes with transformers and torch. Leave it out, or run "
+            f"model.backend is {config.model.backend}, but a training server computes with transformers and torch. Leave it out, or run "
             "groupwise rl itself."
         )
     for key, value, default in (

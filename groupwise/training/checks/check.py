@@ -242,7 +242,9 @@ def _load_tokenizer(config: RunConfig, *, required: bool) -> Any:
 
 def _prompt_room(subject: Subject) -> int | None:
     """Number of tokens that the model leaves for a prompt; None if the model is not known or the config's limit is lower."""
-    if not subject.own_model:
+    if (
+        not subject.own_model or subject.config.model.backend == "tinker"
+    ):  # a service says it, once a run asks
         return None
     from groupwise.engine.models.plan import prompt_room
 

@@ -33,6 +33,7 @@ from tests.processes import wait_until
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(300),  # loops begin in processes of their own, and an engine beside them
     # The tinker package leaves sockets open when its client is closed; `key` has them collected here, not in another test.
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
 ]
@@ -168,10 +169,9 @@ def test_the_config_that_ships_runs(server: Server, tmp_path: Path) -> None:
     ]
     ended = groupwise.rl(ROOT / "configs/tinker.yaml", "sort_words", overrides=words)
     assert (ended.exit_code, ended.summary["state"]) == (0, "finished")
+    other = ["model.name=other", "model.tokenizer=tiny"]
     with pytest.raises(ModelError, match=r"does not have\. It has: .*tiny"):
-        groupwise.rl(
-            ROOT / "configs/tinker.yaml", "sort_words", overrides=[*words, "model.name=none"]
-        )
+        groupwise.rl(ROOT / "configs/tinker.yaml", "sort_words", overrides=[*words, *other])
 
 
 def test_supervised_runs_train_there_and_are_evaluated(server: Server, tmp_path: Path) -> None:

@@ -2,7 +2,7 @@
 
 import pytest
 
-from groupwise.core.errors import ConfigError
+from groupwise.core.errors import ConfigError, UsageError
 from groupwise.training import placement
 from groupwise.training.config import load_config
 
@@ -87,3 +87,18 @@ def test_a_gpu_has_slots_by_its_memory(monkeypatch, memory, rows, expected):
     assert (layout.key_length, layout.slots) == (512, expected)
     asked = load_config({"model": {"name": "tiny"}, "sampler": {"max_num_seqs": 300}}).config
     assert placement.choose_layout(asked, 12).slots == 300
+
+
+@pytest.mark.parametrize("backend", ["unsloth", "tunix", "tinker"])
+def test_a_training_server_computes_with_no_other_backend(backend: str) -> None:
+    config = load_config({"model": {"name": "tiny", "backend": backend}}).config
+    with pytest.raises(UsageError, match=f"model.backend is {backend}"):
+        placement.refuse_on_server(config)
+
+
+def test_the_layout_of_a_tinker_service_names_it() -> None:
+    model = {"name": "tiny", "backend": "tinker", "base_url": "http://127.0.0.1:1"}
+    layout = placement.choose_layout(load_config({"model": model}).config, 100)
+    assert (layout.processes, layout.samplers, layout.device) == (1, 0, "cpu")
+    assert layout.key_length >= 100
+    assert "http://127.0.0.1:1" in layout.processor

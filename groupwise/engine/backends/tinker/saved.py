@@ -1,7 +1,7 @@
 """Saved weights of a Tinker service, as a run's folders keep them: `tinker.json`, a small file with the service's paths.
 
 A checkpoint, the run's `final/` and each publication have one where other backends have tensors. The weights themselves stay at the
-service, and whoever deletes them there makes the file useless. This module imports neither torch nor the tinker package.
+service; once they are deleted there, the file is useless. This module imports neither torch nor the tinker package.
 """
 
 from __future__ import annotations
