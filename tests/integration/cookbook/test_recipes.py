@@ -75,6 +75,7 @@ def test_chat_sl(workplace: Path, server: Server) -> None:
     tested = program.metric("test/nll")
     assert tested[-1] < tested[0]
     assert {"000004", "000008", "final"} <= {each["name"] for each in program.checkpoints()}
+    assert "Error code: 4" not in program.output.read_text(), "rolling checkpoints are deleted"
 
 
 @pytest.mark.recipe(
