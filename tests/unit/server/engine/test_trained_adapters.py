@@ -26,6 +26,7 @@ from groupwise.engine.sampler.torch_sampler import TorchSampler
 from groupwise.server.engine import trained_adapters
 from groupwise.server.engine.engine_protocol import OpenModels
 from groupwise.server.engine.hosted_parts import EngineParts
+from groupwise.server.engine.saved_adapters import SavedFolders
 from groupwise.server.engine.trained_adapters import EngineModels
 from groupwise.server.engine.verb_protocol import ModelSpec, Stored, VerbSample, VerbSampled
 
@@ -182,6 +183,18 @@ async def test_what_is_sampled_is_what_was_saved(models: EngineModels) -> None:
     assert await models.sample(one, ASKED) == first
     again = await models.sample(None, ASKED)
     assert (tokens(again), again.prompt_logprobs) == (tokens(base), base.prompt_logprobs)
+
+
+async def test_weights_saved_again_under_their_name_are_sampled(
+    models: EngineModels, tmp_path: Path
+) -> None:
+    stored = Stored(MODEL, "sampler_weights", "one")
+    await models.save_for_sampler(MODEL, "one", 1)
+    before = (await models.sample(stored, ASKED)).prompt_logprobs
+    await learn(models)
+    SavedFolders(tmp_path).forget(stored)  # deleted, or expired
+    await models.save_for_sampler(MODEL, "one", 4)
+    assert (await models.sample(stored, ASKED)).prompt_logprobs != before
 
 
 async def test_more_sets_of_weights_than_samplers(
