@@ -8,6 +8,7 @@ engine; the engine checks the messages as its chat template reads them.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any, cast
 
 from groupwise.core.types import Prompt
 from groupwise.server.engine.engine_protocol import WrongOrder
@@ -26,7 +27,8 @@ def texts_of(prompt: Prompt) -> list[str]:
         if isinstance(content, str):
             texts.append(content)
         elif isinstance(content, list):
-            texts += [part["text"] for part in content if isinstance(part.get("text"), str)]
+            parts = cast("list[dict[str, Any]]", content)
+            texts += [part["text"] for part in parts if isinstance(part.get("text"), str)]
     return texts
 
 
