@@ -547,7 +547,7 @@ class FakeEngine:
     def _current(self) -> _Run:
         """The run, for sampling."""
         if self._run is None:
-            raise EngineLost("No run is open in this engine.")
+            raise UsageError("No run is open in this engine.")
         return self._run
 
     @property

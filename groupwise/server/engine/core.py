@@ -265,10 +265,10 @@ class EngineCore:
 
     @property
     def _loaded_run(self) -> _LoadedRun:
-        if self._opened is None or self._is_closing:
-            raise EngineLost(
-                "No run is open in this engine: it is being closed, or was never given one."
-            )
+        if self._is_closing:
+            raise EngineLost("This engine is being closed.")
+        if self._opened is None:
+            raise UsageError("No run is open in this engine.")
         return self._opened
 
     # --- sampling --------------------------------------------------------------------------------

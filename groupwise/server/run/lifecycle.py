@@ -213,7 +213,7 @@ class RunLifecycle:
                 f"{run} is active. Stop it first (POST /stop), or start with `replace: true`, which stops it cleanly.",
             )
         await self._stop_run(conductor, "replace")
-        return None if conductor.phase in ENDED else conductor
+        return self._active_run.active_conductor()
 
     def _go_on_with(self, paused: Conductor | None) -> None:
         """Continue the run that could not be replaced, from the checkpoint that it was paused with."""
