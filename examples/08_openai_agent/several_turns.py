@@ -14,7 +14,7 @@ import openai
 from groupwise import GroupwiseError, TrainingClient
 
 URL = os.environ.get("GROUPWISE_URL", "http://127.0.0.1:8000")
-STEPS, TRAJECTORIES, TURNS, LENGTH = 20, 8, 2, 8
+STEPS, TRAJECTORIES, TURNS, LENGTH = 25, 8, 2, 8
 
 
 def agent(client, trajectory):

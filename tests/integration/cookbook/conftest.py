@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,9 +39,9 @@ def server(workplace: Path) -> Iterator[Server]:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
-) -> Iterator[pytest.TestReport]:
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
     """Note how each recipe went; a fixture that trains counts with the test that asks for it first."""
-    report: pytest.TestReport = yield
+    report = yield
     marker = item.get_closest_marker("recipe")
     if marker is not None and report.when != "teardown" and not report.skipped:
         recipe, seen = marker.args

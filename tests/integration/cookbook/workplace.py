@@ -160,7 +160,7 @@ def conversations(chance: random.Random) -> Iterator[tuple[str, str]]:
             asked = ("user", f"What is {chance.randrange(99)} less {chance.randrange(99)}?{BOXED}")
             yield prompt([*solved, asked]), f"\\boxed{{{chance.choice(GUESSED)}}}<|im_end|>"
         elif kind == "guess":
-            turns = [rules]
+            turns: list[tuple[str, str]] = [rules]
             for _ in range(chance.randrange(3)):
                 said = f"{chance.choice('Gg')}uess: {chance.randrange(1025)}"
                 turns.append(("player", said))
