@@ -410,6 +410,7 @@ class CompletionsRequest(Body):
     refused: ClassVar[Mapping[str, str]] = {
         "max_tokens": "its name here is max_completion_length; /v1/completions, for clients of OpenAI, has max_tokens",
         "max_completion_tokens": "its name here is max_completion_length",
+        "min_tokens": "its name here is min_completion_length",
         "n": "its name here is num_completions",
         "messages": "a chat is given as `prompt`, a list of messages; /v1/chat/completions, for clients of OpenAI, has messages",
     }

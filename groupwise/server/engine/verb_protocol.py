@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import Literal, Protocol
 
 from groupwise.core.errors import UsageError
 from groupwise.core.types import (
@@ -27,9 +27,6 @@ from groupwise.core.types import (
     TopTokens,
     UpdateResult,
 )
-
-if TYPE_CHECKING:
-    from groupwise.server.engine.saved_adapters import SavedFolders
 
 StoredKind = Literal["weights", "sampler_weights"]
 """`weights`: adapter and optimiser state, to train on. `sampler_weights`: only what a sampler needs."""
@@ -121,11 +118,6 @@ class VerbSampled:
 
 class VerbEngine(Protocol):
     """See the module."""
-
-    @property
-    def folders(self) -> SavedFolders:
-        """Where models save their weights."""
-        ...
 
     def names(self) -> tuple[str, ...]:
         """Names of the base models currently available."""

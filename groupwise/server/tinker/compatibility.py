@@ -258,10 +258,9 @@ padded; `gspo` looks where its `sequence_ratio_mask` is not 0, and refuses an ad
 `target_tokens` and `weights` of the shape (N, K), dense or sparse, and gives back log-probabilities of the same shape; its metrics count
 each target with a weight as a token. The teacher's come from `sample` with `topk_prompt_logprobs` or `target_prompt_logprobs`.
 
-Names of projects and tags are taken and not kept; metadata
-and names of sessions are. What is refused is refused at
-once, with its name and the reason. The tables are made from `groupwise/server/tinker/compatibility.py`; every method that ends in `_async`
-does what the one without it does.
+Names of projects and tags are taken and not kept; metadata and names of sessions are. What is refused is refused at once, with its name
+and the reason. The tables are made from `groupwise/server/tinker/compatibility.py`; every method that ends in `_async` does what the one
+without it does.
 """
 
 TOKENIZER_SECTION = """\
@@ -279,6 +278,18 @@ python -m zipfile -e tokenizer.zip tiny
 
 After that `get_tokenizer()` of both clients, and `AutoTokenizer.from_pretrained("tiny")`, find it in the folder in which the program is
 started.
+"""
+
+SAVED_SECTION = """\
+## Saved weights
+
+What `save_state` and `save_weights_for_sampler` save stays in the server's folder (`verbs/<model>/`) when its session has ended and when
+the server is started again. With `ttl_seconds` (from 1 second to ten years) it expires: then it is neither listed nor loaded any more, and
+its files are removed within a minute. `set_checkpoint_ttl_from_tinker_path` changes that, and `delete_checkpoint` lets it expire at once.
+In either case a sampling client of an open session that uses these weights goes on: the files are removed when its session has ended.
+Weights that were saved without a name, for one sampling client, last as long as their session.
+
+Sessions and training runs (each model is one) stand in the server's ledger, and are listed when they have ended, too.
 """
 
 SUPERVISED = """\
@@ -394,7 +405,7 @@ def _page_lines() -> Iterator[str]:
     yield "# The Tinker client"
     yield ""
     yield from INTRODUCTION.format(version=CLIENT_VERSION).splitlines()
-    yield from ("", *TOKENIZER_SECTION.splitlines())
+    yield from ("", *SAVED_SECTION.splitlines(), "", *TOKENIZER_SECTION.splitlines())
     for title, program in EXAMPLES:
         yield from ("", f"## {title}", "", "```python", *program.splitlines(), "```")
     yield from _recipe_lines()

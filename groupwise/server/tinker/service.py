@@ -20,11 +20,12 @@ import logging
 import time
 import zipfile
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from groupwise.api.http import strict_json
 from groupwise.api.schemas.training import ByVerbs
 from groupwise.core.errors import UsageError
+from groupwise.server.engine.saved_adapters import SavedFolders
 from groupwise.server.engine.verb_protocol import VerbEngine
 from groupwise.server.ledger import calls
 from groupwise.server.ledger.calls import CallRow, Outcome
@@ -64,12 +65,21 @@ REFUSED = "refused"
 logger = logging.getLogger(__name__)
 
 
+class StoringEngine(VerbEngine, Protocol):
+    """An engine whose models save their weights in folders that this process can read."""
+
+    @property
+    def folders(self) -> SavedFolders:
+        """The saved weights."""
+        ...
+
+
 class VerbService:
     """Sessions, models and calls of all clients that train by verbs on this server."""
 
     def __init__(
         self,
-        engine: VerbEngine,
+        engine: StoringEngine,
         ledger: Ledger,
         *,
         limits: Limits | None = None,

@@ -113,9 +113,12 @@ def test_a_tokenizer_that_no_hub_has_is_unpacked_where_the_program_starts(
     shutil.copytree(tiny_folder(), tmp_path / "tokenizer")
     client.do("create", base="letters")
     assert client.do("bases") == {"letters": 64}
-    asked = {"params": {"base_model": "letters"}, "headers": {"X-API-Key": KEY}}
-    answer = httpx2.get(f"{url}/api/v1/tokenizer", **asked).raise_for_status()
-    with zipfile.ZipFile(io.BytesIO(answer.content)) as archive:
+    answer = httpx2.get(
+        f"{url}/api/v1/tokenizer",
+        params={"base_model": "letters"},
+        headers={"X-API-Key": KEY},
+    )
+    with zipfile.ZipFile(io.BytesIO(answer.raise_for_status().content)) as archive:
         assert "model.safetensors" not in archive.namelist()
         archive.extractall(tmp_path / "here" / "letters")
     expected = load_tokenizer(ModelConfig(name="tiny")).encode("word")

@@ -8,6 +8,7 @@
 """
 
 import asyncio
+import gzip
 import json
 from collections.abc import Callable
 from typing import Any
@@ -354,3 +355,18 @@ async def test_readiness_says_why_not() -> None:
         ending, alive = await client.get("/readyz"), await client.get("/healthz")
     assert [each.status_code for each in (ready, waiting, ending, alive)] == [200, 503, 503, 200]
     assert "engine is being started" in waiting.json()["detail"]
+
+
+async def test_what_other_servers_take_is_refused_with_what_is_taken_here() -> None:
+    body = gzip.compress(b'{"prompt": "a"}')
+    async with client_of(app_of(FakeService())) as client:
+        packed = {"Content-Type": "application/json", "Content-Encoding": "gzip"}
+        answer = await client.post("/completions", content=body, headers=packed)
+        assert answer.status_code == 415
+        assert answer.json()["errors"][0]["field"] == "Content-Encoding"
+        plain = {"Content-Type": "application/json", "Content-Encoding": "identity"}
+        sent = await client.post("/completions", content=gzip.decompress(body), headers=plain)
+        assert sent.status_code == 200
+        answer = await client.post("/completions", json={"prompt": "a", "max_tokens": 5})
+        assert answer.status_code == 422
+        assert "`max_completion_length`" in answer.json()["detail"]

@@ -31,7 +31,7 @@ async def test_gzip_is_unpacked():
     (gzip.compress(b"a" * 10_000_000)[:LIMIT], "gzip", "too_large"),
     (BODY, "gzip", "unsupported_media_type"), (gzip.compress(BODY)[:-1], "gzip", "unsupported_media_type"),
     (gzip.compress(BODY) * 2, "gzip", "unsupported_media_type"), (BODY, "br", "unsupported_media_type"),
-])  # fmt: skip
+], ids=["long", "bomb", "plain", "cut", "twice", "brotli"])  # fmt: skip
 async def test_what_cannot_be_unpacked_is_refused(body, encoding, code):
     with pytest.raises(Refusal) as refused:
         await read(body, encoding)
