@@ -399,13 +399,13 @@ class FakeEngine:
             prompt_logprobs = None
             if order.prompt_logprobs is not None:
                 prompt_logprobs = await run.sampler.prompt_logprobs(ids, order.prompt_logprobs)
-            if params.max_tokens:
-                wanted = run.step if order.policy_step is None else order.policy_step
+            wanted = run.step if order.policy_step is None else order.policy_step
             step = min(max(wanted, run.step - run.settings.staleness), run.step)
             sampler = run.sampler if step == run.step else _earlier_sampler(run, step)
-            request.completions = await sampler.generate(
-                GroupRequest(order.draw, ids, seeds, params, order.top_logprobs)
-            )
+            if params.max_tokens:
+                request.completions = await sampler.generate(
+                    GroupRequest(order.draw, ids, seeds, params, order.top_logprobs)
+                )
             step = run.step if sampler is run.sampler else step
             sampled = self._sampled(run, order, ids, params, request.completions, step, sampler)
             if not params.max_tokens:

@@ -356,8 +356,16 @@ class _Request(Body):
     @property
     def order_fields(self) -> Mapping[Any, str]:
         """This protocol's names for the fields that an engine may refuse."""
-        names = ("prompt", "max_tokens", "min_tokens", "temperature")
-        return {**{name: name for name in names}, "prompt_ids": "prompt"}
+        names = (
+            "prompt",
+            "max_tokens",
+            "min_tokens",
+            "temperature",
+            "stop_token_ids",
+            "logit_bias",
+        )
+        others = {"prompt_ids": "prompt", "json_schema": "response_format"}
+        return {**{name: name for name in names}, **others}
 
     @property
     def restrictions(self) -> Mapping[str, float | int]:

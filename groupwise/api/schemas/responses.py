@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal, Self, cast
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from groupwise.api.schemas.openai import MAX_TOOLS, Stops, ToolChoice
+from groupwise.api.schemas.openai import MAX_TOOLS, MAX_TOP_LOGPROBS, Stops, ToolChoice
 from groupwise.api.schemas.training import (
     MAX_ADDRESS,
     MAX_ID,
@@ -272,8 +272,14 @@ class ResponsesRequest(Body):
         default=None, description="No effect: it counts calls of tools that a server runs."
     )
 
+    top_logprobs: int | None = Field(
+        default=None,
+        description="Log-probabilities of the text, with so many of the most probable tokens at each position. Not with `store: true`.",
+        ge=0,
+        le=MAX_TOP_LOGPROBS,
+    )
+
     # What is taken where it asks for nothing.
-    top_logprobs: int | None = Field(default=None, description="0 alone.")
     truncation: Literal["disabled"] | None = Field(
         default=None, description="`disabled` alone: a prompt that is too long is refused."
     )
@@ -286,7 +292,7 @@ class ResponsesRequest(Body):
     @property
     def wants_logprobs(self) -> bool:
         """True if the text has the log-probability of each token."""
-        return "message.output_text.logprobs" in (self.include or ())
+        return bool(self.top_logprobs) or "message.output_text.logprobs" in (self.include or ())
 
     @property
     def is_kept(self) -> bool:
@@ -300,10 +306,6 @@ class ResponsesRequest(Body):
         return self
 
     def _problems(self) -> Iterator[PydanticCustomError]:
-        if self.top_logprobs:
-            yield wrong(
-                "top_logprobs", "is 0 here: only the tokens that were drawn have a log-probability"
-            )
         if self.stream_options is not None and not self.stream:
             yield wrong("stream_options", "has no effect without `stream: true`")
 
@@ -317,13 +319,24 @@ class ResponseModel(BaseModel):
     model_config = ConfigDict(extra="ignore", frozen=True, allow_inf_nan=False)
 
 
+class OutputAlternative(ResponseModel):
+    """A token that could be drawn."""
+
+    token: str
+    bytes: list[int]
+    logprob: float = Field(description="In nats.")
+
+
 class OutputLogprob(ResponseModel):
     """A token that was drawn."""
 
     token: str
     bytes: list[int]
     logprob: float = Field(description="In nats, under the distribution that it was drawn from.")
-    top_logprobs: list[Any] = Field(default=[], description="Always empty.")
+    top_logprobs: list[OutputAlternative] = Field(
+        default=[],
+        description="The most probable tokens at its position, as many as were asked for.",
+    )
 
 
 class OutputText(ResponseModel):

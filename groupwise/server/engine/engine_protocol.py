@@ -41,7 +41,6 @@ OrderField = Literal[
     "min_tokens",
     "temperature",
     "stop_token_ids",
-    "processing",
     "logit_bias",
     "json_schema",
 ]

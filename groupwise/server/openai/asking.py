@@ -130,6 +130,11 @@ def parse_request(request: ChatRequest | TextRequest, headers: StorageHeaders) -
     gather = _parse_gathering(request, headers, store)
     if store:
         _refuse_unlearnable(request, len(prompts))
+    if gather is not None and gather.trajectory is not None and isinstance(prompts[0], tuple):
+        raise field_refusal(
+            "prompt",
+            "has tokens, but a trajectory is shown by the text of its prompt; give text or messages, or leave the trajectory out",
+        )
     restrictions: Mapping[str, Any] = request.restrictions
     sampling = Sampling(
         temperature=request.temperature,

@@ -20,6 +20,7 @@ from groupwise.api.schemas.responses import (
     FunctionOutputItem,
     IncompleteDetails,
     MessageItem,
+    OutputAlternative,
     OutputCall,
     OutputLogprob,
     OutputMessage,
@@ -66,6 +67,7 @@ def chat_request(request: ResponsesRequest, messages: Sequence[Mapping[str, Any]
     chat["store"] = request.store is True  # kept for a later response is not kept to be rewarded
     chat["max_completion_tokens"] = request.max_output_tokens
     chat["logprobs"] = request.wants_logprobs
+    chat["top_logprobs"] = request.top_logprobs
     chat["reasoning_effort"] = request.reasoning.effort if request.reasoning else None
     chat["tools"] = [
         {"type": "function", "function": tool.model_dump(exclude={"type"}, exclude_none=True)}
@@ -204,11 +206,20 @@ def _output_message(id: str, choice: CompletionChoice) -> list[OutputMessage]:
     """The policy's words; none if it only calls tools."""
     if choice.calls and not choice.text:
         return []
-    tokens = zip(choice.token_texts or (), choice.logprobs, strict=False)
-    logprobs = [
-        OutputLogprob(token=text, bytes=list(text.encode()), logprob=logprob)
-        for text, logprob in tokens
-    ]
+    logprobs: list[OutputLogprob] = []
+    if choice.details is not None:
+        texts = choice.details.texts
+        alternatives = choice.details.alternatives or ((),) * len(texts)
+        for text, logprob, best in zip(texts, choice.logprobs, alternatives, strict=True):
+            tops = [
+                OutputAlternative(token=other, bytes=list(other.encode()), logprob=value)
+                for other, value in best or ()
+            ]
+            logprobs.append(
+                OutputLogprob(
+                    token=text, bytes=list(text.encode()), logprob=logprob, top_logprobs=tops
+                )
+            )
     status: Status = "incomplete" if choice.finish_reason == "length" else "completed"
     text = OutputText(text=choice.text, logprobs=logprobs)
     return [OutputMessage(id=f"msg_{id}", status=status, content=[text])]

@@ -7,25 +7,11 @@ call may be handed, is the text with its tokens and their log-probabilities.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 from groupwise.api.schemas.openai import ChatRequest, ResponseFormat, TextRequest
 from groupwise.core.types import LogitsProcessing
-from groupwise.server.engine.engine_protocol import OrderField
-
-FIELDS: Mapping[OrderField, str] = {
-    "prompt": "prompt",
-    "prompt_ids": "prompt",
-    "max_tokens": "max_tokens",
-    "min_tokens": "min_tokens",
-    "temperature": "temperature",
-    "stop_token_ids": "stop_token_ids",
-    "processing": "logit_bias",
-    "logit_bias": "logit_bias",
-    "json_schema": "response_format",
-}
-"""What clients call the fields of an order."""
 
 
 def processing_of(request: ChatRequest | TextRequest) -> LogitsProcessing | None:

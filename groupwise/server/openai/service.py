@@ -43,7 +43,6 @@ from groupwise.server.openai.completed import (
     streamable_text,
     write_completion,
 )
-from groupwise.server.openai.sampling_fields import FIELDS
 from groupwise.server.openai.storing import Also, Render, StoredCompletion, StoreOptions
 from groupwise.server.openai.token_details import TokenDetails, describe_tokens
 from groupwise.server.openai.tools import call_format_of
@@ -255,6 +254,8 @@ class OpenAIService:
         if ask.model not in _model_names(conductor.status):
             raise self._unknown_model(ask.model)
         for prompt in ask.prompts:
+            if isinstance(prompt, tuple):
+                continue  # the engine counts tokens
             check_prompt_length(prompt, conductor.status.opened, ask.field_names["prompt"])
         options = StoreOptions(caller, conductor.request.lease_seconds, render, also)
         if not ask.store:
@@ -445,11 +446,12 @@ class OpenAIService:
                 return place
             wait = max(deadline - time.monotonic(), 0.0)  # less what the calls before it waited
             async with conductor.room.admit((None,), wait, call.key_id) as (draw,):
-                status = conductor.status
+                status, prompt = conductor.status, ask.prompts[0]
+                assert not isinstance(prompt, tuple), "refused by parse_request"
                 new = NewTrajectoryGroup(
                     f"g-{secrets.token_hex(10)}",
                     draw,
-                    ask.prompts[0],
+                    prompt,
                     status.step,
                     status.policy.version,
                     status.policy.fingerprint,
@@ -491,10 +493,7 @@ class OpenAIService:
         progress.draws, progress.n = tuple(order.draw for order in orders), members_shown
         progress.engine = engine
         samples = await self._host.await_engine(
-            naming_field(
-                gather_all(naming_field(engine.sample(order), ask.field_names) for order in orders),
-                FIELDS,
-            ),
+            gather_all(naming_field(engine.sample(order), ask.field_names) for order in orders),
             conductor,
         )
         progress.engine = None

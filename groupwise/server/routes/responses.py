@@ -81,7 +81,8 @@ def _generation_request(
         ask = service.with_template(parse_request(chat_request(body, messages), storage))
     except Refusal as refusal:
         raise in_own_names(refusal) from None
-    return replace(ask, fields={name: own_name(field) for name, field in ask.fields.items()})
+    field_names = {name: own_name(field) for name, field in ask.field_names.items()}
+    return replace(ask, field_names=field_names)
 
 
 def response_routes(service: OpenAIService) -> tuple[Route, ...]:

@@ -187,7 +187,7 @@ async def test_a_stream_has_the_events_of_the_response(tmp_path, monkeypatch, te
 
 
 NEVER = {
-    "temperature": 101, "top_logprobs": 2, "background": True, "truncation": "auto", "conversation": "c", "prompt": {"id": "p"},
+    "temperature": 101, "top_logprobs": 21, "background": True, "truncation": "auto", "conversation": "c", "prompt": {"id": "p"},
     "tools": [{"type": "web_search"}], "no_such_field": 1, "max_output_tokens": 1000, "reasoning.effort": {"effort": "low"},
     "text.format": {"format": {"type": "strange"}}, "tool_choice": "required", "stream_options": {"include_obfuscation": True},
     "input": [{"type": "item_reference", "id": "x"}], "metadata": {"group": "a"}, "top_p": 0.5,

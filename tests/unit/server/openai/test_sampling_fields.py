@@ -241,3 +241,24 @@ def test_schemas_as_the_engine_gets_them() -> None:
     assert given(type="text") is None
     assert given(type="json_object") == '{"type": "object"}'
     assert json.loads(given(**JSON) or "") == SCHEMA
+
+
+async def test_responses_have_them_under_their_own_names(tmp_path) -> None:
+    async with asking(tmp_path) as (_, client):
+        asked: Any = {"model": "latest", "input": "abc", "top_logprobs": 2}
+        answer = await client.ok("/v1/responses", asked)
+        for each in answer["output"][0]["content"][0]["logprobs"]:
+            assert [*each["top_logprobs"][0]] == ["token", "bytes", "logprob"]
+            assert len(each["top_logprobs"]) == 2
+        form = {"type": "json_schema", "name": "it", "schema": SCHEMA, "strict": True}
+        asked = {"model": "latest", "input": "abc", "text": {"format": form}}
+        assert await client.ok("/v1/responses", asked)
+        error = await client.refused(400, "/v1/responses", {**asked, "store": True})
+        assert error["param"] == "text.format"
+
+
+async def test_a_trajectory_is_shown_by_text(tmp_path) -> None:
+    async with asking(tmp_path) as (_, client):
+        body = {**TEXT, "prompt": [1, 2], "store": True, "metadata": {"trajectory": "t"}}
+        error = await client.refused(400, "/v1/completions", body)
+        assert error["param"] == "prompt"
