@@ -43,8 +43,8 @@ def session_folder(memory: Path = MEMORY, enough: int = ENOUGH) -> SessionFolder
     if free < enough or room.f_flag & os.ST_NOEXEC:
         return None
     while True:
-        # Hexadecimal: lighteval takes a model for OpenAI's if its path has `o1` in it.
-        path = Path(memory, f"{PREFIX}{secrets.token_hex(8)}")
+        # Hexadecimal, as lighteval takes a model for OpenAI's if its path has `o1` in it; short, as paths of sockets are limited.
+        path = Path(memory, f"{PREFIX}{secrets.token_hex(4)}")
         path.mkdir(mode=0o700)
         path.chmod(0o755)  # machines and databases of tests are other users'
         lock = _locked(path, wait=True)
