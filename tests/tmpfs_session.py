@@ -7,8 +7,8 @@ memory) is removed by the next one.
 import contextlib
 import fcntl
 import os
+import secrets
 import shutil
-import tempfile
 from pathlib import Path
 
 MEMORY = Path("/dev/shm")
@@ -43,7 +43,9 @@ def session_folder(memory: Path = MEMORY, enough: int = ENOUGH) -> SessionFolder
     if free < enough or room.f_flag & os.ST_NOEXEC:
         return None
     while True:
-        path = Path(tempfile.mkdtemp(prefix=PREFIX, dir=memory))
+        # Hexadecimal, as lighteval takes a model for OpenAI's if its path has `o1` in it; short, as paths of sockets are limited.
+        path = Path(memory, f"{PREFIX}{secrets.token_hex(4)}")
+        path.mkdir(mode=0o700)
         path.chmod(0o755)  # machines and databases of tests are other users'
         lock = _locked(path, wait=True)
         if lock is not None and path.exists():  # nobody swept it between the two lines

@@ -36,7 +36,7 @@ def pairs(option: str, arguments: Iterable[str]) -> dict[str, str]:
 def variables(words: Iterable[str], files: Sequence[Path]) -> dict[str, str]:
     """The variables of --env and of the `.env` files of --env-file: --env overrides files, and later files override earlier ones. Values
     are not expanded from this process's environment."""
-    found: dict[str, str] = {}
+    from_files: dict[str, str] = {}
     for path in files:
         try:
             from dotenv import dotenv_values
@@ -55,8 +55,8 @@ def variables(words: Iterable[str], files: Sequence[Path]) -> dict[str, str]:
                 raise UsageError(
                     f"--env-file {path}: a line there has no `=`; lines are written NAME=VALUE, and values of several lines in quotes."
                 )
-            found[name] = value
-    return found | pairs("--env", words)
+            from_files[name] = value
+    return from_files | pairs("--env", words)
 
 
 def seconds(option: str, *words: str) -> Callable[[str], float]:

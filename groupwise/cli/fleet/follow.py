@@ -63,7 +63,7 @@ class _RetryingAccess:
     """A fleet whose calls are retried until it answers. The calls only read, from a given position, so nothing is printed twice."""
 
     def __init__(self, access: FleetClient) -> None:
-        self._access, self._ask = access, access.retry_policy.ask
+        self._access, self._ask = access, access.retries.ask
 
     def progress(self, job_id: str) -> dict[str, Any]:
         return self._ask(lambda: self._access.progress(job_id))

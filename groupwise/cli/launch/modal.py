@@ -86,7 +86,7 @@ def modal(
 
 
 def _workspace_secrets(options: list[str], values: Mapping[str, str]) -> dict[str, list[str]]:
-    """For each Modal Secret, the variables that the job gets. `values`: the variables of --env and --env-file. Raises UsageError."""
+    """The variables that the job gets from each Modal Secret. UsageError if one is also in `values`, those of --env and --env-file."""
     from groupwise.jobs.hosts.spec import name_problems
 
     secrets: dict[str, list[str]] = {}

@@ -27,7 +27,7 @@ ACCELERATOR_TYPE_AMOUNT = 0.001
 
 
 class MakeOptions(Protocol):
-    """Makes the scheduler's options for a job. Raises UsageError for options that users may not set."""
+    """Builds the scheduler's command-line options for a job. Raises UsageError for options that users may not set."""
 
     def __call__(
         self, place_options: Mapping[str, Any], gpus: int, limits: Limits, *, nodes: int = 1

@@ -51,7 +51,7 @@ from groupwise.jobs.fleet.download import (
     fetch,
     no_progress,
 )
-from groupwise.jobs.fleet.retry import ASK_ON, AwayError, RetryPolicy, is_passing
+from groupwise.jobs.fleet.retry import ASK_ON, AwayError, RequestRetries, is_passing
 from groupwise.jobs.fleet.text_validation import require_passable
 from groupwise.jobs.hosts.files import PIECE, SLOWEST_DISK, files_below
 from groupwise.jobs.hosts.spec import FileEntry
@@ -120,7 +120,7 @@ class FleetClient:
         self.url = url.rstrip("/")
         self._sleep, self._clock = sleep, clock
         self._warn = log.warning if warn is None else warn
-        self.retry_policy = RetryPolicy(retry_timeout, tell=self._warn, sleep=sleep, clock=clock)
+        self.retries = RequestRetries(retry_timeout, tell=self._warn, sleep=sleep, clock=clock)
         self._timeout = timeout
         self._is_slow = False
         """True if the last answer was late: the next request gets its full time at once."""
@@ -270,7 +270,7 @@ class FleetClient:
         """Wait until the job has ended, and return it."""
         for _ in self.follow(job_id):
             pass
-        return self.retry_policy.ask(lambda: self.show(job_id))
+        return self.retries.ask(lambda: self.show(job_id))
 
     # Bytes
 
@@ -306,7 +306,7 @@ class FleetClient:
             next_part = partial(
                 self.log, job_id, epoch=epoch, offset=offset, rank=rank, wait=WAIT_SECONDS
             )
-            part = self.retry_policy.ask(next_part)
+            part = self.retries.ask(next_part)
             if part.epoch is not None:
                 epoch, offset = part.epoch, part.offset
             if part.data:
@@ -363,7 +363,7 @@ class FleetClient:
                     received = self._while_others_send(sha256, size, received, on_sent)
                 if received != offset:
                     offset, last_change = received, self._clock()
-                elif self._clock() - last_change > self.retry_policy.seconds + size / SLOWEST_DISK:
+                elif self._clock() - last_change > self.retries.seconds + size / SLOWEST_DISK:
                     raise Refusal(
                         FILE_BUSY,
                         f"{path}: another client sends the same file, of which {offset} of {size} bytes are there; for minutes no more has "
@@ -438,7 +438,7 @@ class FleetClient:
 
     def _stream_file(self, path: str, query: Mapping[str, Any], offset: int) -> Generator[bytes]:
         """Yield the file's bytes; a download that is cut off resumes where it ended."""
-        failures, silence = 0, self.retry_policy.silence()
+        failures, outage = 0, self.retries.outage()
         backoff = Backoff(FIRST_PAUSE, LONGEST_PAUSE)
         while True:
             headers = {"Range": f"bytes={offset}-", "Accept-Encoding": "identity"}
@@ -457,9 +457,9 @@ class FleetClient:
                         offset += len(piece)
                         failures = 0
                         backoff.reset()
-                        silence.is_over()
+                        outage.end()
                         yield piece
-                    silence.is_over()
+                    outage.end()
                     return
             except httpx2.TransportError as error:
                 failure = self._unreachable_error("GET", path, error)
@@ -471,7 +471,7 @@ class FleetClient:
                 continue
             failures += 1
             if silent or failures % TRIES == 0 or not is_passing(failure):
-                silence.goes_on(failure)
+                outage.pause_or_raise(failure)
             self._sleep(backoff.next())
 
     # Machines, projects, keys, state
@@ -580,7 +580,7 @@ class FleetClient:
     def _request_patiently(self, method: str, path: str, **options: Any) -> Any:
         """`_request_json` for requests that are safe to repeat: keeps trying for minutes while the fleet does not answer."""
         hurried = "content" not in options  # sending an upload may take long
-        return self.retry_policy.ask(
+        return self.retries.ask(
             lambda: self._request_json(method, path, hurried=hurried, **options)
         )
 
@@ -627,7 +627,7 @@ class FleetClient:
                 if not refusal.kind.retry or refusal.code == FILE_BUSY:
                     raise  # an upload must first ask how much of the file has arrived
                 least_pause = refusal.retry_after or 0.0
-                if least_pause > self.retry_policy.seconds:
+                if least_pause > self.retries.seconds:
                     raise
             self._sleep(backoff.next(least_pause))
         return self._request_once(request, method, path, soon=False, wait=wait)

@@ -44,7 +44,7 @@ OF_ITS_NAME = frozenset({errno.ENAMETOOLONG, errno.EILSEQ})
 
 
 class ProgressCounter:
-    """Counts bytes received or sent, and reports the sum to an `OnProgress`."""
+    """Counts the bytes that were received or sent, and passes the sum to `on_progress`."""
 
     def __init__(self, on_progress: OnProgress, total: int) -> None:
         self._on_progress, self._total = on_progress, total

@@ -37,7 +37,7 @@ class AwayError(RunError):
         self.passing = passing
 
 
-class RetryPolicy:
+class RequestRetries:
     """How long to keep asking one fleet while following, waiting, submitting or fetching."""
 
     def __init__(
@@ -54,25 +54,25 @@ class RetryPolicy:
 
     def ask(self, question: Callable[[], T]) -> T:
         """Repeat a safe request until it is answered. When the time is over, its last error is raised."""
-        silence = self.silence()
+        outage = self.outage()
         while True:
             try:
                 answer = question()
             except GroupwiseError as error:
-                silence.goes_on(error)
+                outage.pause_or_raise(error)
             else:
-                silence.is_over()
+                outage.end()
                 return answer
 
-    def silence(self) -> Silence:
+    def outage(self) -> Outage:
         """Track a period without an answer, for callers that do not use `ask`."""
         backoff = Backoff(PAUSE, PAUSE, low=1.0)
-        return Silence(
+        return Outage(
             self.seconds, Retry(self.seconds, backoff, self._clock), self._tell, self._sleep
         )
 
 
-class Silence:
+class Outage:
     """A period without an answer."""
 
     def __init__(
@@ -86,7 +86,7 @@ class Silence:
         self._tell, self._sleep = tell, sleep
         self._is_told = False
 
-    def goes_on(self, error: GroupwiseError) -> None:
+    def pause_or_raise(self, error: GroupwiseError) -> None:
         """Pause before the next request. Raises the error if another try would not help, or the time for retries is over."""
         if not is_passing(error):
             raise error
@@ -98,7 +98,7 @@ class Silence:
             )
         self._sleep(pause)
 
-    def is_over(self) -> None:
+    def end(self) -> None:
         """Note that the fleet has answered."""
         self._retry.renew()
         if self._is_told:

@@ -1,5 +1,5 @@
-"""Runners for machines that give jobs to a scheduler (Slurm, Ray, Modal), called an `engine` in stored data: attempts are laid out on the
-machine's disk, and the scheduler starts them on a machine of its choice.
+"""Runners for machines that hand jobs to a scheduler: Slurm, Ray or Modal. Stored data calls it an `engine`. An attempt's files are on
+the machine's disk, and the scheduler starts the attempt on a machine of its choice.
 
 As everywhere, an attempt's files show its state (`runner/`). The scheduler is asked only if they do not suffice: about a queued attempt, or
 one that seems lost because its supervisor runs on another machine. A single answer of a scheduler proves little: it may have been

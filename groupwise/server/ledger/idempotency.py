@@ -22,8 +22,8 @@ from groupwise.api.schemas.problems import Refusal
 from groupwise.server.ledger.transaction import Transaction
 
 RETENTION_SECONDS = 24 * 3600.0
-"""Seconds of server uptime for which a response is kept, so that clock jumps do not expire responses. `made_at` is uptime too; rows of
-earlier servers hold wall time, and `made_at > uptime` finds them.
+"""How long a response is kept, in seconds of server uptime, which clock jumps do not change. The column `made_at` is uptime too. Rows
+written by earlier servers hold wall time, which is larger than any uptime: they count as expired.
 """
 
 

@@ -224,7 +224,7 @@ class Faulty(Ec2):
         super().__init__(REGION, pause=0.001, _clients=ec2_client()._clients)
         self.fails, self.calls, self.has_started = fails, 0, False
 
-    def _ask(self, service: str, verb: str, **more: Any) -> Any:
+    def _call_aws(self, service: str, verb: str, **more: Any) -> Any:
         self._count(verb)
         said = super()._call_aws(service, verb, **more)
         self.has_started = self.has_started or verb == "run_instances"

@@ -137,7 +137,10 @@ def test_a_finished_run_is_found_again_and_not_trained_twice(finished, trained, 
     assert two.summary["reward_last"] == one.summary["reward_last"]
     assert None not in (one.before, one.after)
     for before, now in ((one.before, two.before), (one.after, two.after)):
-        assert (now.metrics, now.metrics_with_interval) == (before.metrics, before.judged)
+        assert (now.metrics, now.metrics_with_interval) == (
+            before.metrics,
+            before.metrics_with_interval,
+        )
     kept = config_of(save_to_drive=True)
     train(kept)
     assert "was finished with this" in capsys.readouterr().out

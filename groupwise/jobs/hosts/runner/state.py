@@ -236,7 +236,7 @@ def state_name(
     exit_record: dict[str, Any] | None,
     has_token: bool = False,
 ) -> str:
-    """The name of the state, by the table in `protocol.py`. `has_token`: the token exists."""
+    """The state's name, from the table in `protocol.py`. `has_token`: whether the attempt has taken its token."""
     phase = state.get("phase")
     if phase in ("voided", "refused"):
         return phase

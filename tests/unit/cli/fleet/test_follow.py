@@ -10,7 +10,7 @@ from groupwise.api.schemas.problems import Refusal
 from groupwise.cli import log_text
 from groupwise.cli.fleet.follow import PORTION, follow_log, print_log, until_ended
 from groupwise.core.errors import UsageError
-from groupwise.jobs.fleet.retry import AwayError, RetryPolicy
+from groupwise.jobs.fleet.retry import AwayError, RequestRetries
 
 PIECE = 4
 NOTHING_SAID: dict[str, Any] = {"failure_reason": None, "exit_code": None}
@@ -26,7 +26,7 @@ class Fleet:
         self.status = "running"
         self.waiting: list[str] = []
         self.later: list[Callable[[], None]] = []
-        self.retry_policy = RetryPolicy()
+        self.retries = RequestRetries()
 
     def progress(self, job_id: str) -> dict[str, Any]:
         return {
@@ -180,7 +180,7 @@ class Restarted(Fleet):
         super().__init__(**logs)
         self.now = 0.0
         self.told: list[str] = []
-        self.retry_policy = RetryPolicy(
+        self.retries = RequestRetries(
             tell=self.told.append, sleep=self._sleep, clock=lambda: self.now
         )
         self._away_until: dict[str, float] = {}

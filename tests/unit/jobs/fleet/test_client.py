@@ -564,7 +564,7 @@ def test_who_is_asked_to_return_later_does_not_come_earlier(seconds: int) -> Non
 
     transport = httpx2.MockTransport(answer)
     with FleetClient("http://fleet", "k", transport=transport, sleep=slept.append) as fleet:
-        if seconds > fleet.retry_policy.seconds:
+        if seconds > fleet.retries.seconds:
             with pytest.raises(Refusal):
                 fleet.status()
             assert slept == []
