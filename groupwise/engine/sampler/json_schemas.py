@@ -1,6 +1,6 @@
 """Constrained decoding: which tokens may come next in a completion that becomes JSON of a given schema.
 
-The library llguidance compiles a schema and follows a completion (`docs/decisions/0062-constrained-decoding-by-llguidance.md`). A schema
+The library llguidance compiles a schema and follows a completion (`docs/decisions/0064-constrained-decoding-by-llguidance.md`). A schema
 with a keyword that it cannot enforce is refused, never half enforced. Between values there may be one line break and eight spaces, which
 is enough for indented JSON; more would let a model write white space for ever. A completion can end where the JSON is complete, by one of
 the request's stop tokens, and must end there if nothing may follow.

@@ -77,9 +77,8 @@ def policy_losses() -> dict[str, Any]:
         }.items()
     }
     marks = [0.0] * (len(PROMPT) - 1) + [1.0] * len(word)
-    marked = types.Datum(
-        data[0].model_input, {**data[0].loss_fn_inputs, "sequence_ratio_mask": marks}
-    )
+    inputs: dict[str, Any] = {**data[0].loss_fn_inputs, "sequence_ratio_mask": marks}
+    marked = types.Datum(data[0].model_input, inputs)
     losses["gspo"] = training.forward_backward([marked], "gspo").result().metrics["loss:sum"]
 
     def squares(data: Any, logprobs: Any) -> Any:
@@ -107,14 +106,15 @@ def distil(steps: int) -> dict[str, Any]:
     model_input = types.ModelInput.from_ints(TEXT[:-1])
     # The second is a prompt without credit whose targets are all 0, and then sparse.
     weights[:2] = 0.0
-    padded = {"target_tokens": torch.zeros_like(ids), "weights": torch.zeros_like(weights)}
+    padded: dict[str, Any] = {
+        "target_tokens": torch.zeros_like(ids),
+        "weights": torch.zeros_like(weights),
+    }
     padded["target_tokens"][4], padded["weights"][4] = ids[4], weights[4]
-    data = [
-        types.Datum(model_input, {"target_tokens": ids, "weights": weights}),
-        types.Datum(model_input, padded),
-    ]
+    full: dict[str, Any] = {"target_tokens": ids, "weights": weights}
+    data = [types.Datum(model_input, full), types.Datum(model_input, padded)]
     assert data[1].loss_fn_inputs["weights"].sparse_crow_indices is not None
-    adam, losses, outputs = types.AdamParams(learning_rate=0.002), [], None
+    adam, losses, outputs = types.AdamParams(learning_rate=0.002), [], []
     for _ in range(steps):
         learning = held["training"].forward_backward(data, "cross_entropy").result()
         outputs = outputs or learning.loss_fn_outputs

@@ -8,6 +8,7 @@ from groupwise.api.schemas.training import (
     Body,
     CompletionsRequest,
     ResponseModel,
+    RewardOfTrajectory,
     RewardsRequest,
     StartRequest,
     StepRequest,
@@ -115,11 +116,13 @@ def test_groups_of_a_step_are_given_either_way() -> None:
 
 def test_both_forms_of_rewards_come_out_alike() -> None:
     one = {"group_id": "g-1", "rewards": [1, None, 0.5]}
-    single = REWARDS_REQUEST.validate_python(one).all_groups[0]
-    batch = REWARDS_REQUEST.validate_python({"groups": [one]}).all_groups[0]
-    assert single.rewards == batch.rewards == [1.0, None, 0.5]
     echo = {"prompt": "a", "completions": ["b"], "completion_tokens": [[1]], "rewards": [1]}
-    assert REWARDS_REQUEST.validate_python(echo).all_groups[0].group_id is None
+    requests = [REWARDS_REQUEST.validate_python(body) for body in (one, {"groups": [one]}, echo)]
+    single, batch, echoed = (
+        request.all_groups[0] for request in requests if not isinstance(request, RewardOfTrajectory)
+    )
+    assert single.rewards == batch.rewards == [1.0, None, 0.5]
+    assert echoed.group_id is None
 
 
 def models(base: type[Any]) -> list[type[Any]]:

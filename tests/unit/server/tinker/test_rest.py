@@ -78,7 +78,8 @@ async def test_a_request_is_remembered_as_the_last_one(asking: Asking) -> None:
 
 
 async def test_sessions_of_an_earlier_version_are_listed(tmp_path: Path) -> None:
-    path, number = tmp_path / "server.db", 4
+    path = tmp_path / "server.db"
+    number = next(n for n, m in enumerate(schema.MIGRATIONS) if "TABLE session_history" in m)
     with sqlite3.connect(path) as connection:
         connection.executescript("".join(schema.MIGRATIONS[:number]))
         connection.execute(f"PRAGMA application_id = {schema.APPLICATION_ID}")
