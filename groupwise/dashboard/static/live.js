@@ -72,12 +72,12 @@ function without(node) {
 // A choice that somebody made is carried over; one that the page made may become another.
 function chosenIn(region) {
   const inputs = [...region.querySelectorAll("input[type=checkbox], input[type=radio]")];
-  const touched = new Set(inputs.filter((each) => each.checked !== each.defaultChecked).map((each) => each.name));
-  return inputs.filter((each) => touched.has(each.name)).map((each) => [each, each.checked]);
+  const touched = new Set(inputs.filter((input) => input.checked !== input.defaultChecked).map((input) => input.name));
+  return inputs.filter((input) => touched.has(input.name)).map((input) => [input, input.checked]);
 }
 
 // A region in another one is a part of that.
-const regions = () => [...document.querySelectorAll("[data-fresh]")].filter((each) => !each.parentElement.closest("[data-fresh]"));
+const regions = () => [...document.querySelectorAll("[data-fresh]")].filter((region) => !region.parentElement.closest("[data-fresh]"));
 const served = new WeakMap(); // region -> what the server last said of it
 for (const region of regions()) served.set(region, region.outerHTML);
 
@@ -102,14 +102,14 @@ function isMarked(region) {
 function isRead(region) {
   const inside = document.activeElement !== region && region.contains(document.activeElement);
   const scrolled = region.getBoundingClientRect().top < 0;
-  return inside || scrolled || [...region.querySelectorAll(".text")].some((each) => each.scrollTop > 0) || region.querySelector("details[open]") !== null;
+  return inside || scrolled || [...region.querySelectorAll(".text")].some((text) => text.scrollTop > 0) || region.querySelector("details[open]") !== null;
 }
 
 // What to tell whoever is in the way of what is new; empty: nobody is.
 function inTheWay(region, fresh) {
   const list = region.dataset.list;
   const there = new Set([...region.children].map(keyOf));
-  const added = list ? [...fresh.children].filter((each) => keyOf(each) && !there.has(keyOf(each))).length : 0;
+  const added = list ? [...fresh.children].filter((row) => keyOf(row) && !there.has(keyOf(row))).length : 0;
   if (added && (isRead(region) || isMarked(region))) return `${added}${added === fresh.children.length ? " or more" : ""} new ${list} – show`;
   return isMarked(region) ? "There is something new, which waits while text is marked – show" : "";
 }
@@ -167,7 +167,7 @@ let retry = 0;
 
 function clock() {
   const now = new Date();
-  return [now.getHours(), now.getMinutes()].map((each) => String(each).padStart(2, "0")).join(":");
+  return [now.getHours(), now.getMinutes()].map((number) => String(number).padStart(2, "0")).join(":");
 }
 
 function lamp() {

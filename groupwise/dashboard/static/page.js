@@ -27,12 +27,12 @@ async function follow(element) {
     const query = new URLSearchParams({ epoch, offset });
     const answer = await fetch(`${element.dataset.log}?${query}`, { headers: { Accept: "application/json" } });
     if (!answer.ok) return "nothing";
-    const found = await answer.json();
-    if (epoch && found.epoch && String(found.epoch) !== epoch) add(element, `\n— attempt ${found.attempt} —\n`);
-    if (found.text) add(element, found.text);
-    epoch = String(found.epoch ?? "");
-    offset = String(found.offset);
-    return found.ended ? "ended" : found.text ? "more" : "nothing";
+    const logs = await answer.json();
+    if (epoch && logs.epoch && String(logs.epoch) !== epoch) add(element, `\n— attempt ${logs.attempt} —\n`);
+    if (logs.text) add(element, logs.text);
+    epoch = String(logs.epoch ?? "");
+    offset = String(logs.offset);
+    return logs.ended ? "ended" : logs.text ? "more" : "nothing";
   };
   element.scrollTop = element.scrollHeight;
   for (;;) {
@@ -120,11 +120,11 @@ const UNITS = [[86_400, "d"], [3600, "h"], [60, "min"], [1, "s"]];
 const ahead = Number(document.body.dataset.now) - Date.now() / 1000;
 
 function agos() {
-  for (const each of document.querySelectorAll("time[data-at]")) {
-    const seconds = Math.max(0, Math.round(Date.now() / 1000 + ahead - Number(each.dataset.at)));
+  for (const time of document.querySelectorAll("time[data-at]")) {
+    const seconds = Math.max(0, Math.round(Date.now() / 1000 + ahead - Number(time.dataset.at)));
     const [size, unit] = UNITS.find(([size]) => seconds >= size) ?? [1, "s"];
     const text = `${Math.floor(seconds / size)} ${unit} ago`;
-    if (each.textContent !== text) each.textContent = text;
+    if (time.textContent !== text) time.textContent = text;
   }
 }
 
@@ -140,7 +140,7 @@ function keys() {
       }
     }
     if (event.key !== "j" && event.key !== "k") return;
-    const links = [...document.querySelectorAll(".rollout header")].map((each) => each.querySelector("a")).filter(Boolean);
+    const links = [...document.querySelectorAll(".rollout header")].map((header) => header.querySelector("a")).filter(Boolean);
     const at = links.indexOf(document.activeElement);
     links[Math.max(0, Math.min(links.length - 1, at + (event.key === "j" ? 1 : -1)))]?.focus();
   });

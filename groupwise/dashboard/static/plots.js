@@ -47,8 +47,8 @@ async function fetched(runs, names, stacked, timed, range) {
   const query = new URLSearchParams([...runs.map((run) => ["run", run]), ...names.map((name) => ["name", name]), ...(stacked ? names.map((name) => ["total", name]) : []), ...(timed ? [["times", "yes"]] : []), ["columns", WIDTH], ...near]);
   const answer = await fetch(`${AT}/curves?${query}`, { headers: { Accept: "application/json" } });
   if (!answer.ok) return null;
-  const { runs: found, totals, times } = await answer.json();
-  return Object.fromEntries(Object.entries(found).map(([run, curves]) => [run, { ...curves, [TOTAL]: totals[run], [CLOCK]: times[run] }]));
+  const { runs: curvesOfRuns, totals, times } = await answer.json();
+  return Object.fromEntries(Object.entries(curvesOfRuns).map(([run, curves]) => [run, { ...curves, [TOTAL]: totals[run], [CLOCK]: times[run] }]));
 }
 
 // A curve that is fine within the range and coarse beside it.
@@ -79,8 +79,8 @@ async function coarseAndFine(runs, names, stacked, timed, zoom) {
 
 // The values of another curve at the places of this one.
 function beside(curve, other) {
-  const found = new Map(other.at.map((at, index) => [at, other.mean[index]]));
-  return curve.at.map((at) => found.get(at) ?? null);
+  const meanAt = new Map(other.at.map((at, index) => [at, other.mean[index]]));
+  return curve.at.map((at) => meanAt.get(at) ?? null);
 }
 
 const finite = (values) => values.filter((value) => value != null);
@@ -100,7 +100,7 @@ function forward(times) {
 // The steps of the columns within a range of seconds, and of those beside it: a column reaches further than the place that it has.
 function around(clock, [from, to]) {
   const seconds = forward(clock.mean);
-  const [before, after] = [seconds.findLastIndex((each) => each < from), seconds.findIndex((each) => each > to)];
+  const [before, after] = [seconds.findLastIndex((second) => second < from), seconds.findIndex((second) => second > to)];
   return seconds.length ? [clock.first[Math.max(0, before)], clock.last[after < 0 ? seconds.length - 1 : after]] : null;
 }
 
@@ -114,7 +114,7 @@ function overTime(clocks, stacked) {
     if (clocks.length === 1) placesOf(curve, stacked).forEach((step, index) => stepAt.set(places[index], step));
     return places;
   };
-  return { x, unit, timed: true, stepAt, place, zoomed: (range) => range.map((each) => each * unit), over: `time in ${x}` };
+  return { x, unit, timed: true, stepAt, place, zoomed: (range) => range.map((end) => end * unit), over: `time in ${x}` };
 }
 
 function overSteps(stacked) {
@@ -130,7 +130,7 @@ function placesOf(curve, stacked) {
 function told(label, curve) {
   const values = finite(curve.mean);
   if (!values.length) return "";
-  const [low, high] = [finite(curve.low), finite(curve.high)].map((each) => (each.length ? each : values));
+  const [low, high] = [finite(curve.low), finite(curve.high)].map((bound) => (bound.length ? bound : values));
   const least = low.reduce((a, b) => Math.min(a, b));
   const most = high.reduce((a, b) => Math.max(a, b));
   const lost = lostIn(curve) ? `, ${lostIn(curve)} steps without a finite number` : "";
@@ -146,18 +146,18 @@ function pieces(curve, spread, thinned, ink, label, { many, shaded, nth }) {
   const main = { label, stroke: ink, width: 1.8, dash: dash(nth), points: { show: alone } };
   const edge = { points: { show: false }, class: many ? "edge-of-many" : "edge" };
   const bare = { ...edge, stroke: "transparent", width: 0 };
-  const found = [{ ...main, values: curve.mean }];
+  const lines = [{ ...main, values: curve.mean }];
   if (spread) {
     const by = beside(curve, spread);
     const far = (sign) => curve.mean.map((value, at) => (value == null || by[at] == null ? null : value + sign * by[at]));
-    found.push({ ...bare, label: "− spread", values: far(-1), deep: true }, { ...bare, label: "+ spread", values: far(1), fill: faded(ink, 16) });
+    lines.push({ ...bare, label: "− spread", values: far(-1), deep: true }, { ...bare, label: "+ spread", values: far(1), fill: faded(ink, 16) });
   }
   if (thinned) {
     const line = shaded && !spread ? bare : { ...edge, stroke: faded(ink, 55), width: 0.7, dash: dash(nth) };
     const fill = shaded ? faded(ink, spread ? 7 : 16) : undefined;
-    found.push({ ...line, label: "lowest", values: curve.low }, { ...line, label: "highest", values: curve.high, fill });
+    lines.push({ ...line, label: "lowest", values: curve.low }, { ...line, label: "highest", values: curve.high, fill });
   }
-  return found;
+  return lines;
 }
 
 // The parts of a stack are means where steps share a column; a line of its own says how high it was at most.
@@ -166,14 +166,14 @@ function summit(total, places, label) {
   return [{ ...line, label, at: places, values: total.high }];
 }
 
-const isThinned = (curve) => curve.first.some((each, index) => each !== curve.last[index]);
+const isThinned = (curve) => curve.first.some((value, index) => value !== curve.last[index]);
 const isEmpty = (curve) => curve.high.every((value) => !value);
 
 // A curve with all that is drawn of it.
 function linesOf({ fine, coarse, spread, rank, label, places }, stacked, many, shaded) {
   const made = pieces(fine, spread, isThinned(coarse) && !stacked, colour(rank), label, { many, shaded, nth: rank });
   const hides = stacked && isEmpty(coarse) ? { width: 0 } : {}; // a layer of nothing would cover the line below it
-  return made.map((each) => ({ ...each, ...hides, at: places }));
+  return made.map((line) => ({ ...line, ...hides, at: places }));
 }
 
 // The curves of a plot that there are: one for each of its lines, of each run.
@@ -189,7 +189,7 @@ function curvesIn(plot, runs, labels, whole, fine) {
       spread: spread && fine[run][spread],
     })),
   );
-  return all.filter((each) => each.fine?.at.length);
+  return all.filter((curve) => curve.fine?.at.length);
 }
 
 async function curvesOf(element, timed, zoom) {
@@ -198,23 +198,23 @@ async function curvesOf(element, timed, zoom) {
   const [whole, fine] = await coarseAndFine(runs, names, plot.stacked, timed, zoom).catch(() => []);
   if (!whole) return null; // the server is away
   const axis = timed ? overTime(runs.map((run) => fine[run][CLOCK]), plot.stacked) : overSteps(plot.stacked);
-  const found = curvesIn(plot, runs, labels, whole, fine).map((each) => ({ ...each, places: axis.place(each.nth, each.fine) }));
+  const curves = curvesIn(plot, runs, labels, whole, fine).map((curve) => ({ ...curve, places: axis.place(curve.nth, curve.fine) }));
   const [many, shaded] = [runs.length > 1, runs.length < SHADED];
-  const lines = found.map((each) => linesOf(each, plot.stacked, many, shaded));
-  if (plot.stacked && found.some(({ coarse }) => isThinned(coarse))) {
+  const lines = curves.map((curve) => linesOf(curve, plot.stacked, many, shaded));
+  if (plot.stacked && curves.some(({ coarse }) => isThinned(coarse))) {
     const total = fine[runs[0]][TOTAL];
     lines.push(summit(total, axis.place(0, total), "highest of all"));
   }
   return {
     ...axis,
     lines,
-    words: found.map(({ label, coarse }) => told(label, coarse)),
+    words: curves.map(({ label, coarse }) => told(label, coarse)),
     lost: {
-      steps: found.reduce((sum, { coarse }) => sum + lostIn(coarse), 0),
-      at: found.flatMap(({ places, fine: { lost } }) => places.filter((_, index) => lost?.[index])),
+      steps: curves.reduce((sum, { coarse }) => sum + lostIn(coarse), 0),
+      at: curves.flatMap(({ places, fine: { lost } }) => places.filter((_, index) => lost?.[index])),
     },
     stacked: plot.stacked,
-    coarse: found.some(({ coarse }) => coarse.at.some((at, index) => at !== coarse.first[index] || at !== coarse.last[index])),
+    coarse: curves.some(({ coarse }) => coarse.at.some((at, index) => at !== coarse.first[index] || at !== coarse.last[index])),
     many,
   };
 }
@@ -317,7 +317,7 @@ function logarithmicTicks(low, high, step) {
   const width = Math.log10(high / low);
   const between = width <= 1 ? [1, 2, 3, 5, 7] : width <= 2 ? [1, 2, 5] : [1];
   const decades = [...Array(end - begin + 1).keys()].map((at) => begin + at).filter((power) => power % Math.ceil(width / 6) === 0);
-  return decades.flatMap((power) => between.map((each) => Number(`${each}e${power}`))).filter((tick) => tick >= low && tick <= high);
+  return decades.flatMap((power) => between.map((digit) => Number(`${digit}e${power}`))).filter((tick) => tick >= low && tick <= high);
 }
 
 function logarithmicLabels(low, high, ticks, step) {
@@ -347,7 +347,7 @@ function widthOf(made, texts, index, cycle) {
 
 function axes({ log, timed }) {
   const line = { stroke: style("--dim"), grid: { stroke: style("--line"), width: 1 }, ticks: { stroke: style("--line"), width: 1 } };
-  const whole = [1, 2, 5].flatMap((each) => [...Array(7).keys()].map((power) => each * 10 ** power)).sort((a, b) => a - b);
+  const whole = [1, 2, 5].flatMap((digit) => [...Array(7).keys()].map((power) => digit * 10 ** power)).sort((a, b) => a - b);
   const y = { ...line, size: widthOf };
   const even = { values: (_, ticks, __, ___, step) => labels(ticks, step) };
   const uneven = {
@@ -396,7 +396,7 @@ function areas({ lines, stacked }) {
 }
 
 function make(element, shape, state) {
-  const hidden = new Set(state.made?.series.filter((each) => !each.show).map((each) => each.label));
+  const hidden = new Set(state.made?.series.filter((line) => !line.show).map((line) => line.label));
   state.made?.destroy();
   element.replaceChildren();
   const value = (_, __, series, at) => short(at == null ? null : state.raw[series][at], state.digits[series]);
@@ -542,7 +542,7 @@ function carry(state, { timed, unit }) {
   const before = state.shape;
   if (!before) return;
   if (before.timed !== timed) Object.assign(state, { range: null, zoom: null });
-  else if (state.range) state.range = state.range.map((each) => (each * before.unit) / unit);
+  else if (state.range) state.range = state.range.map((end) => (end * before.unit) / unit);
 }
 
 function none(element, text) {
