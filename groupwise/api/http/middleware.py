@@ -28,7 +28,6 @@ from groupwise.api.http.route import Route
 from groupwise.api.http.shared_state import SCOPE, Facts, Shared, facts_of
 from groupwise.api.schemas.keys import Caller, Role
 from groupwise.api.schemas.problems import MEDIA_TYPE, FieldError, Refusal
-from groupwise.core.plugins import printable
 
 logger = logging.getLogger(__name__)
 
@@ -211,16 +210,6 @@ class BodyMiddleware:
         if route is not None and route.takes_body:
             shared = self._shared
             bodies = shared.bodies if route.takes_bytes else shared.json_bodies
-            encoding = headers.get("content-encoding", "identity").strip().lower()
-            if encoding != "identity":
-                message = (
-                    f"is {printable(encoding)[:50]!r}, but bodies are read as they are; send the body without compression, and without "
-                    "this header"
-                )
-                field_error = FieldError(field="Content-Encoding", message=message)
-                raise Refusal(
-                    "unsupported_media_type", f"Content-Encoding {message}.", errors=(field_error,)
-                )
             body = await bodies.read(headers, receive)
             kind = headers.get("content-type", "").partition(";")[0].strip().lower()
             is_json = kind == "application/json" or (

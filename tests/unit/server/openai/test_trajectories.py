@@ -211,12 +211,15 @@ async def test_a_first_call_that_fails_leaves_nothing(tmp_path) -> None:
         served,
         client,
     ):
-        body = {"model": "latest", "messages": [{"role": "user", "content": "a" * 5000}],
-                "store": True, "metadata": {"trajectory": "t-1", "group": "s"}}  # fmt: skip
-        for _ in range(2):
-            error = await client.refused(400, "/v1/chat/completions", body)
-            assert error["code"] == "prompt_too_long"
-        assert await counts(served) == {"given_up": 2}
+        body = {"model": "latest", "messages": [USER], "store": True,
+                "metadata": {"trajectory": "t-1", "group": "s"}}  # fmt: skip
+        long = {**body, "messages": [{"role": "user", "content": "a" * 5000}]}
+        error = await client.refused(400, "/v1/chat/completions", long)
+        assert error["code"] == "prompt_too_long"
+        assert await counts(served) == {}, "the engine was not asked"
+        for failures in (1, 2):
+            await client.refused(400, "/v1/chat/completions", {**body, "max_tokens": 9999})
+            assert await counts(served) == {"given_up": failures}
         await turn(client, "t-1")
         assert await counts(served) == {"given_up": 2, "open": 1}
 
