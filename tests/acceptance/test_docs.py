@@ -266,7 +266,7 @@ def run(
         if words[:2] == ["groupwise", "web"]:
             look_at(words[2:])
             return
-        if words[0] == "python":
+        if words[0] == "python" and words[1:3] != ["-m", "zipfile"]:
             subprocess.run([sys.executable, *words[1:]], check=True, stdout=subprocess.PIPE)
             return
         if words[0] == "groupwise-train-grpo":
@@ -443,6 +443,11 @@ def known(words: list[str]) -> bool:
             given = [word for word in rest if "=" not in word]
             return bool(given) and set(given) <= set(verbs) and variables_known(rest)
         case [".", ".venv/bin/activate"] | ["export", _]:
+            return True
+        case ["curl", *_, url, "-o", _] if url.startswith("$TINKER_BASE_URL"):
+            route = url.removeprefix("$TINKER_BASE_URL/api/v1").partition("?")[0]
+            return f'"{route}"' in (ROOT / "groupwise/server/tinker/routes.py").read_text()
+        case ["python", "-m", "zipfile", "-e", *_]:
             return True
         case ["docker" | "sudo" | "systemctl" | "journalctl", *rest]:
             return all((ROOT / word).exists() for word in rest if word.startswith("deploy/"))

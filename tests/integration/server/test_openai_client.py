@@ -182,6 +182,32 @@ def test_responses_with_a_tool(client, writes):
     assert gone.value.code == "unknown_response"
 
 
+def test_trajectories_of_an_agent(server, client) -> None:
+    def call(trajectory: str, messages: Any, on: openai.OpenAI = client, **more: Any) -> Any:
+        metadata = {"trajectory": trajectory, "group": "played", "size": "2"}
+        return on.chat.completions.create(
+            model="latest", messages=messages, store=True, metadata=metadata, **more
+        )
+
+    ids: list[list[str]] = []
+    for name in ("*", "t-2"):
+        first = call(name, CHAT)
+        answer = {"role": "assistant", "content": first.choices[0].message.content}
+        with call(name, [*CHAT, answer, *CHAT], stream=True) as stream:
+            pieces = list(stream)
+        ids.append([first.id, pieces[-1].id])
+    server.post("/rewards", {"completion_ids": ids[0], "reward": 1.0})
+    trained = server.post("/rewards", {"trajectory": "t-2", "reward": 0.0, "wait": True})
+    assert trained["status"] == "trained"
+
+    headers = {f"X-Groupwise-{key}": value for key, value in
+               (("Store", "true"), ("Trajectory", "t-3"), ("Group", "played"))}  # fmt: skip
+    with server.client(default_headers=headers) as plain:  # of a framework that hides its calls
+        said = plain.chat.completions.create(model="latest", messages=CHAT)
+    closed = server.post("/trajectories/close", {"group": "played"})
+    assert closed["given_up"] == [said.model_extra["group_id"]]
+
+
 def test_errors_are_the_clients_own_and_a_full_room_is_tried_again(server, client):
     chat = client.chat.completions.create
     with pytest.raises(openai.NotFoundError, match="latest") as missing:
@@ -331,32 +357,6 @@ async def _ask_about_tokens(client: openai.AsyncOpenAI, tokenizer: Any, letter: 
     with pytest.raises(openai.BadRequestError, match="response_format") as refused:
         await chat(response_format=form, store=True)
     assert refused.value.param == "response_format"
-
-
-def test_trajectories_of_an_agent(server, client) -> None:
-    def call(trajectory: str, messages: Any, on: openai.OpenAI = client, **more: Any) -> Any:
-        metadata = {"trajectory": trajectory, "group": "played", "size": "2"}
-        return on.chat.completions.create(
-            model="latest", messages=messages, store=True, metadata=metadata, **more
-        )
-
-    ids: list[list[str]] = []
-    for name in ("*", "t-2"):
-        first = call(name, CHAT)
-        answer = {"role": "assistant", "content": first.choices[0].message.content}
-        with call(name, [*CHAT, answer, *CHAT], stream=True) as stream:
-            pieces = list(stream)
-        ids.append([first.id, pieces[-1].id])
-    server.post("/rewards", {"completion_ids": ids[0], "reward": 1.0})
-    trained = server.post("/rewards", {"trajectory": "t-2", "reward": 0.0, "wait": True})
-    assert trained["status"] == "trained"
-
-    headers = {f"X-Groupwise-{key}": value for key, value in
-               (("Store", "true"), ("Trajectory", "t-3"), ("Group", "played"))}  # fmt: skip
-    with server.client(default_headers=headers) as plain:  # of a framework that hides its calls
-        said = plain.chat.completions.create(model="latest", messages=CHAT)
-    closed = server.post("/trajectories/close", {"group": "played"})
-    assert closed["given_up"] == [said.model_extra["group_id"]]
 
 
 async def test_templates_without_tools_are_told_of_them(tmp_path):

@@ -370,7 +370,7 @@ async def test_bodies_are_plain_or_gzip_and_names_of_other_servers_are_told() ->
             headers = {"Content-Type": "application/json", "Content-Encoding": encoding}
             answer = await client.post("/completions", content=content, headers=headers)
             assert answer.status_code == (415 if encoding == "br" else 200), encoding
-        assert "compressed by gzip" in answer.json()["detail"]
+            assert answer.is_success or "compressed by gzip" in answer.json()["detail"]
         answer = await client.post("/completions", json={"prompt": "a", "max_tokens": 5})
         assert answer.status_code == 422
         assert "max_completion_length" in answer.json()["detail"]
