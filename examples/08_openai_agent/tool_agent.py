@@ -21,12 +21,11 @@ import openai
 from groupwise import GroupwiseError, TrainingClient
 
 URL = os.environ.get("GROUPWISE_URL", "http://127.0.0.1:8000")
-STEPS, QUESTIONS, ATTEMPTS = 20, 4, 8
+STEPS, QUESTIONS, ATTEMPTS = 15, 4, 8
 """Steps of the training, questions of a step, and attempts at each question, which are compared with each other."""
 TURNS, LENGTH = 2, 40
 """Calls of the model in an attempt, and tokens of a call."""
 LEARNING_RATE = 3e-4
-"""Of the first step; it falls to 0 in a straight line."""
 DEMONSTRATED = ["chair", "apple"]
 TRAINING = (
     "pear pen book cup hat bell rope kettle spoon map candle shoe coat ring drum vase clock brush"
@@ -143,7 +142,7 @@ def main():
             learning_rate=LEARNING_RATE,
             max_steps=arguments.steps + 1,  # after its last step a run answers no more
             staleness=0,
-            training={"seed": arguments.seed},
+            training={"seed": arguments.seed, "lr_scheduler_type": "constant"},
         )
         try:
             print(f"held-out items before  reward {held_out_reward(client):.2f}", flush=True)
