@@ -21,7 +21,7 @@ import openai
 from groupwise import GroupwiseError, TrainingClient
 
 URL = os.environ.get("GROUPWISE_URL", "http://127.0.0.1:8000")
-STEPS, QUESTIONS, ATTEMPTS = 15, 4, 8
+STEPS, QUESTIONS, ATTEMPTS = 25, 4, 8
 """Steps of the training, questions of a step, and attempts at each question, which are compared with each other."""
 TURNS, LENGTH = 2, 40
 """Calls of the model in an attempt, and tokens of a call."""
