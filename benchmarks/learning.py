@@ -92,9 +92,9 @@ class Study:
                 f"of the last {WINDOW} {spread(ends)}   {seconds:.2f} s for a step"
             )
 
-    def draw(self, name: str) -> None:
-        """Pictures of the reward against steps and against seconds, in `docs/images`."""
-        for label in ("step", "seconds"):
+    def draw(self, name: str, labels: Sequence[str] = ("step", "seconds")) -> None:
+        """Pictures of the reward against these, in `docs/images`."""
+        for label in labels:
             series = [
                 each for side, runs in self.curves.items() for each in _drawn(side, runs, label)
             ]

@@ -74,7 +74,7 @@ def overhead(pairs: int) -> dict[str, Any]:
         folder = Path(name)
         file = folder / "prompts.json"
         file.write_text(json.dumps(_prompts(pairs + WARM_UP)))
-        with _loop(folder, file, pairs + WARM_UP) as loop, _server(folder) as url:
+        with _loop(folder, file, pairs + WARM_UP) as loop, running_server(folder) as url:
             through_http = _Http(url, json.loads(file.read_text()), pairs + WARM_UP)
             both = [(loop.step(), through_http.step(step)) for step in range(pairs + WARM_UP)]
             cpu = through_http.cpu_per_step()
@@ -101,7 +101,7 @@ def elsewhere(pairs: int) -> dict[str, Any]:
         file = folder / "prompts.json"
         file.write_text(json.dumps(_prompts(steps)))
         with (
-            _server(folder) as url,
+            running_server(folder) as url,
             _loop(folder, file, steps) as alone,
             _loop(folder, file, steps, url) as served,
         ):
@@ -213,7 +213,7 @@ class _Http:
 
 
 @contextmanager
-def _server(folder: Path, *command: str) -> Generator[str]:
+def running_server(folder: Path, *command: str) -> Generator[str]:
     """A server on a free port; its URL."""
     usual = (sys.executable, "-m", "groupwise", "serve", "--output-dir", str(folder / "served"))
     log = folder / "server.log"
@@ -249,7 +249,7 @@ def posts() -> dict[str, Any]:
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as name:  # on a disk: /tmp may be memory
         folder = Path(name)
         fake = (sys.executable, "-m", "benchmarks.serving", "fake-server", str(folder / "served"))
-        with _server(folder, *fake) as url:
+        with running_server(folder, *fake) as url:
             words = [sys.executable, "-m", "benchmarks.serving", "post", url]
             done = subprocess.run(words, check=True, stdout=subprocess.PIPE, text=True)
     found = json.loads(done.stdout)

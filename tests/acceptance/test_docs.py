@@ -267,6 +267,8 @@ def run(
             look_at(words[2:])
             return
         if words[0] == "python" and words[1:3] != ["-m", "zipfile"]:
+            if words[1].endswith("/tool_agent.py"):  # else ten minutes
+                words = [*words, "--model", "tiny", "--steps", "1"]
             subprocess.run([sys.executable, *words[1:]], check=True, stdout=subprocess.PIPE)
             return
         if words[0] == "groupwise-train-grpo":

@@ -51,7 +51,7 @@ def written_calls(
             if ways:
                 break
             candidate, probe = (
-                [_calls_as_text(message) for message in group] for group in (candidate, probe)
+                [calls_as_text(message) for message in group] for group in (candidate, probe)
             )
         try:
             rendered = tokenizer.apply_chat_template(
@@ -73,7 +73,7 @@ def written_calls(
     return ways[0]
 
 
-def _calls_as_text(message: Message) -> Message:
+def calls_as_text(message: Message) -> Message:
     """The message with its calls written as text in its content."""
     calls = message.get("tool_calls")
     if not calls:

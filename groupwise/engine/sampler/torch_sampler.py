@@ -1,7 +1,8 @@
 """The default sampler: continuous batching of rows, in this process.
 
-The driver computes a group's prompt once, starts a row for each member while there is room, and then advances all rows by one token at a
-time. A finished row makes room at once. The driver yields to the event loop after every token, so scoring and cancelling continue.
+The driver computes a prompt once for its group, and for other groups with the same prompt that are in progress, starts a row for each
+member while there is room, and then advances all rows by one token at a time. A finished row makes room at once. The driver yields to
+the event loop after every token, so scoring and cancelling continue.
 
 An engine computes the rows (`groupwise.engine.sampler.engine`): a native one if the model is of a known family (one for CPUs, one for
 GPUs), otherwise one over transformers. A member's draw depends only on its seed and its own group.
@@ -116,13 +117,21 @@ class TorchSampler(QueuedSampler):
                 self._waiting.popleft()
 
     def _start_members(self, members: list[Member]) -> None:
-        """Draw the first tokens of all these members at once. A member gets a row unless that token already ends it."""
-        tickets = [
-            *dict.fromkeys(member.ticket for member in members if member.ticket.prompt is None)
-        ]
-        new_prompts = self._engine.prefill_all([ticket.request.prompt_ids for ticket in tickets])
-        for ticket, prompt in zip(tickets, new_prompts, strict=True):
-            ticket.prompt = prompt
+        """Draw the first tokens of all these members at once. A member gets a row unless that token already ends it.
+
+        Groups in progress with the same prompt share it: an agent's trajectories begin with the same prompt, each in its own request.
+        """
+        computed = {
+            member.ticket.request.prompt_ids: member.ticket.prompt
+            for member in self._members.values()
+            if member.ticket.prompt is not None
+        }
+        tickets = [member.ticket for member in members if member.ticket.prompt is None]
+        missing = dict.fromkeys(ticket.request.prompt_ids for ticket in tickets)
+        missing = [ids for ids in missing if ids not in computed]
+        computed.update(zip(missing, self._engine.prefill_all(missing), strict=True))
+        for ticket in tickets:
+            ticket.prompt = computed[ticket.request.prompt_ids]
         prompts = [member.ticket.prompt for member in members]
         self._draw_tokens(
             members, torch.stack([prompt.logits_V for prompt in prompts if prompt is not None])

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from groupwise.core.types import Message, Prompt, Rollout, Segment
+from groupwise.engine.models.tool_calls import calls_as_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +91,8 @@ def _messages(turns: Sequence[Turn]) -> tuple[Message, ...] | None:
 
 
 def _text(turns: Sequence[Turn], messages: Sequence[Message] | None) -> str:
-    """The conversation for readers; without messages, the completions alone."""
+    """The conversation for readers, with calls of tools as text; without messages, the completions alone."""
     if messages is None:
         return "\n\n".join(turn.rollout.completion for turn in turns)
+    messages = [calls_as_text(message) for message in messages]
     return "\n\n".join(f"{message['role']}: {message.get('content') or ''}" for message in messages)

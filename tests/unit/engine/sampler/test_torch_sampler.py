@@ -29,6 +29,7 @@ from groupwise.engine.models.native.weights import NativeModel
 from groupwise.engine.models.tiny import tiny_model, tiny_tokenizer
 from groupwise.engine.sampler import queued
 from groupwise.engine.sampler.draw import draw_tokens
+from groupwise.engine.sampler.native.engine import NativeEngine
 from tests.unit.engine.models.native.families import SMALL, made
 
 TOKENIZER: Any = tiny_tokenizer()
@@ -114,6 +115,25 @@ async def test_neither_order_nor_mates_nor_slots_change_a_bit(engine, make_sampl
     others = [request(90 + index, 2, "noise " * 2, max_tokens=9) for index in range(3)]
     together = await asyncio.gather(*map(sampler.generate, [*others, *MIXED, *others]))
     assert list(together[3:-3]) == alone
+
+
+async def test_a_prompt_is_computed_once_for_all_groups_in_progress(make_sampler, monkeypatch):
+    sampler = make_sampler()
+    orders = [request(draw, 2, "sort these", max_tokens=30) for draw in range(3)]
+    alone = [await sampler.generate(order) for order in orders]
+    computed: list[tuple[int, ...]] = []
+    prefill = NativeEngine.prefill
+    monkeypatch.setattr(
+        NativeEngine, "prefill", lambda engine, ids: computed.append(ids) or prefill(engine, ids)
+    )
+    first_two = asyncio.gather(*map(sampler.generate, orders[:2]))
+    while not any(sampler.so_far(0)):  # noqa: ASYNC110 — it yields after every token
+        await asyncio.sleep(0)
+    last = await sampler.generate(orders[2])
+    assert [*await first_two, last] == alone
+    assert computed == [orders[0].prompt_ids]
+    await sampler.generate(orders[0])
+    assert len(computed) == 2, "nobody was using it any more"
 
 
 # Against transformers

@@ -87,3 +87,16 @@ def test_readers_see_the_conversation(finish) -> None:
 def test_one_turn_is_a_plain_rollout() -> None:
     rollout = join_turns(0, 1, [turn("a", (1,), (2,))])
     assert (rollout.completion, rollout.messages, rollout.ended_by) == ("said (2,)", None, None)
+
+
+def test_readers_see_which_tool_was_called() -> None:
+    question = {"role": "user", "content": "What does the cup cost?"}
+    call = {"function": {"name": "price", "arguments": {"item": "cup"}}}
+    between = [{"role": "assistant", "tool_calls": [call]}, {"role": "tool", "content": "7"}]
+    rollout = join_turns(
+        4, 2, [turn([question], (1,), (2,)), turn([question, *between], (1, 3, 4), (5,))]
+    )
+    shown = '<tool_call>\n{"name": "price", "arguments": {"item": "cup"}}\n</tool_call>'
+    assert rollout.completion == f"assistant: {shown}\n\ntool: 7\n\nassistant: said (5,)"
+    assert rollout.messages is not None
+    assert rollout.messages[0] == between[0], "the call itself stays what it was"
