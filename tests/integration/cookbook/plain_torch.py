@@ -1,7 +1,6 @@
-"""Training that a server has done, done again by plain torch and PEFT: one datum at a time, as the documentation of the Tinker API has it.
+"""Training that a server has done, done again by plain torch: one datum at a time, as the documentation of the Tinker API has it.
 
-The datums are those that a recipe has sent, as the server's ledger stores them. Each step begins with the weights that the server had then,
-which its folder has as well; so one step's rounding does not add to the next one's.
+The datums are those that a recipe has sent, as the server's ledger stores them; its folder has the weights from which each step began.
 """
 
 from __future__ import annotations
@@ -10,18 +9,18 @@ import json
 import math
 import sqlite3
 import struct
-from collections.abc import Iterator
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
+import torch.nn.functional as F
 from safetensors.torch import load_file
+from torch import nn
 from transformers import AutoModelForCausalLM
 
-from groupwise.engine.models.machine import has_bfloat16
 from groupwise.server.tinker.messages import messages
 
 
@@ -38,71 +37,76 @@ class Datum:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What the server has computed in one step of `importance_sampling`, and what plain torch computes."""
+    """A step of `importance_sampling`, as it was computed by a server, by our learner or by plain torch."""
 
-    datums: tuple[Datum, ...]
-    losses: tuple[float, float]
-    """The server's, and that of plain torch; likewise below."""
-    norms: tuple[float, float]
+    loss: float
+    norm: float
     """Of the gradient."""
-    logprobs: tuple[tuple[float, ...], tuple[float, ...]]
+    logprobs: tuple[float, ...]
     """Of all targets of all datums."""
-    share_of_other_updates: float
-    """The share of weights whose update by Adam differs by more than 5 % of the learning rate."""
+    weights: dict[str, torch.Tensor]
+    """After the update, by their names in the file of an adapter."""
+
+    def share_that_differs(self, other: Step, distance: float) -> float:
+        """The share of weights that lie further apart than `distance`."""
+        assert self.weights.keys() == other.weights.keys()
+        pairs = [(self.weights[key], other.weights[key]) for key in self.weights]
+        differing = sum(int(((one - two).abs() > distance).sum()) for one, two in pairs)
+        return differing / sum(one.numel() for one, _ in pairs)
 
 
-@dataclass(frozen=True, slots=True)
-class Call:
-    """A request in the ledger, and the answer to it."""
+class Lora(nn.Module):
+    """A frozen layer with an adapter: y = x Wᵀ + alpha / r · (x Aᵀ) Bᵀ, rounded to the layer's number format after the sum."""
 
-    kind: str
-    content: bytes
-    answer: bytes
+    def __init__(self, base: nn.Linear, rank: int, alpha: float) -> None:
+        super().__init__()
+        self.base = base
+        self.scaling = alpha / rank
+        self.down = nn.Parameter(torch.zeros(rank, base.in_features))
+        self.up = nn.Parameter(torch.zeros(base.out_features, rank))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        low = F.linear(x, self.down.to(x.dtype))
+        up = (self.scaling * self.up).to(x.dtype)
+        total = F.linear(x.float(), self.base.weight.float()) + F.linear(low.float(), up.float())
+        return total.to(x.dtype)
 
 
-def repeated_steps(model_folder: Path, server_folder: Path) -> Iterator[Step]:
-    """The steps of the model that was made last, each a `forward_backward` and an `optim_step`; `model_folder` has the base."""
-    name, calls, records = _read_ledger(server_folder)
-    saved = server_folder / "verbs" / name.replace(":", "_") / "sampler_weights"
-    dtype = torch.bfloat16 if has_bfloat16("cpu") else torch.float32
-    base = AutoModelForCausalLM.from_pretrained(model_folder, dtype=dtype)
-    model = PeftModel.from_pretrained(base, saved / "_sampler-0", is_trainable=True)
-    weights = [weight for weight in model.parameters() if weight.requires_grad]
-    adam = torch.optim.Adam(weights)
-    forwards = [call for call in calls if call.kind == "forward_backward"]
-    updates = [json.loads(call.content) for call in calls if call.kind == "OptimStep"]
-    assert len(forwards) == len(updates) == len(records)
-    for number, (forward, update, record) in enumerate(
-        zip(forwards, updates, records, strict=True)
-    ):
-        set_peft_model_state_dict(model, _weights(saved / f"_sampler-{number}"))
-        datums = _read_datums(forward.content)
-        adam.zero_grad()
-        loss, logprobs = 0.0, []
+class PlainModel:
+    """A base with an adapter that plain torch trains."""
+
+    def __init__(self, base: Path, adapter: Path, dtype: torch.dtype) -> None:
+        """`adapter`: the folder of a saved one, with which it begins."""
+        self._model = AutoModelForCausalLM.from_pretrained(base, dtype=dtype)
+        self._model.requires_grad_(False)
+        self._weights = _add_adapter(self._model, adapter)
+        self._adam = torch.optim.Adam(self._weights.values())
+        self.load(adapter)
+
+    @torch.no_grad()
+    def load(self, adapter: Path) -> None:
+        """Take the weights of a saved adapter; what Adam has gathered stays."""
+        tensors = saved_weights(adapter)
+        for key, weight in self._weights.items():
+            weight.copy_(tensors[key])
+
+    def step(self, datums: tuple[Datum, ...], params: Mapping[str, float]) -> Step:
+        """One pass over the datums, one by one, and an update with these parameters of Adam."""
+        self._adam.zero_grad()
+        loss, logprobs = 0.0, list[float]()
         for datum in datums:
-            datum_loss, datum_logprobs = importance_sampling(model, datum)
+            datum_loss, datum_logprobs = importance_sampling(self._model, datum)
             datum_loss.backward()
             loss += datum_loss.item()
             logprobs += datum_logprobs.tolist()
-        norm = math.sqrt(sum(float((weight.grad**2).sum()) for weight in weights))
-        params = update["adam_params"]
-        adam.param_groups[0].update(
+        gradients = [weight.grad for weight in self._weights.values() if weight.grad is not None]
+        norm = math.sqrt(sum(float((gradient**2).sum()) for gradient in gradients))
+        self._adam.param_groups[0].update(
             lr=params["learning_rate"], betas=(params["beta1"], params["beta2"]), eps=params["eps"]
         )
-        adam.step()
-        yield Step(
-            datums,
-            (record.loss, loss),
-            (record.norm, norm),
-            (_read_logprobs(forward.answer), tuple(logprobs)),
-            _share_that_differs(
-                get_peft_model_state_dict(model, save_embedding_layers=False),
-                _weights(
-                    saved / (f"_sampler-{number + 1}" if number + 1 < len(updates) else "final")
-                ),
-                0.05 * params["learning_rate"],
-            ),
-        )
+        self._adam.step()
+        weights = {key: weight.detach().clone() for key, weight in self._weights.items()}
+        return Step(loss, norm, tuple(logprobs), weights)
 
 
 def importance_sampling(model: Any, datum: Datum) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,27 +119,44 @@ def importance_sampling(model: Any, datum: Datum) -> tuple[torch.Tensor, torch.T
 
 
 @dataclass(frozen=True, slots=True)
-class _Record:
-    loss: float
-    norm: float
+class Recorded:
+    """A step that a server has done."""
+
+    request: bytes
+    """Of `forward_backward`, as the client sent it."""
+    datums: tuple[Datum, ...]
+    adam: Mapping[str, float]
+    """The parameters of the update."""
+    adapter: Path
+    """The folder with the weights from which it began."""
+    computed: Step
 
 
-def _read_ledger(server_folder: Path) -> tuple[str, list[Call], list[_Record]]:
-    """The name of the model that was made last, its calls in order, and the server's record of its steps."""
+def recorded_steps(server_folder: Path) -> list[Recorded]:
+    """The steps of the model that was made last, each a `forward_backward` and an `optim_step`."""
     with closing(
         sqlite3.connect(f"file:{server_folder / 'server.db'}?mode=ro", uri=True)
     ) as ledger:
         (name,) = ledger.execute(
             "SELECT line FROM verb_calls WHERE kind = 'CreateModel' ORDER BY position DESC LIMIT 1"
         ).fetchone()
-        calls = ledger.execute(
-            "SELECT kind, content, body FROM verb_calls WHERE line = ? ORDER BY sequence", (name,)
-        ).fetchall()
-        steps = ledger.execute(
+        calls = "SELECT content, body FROM verb_calls WHERE line = ? AND kind = ? ORDER BY sequence"
+        passes = ledger.execute(calls, (name, "forward_backward")).fetchall()
+        updates = ledger.execute(calls, (name, "OptimStep")).fetchall()
+        records = ledger.execute(
             "SELECT metrics, grad_norm FROM verb_steps WHERE model = ? ORDER BY step", (name,)
         ).fetchall()
-    records = [_Record(json.loads(metrics)["loss/policy"], norm) for metrics, norm in steps]
-    return name, [Call(*call) for call in calls], records
+    saved = server_folder / "verbs" / name.replace(":", "_") / "sampler_weights"
+    folders = [*(saved / f"_sampler-{number}" for number in range(len(passes))), saved / "final"]
+    steps: list[Recorded] = []
+    for number, ((request, answer), (update, _), (metrics, norm)) in enumerate(
+        zip(passes, updates, records, strict=True)
+    ):
+        after = saved_weights(folders[number + 1])
+        computed = Step(json.loads(metrics)["loss/policy"], norm, _read_logprobs(answer), after)
+        adam = json.loads(update)["adam_params"]
+        steps.append(Recorded(request, _read_datums(request), adam, folders[number], computed))
+    return steps
 
 
 def _read_datums(content: bytes) -> tuple[Datum, ...]:
@@ -166,13 +187,22 @@ def _read_logprobs(answer: bytes) -> tuple[float, ...]:
     return tuple(logprob for (logprob,) in struct.iter_unpack("<f", packed))
 
 
-def _weights(folder: Path) -> dict[str, torch.Tensor]:
+def saved_weights(folder: Path) -> dict[str, torch.Tensor]:
+    """The tensors of an adapter."""
     return load_file(folder / "adapter_model.safetensors")
 
 
-def _share_that_differs(
-    own: dict[str, torch.Tensor], other: dict[str, torch.Tensor], distance: float
-) -> float:
-    assert own.keys() == other.keys()
-    differing = sum(int(((own[key] - other[key]).abs() > distance).sum()) for key in own)
-    return differing / sum(weight.numel() for weight in own.values())
+def _add_adapter(model: nn.Module, folder: Path) -> dict[str, nn.Parameter]:
+    """Put the layers that a saved adapter has into the model; its weights by their names in the file, in order."""
+    config = json.loads((folder / "adapter_config.json").read_text())
+    parameters: dict[str, nn.Parameter] = {}
+    for key in saved_weights(folder):
+        name, _, kind = key.removeprefix("base_model.model.").rpartition(".lora_")
+        parent, _, child = name.rpartition(".")
+        layer = model.get_submodule(name)
+        if isinstance(layer, nn.Linear):
+            layer = Lora(layer, config["r"], config["lora_alpha"])
+            setattr(model.get_submodule(parent), child, layer)
+        assert isinstance(layer, Lora)
+        parameters[key] = layer.down if kind == "A.weight" else layer.up
+    return parameters
