@@ -86,7 +86,7 @@ class PlainModel:
     @torch.no_grad()
     def load(self, adapter: Path) -> None:
         """Take the weights of a saved adapter; what Adam has gathered stays."""
-        tensors = saved_weights(adapter)
+        tensors = read_weights(adapter)
         for key, weight in self._weights.items():
             weight.copy_(tensors[key])
 
@@ -95,7 +95,7 @@ class PlainModel:
         self._adam.zero_grad()
         loss, logprobs = 0.0, list[float]()
         for datum in datums:
-            datum_loss, datum_logprobs = importance_sampling(self._model, datum)
+            datum_loss, datum_logprobs = compute_importance_sampling(self._model, datum)
             datum_loss.backward()
             loss += datum_loss.item()
             logprobs += datum_logprobs.tolist()
@@ -109,7 +109,7 @@ class PlainModel:
         return Step(loss, norm, tuple(logprobs), weights)
 
 
-def importance_sampling(model: Any, datum: Datum) -> tuple[torch.Tensor, torch.Tensor]:
+def compute_importance_sampling(model: Any, datum: Datum) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum of -exp(logprob - sampled logprob) * advantage over the tokens, and the log-probabilities of the targets [N]."""
     logits_NV = model(input_ids=torch.tensor([datum.tokens])).logits[0].float()
     targets_N1 = torch.tensor(datum.targets).unsqueeze(-1)
@@ -119,7 +119,7 @@ def importance_sampling(model: Any, datum: Datum) -> tuple[torch.Tensor, torch.T
 
 
 @dataclass(frozen=True, slots=True)
-class Recorded:
+class RecordedStep:
     """A step that a server has done."""
 
     request: bytes
@@ -129,10 +129,11 @@ class Recorded:
     """The parameters of the update."""
     adapter: Path
     """The folder with the weights from which it began."""
-    computed: Step
+    of_server: Step
+    """What the server computed."""
 
 
-def recorded_steps(server_folder: Path) -> list[Recorded]:
+def read_recorded_steps(server_folder: Path) -> list[RecordedStep]:
     """The steps of the model that was made last, each a `forward_backward` and an `optim_step`."""
     with closing(
         sqlite3.connect(f"file:{server_folder / 'server.db'}?mode=ro", uri=True)
@@ -148,14 +149,14 @@ def recorded_steps(server_folder: Path) -> list[Recorded]:
         ).fetchall()
     saved = server_folder / "verbs" / name.replace(":", "_") / "sampler_weights"
     folders = [*(saved / f"_sampler-{number}" for number in range(len(passes))), saved / "final"]
-    steps: list[Recorded] = []
+    steps: list[RecordedStep] = []
     for number, ((request, answer), (update, _), (metrics, norm)) in enumerate(
         zip(passes, updates, records, strict=True)
     ):
-        after = saved_weights(folders[number + 1])
-        computed = Step(json.loads(metrics)["loss/policy"], norm, _read_logprobs(answer), after)
+        after = read_weights(folders[number + 1])
+        of_server = Step(json.loads(metrics)["loss/policy"], norm, _read_logprobs(answer), after)
         adam = json.loads(update)["adam_params"]
-        steps.append(Recorded(request, _read_datums(request), adam, folders[number], computed))
+        steps.append(RecordedStep(request, _read_datums(request), adam, folders[number], of_server))
     return steps
 
 
@@ -187,7 +188,7 @@ def _read_logprobs(answer: bytes) -> tuple[float, ...]:
     return tuple(logprob for (logprob,) in struct.iter_unpack("<f", packed))
 
 
-def saved_weights(folder: Path) -> dict[str, torch.Tensor]:
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     """The tensors of an adapter."""
     return load_file(folder / "adapter_model.safetensors")
 
@@ -196,7 +197,7 @@ def _add_adapter(model: nn.Module, folder: Path) -> dict[str, nn.Parameter]:
     """Put the layers that a saved adapter has into the model; its weights by their names in the file, in order."""
     config = json.loads((folder / "adapter_config.json").read_text())
     parameters: dict[str, nn.Parameter] = {}
-    for key in saved_weights(folder):
+    for key in read_weights(folder):
         name, _, kind = key.removeprefix("base_model.model.").rpartition(".lora_")
         parent, _, child = name.rpartition(".")
         layer = model.get_submodule(name)

@@ -24,7 +24,7 @@ RELEASE: str = ENVIRONMENTS["RELEASES"]["cookbook"]
 TIMEOUT_S = 900.0
 
 
-def environment(folder: Path, url: str) -> dict[str, str]:
+def make_environment(folder: Path, url: str) -> dict[str, str]:
     """Variables for a process in this workplace that trains against the server at `url`."""
     return {
         **{key: value for key, value in os.environ.items() if not key.startswith("PYTHON")},
@@ -46,9 +46,9 @@ def run_own_tests(folder: Path, url: str, file: str) -> None:
     uv = programs / "uv"
     uv.write_text(f'#!/bin/sh\nshift 2\nexec {PYTHON} "$@"\n')
     uv.chmod(0o755)
-    variables = environment(folder, url)
+    variables = make_environment(folder, url)
     variables["PATH"] = f"{programs}{os.pathsep}{variables['PATH']}"
-    ended = subprocess.run(
+    result = subprocess.run(
         [
             sys.executable,
             "-m",
@@ -66,8 +66,8 @@ def run_own_tests(folder: Path, url: str, file: str) -> None:
         timeout=TIMEOUT_S,
         check=False,
     )
-    assert ended.returncode == 0, f"{file}:\n{ended.stdout[-6000:]}\n{ended.stderr[-2000:]}"
-    assert "skipped" not in ended.stdout, ended.stdout[-2000:]
+    assert result.returncode == 0, f"{file}:\n{result.stdout[-6000:]}\n{result.stderr[-2000:]}"
+    assert "skipped" not in result.stdout, result.stdout[-2000:]
 
 
 class Program:
@@ -92,7 +92,7 @@ class Program:
         self._folder = folder
         usual = [f"{model_option}={MODEL}", *([] if logs else [f"log_path={self.logs}"])]
         self._command = [str(PYTHON), "-m", f"tinker_cookbook.recipes.{recipe}", *usual, *words]
-        self._environment = environment(folder, url)
+        self._environment = make_environment(folder, url)
         self._process: subprocess.Popen[bytes] | None = None
 
     def begin(self) -> None:

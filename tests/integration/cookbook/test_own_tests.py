@@ -19,18 +19,18 @@ from tests.integration.server.server_process import running
 pytestmark = [pytest.mark.soak(suite="cookbook"), pytest.mark.timeout(1200)]
 
 LARGE, SMALL = "Qwen/Qwen3.5-9B-Base", "Qwen/Qwen3.5-4B"
-WRITTEN = Path("/tmp/tinker-smoke-test")
+SMOKE_FOLDER = Path("/tmp/tinker-smoke-test")
 """Where some of these tests have their recipes write."""
 
 
 @pytest.fixture
-def clean() -> Iterator[None]:
-    shutil.rmtree(WRITTEN, ignore_errors=True)
+def empty_smoke_folder() -> Iterator[None]:
+    shutil.rmtree(SMOKE_FOLDER, ignore_errors=True)
     yield
-    shutil.rmtree(WRITTEN, ignore_errors=True)
+    shutil.rmtree(SMOKE_FOLDER, ignore_errors=True)
 
 
-def run(workplace: Path, base: str, file: str) -> None:
+def serve_and_test(workplace: Path, base: str, file: str) -> None:
     """Serve the model as `base`, and run the tests of a file."""
     name = workplace / base
     if not name.exists():
@@ -42,23 +42,23 @@ def run(workplace: Path, base: str, file: str) -> None:
 
 
 @pytest.mark.recipe("tests/recipes/test_recipe_chat_sl.py", "its own tests: trains, and resumes")
-@pytest.mark.usefixtures("clean")
+@pytest.mark.usefixtures("empty_smoke_folder")
 def test_chat_sl(workplace: Path) -> None:
-    run(workplace, LARGE, "test_recipe_chat_sl.py")
+    serve_and_test(workplace, LARGE, "test_recipe_chat_sl.py")
 
 
 @pytest.mark.recipe(
     "tests/recipes/test_recipe_rolling_checkpoints.py",
     "its own tests: rolling, periodic and final checkpoints; resumes from them",
 )
-@pytest.mark.usefixtures("clean")
+@pytest.mark.usefixtures("empty_smoke_folder")
 def test_rolling_checkpoints(workplace: Path) -> None:
-    run(workplace, LARGE, "test_recipe_rolling_checkpoints.py")
+    serve_and_test(workplace, LARGE, "test_recipe_rolling_checkpoints.py")
 
 
 @pytest.mark.recipe("tests/recipes/test_recipe_dpo.py", "its own test: ends well")
 def test_dpo(workplace: Path) -> None:
-    run(workplace, LARGE, "test_recipe_dpo.py")
+    serve_and_test(workplace, LARGE, "test_recipe_dpo.py")
 
 
 @pytest.mark.recipe(
@@ -66,4 +66,4 @@ def test_dpo(workplace: Path) -> None:
     "its own tests: synchronous, asynchronous, and with minibatches that are trained on as they come",
 )
 def test_math_rl(workplace: Path) -> None:
-    run(workplace, SMALL, "test_recipe_math_rl.py")
+    serve_and_test(workplace, SMALL, "test_recipe_math_rl.py")

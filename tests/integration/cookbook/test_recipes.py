@@ -213,7 +213,7 @@ def test_several_turns(workplace: Path, server: Server) -> None:
     turns = program.metric("env/all/turns_per_episode")
     assert min(turns) > 1
     rewards = program.metric("env/all/reward/total")
-    well_formed = [1 + reward / count for reward, count in zip(rewards, turns, strict=True)]
-    assert mean(well_formed[-2:]) > mean(well_formed[:2]) + 0.1, well_formed
+    shares = [1 + reward / count for reward, count in zip(rewards, turns, strict=True)]
+    assert mean(shares[-2:]) > mean(shares[:2]) + 0.1, shares
     assert max(map(abs, program.metric("optim/kl_sample_train_v2"))) < ON_POLICY
     assert program.checkpoints()[-1]["name"] == "final"
