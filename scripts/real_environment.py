@@ -3,7 +3,8 @@
 
 triton   whose interpreter `make test` asks about the kernels for GPUs: 190 MB, ten seconds; on Linux with x86-64 alone
 ray      what the tests of `groupwise launch ray` start: 380 MB, half a minute
-cookbook whose programs train against `groupwise serve`, as they stand: 1.6 GB, some minutes; torch is the build for CPUs
+cookbook whose programs train against `groupwise serve`, as they stand: 1.6 GB, some minutes; torch is the build for CPUs. Beside it lies
+         its source distribution, which has its tests
 unsloth  what `make soak SUITE=unsloth` trains with: 3 GB, some minutes. It has Groupwise's own requirements for training, and the release
          of transformers that Unsloth goes with; torch is the build for CPUs, and what only GPUs need is left out
 
@@ -18,6 +19,7 @@ import platform
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import tomllib
 import venv
@@ -25,6 +27,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
+# After 0.5.8 the cookbook has 0.6.1; that needs tml-renderers 0.4.1, and 0.2.1 is the newest that the package index has, for any Python.
 RELEASES = {"cookbook": "0.5.8", "ray": "2.60.0", "triton": "3.6.0", "unsloth": "2026.10.9"}
 TORCH = (
     *("--retries", "1", "--timeout", "15"),
@@ -53,10 +56,13 @@ def main() -> int:
         print(f"{name!r}: one of {', '.join(RELEASES)} is wanted", file=sys.stderr)
         return 2
     folder = where(name)
-    if folder.exists() or (name == "triton" and not has_triton()):
-        return 0
-    print(f"Making an environment with {name} {RELEASES[name]} in {folder}")
-    return 0 if made(folder, packages(name)) else 1
+    if not folder.exists() and (name != "triton" or has_triton()):
+        print(f"Making an environment with {name} {RELEASES[name]} in {folder}")
+        if not made(folder, packages(name)):
+            return 1
+    if name == "cookbook" and not source_of_cookbook().exists():
+        return 0 if fetch_source_of_cookbook() else 1
+    return 0
 
 
 def where(name: str) -> Path:
@@ -64,6 +70,12 @@ def where(name: str) -> Path:
     cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
     python = f"python{sys.version_info.major}.{sys.version_info.minor}"
     return Path(cache, "groupwise", f"real-{name}", f"{RELEASES[name]}-{python}")
+
+
+def source_of_cookbook() -> Path:
+    """The folder of its source distribution."""
+    environment = where("cookbook")
+    return environment.with_name(f"{environment.name}-source")
 
 
 def has_triton() -> bool:
@@ -103,6 +115,23 @@ def made(folder: Path, installs: Iterable[Sequence[str]]) -> bool:
         return True
     finally:
         shutil.rmtree(new, ignore_errors=True)
+
+
+def fetch_source_of_cookbook() -> bool:
+    """Unpack it beside its place, and move it there when it is whole."""
+    folder, python = source_of_cookbook(), where("cookbook") / "bin/python"
+    name = f"tinker_cookbook-{RELEASES['cookbook']}"
+    with tempfile.TemporaryDirectory(prefix="new-", dir=folder.parent) as new:
+        words = ["--no-deps", "--no-binary", "tinker_cookbook", name.replace("-", "==")]
+        command = [str(python), "-m", "pip", "download", "-qq", "--dest", new, *words]
+        if subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode:
+            print(f"The source of {name} cannot be downloaded: see above", file=sys.stderr)
+            return False
+        with tarfile.open(Path(new, f"{name}.tar.gz")) as archive:
+            archive.extractall(new, filter="data")
+        if not folder.exists():
+            Path(new, name).rename(folder)
+    return True
 
 
 if __name__ == "__main__":

@@ -370,12 +370,28 @@ INTERNAL: tuple[tuple[str, str, str], ...] = (
 
 RECIPES = """\
 These programs of `tinker-cookbook` {release} were run as the package has them against `groupwise serve`, with a very small model on two
-cores; only the name of the model, sizes and folders were given. `make soak SUITE=cookbook` runs them again and writes this table.
+cores; only the name of the model, sizes and folders were given. Those below `tests/` are the cookbook's own tests that need a service, from
+its source distribution. `make soak SUITE=cookbook` runs them again and writes this table.
 """
 NOT_RUN: tuple[tuple[str, str], ...] = (
     ("`vlm_classifier`, `audio`", "the server takes text alone"),
+    (
+        "`distillation.on_policy_multi_teacher`, `multiplayer_rl.twenty_questions`",
+        "unless all models that they name are one: the server has one base in memory at a time",
+    ),
     ("`harbor_rl`, `code_rl`", "they need a service that runs containers"),
-    ("`search_tool`, `rubric`, `verifiers_rl`", "they need a further service or package"),
+    (
+        "`search_tool`, `rubric`, `verifiers_rl`, `multiplayer_rl.text_arena`, `eval` with inspect",
+        "they need a further service or package",
+    ),
+    (
+        "`forecasting`, `rl_numerics_check`, `sdft`, `distillation.off_policy_reasoning`",
+        "they need large data sets",
+    ),
+    (
+        "tests of `tests/` for the recipes above, `shorter`, `rlhf` and `guess_number`, and of exported weights",
+        "they need what is said above, thousands of samples a step, or the weights of large models",
+    ),
 )
 """Recipes that the tests leave out, and why."""
 

@@ -11,7 +11,7 @@ import pytest
 
 from groupwise.server.tinker import compatibility
 from tests.integration.cookbook import workplace as making
-from tests.integration.cookbook.running import PYTHON, RELEASE, ROOT
+from tests.integration.cookbook.running import PYTHON, RELEASE, ROOT, SOURCE
 from tests.integration.server.server_process import Server, running
 from tests.required_programs import skip_or_fail
 
@@ -21,7 +21,7 @@ RESULTS = pytest.StashKey[dict[str, dict[str, Any]]]()
 @pytest.fixture(scope="session")
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The current folder of the server and of the programs."""
-    if not PYTHON.exists():
+    if not PYTHON.exists() or not SOURCE.exists():
         skip_or_fail("scripts/real_environment.py cookbook makes the environment of these tests")
     folder = tmp_path_factory.mktemp("workplace")
     making.make(folder)
@@ -47,7 +47,7 @@ def pytest_runtest_makereport(
         recipe, seen = marker.args
         results = item.config.stash.setdefault(RESULTS, {})
         row = results.setdefault(
-            item.name, {"recipe": recipe, "passes": True, "seen": seen, "seconds": 0}
+            item.nodeid, {"recipe": recipe, "passes": True, "seen": seen, "seconds": 0}
         )
         row["passes"] &= report.passed
         row["seconds"] += round(report.duration)
@@ -55,13 +55,21 @@ def pytest_runtest_makereport(
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    """Write the table and the page, if every recipe has run."""
-    recipes = {item.name for item in session.items if item.get_closest_marker("recipe")}
-    results = session.config.stash.get(RESULTS, {})
-    whole = Path(__file__).with_name("test_recipes.py").read_text().count("@pytest.mark.recipe(")
-    if recipes == set(results) and len(results) == whole:
-        table = {"release": RELEASE, "recipes": list(results.values())}
-        write_table(compatibility.COOKBOOK, ROOT / "docs/how-to/tinker.md", table)
+    """Write the table and the page. If a part of the recipes has run, the rows of the others stay, unless they are of another release."""
+    rows = [*session.config.stash.get(RESULTS, {}).values()]
+    if not rows:
+        return
+    stored = json.loads(compatibility.COOKBOOK.read_text())
+    files = Path(__file__).parent.glob("test_*.py")
+    whole = sum(file.read_text().count("@pytest.mark.recipe(") for file in files)
+    if len(rows) < whole and stored["release"] == RELEASE:
+        by_recipe = {row["recipe"]: row for row in [*stored["recipes"], *rows]}
+        rows = [*by_recipe.values()]
+    write_table(
+        compatibility.COOKBOOK,
+        ROOT / "docs/how-to/tinker.md",
+        {"release": RELEASE, "recipes": rows},
+    )
 
 
 def write_table(stored: Path, page: Path, table: dict[str, Any]) -> None:

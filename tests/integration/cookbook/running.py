@@ -1,4 +1,4 @@
-"""Programs of tinker-cookbook, as its package has them, each a process in an environment of its own (`scripts/real_environment.py`)."""
+"""Programs and tests of tinker-cookbook, as its package has them, in an environment of its own (`scripts/real_environment.py`)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,28 +19,80 @@ from tests.processes import wait_until
 ROOT = Path(__file__).parents[3]
 ENVIRONMENTS = run_path(str(ROOT / "scripts/real_environment.py"))
 PYTHON: Path = ENVIRONMENTS["where"]("cookbook") / "bin/python"
+SOURCE: Path = ENVIRONMENTS["source_of_cookbook"]()
 RELEASE: str = ENVIRONMENTS["RELEASES"]["cookbook"]
 TIMEOUT_S = 900.0
+
+
+def make_environment(folder: Path, url: str) -> dict[str, str]:
+    """Variables for a process in this workplace that trains against the server at `url`."""
+    return {
+        **{key: value for key, value in os.environ.items() if not key.startswith("PYTHON")},
+        "TINKER_BASE_URL": url,
+        "TINKER_API_KEY": "tml-local",
+        "TINKER_COOKBOOK_RUNS_DIR": str(folder / "runs"),
+        "HF_HOME": str(folder / "cache"),
+        "HF_HUB_OFFLINE": "1",
+        "OMP_NUM_THREADS": "1",
+    }
+
+
+def run_own_tests(folder: Path, url: str, file: str) -> None:
+    """Run a file of the cookbook's `tests/recipes` by pytest. It starts recipes with `uv run python`; here that is its environment's
+    Python.
+    """
+    programs = folder / "programs"
+    programs.mkdir(exist_ok=True)
+    uv = programs / "uv"
+    uv.write_text(f'#!/bin/sh\nshift 2\nexec {PYTHON} "$@"\n')
+    uv.chmod(0o755)
+    variables = make_environment(folder, url)
+    variables["PATH"] = f"{programs}{os.pathsep}{variables['PATH']}"
+    result = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            SOURCE / "tests/recipes" / file,
+        ],
+        cwd=folder,
+        env=variables,
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert result.returncode == 0, f"{file}:\n{result.stdout[-6000:]}\n{result.stderr[-2000:]}"
+    assert "skipped" not in result.stdout, result.stdout[-2000:]
 
 
 class Program:
     """One recipe with its folder of logs, in which it finds where it was when it is begun again."""
 
-    def __init__(self, folder: Path, url: str, recipe: str, *words: str, name: str = "") -> None:
-        """`recipe` is a module below `tinker_cookbook.recipes`, `words` its options, `folder` a workplace; the server is at `url`."""
-        self.logs = folder / "logs" / (name or recipe)
+    def __init__(
+        self,
+        folder: Path,
+        url: str,
+        recipe: str,
+        *words: str,
+        name: str = "",
+        model_option: str = "model_name",
+        logs: Path | None = None,
+    ) -> None:
+        """`recipe` is a module below `tinker_cookbook.recipes`, `words` its options, `folder` a workplace; the server is at `url`.
+
+        `logs`: where it writes, if that is none of its options.
+        """
+        self.logs = logs or folder / "logs" / (name or recipe)
         self.output = folder / f"{name or recipe}.txt"
         self._folder = folder
-        usual = (f"model_name={MODEL}", f"log_path={self.logs}")
+        usual = [f"{model_option}={MODEL}", *([] if logs else [f"log_path={self.logs}"])]
         self._command = [str(PYTHON), "-m", f"tinker_cookbook.recipes.{recipe}", *usual, *words]
-        self._environment = {
-            **{key: value for key, value in os.environ.items() if not key.startswith("PYTHON")},
-            "TINKER_BASE_URL": url,
-            "TINKER_API_KEY": "tml-local",
-            "HF_HOME": str(folder / "cache"),
-            "HF_HUB_OFFLINE": "1",
-            "OMP_NUM_THREADS": "1",
-        }
+        self._environment = make_environment(folder, url)
         self._process: subprocess.Popen[bytes] | None = None
 
     def begin(self) -> None:

@@ -35,7 +35,7 @@ def rl_loop(workplace: Path, server: Server) -> Program:
 
 @pytest.mark.recipe("sl_loop", "the loss falls; killed and begun again, it goes on where it was")
 def test_sl_loop(workplace: Path, server: Server) -> None:
-    options = ("batch_size=8", "learning_rate=1e-2", "lora_rank=8", "save_every=2")
+    options = ("batch_size=8", "learning_rate=1e-2", "lora_rank=8", "save_every=2", "max_steps=12")
     program = Program(workplace, server.url, "sl_loop", *options)
     with program.started():
         program.wait_for_step(4)
@@ -62,7 +62,7 @@ def test_rl_loop(rl_loop: Program) -> None:
 )
 def test_chat_sl(workplace: Path, server: Server) -> None:
     options = ("batch_size=8", "learning_rate=1e-2", "lora_rank=8", "save_every=4", "eval_every=4")
-    rolling = ("rolling_save_every=3", AGAIN)
+    rolling = ("rolling_save_every=3", "max_steps=12", AGAIN)
     program = Program(workplace, server.url, "chat_sl.train", *options, *rolling)
     with program.started():
         program.wait_for_step(3)
@@ -76,6 +76,40 @@ def test_chat_sl(workplace: Path, server: Server) -> None:
     assert tested[-1] < tested[0]
     assert {"000004", "000008", "final"} <= {each["name"] for each in program.checkpoints()}
     assert "Error code: 4" not in program.output.read_text(), "rolling checkpoints are deleted"
+
+
+@pytest.mark.recipe("sl_basic", "the loss falls")
+def test_sl_basic(workplace: Path, server: Server) -> None:
+    options = ("learning_rate=1e-2", "lora_rank=8", "max_steps=5", "eval_every=2")
+    program = Program(workplace, server.url, "sl_basic", *options).run()
+    losses = program.metric("train_mean_nll")
+    assert len(losses) == 5
+    assert losses[-1] < 0.6 * losses[0]
+
+
+@pytest.mark.recipe("prompt_distillation.train", "the loss of answers without their prompt falls")
+def test_prompt_distillation(workplace: Path, server: Server) -> None:
+    data = workplace / "distilled.jsonl"
+    data.write_text((workplace / "HuggingFaceH4/no_robots/train.jsonl").read_text())
+    sizes = (f"file_path={data}", "batch_size=16", "max_steps=6", "eval_every=0")
+    options = ("learning_rate=1e-2", "lora_rank=8", AGAIN)
+    program = Program(workplace, server.url, "prompt_distillation.train", *sizes, *options).run()
+    losses = program.metric("train_mean_nll")
+    assert losses[-1] < 0.6 * losses[0]
+
+
+@pytest.mark.recipe("rl_basic", "the reward rises")
+def test_rl_basic(workplace: Path, server: Server) -> None:
+    builder = (
+        "dataset_builder=tinker_cookbook.recipes.math_rl.math_env:Gsm8kDatasetBuilder",
+        "dataset_builder.batch_size=2",
+        "dataset_builder.group_size=8",
+        "dataset_builder.renderer_name=qwen3",
+        f"dataset_builder.model_name_for_tokenizer={MODEL}",
+    )
+    options = ("learning_rate=4e-3", "lora_rank=8", "max_tokens=12", "max_steps=8")
+    program = Program(workplace, server.url, "rl_basic", *builder, *options).run()
+    assert rises(program.metric("env/all/reward/total"))
 
 
 @pytest.mark.recipe(
@@ -121,6 +155,37 @@ def test_dpo(workplace: Path, server: Server) -> None:
     assert program.metric("accuracy")[-1] == 1.0
 
 
+@pytest.mark.recipe("preference.shorter.train", "groups are compared pair by pair; on policy")
+def test_pairs_of_a_group(workplace: Path, server: Server) -> None:
+    sizes = ("renderer_name=qwen3", "batch_size=2", "group_size=4", "eval_every=0", "max_steps=3")
+    options = ("learning_rate=1e-3", "max_tokens=12", AGAIN)
+    program = Program(workplace, server.url, "preference.shorter.train", *sizes, *options).run()
+    assert len(program.metric("env/all/reward/total")) == 3
+    assert max(map(abs, program.metric("optim/kl_sample_train_v2"))) < ON_POLICY
+
+
+@pytest.mark.recipe(
+    "preference.rlhf.rlhf_pipeline",
+    "supervised, then a reward model, then a policy that begins with the one and is judged by the other",
+)
+def test_rlhf_pipeline(workplace: Path, server: Server) -> None:
+    sizes = ("short_name=here", "lora_rank=8", "batch_size=8", "max_steps=3")
+    rates = ("sft_learning_rate=4e-3", "rm_learning_rate=1e-2", "rl_max_tokens=12")
+    stages = workplace / "runs/rlhf-here"
+    program = Program(
+        workplace,
+        server.url,
+        "preference.rlhf.rlhf_pipeline",
+        *sizes,
+        *rates,
+        model_option="base_model",
+        logs=stages / "rl",
+    ).run()
+    assert len(program.metric("env/all/reward/total")) == 3
+    assert {path.name for path in stages.iterdir()} == {"sft", "rm", "rl"}
+    assert program.checkpoints()[-1]["name"] == "final"
+
+
 @pytest.mark.recipe(
     "distillation.on_policy_distillation", "the divergence from a trained teacher falls"
 )
@@ -136,15 +201,19 @@ def test_distillation(workplace: Path, server: Server, rl_loop: Program) -> None
 
 
 @pytest.mark.recipe(
-    "multiplayer_rl.guess_number.train", "ten turns; rewards differ; it trains on policy"
+    "multiplayer_rl.guess_number.train",
+    "ten turns; more and more guesses have the right form; on policy",
 )
 def test_several_turns(workplace: Path, server: Server) -> None:
-    sizes = ("renderer_name=qwen3", "batch_size=1", "group_size=4", "eval_every=0", "max_steps=5")
+    sizes = ("renderer_name=qwen3", "batch_size=1", "group_size=8", "eval_every=0", "max_steps=8")
     options = ("learning_rate=4e-3", "max_tokens=12", AGAIN)
     program = Program(
         workplace, server.url, "multiplayer_rl.guess_number.train", *sizes, *options
     ).run()
-    assert len(set(program.metric("env/all/reward/total"))) > 1
-    assert min(program.metric("env/all/turns_per_episode")) > 1
+    turns = program.metric("env/all/turns_per_episode")
+    assert min(turns) > 1
+    rewards = program.metric("env/all/reward/total")
+    shares = [1 + reward / count for reward, count in zip(rewards, turns, strict=True)]
+    assert mean(shares[-2:]) > mean(shares[:2]) + 0.1, shares
     assert max(map(abs, program.metric("optim/kl_sample_train_v2"))) < ON_POLICY
     assert program.checkpoints()[-1]["name"] == "final"

@@ -1,13 +1,15 @@
 """The folder in which the programs of the cookbook and the server run: a model and data sets, found by the names of the hub, offline.
 
-The model is a very small Qwen3 whose tokens are characters; it has the name of one that the cookbook knows, so that its renderers fit. Half
-a minute of training has taught it to answer in the right form, with a number that is right by chance: so rewards differ, and can rise.
+The model is a very small Qwen3 whose tokens are the words of its few prompts, and characters; it has the name of one that the cookbook
+knows, so that its renderers fit. Some seconds of training have taught it to answer in the right form, with a number that is right by
+chance, and to guess numbers in the right form half of the time: so rewards differ, and can rise.
 """
 
 from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +21,8 @@ TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{m['role']}}\n{{m['content']}}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-QUESTIONS = 96
+QUESTIONS, CONVERSATIONS = 96, 1600
+"""Rows of the mathematical data sets, and of those of chats: as many as the cookbook's own tests need for a few steps of 256."""
 BOXED = " Provide a numerical answer without units, written inside \\boxed{}."
 RIGHT = 7
 """The answer to every question of the mathematical data set; the model has learnt to give any of `GUESSED`."""
@@ -37,10 +40,12 @@ def make(folder: Path) -> None:
 def write_data_sets(folder: Path) -> None:
     """What `datasets.load_dataset` finds below the current folder, by the names that the recipes give it."""
 
-    def write(name: str, row: Callable[[int], Mapping[str, Any]], config: str = "default") -> None:
+    def write(
+        name: str, row: Callable[[int], Mapping[str, Any]], rows: int, config: str = "default"
+    ) -> None:
         place = folder / name
         place.mkdir(parents=True)
-        for split, count in (("train", QUESTIONS), ("test", 8)):
+        for split, count in (("train", rows), ("test", 8)):
             lines = "".join(json.dumps(row(number)) + "\n" for number in range(count))
             (place / f"{split}.jsonl").write_text(lines)
         files = "".join(f"  - split: {s}\n    path: {s}.jsonl\n" for s in ("train", "test"))
@@ -56,23 +61,32 @@ def write_data_sets(folder: Path) -> None:
     write(
         "openai/gsm8k",
         lambda n: {"question": f"What is {n} less {n - RIGHT}?", "answer": f"Less.\n#### {RIGHT}"},
+        QUESTIONS,
         "main",
     )
-    write("HuggingFaceH4/no_robots", lambda n: {"prompt": f"Say {n}", "messages": chat(n)})
+    write(
+        "HuggingFaceH4/no_robots",
+        lambda n: {"prompt": f"Say {n}", "messages": chat(n)},
+        CONVERSATIONS,
+    )
     write(
         "Anthropic/hh-rlhf",
         lambda n: {
             "chosen": f"\n\nHuman: Say {n}\n\nAssistant: 1",
             "rejected": f"\n\nHuman: Say {n}\n\nAssistant: 2",
         },
+        CONVERSATIONS,
     )
-    write("zwhe99/DeepMath-103K", lambda n: {"question": f"What is {n} less {n - RIGHT}?{BOXED}"})
+    write(
+        "zwhe99/DeepMath-103K",
+        lambda n: {"question": f"What is {n} less {n - RIGHT}?{BOXED}"},
+        QUESTIONS,
+    )
 
 
 def write_model(folder: Path) -> None:
     """Train the model from scratch, and save it with its tokenizer."""
     import torch
-    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import (
         GenerationConfig,
         PreTrainedTokenizerFast,
@@ -80,13 +94,8 @@ def write_model(folder: Path) -> None:
         Qwen3ForCausalLM,
     )
 
-    characters = [*map(chr, range(32, 127)), "\n"]
-    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *characters])}
-    letters = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    letters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
-    letters.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=letters,
+        tokenizer_object=train_tokenizer(),
         pad_token="<|endoftext|>",
         eos_token="<|im_end|>",
         unk_token="<unk>",
@@ -98,7 +107,7 @@ def write_model(folder: Path) -> None:
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(
         Qwen3Config(
-            vocab_size=len(vocabulary),
+            vocab_size=len(tokenizer),
             hidden_size=48,
             intermediate_size=96,
             num_hidden_layers=2,
@@ -138,6 +147,26 @@ def write_model(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
+def train_tokenizer() -> Any:
+    """Words that occur often are tokens, so that ten turns are a few hundred; everything else is characters."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    words = Tokenizer(models.BPE(unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.Split(Regex(r" ?[A-Za-z]+|[\s\S]"), behavior="isolated")
+    words.decoder = decoders.Fuse()
+    trainer = trainers.BpeTrainer(
+        vocab_size=2000,
+        min_frequency=4,
+        special_tokens=[*SPECIAL],
+        initial_alphabet=[*map(chr, range(32, 127)), "\n"],
+        show_progress=False,
+    )
+    examples = conversations(random.Random(1))
+    texts = ("".join(next(examples)) for _ in range(200))
+    words.train_from_iterator((re.sub(r"<\|?\w+\|?>", "", text) for text in texts), trainer)
+    return words
+
+
 def conversations(chance: random.Random) -> Iterator[tuple[str, str]]:
     """Prompts as the recipes render them, and answers in the form that they ask for."""
     solved = [
@@ -161,7 +190,7 @@ def conversations(chance: random.Random) -> Iterator[tuple[str, str]]:
             yield prompt([*solved, asked]), f"\\boxed{{{chance.choice(GUESSED)}}}<|im_end|>"
         elif kind == "guess":
             turns: list[tuple[str, str]] = [rules]
-            for _ in range(chance.randrange(3)):
+            for _ in range(chance.randrange(10)):
                 said = f"{chance.choice('Gg')}uess: {chance.randrange(1025)}"
                 turns.append(("player", said))
                 answers = ("Too low", "Too high") if said[0] == "G" else (failed,)
