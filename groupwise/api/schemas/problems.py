@@ -223,7 +223,9 @@ KINDS: Mapping[str, Kind] = {
         413, "The request is too large", "The body has more bytes than the server reads."
     ),
     "unsupported_media_type": Kind(
-        415, "The body is no JSON", "Send `Content-Type: application/json`."
+        415,
+        "The body has another format",
+        "Send `Content-Type: application/json`, as it is or compressed by gzip.",
     ),
     # too much, or not now
     "too_busy": Kind(
