@@ -119,9 +119,12 @@ class Bodies:
             limit.reschedule(now)
 
     def _too_large(self, limit: int) -> Refusal:
-        owner = "max_body_bytes of the server" if limit == self._max_bytes else "what this route takes"
+        owner = (
+            "max_body_bytes of the server" if limit == self._max_bytes else "what this route takes"
+        )
         return Refusal(
-            "too_large", f"The body has more than {limit} bytes, which is {owner}. Send less at once."
+            "too_large",
+            f"The body has more than {limit} bytes, which is {owner}. Send less at once.",
         )
 
 
