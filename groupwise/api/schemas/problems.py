@@ -310,7 +310,8 @@ KINDS: Mapping[str, Kind] = {
     "internal": Kind(
         500,
         "An error of the server",
-        "The request was not answered because of a mistake in the server; its log has the details under the id in X-Request-ID of the answer.",
+        "The request was not answered because of a mistake in the server; its log has the details under the id in X-Request-ID of the "
+        "answer.",
     ),
 }
 """All problems: code -> HTTP status, title, meaning, whether a retry may help."""
