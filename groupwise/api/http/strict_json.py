@@ -20,8 +20,8 @@ from typing import Any
 DEEPEST = 64
 """Maximum nesting of lists and objects; the deepest request has a dozen levels."""
 
-MOST_LISTS, MOST_TEXTS = 500_000, 2_000_000
-"""Limits for a body: its lists and objects together, and its texts."""
+MOST_LISTS, MOST_TEXTS = 300_000, 2_000_000
+"""Limits for a body: its lists and objects together, and its texts. The largest body of rewards has 256 groups of 1024 lists of tokens."""
 MOST_ENTRIES = 4_000_000
 """Limit on the entries of all lists and objects together. They are parsed, and later validated, at one go, which holds up other requests: 4
 million numbers for about a quarter of a second each. Lists of numbers with 8 bytes each reach the limit of the body's bytes first.
@@ -47,8 +47,7 @@ class NotStrict(json.JSONDecodeError):
 def parse(text: bytes) -> Any:
     """The value. Raises NotStrict, whose message repeats nothing of the text."""
     _check_entries(text)
-    check_number(text, MOST_LISTS, MOST_TEXTS)
-    _check_depth(text)
+    check_number(text, MOST_LISTS, MOST_TEXTS, DEEPEST)
     try:
         value = json.loads(
             text.decode("utf-8"),
@@ -76,8 +75,7 @@ def parse(text: bytes) -> Any:
 def parse_inner(text: str) -> Any:
     """The value of JSON inside a text, e.g. the arguments of a tool call: with the same limits, otherwise not strict. Raises NotStrict."""
     encoded = text.encode("utf-8", "surrogatepass")
-    check_number(encoded, MOST_LISTS, MOST_TEXTS)
-    _check_depth(encoded)
+    check_number(encoded, MOST_LISTS, MOST_TEXTS, DEEPEST)
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -91,18 +89,27 @@ async def parse_in_thread(text: bytes) -> Any:
     return await asyncio.to_thread(parse, text) if len(text) > LARGE else parse(text)
 
 
-def check_number(text: bytes, lists: int, texts: int) -> None:
-    """Raises NotStrict if JSON has more lists and objects, or more texts, than allowed; counts them without parsing."""
+def check_number(text: bytes, lists: int, texts: int, deepest: int | None = None) -> None:
+    """Raises NotStrict if JSON has more lists and objects, or more texts, than allowed, or is nested deeper; counts without parsing."""
     if text.count(b'"') > 2 * texts:
         for number, _ in enumerate(_TEXT.finditer(text), 1):
             if number > texts:
                 raise NotStrict(f"there are more than {texts:,} texts in it")
-    if text.count(b"[") + text.count(b"{") > lists:
-        opened = 0
-        for match in _BRACKET_OR_TEXT.finditer(text):
-            opened += match[0] in (b"[", b"{")
+    if text.count(b"[") + text.count(b"{") <= (lists if deepest is None else min(lists, deepest)):
+        return
+    opened = depth = 0
+    for match in _BRACKET_OR_TEXT.finditer(text):
+        first = text[match.start()]
+        if first in b"[{":
+            opened, depth = opened + 1, depth + 1
             if opened > lists:
                 raise NotStrict(f"there are more than {lists:,} lists and objects in it")
+            if deepest is not None and depth > deepest:
+                raise NotStrict(
+                    f"lists and objects are nested more than {deepest} deep", match.start()
+                )
+        elif first in b"]}":
+            depth -= 1
 
 
 def _check_entries(text: bytes) -> None:
@@ -111,23 +118,12 @@ def _check_entries(text: bytes) -> None:
     if commas < MOST_ENTRIES:
         return
     for match in _TEXT.finditer(text):
-        commas -= match[0].count(b",")
+        commas -= text.count(b",", *match.span())
         if commas < MOST_ENTRIES:
             return
     raise NotStrict(
         f"there are more than {MOST_ENTRIES:,} entries in its lists and objects; send them in several requests"
     )
-
-
-def _check_depth(text: bytes) -> None:
-    if text.count(b"[") + text.count(b"{") <= DEEPEST:
-        return
-    depth = 0
-    for match in _BRACKET_OR_TEXT.finditer(text):
-        first = match[0][:1]
-        depth += (first in b"[{") - (first in b"]}")
-        if depth > DEEPEST:
-            raise NotStrict(f"lists and objects are nested more than {DEEPEST} deep", match.start())
 
 
 def finite(text: str) -> float:
