@@ -1,8 +1,8 @@
 """What small requests of one client wait for while another client sends megabytes: `python -m benchmarks.serving --only others`.
 
-One process sends bodies that are as large as the server reads, as fast as it is answered: prompts of 4 MiB, 20 MB of rewards, and others that
-are all keys, lists, brackets or escapes, plain and compressed. Meanwhile each small request is timed, and the computing time of the server's
-process within that time is noted: it is what a waiting request waited for, however busy the machine is.
+One process sends bodies that are as large as the server reads, as fast as it is answered: prompts of 4 MiB, 20 MB of rewards, and others
+that are all keys, lists, brackets or escapes, plain and compressed. Meanwhile each small request is timed, and the computing time of the
+server's process within that time is noted: it is what a request waited for, however busy the machine is.
 """
 
 from __future__ import annotations
@@ -84,8 +84,11 @@ def send_large_bodies(url: str, sent: Any, stop: Event) -> None:
                 return
 
 
-def measure(url: str, pid: int, seconds: float) -> tuple[dict[str, Waits], int]:
-    """The waits of small requests by name, and how many large bodies were sent meanwhile. At least one round of them is."""
+def measure(url: str, pid: int, seconds: float, rounds: int) -> tuple[dict[str, Waits], int]:
+    """The waits of small requests by name, and how many large bodies were sent meanwhile.
+
+    Takes `seconds`, or as long as it takes to send every large body: plain in the first round, compressed in the second, and so on.
+    """
     context = multiprocessing.get_context("spawn")
     stop, sent = context.Event(), context.Value("i", 0)
     sender = context.Process(target=send_large_bodies, args=(url, sent, stop), daemon=True)
@@ -99,7 +102,7 @@ def measure(url: str, pid: int, seconds: float) -> tuple[dict[str, Waits], int]:
         sender.start()
         try:
             end = time.monotonic() + seconds
-            while time.monotonic() < end or sent.value < 2 * len(large_bodies()):
+            while time.monotonic() < end or sent.value < rounds * len(large_bodies()):
                 assert sender.is_alive(), "the sender of large bodies has failed"
                 for name, request in requests.items():
                     _time(request, waits.setdefault(name, Waits()), pid)
