@@ -42,7 +42,9 @@ class _Bomb(httpx2.SyncByteStream, httpx2.AsyncByteStream):
 
 
 @pytest.fixture(params=[200, 400])
-def bomb(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[httpx2.Request], httpx2.Response]]:  # fmt: skip
+def bomb(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[httpx2.Request], httpx2.Response]]:
     stream = _Bomb()
 
     def answer(_: httpx2.Request) -> httpx2.Response:
@@ -86,9 +88,11 @@ async def test_judges_stop_reading(bomb: Callable[[httpx2.Request], httpx2.Respo
 def test_clients_of_a_fleet_stop_reading(
     bomb: Callable[[httpx2.Request], httpx2.Response],
 ) -> None:
-    with FleetClient(HERE, transport=httpx2.MockTransport(bomb)) as client:
-        with pytest.raises(FleetAway, match="more than"):
-            client.show("j-1")
+    with (
+        FleetClient(HERE, transport=httpx2.MockTransport(bomb)) as client,
+        pytest.raises(FleetAway, match="more than"),
+    ):
+        client.show("j-1")
 
 
 def test_a_response_is_the_same_with_its_body_unpacked() -> None:
