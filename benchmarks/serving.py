@@ -8,6 +8,7 @@
    beforehand by a fake engine, and the clients are in another process.
 3. A step of `groupwise rl` with `run.server` beside the same step without it, both in turns: what it costs that sampler and learner are
    in the engine of a server, the new adapter fetched after each step.
+4. How long small requests of one client wait while another client sends megabytes (`small_requests.py`), to a server with `tiny`.
 """
 
 from __future__ import annotations
@@ -22,11 +23,13 @@ import tempfile
 import time
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks import small_requests
 from benchmarks.step import RESULTS, machine, slug, spread
 from benchmarks.work import ALPHA, LEARNING_RATE, MODEL, RANK, W1, prompts
 from groupwise.api.client import AsyncTrainingClient, TrainingClient, rewards_for
@@ -37,6 +40,7 @@ WARM_UP = 2
 """Pairs that are not counted: the first steps compile and fill caches."""
 PROMPTS = "BENCHMARK_PROMPTS"
 """The variable with the file of all prompts, a list for each step."""
+SECONDS_OF_OTHERS = 60.0
 GROUPS, POSTERS, AT_ONCE = 6000, 64, 200
 """Groups that are rewarded, posts at once, groups served at once."""
 MEMBERS = 8
@@ -48,7 +52,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--pairs", type=int, default=12)
     parser.add_argument("--store", action="store_true", help="keep the result")
-    parser.add_argument("--only", choices=("overhead", "posts", "elsewhere"))
+    parser.add_argument("--only", choices=("overhead", "posts", "elsewhere", "others"))
     given = parser.parse_args()
     described = machine()
     found: dict[str, Any] = {"machine": described}
@@ -58,6 +62,8 @@ def main() -> None:
         found["elsewhere"] = elsewhere(given.pairs)
     if given.only in (None, "posts"):
         found["posts"] = posts()
+    if given.only in (None, "others"):
+        found["others"] = others()
     if given.store:
         file = RESULTS / f"serving-{slug(described)}.json"
         stored = json.loads(file.read_text()) if file.exists() else {}
@@ -215,6 +221,13 @@ class _Http:
 @contextmanager
 def running_server(folder: Path, *command: str) -> Generator[str]:
     """A server on a free port; its URL."""
+    with _server_process(folder, *command) as (url, _):
+        yield url
+
+
+@contextmanager
+def _server_process(folder: Path, *command: str) -> Generator[tuple[str, int]]:
+    """A server on a free port; its URL and process id."""
     usual = (sys.executable, "-m", "groupwise", "serve", "--output-dir", str(folder / "served"))
     log = folder / "server.log"
     with log.open("wb") as out:
@@ -224,7 +237,7 @@ def running_server(folder: Path, *command: str) -> Generator[str]:
             stderr=subprocess.STDOUT,
         )
     try:
-        yield _address(log, process)
+        yield _address(log, process), process.pid
     finally:
         process.kill()
         process.wait()
@@ -257,6 +270,22 @@ def posts() -> dict[str, Any]:
         f"rewards of {GROUPS} groups, {POSTERS} posts at once: {found['per_second']:.0f} a second"
     )
     return found
+
+
+# --- small requests beside large ones ------------------------------------------------------------------
+
+
+def others() -> dict[str, Any]:
+    """The longest wait of each kind of small request, in seconds, while another client sends large bodies."""
+    with tempfile.TemporaryDirectory() as name, _server_process(Path(name)) as (url, pid):
+        waits, sent = small_requests.measure(url, pid, SECONDS_OF_OTHERS, rounds=4)
+    print(f"while another client sends {sent} large bodies, at most:")
+    for request, wait in waits.items():
+        print(
+            f"{request:27} {wait.seconds:.3f} s, of which the server computed {wait.computing:.3f} s "
+            f"(of {wait.requests} requests)"
+        )
+    return {"large_bodies": sent} | {request: asdict(wait) for request, wait in waits.items()}
 
 
 async def _post(url: str) -> dict[str, Any]:

@@ -51,9 +51,11 @@ class AccessControl:
         clock: Callable[[], float] = time.time,
         *,
         allow_actions: bool = False,
+        count: Callable[[str], None] = lambda key_id: None,
     ) -> None:
-        """`allow_actions`: True if the dashboard may change anything."""
+        """`allow_actions`: True if the dashboard may change anything. `count` counts a request of a key; raises `rate_limited`."""
         self._keys, self._clock, self._allow_actions = keys, clock, allow_actions
+        self._count = count
         self._form_token = secrets.token_hex(32)
         self._attempts = TokenBuckets(TRIES_PER_SECOND, TRIES_AT_ONCE)
         self._signed_out: dict[str, None] = {}
@@ -64,13 +66,20 @@ class AccessControl:
         return self._keys is None
 
     def visitor(self, headers: Mapping[str, str], cookie: str | None) -> Visitor | None:
-        """The sender of a request; None if unknown. Raises `unauthorised` for a wrong key, `forbidden` for another site."""
+        """The sender of a request, which is counted; None if unknown.
+
+        Raises `unauthorised` for a wrong key, `forbidden` for another site, `rate_limited`.
+        """
         if self._keys is None:
             check_local(headers)
-            return Visitor(LOCAL, self._form_token)
-        if presented_key(headers) is not None:
-            return Visitor(caller_of(self._keys, headers))
-        return self._visitor_of_cookie(self._keys, cookie) if cookie else None
+            visitor = Visitor(LOCAL, self._form_token)
+        elif presented_key(headers) is not None:
+            visitor = Visitor(caller_of(self._keys, headers))
+        else:
+            visitor = self._visitor_of_cookie(self._keys, cookie) if cookie else None
+        if visitor is not None:
+            self._count(visitor.caller.key_id)
+        return visitor
 
     def admit(self, key: str, address: str) -> str | None:
         """A cookie for this key; None if the key is unknown. Raises `rate_limited`."""

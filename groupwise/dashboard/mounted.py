@@ -40,7 +40,7 @@ def mount_dashboard(config: ServerConfig, keys: Keyring | None) -> InFrontOf:
         server = WatchedServer(LocalServer(serving, asyncio.get_running_loop()))
         context = DashboardContext(
             RunsIndex(config.folder / RUNS),
-            AccessControl(keys),
+            AccessControl(keys, count=serving.count),
             server=server,
             ending=serving.ending,
         )

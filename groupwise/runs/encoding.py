@@ -1,6 +1,8 @@
 """Converts a record's values to types that SQLite can store, and back, without losing a bit.
 
 SQLite has signed 64-bit integers, float64, UTF-8 text and blobs. Each function here converts one other type and has an inverse.
+
+SQLite stores a value of any type in any column. Where another program has put one that is none of ours, the inverse raises a StoreError.
 """
 
 from __future__ import annotations
@@ -10,6 +12,8 @@ import math
 import struct
 from collections.abc import Sequence
 from typing import Any, cast
+
+from groupwise.core.errors import StoreError
 
 LONGEST_REPR = 10_000
 """Characters kept of the repr of a value that JSON cannot hold (an image, an array): enough to recognise it."""
@@ -71,7 +75,11 @@ def number(value: float | None) -> float | str | None:
 
 def plain_number(stored: float | str | None) -> float | None:
     """The inverse of `number`."""
-    return math.nan if stored == "nan" else float(stored) if stored is not None else None
+    if stored is None or isinstance(stored, int | float):
+        return None if stored is None else float(stored)
+    if stored != "nan":
+        raise _foreign_value(stored, "a number")
+    return math.nan
 
 
 def text(value: str | None) -> str | bytes | None:
@@ -87,7 +95,10 @@ def text(value: str | None) -> str | bytes | None:
 
 def plain_text(stored: str | bytes | None) -> str | None:
     """The inverse of `text`."""
-    return stored.decode("utf-8", "surrogatepass") if isinstance(stored, bytes) else stored
+    try:
+        return stored.decode("utf-8", "surrogatepass") if isinstance(stored, bytes) else stored
+    except UnicodeDecodeError:
+        raise _foreign_value(stored, "text") from None
 
 
 def label(name: str) -> str:
@@ -114,7 +125,25 @@ def pack_json(value: Any) -> str:
 
 def unpack_json(stored: str) -> Any:
     """The inverse of `pack_json`."""
-    return json.loads(stored)
+    try:
+        return json.loads(stored)
+    except (ValueError, TypeError):
+        raise _foreign_value(stored, "JSON") from None
+
+
+def unpack_mapping(stored: str) -> dict[str, Any]:
+    """The inverse of `pack_json` for a mapping."""
+    value = unpack_json(stored)
+    if not isinstance(value, dict):
+        raise _foreign_value(stored, "a JSON object")
+    return cast("dict[str, Any]", value)
+
+
+def _foreign_value(stored: Any, expected: str) -> StoreError:
+    return StoreError(
+        f"The run's record has {stored!r:.60} where {expected} belongs: another program has changed it, or it is damaged. Restore it from "
+        "a copy; or move it away, and `groupwise rl --resume` makes it from the checkpoints."
+    )
 
 
 def _as_repr(value: Any) -> dict[str, str]:

@@ -19,7 +19,16 @@ from groupwise.core.atomic_files import without_nan
 from groupwise.core.errors import StoreError
 from groupwise.core.types import Group, Prompt
 from groupwise.runs.database import Database
-from groupwise.runs.encoding import label, moment, pack_json, plain_text, text, unpack_json
+from groupwise.runs.encoding import (
+    label,
+    moment,
+    pack_json,
+    plain_number,
+    plain_text,
+    text,
+    unpack_json,
+    unpack_mapping,
+)
 from groupwise.runs.records import (
     TIMING_PREFIXES,
     CompletedPrompt,
@@ -491,7 +500,7 @@ class Store:
                 step,
                 name,
                 policy,
-                unpack_json(metrics),
+                unpack_mapping(metrics),
                 self._read_evaluation_rows(evaluation) if rows else (),
                 questions,
             )
@@ -534,7 +543,7 @@ class Store:
             (label(name or ""),),
         )
         return [
-            WarningRecord(step, signal, kind, plain_text(message) or "", unpack_json(numbers))
+            WarningRecord(step, signal, kind, plain_text(message) or "", unpack_mapping(numbers))
             for step, signal, kind, message, numbers in rows
         ]
 
@@ -623,4 +632,5 @@ def _unpack_draws(stored: str) -> tuple[int, ...]:
 
 
 def _unpack_metric(stored: float | None) -> float:
-    return float("nan") if stored is None else stored
+    value = plain_number(stored)
+    return float("nan") if value is None else value

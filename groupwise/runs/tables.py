@@ -194,7 +194,9 @@ def read_parts(db: Database, rollouts: Sequence[int]) -> dict[int, tuple[RewardP
     )
     return {
         rollout: tuple(
-            RewardPart(name, plain_number(value), plain_number(weight) or 0.0, turn)
+            RewardPart(
+                plain_text(name) or "", plain_number(value), plain_number(weight) or 0.0, turn
+            )
             for _, name, value, weight, turn in members
         )
         for rollout, members in groupby(rows, key=lambda row: row[0])

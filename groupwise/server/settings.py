@@ -119,7 +119,9 @@ class ServerConfig(Strict):
 
     max_body_bytes: int = setting(32 * MIB, "Bytes of a request, at most.", ge=1024)
     requests_per_second: float | None = setting(
-        None, "Of each key, in the long run; null: as many as it likes.", gt=0
+        None,
+        "Of each key, on pages and routes alike, in the long run; null: as many as it likes.",
+        gt=0,
     )
     burst: int = setting(
         50, "Requests that a key may make at once before requests_per_second counts.", ge=1

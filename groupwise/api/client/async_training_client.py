@@ -33,7 +33,7 @@ from groupwise.api.client.connection import (
     refusal,
     stream_end_error,
 )
-from groupwise.api.client.errors import BrokenDownload, ClientError
+from groupwise.api.client.errors import BrokenDownload, ClientError, StrangeAnswer
 from groupwise.api.client.request_bodies import (
     Rewards,
     RewardsEntry,
@@ -45,6 +45,7 @@ from groupwise.api.client.request_bodies import (
     without_none,
 )
 from groupwise.api.client.streams import Download, EventReader, checked_target
+from groupwise.api.http.bounded_responses import ResponseTooLarge, read_response_async
 from groupwise.api.schemas.activity import ActivityAnswer
 from groupwise.api.schemas.idempotency import HEADER, new_idempotency_key
 from groupwise.api.schemas.training import (
@@ -355,13 +356,15 @@ class AsyncTrainingClient:
         while True:
             error: ClientError
             try:
-                response = await self._http.send(request, stream=stream)
+                response = await self._http.send(request, stream=True)
+                if not (stream and response.is_success):
+                    response = await read_response_async(response)
                 if response.is_success:
                     connection.outage.ends(connection.url)
                     return response
-                await response.aread()
-                await response.aclose()
                 error, retryable = refusal(response, connection)
+            except ResponseTooLarge as too_large:
+                raise StrangeAnswer(f"{method} {path} at {connection.url}: {too_large}.") from None
             except httpx2.RequestError as request_error:
                 error, retryable = network_failure(request_error, connection)
             if not retryable:

@@ -34,7 +34,7 @@ from groupwise.api.client.connection import (
     refusal,
     stream_end_error,
 )
-from groupwise.api.client.errors import BrokenDownload, ClientError
+from groupwise.api.client.errors import BrokenDownload, ClientError, StrangeAnswer
 from groupwise.api.client.request_bodies import (
     Rewards,
     RewardsEntry,
@@ -46,6 +46,7 @@ from groupwise.api.client.request_bodies import (
     without_none,
 )
 from groupwise.api.client.streams import Download, EventReader, checked_target
+from groupwise.api.http.bounded_responses import ResponseTooLarge, read_response
 from groupwise.api.schemas.activity import ActivityAnswer
 from groupwise.api.schemas.idempotency import HEADER, new_idempotency_key
 from groupwise.api.schemas.training import (
@@ -369,13 +370,15 @@ class TrainingClient:
         while True:
             error: ClientError
             try:
-                response = self._http.send(request, stream=stream)
+                response = self._http.send(request, stream=True)
+                if not (stream and response.is_success):
+                    response = read_response(response)
                 if response.is_success:
                     connection.outage.ends(connection.url)
                     return response
-                response.read()
-                response.close()
                 error, retryable = refusal(response, connection)
+            except ResponseTooLarge as too_large:
+                raise StrangeAnswer(f"{method} {path} at {connection.url}: {too_large}.") from None
             except httpx2.RequestError as request_error:
                 error, retryable = network_failure(request_error, connection)
             if not retryable:

@@ -50,18 +50,24 @@ class Bodies:
         """The number of bodies being read."""
         return len(self._limits)
 
-    async def read(self, headers: Mapping[str, str], receive: Receive) -> bytes:
-        """The whole body. Refuses with `too_large`, `timed_out` or `shutting_down`; ClientGone if the client disconnects."""
+    async def read(
+        self, headers: Mapping[str, str], receive: Receive, max_bytes: int | None = None
+    ) -> bytes:
+        """The whole body. Refuses with `too_large`, `timed_out` or `shutting_down`; ClientGone if the client disconnects.
+
+        `max_bytes`: the limit of this route, where it is below that of the server.
+        """
         if self._is_shutting_down:
             raise _shutting_down()
+        limit_of_body = self._max_bytes if max_bytes is None else min(max_bytes, self._max_bytes)
         length = headers.get("content-length", "")
-        if length.isdecimal() and len(length) < 20 and int(length) > self._max_bytes:
-            raise self._too_large()
+        if length.isdecimal() and len(length) < 20 and int(length) > limit_of_body:
+            raise self._too_large(limit_of_body)
         try:
             async with asyncio.timeout(BODY_SECONDS) as limit:
                 self._limits.add(limit)
                 try:
-                    body = await self._read_all(receive)
+                    body = await self._read_all(receive, limit_of_body)
                 finally:
                     self._limits.discard(limit)
         except TimeoutError:
@@ -77,21 +83,21 @@ class Bodies:
             raise _encoding_refusal(
                 f"is {encoding[:100]!r}; bodies are taken as they are, or compressed by gzip"
             )
-        return await asyncio.to_thread(self._unpack, body)
+        return await asyncio.to_thread(self._unpack, body, limit_of_body)
 
-    def _unpack(self, body: bytes) -> bytes:
+    def _unpack(self, body: bytes, limit: int) -> bytes:
         unpacked = zlib.decompressobj(wbits=zlib.MAX_WBITS | GZIP)
         try:
-            content = unpacked.decompress(body, self._max_bytes + 1)
+            content = unpacked.decompress(body, limit + 1)
         except zlib.error as error:
             raise _encoding_refusal(f"is gzip, but the body is not ({error})") from None
-        if len(content) > self._max_bytes:
-            raise self._too_large()
+        if len(content) > limit:
+            raise self._too_large(limit)
         if not unpacked.eof or unpacked.unused_data:
             raise _encoding_refusal("is gzip, but the body is cut off, or goes on after its end")
         return content
 
-    async def _read_all(self, receive: Receive) -> bytes:
+    async def _read_all(self, receive: Receive, limit: int) -> bytes:
         parts: list[bytes] = []
         size, more_body = 0, True
         while more_body:
@@ -100,8 +106,8 @@ class Bodies:
                 raise ClientGone
             parts.append(message.get("body", b""))
             size += len(parts[-1])
-            if size > self._max_bytes:
-                raise self._too_large()
+            if size > limit:
+                raise self._too_large(limit)
             more_body = message.get("more_body", False)
         return b"".join(parts)
 
@@ -112,10 +118,13 @@ class Bodies:
         for limit in self._limits:
             limit.reschedule(now)
 
-    def _too_large(self) -> Refusal:
+    def _too_large(self, limit: int) -> Refusal:
+        owner = (
+            "max_body_bytes of the server" if limit == self._max_bytes else "what this route takes"
+        )
         return Refusal(
             "too_large",
-            f"The body has more than {self._max_bytes} bytes, which is max_body_bytes of the server. Send less at once.",
+            f"The body has more than {limit} bytes, which is {owner}. Send less at once.",
         )
 
 

@@ -210,7 +210,7 @@ class BodyMiddleware:
         if route is not None and route.takes_body:
             shared = self._shared
             bodies = shared.bodies if route.takes_bytes else shared.json_bodies
-            body = await bodies.read(headers, receive)
+            body = await bodies.read(headers, receive, route.max_body_bytes)
             kind = headers.get("content-type", "").partition(";")[0].strip().lower()
             is_json = kind == "application/json" or (
                 kind.startswith("application/") and kind.endswith("+json")

@@ -14,6 +14,8 @@ from pydantic import BaseModel
 
 from groupwise.api.schemas.keys import Role
 
+SMALL_BODY = 1 << 20
+"""Bytes of a body with settings, names or ids alone."""
 OF_ALL = ("unauthorised", "forbidden", "rate_limited", "invalid_request", "internal")
 OF_BODIES = (
     "invalid_request",
@@ -44,6 +46,8 @@ class Route:
     codes: tuple[str, ...] = ()
     """Codes of the problems that the service itself may answer with."""
     takes_body: bool = False
+    max_body_bytes: int | None = None
+    """Limit on its body in bytes, below that of the server, for a route that needs no large bodies; None: the server's alone."""
     takes_bytes: bool = False
     """True if the body may be any bytes, not only JSON."""
     reads: type[BaseModel] | None = None

@@ -5,8 +5,8 @@ no request needs; the next reader would understand them differently, or fail. Mi
 which takes more memory than its bytes in the body, are refused before they are created.
 
 A large body is parsed in a thread, and no piece of the work holds the interpreter for long, so the event loop answers other clients
-meanwhile: the entries of a body are limited, and its texts and brackets are counted in a loop of Python, between whose rounds other threads
-run. A regular expression over the whole body would hold them up for seconds.
+meanwhile: the entries of a body are limited, its texts and brackets are counted in a loop of Python, between whose rounds other threads
+run, and long lists of numbers are read in slices. A regular expression over the whole body would hold them up for seconds.
 """
 
 from __future__ import annotations
@@ -15,25 +15,32 @@ import asyncio
 import json
 import math
 import re
+import secrets
+from collections.abc import Callable
 from typing import Any
 
 DEEPEST = 64
 """Maximum nesting of lists and objects; the deepest request has a dozen levels."""
 
-MOST_LISTS, MOST_TEXTS = 500_000, 2_000_000
-"""Limits for a body: its lists and objects together, and its texts."""
+MOST_LISTS, MOST_TEXTS = 300_000, 2_000_000
+"""Limits for a body: its lists and objects together, and its texts. The largest body of rewards has 256 groups of 1024 lists of tokens."""
 MOST_ENTRIES = 4_000_000
-"""Limit on the entries of all lists and objects together. They are parsed, and later validated, at one go, which holds up other requests: 4
-million numbers for about a quarter of a second each. Lists of numbers with 8 bytes each reach the limit of the body's bytes first.
+"""Limit on the entries of all lists and objects together. They are validated at one go, which holds up other requests: 4 million numbers
+for about a quarter of a second. Lists of numbers with 8 bytes each reach the limit of the body's bytes first.
 """
-MOST_KEYS = 100_000
-"""Limit on one object's keys, because each unknown one is reported."""
+MOST_KEYS = 10_000
+"""Limit on one object's keys: each unknown one is a mistake that validation notes, for about ten microseconds."""
 LARGE = 256 * 1024
 """Bytes of a body above which it is parsed in a thread."""
+SLICE = 128 * 1024
+"""Bytes of a list of numbers that are parsed at one go, which takes about two milliseconds."""
 
 # A text that is never closed matches to its end, or each of its quotes would be tried as the beginning of one.
 _TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?+', re.DOTALL)
 _BRACKET_OR_TEXT = re.compile(rb'[\[\]{}]|"[^"\\]*+(?:\\.[^"\\]*+)*+"?+', re.DOTALL)
+_LONG_LIST_OR_TEXT = re.compile(
+    rb'\[[^\[\]{}"]{%d,}+\]|"[^"\\]*+(?:\\.[^"\\]*+)*+"?+' % SLICE, re.DOTALL
+)
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
@@ -47,15 +54,9 @@ class NotStrict(json.JSONDecodeError):
 def parse(text: bytes) -> Any:
     """The value. Raises NotStrict, whose message repeats nothing of the text."""
     _check_entries(text)
-    check_number(text, MOST_LISTS, MOST_TEXTS)
-    _check_depth(text)
+    check_number(text, MOST_LISTS, MOST_TEXTS, DEEPEST)
     try:
-        value = json.loads(
-            text.decode("utf-8"),
-            parse_float=finite,
-            parse_constant=no_constant,
-            object_pairs_hook=refuse_duplicate_keys,
-        )
+        value = _load_in_slices(text) if text.count(b",") > SLICE else _load(text)
     except UnicodeDecodeError as error:
         raise NotStrict("the body is not UTF-8", error.start) from None
     except NotStrict:
@@ -73,11 +74,53 @@ def parse(text: bytes) -> Any:
     return value
 
 
+def _load(text: bytes, parse_float: Callable[[str], Any] | None = None) -> Any:
+    return json.loads(
+        text.decode("utf-8"),
+        parse_float=parse_float or finite,
+        parse_constant=no_constant,
+        object_pairs_hook=refuse_duplicate_keys,
+    )
+
+
+def _load_in_slices(text: bytes) -> Any:
+    """The value. Long lists without texts, lists and objects in them are read first, in slices; a number stands for each in the rest."""
+    nonce = f"0.{secrets.randbits(96)}"  # the body cannot know it
+    lists: list[list[Any]] = []
+    rest: list[bytes] = []
+    end = 0
+    for match in _LONG_LIST_OR_TEXT.finditer(text):
+        if text[match.start()] == ord("["):
+            rest += text[end : match.start()], f"{nonce}e{len(lists)}".encode()
+            lists.append(_load_list(text, match.start() + 1, match.end() - 1))
+            end = match.end()
+    rest.append(text[end:])
+
+    def list_or_number(number: str) -> Any:
+        prefix, _, index = number.partition("e")
+        return lists[int(index)] if prefix == nonce else finite(number)
+
+    return _load(b"".join(rest), list_or_number if lists else None)
+
+
+def _load_list(text: bytes, start: int, end: int) -> list[Any]:
+    """The entries between two offsets, which are the brackets of a list of numbers and names of JSON."""
+    values: list[Any] = []
+    while start <= end:
+        comma = text.find(b",", min(start + SLICE, end), end)
+        stop = end if comma < 0 else comma
+        entries = text[start:stop]
+        if not entries.strip():
+            raise NotStrict("Expecting value", start)
+        values += _load(b"[" + entries + b"]")
+        start = stop + 1
+    return values
+
+
 def parse_inner(text: str) -> Any:
     """The value of JSON inside a text, e.g. the arguments of a tool call: with the same limits, otherwise not strict. Raises NotStrict."""
     encoded = text.encode("utf-8", "surrogatepass")
-    check_number(encoded, MOST_LISTS, MOST_TEXTS)
-    _check_depth(encoded)
+    check_number(encoded, MOST_LISTS, MOST_TEXTS, DEEPEST)
     try:
         return json.loads(text)
     except json.JSONDecodeError as error:
@@ -91,18 +134,27 @@ async def parse_in_thread(text: bytes) -> Any:
     return await asyncio.to_thread(parse, text) if len(text) > LARGE else parse(text)
 
 
-def check_number(text: bytes, lists: int, texts: int) -> None:
-    """Raises NotStrict if JSON has more lists and objects, or more texts, than allowed; counts them without parsing."""
+def check_number(text: bytes, lists: int, texts: int, deepest: int | None = None) -> None:
+    """Raises NotStrict if JSON has more lists and objects, or more texts, than allowed, or is nested deeper; counts without parsing."""
     if text.count(b'"') > 2 * texts:
         for number, _ in enumerate(_TEXT.finditer(text), 1):
             if number > texts:
                 raise NotStrict(f"there are more than {texts:,} texts in it")
-    if text.count(b"[") + text.count(b"{") > lists:
-        opened = 0
-        for match in _BRACKET_OR_TEXT.finditer(text):
-            opened += match[0] in (b"[", b"{")
+    if text.count(b"[") + text.count(b"{") <= (lists if deepest is None else min(lists, deepest)):
+        return
+    opened = depth = 0
+    for match in _BRACKET_OR_TEXT.finditer(text):
+        first = text[match.start()]
+        if first in b"[{":
+            opened, depth = opened + 1, depth + 1
             if opened > lists:
                 raise NotStrict(f"there are more than {lists:,} lists and objects in it")
+            if deepest is not None and depth > deepest:
+                raise NotStrict(
+                    f"lists and objects are nested more than {deepest} deep", match.start()
+                )
+        elif first in b"]}":
+            depth -= 1
 
 
 def _check_entries(text: bytes) -> None:
@@ -111,23 +163,12 @@ def _check_entries(text: bytes) -> None:
     if commas < MOST_ENTRIES:
         return
     for match in _TEXT.finditer(text):
-        commas -= match[0].count(b",")
+        commas -= text.count(b",", *match.span())
         if commas < MOST_ENTRIES:
             return
     raise NotStrict(
         f"there are more than {MOST_ENTRIES:,} entries in its lists and objects; send them in several requests"
     )
-
-
-def _check_depth(text: bytes) -> None:
-    if text.count(b"[") + text.count(b"{") <= DEEPEST:
-        return
-    depth = 0
-    for match in _BRACKET_OR_TEXT.finditer(text):
-        first = match[0][:1]
-        depth += (first in b"[{") - (first in b"]}")
-        if depth > DEEPEST:
-            raise NotStrict(f"lists and objects are nested more than {DEEPEST} deep", match.start())
 
 
 def finite(text: str) -> float:

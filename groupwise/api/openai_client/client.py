@@ -26,6 +26,7 @@ from urllib.parse import urlsplit
 
 import httpx2
 
+from groupwise.api.http.bounded_responses import ResponseTooLarge, read_response_async
 from groupwise.api.openai_client.response_parsing import (
     Choices,
     error_in,
@@ -49,6 +50,8 @@ logger = logging.getLogger(__name__)
 
 CONNECT_LIMIT = 30.0
 """Limit for connecting, in seconds; the rest of a request's time belongs to the service."""
+MAX_RESPONSE = 64 << 20
+"""Bytes of a response that are read, unpacked: more than a hundred completions of the longest kind."""
 OUT_OF_MONEY = frozenset({"insufficient_quota"})
 """Codes of a 429 for which no retry helps."""
 REFUSALS_OF_N = frozenset({400, 422})
@@ -279,7 +282,11 @@ class Client:
         headers = {} if body is None else {"Content-Type": "application/json"}
         try:
             async with asyncio.timeout(self.endpoint.timeout):
-                answer = await self._http.request(method, url, content=content, headers=headers)
+                request = self._http.build_request(method, url, content=content, headers=headers)
+                streamed = await self._http.send(request, stream=True)
+                answer = await read_response_async(streamed, MAX_RESPONSE)
+        except ResponseTooLarge as error:
+            raise self._endpoint_error(method, path, str(error), None) from None
         except (TimeoutError, httpx2.TimeoutException) as error:
             raise _TransientFailure(f"no answer in {self.endpoint.timeout:g} s") from error
         except httpx2.TransportError as error:

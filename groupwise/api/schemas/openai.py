@@ -26,6 +26,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from groupwise.api.schemas.problems import FieldError
 from groupwise.api.schemas.training import (
     MAX_ADDRESS,
     MAX_ID,
@@ -781,6 +782,10 @@ class ErrorData(ResponseModel):
     param: str | None = None
     code: str = Field(
         description="Code of the problem, as in the problems of ask/post; its meaning never changes."
+    )
+    errors: list[FieldError] = Field(
+        default=[],
+        description="Each field of the request that is wrong; `param` names the first.",
     )
 
 

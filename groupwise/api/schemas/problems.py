@@ -223,7 +223,9 @@ KINDS: Mapping[str, Kind] = {
         413, "The request is too large", "The body has more bytes than the server reads."
     ),
     "unsupported_media_type": Kind(
-        415, "The body is no JSON", "Send `Content-Type: application/json`."
+        415,
+        "The body has another format",
+        "Send `Content-Type: application/json`, as it is or compressed by gzip.",
     ),
     # too much, or not now
     "too_busy": Kind(
@@ -308,7 +310,8 @@ KINDS: Mapping[str, Kind] = {
     "internal": Kind(
         500,
         "An error of the server",
-        "The request was not answered because of a mistake in the server; its log has the details under `instance`.",
+        "The request was not answered because of a mistake in the server; its log has the details under the id in X-Request-ID of the "
+        "answer.",
     ),
 }
 """All problems: code -> HTTP status, title, meaning, whether a retry may help."""

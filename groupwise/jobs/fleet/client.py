@@ -30,6 +30,7 @@ from urllib.parse import quote
 
 import httpx2
 
+from groupwise.api.http.bounded_responses import ResponseTooLarge, read_response
 from groupwise.api.http.failures import MAY_PASS, certificate_problem, problem_in
 from groupwise.api.schemas.fleet import (
     ENDED_HEADER,
@@ -449,8 +450,7 @@ class FleetClient:
                     "GET", path, params=query, headers=headers, timeout=limits
                 ) as response:
                     if not response.is_success:
-                        response.read()
-                        raise self._refusal_with_hint(response)
+                        raise self._refusal_with_hint(read_response(response))
                     skip = offset if response.status_code == 200 else 0  # a proxy may ignore ranges
                     for data in response.iter_bytes():
                         piece, skip = data[skip:], max(0, skip - len(data))
@@ -602,7 +602,7 @@ class FleetClient:
         require_passable(**parameters)
         require_passable(**(body or {}))
         request = partial(
-            self._http.request,
+            self._read_answer,
             *(method, path),
             json=body,
             content=content,
@@ -631,6 +631,14 @@ class FleetClient:
                     raise
             self._sleep(backoff.next(least_pause))
         return self._request_once(request, method, path, soon=False, wait=wait)
+
+    def _read_answer(self, method: str, path: str, **options: Any) -> httpx2.Response:
+        """One request and its whole response. Raises FleetAway for a response beyond all bounds, and what httpx2 raises."""
+        with self._http.stream(method, path, **options) as response:
+            try:
+                return read_response(response)
+            except ResponseTooLarge as error:
+                raise FleetAway(f"{method} {path} at {self.url}: {error}.", passing=False) from None
 
     def _timeouts(self, soon: bool, wait: float = 0.0) -> httpx2.Timeout:
         """`wait`: seconds for which the API itself is asked to wait. It does not extend the limit for sending: a slow API still reads."""

@@ -36,7 +36,13 @@ def error_of(problem: Problem) -> ErrorAnswer:
     kind = TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     param = problem.errors[0].field or None if problem.errors else None
     return ErrorAnswer(
-        error=ErrorData(message=problem.detail, type=kind, param=param, code=problem.code)
+        error=ErrorData(
+            message=problem.detail,
+            type=kind,
+            param=param,
+            code=problem.code,
+            errors=problem.errors,
+        )
     )
 
 

@@ -12,7 +12,7 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from groupwise.api.http.bodies import ClientGone
-from groupwise.api.http.route import Route, json_response
+from groupwise.api.http.route import SMALL_BODY, Route, json_response
 from groupwise.api.schemas.keys import Role
 from groupwise.api.schemas.training import (
     MAX_ADDRESS,
@@ -133,6 +133,7 @@ ROUTES = (
         tag=TAG,
         media_type="application/zip",
         takes_body=True,
+        max_body_bytes=SMALL_BODY,
         codes=OF_VERSIONS,
         example={"version": "latest"},
     ),
@@ -161,6 +162,7 @@ ROUTES = (
         tag=TAG,
         answer=CheckpointAnswer,
         takes_body=True,
+        max_body_bytes=SMALL_BODY,
         works=True,
         ends_with_client=False,
         named=True,

@@ -1,12 +1,13 @@
 """The OpenAI-compatible routes: models, chats and plain completions, complete or as streams.
 
 `openai_routes` returns the routes of a service, for `make_app(…, also=…)`; `attach_openai_errors` then converts the errors of everything
-under /v1 to OpenAI's format. A stream starts with the first text: earlier refusals are ordinary errors; a later failure is an error within
-the stream, which then has no final `[DONE]`.
+under /v1 to OpenAI's format. A stream starts with the first text: earlier refusals are ordinary errors; a later failure, of whatever kind,
+is an error within the stream, which then has no final `[DONE]`.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import aclosing
@@ -17,6 +18,7 @@ from fastapi.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from groupwise.api.http.route import Route, json_response
+from groupwise.api.http.shared_state import Shared, facts_of
 from groupwise.api.schemas.idempotency import HEADER as IDEMPOTENCY_KEY
 from groupwise.api.schemas.keys import Caller, Role
 from groupwise.api.schemas.openai import (
@@ -38,6 +40,8 @@ from groupwise.server.openai.errors import OpenAIErrors, document_errors
 from groupwise.server.openai.service import OpenAIService, StreamStarted, TextDelta
 from groupwise.server.routes.context import Context, RequestContext
 from groupwise.server.routes.training import OF_ENGINE, OF_RUN
+
+logger = logging.getLogger(__name__)
 
 TAG = "openai"
 
@@ -158,11 +162,16 @@ class StreamedResponse(Response):
             head = {"status": self.status_code, "headers": self.raw_headers}
             await send({"type": "http.response.start", **head})
             await self._send_output(send, first)
-            try:
-                async for output in stream:
-                    await self._send_output(send, output)
-            except Refusal as refusal:
-                await _send_body(send, self._encoder.error_chunk(refusal))
+            while True:
+                try:
+                    output = await anext(stream, None)
+                except Exception as error:  # noqa: BLE001 — no status can be sent now, and a stream that only stops looks complete to some clients
+                    refusal = _refusal_within_stream(scope, error)
+                    await _send_body(send, self._encoder.error_chunk(refusal))
+                    break
+                if output is None:
+                    break
+                await self._send_output(send, output)
         await send({"type": "http.response.body", "body": b""})
 
     async def _send_output(self, send: Send, output: StreamStarted | TextDelta | Completed) -> None:
@@ -175,6 +184,17 @@ class StreamedResponse(Response):
             case Completed():
                 for chunk in self._encoder.last_chunks(output):
                     await _send_body(send, chunk)
+
+
+def _refusal_within_stream(scope: Scope, error: Exception) -> Refusal:
+    """What the client is told of an error; it is counted and logged as that of an ordinary answer is."""
+    facts, shared = facts_of(scope), cast("Shared", scope["app"].state.shared)
+    refusal = error if isinstance(error, Refusal) else shared.refusal_of(error)
+    if refusal is None:
+        logger.error("request %s failed", facts.request_id, exc_info=error)
+        refusal = Refusal("internal")
+    facts.code = refusal.code
+    return refusal
 
 
 async def _send_body(send: Send, body: bytes) -> None:

@@ -18,7 +18,7 @@ from pydantic import ValidationError
 from pydantic_core import to_json
 
 from groupwise.api.http import strict_json
-from groupwise.api.http.route import Route, json_response
+from groupwise.api.http.route import SMALL_BODY, Route, json_response
 from groupwise.api.http.strict_json import NotStrict
 from groupwise.api.schemas.keys import Role
 from groupwise.api.schemas.parts import (
@@ -175,6 +175,7 @@ def parts_routes(service: PartsService) -> tuple[Route, ...]:
             handler=do.open_parts,
             answer=PartsAnswer,
             takes_body=True,
+            max_body_bytes=SMALL_BODY,
             works=True,
             ends_with_client=False,
             codes=("run_active", "parts_gone", "parts_taken", "engine_failed", "engine_recovering"),

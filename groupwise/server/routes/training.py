@@ -12,7 +12,7 @@ from fastapi import Body as BodyOf
 from fastapi import Path
 from fastapi.responses import Response
 
-from groupwise.api.http.route import Route, json_response
+from groupwise.api.http.route import SMALL_BODY, Route, json_response
 from groupwise.api.schemas.activity import ActivityAnswer
 from groupwise.api.schemas.keys import Role
 from groupwise.api.schemas.training import (
@@ -151,6 +151,7 @@ ROUTES = (
         tag=TAG,
         answer=StartAnswer,
         takes_body=True,
+        max_body_bytes=SMALL_BODY,
         works=True,
         ends_with_client=False,
         named=True,
@@ -174,6 +175,7 @@ ROUTES = (
         tag=TAG,
         answer=StopAnswer,
         takes_body=True,
+        max_body_bytes=SMALL_BODY,
         works=True,
         ends_with_client=False,
         codes=("disk_full", *OF_ENGINE),
@@ -252,6 +254,7 @@ ROUTES = (
         tag=TAG,
         answer=CloseAnswer,
         takes_body=True,
+        max_body_bytes=SMALL_BODY,
         works=True,
         named=True,
         codes=("disk_full", *OF_RUN),
@@ -265,6 +268,7 @@ ROUTES = (
         tag=TAG,
         answer=StepAnswer,
         takes_body=True,
+        max_body_bytes=SMALL_BODY,
         works=True,
         named=True,
         later="The step is planned; it is not done yet.",

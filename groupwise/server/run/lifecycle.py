@@ -2,8 +2,9 @@
 
     request → order (`run_config.py`) → other users of the machine make room → an engine opens the run → ledger row → the conductor starts
 
-POST /start is answered when the run is in the ledger; if a new run cannot start, nothing of it remains. A run that it was to replace is
-paused meanwhile, and goes on then: in the ledger it is the active one until the new run takes its place.
+POST /start is answered when the run is in the ledger; if a new run cannot start, the ledger never knows of it. (Where server or engine end
+meanwhile, its folder remains, and the next run of this name has a number.) A run that it was to replace is paused meanwhile, and goes on
+then: in the ledger it is the active one until the new run takes its place.
 """
 
 from __future__ import annotations
@@ -130,7 +131,6 @@ class RunLifecycle:
             groups_per_step=request.prompts_per_step,
             tokenizer_hash=status.opened.tokenizer_hash,
         )
-        await self._keep_tokenizer(conductor, status)
         row = await self._ledger.do(
             ledger_operations.start_run,
             status.run,
@@ -225,10 +225,13 @@ class RunLifecycle:
         logger.warning("no other run was started; %s goes on", paused.run)
 
     async def _begin_within_limit(self, conductor: Conductor) -> RunStatus:
+        """Everything that a start needs of the engine. While the server shuts down, an engine may fail in any way: that is retryable."""
         limit = self._config.start_time_limit
         try:
             async with asyncio.timeout(limit):
-                return await conductor.begin()
+                status = await conductor.begin()
+                await self._keep_tokenizer(conductor, status)
+                return status
         except TimeoutError:
             await self._supervisor.end()
             raise Refusal(
@@ -236,11 +239,13 @@ class RunLifecycle:
                 f"the run was not ready after {limit:g} seconds (the server's start_time_limit).",
             ) from None
         except UsageError as error:
+            self._active_run.refuse_when_shutting_down()
             raise refusal_of(error, otherwise="settings_conflict") from None
         except EngineLost as error:
             # It may have been killed for lack of memory that is free again.
             raise Refusal("engine_recovering", str(error), retry_after=2) from None
         except GroupwiseError as error:
+            self._active_run.refuse_when_shutting_down()
             await self._supervisor.end()
             raise refusal_of(error, otherwise="engine_failed") from None
 

@@ -26,6 +26,7 @@ OF_OTHERS = (
     "rate_limited",
     "shutting_down",
     "too_large",
+    "unsupported_media_type",
     "timed_out",
     "disk_full",
     "internal",

@@ -22,6 +22,7 @@ from starlette.routing import Route
 
 from groupwise.api.http import strict_json
 from groupwise.api.http.bodies import Bodies, ClientGone
+from groupwise.api.http.route import SMALL_BODY
 from groupwise.api.http.shared_state import SCOPE, Facts
 from groupwise.api.http.strict_json import LARGE, NotStrict
 from groupwise.api.schemas.problems import Refusal
@@ -45,7 +46,7 @@ MOST_BYTES = 64 * 2**20
 `ClientConfig`.
 """
 OF_ALL = ("unauthorised", "forbidden", "rate_limited", "shutting_down", "internal")
-OF_BODIES = ("usage", "too_large", "timed_out")
+OF_BODIES = ("usage", "too_large", "unsupported_media_type", "timed_out")
 OF_RECORDS = ("not_kept", "disk_full")
 OF_CALLS = ("usage", "not_there", "answer_gone", "too_many_calls", *OF_RECORDS)
 OF_ENGINES = ("usage", "not_there", "engine_failed")
@@ -276,7 +277,7 @@ class _Handlers:
 
     async def sample(self, request: Request) -> Response:
         """Complete a prompt, or tell its log-probabilities."""
-        body = await self._parse_body(request, requests.Sample)
+        body = await self._parse_body(request, requests.Sample, is_large=True)
         id, sequences = await self._service.sampling.sample(body)
         await self._service.wait_until_persisted(id)
         return _json_response(answers.SamplePromise(request_id=id, sample_sequence_ids=sequences))
@@ -304,9 +305,12 @@ class _Handlers:
         await self._service.wait_until_persisted(id)
         return _json_response(answers.Promise(request_id=id, model_id=model))
 
-    async def _parse_body(self, request: Request, kind: type[BodyT]) -> BodyT:
+    async def _parse_body(
+        self, request: Request, kind: type[BodyT], *, is_large: bool = False
+    ) -> BodyT:
+        """`is_large`: True if the body may be as large as the server reads."""
         try:
-            body = await self._read_body(request)
+            body = await self._read_body(request, None if is_large else SMALL_BODY)
             values = await strict_json.parse_in_thread(body)
             if len(body) > LARGE:
                 return await asyncio.to_thread(kind.model_validate, values)
@@ -318,14 +322,9 @@ class _Handlers:
         except ValidationError as error:
             raise _usage_error(error, kind) from error
 
-    async def _read_body(self, request: Request) -> bytes:
-        """Read the uncompressed body. It is kept in the request's state, because `VerbService.refused` needs it."""
-        encoding = request.headers.get("content-encoding", "identity")
-        if encoding != "identity":
-            raise UsageError(
-                f"The content encoding {encoding[:100]!r} is not taken; send the body as it is."
-            )
-        request.state.body = await self._bodies.read(request.headers, request.receive)
+    async def _read_body(self, request: Request, max_bytes: int | None = None) -> bytes:
+        """Read the body, unpacked if need be. It is kept in the request's state, because `VerbService.refused` needs it."""
+        request.state.body = await self._bodies.read(request.headers, request.receive, max_bytes)
         return request.state.body
 
 

@@ -153,8 +153,8 @@ def test_pages_are_told_of_news_and_of_nothing_else() -> None:
 # Mounted on the server
 
 
-def mounted(folder: Path, keys: Keyring | None) -> Any:
-    config = ServerConfig(output_dir=str(folder))
+def mounted(folder: Path, keys: Keyring | None, **settings: Any) -> Any:
+    config = ServerConfig(output_dir=str(folder), **settings)
     serving, answers = Services(FakeService()).application(config, keys)
     return mount_dashboard(config, keys)(answers, serving)
 
@@ -186,6 +186,25 @@ async def test_every_address_of_its_pages_is_below_its_path_and_the_server_answe
         for each in {each.replace("&amp;", "&") for each in found if "/live" not in each}:
             assert (await below.get(each)).status_code in (200, 303, 400, 405), each
     assert f'href="/dashboard/runs/{RUN}"' in (await below.get("/dashboard/server")).text
+
+
+async def test_a_key_has_one_rate_for_pages_and_routes(tmp_path: Path) -> None:
+    ring, keys = keyring()
+    app = mounted(tmp_path, ring, requests_per_second=0.001, burst=4)
+    reader, admin = (
+        {"Authorization": f"Bearer {keys[role]}"} for role in (Role.READ, Role.ADMIN)
+    )
+    async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url=HERE) as client:
+        for path in ("/dashboard/server", "/status", "/dashboard/runs"):
+            assert (await client.get(path, headers=reader)).status_code == 200
+        entered = await client.post("/dashboard/sign-in", data={"key": keys[Role.READ]})
+        assert entered.status_code == 303
+        assert (await client.get("/dashboard/runs")).status_code == 200  # by the cookie
+        for path in ("/dashboard/server?format=json", "/dashboard/runs", "/status"):
+            answer = await client.get(path, headers=reader)
+            assert (answer.status_code, "Retry-After" in answer.headers) == (429, True), path
+        assert (await client.get("/dashboard/runs", headers=admin)).status_code == 200
+        assert (await client.get("/dashboard/static/page.css")).status_code == 200
 
 
 async def test_the_servers_own_keys_open_it(tmp_path: Path) -> None:

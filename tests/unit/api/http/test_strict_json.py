@@ -1,16 +1,19 @@
 """What the tables of bodies in tests/unit/server/test_schema_walk.py do not show."""
 
+import re
 import threading
 import time
 from contextlib import suppress
 
 import pytest
 
+from groupwise.api.http import strict_json
 from groupwise.api.http.strict_json import (
     DEEPEST,
     MOST_ENTRIES,
     MOST_LISTS,
     MOST_TEXTS,
+    SLICE,
     NotStrict,
     parse,
 )
@@ -78,3 +81,37 @@ def test_entries_are_counted_and_commas_of_texts_are_none() -> None:
     assert len(parse(b'["' + b"," * (MOST_ENTRIES + 5) + b'", 1]')) == 2
     with pytest.raises(NotStrict, match="entries"):
         parse(b"[" + b"0," * MOST_ENTRIES + b"0]")
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[1, 2.5e1, null, true, -0.0]",
+        b'{"a": [[1, 2], [3.5, "a, [1, 2]"]], "b": [1, [2, 3, 4], {"c": [5, 6, 7]}]}',
+        b'["[1, 2, 3, 4]", [1, 2, 3, 4], []]',
+        b'"[1, 2, 3"',
+        *(b"[1, 2,]", b"[,1, 2]", b"[1,, 2, 3]", b"[ ,]", b"[1, 2 3, 4]", b"[1, 2, 3", b"[1, 2]]", b"1, 2, 3"),
+        *(b"[1, 1e999, 2]", b"[1, NaN, 2]", b"[1, 2, 3] [4, 5]", b'{"a": [1, 2, 3], "a": 1}', b"[1, '2']"),
+    ],
+)  # fmt: skip
+def test_a_list_that_is_read_in_slices_is_the_same(
+    body: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def read() -> object:
+        try:
+            return repr(parse(body))
+        except NotStrict:
+            return "refused"
+
+    whole = read()
+    for size in (1, 2, 5):
+        pattern = strict_json._LONG_LIST_OR_TEXT.pattern.replace(b"%d" % SLICE, b"%d" % size)
+        monkeypatch.setattr(strict_json, "_LONG_LIST_OR_TEXT", re.compile(pattern, re.DOTALL))
+        monkeypatch.setattr(strict_json, "SLICE", size)
+        assert read() == whole
+        monkeypatch.undo()
+
+
+def test_a_long_list_lets_other_threads_run_all_the_time() -> None:
+    body = b'{"a": [[' + b"12345," * (MOST_ENTRIES - 9) + b"1]]}"
+    assert longest_hold(body) < 0.15

@@ -16,6 +16,8 @@ from groupwise.api.schemas.keys import Role
 from groupwise.api.schemas.openai import ChatRequest, TextRequest
 from groupwise.api.schemas.problems import KINDS
 from groupwise.api.schemas.responses import ResponsesRequest
+from groupwise.server.ledger.file import DiskFull, LedgerClosed
+from groupwise.server.openai import storing
 from groupwise.server.openai.service import MOST_SAMPLING
 from groupwise.testing import ALPHABET, END_ID, FakeTokenizer
 from tests.processes import wait_until_async
@@ -229,6 +231,9 @@ async def test_what_cannot_be_honoured_is_refused_by_name(tmp_path) -> None:
         for path, field, value in LIMITS:
             error = await client.refused(400, path, {**PATHS[path], field: value})
             assert error["param"] == field, error
+        error = await client.refused(400, "/v1/completions", {**TEXT, "n": 0, "top_p": 2})
+        assert [each["field"] for each in error["errors"]] == ["n", "top_p"]
+        assert "1 more under `errors`" in error["message"]
         for wrong in ({"max_tokens": 1000}, {"model": "no"}, {"temperature": -1}):
             body = {**TEXT, "stream": True, **wrong}
             await client.refused(404 if "model" in wrong else 400, "/v1/completions", body)
@@ -389,6 +394,30 @@ async def test_an_engine_that_is_lost_breaks_a_stream_off_with_an_error(tmp_path
         assert "engine_recovering" in answer.text
         assert "[DONE]" not in answer.text
         gate.set()
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [(DiskFull("no room"), "disk_full"), (LedgerClosed("it ends"), "shutting_down"), (KeyError("a detail"), "internal")],
+    ids=lambda given: given if isinstance(given, str) else "",
+)  # fmt: skip
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
+async def test_a_stream_that_fails_midway_ends_with_an_error(
+    tmp_path, monkeypatch: pytest.MonkeyPatch, path: str, error: Exception, code: str
+) -> None:
+    def fail(*_: Any) -> None:
+        raise error
+
+    for keep in ("keep_group", "keep_answer"):
+        monkeypatch.setattr(storing, keep, fail)
+    body = PATHS.get(path, {"model": "latest", "input": TEXT["prompt"]})
+    async with asking(tmp_path, pace=0.02) as (_, client):
+        answer = await client.http.post(path, json={**body, "stream": True, "store": True})
+        assert (answer.status_code, "[DONE]" in answer.text) == (200, False)
+        told = json.loads(answer.text.strip().rpartition("data: ")[2])
+        found = told["code"] if path == "/v1/responses" else told["error"]["code"]
+        assert found == code
+        assert "a detail" not in answer.text
 
 
 # 6

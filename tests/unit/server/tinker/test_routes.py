@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 from collections.abc import AsyncGenerator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 from starlette.types import ASGIApp
 
 from groupwise.api.http.bodies import Bodies
+from groupwise.api.http.route import SMALL_BODY
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.tinker.futures import Limits
 from groupwise.server.tinker.messages import messages
@@ -140,7 +142,7 @@ async def test_what_is_no_request_is_refused(
     assert "ServiceClient.copy_weights" in (await asking.post("copy_weights", 400))["message"]
     assert "modle" in (await asking.post("get_info", 400, model_id="m", modle="x"))["message"]
     packed = await asking.http.post("get_info", content=b"{}", headers={"Content-Encoding": "zstd"})
-    assert packed.status_code == 400
+    assert packed.status_code == 415
     twice, deep = b'{"model_id": "a", "model_id": "b"}', b'{"a":' * 100 + b"1" + b"}" * 100
     for path in ("create_session", "optim_step", "retrieve_future", "asample"):
         for content in (b"\xff", b"[" * 100_000, deep, twice):
@@ -336,6 +338,30 @@ async def test_too_many_calls_are_to_be_sent_again(asking: Asking) -> None:
     answer = await asking.http.post("optim_step", json=body)
     assert (answer.status_code, answer.json()["code"]) == (429, "too_many_calls")
     assert answer.headers["Retry-After"] == "1"
+
+
+async def test_bodies_are_plain_or_gzip(asking: Asking) -> None:
+    body = b'{"tags": [], "sdk_version": "0"}'
+    packed = gzip.compress(body)
+    for encoding, content, status in (
+        ("identity", body, 200),
+        ("gzip", packed, 200),
+        ("x-gzip", packed, 200),
+        ("gzip", body, 415),
+        ("zstd", body, 415),
+    ):
+        headers = {"Content-Encoding": encoding}
+        answer = await asking.http.post("create_session", content=content, headers=headers)
+        assert answer.status_code == status, (encoding, answer.text)
+        assert status == 200 or answer.json()["code"] == "unsupported_media_type"
+
+
+async def test_only_samples_and_passes_may_be_large(asking: Asking) -> None:
+    long = " " * SMALL_BODY + "1"
+    for path in ("create_session", "optim_step", "session_heartbeat", "retrieve_future"):
+        answer = await asking.http.post(path, content=long)
+        assert (answer.status_code, answer.json()["code"]) == (413, "too_large"), path
+    assert (await asking.http.post("asample", content=long)).status_code == 400
 
 
 async def test_a_body_that_is_large_or_still_comes_at_the_end_is_refused(asking: Asking) -> None:

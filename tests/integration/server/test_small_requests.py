@@ -1,0 +1,25 @@
+"""Small requests of one client are answered soon while another client sends megabytes, plain and compressed, to a real server."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks.small_requests import measure
+from tests.integration.server.server_process import running
+
+LONGEST = 0.5
+"""Seconds that the server may compute while one small request waits. Not seconds by the clock: the machine may be busy."""
+SAMPLED = "a completion of one token"
+"""It waits for the engine as well, and meanwhile the server goes on with the large bodies."""
+
+
+@pytest.mark.timeout(240)
+def test_nobody_waits_for_the_large_bodies_of_others(tmp_path: Path) -> None:
+    with running(tmp_path / "out") as server:
+        waits, sent = measure(server.url, server.pid, seconds=1, rounds=2)
+    assert sent > 20
+    assert len(waits) == 5
+    for request, wait in waits.items():
+        assert wait.computing < (2 * LONGEST if request == SAMPLED else LONGEST), request
