@@ -200,3 +200,9 @@ def total_of(result: LossResult, denominators: Mapping[str, float]) -> Tensor:
         for name, value in result.components.items()
     ]
     return torch.stack(parts).sum()
+
+
+def descent(total: Tensor, logprobs: Sequence[Tensor]) -> list[list[float]]:
+    """For each log-probability, minus the slope of the total: the number with which it is to rise."""
+    slopes = torch.autograd.grad(total, [*logprobs], allow_unused=True, materialize_grads=True)
+    return [[*map(float, -slope)] for slope in slopes]

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, cast
 
 import httpx2
 
@@ -65,16 +65,15 @@ def offer_of(model: ModelConfig, url: str | None) -> Offer:
 def read_schema(url: str) -> dict[str, Any]:
     """The schema that the service publishes; empty if it has none. Read once in a process."""
     try:
-        found = httpx2.get(f"{url.rstrip('/')}{SCHEMA}", timeout=TIMEOUT).json()
+        found: Any = httpx2.get(f"{url.rstrip('/')}{SCHEMA}", timeout=TIMEOUT).json()
     except (httpx2.HTTPError, httpx2.InvalidURL, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
 
 
 def described(schema: Mapping[str, Any], reduction: str | None) -> Offer:
     """What a service with this schema computes. `reduction` is `model.loss_reduction`."""
-    info = schema.get("info")
-    if not isinstance(info, dict) or info.get("title") != SKYRL:
+    if schema.get("info", {}).get("title") != SKYRL:
         return Offer(averages=reduction == "mean")
     losses = _fields(schema, "ForwardBackwardInput").get("loss_fn", {}).get("enum", ())
     return Offer(
@@ -87,7 +86,8 @@ def described(schema: Mapping[str, Any], reduction: str | None) -> Offer:
         clips_gradients="grad_clip_norm" in _fields(schema, "AdamParams"),
         chooses_layers="train_attn" in _fields(schema, "LoRAConfig"),
         samples_unloaded=False,
-        largest_seed=2**31 - 2**16,  # members of a group have the numbers after it, and JAX takes 32 bits
+        largest_seed=2**31
+        - 2**16,  # members of a group have the numbers after it, and JAX takes 32 bits
     )
 
 

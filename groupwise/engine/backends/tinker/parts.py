@@ -80,7 +80,9 @@ class TinkerSampler:
             self._client.sample(
                 prompt=package.ModelInput.from_ints(list(request.prompt_ids)),
                 num_samples=len(request.seeds),
-                sampling_params=_sampling_params(package, request, self._service.offer.largest_seed),
+                sampling_params=_sampling_params(
+                    package, request, self._service.offer.largest_seed
+                ),
             )
         )
         if len(answer.sequences) != len(request.seeds):
@@ -131,8 +133,9 @@ class TinkerSampler:
             self._client = await service.make(create, model_path=path)
         else:  # the model that saved them may be gone, so another one is made from the state beside them
             loaded = service.client.create_training_client_from_state
-            self._model = await service.make(loaded, state)
-            self._client = await service.make(self._model.save_weights_and_get_sampling_client)
+            model_of_state = await service.make(loaded, state)
+            self._model = model_of_state
+            self._client = await service.make(model_of_state.save_weights_and_get_sampling_client)
         self._version, self._fingerprint = 0, _digest(path or model.name)
 
     def fingerprint(self) -> str:
@@ -262,9 +265,7 @@ class TinkerLearner:
         self._trained = await self.logprobs(rows)
         tensors = [torch.tensor(values, requires_grad=True) for values in self._trained]
         result = losses.loss_of(rows, tensors, loss)
-        losses.total_of(result, denominators).backward()
-        slopes = [torch.zeros_like(t) if t.grad is None else t.grad for t in tensors]
-        numbers = [(-slope).tolist() for slope in slopes]
+        numbers = losses.descent(losses.total_of(result, denominators), tensors)
         pairs = zip(rows, self._trained, strict=True)
         now = [replace(row, sampling_logprobs=values) for row, values in pairs]
         await self._by_name(model, now, losses.RATIO, numbers)

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import cache
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import httpx2
 
@@ -69,12 +69,14 @@ class Service:
 
         Cancelling the wait leaves the request to the service: it counts a model's requests, and later ones would wait for a missing one.
         """
-        pending: Future[Any] = future if isinstance(future, Future) else future.future()
+        pending = cast("Future[Any]", future if isinstance(future, Future) else future.future())
         return await self._wait(asyncio.wrap_future(pending))
 
     async def make(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The client that a call of the package makes, whether it returns it or a future. Raises our errors."""
-        return await self._wait(asyncio.ensure_future(asyncio.to_thread(_made, call, *args, **kwargs)))
+        return await self._wait(
+            asyncio.ensure_future(asyncio.to_thread(_made, call, *args, **kwargs))
+        )
 
     async def _wait(self, waiting: asyncio.Future[Any]) -> Any:
         waiting.add_done_callback(_take_exception)
