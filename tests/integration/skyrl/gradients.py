@@ -19,29 +19,28 @@ from groupwise.engine.backends.tinker.service import Service
 from groupwise.engine.models.config import LoraConfig, ModelConfig
 
 PROMPT = (40, 41, 42, 43)
-SHORT = Row(PROMPT, (50,), (1,), (-4.0,), 1.0, 1.0, reference_logprobs=(-4.0,))
-LONG = Row(PROMPT, (50, *[60] * 11), (1, *[0] * 11), (-4.0,) * 12, 1.0, 1.0, reference_logprobs=(-4.0,) * 12)  # fmt: skip
-OTHER = Row((44, 45), (51, 52), (1, 1), (-4.0, -4.0), 0.5, 1.0, reference_logprobs=(-4.0, -4.0))
+SHORT = Row(PROMPT, (50,), (1,), (0.0,), 1.0, 1.0)
+LONG = Row(PROMPT, (50, *[60] * 11), (1, *[0] * 11), (0.0,) * 12, 1.0, 1.0)
+OTHER = Row((44, 45), (51, 52), (1, 1), (0.0, 0.0), 0.5, 1.0)
 SETS = {"short": [SHORT], "long": [LONG], "other": [OTHER], "both": [SHORT, OTHER]}
-WIDE = {"epsilon": 0.999, "epsilon_high": 1e6}
-"""No ratio is clipped: the sampling log-probabilities above are no model's."""
 LOSSES = {
     "sft": LossSpec("sft"),
-    "importance": LossSpec("given", {"surrogate": "ratio"}),
-    "clip": make("dr_grpo", WIDE).loss_spec(),
-    "kl": make("dr_grpo", {**WIDE, "beta": 0.5}).loss_spec(),
+    "ppo": make("dr_grpo", {}).loss_spec(),
+    "ppo and kl": make("dr_grpo", {"beta": 0.5}).loss_spec(),
 }
-STEEP = 1e4
+STEEP = 100.0
 TOTALS = {"sft": 1.0, "policy": 1.0, "kl": 1.0}
 
 
 async def change(service: Service, folder: Path, loss: LossSpec, rows: list[Row]) -> float:
     learner = TinkerLearner(service, LoraConfig(r=4), 7, "gradients", folder, {})
-    if loss.name == "given":
-        rows = [replace(row, credits=(row.advantage,) * len(row.mask)) for row in rows]
     ((before,),) = await learner.logprobs([SHORT])
-    await learner.forward_backward(rows, loss, TOTALS)
-    params = OptimiserParams(0.02 * STEEP, max_grad_norm=None, eps=STEEP, weight_decay=0.0)
+    sampled = [
+        replace(row, sampling_logprobs=now, reference_logprobs=tuple(x - 0.5 for x in now))
+        for row, now in zip(rows, await learner.logprobs(rows), strict=True)
+    ]
+    await learner.forward_backward(sampled, loss, TOTALS)
+    params = OptimiserParams(1e-5 * STEEP, max_grad_norm=None, eps=STEEP, weight_decay=0.0)
     await learner.update(params)
     ((after,),) = await learner.logprobs([SHORT])
     return after - before
