@@ -69,7 +69,7 @@ class Service:
 
         Cancelling the wait leaves the request to the service: it counts a model's requests, and later ones would wait for a missing one.
         """
-        pending = cast("Future[Any]", future if isinstance(future, Future) else future.future())
+        pending = cast("Future[Any]", future.future() if hasattr(future, "future") else future)
         return await self._wait(asyncio.wrap_future(pending))
 
     async def make(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
