@@ -1,10 +1,11 @@
 #!/usr/bin/env python3
-"""Make an environment with what tests use that does not go with ours: `real_environment.py cookbook | ray | triton | unsloth`.
+"""Make an environment with what tests use that does not go with ours: `real_environment.py cookbook | ray | skyrl | triton | unsloth`.
 
 triton   whose interpreter `make test` asks about the kernels for GPUs: 190 MB, ten seconds; on Linux with x86-64 alone
 ray      what the tests of `groupwise launch ray` start: 380 MB, half a minute
 cookbook whose programs train against `groupwise serve`, as they stand: 1.6 GB, some minutes; torch is the build for CPUs. Beside it lies
          its source distribution, which has its tests
+skyrl    SkyRL's Tinker server with JAX, and a release of the tinker package that speaks with it: 2.3 GB, some minutes; on the CPU
 unsloth  what `make soak SUITE=unsloth` trains with: 3 GB, some minutes. It has Groupwise's own requirements for training, and the release
          of transformers that Unsloth goes with; torch is the build for CPUs, and what only GPUs need is left out
 
@@ -28,7 +29,13 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 # After 0.5.8 the cookbook has 0.6.1; that needs tml-renderers 0.4.1, and 0.2.1 is the newest that the package index has, for any Python.
-RELEASES = {"cookbook": "0.5.8", "ray": "2.60.0", "triton": "3.6.0", "unsloth": "2026.10.9"}
+RELEASES = {
+    "cookbook": "0.5.8",
+    "ray": "2.60.0",
+    "skyrl": "0.3.0",
+    "triton": "3.6.0",
+    "unsloth": "2026.10.9",
+}
 TORCH = (
     *("--retries", "1", "--timeout", "15"),
     *("--extra-index-url", "https://download.pytorch.org/whl/cpu", "torch==2.13.0"),
@@ -39,6 +46,9 @@ BESIDE_COOKBOOK = (
     *("sympy==1.14.0", "pylatexenc==2.11", "math-verify==0.9.0", "pandas==3.1.1"),
 )
 """What the cookbook's programs train with, and what its recipes for mathematics compare answers with."""
+BESIDE_SKYRL = ("jax==0.8.3", "flax==0.12.6", "optax==0.2.8", "tinker==0.16.1", "uv==0.13.9")
+"""JAX by itself, because the extra `jax` of SkyRL's package brings CUDA; the last release of the tinker package that asks a service for no
+configuration, which this server does not have; and uv, by which the server begins its engine."""
 BESIDE_UNSLOTH = (
     *("transformers==5.17.0", "huggingface_hub==1.33.0", "datasets==4.8.5", "trl==1.15.0"),
     *("accelerate", "tyro", "msgspec", "hf_transfer", "sentencepiece", "einops"),
@@ -88,6 +98,8 @@ def packages(name: str) -> tuple[Sequence[str], ...]:
     release = RELEASES[name]
     if name == "cookbook":
         return (TORCH, [f"tinker_cookbook=={release}", *BESIDE_COOKBOOK])
+    if name == "skyrl":
+        return (TORCH, [f"skyrl-tx[tinker]=={release}", *BESIDE_SKYRL])
     if name == "ray":
         return ([f"ray[default]=={release}"],)  # with its dashboard, whose API jobs are given to
     if name == "triton":

@@ -88,7 +88,7 @@ def pytest_collection_finish() -> None:
 
 SUITES = (
     "attacks", "configs", "containers", "cookbook", "docs", "engine", "fleet", "kills", "launch", "learning", "mutations", "notebook",
-    "server", "tasks", "training", "tunix", "unsloth", "web",
+    "server", "skyrl", "tasks", "training", "tunix", "unsloth", "web",
 )  # fmt: skip
 """What `make soak SUITE=…` can be given; CONTRIBUTING.md says what each tests and how long it takes."""
 

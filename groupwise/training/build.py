@@ -660,6 +660,7 @@ def _starting_adapter(config: RunConfig) -> tuple[Any, tuple[str, ...]]:
 
 async def _build_on_tinker(config: AnyConfig, layout: Layout, run: str, folder: Path) -> Parts:
     """Sampler and learner of a session with the service; its model is made when it is first needed, or from a checkpoint."""
+    from groupwise.engine.backends.tinker import offer
     from groupwise.engine.backends.tinker.parts import TinkerLearner, TinkerSampler
     from groupwise.engine.backends.tinker.service import Service
 
@@ -672,6 +673,7 @@ async def _build_on_tinker(config: AnyConfig, layout: Layout, run: str, folder: 
         lag = config.training.max_off_policy_steps
         stops = _with_configured_stops(_end_token(tokenizer), config)
     service = await asyncio.to_thread(Service, config.model, run)
+    offer.check(config, service.offer)
     published: dict[str, Any] = {}
     learner = TinkerLearner(
         service, config.lora, config.training.seed, run, folder, published, lag + 2

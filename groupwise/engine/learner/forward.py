@@ -10,8 +10,8 @@ no effect on a row.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 import torch
@@ -49,6 +49,8 @@ class ForwardOutputs:
     """Mark tokens that are the most likely ones: a search through the logits."""
     trained_only: bool = False
     """Leave out tokens outside their row's mask: no loss uses them, and logits are a large part of a token's cost."""
+    untrained_logprobs: bool = False
+    """With `trained_only`: the log-probabilities outside the masks as well, from the same hidden states, without a gradient."""
     top: int = 0
     """So many most likely tokens at each place; only for rows without several targets for a token."""
 
@@ -207,19 +209,42 @@ def _at_tokens(
     decoder: Decoder, rows: Sequence[Row], hidden_AH: Tensor, outputs: ForwardOutputs
 ) -> ForwardResult:
     """Numbers in the padded shape, from the hidden state before each completion token; the hidden states of all rows are concatenated."""
-    queried = query_tokens(rows, outputs, hidden_AH.device)
-    targets = queried.targets
-    numbers = token_logprobs(
-        decoder,
-        hidden_AH[queried.among_A],
-        targets.ids_N,
-        targets.temperatures_N,
-        entropy_gradient=outputs.entropy_gradient,
-        accuracy=outputs.accuracy,
-        withheld_X2=targets.withheld_X2,
-        top=outputs.top,
-    )
-    return queried.spread(numbers)
+
+    def compute(queried: QueriedTokens) -> TokenNumbers:
+        targets = queried.targets
+        return token_logprobs(
+            decoder,
+            hidden_AH[queried.among_A],
+            targets.ids_N,
+            targets.temperatures_N,
+            entropy_gradient=targets.outputs.entropy_gradient,
+            accuracy=targets.outputs.accuracy,
+            withheld_X2=targets.withheld_X2,
+            top=targets.outputs.top,
+        )
+
+    return compute_targets(rows, outputs, hidden_AH.device, compute)
+
+
+def compute_targets(
+    rows: Sequence[Row],
+    outputs: ForwardOutputs,
+    device: torch.device,
+    compute: Callable[[QueriedTokens], TokenNumbers],
+) -> ForwardResult:
+    """Numbers of all targets that `outputs` wants, in the padded shape; `compute` does them for some of the places."""
+    queried = query_tokens(rows, outputs, device)
+    result = queried.spread(compute(queried))
+    if not outputs.untrained_logprobs:
+        return result
+    others_BT = _real_places([len(row.target_ids) for row in rows], device) & ~queried.places_BT
+    if not others_BT.any():
+        return result
+    with torch.no_grad():
+        others = _query_places(rows, others_BT, DEFAULT_OUTPUTS)
+        logprobs_BT = others.spread(compute(others)).logprobs_BT
+    # Each place is 0 in one of the two.
+    return replace(result, logprobs_BT=result.logprobs_BT + logprobs_BT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,6 +314,13 @@ def query_tokens(
     )
     if not places_BT.any():  # backward needs some token, even if the gradient is 0
         places_BT = real_BT
+    return _query_places(rows, places_BT, outputs)
+
+
+def _query_places(rows: Sequence[Row], places_BT: Tensor, outputs: ForwardOutputs) -> QueriedTokens:
+    """The targets at these places of the padded shape."""
+    device = places_BT.device
+    real_BT = _real_places([len(row.target_ids) for row in rows], device)
     ids_BT = _pad_rows([row.target_ids for row in rows], device)
     lengths_B = torch.tensor([len(row.completion_ids) for row in rows], device=device)
     temperatures_A = torch.tensor([row.temperature for row in rows], device=device)

@@ -104,6 +104,26 @@ class TorchLearner:
         self, rows: Sequence[Row], loss: LossSpec, denominators: Mapping[str, float]
     ) -> dict[str, float]:
         """See `groupwise.core.types.Learner.forward_backward`."""
+        return await self._add_gradient(rows, loss, denominators, untrained_logprobs=False)
+
+    async def forward_backward_logprobs(
+        self, rows: Sequence[Row], loss: LossSpec, denominators: Mapping[str, float]
+    ) -> tuple[dict[str, float], list[tuple[float, ...]]]:
+        """What `forward_backward` does and returns, and from the same pass the log-probabilities of all tokens, as `logprobs` has them.
+
+        With dropout they are those of the pass, which drops inputs.
+        """
+        sums = await self._add_gradient(rows, loss, denominators, untrained_logprobs=True)
+        return sums, _by_row(*self._trained)
+
+    async def _add_gradient(
+        self,
+        rows: Sequence[Row],
+        loss: LossSpec,
+        denominators: Mapping[str, float],
+        *,
+        untrained_logprobs: bool,
+    ) -> dict[str, float]:
         loss_function = from_spec(loss)
         sums: dict[str, float] = {}
         if self._dropout:
@@ -113,7 +133,10 @@ class TorchLearner:
             digest = hashlib.sha256(text.encode()).digest()
             torch.manual_seed(int.from_bytes(digest[:4], "big"))
         outputs = ForwardOutputs(
-            loss_function.needs_entropy_gradient, loss_function.needs_accuracy, trained_only=True
+            loss_function.needs_entropy_gradient,
+            loss_function.needs_accuracy,
+            trained_only=True,
+            untrained_logprobs=untrained_logprobs,
         )
         logprobs_by_batch: list[tuple[Batch, Tensor]] = []
         self._trained = (rows, logprobs_by_batch)

@@ -39,6 +39,11 @@ class ModelConfig(Strict):
         "Tokenizer of the model that the service of the backend tinker calls `name`: a hub id, a folder or an alias; null: `name` itself.",
         min_length=1,
     )
+    loss_reduction: Literal["sum", "mean"] | None = setting(
+        None,
+        "How the service of the backend tinker adds up a loss: sum, as Tinker does; mean over the targets of a datum and over datums, as "
+        "SkyRL's engine jax does, for which numbers are sent that undo it. null: sum; with SkyRL's server it must be said.",
+    )
     load_in_4bit: bool = setting(
         False,
         "Hold the frozen weights in 4 bits (bitsandbytes NF4): a quarter of the memory of bfloat16. With the backend unsloth.",
@@ -101,7 +106,7 @@ class ModelConfig(Strict):
                 "load_in_4bit and load_in_8bit are both true; weights are held in one of the two. Leave one out.",
                 ("load_in_4bit", "load_in_8bit"),
             )
-        for key in ("base_url", "api_key_env", "tokenizer"):
+        for key in ("base_url", "api_key_env", "tokenizer", "loss_reduction"):
             value = getattr(self, key)
             if value != type(self).model_fields[key].default and self.backend != "tinker":
                 yield Conflict(

@@ -204,10 +204,11 @@ class EngineModels:
 
     async def forward_backward(self, model: str, rows: Sequence[Row], loss: LossSpec) -> Computed:
         """See `VerbEngine.forward_backward`."""
-        learner = self._find_model(model).parts.learner
+        parts = self._find_model(model).parts
         self._check_rows(rows)
-        logprobs = await learner.logprobs(rows)
-        sums = await learner.forward_backward(rows, loss, UNDIVIDED)
+        sums, logprobs = await parts.model.call(
+            "learner.forward_backward_logprobs", [*rows], loss, UNDIVIDED, droppable=True
+        )
         return Computed(tuple(logprobs), sums)
 
     async def optim_step(

@@ -11,6 +11,10 @@ A row's scale and the step's denominator are factors of that number, so the serv
 the service's log-probabilities (`forward_backward_custom`): a KL penalty, an importance correction, a ratio of a whole rollout, a two-sided
 clip. That costs a second forward pass at the service.
 
+A service that averages (`groupwise.engine.backends.tinker.offer`) divides a datum's loss by its number of targets, and the gradient by the
+number of datums. Numbers are multiplied by both, so that its mean is our sum. The weights of its cross_entropy cancel in the mean, so that
+`cispo` with the ratio clipped to 1 takes its place, or `importance_sampling` after a pass whose log-probabilities make each ratio 1.
+
 A row of P prompt and C completion tokens is a datum of P + C − 1 inputs and as many targets, the next tokens. Prompt positions have the
 number 0.
 """
@@ -31,10 +35,13 @@ from groupwise.algorithms.given import Given
 from groupwise.algorithms.sft import Sft
 from groupwise.core.errors import EndpointError
 from groupwise.core.types import Row
+from groupwise.engine.backends.tinker.offer import Offer
 from groupwise.engine.learner.forward import ForwardResult
 from groupwise.engine.learner.layout import longest_completion
 from groupwise.engine.learner.torch_learner import token_batch
 
+TINKER = Offer()
+"""What Tinker's documents say of a service."""
 LOW, HIGH = "clip_low_threshold", "clip_high_threshold"
 """Settings of `ppo` and `cispo`: bounds of the ratio itself, such as 0.8 and 1.2."""
 _SURROGATES = {
@@ -59,8 +66,20 @@ class NamedLoss:
         return self.name != "cross_entropy"
 
 
-def named_loss(loss: Loss) -> NamedLoss | None:
-    """The service's loss that is this one; None if only `forward_backward_custom` can compute it."""
+WEIGHTED = NamedLoss("cispo", {LOW: 1.0, HIGH: 1.0})
+"""−Σ advantage · log-probability, which is what cross_entropy computes, with advantages in place of weights."""
+RATIO = NamedLoss("importance_sampling", {})
+
+
+def named_loss(loss: Loss, offer: Offer = TINKER) -> NamedLoss | None:
+    """The service's loss that is this one; None if it has none."""
+    named = _documented_loss(loss)
+    if named is not None and offer.averages and named.name == "cross_entropy":
+        named = WEIGHTED
+    return named if named is not None and offer.computes(named.name, named.settings) else None
+
+
+def _documented_loss(loss: Loss) -> NamedLoss | None:
     if isinstance(loss, Sft):
         return NamedLoss("cross_entropy", {})
     if isinstance(loss, Given):
@@ -95,6 +114,16 @@ def token_numbers(row: Row, loss: Loss, denominators: Mapping[str, float]) -> tu
     return tuple(
         value / denominator if denominator and trained else 0.0 for value, trained in pairs
     )
+
+
+def undo_averages(
+    numbers: Sequence[float], row: Row, datums: int, offer: Offer = TINKER
+) -> tuple[float, ...]:
+    """A row's numbers, multiplied by what the service will divide by; `datums` counts the rows of the update."""
+    if not offer.averages:
+        return tuple(numbers)
+    divided_by = (len(row.prompt_ids) + len(row.completion_ids) - 1) * datums
+    return tuple(number * divided_by for number in numbers)
 
 
 def datum(package: Any, row: Row, loss: NamedLoss | None, numbers: Sequence[float] | None) -> Any:
@@ -171,3 +200,9 @@ def total_of(result: LossResult, denominators: Mapping[str, float]) -> Tensor:
         for name, value in result.components.items()
     ]
     return torch.stack(parts).sum()
+
+
+def descent(total: Tensor, logprobs: Sequence[Tensor]) -> list[list[float]]:
+    """For each log-probability, minus the slope of the total: the number with which it is to rise."""
+    slopes = torch.autograd.grad(total, [*logprobs], allow_unused=True, materialize_grads=True)
+    return [[*map(float, -slope)] for slope in slopes]

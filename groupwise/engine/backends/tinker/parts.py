@@ -16,6 +16,7 @@ import hashlib
 import math
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -39,8 +40,9 @@ from groupwise.core.types import (
 )
 from groupwise.engine.backends.conflicts import trained_layers
 from groupwise.engine.backends.tinker import losses, saved
+from groupwise.engine.backends.tinker.losses import NamedLoss
 from groupwise.engine.backends.tinker.saved import SavedWeights
-from groupwise.engine.backends.tinker.service import Service
+from groupwise.engine.backends.tinker.service import Service, sampler_handle
 from groupwise.engine.models.config import LoraConfig
 from groupwise.engine.sampler.rules import ends_with_stop
 from groupwise.runs import publications
@@ -48,8 +50,6 @@ from groupwise.runs import publications
 if TYPE_CHECKING:
     import tinker
 
-LARGEST_SEED = 2**63
-"""Seeds of the service are below it; ours have 64 bits and are taken modulo it."""
 GRAD_NORM = re.compile(r"(^|/|_)grad_norm|grad_l2")
 """Names under which services report the norm of the gradient before clipping: ours, and the first one of others."""
 LONGEST_NAME = 80
@@ -67,6 +67,8 @@ class TinkerSampler:
         self._tokenizer = tokenizer
         self._published = published
         self._client: tinker.SamplingClient | None = None
+        self._model: tinker.TrainingClient | None = None
+        """Loaded for the sake of its sampler, where a service needs that."""
         self._version = 0
         self._fingerprint = ""
 
@@ -78,7 +80,9 @@ class TinkerSampler:
             self._client.sample(
                 prompt=package.ModelInput.from_ints(list(request.prompt_ids)),
                 num_samples=len(request.seeds),
-                sampling_params=_sampling_params(package, request),
+                sampling_params=_sampling_params(
+                    package, request, self._service.offer.largest_seed
+                ),
             )
         )
         if len(answer.sequences) != len(request.seeds):
@@ -116,12 +120,22 @@ class TinkerSampler:
     async def serve(self, weights: Path | None) -> None:
         """Serve the weights that a run's folder names; None: `model.adapter`, or the base. Raises CheckpointError for another folder."""
         model, service = self._service.model, self._service
-        path = saved.sampler_path(model) if weights is None else saved.read(weights).sampler
-        if path is None:
-            client = service.client.create_sampling_client(base_model=model.name)
+        if weights is None:
+            state = saved.starting_state(model)
+            path = saved.sampler_path(model) if service.offer.samples_unloaded else state
         else:
-            client = service.client.create_sampling_client(model_path=path)
-        self._client = await service.wait(client)
+            found = saved.read(weights)
+            state, path = found.state, found.sampler
+        create = service.client.create_sampling_client
+        if path is None:
+            self._client = await service.make(create, base_model=model.name)
+        elif service.offer.samples_unloaded:
+            self._client = await service.make(create, model_path=path)
+        else:  # the model that saved them may be gone, so another one is made from the state beside them
+            loaded = service.client.create_training_client_from_state
+            model_of_state = await service.make(loaded, state)
+            self._model = model_of_state
+            self._client = await service.make(model_of_state.save_weights_and_get_sampling_client)
         self._version, self._fingerprint = 0, _digest(path or model.name)
 
     def fingerprint(self) -> str:
@@ -129,13 +143,13 @@ class TinkerSampler:
         return self._fingerprint
 
 
-def _sampling_params(package: Any, request: GroupRequest) -> Any:
+def _sampling_params(package: Any, request: GroupRequest, largest_seed: int) -> Any:
     """The service's parameters. It gets texts or ids that end a completion, because it takes one kind; `cut_at_stop` knows both."""
     params = request.params
     assert (params.min_tokens, params.min_p) == (0, None), "the config refuses both"
     return package.SamplingParams(
         max_tokens=params.max_tokens,
-        seed=request.seeds[0] % LARGEST_SEED,
+        seed=request.seeds[0] % largest_seed,
         stop=list(params.stop or params.stop_token_ids) or None,
         temperature=params.temperature,
         top_k=-1 if params.top_k is None else params.top_k,
@@ -163,7 +177,7 @@ def cut_at_stop(completion: Completion, params: SamplingParams, tokenizer: Any) 
 
 def fingerprint_of(client: tinker.SamplingClient) -> str:
     """Fingerprint of a publication: of the handle of its sampler, which no other publication has."""
-    return _digest(client.get_sampler_handle())
+    return _digest(sampler_handle(client))
 
 
 def _digest(text: str) -> str:
@@ -210,21 +224,52 @@ class TinkerLearner:
         """See `groupwise.core.types.Learner.forward_backward`. Raises NonFiniteError after `discard` of a gradient that was computed."""
         self._check_gradient()
         model, ours = await self._ready(), from_spec(loss)
-        named = losses.named_loss(ours)
+        named = losses.named_loss(ours, self._service.offer)
         self._has_gradient = True
+        if named is None and self._service.offer.averages:
+            return await self._by_ratios(model, rows, ours, denominators)
         if named is None:
             return await self._by_custom_loss(model, rows, ours, denominators)
-        package = self._service.package
-        data = [
-            losses.datum(package, row, named, losses.token_numbers(row, ours, denominators))
-            for row in rows
-        ]
-        settings = named.settings or None
-        future = model.forward_backward(data, named.name, settings)  # pyright: ignore[reportArgumentType]
-        output = await self._service.wait(future)
+        numbers = [losses.token_numbers(row, ours, denominators) for row in rows]
+        output = await self._by_name(model, rows, named, numbers)
         self._trained = losses.completion_logprobs(rows, output)
         tensors = [torch.tensor(values) for values in self._trained]
         return losses.sums_of(losses.loss_of(rows, tensors, ours))
+
+    async def _by_name(
+        self,
+        model: tinker.TrainingClient,
+        rows: Sequence[Row],
+        named: NamedLoss,
+        numbers: Sequence[Sequence[float]],
+    ) -> Any:
+        """The service's output for a loss that it names, with a number for each completion token of each row."""
+        package, offer = self._service.package, self._service.offer
+        data = [
+            losses.datum(package, row, named, losses.undo_averages(values, row, len(rows), offer))
+            for row, values in zip(rows, numbers, strict=True)
+        ]
+        settings = named.settings or None
+        return await self._service.wait(
+            model.forward_backward(data, named.name, settings)  # pyright: ignore[reportArgumentType]
+        )
+
+    async def _by_ratios(
+        self,
+        model: tinker.TrainingClient,
+        rows: Sequence[Row],
+        loss: Loss,
+        denominators: Mapping[str, float],
+    ) -> dict[str, float]:
+        """`_by_custom_loss` where a service averages: its weights must not be negative, but advantages may. All ratios are 1."""
+        self._trained = await self.logprobs(rows)
+        tensors = [torch.tensor(values, requires_grad=True) for values in self._trained]
+        result = losses.loss_of(rows, tensors, loss)
+        numbers = losses.descent(losses.total_of(result, denominators), tensors)
+        pairs = zip(rows, self._trained, strict=True)
+        now = [replace(row, sampling_logprobs=values) for row, values in pairs]
+        await self._by_name(model, now, losses.RATIO, numbers)
+        return losses.sums_of(result)
 
     async def _by_custom_loss(
         self,
@@ -297,21 +342,20 @@ class TinkerLearner:
         return losses.completion_logprobs(rows, output)
 
     async def _reference_logprobs(self, rows: Sequence[Row]) -> list[tuple[float, ...]]:
-        reference, package = self._reference, self._service.package
+        service, reference = self._service, self._reference
         if reference is None:
-            base = self._service.client.create_sampling_client(base_model=self._service.model.name)
-            reference = self._reference = await self._service.wait(base)
-        futures = [
-            reference.compute_logprobs(
-                package.ModelInput.from_ints([*row.prompt_ids, *row.completion_ids]),
-                prompt_logprobs_last_n=len(row.completion_ids),
+            create = service.client.create_sampling_client
+            reference = self._reference = await service.make(create, base_model=service.model.name)
+        answers = await asyncio.gather(
+            *(
+                service.prompt_logprobs(
+                    reference, (*row.prompt_ids, *row.completion_ids), len(row.completion_ids)
+                )
+                for row in rows
             )
-            for row in rows
-        ]
-        answers = await asyncio.gather(*map(self._service.wait, futures))
+        )
         found: list[tuple[float, ...]] = []
-        for row, answer in zip(rows, answers, strict=True):
-            values = answer[len(row.prompt_ids) :]
+        for row, values in zip(rows, answers, strict=True):
             if len(values) != len(row.completion_ids) or None in values:
                 raise EndpointError(
                     "The Tinker service did not compute the log-probabilities of the base that a KL penalty needs. Set algorithm.beta to 0."
@@ -328,7 +372,7 @@ class TinkerLearner:
     async def publish(self, version: int) -> Policy:
         """See `groupwise.core.types.Learner.publish`. The folder holds no tensors, but `tinker.json`."""
         model = await self._ready()
-        client = await self._service.wait(model.save_weights_and_get_sampling_client())
+        client = await self._service.make(model.save_weights_and_get_sampling_client)
         folder = publications.version_folder(self._publish_folder, version)
         name = self._service.model.name
         weights = SavedWeights(base_model=name, state=None, sampler=None, updates=self._updates)
@@ -344,8 +388,8 @@ class TinkerLearner:
             model = self._ready_now()
             self._saves += 1
             name = f"{_as_name(self._run)}-{self._saves}-after-{self._updates}"
-            state = self._service.wait_now(model.save_state(name)).path
-            sampler = self._service.wait_now(model.save_weights_for_sampler(name)).path
+            state = self._service.make_now(model.save_state, name).path
+            sampler = self._service.make_now(model.save_weights_for_sampler, name).path
             self._last_save = SavedWeights(
                 base_model=self._service.model.name,
                 state=state,
@@ -358,9 +402,8 @@ class TinkerLearner:
         """See `groupwise.core.types.Learner.load`. The service makes another model from the saved state, with its optimiser."""
         found = saved.read(Path(folder))
         assert found.state is not None, "a checkpoint names a state"
-        client = self._service.client
-        future = client.create_training_client_from_state_with_optimizer(found.state)
-        self._model = self._service.wait_now(future)
+        create = self._service.client.create_training_client_from_state_with_optimizer
+        self._model = self._service.make_now(create, found.state)
         self._updates, self._last_save = found.updates, found
         self._has_gradient = self._is_spoilt = False
         self._trained = None
@@ -368,17 +411,17 @@ class TinkerLearner:
     async def _ready(self) -> tinker.TrainingClient:
         model = self._model
         if model is None:
-            model = self._model = await self._service.wait(self._new_model())
+            model = self._model = await self._service.make(self._new_model)
         return model
 
     def _ready_now(self) -> tinker.TrainingClient:
         model = self._model
         if model is None:
-            model = self._model = self._service.wait_now(self._new_model())
+            model = self._model = self._service.make_now(self._new_model)
         return model
 
     def _new_model(self) -> Any:
-        """The future of a model with a new adapter, or with the one of `model.adapter` and a new optimiser."""
+        """A model, or its future, with a new adapter, or with the one of `model.adapter` and a new optimiser."""
         client, config = self._service.client, self._service.model
         start = saved.starting_state(config)
         if start is not None:
@@ -395,6 +438,6 @@ class TinkerLearner:
 
 
 def _as_name(run: str) -> str:
-    """A run's name as a name of saved weights: letters, digits, dots, dashes and underscores."""
-    name = re.sub(r"[^A-Za-z0-9._-]+", "-", run).strip("-._")
+    """A run's name as a name of saved weights: letters, digits, dashes and underscores, which every service takes."""
+    name = re.sub(r"[^A-Za-z0-9_-]+", "-", run).strip("-_")
     return name[:LONGEST_NAME] or "run"

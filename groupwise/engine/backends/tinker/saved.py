@@ -69,7 +69,7 @@ def sampler_path(model: ModelConfig) -> str | None:
         return None
     if not model.adapter.startswith(SCHEME):
         return read(Path(model.adapter).expanduser()).sampler
-    if "/sampler_weights/" not in state:
+    if "/weights/" in state:
         raise ModelError(
             f"model.adapter is {state!r}, a state to train from. To sample from it, give the path that save_weights_for_sampler returned "
             "(tinker://<model>/sampler_weights/<name>), or the folder of a run that names both."

@@ -1,21 +1,27 @@
 """The connection to a Tinker service: its address and key, what it offers, and its errors as ours.
 
 Requests are repeated by the tinker package itself, which keeps their order and their numbers. Here nothing is tried a second time.
+
+The package speaks with services of about its own age: 0.25 and later send and read protobuf, and services from before that take the JSON of
+releases up to 0.24. Those releases return clients where later ones return futures of them, and lack some calls; both are used here.
 """
 
 from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Generator
+import threading
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from inspect import signature
+from typing import TYPE_CHECKING, Any, cast
 
 import httpx2
 
 from groupwise.core.errors import EndpointError, ModelError, UsageError
+from groupwise.engine.backends.tinker.offer import offer_of
 from groupwise.engine.models.config import ModelConfig
 
 if TYPE_CHECKING:
@@ -28,8 +34,10 @@ FIRST_TIMEOUT = 60.0
 OURS, THEIRS = "gw-", "tml-"
 """Beginnings of a key of `groupwise serve`, and of those that the tinker package takes; the server takes either."""
 MODELS_SHOWN = 30
-
-T = TypeVar("T")
+LAST_WITH_JSON = "0.24.1"
+"""The last release of the tinker package that speaks with services from before protobuf."""
+PREDATES = "only supports as proto"
+"""In the error of later releases that meet such a service."""
 
 
 class Service:
@@ -43,11 +51,16 @@ class Service:
         self.client: tinker.ServiceClient = package.ServiceClient(
             base_url=address(model), api_key=key(model), user_metadata={"groupwise_run": run}
         )
+        self.offer = offer_of(model, address(model))
 
     def close(self) -> None:
-        """End the session: the service then frees its models and samplers. Saved weights stay."""
+        """End the session: the service then frees its models and samplers. Saved weights stay. Releases of the package up to 0.24 cannot;
+        their sessions end when they have been silent for a while."""
+        end: Callable[[str], Any] | None = getattr(self.client, "close", None)
+        if end is None:
+            return
         try:
-            self.client.close("success").result(timeout=FIRST_TIMEOUT)
+            end("success").result(timeout=FIRST_TIMEOUT)
         except Exception:  # noqa: BLE001 - whatever keeps it from answering: it ends a silent session by itself
             return
 
@@ -56,16 +69,52 @@ class Service:
 
         Cancelling the wait leaves the request to the service: it counts a model's requests, and later ones would wait for a missing one.
         """
-        pending = cast("Future[Any]", future.future())
-        waiting = asyncio.wrap_future(pending)
+        pending = cast("Future[Any]", future.future() if hasattr(future, "future") else future)
+        return await self._wait(asyncio.wrap_future(pending))
+
+    async def make(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """The client that a call of the package makes, whether it returns it or a future. Raises our errors."""
+        return await self._wait(
+            asyncio.ensure_future(asyncio.to_thread(_made, call, *args, **kwargs))
+        )
+
+    async def _wait(self, waiting: asyncio.Future[Any]) -> Any:
         waiting.add_done_callback(_take_exception)
         with explaining_errors(self.model):
             return await asyncio.shield(waiting)
 
-    def wait_now(self, future: Any) -> Any:
-        """Like `wait`, for callers that are not async."""
+    def make_now(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Like `make`, for callers that are not async; also for calls whose future is all that is wanted."""
+        made: Future[Any] = Future()
+
+        def work() -> None:
+            try:
+                made.set_result(_made(call, *args, **kwargs))
+            except BaseException as error:  # noqa: BLE001 - raised where it is waited for
+                made.set_exception(error)
+
+        # In a thread, because the package warns of blocking calls where an event loop runs.
+        threading.Thread(target=work, name="tinker", daemon=True).start()
         with explaining_errors(self.model):
-            return future.result()
+            return made.result()
+
+    async def prompt_logprobs(self, client: Any, tokens: Sequence[int], last: int) -> list[Any]:
+        """Log-probabilities of the last tokens of a prompt, by a sampling client; None for those that it did not compute."""
+        prompt, compute = self.package.ModelInput.from_ints([*tokens]), client.compute_logprobs
+        limited = "prompt_logprobs_last_n" in signature(compute).parameters
+        limit = {"prompt_logprobs_last_n": last} if limited else {}
+        return [*await self.wait(compute(prompt, **limit))][-last:]
+
+
+def sampler_handle(client: Any) -> str:
+    """The service's name of a sampling client, which no other one has."""
+    handle: Callable[[], str] | None = getattr(client, "get_sampler_handle", None)
+    return str(client._sampling_session_id) if handle is None else handle()
+
+
+def _made(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    result = call(*args, **kwargs)
+    return result.result() if hasattr(result, "result") else result
 
 
 def _take_exception(waiting: asyncio.Future[Any]) -> None:
@@ -142,10 +191,12 @@ def _capabilities(url: str | None, api_key: str, api_key_env: str) -> dict[str, 
     package = import_package()
     model = ModelConfig(name="any", backend="tinker", base_url=url, api_key_env=api_key_env)
     with explaining_errors(model):
-        client = package.RestClient(base_url=url, api_key=api_key)
-        answer = client.get_server_capabilities().result(timeout=FIRST_TIMEOUT)
+        kind = getattr(package, "RestClient", None) or package.ServiceClient
+        answer = kind(base_url=url, api_key=api_key).get_server_capabilities()
+        if hasattr(answer, "result"):
+            answer = answer.result(timeout=FIRST_TIMEOUT)
     return {
-        offered.model_name: offered.max_context_length
+        offered.model_name: getattr(offered, "max_context_length", None)
         for offered in answer.supported_models
         if offered.model_name is not None
     }
@@ -166,6 +217,13 @@ def explaining_errors(model: ModelConfig) -> Generator[None]:
             f"The Tinker service at {_place(model)} refused a request ({error.status_code}): {error}",
             error.status_code,
         ) from error
+    except ValueError as error:
+        if PREDATES not in str(error):
+            raise
+        raise UsageError(
+            f"The Tinker service at {_place(model)} answers in JSON, which the tinker package {package.__version__} does not read. Install "
+            f"one that does, in place of it: pip install 'tinker=={LAST_WITH_JSON}'."
+        ) from None
     except (package.TinkerError, TimeoutError) as error:
         reason = str(error) or type(error).__name__
         raise EndpointError(

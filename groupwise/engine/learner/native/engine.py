@@ -10,11 +10,17 @@ from torch.nn.functional import embedding
 
 from groupwise.core.types import PolicyRole, Row
 from groupwise.engine.learner.engine import Compute
-from groupwise.engine.learner.forward import ForwardOutputs, ForwardResult, query_tokens
+from groupwise.engine.learner.forward import (
+    ForwardOutputs,
+    ForwardResult,
+    QueriedTokens,
+    compute_targets,
+)
 from groupwise.engine.learner.native.body import residual_stream
 from groupwise.engine.learner.native.head import token_numbers
 from groupwise.engine.learner.native.layout import FlatBatch, cut
 from groupwise.engine.learner.weights import TrainedWeights
+from groupwise.engine.models.logprobs import TokenNumbers
 from groupwise.engine.models.native.ready import ready_to_learn
 from groupwise.engine.models.native.weights import NativeModel
 
@@ -50,11 +56,14 @@ class NativeEngine:
 
         def compute(batch: FlatBatch, outputs: ForwardOutputs) -> ForwardResult:
             residual_NH = residual_stream(model, batch, factors, recompute=self._recompute)
-            queried = query_tokens(batch.rows, outputs, model.device)
-            before_N = torch.tensor(batch.predictors, device=model.device)[queried.among_A]
-            # Rows of one prompt share its last token. The gradient of plain indexing would add their parts in the order in which threads
-            # finish; that of `embedding` adds them in a fixed order.
-            before_NH = embedding(before_N, residual_NH)
-            return queried.spread(token_numbers(model, before_NH, queried.targets))
+            predictors_A = torch.tensor(batch.predictors, device=model.device)
+
+            def at_targets(queried: QueriedTokens) -> TokenNumbers:
+                # Rows of one prompt share its last token. The gradient of plain indexing would add their parts in the order in which
+                # threads finish; that of `embedding` adds them in a fixed order.
+                before_NH = embedding(predictors_A[queried.among_A], residual_NH)
+                return token_numbers(model, before_NH, queried.targets)
+
+            return compute_targets(batch.rows, outputs, model.device, at_targets)
 
         yield compute

@@ -194,7 +194,11 @@ def test_given_targets_have_the_plain_models_numbers_and_gradients(decoder, make
         rows.append(replace(row, withheld=(MaskedTokens(0, length, (0, 1, 101)),)))
     batches = pack_rows(rows, 200) if compute is packed_rows else microbatches(rows, 10_000)
     assert any(len({row.targets_per_token for row in batch.rows}) > 1 for batch in batches)
-    for outputs in (ForwardOutputs(accuracy=True), ForwardOutputs(trained_only=True)):
+    for outputs in (
+        ForwardOutputs(accuracy=True),
+        ForwardOutputs(trained_only=True),
+        ForwardOutputs(trained_only=True, untrained_logprobs=True),
+    ):
         slopes = []
         for by_us in (True, False):
             decoder.model.zero_grad()
@@ -205,10 +209,11 @@ def test_given_targets_have_the_plain_models_numbers_and_gradients(decoder, make
                     counted = torch.tensor(row.mask) != 0
                     counted = counted if outputs.trained_only else torch.ones_like(counted)
                     factors = torch.arange(1.0, len(counted) + 1) * counted
+                    known = torch.ones_like(counted) if outputs.untrained_logprobs else counted
                     values = wanted
                     if found is not None:
                         values = found.logprobs_BT[place, : len(counted)]
-                        close(values * counted, wanted * counted)
+                        close(values * known, wanted * known)
                         assert not found.logprobs_BT[place, len(counted) :].any()
                         if found.right_BT is not None:
                             right = found.right_BT[place, : len(counted)]

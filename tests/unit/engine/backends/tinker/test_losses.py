@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,7 @@ from groupwise.algorithms.registry import from_spec, make
 from groupwise.core.errors import EndpointError
 from groupwise.core.types import LossSpec, Row
 from groupwise.engine.backends.tinker import losses
+from groupwise.engine.backends.tinker.offer import Offer
 
 SFT = from_spec(LossSpec("sft"))
 
@@ -111,6 +113,36 @@ def test_a_named_loss_has_our_value_and_gradient(case: str) -> None:
 )
 def test_other_losses_are_computed_here(name: str, knobs: dict[str, Any]) -> None:
     assert losses.named_loss(make(name, knobs)) is None
+
+
+MEAN = Offer(averages=True)
+
+
+def test_where_a_service_averages_its_mean_is_our_sum() -> None:
+    """Supervised, with two rows of unequal length: −1/2 Σ rows (Σ tokens) / targets, as SkyRL's engine `jax` has it."""
+    named = losses.named_loss(SFT, MEAN)
+    assert named == losses.WEIGHTED
+    values = ((-0.1, -0.5, -1.1), (-0.52, -0.1))
+    ours = [torch.tensor(each, requires_grad=True) for each in values]
+    total = losses.total_of(losses.loss_of(ROWS, ours, SFT), {"sft": 4.0})
+    mean = torch.zeros(())
+    for each, logprobs in zip(ROWS, values, strict=True):
+        numbers = losses.token_numbers(each, SFT, {"sft": 4.0})
+        numbers = torch.tensor(losses.undo_averages(numbers, each, len(ROWS), MEAN))
+        here = torch.tensor(logprobs)
+        summed = by_the_service(named, numbers, here, torch.zeros(len(here)))
+        mean = mean + summed / (len(each.prompt_ids) + len(each.completion_ids) - 1) / len(ROWS)
+    assert mean.item() == pytest.approx(total.item(), abs=1e-6)
+    numbers = losses.descent(total, ours)
+    assert numbers[0] == pytest.approx(losses.token_numbers(ROWS[0], SFT, {"sft": 4.0}))
+
+
+def test_a_loss_that_the_service_lacks_has_no_name() -> None:
+    few = Offer(losses=frozenset({"cross_entropy", "ppo"}), sets_clips=False)
+    assert losses.named_loss(make("cispo", {}), few) is None
+    assert losses.named_loss(make("dr_grpo", {}), few) is not None
+    assert losses.named_loss(make("dr_grpo", {"epsilon_high": 0.3}), few) is None
+    assert losses.named_loss(SFT, replace(few, averages=True)) is None
 
 
 class Package:

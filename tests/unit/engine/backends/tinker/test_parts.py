@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,7 +20,7 @@ from groupwise.core.errors import (
     UsageError,
 )
 from groupwise.core.types import GroupRequest, LossSpec, OptimiserParams, Row, SamplingParams
-from groupwise.engine.backends.tinker import saved, service
+from groupwise.engine.backends.tinker import offer, saved, service
 from groupwise.engine.backends.tinker.parts import TinkerLearner, TinkerSampler
 from groupwise.engine.backends.tinker.service import Service
 from groupwise.engine.models.config import LoraConfig, ModelConfig
@@ -68,7 +69,10 @@ class FakePackage:
     AuthenticationError = FakeAuthenticationError
     PermissionDeniedError = FakeAuthenticationError
 
+    __version__ = "0.38.0"
+
     def __init__(self) -> None:
+        self.data: list[Any] = []
         self.calls: list[tuple[str, Any]] = []
         self.sequences: list[Any] = []
         self.metrics: dict[str, float] | None = {"grad_norm": 0.5}
@@ -122,6 +126,7 @@ class FakePackage:
         return self.answer("forward", loss, _output(data))
 
     def forward_backward(self, data: list[Any], loss: str, settings: Any) -> Promise:
+        self.data = data
         return self.answer("forward_backward", (loss, settings), _output(data))
 
     def forward_backward_custom(self, data: list[Any], compute: Any) -> Promise:
@@ -156,6 +161,7 @@ def _output(data: list[Any]) -> Any:
 def package(monkeypatch: pytest.MonkeyPatch) -> FakePackage:
     fake = FakePackage()
     monkeypatch.setattr(service, "import_package", lambda: fake)
+    monkeypatch.setattr(offer, "read_schema", lambda _: {})
     monkeypatch.setenv("TINKER_API_KEY", "gw-secret")
     return fake
 
@@ -225,6 +231,55 @@ async def test_a_kl_penalty_is_computed_here_against_the_base(
     total = sums["loss/policy"] / 2 + sums["loss/kl"] / 4
     assert package.calls[-1] == ("forward_backward_custom", pytest.approx(total))
     assert await learner.trained_logprobs() == [(-0.5, -0.5)]
+
+
+async def test_where_a_service_averages_a_custom_loss_is_one_of_ratios(
+    package: FakePackage, tmp_path: Path
+) -> None:
+    """One forward pass, and one whose numbers are slopes; its ratios are 1, and numbers undo the mean over 3 targets and 2 rows."""
+    learner = learner_in(tmp_path, loss_reduction="mean")
+    rows = [replace(ROW, reference_logprobs=(-0.5, -0.5)) for _ in range(2)]
+    await learner.forward_backward(rows, CUSTOM, {"policy": 2.0, "kl": 4.0})
+    assert names(package)[2:] == ["forward", "forward_backward"]
+    assert package.calls[-1] == ("forward_backward", ("importance_sampling", None))
+    for each in package.data:
+        assert each.loss_fn_inputs["logprobs"][1:] == [-0.5, -0.5]
+        # Each token has the slope of −ratio / 2; that of the KL penalty is 0 where the policies are equal.
+        assert each.loss_fn_inputs["advantages"] == pytest.approx([0.0, 0.5 * 6, 0.5 * 6])
+
+
+async def test_older_releases_of_the_package_return_clients(
+    package: FakePackage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def at_once(name: str) -> None:
+        later = getattr(package, name)
+        monkeypatch.setattr(package, name, lambda *a, **kw: later(*a, **kw).result())
+
+    for name in ("create_lora_training_client", "create_sampling_client"):
+        at_once(name)
+    client = SimpleNamespace(_sampling_session_id="s", sample=package.sample)
+    monkeypatch.setattr(package, "save_weights_and_get_sampling_client", lambda: client)
+    monkeypatch.setattr(package, "compute_logprobs", lambda prompt: Promise([None, -0.1, -0.2, -0.3]).future())  # fmt: skip
+    monkeypatch.delattr(FakePackage, "close")
+    learner = learner_in(tmp_path)
+    await step(learner)
+    assert await learner.logprobs([ROW], "reference") == [(-0.2, -0.3)]
+    assert len((await learner.publish(1)).fingerprint) == 16
+    learner._service.close()
+
+
+async def test_a_service_that_samples_loaded_models_alone_is_given_the_state(
+    package: FakePackage, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(offer, "read_schema", lambda _: {"info": {"title": offer.SKYRL}})
+    weights = saved.SavedWeights(base_model="tiny", state="tinker://m/weights/x", sampler="tinker://m/x")  # fmt: skip
+    saved.write(weights, tmp_path)
+    sampler = TinkerSampler(connected(), FakeTokenizer(), {})
+    await sampler.serve(tmp_path)
+    assert package.calls[-2:] == [
+        ("create_training_client_from_state", "tinker://m/weights/x"),
+        ("save_weights_and_get_sampling_client", None),
+    ]
 
 
 async def test_a_gradient_that_must_not_be_used_is_not(
@@ -339,6 +394,7 @@ async def test_a_wait_that_is_cancelled_leaves_the_request_to_the_service(
         (FakeAuthenticationError("no"), UsageError, "refuses the key in TINKER_API_KEY"),
         (FakeStatusError("bad"), EndpointError, "422"),
         (FakeError("gone"), EndpointError, "--resume"),
+        (ValueError("which this SDK version only supports as proto."), UsageError, "tinker=="),
     ],
 )
 async def test_errors_of_the_service_are_ours(

@@ -145,6 +145,35 @@ async def test_every_family(tmp_path, family):
     assert await native.logprobs(rows) != await native.logprobs(rows, "reference")
 
 
+@pytest.mark.parametrize("native", [False, True], ids=["plain", "native"])
+async def test_the_gradients_pass_also_has_the_log_probabilities_outside_the_masks(
+    tmp_path, native, monkeypatch
+):
+    """With the same gradient, and without another pass through the layers."""
+    weights, rows = adapter(model_of("qwen3")), rows_of()
+    made = learner(weights, tmp_path, native=native)
+    _, wanted = await learned(made, rows)
+    everywhere = await made.logprobs(rows)
+    assert any(0 in row.mask for row in rows)
+    passes: list[bool] = []
+    acting = made._engine.acting
+
+    def counted(role: Any, *, gradient: bool) -> Any:
+        passes.append(gradient)
+        return acting(role, gradient=gradient)
+
+    monkeypatch.setattr(made._engine, "acting", counted)
+    monkeypatch.setattr(
+        made, "forward_backward", made.forward_backward_logprobs
+    )  # for `learned`, which keeps the gradients
+    (_, found), gradients = await learned(made, rows)
+    assert len(passes) == len(made._engine.cut(rows, made._max_tokens, gradient=True))
+    assert all(passes)
+    for values, expected in zip(found, everywhere, strict=True):
+        assert values == pytest.approx(expected, rel=1e-5, abs=1e-5)
+    close(gradients, wanted)
+
+
 @pytest.mark.parametrize("targets", TARGETS)
 async def test_any_layers_may_have_an_adapter(tmp_path, targets):
     weights, rows = adapter(model_of("qwen3"), targets), rows_of((1, 4))
