@@ -12,11 +12,12 @@ Qwen write them. Nothing forces the model to call one, or to keep to a schema.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any, Literal, Self, cast
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -67,6 +68,24 @@ MAX_TOOLS = 128
 """Tools of one request."""
 
 
+def refuse_other_types(types: Collection[str], message: str) -> BeforeValidator:
+    """Refuse an object of another `type` by one message, instead of one for each of its fields."""
+
+    def check(given: object) -> object:
+        if isinstance(given, dict):
+            kind = cast("dict[str, object]", given).get("type")
+            if kind is not None and kind not in types:
+                raise PydanticCustomError("other_type", "must be " + message)
+        return given
+
+    return BeforeValidator(check)
+
+
+FUNCTIONS_ALONE = refuse_other_types(
+    ("function",), "a tool of type `function`: the server runs no tools by itself"
+)
+
+
 class TextPart(Body):
     """A piece of a message."""
 
@@ -74,6 +93,14 @@ class TextPart(Body):
         description="Always `text`: the model reads neither images nor sound."
     )
     text: str = Field(description="The text.")
+
+
+Part = Annotated[
+    TextPart,
+    refuse_other_types(
+        ("text",), "a part of type `text`: the model reads no images, sound or files"
+    ),
+]
 
 
 def _content_tag(content: object) -> str:
@@ -89,7 +116,7 @@ class ChatMessage(Body):
         max_length=64,
     )
     content: Annotated[
-        Annotated[str | None, Tag("(text)")] | Annotated[list[TextPart], Tag("(parts)")],
+        Annotated[str | None, Tag("(text)")] | Annotated[list[Part], Tag("(parts)")],
         Discriminator(_content_tag),
     ] = Field(
         default=None,
@@ -292,6 +319,7 @@ class _Request(Body):
     service_tier: str | None = Field(default=None, description="No effect: there is one.")
     prompt_cache_key: str | None = Field(default=None, description="No effect.")
     prompt_cache_retention: str | None = Field(default=None, description="No effect.")
+    prompt_cache_options: dict[str, Any] | None = Field(default=None, description="No effect.")
 
     stop_token_ids: list[TokenId] | None = Field(
         default=None,
@@ -446,11 +474,12 @@ class ChatRequest(_Request):
         default=None,
         description="No effect: where the last message is the assistant's, the completion goes on with it.",
     )
+    verbosity: str | None = Field(default=None, description="No effect.", max_length=MAX_NAME)
     response_format: ResponseFormat | None = Field(
         default=None, description="The form of the answer: text, or JSON."
     )
     modalities: list[Literal["text"]] | None = Field(default=None, description="`text` alone.")
-    tools: list[Tool] | None = Field(
+    tools: list[Annotated[Tool, FUNCTIONS_ALONE]] | None = Field(
         default=None,
         description="Functions that the model may call: the chat template tells of them.",
         max_length=MAX_TOOLS,
@@ -780,7 +809,8 @@ class ErrorData(ResponseModel):
     type: str
     param: str | None = None
     code: str = Field(
-        description="Code of the problem, as in the problems of ask/post; its meaning never changes."
+        description="Code of the problem, as in the other routes, but OpenAI's `context_length_exceeded` for a prompt that is too long; "
+        "its meaning never changes."
     )
 
 

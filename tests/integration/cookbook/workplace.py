@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -69,8 +70,17 @@ def write_data_sets(folder: Path) -> None:
     write("zwhe99/DeepMath-103K", lambda n: {"question": f"What is {n} less {n - RIGHT}?{BOXED}"})
 
 
-def write_model(folder: Path) -> None:
-    """Train the model from scratch, and save it with its tokenizer."""
+def write_model(
+    folder: Path,
+    examples: Iterator[tuple[str, str]] | None = None,
+    template: str = TEMPLATE,
+    steps: int = STEPS,
+    words: Sequence[str] = (),
+) -> None:
+    """Train the model from scratch on prompts and answers, and save it with its tokenizer. None: those of the recipes.
+
+    Tokens are characters, and `words`.
+    """
     import torch
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import (
@@ -81,9 +91,10 @@ def write_model(folder: Path) -> None:
     )
 
     characters = [*map(chr, range(32, 127)), "\n"]
-    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *characters])}
+    vocabulary = {token: number for number, token in enumerate([*SPECIAL, *characters, *words])}
     letters = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    letters.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), behavior="isolated")
+    pattern = "|".join((*map(re.escape, words), r"[\s\S]"))
+    letters.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
     letters.decoder = decoders.Fuse()
     tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=letters,
@@ -93,7 +104,7 @@ def write_model(folder: Path) -> None:
         additional_special_tokens=list(SPECIAL[1:7]),
         clean_up_tokenization_spaces=False,
     )
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = template
 
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(
@@ -114,9 +125,9 @@ def write_model(folder: Path) -> None:
     )
     model.generation_config = GenerationConfig(eos_token_id=END, pad_token_id=0)
     optimiser = torch.optim.AdamW(model.parameters(), lr=6e-3, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 6e-3, total_steps=STEPS)
-    examples = conversations(random.Random(0))
-    for step in range(STEPS):
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 6e-3, total_steps=steps)
+    examples = examples or conversations(random.Random(0))
+    for step in range(steps):
         count, kept = (4, 0) if step % 8 == 7 else (BATCH, SHORT)
         rows = [next(examples) for _ in range(count)]
         encoded = [

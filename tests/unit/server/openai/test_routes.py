@@ -208,6 +208,34 @@ CASES = [
 ]
 
 
+IMAGE: dict[str, Any] = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/a.png"}}
+OTHER_TYPES = [
+    ("messages", [{"role": "user", "content": [IMAGE]}], "reads no images"),
+    ("tools", [{"type": "custom", "custom": {"name": "f"}}], "runs no tools by itself"),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "words"), OTHER_TYPES)
+async def test_an_object_of_another_type_is_refused_by_one_message(
+    tmp_path, field: str, value: Any, words: str
+) -> None:
+    async with asking(tmp_path) as (_, client):
+        error = await client.refused(400, "/v1/chat/completions", {**CHAT, field: value})
+    assert error["param"].split(".")[0] == field
+    assert words in error["message"]
+    assert "more" not in error["message"]
+
+
+async def test_a_prompt_that_is_too_long_is_what_other_clients_know_as_such(tmp_path) -> None:
+    async with asking(tmp_path) as (_, client):
+        for prompt in ("a" * 600, [5] * 600):
+            error = await client.refused(400, "/v1/completions", {**TEXT, "prompt": prompt})
+            assert error["code"] == "context_length_exceeded"
+            assert error["param"] == "prompt"
+            assert "prompt is too long" in error["message"]  # langchain and litellm look for it
+            assert "at most 512" in error["message"]
+
+
 LIMITS = [
     ("/v1/completions", "max_tokens", 1000),
     ("/v1/chat/completions", "max_tokens", 1000),
@@ -243,7 +271,7 @@ HARMLESS = {
 }  # fmt: skip
 HARMLESS_CHAT = {
     "tools": [], "tool_choice": "none", "parallel_tool_calls": True, "response_format": {"type": "text"}, "modalities": ["text"],
-    "top_logprobs": 0,
+    "top_logprobs": 0, "verbosity": "low", "prompt_cache_options": {"mode": "implicit"},
 }  # fmt: skip
 HARMLESS_CHAT["messages"] = [{"role": "user", "content": "abc", "refusal": None, "annotations": [], "audio": None,
     "function_call": None, "reasoning_content": None, "name": "me"}]  # fmt: skip
@@ -340,7 +368,6 @@ async def test_every_refusal_has_the_form(tmp_path) -> None:
         await refused(409, "not_started")
         await served.start()
         await refused(404, "unknown_model", {**TEXT, "model": "gpt-4o"})
-        await refused(400, "prompt_too_long", {**TEXT, "prompt": "a" * 600})
         await served.service.stop()
         await refused(409, "finished")
         other = await http.get("/nothing", headers={"api-key": keys[Role.READ]})
