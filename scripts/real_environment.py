@@ -2,7 +2,7 @@
 """Make an environment with what tests use that does not go with ours: `real_environment.py agents | cookbook | ray | triton | unsloth`.
 
 triton   whose interpreter `make test` asks about the kernels for GPUs: 190 MB, ten seconds; on Linux with x86-64 alone
-agents   clients of OpenAI's protocol, which train against `groupwise serve`, as they stand: 450 MB, half a minute
+agents   clients of OpenAI's protocol, which train against `groupwise serve`, as they stand: 480 MB, a minute
 ray      what the tests of `groupwise launch ray` start: 380 MB, half a minute
 cookbook whose programs train against `groupwise serve`, as they stand: 1.6 GB, some minutes; torch is the build for CPUs
 unsloth  what `make soak SUITE=unsloth` trains with: 3 GB, some minutes. It has Groupwise's own requirements for training, and the release

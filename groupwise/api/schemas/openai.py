@@ -12,8 +12,8 @@ Qwen write them. Nothing forces the model to call one, or to keep to a schema.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Iterator, Mapping
-from typing import Annotated, Any, Literal, Self, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, LiteralString, Self, cast
 
 from pydantic import (
     BaseModel,
@@ -68,21 +68,22 @@ MAX_TOOLS = 128
 """Tools of one request."""
 
 
-def refuse_other_types(types: Collection[str], message: str) -> BeforeValidator:
+def refuse_other_types(types: Sequence[str], message: LiteralString) -> BeforeValidator:
     """Refuse an object of another `type` by one message, instead of one for each of its fields."""
 
-    def check(given: object) -> object:
+    def check(given: Any) -> Any:
         if isinstance(given, dict):
-            kind = cast("dict[str, object]", given).get("type")
-            if kind is not None and kind not in types:
-                raise PydanticCustomError("other_type", "must be " + message)
+            fields = cast("dict[str, Any]", given)
+            if fields.get("type", types[0]) not in types:
+                raise PydanticCustomError("other_type", message)
+            return fields
         return given
 
     return BeforeValidator(check)
 
 
 FUNCTIONS_ALONE = refuse_other_types(
-    ("function",), "a tool of type `function`: the server runs no tools by itself"
+    ("function",), "must be a tool of type `function`: the server runs no tools by itself"
 )
 
 
@@ -98,7 +99,7 @@ class TextPart(Body):
 Part = Annotated[
     TextPart,
     refuse_other_types(
-        ("text",), "a part of type `text`: the model reads no images, sound or files"
+        ("text",), "must be a part of type `text`: the model reads no images, sound or files"
     ),
 ]
 

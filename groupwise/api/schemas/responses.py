@@ -76,7 +76,8 @@ Content = Annotated[
                 Annotated[InputText, Tag("(text)")] | Annotated[InputRefusal, Tag("(refusal)")],
                 Discriminator(_part_tag),
                 refuse_other_types(
-                    PARTS, "a part of type `input_text`: the model reads no images, sound or files"
+                    PARTS,
+                    "must be a part of type `input_text`: the model reads no images, sound or files",
                 ),
             ]
         ],

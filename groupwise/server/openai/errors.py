@@ -2,9 +2,9 @@
 
 They are the problems of the table (`groupwise.api.schemas.problems`), converted just before they leave the server, so refusals of the
 framework, of the key check and of the service all look the same. The statuses are those of the table, except that an invalid request is
-400, as with OpenAI, and that a prompt that is too long has OpenAI's code: langchain and litellm make an exception of its own kind of it, which
-agents catch to shorten their history. OpenAI's clients repeat a request after 408, 409, 429 and 5xx, unless `x-should-retry` says otherwise; the header is
-set from the table.
+400, as with OpenAI. The codes are those of the table, too, except that of a prompt that is too long: langchain and litellm raise an
+exception of a type of its own for it, which agents catch to shorten their history. OpenAI's clients repeat a request after 408, 409, 429
+and 5xx, unless `x-should-retry` says otherwise; the header is set from the table.
 """
 
 from __future__ import annotations

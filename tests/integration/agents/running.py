@@ -34,7 +34,7 @@ OFFLINE = {
 }
 
 FEATURES: dict[str, Any] = {
-    "handoff": ["handoff_call_item", "handoff_output_item", "tool_call_item"],
+    "handoff": ["handoff_call_item", "handoff_output_item"],
     "output_type": "Answer",
     "responses": "completed",
     "session": 4,
@@ -43,9 +43,13 @@ FEATURES: dict[str, Any] = {
     "tools": "check",
 }
 """What a program shows of a feature; True of all others."""
+ROUNDING = 0.05
+"""Of log-probabilities in bfloat16, in which machines that can compute with it hold the model; another token would be off by 1 and more."""
 REFUSALS = {
     "unknown model": ("NotFoundError", "latest"),
-    "too long": ("BadRequestError", "max_prompt_length"),
+    "too long": ("BadRequestError", "prompt is too long"),
+    "too long, as langchain says": ("ContextOverflowError", "prompt is too long"),
+    "too long, as litellm says": ("ContextWindowExceededError", "prompt is too long"),
     "image": ("BadRequestError", "image"),
     "unknown field": ("BadRequestError", "beam_width"),
     "unknown response": ("NotFoundError", "previous_response_id"),
@@ -112,7 +116,7 @@ def check_record(server: Server, run: str, told: Told, trajectories: int) -> Non
         groups = [group for step in steps for group in store.groups(step)]
     assert [len(group.rollouts) for group in groups] == [trajectories for _ in steps]
     for group, reward in zip(groups, told.rewards, strict=True):
-        assert mean(rollout.reward for rollout in group.rollouts) == pytest.approx(reward)
+        assert mean(rollout.reward or 0.0 for rollout in group.rollouts) == pytest.approx(reward)
     sampled = [
         [part for part in rollout.segments if part.source == "policy"]
         for group in groups
@@ -122,7 +126,7 @@ def check_record(server: Server, run: str, told: Told, trajectories: int) -> Non
     learnt = [part for part in chain.from_iterable(sampled) if part.learner_logprobs is not None]
     assert learnt, "a group whose rewards are all the same teaches nothing"
     for part in learnt:
-        assert part.learner_logprobs == pytest.approx(part.sampling_logprobs, abs=1e-3)
+        assert part.learner_logprobs == pytest.approx(part.sampling_logprobs, abs=ROUNDING)
 
 
 def check_features(told: Told) -> None:

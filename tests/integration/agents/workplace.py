@@ -1,8 +1,8 @@
 """The model that the agents run on: a very small Qwen3 that has learnt to call tools, and whose calls are right by chance.
 
-It plays a game. Asked to guess, it calls `check` with one of `GUESSED`, and then says "Done."; where `check` has answered "wrong", it may as
-well guess a second time. So trajectories of one, two and three turns occur, and their rewards differ. It hands over to another agent when
-it is asked to, and answers in JSON.
+It plays a game. Asked to guess, it calls `check` with one of `GUESSED`, and then says "Done."; if `check` has answered "wrong", it may as
+well guess again. So trajectories of several lengths occur, and their rewards differ. It hands over to another agent when it is asked to,
+and answers in JSON.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ WORDS = (
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{% for t in tools %}{{t['function']['name']}} {% endfor %}<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{m['role']}}\n{{m['content'] or ''}}{% for c in m['tool_calls'] or [] %}"
-    '<tool_call>{"name": {{c[\'function\'][\'name\']|tojson}}, "arguments": {{c[\'function\'][\'arguments\']|tojson}}}</tool_call>'
+    "<tool_call>{\"name\": {{c['function']['name']|tojson}}, \"arguments\": {{c['function']['arguments']|tojson}}}</tool_call>"
     "{% endfor %}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 

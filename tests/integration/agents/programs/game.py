@@ -4,6 +4,7 @@ It has nothing of Groupwise but the address: rewards are posted by the standard 
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import urllib.request
@@ -95,10 +96,8 @@ async def train(play, bad=()):
 
     async def one(step, number):
         game, name = Game(), f"{step}-{number}"  # once in a run; the samples follow from it
-        try:
+        with contextlib.suppress(*bad):
             await play(game, name, f"step-{step}")
-        except bad:
-            pass
         await asyncio.to_thread(post_reward, name, game.reward)
         return game.reward
 

@@ -65,7 +65,10 @@ def features():
     game.show("structured output", type(answer).__name__)
     game.show("usage", called.usage_metadata["total_tokens"] > 0)
     image = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/a.png"}}
-    for name, asked in {"too long": "Hello " * 3000, "image": [("user", [image])]}.items():
+    for name, asked in {
+        "too long, as langchain says": "Hello " * 3000,
+        "image": [("user", [image])],
+    }.items():
         try:
             model.invoke(asked)
         except (openai.APIError, ContextOverflowError) as error:

@@ -43,7 +43,7 @@ def features():
     image = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/a.png"}}
     for name, given in {
         "unknown model": {"model": "openai/gpt-5"},
-        "too long": {"text": "Hello " * 3000},
+        "too long, as litellm says": {"text": "Hello " * 3000},
         "image": {"text": [image]},
         "unknown field": {"extra_body": {"beam_width": 3}},
     }.items():

@@ -74,7 +74,7 @@ async def features():
             continue
         if result.last_agent.name == "other":
             break
-    game.show("handoff", [item.type for item in result.new_items][:3])
+    game.show("handoff", [item.type for item in result.new_items][:2])
     form = Agent(name="form", model=model, output_type=Answer)
     game.show("output_type", type((await run(form, "As JSON.")).final_output).__name__)
     session = SQLiteSession("session")
