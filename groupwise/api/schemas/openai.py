@@ -144,6 +144,10 @@ class ChatMessage(Body):
     annotations: list[dict[str, Any]] | None = Field(
         default=None, description="No effect; answers have it: what a text refers to."
     )
+    parsed: Any = Field(
+        default=None,
+        description="No effect; the client of OpenAI adds it: what it has read from `content`.",
+    )
     audio: None = Field(default=None, description="Nothing; answers have it.")
     function_call: None = Field(default=None, description="Nothing; answers have it.")
 

@@ -43,8 +43,9 @@ FEATURES: dict[str, Any] = {
     "tools": "check",
 }
 """What a program shows of a feature; True of all others."""
-ROUNDING = 0.05
-"""Of log-probabilities in bfloat16, in which machines that can compute with it hold the model; another token would be off by 1 and more."""
+ROUNDING = 0.2
+"""Of log-probabilities in bfloat16, in which machines that can compute with it hold the model: 0.065 has been seen, 0.001 is the mean; another
+token would be off by 1 and more."""
 REFUSALS = {
     "unknown model": ("NotFoundError", "latest"),
     "too long": ("BadRequestError", "prompt is too long"),
@@ -99,7 +100,8 @@ def run_program(server: Server, words: Sequence[str], **more: int) -> Told:
     )
     assert done.returncode == 0, f"{words}: {done.stdout[-2000:]}\n{done.stderr[-6000:]}"
     told = Told()
-    for line in map(json.loads, done.stdout.splitlines()):
+    # litellm prints advice besides.
+    for line in map(json.loads, (said for said in done.stdout.splitlines() if said[:2] == '{"')):
         if "reward" in line:
             told.rewards.append(line["reward"])
         elif "refusal" in line:

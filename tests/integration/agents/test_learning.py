@@ -10,7 +10,7 @@ from tests.integration.agents.running import check_features, check_record, check
 from tests.integration.server.server_process import Server
 
 pytestmark = [pytest.mark.soak(suite="agents"), pytest.mark.timeout(600)]
-STEPS, TRAJECTORIES = 14, 8
+STEPS, TRAJECTORIES = 16, 12
 
 
 @pytest.mark.parametrize(

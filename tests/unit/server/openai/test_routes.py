@@ -160,7 +160,13 @@ async def test_calls_of_tools_are_read_from_the_text(
         return text if ids[-1] == END_ID or len(ids) == 60 else text[: 4 * len(ids)]
 
     monkeypatch.setattr(FakeTokenizer, "decode", decode)
-    wrote = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": "b"}'}}
+    parsed = {"name": "add", "arguments": '{"a": "b"}', "parsed_arguments": {"a": "b"}}
+    wrote = {
+        "index": 0,
+        "id": "1",
+        "type": "function",
+        "function": parsed,
+    }  # as OpenAI's client adds
     messages = [*CHAT["messages"], {"role": "assistant", "content": None, "tool_calls": [wrote]}]
     messages.append({"role": "tool", "tool_call_id": "1", "content": "c"})
     body = {**CHAT, "messages": messages, "store": True, "tools": [TOOL], **more}
@@ -170,7 +176,10 @@ async def test_calls_of_tools_are_read_from_the_text(
         kept: Any = await record(served, whole["group_id"])
     offered = [] if body["tools"] is None or more.get("tool_choice") == "none" else [TOOL]
     assert kept.example.columns.get("tools", []) == offered
-    assert kept.example.prompt[1]["tool_calls"][0]["function"]["arguments"] == {"a": "b"}
+    function = {"name": "add", "arguments": {"a": "b"}}
+    assert kept.example.prompt[1]["tool_calls"] == [
+        {"id": "1", "type": "function", "function": function}
+    ]
     for place, (choice, rollout) in enumerate(zip(whole["choices"], kept.rollouts, strict=True)):
         assert choice["token_ids"] == list(rollout.completion_ids)
         assert len(choice["logprobs"]["content"]) == len(rollout.completion_ids)
@@ -274,7 +283,7 @@ HARMLESS_CHAT = {
     "top_logprobs": 0, "verbosity": "low", "prompt_cache_options": {"mode": "implicit"},
 }  # fmt: skip
 HARMLESS_CHAT["messages"] = [{"role": "user", "content": "abc", "refusal": None, "annotations": [], "audio": None,
-    "function_call": None, "reasoning_content": None, "name": "me"}]  # fmt: skip
+    "function_call": None, "reasoning_content": None, "name": "me", "parsed": {"a": 1}}]  # fmt: skip
 HARMLESS_TEXT = {"echo": False, "suffix": "", "best_of": 1}
 
 
