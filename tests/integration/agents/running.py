@@ -44,8 +44,8 @@ FEATURES: dict[str, Any] = {
 }
 """What a program shows of a feature; True of all others."""
 ROUNDING = 0.2
-"""Of log-probabilities in bfloat16, in which machines that can compute with it hold the model: 0.065 has been seen, 0.001 is the mean; another
-token would be off by 1 and more."""
+"""Of log-probabilities in bfloat16, in which machines that can compute with it hold the model: 0.065 has been seen, 0.001 is the mean.
+Another token would be off by 1 and more."""
 REFUSALS = {
     "unknown model": ("NotFoundError", "latest"),
     "too long": ("BadRequestError", "prompt is too long"),
