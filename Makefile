@@ -5,7 +5,7 @@ WORKERS ?= 2
 # Tests of the fleet wait for their servers most of the time.
 FLEET_WORKERS ?= 3
 # Folders whose tests all belong to other stages (tests/conftest.py): `make test` does not collect them.
-STAGE_IGNORES := $(addprefix --ignore=tests/,integration/server integration/cookbook integration/fleet integration/launch integration/notebook integration/tunix integration/web unit/jobs/fleet unit/jobs/hosts)
+STAGE_IGNORES := $(addprefix --ignore=tests/,integration/server integration/agents integration/cookbook integration/fleet integration/launch integration/notebook integration/tunix integration/web unit/jobs/fleet unit/jobs/hosts)
 READY := @$(PYTHON) scripts/bootstrap.py
 BIN := .venv/bin
 PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
@@ -24,8 +24,8 @@ tour: ## train on each built-in task in turn, about an hour, and write one page 
 	$(READY) --profile train && $(BIN)/python -m benchmarks.tour $(ARGS)
 test: ## run the tests (ARGS="-k name" selects), but for those of test-server, test-fleet, test-launch, test-notebook, test-tunix and test-web
 	$(READY) && $(BIN)/python scripts/real_environment.py triton && $(PYTEST) -n $(WORKERS) --dist loadfile $(STAGE_IGNORES) -m "not server and not fleet and not launch and not notebook and not tunix and not web and not soak and not gpu" $(ARGS)
-test-server: ## run the tests of the training server that start it, and kill it; two programs of tinker-cookbook among them (made first: 1.6 GB)
-	$(READY) && $(BIN)/python scripts/real_environment.py cookbook && $(PYTEST) -n $(WORKERS) --dist loadfile -m "server and not soak and not gpu" $(ARGS) tests/integration tests/acceptance
+test-server: ## run the tests of the training server that start it, and kill it; programs of tinker-cookbook and of OpenAI's clients among them (made first: 2.1 GB)
+	$(READY) && $(BIN)/python scripts/real_environment.py cookbook && $(BIN)/python scripts/real_environment.py agents && $(PYTEST) -n $(WORKERS) --dist loadfile -m "server and not soak and not gpu" $(ARGS) tests/integration tests/acceptance
 test-fleet: ## run the tests of the fleet, with real PostgreSQL, NATS and sshd (installs them where it may)
 	$(READY) && $(BIN)/python scripts/real_servers.py && GROUPWISE_REAL_SERVERS=1 $(PYTEST) -n $(FLEET_WORKERS) --dist loadfile -m "fleet and not soak and not gpu" $(ARGS) tests/integration/fleet tests/contract/test_host_contract.py tests/unit/jobs/fleet tests/unit/jobs/hosts tests/unit/cli/fleet/test_both_ways.py tests/acceptance/test_docs.py
 test-launch: ## run the tests of places for jobs: this machine, and real sshd, Slurm (installs them where it may) and Ray (made first: 380 MB)
@@ -43,7 +43,7 @@ fix: ## mend what a machine can mend
 bench: ## measure steps beside TRL's, for 45 minutes (ARGS="--cell W1 --check"); SUITE=fleet: the fleet's figures, for 10; SUITE=web: how fast the dashboard answers
 	$(READY) && $(BIN)/python -m benchmarks.$(if $(filter fleet web,$(SUITE)),$(SUITE),against_trl) $(ARGS)
 soak: ## run a suite of long tests (SUITE=name; CONTRIBUTING.md lists them with their times and variables)
-	$(READY) && $(if $(filter attacks docs fleet launch mutations,$(SUITE)),$(BIN)/python scripts/real_servers.py && export GROUPWISE_REAL_SERVERS=1 &&) $(if $(filter web,$(SUITE)),$(BIN)/python scripts/real_servers.py chromium &&) $(if $(filter containers,$(SUITE)),$(BIN)/python scripts/real_servers.py containers && export GROUPWISE_REAL_SERVERS=1 &&) $(if $(filter docs tunix,$(SUITE)),$(BIN)/groupwise fetch-tunix &&) $(if $(filter docs launch,$(SUITE)),$(BIN)/python scripts/real_environment.py ray &&) $(if $(filter cookbook skyrl unsloth,$(SUITE)),$(BIN)/python scripts/real_environment.py $(SUITE) &&) $(PYTEST) -m "soak(suite='$(SUITE)')" --timeout 7200 -o faulthandler_timeout=7300 $(ARGS)
+	$(READY) && $(if $(filter attacks docs fleet launch mutations,$(SUITE)),$(BIN)/python scripts/real_servers.py && export GROUPWISE_REAL_SERVERS=1 &&) $(if $(filter web,$(SUITE)),$(BIN)/python scripts/real_servers.py chromium &&) $(if $(filter containers,$(SUITE)),$(BIN)/python scripts/real_servers.py containers && export GROUPWISE_REAL_SERVERS=1 &&) $(if $(filter docs tunix,$(SUITE)),$(BIN)/groupwise fetch-tunix &&) $(if $(filter docs launch,$(SUITE)),$(BIN)/python scripts/real_environment.py ray &&) $(if $(filter agents cookbook skyrl unsloth,$(SUITE)),$(BIN)/python scripts/real_environment.py $(SUITE) &&) $(PYTEST) -m "soak(suite='$(SUITE)')" --timeout 7200 -o faulthandler_timeout=7300 $(ARGS)
 gpu: ## run the tests that need a GPU
 	$(READY) && $(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make gpu: torch finds no GPU here (TORCH=cuda sets up the build for one), so nothing was tested.")' && $(PYTEST) -m gpu $(ARGS) tests/gpu
 sbom: ## write sbom.json: every package in .venv with its release, licence and source, in CycloneDX's format

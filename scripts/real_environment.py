@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
-"""Make an environment with what tests use that does not go with ours: `real_environment.py cookbook | ray | skyrl | triton | unsloth`.
+"""Make an environment with what tests use that does not go with ours: `real_environment.py agents | cookbook | ray | skyrl | triton | unsloth`.
 
 triton   whose interpreter `make test` asks about the kernels for GPUs: 190 MB, ten seconds; on Linux with x86-64 alone
+agents   clients of OpenAI's protocol, which train against `groupwise serve`, as they stand: 480 MB, a minute
 ray      what the tests of `groupwise launch ray` start: 380 MB, half a minute
 cookbook whose programs train against `groupwise serve`, as they stand: 1.6 GB, some minutes; torch is the build for CPUs. Beside it lies
          its source distribution, which has its tests
@@ -30,6 +31,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 # After 0.5.8 the cookbook has 0.6.1; that needs tml-renderers 0.4.1, and 0.2.1 is the newest that the package index has, for any Python.
 RELEASES = {
+    "agents": "0.24.0",
     "cookbook": "0.5.8",
     "ray": "2.60.0",
     "skyrl": "0.3.0",
@@ -41,6 +43,11 @@ TORCH = (
     *("--extra-index-url", "https://download.pytorch.org/whl/cpu", "torch==2.13.0"),
 )
 """pip prefers the build for CPUs, 2.13.0+cpu, where it finds it."""
+BESIDE_AGENTS = (
+    *("openai==3.57.0", "litellm==1.110.2"),
+    *("langchain==1.5.2", "langchain-openai==1.7.4", "langgraph==1.2.24"),
+)
+"""The other clients; the release is that of openai-agents."""
 BESIDE_COOKBOOK = (
     *("tinker==0.38.0", "transformers==5.5.4", "datasets==5.2.0"),
     *("sympy==1.14.0", "pylatexenc==2.11", "math-verify==0.9.0", "pandas==3.1.1"),
@@ -96,6 +103,8 @@ def has_triton() -> bool:
 def packages(name: str) -> tuple[Sequence[str], ...]:
     """What pip is given, one time after the other."""
     release = RELEASES[name]
+    if name == "agents":
+        return ([f"openai-agents=={release}", *BESIDE_AGENTS],)
     if name == "cookbook":
         return (TORCH, [f"tinker_cookbook=={release}", *BESIDE_COOKBOOK])
     if name == "skyrl":

@@ -39,7 +39,8 @@ SLOWEST_FILES = (
     "integration/fleet/test_secrets.py", "integration/fleet/test_injection.py",
     "integration/fleet/test_claim_races.py", "integration/fleet/test_crash_points.py",
     "integration/fleet/test_ssh.py", "integration/server/test_remote_training_server.py",
-    "integration/cookbook/test_loops.py", "integration/server/test_verbs.py", "integration/server/test_kills_of_server.py",
+    "integration/cookbook/test_loops.py", "integration/agents/test_clients.py", "integration/server/test_verbs.py",
+    "integration/server/test_kills_of_server.py",
     "integration/server/test_through_http.py", "acceptance/test_docs.py",
     "integration/test_resume.py", "integration/test_ranks.py", "integration/test_samplers.py",
     "integration/test_fsdp.py", "contract/test_learner_contract.py", "unit/tasks/rewards/test_workers.py",
@@ -87,13 +88,14 @@ def pytest_collection_finish() -> None:
 
 
 SUITES = (
-    "attacks", "configs", "containers", "cookbook", "docs", "engine", "fleet", "kills", "launch", "learning", "mutations", "notebook",
-    "server", "skyrl", "tasks", "training", "tunix", "unsloth", "web",
+    "agents", "attacks", "configs", "containers", "cookbook", "docs", "engine", "fleet", "kills", "launch", "learning", "mutations",
+    "notebook", "server", "skyrl", "tasks", "training", "tunix", "unsloth", "web",
 )  # fmt: skip
 """What `make soak SUITE=…` can be given; CONTRIBUTING.md says what each tests and how long it takes."""
 
 OWN_STAGES = {
     **{name: name for name in ("server", "notebook", "tunix", "launch", "web")},
+    "agents": "server",
     "cookbook": "server",
 }
 """Folders of `integration`, and the markers of their tests."""

@@ -577,6 +577,23 @@ def test_python_runs(page: Path, place: Path, monkeypatch: pytest.MonkeyPatch) -
         exec(compile(block, name(page), "exec"), names)
 
 
+FOR_CLIENTS = re.compile(r"^from (agents|langchain\w*)\b", re.MULTILINE)
+"""In a block for packages that are in an environment of their own: `scripts/real_environment.py agents`."""
+
+
+def run_with_clients(block: str) -> None:
+    """A block in that environment; nothing, where it has not been made."""
+    environments = runpy.run_path(str(ROOT / "scripts/real_environment.py"))
+    python: Path = environments["where"]("agents") / "bin/python"
+    if python.exists():
+        variables = {**os.environ, "PYTHONPATH": str(ROOT)}
+        ended = subprocess.run(
+            [str(python), "-c", block], env=variables, capture_output=True, text=True, check=False
+        )
+        assert ended.returncode == 0, f"{block}\n{ended.stdout[-2000:]}\n{ended.stderr[-4000:]}"
+        assert ended.stdout.strip() == "trained"
+
+
 @pytest.mark.parametrize(
     "page", some([p for p in PAGES if p.name in SERVED], pytest.mark.server, SLOW)
 )
@@ -590,6 +607,8 @@ def test_a_page_of_the_server_can_be_followed(
     for kind, block in typed_blocks(page):
         if kind == "yaml":
             keep_yaml(block)
+        elif kind == "python" and FOR_CLIENTS.search(block):
+            run_with_clients(block)
         elif kind == "python":
             exec(compile(block, name(page), "exec"), names)
         elif kind == "bash":

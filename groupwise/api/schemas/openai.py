@@ -12,11 +12,12 @@ Qwen write them. Nothing forces the model to call one, or to keep to a schema.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
-from typing import Annotated, Any, Literal, Self, cast
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated, Any, Literal, LiteralString, Self, cast
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -68,6 +69,25 @@ MAX_TOOLS = 128
 """Tools of one request."""
 
 
+def refuse_other_types(types: Sequence[str], message: LiteralString) -> BeforeValidator:
+    """Refuse an object of another `type` by one message, instead of one for each of its fields."""
+
+    def check(given: Any) -> Any:
+        if isinstance(given, dict):
+            fields = cast("dict[str, Any]", given)
+            if fields.get("type", types[0]) not in types:
+                raise PydanticCustomError("other_type", message)
+            return fields
+        return given
+
+    return BeforeValidator(check)
+
+
+FUNCTIONS_ALONE = refuse_other_types(
+    ("function",), "must be a tool of type `function`: the server runs no tools by itself"
+)
+
+
 class TextPart(Body):
     """A piece of a message."""
 
@@ -75,6 +95,14 @@ class TextPart(Body):
         description="Always `text`: the model reads neither images nor sound."
     )
     text: str = Field(description="The text.")
+
+
+Part = Annotated[
+    TextPart,
+    refuse_other_types(
+        ("text",), "must be a part of type `text`: the model reads no images, sound or files"
+    ),
+]
 
 
 def _content_tag(content: object) -> str:
@@ -90,7 +118,7 @@ class ChatMessage(Body):
         max_length=64,
     )
     content: Annotated[
-        Annotated[str | None, Tag("(text)")] | Annotated[list[TextPart], Tag("(parts)")],
+        Annotated[str | None, Tag("(text)")] | Annotated[list[Part], Tag("(parts)")],
         Discriminator(_content_tag),
     ] = Field(
         default=None,
@@ -116,6 +144,10 @@ class ChatMessage(Body):
     )
     annotations: list[dict[str, Any]] | None = Field(
         default=None, description="No effect; answers have it: what a text refers to."
+    )
+    parsed: Any = Field(
+        default=None,
+        description="No effect; the client of OpenAI adds it: what it has read from `content`.",
     )
     audio: None = Field(default=None, description="Nothing; answers have it.")
     function_call: None = Field(default=None, description="Nothing; answers have it.")
@@ -293,6 +325,7 @@ class _Request(Body):
     service_tier: str | None = Field(default=None, description="No effect: there is one.")
     prompt_cache_key: str | None = Field(default=None, description="No effect.")
     prompt_cache_retention: str | None = Field(default=None, description="No effect.")
+    prompt_cache_options: dict[str, Any] | None = Field(default=None, description="No effect.")
 
     stop_token_ids: list[TokenId] | None = Field(
         default=None,
@@ -447,11 +480,12 @@ class ChatRequest(_Request):
         default=None,
         description="No effect: where the last message is the assistant's, the completion goes on with it.",
     )
+    verbosity: str | None = Field(default=None, description="No effect.", max_length=MAX_NAME)
     response_format: ResponseFormat | None = Field(
         default=None, description="The form of the answer: text, or JSON."
     )
     modalities: list[Literal["text"]] | None = Field(default=None, description="`text` alone.")
-    tools: list[Tool] | None = Field(
+    tools: list[Annotated[Tool, FUNCTIONS_ALONE]] | None = Field(
         default=None,
         description="Functions that the model may call: the chat template tells of them.",
         max_length=MAX_TOOLS,
@@ -781,7 +815,8 @@ class ErrorData(ResponseModel):
     type: str
     param: str | None = None
     code: str = Field(
-        description="Code of the problem, as in the problems of ask/post; its meaning never changes."
+        description="Code of the problem, as in the other routes, but OpenAI's `context_length_exceeded` for a prompt that is too long; "
+        "its meaning never changes."
     )
     errors: list[FieldError] = Field(
         default=[],

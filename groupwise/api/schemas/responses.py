@@ -12,7 +12,14 @@ from typing import Annotated, Any, Literal, Self, cast
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
-from groupwise.api.schemas.openai import MAX_TOOLS, MAX_TOP_LOGPROBS, Stops, ToolChoice
+from groupwise.api.schemas.openai import (
+    FUNCTIONS_ALONE,
+    MAX_TOOLS,
+    MAX_TOP_LOGPROBS,
+    Stops,
+    ToolChoice,
+    refuse_other_types,
+)
 from groupwise.api.schemas.training import (
     MAX_ADDRESS,
     MAX_ID,
@@ -58,6 +65,9 @@ def _part_tag(part: Any) -> str:
     return "(refusal)" if kind == "refusal" else "(text)"
 
 
+PARTS = ("input_text", "output_text", "text", "refusal")
+
+
 Content = Annotated[
     Annotated[str, Tag("(text)")]
     | Annotated[
@@ -65,6 +75,10 @@ Content = Annotated[
             Annotated[
                 Annotated[InputText, Tag("(text)")] | Annotated[InputRefusal, Tag("(refusal)")],
                 Discriminator(_part_tag),
+                refuse_other_types(
+                    PARTS,
+                    "must be a part of type `input_text`: the model reads no images, sound or files",
+                ),
             ]
         ],
         Tag("(parts)"),
@@ -229,7 +243,7 @@ class ResponsesRequest(Body):
     stream_options: ResponseStreamOptions | None = Field(
         default=None, description="Only with `stream`."
     )
-    tools: list[FunctionTool] | None = Field(
+    tools: list[Annotated[FunctionTool, FUNCTIONS_ALONE]] | None = Field(
         default=None, description="Functions that the model may call.", max_length=MAX_TOOLS
     )
     tool_choice: ToolChoice = Field(default=None, description="As in chats.")
@@ -268,6 +282,7 @@ class ResponsesRequest(Body):
     service_tier: str | None = Field(default=None, description="No effect: there is one.")
     prompt_cache_key: str | None = Field(default=None, description=NO_EFFECT)
     prompt_cache_retention: str | None = Field(default=None, description=NO_EFFECT)
+    prompt_cache_options: dict[str, Any] | None = Field(default=None, description=NO_EFFECT)
     max_tool_calls: int | None = Field(
         default=None, description="No effect: it counts calls of tools that a server runs."
     )

@@ -9,7 +9,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from groupwise.api.schemas.openai import (
     GROUP,
@@ -175,8 +175,19 @@ def _check_strict(index: int, function: Mapping[str, Any]) -> None:
 def _template_message(chat_message: ChatMessage) -> dict[str, Any]:
     message = chat_message.plain()
     if chat_message.tool_calls:
-        message["tool_calls"] = [with_arguments(call) for call in chat_message.tool_calls]
+        message["tool_calls"] = [with_arguments(_call(call)) for call in chat_message.tool_calls]
     return message
+
+
+def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """A call without what OpenAI's client adds to those that it has read: templates may show all that a call has."""
+    plain = {name: value for name, value in call.items() if name != "index"}
+    if isinstance(call.get("function"), dict):
+        function = cast("dict[str, Any]", call["function"])
+        plain["function"] = {
+            name: value for name, value in function.items() if name != "parsed_arguments"
+        }
+    return plain
 
 
 def _parse_gathering(

@@ -2,8 +2,9 @@
 
 They are the problems of the table (`groupwise.api.schemas.problems`), converted just before they leave the server, so refusals of the
 framework, of the key check and of the service all look the same. The statuses are those of the table, except that an invalid request is
-400, as with OpenAI. OpenAI's clients repeat a request after 408, 409, 429 and 5xx, unless `x-should-retry` says otherwise; the header is
-set from the table.
+400, as with OpenAI. The codes are those of the table, too, except that of a prompt that is too long: langchain and litellm raise an
+exception of a type of its own for it, which agents catch to shorten their history. OpenAI's clients repeat a request after 408, 409, 429
+and 5xx, unless `x-should-retry` says otherwise; the header is set from the table.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from groupwise.api.schemas.problems import KINDS, MEDIA_TYPE, Problem, Refusal
 PREFIX = "/v1/"
 AS_OPENAI = {422: 400}
 """Statuses that OpenAI's API replaces by others."""
+TOO_LONG = "prompt_too_long"
+CODE_OF_TOO_LONG = "context_length_exceeded"
+"""OpenAI's code for `TOO_LONG`. langchain and litellm know such an error by its words `prompt is too long`, so its title goes before it."""
 TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 """OpenAI's error types by status; for other statuses the type depends on whether the request or the server is at fault."""
 SHOULD_RETRY = "x-should-retry"
@@ -35,15 +39,16 @@ def error_of(problem: Problem) -> ErrorAnswer:
     status = status_of(problem.status)
     kind = TYPES.get(status, "server_error" if status >= 500 else "invalid_request_error")
     param = problem.errors[0].field or None if problem.errors else None
-    return ErrorAnswer(
-        error=ErrorData(
-            message=problem.detail,
+    message, code = problem.detail, problem.code
+    if code == TOO_LONG:
+        message, code = f"{problem.title}. {message}", CODE_OF_TOO_LONG
+    return ErrorAnswer(error=ErrorData(
+            message=message,
             type=kind,
             param=param,
-            code=problem.code,
+            code=code,
             errors=problem.errors,
-        )
-    )
+        ))
 
 
 def error_of_refusal(refusal: Refusal) -> ErrorAnswer:

@@ -14,6 +14,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+Conversations = Callable[[random.Random], Iterator[tuple[str, str]]]
+"""Prompts and answers without end."""
 MODEL = "Qwen/Qwen3-8B"
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<think>", "</think>", "<tool_call>", "</tool_call>", "<unk>")  # fmt: skip
 END = SPECIAL.index("<|im_end|>")
@@ -84,8 +86,14 @@ def write_data_sets(folder: Path) -> None:
     )
 
 
-def write_model(folder: Path) -> None:
-    """Train the model from scratch, and save it with its tokenizer."""
+def write_model(
+    folder: Path,
+    conversations: Conversations | None = None,
+    template: str = TEMPLATE,
+    steps: int = STEPS,
+) -> None:
+    """Train the model from scratch on prompts and answers, and save it with its tokenizer. None: those of the recipes."""
+    conversations = conversations or conversations_of_recipes
     import torch
     from transformers import (
         GenerationConfig,
@@ -95,14 +103,14 @@ def write_model(folder: Path) -> None:
     )
 
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=train_tokenizer(),
+        tokenizer_object=train_tokenizer(conversations),
         pad_token="<|endoftext|>",
         eos_token="<|im_end|>",
         unk_token="<unk>",
         additional_special_tokens=list(SPECIAL[1:7]),
         clean_up_tokenization_spaces=False,
     )
-    tokenizer.chat_template = TEMPLATE
+    tokenizer.chat_template = template
 
     torch.manual_seed(0)
     model = Qwen3ForCausalLM(
@@ -123,9 +131,9 @@ def write_model(folder: Path) -> None:
     )
     model.generation_config = GenerationConfig(eos_token_id=END, pad_token_id=0)
     optimiser = torch.optim.AdamW(model.parameters(), lr=6e-3, weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 6e-3, total_steps=STEPS)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(optimiser, 6e-3, total_steps=steps)
     examples = conversations(random.Random(0))
-    for step in range(STEPS):
+    for step in range(steps):
         count, kept = (4, 0) if step % 8 == 7 else (BATCH, SHORT)
         rows = [next(examples) for _ in range(count)]
         encoded = [
@@ -147,7 +155,7 @@ def write_model(folder: Path) -> None:
     tokenizer.save_pretrained(folder)
 
 
-def train_tokenizer() -> Any:
+def train_tokenizer(conversations: Conversations) -> Any:
     """Words that occur often are tokens, so that ten turns are a few hundred; everything else is characters."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -167,7 +175,7 @@ def train_tokenizer() -> Any:
     return words
 
 
-def conversations(chance: random.Random) -> Iterator[tuple[str, str]]:
+def conversations_of_recipes(chance: random.Random) -> Iterator[tuple[str, str]]:
     """Prompts as the recipes render them, and answers in the form that they ask for."""
     solved = [
         ("user", f"How many r's are in strawberry?{BOXED}"),

@@ -209,6 +209,9 @@ async def test_what_cannot_be_honoured_is_refused_by_its_own_name(tmp_path) -> N
         image = [{"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}]
         error = await client.refused(400, PATH, {**ASKED, "input": image})
         assert error["param"].startswith("input.0.content.0"), error
+        assert "reads no images" in error["message"]
+        error = await client.refused(400, PATH, {**ASKED, "tools": [{"type": "web_search"}]})
+        assert "runs no tools by itself" in error["message"]
         bad = {**TOOL, "parameters": {"type": "strange"}}
         error = await client.refused(400, PATH, {**ASKED, "tools": [bad]})
         assert error["param"] == "tools.0.parameters"
@@ -219,6 +222,7 @@ async def test_what_openais_clients_send_is_taken(tmp_path) -> None:
         "include": ["reasoning.encrypted_content"], "reasoning": {"summary": "auto"}, "text": {"format": {"type": "text"}},
         "truncation": "disabled", "background": False, "user": "me", "service_tier": "auto", "metadata": {"a": "b"},
         "max_tool_calls": 3, "tool_choice": "auto", "parallel_tool_calls": False, "top_p": 1, "tools": [],
+        "prompt_cache_options": {"mode": "implicit"},
     }  # fmt: skip
     async with asking(tmp_path) as (_, client):
         plain = await client.ok(PATH, {**ASKED, "seed": 1})

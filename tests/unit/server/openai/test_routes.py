@@ -162,7 +162,13 @@ async def test_calls_of_tools_are_read_from_the_text(
         return text if ids[-1] == END_ID or len(ids) == 60 else text[: 4 * len(ids)]
 
     monkeypatch.setattr(FakeTokenizer, "decode", decode)
-    wrote = {"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": "b"}'}}
+    parsed = {"name": "add", "arguments": '{"a": "b"}', "parsed_arguments": {"a": "b"}}
+    wrote = {
+        "index": 0,
+        "id": "1",
+        "type": "function",
+        "function": parsed,
+    }  # as OpenAI's client adds
     messages = [*CHAT["messages"], {"role": "assistant", "content": None, "tool_calls": [wrote]}]
     messages.append({"role": "tool", "tool_call_id": "1", "content": "c"})
     body = {**CHAT, "messages": messages, "store": True, "tools": [TOOL], **more}
@@ -172,7 +178,10 @@ async def test_calls_of_tools_are_read_from_the_text(
         kept: Any = await record(served, whole["group_id"])
     offered = [] if body["tools"] is None or more.get("tool_choice") == "none" else [TOOL]
     assert kept.example.columns.get("tools", []) == offered
-    assert kept.example.prompt[1]["tool_calls"][0]["function"]["arguments"] == {"a": "b"}
+    function = {"name": "add", "arguments": {"a": "b"}}
+    assert kept.example.prompt[1]["tool_calls"] == [
+        {"id": "1", "type": "function", "function": function}
+    ]
     for place, (choice, rollout) in enumerate(zip(whole["choices"], kept.rollouts, strict=True)):
         assert choice["token_ids"] == list(rollout.completion_ids)
         assert len(choice["logprobs"]["content"]) == len(rollout.completion_ids)
@@ -208,6 +217,34 @@ CASES = [
     *(("/v1/chat/completions", key, value) for key, value in {**NEVER, **NEVER_CHAT}.items()),
     *(("/v1/completions", key, value) for key, value in {**NEVER, **NEVER_TEXT}.items()),
 ]
+
+
+IMAGE: dict[str, Any] = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/a.png"}}
+OTHER_TYPES = [
+    ("messages", [{"role": "user", "content": [IMAGE]}], "reads no images"),
+    ("tools", [{"type": "custom", "custom": {"name": "f"}}], "runs no tools by itself"),
+]
+
+
+@pytest.mark.parametrize(("field", "value", "words"), OTHER_TYPES)
+async def test_an_object_of_another_type_is_refused_by_one_message(
+    tmp_path, field: str, value: Any, words: str
+) -> None:
+    async with asking(tmp_path) as (_, client):
+        error = await client.refused(400, "/v1/chat/completions", {**CHAT, field: value})
+    assert error["param"].split(".")[0] == field
+    assert words in error["message"]
+    assert "more" not in error["message"]
+
+
+async def test_a_prompt_that_is_too_long_is_what_other_clients_know_as_such(tmp_path) -> None:
+    async with asking(tmp_path) as (_, client):
+        for prompt in ("a" * 600, [5] * 600):
+            error = await client.refused(400, "/v1/completions", {**TEXT, "prompt": prompt})
+            assert error["code"] == "context_length_exceeded"
+            assert error["param"] == "prompt"
+            assert "prompt is too long" in error["message"]  # langchain and litellm look for it
+            assert "at most 512" in error["message"]
 
 
 LIMITS = [
@@ -248,10 +285,10 @@ HARMLESS = {
 }  # fmt: skip
 HARMLESS_CHAT = {
     "tools": [], "tool_choice": "none", "parallel_tool_calls": True, "response_format": {"type": "text"}, "modalities": ["text"],
-    "top_logprobs": 0,
+    "top_logprobs": 0, "verbosity": "low", "prompt_cache_options": {"mode": "implicit"},
 }  # fmt: skip
 HARMLESS_CHAT["messages"] = [{"role": "user", "content": "abc", "refusal": None, "annotations": [], "audio": None,
-    "function_call": None, "reasoning_content": None, "name": "me"}]  # fmt: skip
+    "function_call": None, "reasoning_content": None, "name": "me", "parsed": {"a": 1}}]  # fmt: skip
 HARMLESS_TEXT = {"echo": False, "suffix": "", "best_of": 1}
 
 
@@ -345,7 +382,6 @@ async def test_every_refusal_has_the_form(tmp_path) -> None:
         await refused(409, "not_started")
         await served.start()
         await refused(404, "unknown_model", {**TEXT, "model": "gpt-4o"})
-        await refused(400, "prompt_too_long", {**TEXT, "prompt": "a" * 600})
         await served.service.stop()
         await refused(409, "finished")
         other = await http.get("/nothing", headers={"api-key": keys[Role.READ]})

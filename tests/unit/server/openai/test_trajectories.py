@@ -215,7 +215,7 @@ async def test_a_first_call_that_fails_leaves_nothing(tmp_path) -> None:
                 "metadata": {"trajectory": "t-1", "group": "s"}}  # fmt: skip
         long = {**body, "messages": [{"role": "user", "content": "a" * 5000}]}
         error = await client.refused(400, "/v1/chat/completions", long)
-        assert error["code"] == "prompt_too_long"
+        assert error["code"] == "context_length_exceeded"
         assert await counts(served) == {}, "the engine was not asked"
         for failures in (1, 2):
             await client.refused(400, "/v1/chat/completions", {**body, "max_tokens": 9999})

@@ -1,0 +1,107 @@
+"""Agents of openai-agents: `responses`, its default, or `chat`. Every second trajectory is streamed, and every second one hands over."""
+
+import asyncio
+import itertools
+import sys
+
+import game
+import openai
+from agents import (
+    Agent,
+    MaxTurnsExceeded,
+    ModelBehaviorError,
+    ModelSettings,
+    OpenAIChatCompletionsModel,
+    OpenAIResponsesModel,
+    RunConfig,
+    Runner,
+    SQLiteSession,
+    function_tool,
+    set_tracing_disabled,
+)
+from pydantic import BaseModel
+
+set_tracing_disabled(True)
+kind = {"responses": OpenAIResponsesModel, "chat": OpenAIChatCompletionsModel}[sys.argv[1]]
+model = kind("latest", openai.AsyncOpenAI(base_url=f"{game.URL}/v1", api_key="none"))
+played = itertools.count()
+
+
+class Answer(BaseModel):
+    n: int
+
+
+def agents_of(player):
+    """The agent that is asked first, and hands over, and one that does not."""
+
+    @function_tool
+    def check(n: int) -> str:
+        """Says whether a number is right."""
+        return player.check(n)
+
+    usual = {"instructions": game.INSTRUCTIONS, "tools": [check], "model": model}
+    other = Agent(name="other", **usual)
+    return Agent(name="first", handoffs=[other], **usual), other
+
+
+async def run(agent, question, streamed=False, **more):
+    if not streamed:
+        return await Runner.run(agent, question, **more)
+    result = Runner.run_streamed(agent, question, **more)
+    async for _ in result.stream_events():
+        pass
+    return result
+
+
+async def play(player, name, group):
+    first, other = agents_of(player)
+    number = next(played)
+    stored = ModelSettings(store=True, metadata=game.metadata(name, group))
+    config = {"run_config": RunConfig(model_settings=stored), "max_turns": game.TURNS}
+    if number % 4 < 2:
+        await run(other, game.QUESTION, number % 2 == 1, **config)
+    else:
+        await run(first, "Guess, other.", number % 2 == 1, **config)
+
+
+async def features():
+    player = game.Game()
+    first, other = agents_of(player)
+    while True:  # the model writes freely, and may do something else
+        try:
+            result = await run(first, "Guess, other.")
+        except (ModelBehaviorError, MaxTurnsExceeded):
+            continue
+        if result.last_agent.name == "other":
+            break
+    game.show("handoff", [item.type for item in result.new_items][:2])
+    form = Agent(name="form", model=model, output_type=Answer)
+    game.show("output_type", type((await run(form, "As JSON.")).final_output).__name__)
+    session = SQLiteSession("session")
+    hello = Agent(name="hello", model=model)
+    for _ in range(2):
+        said = await run(hello, "Hello.", session=session)
+    game.show("session", len(await session.get_items()))
+    streamed = await run(hello, "Hello.", streamed=True)
+    game.show("stream", bool(streamed.final_output))
+    game.show("usage", said.context_wrapper.usage.total_tokens > 0)
+    if kind is OpenAIResponsesModel:
+        again = await run(hello, "Hello.", previous_response_id=said.last_response_id)
+        game.show("previous_response_id", again.last_response_id.startswith("resp_"))
+    for name, asked in {"too long": "Hello " * 3000, "image": [IMAGE]}.items():
+        try:
+            await run(other, asked)
+        except openai.APIError as error:
+            game.refused(name, error)
+
+
+part = {"type": "input_image", "image_url": "http://127.0.0.1/a.png", "detail": "auto"}
+IMAGE = {"role": "user", "content": [part]}
+
+
+async def main():
+    await features()
+    await game.train(play, (ModelBehaviorError, MaxTurnsExceeded))
+
+
+asyncio.run(main())
