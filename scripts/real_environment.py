@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Make an environment with what tests use that does not go with ours: `real_environment.py agents | cookbook | ray | skyrl | triton | unsloth`.
+"""Make an environment with what tests use that does not go with ours: `real_environment.py NAME`.
 
 triton   whose interpreter `make test` asks about the kernels for GPUs: 190 MB, ten seconds; on Linux with x86-64 alone
 agents   clients of OpenAI's protocol, which train against `groupwise serve`, as they stand: 480 MB, a minute

@@ -42,13 +42,15 @@ def error_of(problem: Problem) -> ErrorAnswer:
     message, code = problem.detail, problem.code
     if code == TOO_LONG:
         message, code = f"{problem.title}. {message}", CODE_OF_TOO_LONG
-    return ErrorAnswer(error=ErrorData(
+    return ErrorAnswer(
+        error=ErrorData(
             message=message,
             type=kind,
             param=param,
             code=code,
             errors=problem.errors,
-        ))
+        )
+    )
 
 
 def error_of_refusal(refusal: Refusal) -> ErrorAnswer:
