@@ -117,7 +117,11 @@ class ServerConfig(Strict):
         "How tool calls are read from a model's text at /v1; auto: as the model's chat template writes them.",
     )
 
-    max_body_bytes: int = setting(32 * MIB, "Bytes of a request, at most.", ge=1024)
+    max_body_bytes: int = setting(
+        32 * MIB,
+        "Bytes of a request, at most; of one with settings or names alone, 1 MiB.",
+        ge=1024,
+    )
     requests_per_second: float | None = setting(
         None,
         "Of each key, on pages and routes alike, in the long run; null: as many as it likes.",

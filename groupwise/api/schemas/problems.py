@@ -220,7 +220,9 @@ KINDS: Mapping[str, Kind] = {
         "It has more tokens than the run takes; `max_prompt_length` of /start sets the limit.",
     ),
     "too_large": Kind(
-        413, "The request is too large", "The body has more bytes than the server reads."
+        413,
+        "The request is too large",
+        "The body has more bytes than the server, or this route, reads.",
     ),
     "unsupported_media_type": Kind(
         415,

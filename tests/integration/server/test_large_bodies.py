@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import time
 from pathlib import Path
 
 import httpx2
 import pytest
 
+from benchmarks.small_requests import computing_seconds
 from tests.integration.server.server_process import running
 from tests.processes import wait_until
 
@@ -17,8 +17,9 @@ MANY = 2_000_000
 KEYS = b"{" + b",".join(b'"k%d":1' % number for number in range(900_000)) + b"}"
 NUMBERS = b'{"do": {"verb": "generate", "request": {"prompt_ids": [' + b"1," * 14_000_000 + b"1]}}}"
 BODIES = {
-    "/model": KEYS,
+    "/completions": KEYS,
     "/api/v1/create_session": b'{"sdk_version": "1", "tags": [' + b"1," * MANY + b"1]}",
+    "/rewards": b'{"rewards": [' + b'"",' * MANY + b"1]}",
     "/step": b'{"group_ids": [' + b"null," * MANY + b"1]}",
     "/v1/chat/completions": b'{"model": "latest", "messages": [' + b"1," * MANY + b"1]}",
     "/api/v1/asample": b'{"sampling_params": {"stop": [' + b"null," * MANY + b"1]}}",
@@ -31,14 +32,14 @@ def memory(pid: int, name: str) -> int:
     return next(int(line.split()[1]) // 1024 for line in lines if line.startswith(name))
 
 
-async def longest_silence(url: str, work: asyncio.Task[None]) -> float:
-    """Seconds for which nobody else was answered meanwhile."""
+async def longest_silence(url: str, pid: int, work: asyncio.Task[None]) -> float:
+    """Seconds that the server computed, at most, while somebody else waited for an answer. The machine may be busy."""
     longest = 0.0
     async with httpx2.AsyncClient(base_url=url, timeout=60) as other:
         while not work.done():
-            asked = time.monotonic()
+            before = computing_seconds(pid)
             assert (await other.get("/healthz")).status_code == 200
-            longest = max(longest, time.monotonic() - asked)
+            longest = max(longest, computing_seconds(pid) - before)
             await asyncio.sleep(0.02)
     await work
     return longest
@@ -58,11 +59,11 @@ async def test_others_are_answered_and_the_memory_comes_back(tmp_path: Path, pat
                         answer = await client.put(where, content=body, headers=headers)
                     else:
                         answer = await client.post(path, content=BODIES[path], headers=headers)
-                    assert answer.status_code in (400, 422), answer.text[:300]
+                    assert answer.status_code in (400, 413, 422), answer.text[:300]
                     assert len(answer.content) < 20_000
 
             before = memory(server.pid, "VmRSS")
-            silence = await longest_silence(server.url, asyncio.create_task(attack()))
-            assert silence < 6, "seconds, on a machine that is busy"
+            silence = await longest_silence(server.url, server.pid, asyncio.create_task(attack()))
+            assert silence < 1
             assert memory(server.pid, "VmHWM") < 2_500
             wait_until(lambda: memory(server.pid, "VmRSS") < before + 250, "its memory comes back")

@@ -1,6 +1,7 @@
 """Compressed bodies: what is unpacked, and what is refused."""
 
 import gzip
+import tracemalloc
 
 import pytest
 
@@ -24,6 +25,17 @@ async def test_gzip_is_unpacked():
     assert await read(gzip.compress(b"a" * LIMIT), "GZIP") == b"a" * LIMIT
     assert await read(BODY, "identity") == BODY
     assert await read(b"") == b""
+
+
+async def test_a_small_body_does_not_fill_the_memory():
+    bomb = gzip.compress(bytes(1 << 26))[:LIMIT]
+    tracemalloc.start()
+    try:
+        with pytest.raises(Refusal):
+            await read(bomb)
+        assert tracemalloc.get_traced_memory()[1] < 100 * LIMIT
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(("body", "encoding", "code"), [

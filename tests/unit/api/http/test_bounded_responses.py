@@ -24,7 +24,7 @@ GZIP = 16
 
 
 class _Bomb(httpx2.SyncByteStream, httpx2.AsyncByteStream):
-    """64 GiB of spaces as gzip, made as it is read."""
+    """256 MiB of spaces as gzip, made as it is read."""
 
     def __init__(self) -> None:
         self.sent = 0
@@ -32,7 +32,7 @@ class _Bomb(httpx2.SyncByteStream, httpx2.AsyncByteStream):
     def __iter__(self) -> Iterator[bytes]:
         packer = zlib.compressobj(wbits=zlib.MAX_WBITS | GZIP)
         spaces = b" " * (1 << 20)
-        for _ in range(64 << 10):
+        for _ in range(256):
             self.sent += len(spaces)
             yield packer.compress(spaces) + packer.flush(zlib.Z_FULL_FLUSH)
 
