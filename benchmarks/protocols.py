@@ -187,10 +187,10 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--store", action="store_true", help="keep the result")
     given = parser.parse_args(arguments)
     described = machine()
-    results: dict[str, Any] = {"machine": described}
+    file = RESULTS / f"protocols-{slug(described)}.json"
     for name in given.work or WORKS:
         work = WORKS[name]
-        results[name] = found = measured(name, given.turns)
+        found = measured(name, given.turns)
         rows = work["prompts"] * work["members"]
         for way, numbers in found.items():
             pairs = zip(numbers["seconds"], found["here"]["seconds"], strict=True)
@@ -200,10 +200,10 @@ def main(arguments: Sequence[str]) -> None:
                 f"{median(numbers['tokens']):.1f} tokens, {median(numbers['bytes']) / 1e3:.0f} kB, {100 * share:+.1f} %",
                 flush=True,
             )
-    if given.store:
-        file = RESULTS / f"protocols-{slug(described)}.json"
-        stored = json.loads(file.read_text()) if file.exists() else {}
-        file.write_text(json.dumps({**stored, **results}, indent=2) + "\n")
+        if given.store:
+            stored: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+            results = {**stored, "machine": described, name: found}
+            file.write_text(json.dumps(results, indent=2) + "\n")
 
 
 if __name__ == "__main__":

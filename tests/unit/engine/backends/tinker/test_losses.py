@@ -121,6 +121,7 @@ MEAN = Offer(averages=True)
 def test_where_a_service_averages_its_mean_is_our_sum() -> None:
     """Supervised, with two rows of unequal length: −1/2 Σ rows (Σ tokens) / targets, as SkyRL's engine `jax` has it."""
     named = losses.named_loss(SFT, MEAN)
+    assert named is not None
     assert named == losses.WEIGHTED
     values = ((-0.1, -0.5, -1.1), (-0.52, -0.1))
     ours = [torch.tensor(each, requires_grad=True) for each in values]
