@@ -19,6 +19,7 @@ from groupwise.api.client import TrainingClient
 from groupwise.runs.store import Store
 from tests.integration.agents.workplace import MODEL
 from tests.integration.server.server_process import Server
+from tests.processes import wait_until
 
 ENVIRONMENTS = run_path(str(Path(__file__).parents[3] / "scripts/real_environment.py"))
 PYTHON: Path = ENVIRONMENTS["where"]("agents") / "bin/python"
@@ -80,7 +81,7 @@ def train(server: Server, words: Sequence[str], run: str, steps: int, trajectori
         )
         try:
             told = run_program(server, words, STEPS=steps, TRAJECTORIES=trajectories)
-            assert client.status().step == steps
+            wait_until(lambda: client.status().step == steps, f"step {steps}")
         finally:
             client.stop()
     return told
