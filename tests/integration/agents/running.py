@@ -26,7 +26,7 @@ PYTHON: Path = ENVIRONMENTS["where"]("agents") / "bin/python"
 PROGRAMS = Path(__file__).parent / "programs"
 SETTINGS: dict[str, Any] = {
     "model_id": MODEL, "max_prompt_length": 512, "max_completion_length": 48, "groups_per_step": 1,
-    "staleness": 0, "learning_rate": 8e-3, "lease_seconds": 60,
+    "staleness": 0, "adapter": "full", "learning_rate": 1.5e-3, "training": {"lr_scheduler_type": "constant"}, "lease_seconds": 60,
 }  # fmt: skip
 OFFLINE = {
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # or it is fetched when litellm is imported
