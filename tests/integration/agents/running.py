@@ -19,13 +19,14 @@ from groupwise.api.client import TrainingClient
 from groupwise.runs.store import Store
 from tests.integration.agents.workplace import MODEL
 from tests.integration.server.server_process import Server
+from tests.processes import wait_until
 
 ENVIRONMENTS = run_path(str(Path(__file__).parents[3] / "scripts/real_environment.py"))
 PYTHON: Path = ENVIRONMENTS["where"]("agents") / "bin/python"
 PROGRAMS = Path(__file__).parent / "programs"
 SETTINGS: dict[str, Any] = {
     "model_id": MODEL, "max_prompt_length": 512, "max_completion_length": 48, "groups_per_step": 1,
-    "staleness": 0, "learning_rate": 8e-3, "lease_seconds": 60,
+    "staleness": 0, "adapter": "full", "learning_rate": 1.5e-3, "training": {"lr_scheduler_type": "constant"}, "lease_seconds": 60,
 }  # fmt: skip
 OFFLINE = {
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # or it is fetched when litellm is imported
@@ -80,7 +81,7 @@ def train(server: Server, words: Sequence[str], run: str, steps: int, trajectori
         )
         try:
             told = run_program(server, words, STEPS=steps, TRAJECTORIES=trajectories)
-            assert client.status().step == steps
+            wait_until(lambda: client.status().step == steps, f"step {steps}")
         finally:
             client.stop()
     return told
