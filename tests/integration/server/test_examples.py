@@ -96,6 +96,7 @@ def test_the_agent_with_a_tool_asks_before_and_after_its_steps(server: Server) -
     assert [line.split()[0] for line in lines] == ["held-out", "step", "step", "held-out"]
 
 
+@pytest.mark.timeout(300)  # a real model is loaded
 def test_an_agent_with_a_tool_is_trained_on_exactly_what_was_sampled(server: Server) -> None:
     """With more conversations in its messages than the example has, so that half of the attempts call the tool from the first step on."""
     example = runpy.run_path(str(EXAMPLES / "08_openai_agent/tool_agent.py"))
