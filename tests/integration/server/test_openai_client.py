@@ -219,7 +219,7 @@ def test_errors_are_the_clients_own_and_a_full_room_is_tried_again(server, clien
     tools: Any = [{"type": "function", "function": FUNCTION}]
     for choice in ("required", {"type": "function", "function": {"name": "add"}}):
         with pytest.raises(openai.BadRequestError) as bad:
-            chat(model="latest", messages=CHAT, tools=tools, tool_choice=choice)
+            chat(model="latest", messages=CHAT, tools=tools, tool_choice=choice, store=True)
         assert bad.value.param == "tool_choice"
     with server.client(api_key="wrong") as stranger, pytest.raises(openai.AuthenticationError):
         stranger.models.list()
