@@ -105,8 +105,8 @@ class CallGrammar:
 class LogitsProcessing:
     """What changes the logits of a completion from which nothing is learnt: the learner computes none of it.
 
-    In the order in which it is applied, which is vLLM's: `json_schema` and `tool_calls`, `logit_bias`, `repetition_penalty`, `frequency_penalty`,
-    `presence_penalty`; then the temperature, and `SamplingParams.top_k` and its like.
+    In the order in which it is applied, which is vLLM's: `json_schema` and `tool_calls`, `logit_bias`, `repetition_penalty`,
+    `frequency_penalty`, `presence_penalty`; then the temperature, and `SamplingParams.top_k` and its like.
     """
 
     presence_penalty: float = 0.0

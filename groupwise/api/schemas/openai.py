@@ -464,8 +464,8 @@ class ChatRequest(_Request):
         default=None,
         description=(
             "`auto`, the default: calls are read from the text. `none`: the model is not shown the tools. `required`, or the name of a "
-            "function: tokens that are no call of it cannot be drawn. `allowed_tools`: the same with some of the tools. Only the first two, "
-            "and `allowed_tools` with mode `auto`, go with `store`."
+            "function: tokens that are no call of it cannot be drawn; not with `store`. `allowed_tools`: `auto` or `required` with some "
+            "of the tools."
         ),
     )
     parallel_tool_calls: bool | None = Field(

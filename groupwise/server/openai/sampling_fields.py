@@ -52,11 +52,11 @@ def calls_of(request: ChatRequest) -> CallGrammar:
 
 
 def schema_of(given: ResponseFormat | None) -> str | None:
-    """The JSON schema that an answer must follow, as JSON text; None: any text."""
+    """The JSON schema that an answer must follow, as JSON text; None: any text. Properties stay in the order in which they are written."""
     if given is None or given.type == "text":
         return None
     schema = given.json_schema.schema_ if given.json_schema is not None else None
-    return json.dumps({"type": "object"} if schema is None else schema, sort_keys=True)
+    return json.dumps({"type": "object"} if schema is None else schema)
 
 
 def _field_name(request: ChatRequest | TextRequest, change: str) -> str:

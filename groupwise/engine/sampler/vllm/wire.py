@@ -48,7 +48,10 @@ class Drawn:
 
 
 def refuse_what_differs(params: SamplingParams, end_id: int | None) -> None:
-    """Raise RunError for parameters that vLLM interprets differently, UsageError for those that it cannot be asked for. `end_id`: the tokenizer's end-of-text token."""
+    """Raise RunError for parameters that vLLM interprets differently, UsageError for those that it cannot be asked for.
+
+    `end_id`: the tokenizer's end-of-text token.
+    """
     if 0 < params.temperature < COLDEST:
         raise RunError(
             f"The temperature is {params.temperature:g}, but vLLM samples at {COLDEST:g} where it is told less, so that the "
@@ -67,8 +70,8 @@ def refuse_what_differs(params: SamplingParams, end_id: int | None) -> None:
         )
     if params.processing is not None and params.processing.tool_calls is not None:
         raise UsageError(
-            "tool_calls: tool_choice `required`, a named function, and response_format beside tools cannot be had with vLLM here, because its "
-            "servers know grammars in several notations. Give tool_choice `auto`, or sample with sampler.engine torch."
+            "tool_calls: a required call (tool_choice), and response_format beside tools, cannot be had with vLLM, whose servers read "
+            "grammars in different notations. Give tool_choice `auto` without response_format, or sample with sampler.engine torch."
         )
     follows_schema = params.processing is not None and params.processing.json_schema is not None
     if follows_schema and end_id not in params.stop_token_ids:
