@@ -86,12 +86,27 @@ TopLogprobs = tuple[tuple[int, float], ...]
 """The most probable tokens at one position with their log-probabilities (nats), the most probable first."""
 
 
+CallFormat = Literal["hermes", "llama3_json", "mistral"]
+"""How a family of models writes tool calls; see `groupwise.server.openai.tools`."""
+
+
+@dataclass(frozen=True, slots=True)
+class CallGrammar:
+    """A completion that consists of tool calls."""
+
+    tools: tuple[tuple[str, str], ...]
+    """The tools that can be called: name, and the JSON schema of the arguments as text."""
+    call_format: CallFormat = "hermes"
+    is_single: bool = False
+    """True: exactly one call. False: one or more."""
+
+
 @dataclass(frozen=True, slots=True)
 class LogitsProcessing:
     """What changes the logits of a completion from which nothing is learnt: the learner computes none of it.
 
-    In the order in which it is applied, which is vLLM's: `json_schema`, `logit_bias`, `repetition_penalty`, `frequency_penalty`,
-    `presence_penalty`; then the temperature, and `SamplingParams.top_k` and its like.
+    In the order in which it is applied, which is vLLM's: `json_schema` and `tool_calls`, `logit_bias`, `repetition_penalty`,
+    `frequency_penalty`, `presence_penalty`; then the temperature, and `SamplingParams.top_k` and its like.
     """
 
     presence_penalty: float = 0.0
@@ -104,6 +119,13 @@ class LogitsProcessing:
     """Token ids and what is added to their logits; each id once, all of them within the vocabulary."""
     json_schema: str | None = None
     """JSON text of a schema: only tokens are drawn with which the completion can become such a value. It may end only there."""
+    tool_calls: CallGrammar | None = None
+    """Only tokens are drawn with which the completion can become these calls; with `json_schema`, one or the other."""
+
+    @property
+    def is_constrained(self) -> bool:
+        """True if the completion can end only where it is whole."""
+        return self.json_schema is not None or self.tool_calls is not None
 
 
 @dataclass(frozen=True, slots=True)

@@ -70,7 +70,12 @@ class HermesCalls:
 
     renders_schemas = True
     BEGIN = "<tool_call>"
-    _PATTERN = re.compile(r"<tool_call>(.*?)(?:</tool_call>|(?=<tool_call>)|\Z)", re.DOTALL)
+    _PATTERN = re.compile(
+        r'<tool_call>(\s*\{(?:[^"<]|"(?:[^"\\]|\\.)*+"|<(?!/?tool_call>))*+(?=</tool_call>)|.*?)'
+        r"(?:</tool_call>|(?=<tool_call>)|\Z)",
+        re.DOTALL,
+    )
+    """A call ends with its mark outside of JSON strings; where the strings do not end, with the first mark."""
 
     def find(self, text: str) -> list[ToolCall]:
         """See `CallForm.find`."""

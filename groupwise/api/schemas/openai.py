@@ -6,7 +6,7 @@ there are a few fields of vLLM, such as `top_k` and `stop_token_ids`, in request
 answers; and what `metadata` says of a completion that is kept to be rewarded.
 
 The chat template describes tools to the model, and their calls are read from the text of an answer, where they stand as Hermes and
-Qwen write them. Nothing forces the model to call one, or to keep to a schema.
+Qwen write them. `tool_choice` and `response_format` constrain what can be drawn.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from groupwise.api.schemas.problems import FieldError
+from groupwise.api.schemas.tool_choice import ToolSelection, parse_tool_choice
 from groupwise.api.schemas.training import (
     MAX_ADDRESS,
     MAX_ID,
@@ -210,7 +211,7 @@ class ToolFunction(Body):
     strict: bool | None = Field(
         default=None,
         description=(
-            "true: a call whose arguments do not fit the schema stays text, so that calls always fit. The model is not forced to write one."
+            "true: a call whose arguments do not fit the schema stays text, so that calls always fit. Only `tool_choice` forces a call."
         ),
     )
 
@@ -398,7 +399,11 @@ class _Request(Body):
             "stop_token_ids",
             "logit_bias",
         )
-        others = {"prompt_ids": "prompt", "json_schema": "response_format"}
+        others = {
+            "prompt_ids": "prompt",
+            "json_schema": "response_format",
+            "tool_calls": "tools",
+        }
         return {**{name: name for name in names}, **others}
 
     @property
@@ -493,8 +498,9 @@ class ChatRequest(_Request):
     tool_choice: ToolChoice = Field(
         default=None,
         description=(
-            "`auto`, the default: calls are read from the text; or `none`: the model is not shown the tools. Others are refused:"
-            " the model cannot be made to call."
+            "`auto`, the default: calls are read from the text. `none`: the model is not shown the tools. `required`, or the name of a "
+            "function: tokens that are no call of it cannot be drawn; not with `store`. `allowed_tools`: `auto` or `required` with some "
+            "of the tools."
         ),
     )
     parallel_tool_calls: bool | None = Field(
@@ -532,21 +538,37 @@ class ChatRequest(_Request):
         return {**super().order_fields, "prompt": "messages", "max_tokens": limit}
 
     @property
+    def tool_selection(self) -> ToolSelection:
+        """What `tool_choice` asks for."""
+        return parse_tool_choice(
+            self.tool_choice, [tool.function.name for tool in self.tools or ()]
+        )
+
+    @property
     def offered_tools(self) -> list[dict[str, Any]]:
-        """Schemas of the tools that the model may call."""
-        tools = [] if self.tool_choice == "none" else self.tools or []
+        """Schemas of the tools that the model is shown."""
+        tools = [] if self.tool_selection.mode == "none" else self.tools or []
         return [tool.model_dump(exclude_none=True) for tool in tools]
+
+    @property
+    def callable_tools(self) -> list[dict[str, Any]]:
+        """Schemas of the tools that the model may call."""
+        names = self.tool_selection.names
+        return [
+            tool
+            for tool in self.offered_tools
+            if names is None or tool["function"]["name"] in names
+        ]
 
     def _problems(self) -> Iterator[PydanticCustomError]:
         yield from super()._problems()
         if self.functions:
             yield wrong("functions", "is the old name of `tools`; give them as `tools`")
-        if self.tool_choice not in (None, "none", "auto"):
-            yield wrong(
-                "tool_choice",
-                "is `auto` or `none` here: the model writes freely, and cannot be made to call a tool. To have it call a certain one, "
-                "give that one alone as `tools` with `auto`, and say so in a message",
-            )
+        try:
+            mode = self.tool_selection.mode
+        except ValueError as error:
+            yield wrong("tool_choice", str(error))
+            return
         effort = (self.chat_template_kwargs or {}).get("reasoning_effort", self.reasoning_effort)
         if self.reasoning_effort is not None and effort != self.reasoning_effort:
             yield wrong(
@@ -561,11 +583,15 @@ class ChatRequest(_Request):
             )
         if given is not None and len(json.dumps(given.model_dump())) > MAX_SCHEMA:
             yield wrong("response_format", f"has a schema above {MAX_SCHEMA} characters")
-        if given is not None and given.type != "text" and self.offered_tools:
-            yield wrong(
-                "response_format",
-                "is JSON while tools are offered, whose calls are no JSON of it; leave one out, or give tool_choice `none`",
-            )
+        is_json = given is not None and given.type != "text"
+        if mode == "required" or (is_json and self.offered_tools):
+            schemas = [tool["function"].get("parameters") for tool in self.callable_tools]
+            if len(json.dumps(schemas)) > MAX_SCHEMA:
+                yield wrong(
+                    "tools",
+                    f"have schemas above {MAX_SCHEMA} characters, which is too much to enforce; shorten them, or give tool_choice `auto` "
+                    "without response_format",
+                )
         limits = self.max_tokens, self.max_completion_tokens
         if None not in limits and limits[0] != limits[1]:
             yield wrong("max_tokens", "differs from max_completion_tokens; give one of the two")

@@ -135,14 +135,16 @@ class QueuedSampler(ABC):
         return tuple(self._make_completion(member) for member in ticket.members)
 
     async def _schema_masks(self, request: GroupRequest) -> Sequence[SchemaMask | None]:
-        """A mask for each member, if the request has a JSON schema. Raises `UsageError` if that cannot be enforced."""
+        """A mask for each member, if the request has a JSON schema or calls. Raises `UsageError` if they cannot be enforced."""
         processing, members = request.params.processing, len(request.seeds)
-        if processing is None or processing.json_schema is None:
+        if processing is None or not processing.is_constrained:
             return [None] * members
         if self._masks is None:
             self._masks = SchemaMasks(self._tokenizer)
         stops = request.params.stop_token_ids
-        return await asyncio.to_thread(self._masks.masks, processing.json_schema, stops, members)
+        return await asyncio.to_thread(
+            self._masks.masks, processing.json_schema, stops, members, processing.tool_calls
+        )
 
     async def load(self, policy: Policy) -> None:
         """See `groupwise.core.types.Sampler.load`. Allowed only between groups: keys and values belong to one version."""

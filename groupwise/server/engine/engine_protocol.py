@@ -43,6 +43,7 @@ OrderField = Literal[
     "stop_token_ids",
     "logit_bias",
     "json_schema",
+    "tool_calls",
 ]
 """Fields of a `SampleOrder`, or of its `Sampling`, that a `WrongOrder` can be about."""
 

@@ -27,18 +27,20 @@ def stop_token_ids(sampling: Sampling, own: tuple[int, ...], vocabulary: int) ->
 
 
 def check_processing(params: SamplingParams, vocabulary: int) -> None:
-    """Raise `WrongOrder` for a bias on a token that the tokenizer does not have, and for a schema that cannot be followed to its end."""
+    """Raise `WrongOrder` for a bias on a token that the tokenizer does not have, and for a schema, or calls, that cannot be followed to
+    the end."""
     processing = params.processing
     if processing is None:
         return
     refuse_unknown_tokens([id for id, _ in processing.logit_bias], vocabulary, "logit_bias")
-    if processing.json_schema is None:
+    if not processing.is_constrained:
         return
+    constraint: OrderField = "tool_calls" if processing.tool_calls is not None else "json_schema"
     if not params.stop_token_ids:
         raise WrongOrder(
             "A completion that follows a schema ends with a stop token where the JSON is complete, but none is left. Leave ignore_eos "
             "out, or give stop_token_ids.",
-            "json_schema",
+            constraint,
         )
     if params.min_tokens:
         raise WrongOrder(
@@ -46,9 +48,13 @@ def check_processing(params: SamplingParams, vocabulary: int) -> None:
             "(min_tokens, or the run's min_completion_length). Give min_tokens 0.",
             "min_tokens",
         )
-    from groupwise.engine.sampler.json_schemas import check_schema  # loads torch
+    from groupwise.engine.sampler.json_schemas import check_calls, check_schema  # loads torch
 
     try:
-        check_schema(processing.json_schema)
+        if processing.tool_calls is not None:
+            check_calls(processing.tool_calls)
+        constraint = "json_schema"
+        if processing.json_schema is not None:
+            check_schema(processing.json_schema)
     except UsageError as error:
-        raise WrongOrder(str(error), "json_schema") from None
+        raise WrongOrder(str(error), constraint) from None

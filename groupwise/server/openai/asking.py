@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, cast
 
 from groupwise.api.schemas.openai import (
@@ -87,6 +87,17 @@ class GenerationRequest:
     """True if the answer has the prompt's tokens."""
     call_format: CallFormat = "hermes"
     """The notation of the model's tool calls."""
+    callable_names: tuple[str, ...] | None = None
+    """Names of the tools that may be called; None: all."""
+
+    def with_call_format(self, call_format: CallFormat) -> GenerationRequest:
+        """The request with this notation, in which calls are read, and sampled where they are forced."""
+        processing = self.sampling.processing
+        if processing is None or processing.tool_calls is None:
+            return replace(self, call_format=call_format)
+        calls = replace(processing.tool_calls, call_format=call_format)
+        sampling = replace(self.sampling, processing=replace(processing, tool_calls=calls))
+        return replace(self, call_format=call_format, sampling=sampling)
 
     @property
     def stops(self) -> tuple[str, ...]:
@@ -161,6 +172,7 @@ def parse_request(request: ChatRequest | TextRequest, headers: StorageHeaders) -
         alternatives=request.alternatives,
         echo=isinstance(request, TextRequest) and bool(request.echo),
         return_token_ids=bool(request.return_token_ids),
+        callable_names=request.tool_selection.names if isinstance(request, ChatRequest) else None,
     )
 
 

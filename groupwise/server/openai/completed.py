@@ -9,7 +9,7 @@ from groupwise.core.types import Rollout
 from groupwise.server.openai.asking import GenerationRequest
 from groupwise.server.openai.stop_strings import cut_at_stop, streamable_prefix
 from groupwise.server.openai.token_details import TokenDetails
-from groupwise.server.openai.tools import split_calls, streamable_before_calls
+from groupwise.server.openai.tools import ends_within_call, split_calls, streamable_before_calls
 from groupwise.tasks.tools import ToolCall
 
 
@@ -66,13 +66,16 @@ def write_completion(
         logprob for segment in rollout.segments for logprob in segment.sampling_logprobs or ()
     )
     text, calls = cut_at_stop(rollout.completion, ask.stops), list[ToolCall]()
+    finish_reason: FinishReason = rollout.finish_reason or "length"
     if ask.read_calls != "none":
-        text, calls = split_calls(text, ask.call_format, ask.offered_tools)
+        text, calls = split_calls(text, ask.call_format, ask.offered_tools, ask.callable_names)
+        if calls and not (finish_reason == "length" and ends_within_call(text, ask.call_format)):
+            finish_reason = "tool_calls"
     return CompletionChoice(
         text=echo + text,
         token_ids=rollout.completion_ids,
         logprobs=tuple(logprobs),
-        finish_reason="tool_calls" if calls else rollout.finish_reason or "length",
+        finish_reason=finish_reason,
         details=details,
         calls=tuple(calls[:1] if ask.read_calls == "first" else calls),
         prompt_ids=rollout.prompt_ids if ask.return_token_ids else None,

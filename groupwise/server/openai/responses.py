@@ -106,10 +106,13 @@ def own_name(field: str) -> str:
 
 
 def _chat_tool_choice(choice: Any) -> Any:
-    """`{"type": "function", "name": …}` as chats have it; others as they are."""
+    """`{"type": "function", "name": …}` and `allowed_tools` as chats have them; others as they are."""
     if not isinstance(choice, dict):
         return choice
     given = cast("dict[str, Any]", choice)
+    if given.keys() == {"type", "mode", "tools"} and isinstance(given["tools"], list):
+        tools = [_chat_tool_choice(tool) for tool in cast("list[Any]", given["tools"])]
+        return {"type": given["type"], given["type"]: {"mode": given["mode"], "tools": tools}}
     if given.keys() != {"type", "name"}:
         return given
     return {"type": given["type"], "function": {"name": given["name"]}}

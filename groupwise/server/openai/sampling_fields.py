@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from groupwise.api.schemas.openai import ChatRequest, ResponseFormat, TextRequest
-from groupwise.core.types import LogitsProcessing
+from groupwise.core.types import CallGrammar, LogitsProcessing
 
 
 def processing_of(request: ChatRequest | TextRequest) -> LogitsProcessing | None:
@@ -29,26 +29,48 @@ def _changes(request: ChatRequest | TextRequest) -> dict[str, Any]:
         if request.repetition_penalty == 1
         else request.repetition_penalty,
         "logit_bias": tuple((int(token), value) for token, value in bias.items() if value) or None,
-        "json_schema": schema_of(request.response_format)
-        if isinstance(request, ChatRequest)
-        else None,
     }
+    if isinstance(request, ChatRequest):
+        is_forced = request.tool_selection.mode == "required"
+        schema = None if is_forced else schema_of(request.response_format)
+        values["json_schema"] = schema
+        if is_forced or (schema is not None and request.offered_tools):
+            values["tool_calls"] = calls_of(request)
     return {name: value for name, value in values.items() if value is not None}
 
 
+def calls_of(request: ChatRequest) -> CallGrammar:
+    """The calls that an answer can consist of; the notation is the model's, see `OpenAIService.with_template`."""
+    functions = [tool["function"] for tool in request.callable_tools]
+    return CallGrammar(
+        tuple(
+            (function["name"], json.dumps(function.get("parameters") or {}))
+            for function in functions
+        ),
+        is_single=request.tool_selection.is_single or request.parallel_tool_calls is False,
+    )
+
+
 def schema_of(given: ResponseFormat | None) -> str | None:
-    """The JSON schema that an answer must follow, as JSON text; None: any text."""
+    """The JSON schema that an answer must follow, as JSON text; None: any text. Properties stay in the order in which they are written."""
     if given is None or given.type == "text":
         return None
     schema = given.json_schema.schema_ if given.json_schema is not None else None
-    return json.dumps({"type": "object"} if schema is None else schema, sort_keys=True)
+    return json.dumps({"type": "object"} if schema is None else schema)
+
+
+def _field_name(request: ChatRequest | TextRequest, change: str) -> str:
+    """The request's field that makes a change."""
+    if change == "tool_calls" and isinstance(request, ChatRequest):
+        return "tool_choice" if request.tool_selection.mode == "required" else "response_format"
+    return "response_format" if change == "json_schema" else change
 
 
 def unlearnable_fields(request: ChatRequest | TextRequest) -> Iterator[tuple[str, str]]:
     """Each field with which the completions cannot be stored, and why."""
     for name in (*request.restrictions, *_changes(request)):
         yield (
-            "response_format" if name == "json_schema" else name,
+            _field_name(request, name),
             "draws from another distribution than the one that is learnt; leave it out, or ask without `store`",
         )
     if request.alternatives:

@@ -197,7 +197,7 @@ class OpenAIService:
                 f"is {ask.reasoning_effort!r:.80}, but this model's chat template has no such argument, so that it would have no effect; "
                 'leave it out, or give an argument that the template knows, as chat_template_kwargs: {"enable_thinking": false}',
             )
-        return replace(ask, call_format=call_format_of(template) if chosen == "auto" else chosen)
+        return ask.with_call_format(call_format_of(template) if chosen == "auto" else chosen)
 
     async def answer(
         self, ask: GenerationRequest, caller: Caller, render: Render, also: Also | None = None

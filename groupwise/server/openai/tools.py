@@ -20,14 +20,14 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
-from typing import Any, Literal, cast, get_args
+from typing import Any, cast, get_args
 from urllib.parse import unquote
 
 from groupwise.api.http.strict_json import NotStrict, finite, no_constant
+from groupwise.core.types import CallFormat
 from groupwise.server.openai.stop_strings import streamable_prefix
 from groupwise.tasks.tools import HermesCalls, ToolCall
 
-CallFormat = Literal["hermes", "llama3_json", "mistral"]
 FORMATS: tuple[CallFormat, ...] = get_args(CallFormat)
 PYTHON_TAG = "<|python_tag|>"
 TOOL_CALLS = "[TOOL_CALLS]"
@@ -56,12 +56,19 @@ def call_format_of(template: str) -> CallFormat:
 
 
 def split_calls(
-    text: str, call_format: CallFormat, tools: Sequence[Mapping[str, Any]]
+    text: str,
+    call_format: CallFormat,
+    tools: Sequence[Mapping[str, Any]],
+    names: Sequence[str] | None = None,
 ) -> tuple[str, list[ToolCall]]:
-    """The text without its valid calls, and these calls. `tools`: schemas of the tools in the request."""
+    """The text without its valid calls, and these calls. `tools`: schemas of the tools in the request; `names`: those that may be called,
+    None: any.
+    """
     functions = {tool["function"]["name"]: tool["function"] for tool in tools if "function" in tool}
 
     def is_valid(call: ToolCall) -> bool:
+        if names is not None and call.name not in names:
+            return False
         return call.problem is None and fits_strict_schema(call, functions.get(call.name, {}))
 
     if call_format == "hermes":
@@ -75,6 +82,15 @@ def split_calls(
     if not calls or not named or not all(map(is_valid, calls)):
         return text, []
     return (before.rstrip() if found else ""), calls
+
+
+def ends_within_call(rest: str, call_format: CallFormat) -> bool:
+    """True if the text without its calls ends with half of another one. Of the families other than Hermes all calls are then text."""
+    return (
+        call_format == "hermes"
+        and "</tool_call>" not in rest.rpartition(HermesCalls.BEGIN)[2]
+        and HermesCalls.BEGIN in rest
+    )
 
 
 def streamable_before_calls(

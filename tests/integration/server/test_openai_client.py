@@ -219,7 +219,7 @@ def test_errors_are_the_clients_own_and_a_full_room_is_tried_again(server, clien
     tools: Any = [{"type": "function", "function": FUNCTION}]
     for choice in ("required", {"type": "function", "function": {"name": "add"}}):
         with pytest.raises(openai.BadRequestError) as bad:
-            chat(model="latest", messages=CHAT, tools=tools, tool_choice=choice)
+            chat(model="latest", messages=CHAT, tools=tools, tool_choice=choice, store=True)
         assert bad.value.param == "tool_choice"
     with server.client(api_key="wrong") as stranger, pytest.raises(openai.AuthenticationError):
         stranger.models.list()
@@ -357,6 +357,55 @@ async def _ask_about_tokens(client: openai.AsyncOpenAI, tokenizer: Any, letter: 
     with pytest.raises(openai.BadRequestError, match="response_format") as refused:
         await chat(response_format=form, store=True)
     assert refused.value.param == "response_format"
+
+
+async def test_a_model_that_knows_no_tools_calls_them_where_it_must(tmp_path, monkeypatch):
+    """Chats and responses, whole and streamed, with a model that has never seen a call."""
+    monkeypatch.setattr("groupwise.server.openai.service.POLL", 1e-3)
+    names = [{**FUNCTION, "name": name, "parameters": ANIMAL} for name in ("add", "sub")]
+    tools: Any = [{"type": "function", "function": function} for function in names]
+    flat: Any = [{"type": "function", **function} for function in names]
+    one: Any = {"type": "function", "function": {"name": "sub"}}
+    form: Any = {"type": "json_schema", "json_schema": {"name": "animal", "schema": ANIMAL}}
+    async with opened(tmp_path, OpenReal) as served:
+        await served.start(max_completion_length=400, max_prompt_length=1024)
+        async with listening(served.app(Keyring(plain=KEY))) as port:
+            url = f"http://127.0.0.1:{port}/v1"
+            async with openai.AsyncOpenAI(base_url=url, api_key=KEY, max_retries=0) as client:
+                create: Any = client.chat.completions.create
+                body: Any = {"model": "latest", "messages": CHAT, "seed": 1, "tools": tools}
+                for more, called in (
+                    ({"tool_choice": "required", "parallel_tool_calls": False}, {"add", "sub"}),
+                    ({"tool_choice": one}, {"sub"}),
+                ):
+                    answer = (await create(**body, **more)).choices[0]
+                    assert (answer.finish_reason, answer.message.content) == ("tool_calls", None)
+                    (call,) = answer.message.tool_calls
+                    assert call.function.name in called
+                    assert json.loads(call.function.arguments)["kind"] in ("ox", "hen")
+                    pieces = [piece async for piece in await create(**body, **more, stream=True)]
+                    deltas = [each.delta for piece in pieces for each in piece.choices]
+                    (sent,) = [begun for delta in deltas for begun in delta.tool_calls or ()]
+                    assert sent.function.arguments == call.function.arguments
+                    assert not any(delta.content for delta in deltas)
+                cut = (await create(**body, tool_choice="required", max_tokens=20)).choices[0]
+                assert (cut.finish_reason, cut.message.tool_calls) == ("length", None)
+                mixed = (await create(**body, response_format=form, n=8)).choices
+                for each in mixed:
+                    texts = [call.function.arguments for call in each.message.tool_calls or ()]
+                    assert texts or json.loads(each.message.content)["kind"] in ("ox", "hen")
+                respond: Any = client.responses.create
+                asked: Any = {"model": "latest", "input": "abc", "extra_body": {"seed": 1}}
+                own = {"type": "function", "name": "sub"}
+                said = await respond(**asked, tools=flat, tool_choice=own)
+                (item,) = said.output
+                assert (item.type, item.name, said.status) == ("function_call", "sub", "completed")
+                text: Any = {"format": {"type": "json_schema", "name": "a", "schema": ANIMAL}}
+                whole = await respond(**asked, text=text)
+                assert json.loads(whole.output_text)["kind"] in ("ox", "hen")
+                events = [event async for event in await respond(**asked, text=text, stream=True)]
+                parts = [each.delta for each in events if each.type == "response.output_text.delta"]
+                assert "".join(parts) == whole.output_text
 
 
 async def test_templates_without_tools_are_told_of_them(tmp_path):

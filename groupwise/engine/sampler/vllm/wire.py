@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from groupwise.api.openai_client.response_parsing import excerpt, read_json
-from groupwise.core.errors import EndpointError, PolicyMismatchError, RunError
+from groupwise.core.errors import EndpointError, PolicyMismatchError, RunError, UsageError
 from groupwise.core.types import (
     FinishReason,
     LogitsProcessing,
@@ -48,7 +48,10 @@ class Drawn:
 
 
 def refuse_what_differs(params: SamplingParams, end_id: int | None) -> None:
-    """Raise RunError for parameters that vLLM interprets differently. `end_id`: the tokenizer's end-of-text token."""
+    """Raise RunError for parameters that vLLM interprets differently, UsageError for those that it cannot be asked for.
+
+    `end_id`: the tokenizer's end-of-text token.
+    """
     if 0 < params.temperature < COLDEST:
         raise RunError(
             f"The temperature is {params.temperature:g}, but vLLM samples at {COLDEST:g} where it is told less, so that the "
@@ -64,6 +67,11 @@ def refuse_what_differs(params: SamplingParams, end_id: int | None) -> None:
             f"min_tokens is {params.min_tokens}, in which vLLM withholds the tokenizer's own end of text ({end_id}), too, which is none of "
             f"the stop tokens {list(params.stop_token_ids)}. Add it to sampler.stop_token_ids, or leave "
             "sampler.min_completion_length out."
+        )
+    if params.processing is not None and params.processing.tool_calls is not None:
+        raise UsageError(
+            "tool_calls: a required call (tool_choice), and response_format beside tools, cannot be had with vLLM, whose servers read "
+            "grammars in different notations. Give tool_choice `auto` without response_format, or sample with sampler.engine torch."
         )
     follows_schema = params.processing is not None and params.processing.json_schema is not None
     if follows_schema and end_id not in params.stop_token_ids:

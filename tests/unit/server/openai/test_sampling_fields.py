@@ -15,7 +15,9 @@ from typing import Any
 import pytest
 
 from groupwise.api.schemas.openai import ChatRequest, TextRequest
-from groupwise.core.types import LogitsProcessing
+from groupwise.api.schemas.responses import ResponsesRequest
+from groupwise.core.types import CallGrammar, LogitsProcessing
+from groupwise.server.openai.responses import chat_request
 from groupwise.server.openai.sampling_fields import processing_of
 from groupwise.testing import ALPHABET, END_ID
 from tests.unit.server.openai.opening import CHAT, TEXT, asking, record
@@ -210,11 +212,15 @@ async def test_the_form_of_an_answer_reaches_the_engine_or_is_refused_by_name(tm
             for more in (
                 {"store": True},
                 {"ignore_eos": True},
-                {"tools": tools},
             ):
                 error = await client.refused(400, path, {**CHAT, "response_format": form, **more})
                 assert error["param"] == "response_format"
-        assert await client.chat(response_format=JSON, tools=tools, tool_choice="none")
+        for choice in ("none", "auto", "required"):
+            assert await client.chat(response_format=JSON, tools=tools, tool_choice=choice)
+        error = await client.refused(
+            400, path, {**CHAT, "response_format": JSON, "tools": tools, "store": True}
+        )
+        assert error["param"] == "response_format"
         assert await client.chat(response_format=JSON, ignore_eos=True, stop_token_ids=[3])
         error = await client.refused(400, path, {**CHAT, "response_format": JSON, "min_tokens": 3})
         assert error["param"] == "min_tokens"
@@ -240,7 +246,80 @@ def test_schemas_as_the_engine_gets_them() -> None:
 
     assert given(type="text") is None
     assert given(type="json_object") == '{"type": "object"}'
-    assert json.loads(given(**JSON) or "") == SCHEMA
+    assert given(**JSON) == json.dumps(SCHEMA), "in the order of the request"
+
+
+def named(name: str) -> Any:
+    return {"type": "function", "function": {"name": name}}
+
+
+def allowed(mode: str, *names: str) -> Any:
+    tools = [named(name) for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+TOOLS: Any = [
+    {"type": "function", "function": {"name": "f", "parameters": SCHEMA}},
+    {"type": "function", "function": {"name": "g"}},
+]
+F, G = ("f", json.dumps(SCHEMA)), ("g", "{}")
+
+
+@pytest.mark.parametrize(("more", "calls"), [
+    ({"tool_choice": "required"}, CallGrammar((F, G))), ({"tool_choice": "auto"}, None), ({"tool_choice": "none"}, None),
+    ({"tool_choice": "required", "parallel_tool_calls": False}, CallGrammar((F, G), is_single=True)),
+    ({"tool_choice": named("g")}, CallGrammar((G,), is_single=True)), ({"tool_choice": allowed("auto", "f")}, None),
+    ({"tool_choice": allowed("required", "f")}, CallGrammar((F,))), ({"tool_choice": "none", "response_format": JSON}, None),
+    ({"tool_choice": allowed("auto", "f"), "response_format": JSON}, CallGrammar((F,))),
+    ({"tool_choice": "required", "response_format": JSON}, CallGrammar((F, G))),
+])  # fmt: skip
+def test_what_may_be_called_and_what_must(more, calls) -> None:
+    request = ChatRequest.model_validate({**CHAT, "tools": TOOLS, **more})
+    processing = processing_of(request) or LogitsProcessing()
+    assert processing.tool_calls == calls
+    is_answer = "response_format" in more and more["tool_choice"] != "required"
+    assert (processing.json_schema is not None) is is_answer
+    assert len(request.offered_tools) == (0 if more["tool_choice"] == "none" else 2)
+    responses = {name: value for name, value in more.items() if name == "tool_choice"}
+    if isinstance(choice := responses["tool_choice"], dict):  # its own form, without levels
+        inner = choice[choice["type"]]
+        flat = [{"type": "function", **tool["function"]} for tool in inner.get("tools", ())]
+        own = {"type": choice["type"], **inner, **({"tools": flat} if flat else {})}
+        tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+        asked = {"model": "latest", "input": "abc", "tools": tools, "tool_choice": own}
+        chat = chat_request(ResponsesRequest.model_validate(asked), CHAT["messages"])
+        assert chat.tool_choice == choice
+
+
+async def test_forced_calls_reach_the_engine_or_are_refused_by_name(tmp_path) -> None:
+    path = "/v1/chat/completions"
+    bad: Any = {"type": "function", "function": {"name": "bad", "parameters": {"not": {}}}}
+    async with asking(tmp_path) as (_, client):
+        for choice in ("required", named("f"), allowed("required", "f"), allowed("auto", "g")):
+            body = {**CHAT, "tools": TOOLS, "tool_choice": choice}
+            assert await client.ok(path, body)
+            if choice != allowed("auto", "g"):
+                error = await client.refused(400, path, {**body, "store": True})
+                assert error["param"] == "tool_choice"
+        assert await client.chat(tools=TOOLS, tool_choice=allowed("auto", "g"), store=True)
+        wrong: Any = [
+            "any", named("h"), allowed("required", "f", "h"), allowed("none", "f"), allowed("auto"), {"type": "function"},
+            {**named("f"), "more": 1}, {"type": "function", "function": {"name": "f", "more": 1}}, {"type": "custom", "name": "f"},
+        ]  # fmt: skip
+        for choice in wrong:
+            error = await client.refused(400, path, {**CHAT, "tools": TOOLS, "tool_choice": choice})
+            assert error["param"] == "tool_choice", error
+        error = await client.refused(400, path, {**CHAT, "tool_choice": "required"})
+        assert error["param"] == "tool_choice"
+        long: Any = {"type": "function", "function": {"name": "f", "parameters": {"title": "x" * 70_000}}}  # fmt: skip
+        for tool in (bad, long):
+            assert await client.chat(tools=[tool])
+            error = await client.refused(
+                400, path, {**CHAT, "tools": [tool], "tool_choice": "required"}
+            )
+            assert error["param"] == "tools"
+            forms = {**CHAT, "tools": [tool], "response_format": JSON}
+            assert (await client.refused(400, path, forms))["param"] == "tools"
 
 
 async def test_responses_have_them_under_their_own_names(tmp_path) -> None:

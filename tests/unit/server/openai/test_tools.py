@@ -7,6 +7,7 @@ import pytest
 
 from groupwise.server.openai.tools import (
     call_format_of,
+    ends_within_call,
     split_calls,
     streamable_before_calls,
     strict_schema_problem,
@@ -78,6 +79,29 @@ def test_what_is_streamed_begins_the_final_text(call_format, text):
         assert final.startswith(now)
         shown = now
     assert streamable_before_calls("Some words", ("rds",), call_format, TOOLS) == "Some wo"
+
+
+def test_a_mark_within_a_string_ends_no_call():
+    text = HERMES.replace("1}}", '"</tool_call> <tool_call> \\" {"}}') + HERMES
+    said = ("add", {"a": '</tool_call> <tool_call> " {'})
+    assert found(text, "hermes") == ("", [said, ADD])
+    broken = HERMES.replace("1}}", '"never ends}}')
+    assert found(broken + HERMES, "hermes") == (broken, [ADD])
+    assert not found("<tool_call>{" + '"a": ' * 20_000, "hermes")[1]
+
+
+def test_only_tools_that_may_be_called_are_called():
+    for text, call_format in ((HERMES, "hermes"), (LLAMA, "llama3_json"), (MISTRAL, "mistral")):
+        assert split_calls(text, call_format, TOOLS, ["look_up"]) == (text, [])
+    assert split_calls(HERMES, "hermes", TOOLS, ["add"])[1]
+
+
+def test_half_a_call_is_seen():
+    for rest, is_half in (
+        ("", False), ("I add.", False), ("<tool_call>x</tool_call>", False), ('<tool_call>\n{"na', True),
+        ("<tool_call>x</tool_call> <tool_call>", True),
+    ):  # fmt: skip
+        assert ends_within_call(rest, "hermes") is is_half
 
 
 def test_strict_tools_get_arguments_that_fit():
