@@ -11,6 +11,21 @@ BIN := .venv/bin
 PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
 # Its heap has room for torch and transformers: at node's default of 4 GB pyright evicts its cache about forty times and parses them again.
 PYRIGHT := NODE_OPTIONS=--max-old-space-size=8192 $(BIN)/pyright
+SERVERS := export GROUPWISE_REAL_SERVERS=1 && $(BIN)/python scripts/real_servers.py
+ENVIRONMENT := $(BIN)/python scripts/real_environment.py
+# What `make soak` does before the tests of a suite.
+NEEDS_agents := $(ENVIRONMENT) agents &&
+NEEDS_attacks := $(SERVERS) &&
+NEEDS_containers := $(SERVERS) containers &&
+NEEDS_cookbook := $(ENVIRONMENT) cookbook &&
+NEEDS_docs := $(SERVERS) && $(BIN)/groupwise fetch-tunix && $(ENVIRONMENT) agents && $(ENVIRONMENT) ray &&
+NEEDS_fleet := $(SERVERS) &&
+NEEDS_launch := $(SERVERS) && $(ENVIRONMENT) ray &&
+NEEDS_mutations := $(SERVERS) &&
+NEEDS_skyrl := $(ENVIRONMENT) skyrl &&
+NEEDS_tunix := $(BIN)/groupwise fetch-tunix &&
+NEEDS_unsloth := $(ENVIRONMENT) unsloth &&
+NEEDS_web := $(SERVERS) chromium &&
 unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME VIRTUAL_ENV
 .PHONY: help setup quickstart tour test test-server test-fleet test-launch test-notebook test-tunix test-web check fix bench soak gpu sbom audit clean
 
@@ -43,7 +58,7 @@ fix: ## mend what a machine can mend
 bench: ## measure steps beside TRL's, for 45 minutes (ARGS="--cell W1 --check"); SUITE=fleet: the fleet's figures, for 10; SUITE=web: how fast the dashboard answers
 	$(READY) && $(BIN)/python -m benchmarks.$(if $(filter fleet web,$(SUITE)),$(SUITE),against_trl) $(ARGS)
 soak: ## run a suite of long tests (SUITE=name; CONTRIBUTING.md lists them with their times and variables)
-	$(READY) && $(if $(filter attacks docs fleet launch mutations,$(SUITE)),$(BIN)/python scripts/real_servers.py && export GROUPWISE_REAL_SERVERS=1 &&) $(if $(filter web,$(SUITE)),$(BIN)/python scripts/real_servers.py chromium &&) $(if $(filter containers,$(SUITE)),$(BIN)/python scripts/real_servers.py containers && export GROUPWISE_REAL_SERVERS=1 &&) $(if $(filter docs tunix,$(SUITE)),$(BIN)/groupwise fetch-tunix &&) $(if $(filter docs launch,$(SUITE)),$(BIN)/python scripts/real_environment.py ray &&) $(if $(filter agents cookbook skyrl unsloth,$(SUITE)),$(BIN)/python scripts/real_environment.py $(SUITE) &&) $(PYTEST) -m "soak(suite='$(SUITE)')" --timeout 7200 -o faulthandler_timeout=7300 $(ARGS)
+	$(READY) && $(NEEDS_$(SUITE)) $(PYTEST) -m "soak(suite='$(SUITE)')" --timeout 7200 -o faulthandler_timeout=7300 $(ARGS)
 gpu: ## run the tests that need a GPU
 	$(READY) && $(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make gpu: torch finds no GPU here (TORCH=cuda sets up the build for one), so nothing was tested.")' && $(PYTEST) -m gpu $(ARGS) tests/gpu
 sbom: ## write sbom.json: every package in .venv with its release, licence and source, in CycloneDX's format
