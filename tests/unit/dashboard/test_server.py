@@ -191,9 +191,7 @@ async def test_every_address_of_its_pages_is_below_its_path_and_the_server_answe
 async def test_a_key_has_one_rate_for_pages_and_routes(tmp_path: Path) -> None:
     ring, keys = keyring()
     app = mounted(tmp_path, ring, requests_per_second=0.001, burst=4)
-    reader, admin = (
-        {"Authorization": f"Bearer {keys[role]}"} for role in (Role.READ, Role.ADMIN)
-    )
+    reader, admin = ({"Authorization": f"Bearer {keys[role]}"} for role in (Role.READ, Role.ADMIN))
     async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url=HERE) as client:
         for path in ("/dashboard/server", "/status", "/dashboard/runs"):
             assert (await client.get(path, headers=reader)).status_code == 200
