@@ -46,7 +46,7 @@ from groupwise.api.client.request_bodies import (
     without_none,
 )
 from groupwise.api.client.streams import Download, EventReader, checked_target
-from groupwise.api.http.bounded_responses import ResponseTooLarge, read_response
+from groupwise.api.openai_client.bounded_responses import ResponseTooLarge, read_response
 from groupwise.api.schemas.activity import ActivityAnswer
 from groupwise.api.schemas.idempotency import HEADER, new_idempotency_key
 from groupwise.api.schemas.training import (

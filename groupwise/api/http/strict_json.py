@@ -30,6 +30,8 @@ for about a quarter of a second. Lists of numbers with 8 bytes each reach the li
 """
 MOST_KEYS = 10_000
 """Limit on one object's keys: each unknown one is a mistake that validation notes, for about ten microseconds."""
+MOST_KEYS_IN_ALL = 300_000
+"""Limit on the keys of all objects of a body together, counted before they are parsed: a million would hold up others for half a second."""
 LARGE = 256 * 1024
 """Bytes of a body above which it is parsed in a thread."""
 SLICE = 128 * 1024
@@ -37,6 +39,7 @@ SLICE = 128 * 1024
 
 # A text that is never closed matches to its end, or each of its quotes would be tried as the beginning of one.
 _TEXT = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?+', re.DOTALL)
+_TEXT_OR_KEY = re.compile(_TEXT.pattern + rb"[ \t\n\r]*+(:?)", re.DOTALL)
 _BRACKET_OR_TEXT = re.compile(rb'[\[\]{}]|"[^"\\]*+(?:\\.[^"\\]*+)*+"?+', re.DOTALL)
 _LONG_LIST_OR_TEXT = re.compile(
     rb'\[[^\[\]{}"]{%d,}+\]|"[^"\\]*+(?:\\.[^"\\]*+)*+"?+' % SLICE, re.DOTALL
@@ -54,6 +57,7 @@ class NotStrict(json.JSONDecodeError):
 def parse(text: bytes) -> Any:
     """The value. Raises NotStrict, whose message repeats nothing of the text."""
     _check_entries(text)
+    _check_keys(text)
     check_number(text, MOST_LISTS, MOST_TEXTS, DEEPEST)
     try:
         value = _load_in_slices(text) if text.count(b",") > SLICE else _load(text)
@@ -169,6 +173,17 @@ def _check_entries(text: bytes) -> None:
     raise NotStrict(
         f"there are more than {MOST_ENTRIES:,} entries in its lists and objects; send them in several requests"
     )
+
+
+def _check_keys(text: bytes) -> None:
+    """Raises NotStrict for more than MOST_KEYS_IN_ALL keys; a key is a text before a colon."""
+    if text.count(b":") <= MOST_KEYS_IN_ALL:
+        return
+    keys = 0
+    for match in _TEXT_OR_KEY.finditer(text):
+        keys += match.end(1) > match.start(1)
+        if keys > MOST_KEYS_IN_ALL:
+            raise NotStrict(f"its objects have more than {MOST_KEYS_IN_ALL:,} keys together")
 
 
 def finite(text: str) -> float:

@@ -26,7 +26,7 @@ from urllib.parse import urlsplit
 
 import httpx2
 
-from groupwise.api.http.bounded_responses import ResponseTooLarge, read_response_async
+from groupwise.api.openai_client.bounded_responses import ResponseTooLarge, read_response_async
 from groupwise.api.openai_client.response_parsing import (
     Choices,
     error_in,

@@ -30,8 +30,8 @@ from urllib.parse import quote
 
 import httpx2
 
-from groupwise.api.http.bounded_responses import ResponseTooLarge, read_response
 from groupwise.api.http.failures import MAY_PASS, certificate_problem, problem_in
+from groupwise.api.openai_client.bounded_responses import ResponseTooLarge, read_response
 from groupwise.api.schemas.fleet import (
     ENDED_HEADER,
     EPOCH_HEADER,

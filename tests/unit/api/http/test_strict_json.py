@@ -11,6 +11,7 @@ from groupwise.api.http import strict_json
 from groupwise.api.http.strict_json import (
     DEEPEST,
     MOST_ENTRIES,
+    MOST_KEYS_IN_ALL,
     MOST_LISTS,
     MOST_TEXTS,
     SLICE,
@@ -115,3 +116,12 @@ def test_a_list_that_is_read_in_slices_is_the_same(
 def test_a_long_list_lets_other_threads_run_all_the_time() -> None:
     body = b'{"a": [[' + b"12345," * (MOST_ENTRIES - 9) + b"1]]}"
     assert longest_hold(body) < 0.15
+
+
+def test_keys_are_counted_before_they_are_parsed() -> None:
+    colons = b'["' + b'\\":' * (MOST_KEYS_IN_ALL + 5) + b'", {"a" : 1}]'
+    assert parse(colons)[1] == {"a": 1}
+    keys = b",".join(b'"k%d" :1' % number for number in range(MOST_KEYS_IN_ALL + 1))
+    with pytest.raises(NotStrict, match="keys together"):
+        parse(b"{" + keys + b"}")
+    assert longest_hold(b"{" + keys * 3 + b"}") < 0.2

@@ -11,9 +11,9 @@ import pytest
 
 from groupwise.api.client import AsyncTrainingClient, TrainingClient
 from groupwise.api.client.errors import StrangeAnswer
-from groupwise.api.http import bounded_responses
-from groupwise.api.http.bounded_responses import ResponseTooLarge, read_response
+from groupwise.api.openai_client import bounded_responses
 from groupwise.api.openai_client import client as openai_client
+from groupwise.api.openai_client.bounded_responses import ResponseTooLarge, read_response
 from groupwise.api.openai_client.client import Client, Endpoint
 from groupwise.core.errors import EndpointError
 from groupwise.jobs.fleet.client import FleetAway, FleetClient
