@@ -65,10 +65,10 @@ def offer_of(model: ModelConfig, url: str | None) -> Offer:
 def read_schema(url: str) -> dict[str, Any]:
     """The schema that the service publishes; empty if it has none. Read once in a process."""
     try:
-        found: Any = httpx2.get(f"{url.rstrip('/')}{SCHEMA}", timeout=TIMEOUT).json()
+        answer: Any = httpx2.get(f"{url.rstrip('/')}{SCHEMA}", timeout=TIMEOUT).json()
     except (httpx2.HTTPError, httpx2.InvalidURL, ValueError):
         return {}
-    return cast("dict[str, Any]", found) if isinstance(found, dict) else {}
+    return cast("dict[str, Any]", answer) if isinstance(answer, dict) else {}
 
 
 def described(schema: Mapping[str, Any], reduction: str | None) -> Offer:

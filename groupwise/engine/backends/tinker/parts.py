@@ -124,8 +124,8 @@ class TinkerSampler:
             state = saved.starting_state(model)
             path = saved.sampler_path(model) if service.offer.samples_unloaded else state
         else:
-            found = saved.read(weights)
-            state, path = found.state, found.sampler
+            checkpoint = saved.read(weights)
+            state, path = checkpoint.state, checkpoint.sampler
         create = service.client.create_sampling_client
         if path is None:
             self._client = await service.make(create, base_model=model.name)
@@ -267,8 +267,8 @@ class TinkerLearner:
         result = losses.loss_of(rows, tensors, loss)
         numbers = losses.descent(losses.total_of(result, denominators), tensors)
         pairs = zip(rows, self._trained, strict=True)
-        now = [replace(row, sampling_logprobs=values) for row, values in pairs]
-        await self._by_name(model, now, losses.RATIO, numbers)
+        on_policy_rows = [replace(row, sampling_logprobs=values) for row, values in pairs]
+        await self._by_name(model, on_policy_rows, losses.RATIO, numbers)
         return losses.sums_of(result)
 
     async def _by_custom_loss(

@@ -75,7 +75,7 @@ class Service:
     async def make(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """The client that a call of the package makes, whether it returns it or a future. Raises our errors."""
         return await self._wait(
-            asyncio.ensure_future(asyncio.to_thread(_made, call, *args, **kwargs))
+            asyncio.ensure_future(asyncio.to_thread(_client_of, call, *args, **kwargs))
         )
 
     async def _wait(self, waiting: asyncio.Future[Any]) -> Any:
@@ -89,7 +89,7 @@ class Service:
 
         def work() -> None:
             try:
-                made.set_result(_made(call, *args, **kwargs))
+                made.set_result(_client_of(call, *args, **kwargs))
             except BaseException as error:  # noqa: BLE001 - raised where it is waited for
                 made.set_exception(error)
 
@@ -112,7 +112,7 @@ def sampler_handle(client: Any) -> str:
     return str(client._sampling_session_id) if handle is None else handle()
 
 
-def _made(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+def _client_of(call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     result = call(*args, **kwargs)
     return result.result() if hasattr(result, "result") else result
 
