@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 FORMS = (
     '`auto`, `none`, `required`, {"type": "function", "function": {"name": "..."}}, or {"type": "allowed_tools", "allowed_tools": '
@@ -62,7 +62,7 @@ def _parse_allowed(choice: dict[str, Any]) -> ToolSelection:
             "type": "allowed_tools",
             "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [*entries], **others},
         } if entries and not others:
-            names = [_function_name(entry) for entry in cast("list[Any]", entries)]
+            names = [_function_name(entry) for entry in entries]
             if None not in names:
                 allowed = tuple(name for name in names if name is not None)
                 return ToolSelection("required" if mode == "required" else "auto", allowed)
