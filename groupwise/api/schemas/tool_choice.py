@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 FORMS = (
     '`auto`, `none`, `required`, {"type": "function", "function": {"name": "..."}}, or {"type": "allowed_tools", "allowed_tools": '
@@ -57,18 +57,18 @@ def parse_tool_choice(choice: str | dict[str, Any] | None, tools: Sequence[str])
 
 
 def _parse_allowed(choice: dict[str, Any]) -> ToolSelection:
-    allowed: Any = choice["allowed_tools"]
-    is_complete = isinstance(allowed, dict) and cast("dict[str, Any]", allowed).keys() == {
-        "mode",
-        "tools",
-    }
-    entries: Any = allowed["tools"] if is_complete else None
-    if choice["type"] != "allowed_tools" or not isinstance(entries, list) or not entries:
-        raise ValueError(f"is {FORMS}; it was {choice!r:.200}")
-    names = [_function_name(entry) for entry in cast("list[Any]", entries)]
-    if allowed["mode"] not in ("auto", "required") or None in names:
-        raise ValueError(f"is {FORMS}; it was {choice!r:.200}")
-    return ToolSelection(allowed["mode"], tuple(name for name in names if name is not None))
+    match choice:
+        case {
+            "type": "allowed_tools",
+            "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [*entries], **others},
+        } if entries and not others:
+            names = [_function_name(entry) for entry in entries]
+            if None not in names:
+                allowed = tuple(name for name in names if name is not None)
+                return ToolSelection("required" if mode == "required" else "auto", allowed)
+        case _:
+            pass
+    raise ValueError(f"is {FORMS}; it was {choice!r:.200}")
 
 
 def _function_name(value: Any) -> str | None:

@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 import json
+import re
 import resource
 import time
 from typing import Any
@@ -20,7 +21,9 @@ from tokenizers import AddedToken
 
 from groupwise.core.errors import UsageError
 from groupwise.core.types import CallGrammar, GroupRequest, LogitsProcessing, SamplingParams
+from groupwise.engine.models.config import ModelConfig
 from groupwise.engine.models.tiny import tiny_model, tiny_tokenizer
+from groupwise.engine.models.tokenizer import load_tokenizer
 from groupwise.engine.models.tokens import call_markers, completion_text
 from groupwise.engine.sampler.json_schemas import (
     MOST_GRAMMARS,
@@ -157,6 +160,32 @@ def test_marks_that_are_special_tokens_are_drawn_as_such():
     logits_V = torch.zeros(len(tokenizer))
     mask.exclude(logits_V)
     assert all(logits_V[id] == -torch.inf for id in ids.values()), "never within a string"
+
+
+def test_characters_of_several_tokens_are_followed():
+    """With the tokenizer of a real model, which works on bytes."""
+    tokenizer: Any = load_tokenizer(ModelConfig(name="smollm2-135m-instruct"))
+    masks, said = SchemaMasks(tokenizer), 'é 中文 🐂 \\" <|im_end|> </tool_call>'
+    schema = '{"properties": {"a": {"type": "string"}}, "required": ["a"], "additionalProperties": false}'
+    text = f'<tool_call>\n{{"name": "look", "arguments": {{"a": "{said}"}}}}\n</tool_call>'
+    ids = [id for piece in pieces_of(text) for id in tokenizer(piece)["input_ids"]]
+    calls = CallGrammar((("look", schema),))
+    (mask,) = masks.masks(None, (tokenizer.eos_token_id,), 1, calls)
+    special = [id for id, token in tokenizer.added_tokens_decoder.items() if token.special]
+    for token in [*ids, tokenizer.eos_token_id]:
+        logits_V = torch.zeros(len(tokenizer))
+        mask.exclude(logits_V)
+        allowed = [id for id in special if logits_V[id] == 0]
+        assert allowed == [id for id in (tokenizer.eos_token_id,) if id == token]
+        assert logits_V[token] == 0, tokenizer.decode([token])
+        mask.advance(token)
+    (call,) = split_calls(completion_text(tokenizer, ids), "hermes", [])[1]
+    assert call.arguments["a"] == said.replace("\\", "")
+
+
+def pieces_of(text: str) -> list[str]:
+    """The text cut so that no piece is a special token."""
+    return [part for part in re.split(r"(?<=<)(?=\|)", text) if part]
 
 
 WIDE = json.dumps({"type": "object", "properties": {f"p{n}": {} for n in range(4000)}})

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from groupwise.core.types import CallFormat
 from groupwise.server.openai.tools import (
     call_format_of,
     ends_within_call,
@@ -91,7 +92,8 @@ def test_a_mark_within_a_string_ends_no_call():
 
 
 def test_only_tools_that_may_be_called_are_called():
-    for text, call_format in ((HERMES, "hermes"), (LLAMA, "llama3_json"), (MISTRAL, "mistral")):
+    texts: dict[CallFormat, str] = {"hermes": HERMES, "llama3_json": LLAMA, "mistral": MISTRAL}
+    for call_format, text in texts.items():
         assert split_calls(text, call_format, TOOLS, ["look_up"]) == (text, [])
     assert split_calls(HERMES, "hermes", TOOLS, ["add"])[1]
 
