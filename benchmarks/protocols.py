@@ -24,7 +24,7 @@ from statistics import median
 from typing import Any
 
 import groupwise
-from benchmarks.serving import _server, reward
+from benchmarks.serving import reward, running_server
 from benchmarks.step import RESULTS, machine, slug, spread
 
 WARM_UP = 2
@@ -161,7 +161,7 @@ def measured(name: str, turns: int) -> dict[str, dict[str, list[float]]]:
             folder.mkdir()
             url = ""
             if way != "here":
-                proxies[way] = CountingProxy(open_now.enter_context(_server(folder)))
+                proxies[way] = CountingProxy(open_now.enter_context(running_server(folder)))
                 url = proxies[way].url
             loops[way] = open_now.enter_context(started(name, way, url, folder, steps))
         for turn in range(steps):

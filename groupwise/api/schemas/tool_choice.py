@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 FORMS = (
     '`auto`, `none`, `required`, {"type": "function", "function": {"name": "..."}}, or {"type": "allowed_tools", "allowed_tools": '
@@ -57,17 +57,15 @@ def parse_tool_choice(choice: str | dict[str, Any] | None, tools: Sequence[str])
 
 
 def _parse_allowed(choice: dict[str, Any]) -> ToolSelection:
-    match choice:
-        case {
-            "type": "allowed_tools",
-            "allowed_tools": {"mode": "auto" | "required" as mode, "tools": [*entries], **others},
-        } if entries and not others:
-            names = [_function_name(entry) for entry in entries]
-            if None not in names:
-                allowed = tuple(name for name in names if name is not None)
-                return ToolSelection("required" if mode == "required" else "auto", allowed)
-        case _:
-            pass
+    allowed: Any = choice["allowed_tools"]
+    if isinstance(allowed, dict):
+        fields = cast("dict[str, Any]", allowed)
+        mode, entries = fields.get("mode"), fields.get("tools")
+        if fields.keys() == {"mode", "tools"} and isinstance(entries, list) and entries:
+            names = [_function_name(entry) for entry in cast("list[Any]", entries)]
+            known = tuple(name for name in names if name is not None)
+            if mode in ("auto", "required") and len(known) == len(names):
+                return ToolSelection(mode, known)
     raise ValueError(f"is {FORMS}; it was {choice!r:.200}")
 
 
