@@ -41,14 +41,14 @@ def serve_and_test(workplace: Path, base: str, file: str) -> None:
         run_own_tests(workplace, server.url, file)
 
 
-@pytest.mark.recipe("tests/recipes/test_recipe_chat_sl.py", "its own tests: trains, and resumes")
+@pytest.mark.recipe("test_recipe_chat_sl.py", "its own tests: trains, and resumes")
 @pytest.mark.usefixtures("empty_smoke_folder")
 def test_chat_sl(workplace: Path) -> None:
     serve_and_test(workplace, LARGE, "test_recipe_chat_sl.py")
 
 
 @pytest.mark.recipe(
-    "tests/recipes/test_recipe_rolling_checkpoints.py",
+    "test_recipe_rolling_checkpoints.py",
     "its own tests: rolling, periodic and final checkpoints; resumes from them",
 )
 @pytest.mark.usefixtures("empty_smoke_folder")
@@ -56,13 +56,13 @@ def test_rolling_checkpoints(workplace: Path) -> None:
     serve_and_test(workplace, LARGE, "test_recipe_rolling_checkpoints.py")
 
 
-@pytest.mark.recipe("tests/recipes/test_recipe_dpo.py", "its own test: ends well")
+@pytest.mark.recipe("test_recipe_dpo.py", "its own test: ends well")
 def test_dpo(workplace: Path) -> None:
     serve_and_test(workplace, LARGE, "test_recipe_dpo.py")
 
 
 @pytest.mark.recipe(
-    "tests/recipes/test_recipe_math_rl.py",
+    "test_recipe_math_rl.py",
     "its own tests: synchronous, asynchronous, and with minibatches that are trained on as they come",
 )
 def test_math_rl(workplace: Path) -> None:
