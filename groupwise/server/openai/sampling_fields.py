@@ -51,11 +51,13 @@ def calls_of(request: ChatRequest) -> CallGrammar:
     )
 
 
-def schema_of(given: ResponseFormat | None) -> str | None:
+def schema_of(response_format: ResponseFormat | None) -> str | None:
     """The JSON schema that an answer must follow, as JSON text; None: any text. Properties stay in the order in which they are written."""
-    if given is None or given.type == "text":
+    if response_format is None or response_format.type == "text":
         return None
-    schema = given.json_schema.schema_ if given.json_schema is not None else None
+    schema = (
+        response_format.json_schema.schema_ if response_format.json_schema is not None else None
+    )
     return json.dumps({"type": "object"} if schema is None else schema)
 
 

@@ -129,7 +129,7 @@ class Checkpoints:
         await self._write_note(stored, replace(note, expires_at=at))
 
     def _list(self, model: str | None) -> list[Checkpoint]:
-        found: list[Checkpoint] = []
+        checkpoints: list[Checkpoint] = []
         for stored in self._folders.checkpoints(model):
             with contextlib.suppress(FileNotFoundError, UsageError):  # removed meanwhile
                 checkpoint = Checkpoint(
@@ -141,8 +141,8 @@ class Checkpoints:
                 )
                 expires_at = checkpoint.note.expires_at
                 if expires_at is None or expires_at > self._clock():
-                    found.append(checkpoint)
-        return sorted(found, key=lambda checkpoint: checkpoint.saved_at)
+                    checkpoints.append(checkpoint)
+        return sorted(checkpoints, key=lambda checkpoint: checkpoint.saved_at)
 
     # --- expiry ----------------------------------------------------------------------------------
 

@@ -149,7 +149,7 @@ def datum(package: Any, row: Row, loss: NamedLoss | None, numbers: Sequence[floa
 
 def completion_logprobs(rows: Sequence[Row], output: Any) -> list[tuple[float, ...]]:
     """Log-probabilities of each row's completion tokens from the service's output. Raises EndpointError if some are missing."""
-    found: list[tuple[float, ...]] = []
+    logprobs: list[tuple[float, ...]] = []
     all_outputs: list[Mapping[str, Any]] = list(output.loss_fn_outputs)
     for index, row in enumerate(rows):
         length = len(row.prompt_ids) + len(row.completion_ids) - 1
@@ -159,8 +159,8 @@ def completion_logprobs(rows: Sequence[Row], output: Any) -> list[tuple[float, .
             raise EndpointError(
                 f"The Tinker service returned {len(values)} log-probabilities for datum {index} of {len(rows)}, which has {length} targets."
             )
-        found.append(values[len(row.prompt_ids) - 1 :])
-    return found
+        logprobs.append(values[len(row.prompt_ids) - 1 :])
+    return logprobs
 
 
 @dataclass(frozen=True, slots=True)
