@@ -342,7 +342,7 @@ def member_named(
 
 
 def check_rewardable(transaction: Transaction, row: GroupRow, member: int) -> None:
-    """Refuse the reward of a trajectory that has ended, or of which no call has been answered yet."""
+    """Refuse the reward of a trajectory that has ended, or has no answered call yet."""
     check_open(transaction, row, f"the trajectory {row.id}-{member}")
     calls = transaction.value(
         "SELECT count(*) FROM turns WHERE id = ? AND member = ?", (row.id, member)

@@ -1,7 +1,7 @@
-"""Reads the fields of a request that change how tokens are drawn, or what is told about them; says which cannot be stored for training.
+"""Reads the fields of a request that change how tokens are drawn or what an answer says about them, and refuses some beside `store`.
 
-A stored completion is learnt from, so it must be drawn from the policy's own distribution; and what the ledger keeps of it, and a later
-call may be handed, is the text with its tokens and their log-probabilities.
+A stored completion is trained on, so it must be drawn from the policy's own distribution. The ledger keeps its text, its tokens and their
+log-probabilities, so a later call that receives a stored completion can get nothing else.
 """
 
 from __future__ import annotations

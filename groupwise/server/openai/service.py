@@ -430,7 +430,7 @@ class OpenAIService:
     async def _place_of_call(
         self, ask: GenerationRequest, call: Call, conductor: Conductor, options: StoreOptions
     ) -> Place:
-        """The place of a call: in the trajectory that it goes on with, in the open group of its name, or in a new group."""
+        """The place of a call: in the trajectory that it continues, in the open group of its name, or in a new group."""
         lease = options.lease
         oldest = conductor.status.step - conductor.request.staleness
         name = call.group or f"same:{ask.hash_with(call.size)}"

@@ -43,7 +43,7 @@ _MISTRAL_NAME = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*[\w-]+\s*)?(?:\[ARG
 
 
 def call_format_of(template: str) -> CallFormat:
-    """The notation that a chat template uses; `hermes` if it has none, because such models are told of it in the system message."""
+    """The notation that a chat template uses; `hermes` if it has none, because the system message then describes it to the model."""
     if TOOL_CALLS in template:
         return "mistral"
     if HermesCalls.BEGIN in template:

@@ -41,7 +41,7 @@ from groupwise.engine.learner.layout import longest_completion
 from groupwise.engine.learner.torch_learner import token_batch
 
 TINKER = Offer()
-"""What Tinker's documents say of a service."""
+"""What a service computes according to Tinker's documentation."""
 LOW, HIGH = "clip_low_threshold", "clip_high_threshold"
 """Settings of `ppo` and `cispo`: bounds of the ratio itself, such as 0.8 and 1.2."""
 _SURROGATES = {

@@ -44,7 +44,7 @@ class Service:
     """A session with the service; `close` ends it. The session begins with the first request that needs one."""
 
     def __init__(self, model: ModelConfig, run: str) -> None:
-        """`run` is told to the service as metadata, for its lists. Raises UsageError without the package or a key."""
+        """`run` is sent to the service as metadata, for its lists. Raises UsageError without the package or a key."""
         package = import_package()
         self.model = model
         self.package = package
