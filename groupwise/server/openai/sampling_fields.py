@@ -1,4 +1,4 @@
-"""Reads the fields of a request that change how tokens are drawn or what an answer says about them, and refuses some beside `store`.
+"""Reads the fields of a request that change how tokens are drawn or what an answer says about them; says which are refused with `store`.
 
 A stored completion is trained on, so it must be drawn from the policy's own distribution. The ledger keeps its text, its tokens and their
 log-probabilities, so a later call that receives a stored completion can get nothing else.
