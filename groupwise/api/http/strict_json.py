@@ -88,7 +88,7 @@ def _load(text: bytes, parse_float: Callable[[str], Any] | None = None) -> Any:
 
 
 def _load_in_slices(text: bytes) -> Any:
-    """Parse the text. Long lists of numbers, true, false and null are read first, in slices, and a placeholder number replaces each in the rest."""
+    """Parse the text. Long lists of numbers and JSON names are read first, in slices; a placeholder number replaces each in the rest."""
     nonce = f"0.{secrets.randbits(96)}"  # the body cannot know it
     lists: list[list[Any]] = []
     rest: list[bytes] = []
