@@ -152,7 +152,7 @@ def started(
 def measured(name: str, turns: int) -> dict[str, dict[str, list[float]]]:
     """Seconds, tokens and bytes of each step of each way. A server has one of both protocols at a time, so each has its own."""
     steps = turns + WARM_UP
-    found = {way: {"seconds": [], "tokens": [], "bytes": []} for way in WAYS}
+    measurements = {way: {"seconds": [], "tokens": [], "bytes": []} for way in WAYS}
     with tempfile.TemporaryDirectory() as place, ExitStack() as open_now:
         loops: dict[str, subprocess.Popen[str]] = {}
         proxies: dict[str, CountingProxy] = {}
@@ -175,8 +175,8 @@ def measured(name: str, turns: int) -> dict[str, dict[str, list[float]]]:
                 if turn >= WARM_UP:
                     numbers = (("seconds", seconds), ("tokens", length), ("bytes", float(sent)))
                     for key, value in numbers:
-                        found[way][key].append(value)
-    return found
+                        measurements[way][key].append(value)
+    return measurements
 
 
 def main(arguments: Sequence[str]) -> None:
@@ -185,24 +185,24 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--turns", type=int, default=8)
     parser.add_argument("--work", choices=WORKS, action="append")
     parser.add_argument("--store", action="store_true", help="keep the result")
-    given = parser.parse_args(arguments)
-    described = machine()
-    file = RESULTS / f"protocols-{slug(described)}.json"
-    for name in given.work or WORKS:
+    options = parser.parse_args(arguments)
+    machine_name = machine()
+    file = RESULTS / f"protocols-{slug(machine_name)}.json"
+    for name in options.work or WORKS:
         work = WORKS[name]
-        found = measured(name, given.turns)
+        measurements = measured(name, options.turns)
         rows = work["prompts"] * work["members"]
-        for way, numbers in found.items():
-            pairs = zip(numbers["seconds"], found["here"]["seconds"], strict=True)
+        for way, numbers in measurements.items():
+            pairs = zip(numbers["seconds"], measurements["here"]["seconds"], strict=True)
             share = median((mine - here) / here for mine, here in pairs)
             print(
                 f"{name:18} {way:7} {spread(numbers['seconds'])} s, {rows / median(numbers['seconds']):.1f} rows/s, "
                 f"{median(numbers['tokens']):.1f} tokens, {median(numbers['bytes']) / 1e3:.0f} kB, {100 * share:+.1f} %",
                 flush=True,
             )
-        if given.store:
+        if options.store:
             stored: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-            results = {**stored, "machine": described, name: found}
+            results = {**stored, "machine": machine_name, name: measurements}
             file.write_text(json.dumps(results, indent=2) + "\n")
 
 

@@ -197,14 +197,14 @@ class _Http:
 
     def step(self, step: int) -> float:
         """Seconds of a step."""
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         answer = self._client.completions_batch(list(self._texts[step]))
         given = [
             rewards_for(each, [reward(text) for text in each.completions]) for each in answer.groups
         ]
         self._client.rewards_batch(given, wait=True)
         self._steps += 1
-        return time.perf_counter() - begun
+        return time.perf_counter() - started_at
 
     def cpu_per_step(self) -> float:
         """Processor seconds of the HTTP process for each step so far."""
@@ -301,9 +301,9 @@ async def _post(url: str) -> dict[str, Any]:
         for _ in range(0, GROUPS, AT_ONCE):
             served += (await client.completions_batch(["abc"] * AT_ONCE)).groups
         left = iter(served)
-        begun = time.perf_counter()
+        started_at = time.perf_counter()
         await asyncio.gather(*(_poster(client, left) for _ in range(POSTERS)))
-        seconds = time.perf_counter() - begun
+        seconds = time.perf_counter() - started_at
         counted = (await client.status()).counters.rewarded
     assert counted == GROUPS, counted
     return {"groups": GROUPS, "posters": POSTERS, "per_second": GROUPS / seconds}

@@ -88,7 +88,7 @@ def _load(text: bytes, parse_float: Callable[[str], Any] | None = None) -> Any:
 
 
 def _load_in_slices(text: bytes) -> Any:
-    """The value. Long lists without texts, lists and objects in them are read first, in slices; a number stands for each in the rest."""
+    """Parse the text. Long lists of numbers and JSON names are read first, in slices; a placeholder number replaces each in the rest."""
     nonce = f"0.{secrets.randbits(96)}"  # the body cannot know it
     lists: list[list[Any]] = []
     rest: list[bytes] = []

@@ -73,13 +73,13 @@ MAX_TOOLS = 128
 def refuse_other_types(types: Sequence[str], message: LiteralString) -> BeforeValidator:
     """Refuse an object of another `type` by one message, instead of one for each of its fields."""
 
-    def check(given: Any) -> Any:
-        if isinstance(given, dict):
-            fields = cast("dict[str, Any]", given)
+    def check(value: Any) -> Any:
+        if isinstance(value, dict):
+            fields = cast("dict[str, Any]", value)
             if fields.get("type", types[0]) not in types:
                 raise PydanticCustomError("other_type", message)
             return fields
-        return given
+        return value
 
     return BeforeValidator(check)
 
@@ -229,10 +229,10 @@ ToolChoice = Annotated[
 ]
 
 
-def _prompt_tag(given: object) -> str:
-    if not isinstance(given, list):
+def _prompt_tag(prompt: object) -> str:
+    if not isinstance(prompt, list):
         return "(one)"
-    items = cast("list[object]", given)
+    items = cast("list[object]", prompt)
     first = items[0] if items else None
     if isinstance(first, list):
         return "(several of tokens)"

@@ -53,11 +53,11 @@ class InputRefusal(Body):
     refusal: str = Field(description="The words; the model reads them as text.")
 
 
-def _type_of(given: Any, otherwise: str) -> Any:
+def _type_of(value: Any, otherwise: str) -> Any:
     """The field `type` of a JSON object, or of the model that it was read as."""
-    if isinstance(given, dict):
-        return cast("dict[str, Any]", given).get("type", otherwise)
-    return getattr(given, "type", otherwise)
+    if isinstance(value, dict):
+        return cast("dict[str, Any]", value).get("type", otherwise)
+    return getattr(value, "type", otherwise)
 
 
 def _part_tag(part: Any) -> str:

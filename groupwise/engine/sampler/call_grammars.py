@@ -14,7 +14,7 @@ from typing import Any
 from groupwise.core.types import CallGrammar
 
 NAME = re.compile(r"[\w.-]+")
-"""What a name may be that stands before its arguments without quotes."""
+"""Names that can be written without quotes before their arguments."""
 
 
 def call_grammar(
@@ -64,7 +64,7 @@ def arguments_schema(schema: str) -> str:
 
 
 def count_schemas(value: Any) -> int:
-    """JSON objects within a schema: about as many as it takes to compile it."""
+    """Number of JSON objects within a schema, which the time to compile it depends on."""
     return sum(1 for _ in _objects(value))
 
 

@@ -263,8 +263,8 @@ def draw_members(
     tokens = [*map(int, tokens)]
     for row, member in enumerate(members):
         if count := member.ticket.request.top_logprobs:
-            drawn = tokens[row], logprobs[row]
-            best = top_logprobs(logits_NV[row], temperatures_N[row].item(), *drawn, count)
+            sampled_tokens = tokens[row], logprobs[row]
+            best = top_logprobs(logits_NV[row], temperatures_N[row].item(), *sampled_tokens, count)
             member.top_logprobs.append(best)
     return tokens, logprobs
 

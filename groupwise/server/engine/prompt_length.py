@@ -1,6 +1,6 @@
 """Refuses prompts that are too long by their characters alone, before they are tokenised.
 
-Tokenising a megabyte takes seconds. A token stands for no more characters than the vocabulary's longest one, so a text with more characters
+Tokenising a megabyte takes seconds. No token has more characters than the vocabulary's longest one, so a text with more characters
 than `longest prompt × longest token` has too many tokens in any case. The HTTP side checks it first, so such a prompt never reaches the
 engine; the engine checks the messages as its chat template reads them.
 """

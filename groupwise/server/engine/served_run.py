@@ -134,7 +134,7 @@ class ServedRun(Run):
         self.warned.append(f"signal {warning.name} {warning.kind}: {warning.message}")
 
     @asynccontextmanager
-    async def sampled_by(self, wanted: int | None) -> AsyncGenerator[tuple[int, Policy]]:
+    async def sampled_by(self, requested_step: int | None) -> AsyncGenerator[tuple[int, Policy]]:
         """Context in which the sampler serves the policy after `wanted` steps (None: the newest), or the nearest one that is kept.
 
         Yields its step count, and the policy.
@@ -142,14 +142,14 @@ class ServedRun(Run):
         The sampler serves one policy at a time, so requests for another one wait until it is idle. Those for older policies come first:
         their groups are due earlier, and while they wait nobody enters for a newer one.
         """
-        step = await self._enter(wanted)
+        step = await self._enter(requested_step)
         try:
             yield step, self.serving
         finally:
             self.gate.leave()
             self.left.notify()
 
-    async def _enter(self, wanted: int | None) -> int:
+    async def _enter(self, requested_step: int | None) -> int:
         """Enter the gate when the sampler serves the right policy, loading it if nobody is inside; returns the policy's step count."""
         noted: int | None = None
         """Under which step this request is counted in `waiting`."""
@@ -158,7 +158,7 @@ class ServedRun(Run):
                 await self.gate.opened()
                 if not self.gate.is_open:  # the next step has closed it before this task was woken
                     continue
-                step, policy = self._nearest_policy(wanted)
+                step, policy = self._nearest_policy(requested_step)
                 if noted != step:
                     self._stop_waiting(noted)
                     self.waiting[step] += 1
@@ -184,9 +184,13 @@ class ServedRun(Run):
             del self.waiting[step]
         self.left.notify()
 
-    def _nearest_policy(self, wanted: int | None) -> tuple[int, Policy]:
+    def _nearest_policy(self, requested_step: int | None) -> tuple[int, Policy]:
         policies = {**self.recent_policies, self.step: self.policy}
-        step = self.step if wanted is None else min(max(wanted, min(policies)), self.step)
+        step = (
+            self.step
+            if requested_step is None
+            else min(max(requested_step, min(policies)), self.step)
+        )
         while step not in policies:  # it was not kept, so the next younger one is the nearest
             step += 1
         return step, policies[step]

@@ -325,8 +325,8 @@ class EngineModels:
                 f"Prompt and completion would have up to {length} tokens; there is room for {current.base.longest}."
             )
         _check_tokens(order.prompt_ids, current, "prompt")
-        wanted = [token for token in order.prompt_targets if token >= 0]
-        _check_tokens(wanted, current, "target_prompt_logprobs")
+        targets = [token for token in order.prompt_targets if token >= 0]
+        _check_tokens(targets, current, "target_prompt_logprobs")
         most = max(order.prompt_top, order.completion_top)
         if most > current.vocabulary:
             raise UsageError(
@@ -382,8 +382,8 @@ class EngineModels:
         if order.prompt_targets:
             targets = tuple(max(token, 0) for token in order.prompt_targets)
             row = replace(prompt, targets=targets, mask=(1,) * len(targets))
-            (found,) = await parts.learner.logprobs([row])
-            pairs = zip(order.prompt_targets, found, strict=True)
+            (values,) = await parts.learner.logprobs([row])
+            pairs = zip(order.prompt_targets, values, strict=True)
             target_logprobs = tuple(0.0 if token < 0 else logprob for token, logprob in pairs)
         return VerbSampled(
             completions, prompt_logprobs, prompt_top, completion_tops, target_logprobs

@@ -109,7 +109,7 @@ def session(transaction: Transaction, id: str) -> SessionRow | None:
     if row is None:
         return None
     runs, samplers = (
-        [found for (found,) in transaction.all(query, (id,))]
+        [row_id for (row_id,) in transaction.all(query, (id,))]
         for query in (
             "SELECT id FROM training_runs WHERE session = ? ORDER BY position",
             "SELECT id FROM verb_samplers WHERE session = ? ORDER BY position",

@@ -6,8 +6,8 @@ record. In `groupwise.server.ledger.members` a trajectory is a member like any o
 rewards, or at the end of the lease, the group is rewarded.
 
 A trajectory has a name that its client chose, unique in its run and API key; it has one of the group's `members` places from its first
-call on. Calls of the name `*` (`BY_IDS`) belong to no trajectory until a client lists their ids with a reward: each begins as a
-trajectory of one call without a name, which has no place, and the list makes one of them.
+call on. A call with the name `*` (`BY_IDS`) is stored as an unnamed trajectory of its own, which takes none of these places. A reward that
+lists the ids of such calls joins them into one trajectory.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Call:
     group: str | None
     """Name of the group that the trajectory belongs to; None for a trajectory that has begun: its own."""
     size: int
-    """Rewards with which a new group closes."""
+    """Number of rewards after which a new group closes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,7 +89,7 @@ class NewTrajectoryGroup:
     id: str
     draw: int
     prompt: Prompt
-    """The prompt of its first call, for people."""
+    """The prompt of its first call, for people to read."""
     step: int
     """Completed steps."""
     version: int
@@ -105,18 +105,18 @@ def group_name(name: str) -> str:
 
 
 def place_if_begun(transaction: Transaction, call: Call, lease: float) -> Place | None:
-    """The next place of a trajectory that has begun, whose group's lease begins again; None if this is its first call.
+    """The place of the next call of a trajectory that has begun; renews the lease of its group. None if this is its first call.
 
     Refuses with `already_rewarded`, `lease_expired` or `group_given_up` if the trajectory has ended, and with `settings_conflict` if it
     belongs to another group than the call says.
     """
-    begun = transaction.first(
+    trajectory = transaction.first(
         "SELECT id, member FROM trajectories WHERE run = ? AND key_id = ? AND name = ?",
         (call.run, call.key_id, label(call.trajectory)),
     )
-    if begun is None:
+    if trajectory is None:
         return None
-    group, member = begun
+    group, member = trajectory
     row = read_group(transaction, group)
     _check_group_name(transaction, call, group)
     _check_under_way(transaction, row, member, f"the trajectory {call.trajectory[:80]!r}")
@@ -126,13 +126,13 @@ def place_if_begun(transaction: Transaction, call: Call, lease: float) -> Place 
 def find_place(transaction: Transaction, call: Call, oldest: int, lease: float) -> Place | None:
     """The place of a call in an open group; None if a new group has to be opened for it.
 
-    A trajectory that has begun keeps its group, see `place_if_begun`, also for the refusals; a new one joins the open group of the
-    call's name that has a place and was opened at step `oldest` or later. `settings_conflict`: that group has another size.
+    A trajectory that has begun stays in its group, and is refused as `place_if_begun` says. A new one joins the open group of the
+    call's name that has a place and was opened at step `oldest` or later. Refuses with `settings_conflict` if that group has another size.
     """
-    if (begun := place_if_begun(transaction, call, lease)) is not None:
-        return begun
+    if (place := place_if_begun(transaction, call, lease)) is not None:
+        return place
     assert call.group is not None, "a trajectory begins in a group"
-    found = transaction.value(
+    group_id = transaction.value(
         """SELECT groups.id FROM handed_out JOIN groups ON groups.id = handed_out.id
         WHERE handed_out.run = ? AND handed_out.key_id = ? AND handed_out.name = ?
         AND state = 'open' AND lease_end > ? AND sampled_step >= ? AND members > (
@@ -141,9 +141,9 @@ def find_place(transaction: Transaction, call: Call, oldest: int, lease: float) 
         ORDER BY groups.rowid DESC""",
         (call.run, call.key_id, group_name(call.group), transaction.uptime, oldest),
     )
-    if found is None:
+    if group_id is None:
         return None
-    row = read_group(transaction, found)
+    row = read_group(transaction, group_id)
     if row.members != call.size:
         raise Refusal(
             "settings_conflict",
@@ -225,7 +225,7 @@ def renew_lease(transaction: Transaction, row: GroupRow, lease: float) -> None:
 
 
 def keep_turn(transaction: Transaction, turn: SampledTurn, asked: str, lease: float) -> None:
-    """Store what was sampled for a call that asked this. Refuses, as `find_place` does, if the trajectory has ended meanwhile."""
+    """Store what was sampled for a call; `asked` is the hash of its request. Refuses, as `find_place` does, if the trajectory has ended."""
     place = turn.place
     row = read_group(transaction, place.row.id)
     require_active(transaction, row.run)
@@ -244,23 +244,23 @@ def keep_turn(transaction: Transaction, turn: SampledTurn, asked: str, lease: fl
 
 
 def stored_turn(transaction: Transaction, call: Call, asked: str) -> SampledTurn | None:
-    """The last call of the named trajectory that asked the same; None if there is none. A retry gets its answer again."""
-    found = transaction.first(
+    """The last call of the named trajectory whose request has the hash `asked`; None if there is none. A retry gets its answer again."""
+    turn_columns = transaction.first(
         """SELECT turns.id, turns.member, position, step, record FROM turns
         JOIN trajectories ON trajectories.id = turns.id AND trajectories.member = turns.member
         WHERE run = ? AND key_id = ? AND name = ? AND asked = ? AND record IS NOT NULL
         ORDER BY position DESC""",
         (call.run, call.key_id, label(call.trajectory), asked),
     )
-    if found is None:
+    if turn_columns is None:
         return None
-    group, member, position, step, record = found
+    group, member, position, step, record = turn_columns
     place = Place(read_group(transaction, group), member, position)
     return SampledTurn(place, from_json(Group, record), step)
 
 
 def withdraw(transaction: Transaction, place: Place) -> bool:
-    """Undo a trajectory whose first call failed, and its group if it has no other; True if the group has ended by that."""
+    """Undo a trajectory whose first call failed, and give up its group if it has no other. True if the group was given up."""
     where = (place.row.id, place.member)
     if transaction.value("SELECT count(*) FROM turns WHERE id = ? AND member = ?", where):
         return False
@@ -328,21 +328,21 @@ def member_named(
     transaction: Transaction, run: str, key_id: str, trajectory: str
 ) -> tuple[str, int]:
     """Group and member of a trajectory; refuses with `unknown_group`."""
-    found = transaction.first(
+    group_and_member = transaction.first(
         "SELECT id, member FROM trajectories WHERE run = ? AND key_id = ? AND name = ?",
         (run, key_id, label(trajectory)),
     )
-    if found is None:
+    if group_and_member is None:
         raise Refusal(
             "unknown_group",
             f"no call of run {run} with this API key named the trajectory {trajectory[:80]!r}. Its calls say `store: true` and "
             'metadata {"trajectory": …}, or send the headers X-Groupwise-Store and X-Groupwise-Trajectory.',
         )
-    return found
+    return group_and_member
 
 
 def check_rewardable(transaction: Transaction, row: GroupRow, member: int) -> None:
-    """Refuse the reward of a trajectory that has ended, or of which no call has been answered yet."""
+    """Refuse the reward of a trajectory that has ended, or has no answered call yet."""
     check_open(transaction, row, f"the trajectory {row.id}-{member}")
     calls = transaction.value(
         "SELECT count(*) FROM turns WHERE id = ? AND member = ?", (row.id, member)
@@ -403,18 +403,18 @@ def member_of_calls(
 
 
 def _owner_of_call(transaction: Transaction, call: str) -> tuple[str, int, str | None]:
-    found = transaction.first(
+    owner = transaction.first(
         """SELECT turns.id, turns.member, name FROM turns
         JOIN trajectories ON trajectories.id = turns.id AND trajectories.member = turns.member WHERE call = ?""",
         (call,),
     )
-    if found is None:
+    if owner is None:
         raise Refusal(
             "unknown_group",
             f"no call of a trajectory has the id {call[:80]!r}. Calls whose ids are listed later say `store: true` and "
             f'metadata {{"trajectory": "{BY_IDS}", "group": …}}.',
         )
-    return found
+    return owner
 
 
 def _check_same_calls(

@@ -64,7 +64,7 @@ def chat_request(request: ResponsesRequest, messages: Sequence[Mapping[str, Any]
     system = [{"role": "system", "content": request.instructions}] if request.instructions else []
     chat: dict[str, Any] = {name: getattr(request, name) for name in SHARED}
     chat["messages"] = [*system, *messages]
-    chat["store"] = request.store is True  # kept for a later response is not kept to be rewarded
+    chat["store"] = request.store is True  # None keeps a response for later turns, not for a reward
     chat["max_completion_tokens"] = request.max_output_tokens
     chat["logprobs"] = request.wants_logprobs
     chat["top_logprobs"] = request.top_logprobs
@@ -109,13 +109,13 @@ def _chat_tool_choice(choice: Any) -> Any:
     """`{"type": "function", "name": …}` and `allowed_tools` as chats have them; others as they are."""
     if not isinstance(choice, dict):
         return choice
-    given = cast("dict[str, Any]", choice)
-    if given.keys() == {"type", "mode", "tools"} and isinstance(given["tools"], list):
-        tools = [_chat_tool_choice(tool) for tool in cast("list[Any]", given["tools"])]
-        return {"type": given["type"], given["type"]: {"mode": given["mode"], "tools": tools}}
-    if given.keys() != {"type", "name"}:
-        return given
-    return {"type": given["type"], "function": {"name": given["name"]}}
+    fields = cast("dict[str, Any]", choice)
+    if fields.keys() == {"type", "mode", "tools"} and isinstance(fields["tools"], list):
+        tools = [_chat_tool_choice(tool) for tool in cast("list[Any]", fields["tools"])]
+        return {"type": fields["type"], fields["type"]: {"mode": fields["mode"], "tools": tools}}
+    if fields.keys() != {"type", "name"}:
+        return fields
+    return {"type": fields["type"], "function": {"name": fields["name"]}}
 
 
 def messages_of_input(request: ResponsesRequest) -> Messages:
@@ -245,7 +245,7 @@ def _output_calls(id: str, choice: CompletionChoice) -> list[OutputCall]:
 def kept_response(
     request: ResponsesRequest, messages: Sequence[Mapping[str, Any]], completed: Completed
 ) -> KeptResponse:
-    """What is stored of a response; `messages` is the conversation before it."""
+    """The response as it is stored; `messages` is the conversation before it."""
     response = response_of(request, "", "", 0.0, completed)
     conversation = [*map(dict, messages), message_of_choice(completed)]
     return KeptResponse(response.model_dump(mode="json"), conversation)

@@ -1,7 +1,7 @@
-"""Reads the fields of a request that change how tokens are drawn, or what is told about them; says which cannot be stored for training.
+"""Reads the fields of a request that change how tokens are drawn or what an answer says about them; says which are refused with `store`.
 
-A stored completion is learnt from, so it must be drawn from the policy's own distribution; and what the ledger keeps of it, and a later
-call may be handed, is the text with its tokens and their log-probabilities.
+A stored completion is trained on, so it must be drawn from the policy's own distribution. The ledger keeps its text, its tokens and their
+log-probabilities, so a later call that receives a stored completion can get nothing else.
 """
 
 from __future__ import annotations
@@ -51,11 +51,13 @@ def calls_of(request: ChatRequest) -> CallGrammar:
     )
 
 
-def schema_of(given: ResponseFormat | None) -> str | None:
+def schema_of(response_format: ResponseFormat | None) -> str | None:
     """The JSON schema that an answer must follow, as JSON text; None: any text. Properties stay in the order in which they are written."""
-    if given is None or given.type == "text":
+    if response_format is None or response_format.type == "text":
         return None
-    schema = given.json_schema.schema_ if given.json_schema is not None else None
+    schema = (
+        response_format.json_schema.schema_ if response_format.json_schema is not None else None
+    )
     return json.dumps({"type": "object"} if schema is None else schema)
 
 

@@ -398,13 +398,13 @@ class OpenAIService:
         progress: _Progress,
     ) -> StoredCompletion:
         """Sample and store one call of a trajectory. Only the first call of a group waits for admission."""
-        asked, run = ask.hash_with(1), conductor.status.run
+        settings_hash, run = ask.hash_with(1), conductor.status.run
         name = gather.name
         trajectory = gather.trajectory or BY_IDS
         size = gather.size or conductor.request.num_completions_per_prompt
         call = Call(run, options.caller.key_id, trajectory, name, size)
         if gather.is_retry:
-            turn = await self._ledger.do(trajectories.stored_turn, call, asked)
+            turn = await self._ledger.do(trajectories.stored_turn, call, settings_hash)
             if turn is not None:
                 (choice,) = await self._write_choices(ask, turn.group.rollouts, conductor)
                 return await self._ledger.do(storing.keep_turn, turn, None, choice, options)
@@ -419,10 +419,10 @@ class OpenAIService:
             (sampled,) = await self._sample_orders(ask, [order], 1, conductor, progress)
             (choice,) = await self._write_choices(ask, sampled.group.rollouts, conductor)
             turn = SampledTurn(place, sampled.group, sampled.step)
-            return await self._ledger.do(storing.keep_turn, turn, asked, choice, options)
+            return await self._ledger.do(storing.keep_turn, turn, settings_hash, choice, options)
         except BaseException:
             # Also if the client has gone: a trajectory without a call would hold its place for a lease.
-            with suppress(GroupwiseError):  # then it does
+            with suppress(GroupwiseError):  # then the place is held until the lease ends
                 await self._ledger.do(trajectories.withdraw, place)
                 await conductor.recount()
             raise
@@ -430,14 +430,14 @@ class OpenAIService:
     async def _place_of_call(
         self, ask: GenerationRequest, call: Call, conductor: Conductor, options: StoreOptions
     ) -> Place:
-        """The place of a call: in the trajectory that it goes on with, in the open group of its name, or in a new group."""
+        """The place of a call: in the trajectory that it continues, in the open group of its name, or in a new group."""
         lease = options.lease
         oldest = conductor.status.step - conductor.request.staleness
         name = call.group or f"same:{ask.hash_with(call.size)}"
         gathering = Gathering(call.run, call.key_id, trajectories.group_name(name), "")
-        begun = await self._ledger.do(trajectories.place_if_begun, call, lease)
-        if begun is not None:
-            return begun
+        existing_place = await self._ledger.do(trajectories.place_if_begun, call, lease)
+        if existing_place is not None:
+            return existing_place
         call = replace(call, group=name)
         deadline = time.monotonic() + self._config.completions_wait
         async with self._one_at_a_time(gathering):
@@ -517,7 +517,7 @@ class OpenAIService:
         conductor: Conductor,
         sampled: Sampled | None = None,
     ) -> list[CompletionChoice]:
-        """The choices of the answer; `sampled` has what is not stored: alternatives, and what is told of the prompt."""
+        """The choices of the answer; `sampled` has what is not stored: alternatives, and the prompt's log-probabilities."""
         details: Sequence[TokenDetails | None] = [None] * len(rollouts)
         best: Sequence[Sequence[TopLogprobs] | None] = [None] * len(rollouts)
         echo, prompt_logprobs = "", None
@@ -554,7 +554,7 @@ def _text_deltas(texts_sent: list[str], texts: Sequence[str]) -> list[TextDelta]
 
 
 def texts_after_prompts(ask: GenerationRequest, texts: list[str]) -> list[str]:
-    """The texts of a stream with `echo`; none before the end where prompts are tokens, whose text the engine tells with the result."""
+    """The texts of a stream with `echo`; none before the end if prompts are token ids, because only the result has their text."""
     if not ask.echo or not texts:
         return texts
     prompts = [prompt for prompt in ask.prompts if isinstance(prompt, str)]

@@ -34,15 +34,15 @@ async def describe_tokens(
     logprobs: list[float | None] = [
         logprob for segment in rollout.segments for logprob in segment.sampling_logprobs or ()
     ]
-    found: list[TopLogprobs | None] = [*(best or ())]
+    top_logprobs: list[TopLogprobs | None] = [*(best or ())]
     if prompt is not None:
         ids = (*rollout.prompt_ids, *ids)
         logprobs = [None, *prompt.logprobs, *logprobs]
-        found = [None, *prompt.top_logprobs, *found]
-    others = [token for tops in found for token, _ in tops or ()]
+        top_logprobs = [None, *prompt.top_logprobs, *top_logprobs]
+    others = [token for tops in top_logprobs for token, _ in tops or ()]
     texts = await token_texts((*ids, *others))
     rest = iter(texts[len(ids) :])
-    alternatives = tuple(_with_texts(tops, rest) for tops in found)
+    alternatives = tuple(_with_texts(tops, rest) for tops in top_logprobs)
     return TokenDetails(texts[: len(ids)], tuple(logprobs), None if best is None else alternatives)
 
 

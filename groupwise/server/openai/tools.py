@@ -43,7 +43,7 @@ _MISTRAL_NAME = re.compile(r"\s*([\w.-]+)\s*(?:\[CALL_ID\]\s*[\w-]+\s*)?(?:\[ARG
 
 
 def call_format_of(template: str) -> CallFormat:
-    """The notation that a chat template uses; `hermes` if it has none, because such models are told of it in the system message."""
+    """The notation that a chat template uses; `hermes` if it has none, because the system message then describes it to the model."""
     if TOOL_CALLS in template:
         return "mistral"
     if HermesCalls.BEGIN in template:
@@ -75,17 +75,17 @@ def split_calls(
         rest, calls = HermesCalls().split(text, is_valid)
         return (rest.rstrip() if calls else text), calls
     marker, parse = _FAMILIES[call_format]
-    before, found, after = text.partition(marker)
+    before, marker_in_text, after = text.partition(marker)
     # With the marker the model says that it calls; without it only the request's own tools are taken for calls.
-    calls = parse(after) if found else parse(text)
-    named = bool(found) or all(call.name in functions for call in calls)
-    if not calls or not named or not all(map(is_valid, calls)):
+    calls = parse(after) if marker_in_text else parse(text)
+    are_calls = bool(marker_in_text) or all(call.name in functions for call in calls)
+    if not calls or not are_calls or not all(map(is_valid, calls)):
         return text, []
-    return (before.rstrip() if found else ""), calls
+    return (before.rstrip() if marker_in_text else ""), calls
 
 
 def ends_within_call(rest: str, call_format: CallFormat) -> bool:
-    """True if the text without its calls ends with half of another one. Of the families other than Hermes all calls are then text."""
+    """True if the text without its calls ends within another call. Only in Hermes: elsewhere an unfinished call makes all calls text."""
     return (
         call_format == "hermes"
         and "</tool_call>" not in rest.rpartition(HermesCalls.BEGIN)[2]
@@ -102,11 +102,11 @@ def streamable_before_calls(
     """The part of an unfinished text that is certain to be no call, nor any part of a stop string."""
     if call_format == "hermes":
         return streamable_prefix(text, (*stops, HermesCalls.BEGIN)).rstrip()
-    begun = text.lstrip()
+    stripped = text.lstrip()
     openings = (
         ["{"] if call_format == "llama3_json" else ["[", *(t["function"]["name"] for t in tools)]
     )
-    if any(begun.startswith(opening) or opening.startswith(begun) for opening in openings):
+    if any(stripped.startswith(opening) or opening.startswith(stripped) for opening in openings):
         return ""  # it may be a call without a marker
     return streamable_prefix(text, (*stops, _FAMILIES[call_format][0])).rstrip()
 
@@ -149,8 +149,9 @@ def _schema_problem(schema_text: str) -> str | None:
 
 
 def _count_schemas(schema: Any, root: Any, counts: dict[int, int]) -> int:
-    """Schemas within a schema, as many times as they are referred to: what it takes to check arguments. `counts`: those that are known, by
-    identity. Raises LookupError for a reference that leads nowhere, ValueError for a keyword that is not checked.
+    """Number of schemas within a schema, each counted once for each reference to it, because checking arguments takes time in proportion.
+    `counts` caches the numbers by identity of the schema. Raises LookupError for a reference that leads nowhere, ValueError for a keyword
+    that is not checked.
     """
     if isinstance(schema, list):
         return sum(_count_schemas(entry, root, counts) for entry in cast("list[Any]", schema))
@@ -166,8 +167,8 @@ def _count_schemas(schema: Any, root: Any, counts: dict[int, int]) -> int:
             if keyword == "$ref":
                 total += _count_schemas(_resolve(str(value), root), root, counts)
             elif keyword in ("properties", "$defs") and isinstance(value, dict):
-                named = list(cast("dict[str, Any]", value).values())
-                total += _count_schemas(named, root, counts)
+                property_schemas = list(cast("dict[str, Any]", value).values())
+                total += _count_schemas(property_schemas, root, counts)
             elif keyword not in VALUES:
                 total += _count_schemas(value, root, counts)
         counts[id(mapping)] = min(total, MOST_SCHEMAS + 1)
@@ -176,17 +177,17 @@ def _count_schemas(schema: Any, root: Any, counts: dict[int, int]) -> int:
 
 def _resolve(reference: str, root: Any) -> Any:
     """The schema that `#/$defs/name` refers to."""
-    found = root
+    target = root
     if not reference.startswith("#"):
         raise LookupError(
             f"`$ref` is {reference!r:.100}; a schema refers to itself alone (#/$defs/...)"
         )
     for part in filter(None, reference[1:].split("/")):
         key = unquote(part).replace("~1", "/").replace("~0", "~")
-        if not isinstance(found, dict) or key not in found:
+        if not isinstance(target, dict) or key not in target:
             raise LookupError(f"`$ref` is {reference!r:.100}, which leads nowhere")
-        found = cast("dict[str, Any]", found)[key]
-    return found
+        target = cast("dict[str, Any]", target)[key]
+    return target
 
 
 def _llama_calls(text: str) -> list[ToolCall]:
@@ -208,15 +209,15 @@ def _mistral_calls(text: str) -> list[ToolCall]:
         entries = cast("list[Any]", value) if isinstance(value, list) else []
         calls = [_call_of(entry) for entry in entries]
         return [] if rest.strip() or None in calls else [call for call in calls if call is not None]
-    found: list[ToolCall] = []
+    named_calls: list[ToolCall] = []
     while text.strip():
         text = text.lstrip().removeprefix(TOOL_CALLS)
         match = _MISTRAL_NAME.match(text)
         value, text = _next_json(text[match.end() :]) if match else (None, "")
         if match is None or not isinstance(value, dict):
             return []
-        found.append(ToolCall(match[1], cast("dict[str, Any]", value)))
-    return found
+        named_calls.append(ToolCall(match[1], cast("dict[str, Any]", value)))
+    return named_calls
 
 
 _FAMILIES: Mapping[CallFormat, tuple[str, Callable[[str], list[ToolCall]]]] = {

@@ -187,7 +187,7 @@ class StreamedResponse(Response):
 
 
 def _refusal_within_stream(scope: Scope, error: Exception) -> Refusal:
-    """What the client is told of an error; it is counted and logged as that of an ordinary answer is."""
+    """The error as the client receives it; it is counted and logged like the error of an ordinary answer."""
     facts, shared = facts_of(scope), cast("Shared", scope["app"].state.shared)
     refusal = error if isinstance(error, Refusal) else shared.refusal_of(error)
     if refusal is None:

@@ -1,7 +1,7 @@
 """What models have saved under names: listed, expired and deleted.
 
-A checkpoint is a folder that the engine has written (`groupwise.server.engine.saved_adapters`); when it expires stands in a file beside
-its weights, so a restart forgets nothing. An expired checkpoint is not listed and cannot be loaded. Its files are removed within
+A checkpoint is a folder that the engine has written (`groupwise.server.engine.saved_adapters`). A file beside its weights says when
+it expires, so a restart forgets nothing. An expired checkpoint is not listed and cannot be loaded. Its files are removed within
 `SWEEP_INTERVAL` seconds, but not while a sampler of an open session uses them. Deleting a checkpoint lets it expire at once.
 """
 
@@ -51,7 +51,7 @@ class Checkpoints:
         self._is_sampled = is_sampled
         self._clock = clock
         self._expires_at: dict[Stored, float] = {}
-        """Of all checkpoints that expire, also those that have expired and are still used."""
+        """Expiry times in seconds since 1970, also of checkpoints that have expired and are still used."""
         self._saving: set[Stored] = set()
         """Names that are being saved, perhaps over a checkpoint that expires meanwhile."""
         self._sweeper: asyncio.Task[None] | None = None
@@ -129,7 +129,7 @@ class Checkpoints:
         await self._write_note(stored, replace(note, expires_at=at))
 
     def _list(self, model: str | None) -> list[Checkpoint]:
-        found: list[Checkpoint] = []
+        checkpoints: list[Checkpoint] = []
         for stored in self._folders.checkpoints(model):
             with contextlib.suppress(FileNotFoundError, UsageError):  # removed meanwhile
                 checkpoint = Checkpoint(
@@ -141,8 +141,8 @@ class Checkpoints:
                 )
                 expires_at = checkpoint.note.expires_at
                 if expires_at is None or expires_at > self._clock():
-                    found.append(checkpoint)
-        return sorted(found, key=lambda checkpoint: checkpoint.saved_at)
+                    checkpoints.append(checkpoint)
+        return sorted(checkpoints, key=lambda checkpoint: checkpoint.saved_at)
 
     # --- expiry ----------------------------------------------------------------------------------
 

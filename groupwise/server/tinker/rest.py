@@ -60,16 +60,18 @@ class RestLists:
 
     async def checkpoints_of(self, run: str) -> answers.CheckpointList:
         """What a model has saved under names, the oldest first."""
-        found = await self._checkpoints.of_model(run)
-        return answers.CheckpointList(checkpoints=[_describe_checkpoint(each) for each in found])
+        checkpoints = await self._checkpoints.of_model(run)
+        return answers.CheckpointList(
+            checkpoints=[_describe_checkpoint(each) for each in checkpoints]
+        )
 
     async def all_checkpoints(self, page: requests.Page) -> answers.CheckpointList:
         """A part of what all models have saved under names, the newest first."""
-        found = await self._checkpoints.of_all_models()
-        part = found[page.offset : page.offset + page.limit]
+        checkpoints = await self._checkpoints.of_all_models()
+        part = checkpoints[page.offset : page.offset + page.limit]
         return answers.CheckpointList(
             checkpoints=[_describe_checkpoint(each) for each in part],
-            cursor=_cursor(page, len(found)),
+            cursor=_cursor(page, len(checkpoints)),
         )
 
     async def storage_usage(self) -> answers.StorageUsage:

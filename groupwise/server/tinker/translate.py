@@ -280,17 +280,17 @@ def _write_top(table: Any, top: TopTokens, empty: int) -> None:
 
 
 def _write_target_logprobs(
-    tensor: Any, logprobs: Sequence[float], asked: requests.TargetTokens
+    tensor: Any, logprobs: Sequence[float], target_tokens: requests.TargetTokens
 ) -> None:
     """Fill a tensor of the shape and layout of the ids that were asked for."""
     tensor.dtype = messages().DTYPE_FLOAT32
-    tensor.shape.extend(asked.shape)
-    starts, columns = asked.sparse_crow_indices, asked.sparse_col_indices
+    tensor.shape.extend(target_tokens.shape)
+    starts, columns = target_tokens.sparse_crow_indices, target_tokens.sparse_col_indices
     if starts is None or columns is None:
         tensor.dense = _float32(logprobs)
         return
-    length, width = asked.shape
-    listed = Sparse(asked.data, starts, columns)
+    length, width = target_tokens.shape
+    listed = Sparse(target_tokens.data, starts, columns)
     places = places_of(listed, length, width, "target_prompt_logprobs")
     tensor.sparse_csr.values = _float32([logprobs[place] for place in places])
     tensor.sparse_csr.crow_indices = struct.pack(f"<{len(starts)}q", *starts)

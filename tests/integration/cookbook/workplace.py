@@ -194,19 +194,22 @@ def conversations_of_recipes(chance: random.Random) -> Iterator[tuple[str, str]]
     while True:
         kind = chance.choice(("boxed", "guess", "say"))
         if kind == "boxed":
-            asked = ("user", f"What is {chance.randrange(99)} less {chance.randrange(99)}?{BOXED}")
-            yield prompt([*solved, asked]), f"\\boxed{{{chance.choice(GUESSED)}}}<|im_end|>"
+            question = (
+                "user",
+                f"What is {chance.randrange(99)} less {chance.randrange(99)}?{BOXED}",
+            )
+            yield prompt([*solved, question]), f"\\boxed{{{chance.choice(GUESSED)}}}<|im_end|>"
         elif kind == "guess":
             turns: list[tuple[str, str]] = [rules]
             for _ in range(chance.randrange(10)):
-                said = f"{chance.choice('Gg')}uess: {chance.randrange(1025)}"
-                turns.append(("player", said))
-                answers = ("Too low", "Too high") if said[0] == "G" else (failed,)
+                answer = f"{chance.choice('Gg')}uess: {chance.randrange(1025)}"
+                turns.append(("player", answer))
+                answers = ("Too low", "Too high") if answer[0] == "G" else (failed,)
                 turns.append(("user", chance.choice(answers)))
             yield prompt(turns), f"{chance.choice('Gg')}uess: {chance.randrange(1025)}<|im_end|>"
         else:
-            asked = ("user", f"Say {chance.randrange(100)}")
-            yield prompt([asked]), f"{chance.randrange(10)}<|im_end|>"
+            question = ("user", f"Say {chance.randrange(100)}")
+            yield prompt([question]), f"{chance.randrange(10)}<|im_end|>"
 
 
 def prompt(turns: Sequence[tuple[str, str]]) -> str:

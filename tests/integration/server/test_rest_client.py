@@ -77,12 +77,12 @@ def rest(client: Client, method: str, *arguments: Any, **options: Any) -> Any:
 
 def test_checkpoints_of_the_real_client(client: Client) -> None:
     model = client.do("create", base="letters")
-    kept = client.do("save_for", name="kept", ttl=None)
+    saved_path = client.do("save_for", name="kept", ttl=None)
     short = client.do("save_for", name="short", ttl=7200, kind="sampler")
     client.do("sampler_of", path=short)
     assert client.do("sample", seed=1)
     listed = rest(client, "list_checkpoints", model)["checkpoints"]
-    assert [each["tinker_path"] for each in listed] == [kept, short]
+    assert [each["tinker_path"] for each in listed] == [saved_path, short]
     assert [each["checkpoint_type"] for each in listed] == ["training", "sampler"]
     assert [each["expires_at"] is None for each in listed] == [True, False]
     assert all(each["size_bytes"] > 0 for each in listed)
@@ -90,7 +90,7 @@ def test_checkpoints_of_the_real_client(client: Client) -> None:
     assert [each["tinker_path"] for each in mine["checkpoints"]] == [short]
     assert mine["cursor"]["total_count"] == 2
     run = rest(client, "get_training_run", model)
-    assert rest(client, "get_training_run_by_tinker_path", kept) == run
+    assert rest(client, "get_training_run_by_tinker_path", saved_path) == run
     assert run["last_sampler_checkpoint"]["tinker_path"] == short
     assert rest(client, "list_training_runs")["training_runs"] == [run]
     (session,) = rest(client, "list_sessions")["sessions"]

@@ -41,7 +41,7 @@ from groupwise.engine.learner.layout import longest_completion
 from groupwise.engine.learner.torch_learner import token_batch
 
 TINKER = Offer()
-"""What Tinker's documents say of a service."""
+"""What a service computes according to Tinker's documentation."""
 LOW, HIGH = "clip_low_threshold", "clip_high_threshold"
 """Settings of `ppo` and `cispo`: bounds of the ratio itself, such as 0.8 and 1.2."""
 _SURROGATES = {
@@ -149,7 +149,7 @@ def datum(package: Any, row: Row, loss: NamedLoss | None, numbers: Sequence[floa
 
 def completion_logprobs(rows: Sequence[Row], output: Any) -> list[tuple[float, ...]]:
     """Log-probabilities of each row's completion tokens from the service's output. Raises EndpointError if some are missing."""
-    found: list[tuple[float, ...]] = []
+    logprobs: list[tuple[float, ...]] = []
     all_outputs: list[Mapping[str, Any]] = list(output.loss_fn_outputs)
     for index, row in enumerate(rows):
         length = len(row.prompt_ids) + len(row.completion_ids) - 1
@@ -159,8 +159,8 @@ def completion_logprobs(rows: Sequence[Row], output: Any) -> list[tuple[float, .
             raise EndpointError(
                 f"The Tinker service returned {len(values)} log-probabilities for datum {index} of {len(rows)}, which has {length} targets."
             )
-        found.append(values[len(row.prompt_ids) - 1 :])
-    return found
+        logprobs.append(values[len(row.prompt_ids) - 1 :])
+    return logprobs
 
 
 @dataclass(frozen=True, slots=True)

@@ -139,12 +139,12 @@ class TinkerSampler:
         self._version, self._fingerprint = 0, _digest(path or model.name)
 
     def fingerprint(self) -> str:
-        """Fingerprint of what is served: of the service's name for it, because the weights are not seen here."""
+        """A hash of the service's name for the served weights, because the weights themselves are not visible here."""
         return self._fingerprint
 
 
 def _sampling_params(package: Any, request: GroupRequest, largest_seed: int) -> Any:
-    """The service's parameters. It gets texts or ids that end a completion, because it takes one kind; `cut_at_stop` knows both."""
+    """The service's parameters. It takes either stop texts or stop ids, so it gets the texts if there are any."""
     params = request.params
     assert (params.min_tokens, params.min_p) == (0, None), "the config refuses both"
     return package.SamplingParams(
@@ -197,7 +197,7 @@ class TinkerLearner:
         published: Samplers,
         keep_publications: int = 2,
     ) -> None:
-        """`seed` of a new adapter. `keep_publications`: from how many of the latest ones the sampler can draw."""
+        """`seed` of a new adapter. The sampler can draw from the latest `keep_publications` publications."""
         self._service = service
         self._lora = lora
         self._seed = seed
@@ -261,7 +261,7 @@ class TinkerLearner:
         loss: Loss,
         denominators: Mapping[str, float],
     ) -> dict[str, float]:
-        """`_by_custom_loss` where a service averages: its weights must not be negative, but advantages may. All ratios are 1."""
+        """Like `_by_custom_loss`, for a service that averages: the gradient is sent as advantages, which may be negative, at ratio 1."""
         self._trained = await self.logprobs(rows)
         tensors = [torch.tensor(values, requires_grad=True) for values in self._trained]
         result = losses.loss_of(rows, tensors, loss)
@@ -354,14 +354,14 @@ class TinkerLearner:
                 for row in rows
             )
         )
-        found: list[tuple[float, ...]] = []
+        logprobs: list[tuple[float, ...]] = []
         for row, values in zip(rows, answers, strict=True):
             if len(values) != len(row.completion_ids) or None in values:
                 raise EndpointError(
                     "The Tinker service did not compute the log-probabilities of the base that a KL penalty needs. Set algorithm.beta to 0."
                 )
-            found.append(tuple(values))
-        return found
+            logprobs.append(tuple(values))
+        return logprobs
 
     async def predictions(self, rows: Sequence[Row]) -> list[Prediction]:
         """See `groupwise.core.types.Learner.predictions`; the service does not say which tokens are the most likely."""
@@ -400,11 +400,11 @@ class TinkerLearner:
 
     def load(self, folder: str) -> None:
         """See `groupwise.core.types.Learner.load`. The service makes another model from the saved state, with its optimiser."""
-        found = saved.read(Path(folder))
-        assert found.state is not None, "a checkpoint names a state"
+        weights = saved.read(Path(folder))
+        assert weights.state is not None, "a checkpoint names a state"
         create = self._service.client.create_training_client_from_state_with_optimizer
-        self._model = self._service.make_now(create, found.state)
-        self._updates, self._last_save = found.updates, found
+        self._model = self._service.make_now(create, weights.state)
+        self._updates, self._last_save = weights.updates, weights
         self._has_gradient = self._is_spoilt = False
         self._trained = None
 

@@ -44,7 +44,7 @@ class Service:
     """A session with the service; `close` ends it. The session begins with the first request that needs one."""
 
     def __init__(self, model: ModelConfig, run: str) -> None:
-        """`run` is told to the service as metadata, for its lists. Raises UsageError without the package or a key."""
+        """`run` is sent to the service as metadata, for its lists. Raises UsageError without the package or a key."""
         package = import_package()
         self.model = model
         self.package = package
@@ -85,18 +85,18 @@ class Service:
 
     def make_now(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Like `make`, for callers that are not async; also for calls whose future is all that is wanted."""
-        made: Future[Any] = Future()
+        result: Future[Any] = Future()
 
         def work() -> None:
             try:
-                made.set_result(_client_of(call, *args, **kwargs))
+                result.set_result(_client_of(call, *args, **kwargs))
             except BaseException as error:  # noqa: BLE001 - raised where it is waited for
-                made.set_exception(error)
+                result.set_exception(error)
 
         # In a thread, because the package warns of blocking calls where an event loop runs.
         threading.Thread(target=work, name="tinker", daemon=True).start()
         with explaining_errors(self.model):
-            return made.result()
+            return result.result()
 
     async def prompt_logprobs(self, client: Any, tokens: Sequence[int], last: int) -> list[Any]:
         """Log-probabilities of the last tokens of a prompt, by a sampling client; None for those that it did not compute."""

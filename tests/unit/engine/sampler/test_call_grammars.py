@@ -93,9 +93,9 @@ async def test_completions_are_calls(make_sampler, call_format, is_single):
 
 
 async def test_calls_or_json_of_a_schema(make_sampler):
-    asked = request(CallGrammar(TOOLS, is_single=True), members=24, schema=ANSWER)
+    group_request = request(CallGrammar(TOOLS, is_single=True), members=24, schema=ANSWER)
     kinds: set[str] = set()
-    for text in await texts(make_sampler, asked):
+    for text in await texts(make_sampler, group_request):
         rest, calls = split_calls(text, "hermes", OFFERED)
         kinds.add("call" if calls else "answer")
         assert rest == "" if calls else json.loads(rest)["n"] in (1, 2)
@@ -103,8 +103,8 @@ async def test_calls_or_json_of_a_schema(make_sampler):
 
 
 async def test_what_max_tokens_cuts_is_no_call(make_sampler):
-    asked = request(CallGrammar(TOOLS), members=3, max_tokens=12)
-    for each in await make_sampler().generate(asked):
+    group_request = request(CallGrammar(TOOLS), members=3, max_tokens=12)
+    for each in await make_sampler().generate(group_request):
         assert each.finish_reason == "length"
         assert split_calls(TOKENIZER.decode(each.token_ids), "hermes", OFFERED)[1] == []
 
@@ -112,20 +112,20 @@ async def test_what_max_tokens_cuts_is_no_call(make_sampler):
 async def test_log_probabilities_are_those_of_the_constrained_distribution(make_sampler):
     model: Any = tiny_model(seed=4)
     calls = CallGrammar(TOOLS, is_single=True)
-    asked = request(calls, members=2, temperature=0.7)
-    for each in await make_sampler(model, key_length=512).generate(asked):
+    group_request = request(calls, members=2, temperature=0.7)
+    for each in await make_sampler(model, key_length=512).generate(group_request):
         with torch.no_grad():
-            whole = torch.tensor([[*asked.prompt_ids, *each.token_ids]])
+            whole = torch.tensor([[*group_request.prompt_ids, *each.token_ids]])
             logits_TV = model(input_ids=whole, use_cache=False).logits[0].double()
         (mask,) = SchemaMasks(TOKENIZER).masks(None, (EOS,), 1, calls)
-        wanted: list[float] = []
+        expected: list[float] = []
         for logits_V, token in zip(
-            logits_TV[len(asked.prompt_ids) - 1 :], each.token_ids, strict=False
+            logits_TV[len(group_request.prompt_ids) - 1 :], each.token_ids, strict=False
         ):
             mask.exclude(logits_V)
-            wanted.append(float((logits_V / 0.7).log_softmax(-1)[token]))
+            expected.append(float((logits_V / 0.7).log_softmax(-1)[token]))
             mask.advance(token)
-        assert each.logprobs == pytest.approx(wanted, abs=3e-5)
+        assert each.logprobs == pytest.approx(expected, abs=3e-5)
 
 
 def follow(masks: SchemaMasks, calls: CallGrammar, token_ids: list[int]) -> None:

@@ -68,20 +68,20 @@ async def test_completions_are_json_of_the_schema(make_sampler, stops):
 @BOTH_ENGINES
 async def test_log_probabilities_are_those_of_the_constrained_distribution(make_sampler):
     model: Any = tiny_model(seed=4)
-    asked = request(members=3, temperature=0.7)
-    for each in await make_sampler(model, key_length=128).generate(asked):
+    group_request = request(members=3, temperature=0.7)
+    for each in await make_sampler(model, key_length=128).generate(group_request):
         with torch.no_grad():
-            whole = torch.tensor([[*asked.prompt_ids, *each.token_ids]])
+            whole = torch.tensor([[*group_request.prompt_ids, *each.token_ids]])
             logits_TV = model(input_ids=whole, use_cache=False).logits[0].double()
         (mask,) = SchemaMasks(TOKENIZER).masks(json.dumps(SCHEMA), (EOS,), 1)
-        wanted: list[float] = []
+        expected: list[float] = []
         for logits_V, token in zip(
-            logits_TV[len(asked.prompt_ids) - 1 :], each.token_ids, strict=False
+            logits_TV[len(group_request.prompt_ids) - 1 :], each.token_ids, strict=False
         ):
             mask.exclude(logits_V)
-            wanted.append(float((logits_V / 0.7).log_softmax(-1)[token]))
+            expected.append(float((logits_V / 0.7).log_softmax(-1)[token]))
             mask.advance(token)
-        assert each.logprobs == pytest.approx(wanted, abs=3e-5)
+        assert each.logprobs == pytest.approx(expected, abs=3e-5)
         assert 0.0 in each.logprobs, "where only one token fits, it is certain"
 
 

@@ -69,15 +69,15 @@ CHANGES = [
 @pytest.mark.parametrize("changes", CHANGES)
 async def test_log_probabilities_are_those_of_the_changed_distribution(make_sampler, changes):
     model: Any = tiny_model(seed=4)
-    asked = request(members=6, temperature=0.8, processing=changes)
+    group_request = request(members=6, temperature=0.8, processing=changes)
     sampler = make_sampler(model)
-    found = await sampler.generate(asked)
+    found = await sampler.generate(group_request)
     for each in found:
-        wanted_TV = reference(model, asked, each.token_ids)
-        wanted = [float(row[token]) for row, token in zip(wanted_TV, each.token_ids, strict=True)]
-        assert each.logprobs == pytest.approx(wanted, abs=3e-5)
+        wanted_TV = reference(model, group_request, each.token_ids)
+        expected = [float(row[token]) for row, token in zip(wanted_TV, each.token_ids, strict=True)]
+        assert each.logprobs == pytest.approx(expected, abs=3e-5)
     unchanged = await sampler.generate(
-        replace(asked, params=replace(asked.params, processing=None))
+        replace(group_request, params=replace(group_request.params, processing=None))
     )
     assert [each.token_ids for each in found] != [each.token_ids for each in unchanged]
 
@@ -87,11 +87,11 @@ async def test_the_repetition_penalty_sees_the_models_own_logits(make_sampler):
     model: Any = tiny_model(seed=4)
     sampler = make_sampler(model, dtype=torch.bfloat16)
     assert sampler._engine.shift > 0
-    asked = request(members=2, processing=LogitsProcessing(repetition_penalty=4.0))
-    for each in await sampler.generate(asked):
-        wanted_TV = reference(model, asked, each.token_ids)
-        wanted = [float(row[token]) for row, token in zip(wanted_TV, each.token_ids, strict=True)]
-        assert each.logprobs == pytest.approx(wanted, abs=0.05)
+    group_request = request(members=2, processing=LogitsProcessing(repetition_penalty=4.0))
+    for each in await sampler.generate(group_request):
+        wanted_TV = reference(model, group_request, each.token_ids)
+        expected = [float(row[token]) for row, token in zip(wanted_TV, each.token_ids, strict=True)]
+        assert each.logprobs == pytest.approx(expected, abs=0.05)
 
 
 @BOTH_ENGINES
@@ -122,14 +122,14 @@ async def test_nothing_is_computed_where_nobody_asks(make_sampler, monkeypatch):
 )
 async def test_the_most_probable_tokens(make_sampler, params):
     model: Any = tiny_model(seed=4)
-    asked = request(top_logprobs=5, **params)
-    for each in await make_sampler(model).generate(asked):
+    group_request = request(top_logprobs=5, **params)
+    for each in await make_sampler(model).generate(group_request):
         assert len(each.top_logprobs) == len(each.token_ids)
-        wanted_TV = reference(model, asked, each.token_ids)
+        wanted_TV = reference(model, group_request, each.token_ids)
         rows = zip(wanted_TV, each.token_ids, each.logprobs, each.top_logprobs, strict=True)
         for wanted_V, token, logprob, best in rows:
-            wanted = wanted_V.topk(5)
-            assert [value for _, value in best] == pytest.approx(wanted.values.tolist(), abs=3e-5)
+            expected = wanted_V.topk(5)
+            assert [value for _, value in best] == pytest.approx(expected.values.tolist(), abs=3e-5)
             assert dict(best).get(token, logprob) == logprob
             if params.get("temperature") == 0:
                 assert best[0][0] == token
@@ -140,8 +140,8 @@ async def test_tokens_that_cannot_be_drawn_are_no_alternatives(make_sampler):
     assert {len(best) for best in each.top_logprobs} == {3}
     for best in each.top_logprobs:
         assert math.fsum(math.exp(value) for _, value in best) == pytest.approx(1, abs=1e-5)
-    asked = request(members=1, top_logprobs=2 * VOCABULARY)
-    (each,) = await make_sampler().generate(asked)
+    group_request = request(members=1, top_logprobs=2 * VOCABULARY)
+    (each,) = await make_sampler().generate(group_request)
     assert {len(best) for best in each.top_logprobs} == {VOCABULARY}
 
 
@@ -154,8 +154,8 @@ async def test_the_log_probabilities_of_a_prompt(make_sampler, length):
     with torch.no_grad():
         logits_TV = model(input_ids=torch.tensor([prompt])).logits[0].double()
     logprobs_TV = logits_TV[:-1].log_softmax(-1)
-    wanted = [float(row[token]) for row, token in zip(logprobs_TV, prompt[1:], strict=True)]
-    assert found.logprobs == pytest.approx(wanted, abs=3e-5)
+    expected = [float(row[token]) for row, token in zip(logprobs_TV, prompt[1:], strict=True)]
+    assert found.logprobs == pytest.approx(expected, abs=3e-5)
     assert len(found.top_logprobs) == length - 1
     for best, row in zip(found.top_logprobs, logprobs_TV, strict=True):
         assert [value for _, value in best] == pytest.approx(row.topk(3).values.tolist(), abs=3e-5)
@@ -175,10 +175,10 @@ async def test_a_prompt_is_scored_beside_completions_and_refused_if_it_is_too_lo
 
 def test_samplers_without_them_refuse_them_by_name():
     refuse_changed_draws(request(top_p=0.5, min_tokens=2), "it")
-    for asked, name in (
+    for group_request, name in (
         (request(processing=CHANGES[0]), "presence_penalty"),
         (request(processing=CHANGES[3]), "logit_bias"),
         (request(top_logprobs=1), "top_logprobs"),
     ):
         with pytest.raises(UsageError, match=name):
-            refuse_changed_draws(asked, "it")
+            refuse_changed_draws(group_request, "it")

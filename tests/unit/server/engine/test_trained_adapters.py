@@ -70,8 +70,8 @@ async def models(tmp_path: Path) -> AsyncGenerator[EngineModels]:
 
 
 async def learn(models: EngineModels, keep_as: int | None = None) -> tuple[float, float]:
-    found = await models.forward_backward(MODEL, ROWS, LOSS)
-    return found.sums["loss/policy"], (await models.optim_step(MODEL, STEP, keep_as)).grad_norm
+    result = await models.forward_backward(MODEL, ROWS, LOSS)
+    return result.sums["loss/policy"], (await models.optim_step(MODEL, STEP, keep_as)).grad_norm
 
 
 def tokens(sampled: VerbSampled) -> list[tuple[int, ...]]:
@@ -136,20 +136,20 @@ async def test_the_likeliest_and_given_tokens_of_a_sample(
         completion_top=102,
         prompt_targets=(*everything, *(-1 if token == 13 else token for token in everything)),
     )
-    found = await models.sample(stored, order)
-    assert found.prompt_logprobs is not None
-    assert found.target_logprobs is not None
-    assert found.prompt_top is not None
-    assert found.completion_tops is not None
-    places = [found.target_logprobs[:102], found.target_logprobs[102:]]
+    result = await models.sample(stored, order)
+    assert result.prompt_logprobs is not None
+    assert result.target_logprobs is not None
+    assert result.prompt_top is not None
+    assert result.completion_tops is not None
+    places = [result.target_logprobs[:102], result.target_logprobs[102:]]
     assert sum(math.exp(value) for value in places[0]) == pytest.approx(1.0, abs=1e-4)
-    assert places[0][12] == pytest.approx(found.prompt_logprobs[0], abs=1e-5)
+    assert places[0][12] == pytest.approx(result.prompt_logprobs[0], abs=1e-5)
     assert places[1][13] == 0.0
     best = sorted(range(102), key=places[0].__getitem__, reverse=True)[:3]
-    assert found.prompt_top.token_ids[:3] == tuple(best)
-    assert found.prompt_top.logprobs[:3] == pytest.approx([places[0][token] for token in best])
-    assert len(found.prompt_top.token_ids) == 6
-    for completion, top in zip(found.completions, found.completion_tops, strict=True):
+    assert result.prompt_top.token_ids[:3] == tuple(best)
+    assert result.prompt_top.logprobs[:3] == pytest.approx([places[0][token] for token in best])
+    assert len(result.prompt_top.token_ids) == 6
+    for completion, top in zip(result.completions, result.completion_tops, strict=True):
         at = {
             (index // 102, token): logprob
             for index, (token, logprob) in enumerate(zip(top.token_ids, top.logprobs, strict=True))
@@ -230,8 +230,8 @@ async def test_a_sample_that_is_cancelled_frees_its_sampler(
     under_way.cancel()
     with pytest.raises(asyncio.CancelledError):
         await under_way
-    found = await models.sample(Stored(MODEL, "sampler_weights", "one"), ASKED)
-    assert len(found.completions) == 2
+    result = await models.sample(Stored(MODEL, "sampler_weights", "one"), ASKED)
+    assert len(result.completions) == 2
 
 
 async def test_a_model_is_made_again(models: EngineModels, tmp_path: Path) -> None:

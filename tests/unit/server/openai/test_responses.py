@@ -87,10 +87,16 @@ async def test_a_conversation_goes_on_from_a_kept_response(tmp_path, monkeypatch
         writes(monkeypatch, "done")
         more = {"previous_response_id": first["id"], "input": [output], "tools": [TOOL]}
         second = await client.ok(PATH, {**ASKED, **more, "store": True, "metadata": {"size": "1"}})
-        kept: Any = await record(served, second["group_id"])
-        asked, said, heard = kept.example.prompt  # without the earlier instructions
-        assert (asked["content"], said["content"], heard["content"]) == ("abc", "I add.", "two")
-        assert said["tool_calls"][0]["id"] == heard["tool_call_id"] == call["call_id"]
+        stored_group: Any = await record(served, second["group_id"])
+        question, call_message, tool_result = (
+            stored_group.example.prompt
+        )  # without the earlier instructions
+        assert (question["content"], call_message["content"], tool_result["content"]) == (
+            "abc",
+            "I add.",
+            "two",
+        )
+        assert call_message["tool_calls"][0]["id"] == tool_result["tool_call_id"] == call["call_id"]
         repeated = {"input": [{"role": "user", "content": "abc"}, message, call, output]}
         third = await client.ok(PATH, {**ASKED, **repeated, "tools": [TOOL], "store": False})
         assert third["usage"]["input_tokens"] == second["usage"]["input_tokens"]
@@ -146,9 +152,9 @@ async def test_what_is_stored_is_rewarded_by_its_id(tmp_path) -> None:
         assert len({answer["group_id"] for answer in answers}) == 1
         for reward, answer in enumerate(answers):
             await client.reward(answer["id"], reward)
-        kept: Any = await record(served, answers[0]["group_id"])
+        stored_group: Any = await record(served, answers[0]["group_id"])
         assert [answer["token_ids"] for answer in answers] == [
-            list(rollout.completion_ids) for rollout in kept.rollouts
+            list(rollout.completion_ids) for rollout in stored_group.rollouts
         ]
 
 
@@ -172,8 +178,11 @@ async def test_a_stream_has_the_events_of_the_response(tmp_path, monkeypatch, te
     async with asking(tmp_path, pace=0.01, settings=settings) as (_, client):
         events = await events_of(client, tools=[TOOL])
         final = events[-1]["response"]
-        found = [event["type"].removeprefix("response.") for event in events]
-        assert [kind for kind in found if kind != "output_text.delta"] == [*kinds, final["status"]]
+        event_types = [event["type"].removeprefix("response.") for event in events]
+        assert [kind for kind in event_types if kind != "output_text.delta"] == [
+            *kinds,
+            final["status"],
+        ]
         said = "".join(e["delta"] for e in events if e["type"].endswith("output_text.delta"))
         ends = [event for event in events if event["type"].endswith("output_item.done")]
         assert [event["item"] for event in ends] == final["output"]

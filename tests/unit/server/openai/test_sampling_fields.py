@@ -42,8 +42,8 @@ async def test_alternatives_of_chats(tmp_path) -> None:
                 assert named.get(each["token"], each["logprob"]) == each["logprob"]
         pieces = await client.streamed("/v1/chat/completions", body)
         sent = [each["logprobs"] for piece in pieces for each in piece["choices"]]
-        told = [choice["logprobs"] for choice in answer["choices"]]
-        assert [each for each in sent if each] == told
+        answer_logprobs = [choice["logprobs"] for choice in answer["choices"]]
+        assert [each for each in sent if each] == answer_logprobs
         plain = await client.chat(seed=1, n=2, logprobs=True)
         for choice in plain["choices"]:
             assert not any(each["top_logprobs"] for each in choice["logprobs"]["content"])
@@ -54,8 +54,13 @@ async def test_alternatives_of_chats(tmp_path) -> None:
 async def test_alternatives_of_texts_include_the_drawn_token(tmp_path) -> None:
     async with asking(tmp_path) as (_, client):
         (choice,) = (await client.text(seed=1, logprobs=2))["choices"]
-        told = choice["logprobs"]
-        rows = zip(told["tokens"], told["token_logprobs"], told["top_logprobs"], strict=True)
+        answer_logprobs = choice["logprobs"]
+        rows = zip(
+            answer_logprobs["tokens"],
+            answer_logprobs["token_logprobs"],
+            answer_logprobs["top_logprobs"],
+            strict=True,
+        )
         for token, logprob, best in rows:
             assert best[token] == logprob
             assert len(best) in (2, 3)
@@ -136,23 +141,26 @@ async def test_echo(tmp_path) -> None:
             (echoed,) = (await client.ok("/v1/completions", body))["choices"]
             assert echoed["text"] == "abc" + choice["text"]
             assert echoed["token_ids"] == choice["token_ids"]
-            told, without = echoed["logprobs"], choice["logprobs"]
-            assert told["tokens"] == [*"abc", *without["tokens"]]
-            assert told["token_logprobs"][0] is None
-            assert told["top_logprobs"][0] is None
-            assert told["token_logprobs"][3:] == without["token_logprobs"]
-            assert told["top_logprobs"][3:] == without["top_logprobs"]
+            answer_logprobs, without = echoed["logprobs"], choice["logprobs"]
+            assert answer_logprobs["tokens"] == [*"abc", *without["tokens"]]
+            assert answer_logprobs["token_logprobs"][0] is None
+            assert answer_logprobs["top_logprobs"][0] is None
+            assert answer_logprobs["token_logprobs"][3:] == without["token_logprobs"]
+            assert answer_logprobs["top_logprobs"][3:] == without["top_logprobs"]
             for token, logprob, best in zip(
-                "bc", told["token_logprobs"][1:3], told["top_logprobs"][1:3], strict=True
+                "bc",
+                answer_logprobs["token_logprobs"][1:3],
+                answer_logprobs["top_logprobs"][1:3],
+                strict=True,
             ):
                 assert best[token] == logprob == pytest.approx(-math.log(len(ALPHABET)))
-            assert told["text_offset"] == [*range(len(told["tokens"]))]
+            assert answer_logprobs["text_offset"] == [*range(len(answer_logprobs["tokens"]))]
             pieces = await client.streamed("/v1/completions", body)
             assert texts_of(pieces) == [echoed["text"]]
             scored = await client.ok("/v1/completions", {**body, "max_tokens": 0})
             (only,) = scored["choices"]
             assert (only["text"], only["token_ids"], only["finish_reason"]) == ("abc", [], "length")
-            assert only["logprobs"]["token_logprobs"] == told["token_logprobs"][:3]
+            assert only["logprobs"]["token_logprobs"] == answer_logprobs["token_logprobs"][:3]
             assert scored["usage"]["completion_tokens"] == 0
         (bare,) = (await client.text(echo=True, max_tokens=0))["choices"]
         assert (bare["text"], bare["logprobs"]) == ("abc", None)
@@ -286,8 +294,8 @@ def test_what_may_be_called_and_what_must(more, calls) -> None:
         flat = [{"type": "function", **tool["function"]} for tool in inner.get("tools", ())]
         own = {"type": choice["type"], **inner, **({"tools": flat} if flat else {})}
         tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
-        asked = {"model": "latest", "input": "abc", "tools": tools, "tool_choice": own}
-        chat = chat_request(ResponsesRequest.model_validate(asked), CHAT["messages"])
+        body = {"model": "latest", "input": "abc", "tools": tools, "tool_choice": own}
+        chat = chat_request(ResponsesRequest.model_validate(body), CHAT["messages"])
         assert chat.tool_choice == choice
 
 
@@ -324,15 +332,15 @@ async def test_forced_calls_reach_the_engine_or_are_refused_by_name(tmp_path) ->
 
 async def test_responses_have_them_under_their_own_names(tmp_path) -> None:
     async with asking(tmp_path) as (_, client):
-        asked: Any = {"model": "latest", "input": "abc", "top_logprobs": 2}
-        answer = await client.ok("/v1/responses", asked)
+        body: Any = {"model": "latest", "input": "abc", "top_logprobs": 2}
+        answer = await client.ok("/v1/responses", body)
         for each in answer["output"][0]["content"][0]["logprobs"]:
             assert [*each["top_logprobs"][0]] == ["token", "bytes", "logprob"]
             assert len(each["top_logprobs"]) == 2
         form = {"type": "json_schema", "name": "it", "schema": SCHEMA, "strict": True}
-        asked = {"model": "latest", "input": "abc", "text": {"format": form}}
-        assert await client.ok("/v1/responses", asked)
-        error = await client.refused(400, "/v1/responses", {**asked, "store": True})
+        body = {"model": "latest", "input": "abc", "text": {"format": form}}
+        assert await client.ok("/v1/responses", body)
+        error = await client.refused(400, "/v1/responses", {**body, "store": True})
         assert error["param"] == "text.format"
 
 

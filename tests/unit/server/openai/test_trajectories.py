@@ -31,8 +31,8 @@ async def turn(
 
 async def two_turns(client: Client, trajectory: str, **more: Any) -> list[Any]:
     first = await turn(client, trajectory, **more)
-    said = first["choices"][0]["message"]
-    answer = {"role": "assistant", "content": said["content"]}
+    first_message = first["choices"][0]["message"]
+    answer = {"role": "assistant", "content": first_message["content"]}
     return [first, await turn(client, trajectory, [USER, answer, USER], **more)]
 
 
@@ -65,9 +65,9 @@ async def test_one_reward_trains_all_turns_with_the_sampled_tokens(tmp_path) -> 
         assert await reward(client, "t-1", 1.0) == posted
         last = await reward(client, "t-2", 0.0, wait=True)
         assert (last["status"], last["step"]) == ("trained", 0)
-        kept = await record(served, group)
-        assert [sampled(each) for each in kept.rollouts] == [token_ids(one), token_ids(two)]
-        seeds = {part.seed for each in kept.rollouts for part in each.segments if part.seed}
+        stored_group = await record(served, group)
+        assert [sampled(each) for each in stored_group.rollouts] == [token_ids(one), token_ids(two)]
+        seeds = {part.seed for each in stored_group.rollouts for part in each.segments if part.seed}
         assert len(seeds) == 4
         row = await served.ledger.do(groups.read_group, group)
         assert (row.rewards, row.members) == ((1.0, 0.0), 2)
@@ -121,8 +121,8 @@ async def test_calls_are_listed_by_their_ids(tmp_path) -> None:
         mixed = {"completion_ids": [ids[0][0], ids[1][0]], "reward": 1.0}
         assert (await client.refused(409, "/rewards", mixed))["code"] == "already_rewarded"
         await client.ok("/rewards", {"completion_ids": ids[1], "reward": 0.5})
-        kept = await record(served, posted["group_id"])
-        assert [sampled(each) for each in kept.rollouts] == [token_ids(one), token_ids(two)]
+        stored_group = await record(served, posted["group_id"])
+        assert [sampled(each) for each in stored_group.rollouts] == [token_ids(one), token_ids(two)]
         assert await client.ok("/rewards", body) == posted
         assert await counts(served) == {"rewarded": 1}
 
@@ -137,8 +137,8 @@ async def test_a_list_chooses_among_the_calls_of_a_trajectory(tmp_path) -> None:
         listed = {"completion_ids": [second["id"], first["id"]], "reward": 1.0}
         await client.ok("/rewards", {**listed, "trajectory": "t-1"})
         await client.reward(other["id"], 0.0)  # an id of a call stands for its trajectory
-        kept = await record(served, other["group_id"])
-        assert sampled(kept.rollouts[0]) == token_ids([second, first])
+        stored_group = await record(served, other["group_id"])
+        assert sampled(stored_group.rollouts[0]) == token_ids([second, first])
         assert unused["id"] not in (first["id"], second["id"])
 
 
@@ -163,12 +163,12 @@ async def test_groups_are_closed_by_name(tmp_path) -> None:
         await reward(client, "t-2", 1.0)
         closed = await client.ok("/trajectories/close", {"group": "s"})
         assert closed == {"closed": [group], "given_up": []}
-        kept = await record(served, group)
-        assert len(kept.rollouts) == 2
+        stored_group = await record(served, group)
+        assert len(stored_group.rollouts) == 2
         row = await served.ledger.do(groups.read_group, group)
         assert row.rewards == (None, 1.0)
-        told = await served.ledger.do(events.events_after, 0, 100)
-        assert any("t-1" in str(event.data) for event in told)
+        event_list = await served.ledger.do(events.events_after, 0, 100)
+        assert any("t-1" in str(event.data) for event in event_list)
         late = await client.refused(410, "/rewards", {"trajectory": "t-1", "reward": 1.0})
         assert late["code"] == "lease_expired"
         alone = await turn(client, "t-3")
@@ -198,8 +198,8 @@ async def test_a_lease_ends_after_the_last_call(tmp_path) -> None:
 
         await served.ledger.do(end)
         assert await counts(served) == {"expired": 1}
-        told = await served.ledger.do(events.events_after, 0, 100)
-        assert "t-1" in str(told[-1].data)
+        event_list = await served.ledger.do(events.events_after, 0, 100)
+        assert "t-1" in str(event_list[-1].data)
         body = {"model": "latest", "messages": [USER], "store": True,
                 "metadata": {"trajectory": "t-1", "group": "s", "size": "2"}}  # fmt: skip
         error = await client.refused(410, "/v1/chat/completions", body)
@@ -296,9 +296,9 @@ async def test_trajectories_survive_the_server(tmp_path) -> None:
             assert again["id"] == one[1]["id"]
             two = await turn(client, "t-2")
             await reward(client, "t-2", 0.0)
-            kept = await record(served, two["group_id"])
+            stored_group = await record(served, two["group_id"])
             expected = [token_ids(one[:1]), token_ids([one[1], two])]
-            assert [sampled(each) for each in kept.rollouts] == expected
+            assert [sampled(each) for each in stored_group.rollouts] == expected
             assert await counts(served) == {"rewarded": 1}
 
 
@@ -326,8 +326,10 @@ async def test_each_turn_keeps_the_policy_that_sampled_it(tmp_path) -> None:
         await turn(client, "t-2")
         await reward(client, "t-2", 0.0)
         assert (await reward(client, "t-1", 1.0, wait=True))["status"] == "trained"
-        kept = await record(served, first["group_id"])
+        stored_group = await record(served, first["group_id"])
         policies = [
-            part.policy_version for part in kept.rollouts[0].segments if part.source == "policy"
+            part.policy_version
+            for part in stored_group.rollouts[0].segments
+            if part.source == "policy"
         ]
         assert policies == [0, 1]

@@ -268,8 +268,8 @@ def test_outputs_of_several_targets_have_the_shape_of_the_targets() -> None:
 
     logprobs = ((-1.0,), (-1.0, -2.0, -3.0, -4.0), (-5.0, -6.0), (-7.0,), (-8.0, -9.0))
     widths = (None, 2, 2, 1, None)
-    found = deserialize_forward_backward_output(translate.outputs(Computed(logprobs, {}), widths))
-    tensors = [output["logprobs"] for output in found.loss_fn_outputs]
+    message = deserialize_forward_backward_output(translate.outputs(Computed(logprobs, {}), widths))
+    tensors = [output["logprobs"] for output in message.loss_fn_outputs]
     assert [tensor.shape for tensor in tensors] == [[1], [2, 2], [1, 2], [1, 1], [2]]
     assert [tuple(tensor.data) for tensor in tensors] == [*logprobs]
 
@@ -278,8 +278,8 @@ def test_outputs_of_several_targets_have_the_shape_of_the_targets() -> None:
     ("last", "expected"), [(None, [None, -0.5, -0.25]), (1, [None, None, -0.25])]
 )
 def test_samples(last: int | None, expected: list[float | None]) -> None:
-    asked = _asked(prompt_logprobs=True, prompt_logprobs_last_n=last)
-    drawn = VerbSampled(
+    sample_request = _asked(prompt_logprobs=True, prompt_logprobs_last_n=last)
+    sampled = VerbSampled(
         (
             Completion((3, 0), (-1.0, -2.0), "stop", 1, 0, "f"),
             Completion((3,), (-1.0,), "length", 2, 0, "f"),
@@ -287,7 +287,7 @@ def test_samples(last: int | None, expected: list[float | None]) -> None:
         (-0.5, -0.25),
     )
     message = messages().SampleResponse()
-    message.ParseFromString(translate.sample_response(drawn, asked))
+    message.ParseFromString(translate.sample_response(sampled, sample_request))
     assert [struct.unpack(f"<{len(s.tokens) // 4}i", s.tokens) for s in message.sequences] == [
         (3, 0),
         (3,),
@@ -315,7 +315,7 @@ def test_the_likeliest_tokens_as_the_client_reads_them(last: int | None, expecte
     """Of the prompt, whose first token has none, and of what was drawn."""
     from tinker.proto.response_conv import deserialize_sample_response
 
-    drawn = VerbSampled(
+    sampled = VerbSampled(
         (
             Completion((3, 0), (-1.0, -2.0), "stop", 1, 0, "f"),
             Completion((3,), (-1.0,), "length", 2, 0, "f"),
@@ -324,10 +324,10 @@ def test_the_likeliest_tokens_as_the_client_reads_them(last: int | None, expecte
         TopTokens(2, (4, 3, 9, 8), (-0.5, -1.0, -0.25, -2.0)),
         (TopTokens(1, (3, 1), (-1.0, -0.5)), TopTokens(1, (3,), (-1.0,))),
     )
-    asked = _asked(prompt_logprobs=True, prompt_logprobs_last_n=last)
-    found = deserialize_sample_response(translate.sample_response(drawn, asked))
-    assert found.topk_prompt_logprobs == expected
-    assert [sequence.topk_logprobs for sequence in found.sequences] == [
+    sample_request = _asked(prompt_logprobs=True, prompt_logprobs_last_n=last)
+    message = deserialize_sample_response(translate.sample_response(sampled, sample_request))
+    assert message.topk_prompt_logprobs == expected
+    assert [sequence.topk_logprobs for sequence in message.sequences] == [
         [[(3, -1.0)], [(1, -0.5)]],
         [[(3, -1.0)]],
     ]
@@ -343,11 +343,11 @@ def test_the_likeliest_tokens_as_the_client_reads_them(last: int | None, expecte
 def test_given_tokens_of_a_prompt_in_the_layout_that_they_came_in(layout: Any) -> None:
     from tinker.proto.response_conv import deserialize_sample_response
 
-    asked = _asked(target_prompt_logprobs={"dtype": "int64", "shape": [2, 2], **layout})
-    assert prompt_targets(asked, 3) == (9, -1, -1, 8)
-    drawn = VerbSampled((), target_logprobs=(-0.5, 0.0, 0.0, -0.25))
-    found = deserialize_sample_response(translate.sample_response(drawn, asked))
-    tensor = found.target_prompt_logprobs
+    sample_request = _asked(target_prompt_logprobs={"dtype": "int64", "shape": [2, 2], **layout})
+    assert prompt_targets(sample_request, 3) == (9, -1, -1, 8)
+    sampled = VerbSampled((), target_logprobs=(-0.5, 0.0, 0.0, -0.25))
+    message = deserialize_sample_response(translate.sample_response(sampled, sample_request))
+    tensor = message.target_prompt_logprobs
     assert tensor is not None
     assert tensor.to_torch().tolist() == [[-0.5, 0.0], [0.0, -0.25]]
     assert tensor.sparse_crow_indices == layout.get("sparse_crow_indices")

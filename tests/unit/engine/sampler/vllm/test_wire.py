@@ -66,27 +66,27 @@ def test_every_parameter_is_sent_so_that_no_default_of_the_server_acts():
 
 def test_parameters_reach_the_fields_that_mean_them():
     params = SamplingParams(9, 0.5, (END, 2), ("ab",), min_tokens=3, top_k=5, top_p=0.9)
-    sent = request_body("m", PROMPT, 7, params)
-    wanted = {
+    body = request_body("m", PROMPT, 7, params)
+    expected = {
         "max_tokens": 9, "temperature": 0.5, "stop_token_ids": [END, 2], "stop": ["ab"], "min_tokens": 3, "top_k": 5,
         "top_p": 0.9, "skip_special_tokens": False,
     }  # fmt: skip
-    assert {key: sent[key] for key in wanted} == wanted
+    assert {key: body[key] for key in expected} == expected
     assert request_body("m", PROMPT, 7, SamplingParams(9, min_p=0.2))["min_p"] == 0.2
 
 
 @pytest.mark.parametrize("seed", [0, 7, (1 << 63) - 1, 1 << 63, (1 << 64) - 1])
 def test_seeds_of_64_bits_are_sent_as_numbers_that_are_seeds_to_vllm(seed):
-    sent = request_body("m", PROMPT, seed, PARAMS)["seed"]
-    assert 0 <= sent <= SEEDS
-    assert sent == seed % (1 << 63)
+    sent_seed = request_body("m", PROMPT, seed, PARAMS)["seed"]
+    assert 0 <= sent_seed <= SEEDS
+    assert sent_seed == seed % (1 << 63)
 
 
 def test_nothing_is_withheld_where_there_is_nothing_to_withhold():
     """vLLM would withhold the end of the text by itself; a stop text is then looked for here."""
-    sent = request_body("m", PROMPT, 7, SamplingParams(4, min_tokens=2, stop=("a",)))
-    assert "min_tokens" not in sent
-    assert "stop" not in sent
+    body = request_body("m", PROMPT, 7, SamplingParams(4, min_tokens=2, stop=("a",)))
+    assert "min_tokens" not in body
+    assert "stop" not in body
 
 
 @pytest.mark.parametrize(
