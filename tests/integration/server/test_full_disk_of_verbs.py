@@ -92,7 +92,9 @@ async def request_meets_it(loop: Loop, server: Server, number: int, disk: Path) 
 
 async def answer_meets_it(loop: Loop, server: Server, number: int, disk: Path) -> None:
     """The disk is full when a call comes to something. Its client hears of it when that is written down."""
-    await loop.answers(server.service)  # else what an earlier call writes waits for the disk, and this one for that
+    await loop.answers(
+        server.service
+    )  # else what an earlier call writes waits for the disk, and this one for that
     engine = server.disk
     engine.goes_on.clear()
     await persist(loop, server, number)
