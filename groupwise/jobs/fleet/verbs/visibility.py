@@ -37,7 +37,7 @@ _OF_GPU = re.compile(
     r"|is split by MIG, which is not placed on)(?:: | \().*",
     re.DOTALL,
 )
-_KEPT = re.compile(r"(kept for )(.+?)(, waiting for long)", re.DOTALL)
+_KEPT = re.compile(r"(kept for )((?:(?!kept for ).)+?)(, waiting for long)", re.DOTALL)
 
 
 def machine(actor: Actor, document: Document) -> Document:

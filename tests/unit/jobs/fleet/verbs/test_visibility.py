@@ -22,6 +22,7 @@ REASONS = [
     "vm-1: 1 of 2 GPUs fit, 2 wanted: GPU 0 is quarantined: CANARY; GPU 1 is quarantined: CANARY",
     "vm-1: GPU 1 is in use by somebody outside of the fleet (CANARY)",
     "vm-1: 0 of 2 fitting GPUs free, 1 wanted; GPUs are kept for CANARY, waiting for long",
+    "it is kept for other projects; GPUs are kept for CANARY, waiting for long",
 ]
 
 
@@ -97,6 +98,7 @@ def test_a_bound_key_does_not_see_through_machines(spoken_of: Any) -> None:
     for name, found in seen.items():
         assert CANARY not in json.dumps(found), name
     assert UNTOLD in json.dumps(seen["plan"]["waits"])
+    assert "it is kept for other projects; GPUs are kept for" in json.dumps(seen["job"])
     vm = seen["shown"][0]
     assert (vm["state"], vm["total_gpus"], vm["facts"]) == ("cordoned", 2, {"cpus": 8})
     assert vm["cordoned"] == vm["gpus"][0]["quarantined"] == UNTOLD
