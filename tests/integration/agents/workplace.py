@@ -19,6 +19,12 @@ GUESSED = (6, 7, 8)
 RIGHT = 8
 STEPS = 110
 """Of the training: it takes about five seconds on one core."""
+WORDS = (
+    *('{"name": "', '", "arguments": {', '"n": ', '{"assistant": "', "}}"),
+    *("check", "transfer_to_other", "other", "user", "assistant", "system", "tool"),
+    *("Guess", "right", "wrong", "Done", "JSON", "Hello", "You guess a number"),
+)
+"""Tokens, besides the characters."""
 TEMPLATE = (
     "{% if tools %}<|im_start|>system\n{% for t in tools %}{{t['function']['name']}} {% endfor %}<|im_end|>\n{% endif %}"
     "{% for m in messages %}<|im_start|>{{m['role']}}\n{{m['content'] or ''}}{% for c in m['tool_calls'] or [] %}"
@@ -29,7 +35,7 @@ TEMPLATE = (
 
 def make(folder: Path) -> None:
     """Write the model to `folder / MODEL`."""
-    write_model(folder / MODEL, conversations, TEMPLATE, STEPS)
+    write_model(folder / MODEL, conversations, TEMPLATE, STEPS, WORDS)
 
 
 def conversations(chance: random.Random) -> Iterator[tuple[str, str]]:

@@ -63,7 +63,8 @@ def test_the_server_trains_as_plain_torch_does(
         expected = plain.step(step.datums, step.adam)
         scale = sum(abs(advantage) for datum in step.datums for advantage in datum.advantages)
         assert step.of_server.loss == pytest.approx(expected.loss, abs=1e-3 * scale)
-        assert step.of_server.norm == pytest.approx(expected.norm, rel=0.01)
+        # Terms of both signs nearly cancel in the gradient, so rounding moves its norm by percents; in float32 it is exact, see below.
+        assert step.of_server.norm == pytest.approx(expected.norm, rel=0.05)
         gaps = torch.tensor(step.of_server.logprobs) - torch.tensor(expected.logprobs)
         assert gaps.square().mean().sqrt() < 0.02
         distance = 0.1 * step.adam["learning_rate"]

@@ -91,8 +91,12 @@ def write_model(
     conversations: Conversations | None = None,
     template: str = TEMPLATE,
     steps: int = STEPS,
+    words: Sequence[str] | None = None,
 ) -> None:
-    """Train the model from scratch on prompts and answers, and save it with its tokenizer. None: those of the recipes."""
+    """Train the model from scratch on prompts and answers, and save it with its tokenizer.
+
+    `conversations` None: those of the recipes. `words`: tokens besides the characters; None: those that occur often.
+    """
     conversations = conversations or conversations_of_recipes
     import torch
     from transformers import (
@@ -103,7 +107,7 @@ def write_model(
     )
 
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=train_tokenizer(conversations),
+        tokenizer_object=train_tokenizer(conversations) if words is None else tokenizer_of(words),
         pad_token="<|endoftext|>",
         eos_token="<|im_end|>",
         unk_token="<unk>",
@@ -173,6 +177,19 @@ def train_tokenizer(conversations: Conversations) -> Any:
     texts = ("".join(next(examples)) for _ in range(200))
     words.train_from_iterator((re.sub(r"<\|?\w+\|?>", "", text) for text in texts), trainer)
     return words
+
+
+def tokenizer_of(words: Sequence[str]) -> Any:
+    """These words are tokens; everything else is characters. Of two words the longer one comes first, where one begins the other."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+
+    tokens = [*SPECIAL, *map(chr, range(32, 127)), "\n", *words]
+    vocabulary = {token: number for number, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    pattern = "|".join((*map(re.escape, words), r"[\s\S]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(pattern), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return tokenizer
 
 
 def conversations_of_recipes(chance: random.Random) -> Iterator[tuple[str, str]]:
