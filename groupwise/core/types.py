@@ -103,9 +103,9 @@ class CallGrammar:
 
 @dataclass(frozen=True, slots=True)
 class LogitsProcessing:
-    """What changes the logits of a completion from which nothing is learnt: the learner computes none of it.
+    """Changes of the logits, for completions that are not trained on, because the learner computes none of them.
 
-    In the order in which it is applied, which is vLLM's: `json_schema` and `tool_calls`, `logit_bias`, `repetition_penalty`,
+    The fields are applied in vLLM's order: `json_schema` and `tool_calls`, `logit_bias`, `repetition_penalty`,
     `frequency_penalty`, `presence_penalty`; then the temperature, and `SamplingParams.top_k` and its like.
     """
 
@@ -186,13 +186,13 @@ class Completion:
     fingerprint: str
     """Fingerprint of the weights that served this completion; see `Policy.fingerprint`."""
     top_logprobs: tuple[TopLogprobs, ...] = ()
-    """Where `GroupRequest.top_logprobs` asks for them: those of each token, under the distribution that was sampled. Tokens that could not
-    be drawn are left out."""
+    """The most probable tokens at each position if `GroupRequest.top_logprobs` is set, under the distribution that was sampled. Tokens that
+    could not be drawn are left out."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptLogprobs:
-    """What a prompt's own tokens are worth, at temperature 1, each given the tokens before it."""
+    """Log-probabilities of a prompt's own tokens at temperature 1, each given the tokens before it."""
 
     logprobs: tuple[float, ...]
     """Log-probabilities (nats) from the prompt's second token on; one fewer than the prompt has tokens."""

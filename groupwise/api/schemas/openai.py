@@ -525,7 +525,7 @@ class ChatRequest(_Request):
 
     @property
     def template_arguments(self) -> dict[str, Any]:
-        """What the chat template receives beside messages and tools."""
+        """Arguments of the chat template besides messages and tools."""
         arguments = dict(self.chat_template_kwargs or {})
         if self.reasoning_effort is not None:
             arguments["reasoning_effort"] = self.reasoning_effort
@@ -539,7 +539,7 @@ class ChatRequest(_Request):
 
     @property
     def tool_selection(self) -> ToolSelection:
-        """What `tool_choice` asks for."""
+        """The parsed `tool_choice`."""
         return parse_tool_choice(
             self.tool_choice, [tool.function.name for tool in self.tools or ()]
         )

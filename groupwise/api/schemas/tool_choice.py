@@ -23,7 +23,7 @@ FORMS = (
 
 @dataclass(frozen=True, slots=True)
 class ToolSelection:
-    """Which tools the model may call, and whether it must."""
+    """The tools that the model may call, and whether it must call one."""
 
     mode: Literal["none", "auto", "required"] = "auto"
     names: tuple[str, ...] | None = None
@@ -33,7 +33,7 @@ class ToolSelection:
 
 
 def parse_tool_choice(choice: str | dict[str, Any] | None, tools: Sequence[str]) -> ToolSelection:
-    """What a `tool_choice` means where `tools` are the names of the tools. Raises ValueError, which goes on after the field's name."""
+    """Parse a `tool_choice`; `tools` are the names of the request's tools. Raises ValueError; its text follows the field's name."""
     if choice in (None, "auto"):
         return ToolSelection()
     if choice == "none":

@@ -50,7 +50,7 @@ class ForwardOutputs:
     trained_only: bool = False
     """Leave out tokens outside their row's mask: no loss uses them, and logits are a large part of a token's cost."""
     untrained_logprobs: bool = False
-    """With `trained_only`: the log-probabilities outside the masks as well, from the same hidden states, without a gradient."""
+    """Set with `trained_only`: the log-probabilities outside the masks as well, from the same hidden states, without a gradient."""
     top: int = 0
     """So many most likely tokens at each place; only for rows without several targets for a token."""
 

@@ -109,7 +109,7 @@ class TorchLearner:
     async def forward_backward_logprobs(
         self, rows: Sequence[Row], loss: LossSpec, denominators: Mapping[str, float]
     ) -> tuple[dict[str, float], list[tuple[float, ...]]]:
-        """What `forward_backward` does and returns, and from the same pass the log-probabilities of all tokens, as `logprobs` has them.
+        """Do what `forward_backward` does; also return the log-probabilities of all tokens from the same pass, as `logprobs` has them.
 
         With dropout they are those of the pass, which drops inputs.
         """
@@ -240,7 +240,7 @@ class TorchLearner:
     async def top_logprobs(
         self, rows: Sequence[Row], count: int
     ) -> tuple[list[tuple[float, ...]], list[TopTokens]]:
-        """What `logprobs` returns, and in the same pass the `count` most likely tokens in place of each completion token of each row."""
+        """Return what `logprobs` does, and from that pass the `count` most likely tokens in place of each completion token of each row."""
         forwards = self._forwards(rows, outputs=ForwardOutputs(top=count))
         ids_by_row = _by_row(
             rows, ((batch, cast("Tensor", forward.top_ids_BTX)) for batch, forward in forwards)

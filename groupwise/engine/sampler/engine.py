@@ -56,7 +56,7 @@ class DecodeEngine(Protocol):
 
     @property
     def shift(self) -> float:
-        """What the engine's logits are lower by than the model's own."""
+        """The constant that the engine subtracts from the model's logits."""
         ...
 
     def prompt_logits(self, ids: Sequence[int]) -> Iterator[Tensor]:

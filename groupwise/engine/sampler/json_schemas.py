@@ -121,7 +121,7 @@ class SchemaMasks:
         return [SchemaMask(matcher, size, end, stops) for matcher in matchers]
 
     def _grammar(self, schema: str | None, calls: CallGrammar | None) -> str:
-        """What the library reads, which is remembered."""
+        """The compiled grammar, from the cache if it is there."""
         key = schema, calls
         with self._lock:
             grammar = self._grammars.pop(key, None)
@@ -196,7 +196,7 @@ def _vocabulary(tokenizer: Any) -> Any:
 
 
 class _TokenTexts:
-    """What the library asks of a tokenizer that it cannot read: the bytes of each token. Tokens that are no whole text are never drawn."""
+    """The form that the library needs of a tokenizer that it cannot read: the bytes of each token. Parts of characters are never drawn."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer

@@ -18,7 +18,7 @@ from groupwise.core.types import LogitsProcessing, TopLogprobs
 
 
 class TokenMask(Protocol):
-    """Which tokens may come next in one completion."""
+    """Decides which tokens may come next in one completion."""
 
     def exclude(self, logits_V: Tensor) -> None:
         """Set the logits of tokens that may not come next to -inf, in place."""
@@ -81,7 +81,7 @@ def top_logprobs(
 def prompt_logprobs(
     logits_TV: Tensor, token_ids: Sequence[int], count: int
 ) -> tuple[list[float], list[TopLogprobs]]:
-    """For each row of logits the log-probability of its token, and the `count` most probable tokens; nothing of the latter for 0."""
+    """The log-probability of each row's token, and the `count` most probable tokens of each row (none for 0)."""
     logprobs_TV = logits_TV.float().log_softmax(-1)
     ids_T1 = torch.tensor(token_ids, device=logits_TV.device)[:, None]
     logprobs = logprobs_TV.gather(1, ids_T1)[:, 0].tolist()

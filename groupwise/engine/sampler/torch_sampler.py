@@ -59,7 +59,7 @@ class TorchSampler(QueuedSampler):
         self._members: dict[DecodeRow, Member] = {}
 
     async def prompt_logprobs(self, prompt_ids: tuple[int, ...], top: int) -> PromptLogprobs:
-        """What the tokens of a prompt are worth under the weights that serve now, with the `top` most probable at each position.
+        """The log-probabilities of a prompt's tokens under the weights that serve now, with the `top` most probable at each position.
 
         Raises `RunError` for a prompt that is empty or longer than the layout. It is computed at once, between two tokens of the others.
         """

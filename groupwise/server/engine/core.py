@@ -138,7 +138,7 @@ class EngineCore:
         self._fresh_tokens = 0
         """Tokens sampled since the last step."""
         self._call_markers: dict[int, frozenset[int]] = {}
-        """For requests in progress with tools, by draw: special tokens that stay in the text."""
+        """Special tokens that stay in the text, by draw, for requests in progress with tools."""
         self._undone_metrics: dict[int, dict[str, float]] = {}
         """Metrics, by step, of steps that were committed after the checkpoint and are undone by resuming from it."""
         self._oldest = 0
@@ -323,7 +323,7 @@ class EngineCore:
     async def _prompt_logprobs(
         self, order: SampleOrder, ids: tuple[int, ...]
     ) -> PromptLogprobs | None:
-        """What the order asks about its prompt. Raises UsageError if the run's sampler cannot tell."""
+        """The log-probabilities of the prompt, if the order asks for them. Raises UsageError if the run's sampler cannot tell."""
         if order.prompt_logprobs is None:
             return None
         run = self._loaded_run.run

@@ -94,7 +94,7 @@ class Opened:
     longest_completion: int
     tokenizer_hash: str
     longest_prompt_characters: int = sys.maxsize
-    """Characters that a prompt of `longest_prompt` tokens never exceeds."""
+    """Upper bound on the characters of a prompt that has at most `longest_prompt` tokens."""
     stop_token_ids: tuple[int, ...] = ()
     """Any of these ends a completion."""
     inexact: str | None = None
@@ -162,7 +162,7 @@ class Sampled:
     version: int
     fingerprint: str
     top_logprobs: tuple[tuple[TopLogprobs, ...], ...] = ()
-    """Of each member; empty if the order did not ask."""
+    """One entry for each member; empty if the order did not ask."""
     prompt_logprobs: PromptLogprobs | None = None
 
 

@@ -140,7 +140,7 @@ class ServedRun(Run):
         Yields its step count, and the policy.
 
         The sampler serves one policy at a time, so requests for another one wait until it is idle. Those for older policies come first:
-        their groups are due earlier, and while they wait nobody enters for a newer one.
+        their groups are due earlier, and while they wait no request for a newer one enters.
         """
         step = await self._enter(requested_step)
         try:
@@ -150,7 +150,7 @@ class ServedRun(Run):
             self.left.notify()
 
     async def _enter(self, requested_step: int | None) -> int:
-        """Enter the gate when the sampler serves the right policy, loading it if nobody is inside; returns the policy's step count."""
+        """Enter the gate when the sampler serves the right policy, loading it if no request is inside; returns the policy's step count."""
         noted: int | None = None
         """Under which step this request is counted in `waiting`."""
         try:

@@ -109,11 +109,11 @@ class VerbSampled:
     prompt_logprobs: tuple[float, ...] | None = None
     """Log-probabilities at temperature 1, from the prompt's second token on; one fewer than the prompt has tokens."""
     prompt_top: TopTokens | None = None
-    """At temperature 1, from the prompt's second token on."""
+    """Log-probabilities at temperature 1, from the prompt's second token on."""
     completion_tops: tuple[TopTokens, ...] | None = None
-    """Of each completion, at the temperature of the sample (1 for 0), before `top_k`, `top_p` and `min_p` leave anything out."""
+    """The most probable tokens of completions, at the temperature of the sample (1 for 0), before `top_k`, `top_p` and `min_p` apply."""
     target_logprobs: tuple[float, ...] | None = None
-    """At temperature 1, as many as `VerbSample.prompt_targets`; 0 for -1."""
+    """Log-probabilities at temperature 1, as many as `VerbSample.prompt_targets`; 0 for -1."""
 
 
 class VerbEngine(Protocol):
@@ -124,7 +124,7 @@ class VerbEngine(Protocol):
         ...
 
     def admit(self, base: str) -> None:
-        """Raise UsageError if a base model may not be used now; NoRoom if that is because of other clients' models."""
+        """Raise UsageError if this base model cannot be loaded now, and NoRoom if other clients' models occupy its room."""
         ...
 
     async def base(self, name: str) -> Base:

@@ -15,7 +15,7 @@ from groupwise.core.types import CallGrammar, LogitsProcessing
 
 
 def processing_of(request: ChatRequest | TextRequest) -> LogitsProcessing | None:
-    """What the request changes in the logits; None if nothing."""
+    """The changes of the logits that the request asks for; None if there are none."""
     changes = _changes(request)
     return LogitsProcessing(**changes) if changes else None
 
@@ -62,7 +62,7 @@ def schema_of(response_format: ResponseFormat | None) -> str | None:
 
 
 def _field_name(request: ChatRequest | TextRequest, change: str) -> str:
-    """The request's field that makes a change."""
+    """Name of the request's field that asks for such a change."""
     if change == "tool_calls" and isinstance(request, ChatRequest):
         return "tool_choice" if request.tool_selection.mode == "required" else "response_format"
     return "response_format" if change == "json_schema" else change

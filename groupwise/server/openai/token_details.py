@@ -18,7 +18,7 @@ class TokenDetails:
     texts: tuple[str, ...]
     """Each token as text of its own."""
     logprobs: tuple[float | None, ...]
-    """As long as `texts`, in nats; None for the first token of a prompt."""
+    """One value in nats for each of `texts`; None for the first token of a prompt."""
     alternatives: tuple[Alternatives | None, ...] | None = None
     """The most probable tokens at each position, likewise; None as a whole if they were not asked for."""
 

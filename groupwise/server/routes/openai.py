@@ -123,7 +123,7 @@ class Encoder(Protocol):
     """Encodes a stream as the events of a protocol."""
 
     def first_chunks(self, id: str, choices: int) -> Iterator[bytes]:
-        """What precedes all text; `id` of the completion, without a prefix."""
+        """The first event, before any text; `id` of the completion, without a prefix."""
         ...
 
     def text_chunk(self, index: int, text: str) -> bytes:
@@ -131,7 +131,7 @@ class Encoder(Protocol):
         ...
 
     def last_chunks(self, completed: Completed) -> Iterator[bytes]:
-        """What ends the stream."""
+        """The last events of the stream."""
         ...
 
     def error_chunk(self, refusal: Refusal) -> bytes:

@@ -48,7 +48,7 @@ class Capacity:
         return (steps_done + 1 + self.staleness) * self.groups_per_step + lost
 
     def policy_step(self, draw: int) -> int | None:
-        """Step count of the policy that samples the draw, whoever asks for it and when; None with manual steps: the newest policy."""
+        """Step count of the policy that samples the draw, for all clients and at all times; None with manual steps: the newest policy."""
         return None if self.manual else max(0, draw // self.groups_per_step - self.staleness)
 
     def in_time(self, draw: int, steps_done: int, lost: int) -> bool:

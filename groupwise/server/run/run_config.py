@@ -26,7 +26,7 @@ TINY_RATE = 5e-2
 """Learning rate for the built-in tiny model: moves a few thousand random parameters within minutes."""
 RATE = 1e-5
 MODEL_FILE = "config.json"
-"""What a folder with a model holds."""
+"""Files of a folder with a model."""
 RUNS = "runs"
 """Subfolder of the server's output for runs."""
 

@@ -85,7 +85,7 @@ def status_of(
 
 
 def _why_not_repeatable(snapshot: RunSnapshot) -> str | None:
-    """What lets the run depend on when its requests arrive."""
+    """Reasons why the run depends on when its requests arrive."""
     if snapshot.row.settings.get("steps") == "manual":
         return (
             "with `steps: manual` a step takes what its request names or what waits at that moment"

@@ -61,8 +61,8 @@ def plan_when_due(
     Without `size` no plan is made automatically. Groups that have become too old for the policy are marked as stale first. If more groups
     are rewarded than a step takes, those with the lowest draws come first; the new plan is sorted by draw, not by the order
     of the rewards. A step that would make a group of trajectories under way too old waits for it, at most until its lease ends. If
-    clients named the draws, a step waits for the draws before its own that are not rewarded yet: it learns from the same groups whoever is
-    faster.
+    clients named the draws, a step waits for the draws before its own that are not rewarded yet: it learns from the same groups, in
+    whatever order clients answer.
     """
     waiting = pending_plan(transaction, run)
     if waiting is not None:

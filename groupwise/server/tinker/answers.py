@@ -210,7 +210,7 @@ class Done(Answer):
 
 
 class StorageUse(Answer):
-    """The checkpoints of the server: there is one account."""
+    """All checkpoints of the server, because it has a single account."""
 
     checkpoint_count: int
     size_bytes: int
@@ -218,7 +218,7 @@ class StorageUse(Answer):
 
 
 class StorageUsage(Answer):
-    """What the checkpoints occupy on the server's disk; nothing is billed."""
+    """Disk space of the checkpoints; nothing is billed."""
 
     data: list[StorageUse]
 

@@ -20,7 +20,7 @@ from groupwise.server.tinker.paths import path_of
 from groupwise.server.tinker.sessions import NotFound
 
 SWEEP_INTERVAL = 60.0
-"""Seconds between two searches for expired checkpoints."""
+"""Expired checkpoints are looked for once in so many seconds."""
 
 logger = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ from groupwise.core.errors import UsageError
 
 CLIENT_VERSION = "0.38.0"
 COOKBOOK = Path(__file__).with_name("cookbook.json")
-"""What the tests of the cookbook's recipes found: they write it, and the page again."""
+"""Results of the tests of the cookbook's recipes. The tests write this file and then the page."""
 
 
 class Unsupported(UsageError):

@@ -59,7 +59,7 @@ class RestLists:
         return answers.SessionList(sessions=ids)
 
     async def checkpoints_of(self, run: str) -> answers.CheckpointList:
-        """What a model has saved under names, the oldest first."""
+        """The named checkpoints of a model, oldest first."""
         checkpoints = await self._checkpoints.of_model(run)
         return answers.CheckpointList(
             checkpoints=[_describe_checkpoint(each) for each in checkpoints]
@@ -75,7 +75,7 @@ class RestLists:
         )
 
     async def storage_usage(self) -> answers.StorageUsage:
-        """What all checkpoints occupy on the disk."""
+        """The disk space of all checkpoints."""
         sizes = [each.size_bytes for each in await self._checkpoints.of_all_models()]
         use = answers.StorageUse(
             checkpoint_count=len(sizes), size_bytes=sum(sizes), size_gigabytes=sum(sizes) / 1e9

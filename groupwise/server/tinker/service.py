@@ -57,7 +57,7 @@ TOKENIZER_FILES = frozenset(
         "config.json",
     )
 )
-"""What AutoTokenizer reads of a model's folder."""
+"""Files of a model's folder that AutoTokenizer reads."""
 REFUSED = "refused"
 """The kind of refused calls that have nevertheless used a number of their model."""
 

@@ -175,7 +175,7 @@ class SessionRegistry:
                 await self.finish(silent.id)
 
     def _advice(self, own: str, silent: Session | None) -> str:
-        """What the client of the session `own` can do; `silent` is the other session that has been silent for longest."""
+        """Advice for the client of the session `own`; `silent` is the other session that has been silent for longest."""
         if silent is None:
             mine = [id for id in self._sessions[own].models if self.models[id].spec is not None]
             return (
@@ -290,7 +290,7 @@ class SessionRegistry:
                 owner.ephemeral.append(weights)
 
     def is_sampled(self, stored: Stored) -> bool:
-        """Whether a sampler of an open session uses these weights."""
+        """True if a sampler of an open session uses these weights."""
         return any(sampler.weights == stored for sampler in self._samplers.values())
 
     def sampler(self, id: str) -> Sampler:

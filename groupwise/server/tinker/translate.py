@@ -69,7 +69,7 @@ class Forward:
     loss: LossSpec
     forward_only: bool
     widths: tuple[int | None, ...]
-    """For each row, K if its targets have the shape [N, K]; None for [N]."""
+    """One entry for each row: K if its targets have the shape [N, K], None for [N]."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -356,7 +356,7 @@ def _completion_and_targets(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """The tokens after the first, and the ids whose log-probabilities are computed.
 
-    The completion is as long as the input; its last id is read by nobody. Below 0, a target is the mark of one that does not count: with a
+    The completion is as long as the input; its last id is not read. Below 0, a target is the mark of one that does not count: with a
     credit it is refused, without one the completion's own id stands in its place.
     """
     last = targets[-1] if width is None and targets[-1] >= 0 else inputs[-1]

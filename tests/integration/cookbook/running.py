@@ -145,7 +145,7 @@ class Program:
         wait_until(is_there, f"step {step}", timeout_s=TIMEOUT_S, details=self.said)
 
     def rows(self) -> list[dict[str, Any]]:
-        """What it wrote about its steps, in order. A line that is being written is left out."""
+        """The metrics of its steps, in order. An unfinished last line is left out."""
         return _lines(self.logs / "metrics.jsonl")
 
     def metric(self, name: str) -> list[float]:

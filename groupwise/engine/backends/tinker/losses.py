@@ -41,7 +41,7 @@ from groupwise.engine.learner.layout import longest_completion
 from groupwise.engine.learner.torch_learner import token_batch
 
 TINKER = Offer()
-"""What a service computes according to Tinker's documentation."""
+"""The losses that Tinker's documentation names."""
 LOW, HIGH = "clip_low_threshold", "clip_high_threshold"
 """Settings of `ppo` and `cispo`: bounds of the ratio itself, such as 0.8 and 1.2."""
 _SURROGATES = {
@@ -203,6 +203,6 @@ def total_of(result: LossResult, denominators: Mapping[str, float]) -> Tensor:
 
 
 def descent(total: Tensor, logprobs: Sequence[Tensor]) -> list[list[float]]:
-    """For each log-probability, minus the slope of the total: the number with which it is to rise."""
+    """Minus the slope of the total loss in each log-probability: a positive number raises it."""
     slopes = torch.autograd.grad(total, [*logprobs], allow_unused=True, materialize_grads=True)
     return [[*map(float, -slope)] for slope in slopes]

@@ -22,7 +22,7 @@ SCHEMA = "/openapi.json"
 SKYRL = "Tinker API Mock"
 """The title of the schema of SkyRL's server."""
 LOSSES = frozenset({"cross_entropy", "importance_sampling", "ppo", "cispo"})
-"""What Tinker's documents name."""
+"""The losses that Tinker's documentation names."""
 USUAL_CLIP = (0.8, 1.2)
 """Bounds of the ratio in `ppo`, where nothing else is asked for."""
 TIMEOUT = 20.0
@@ -31,7 +31,7 @@ TIMEOUT = 20.0
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a service computes."""
+    """The losses and options that a service has."""
 
     name: str = "The service"
     losses: frozenset[str] = LOSSES
@@ -50,14 +50,14 @@ class Offer:
     """Seeds are below it; ours have 64 bits and are taken modulo it."""
 
     def computes(self, loss: str, settings: Mapping[str, float]) -> bool:
-        """Whether it has this loss with these bounds of the ratio, lower first."""
+        """True if the service has this loss with these bounds of the ratio, lower first."""
         if loss not in self.losses:
             return False
         return self.sets_clips or loss != "ppo" or tuple(settings.values()) == USUAL_CLIP
 
 
 def offer_of(model: ModelConfig, url: str | None) -> Offer:
-    """What the service at this URL computes; None: the service of the tinker package."""
+    """The offer of the service at this URL; None: the service of the tinker package."""
     return described({} if url is None else read_schema(url), model.loss_reduction)
 
 
@@ -72,7 +72,7 @@ def read_schema(url: str) -> dict[str, Any]:
 
 
 def described(schema: Mapping[str, Any], reduction: str | None) -> Offer:
-    """What a service with this schema computes. `reduction` is `model.loss_reduction`."""
+    """The offer of a service with this schema. `reduction` is `model.loss_reduction`."""
     if schema.get("info", {}).get("title") != SKYRL:
         return Offer(averages=reduction == "mean")
     losses = _fields(schema, "ForwardBackwardInput").get("loss_fn", {}).get("enum", ())

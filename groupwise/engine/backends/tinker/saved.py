@@ -28,7 +28,7 @@ NOT_EXACT = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SavedWeights:
-    """Where the service has the weights of one moment."""
+    """The service's paths of the weights of one step."""
 
     base_model: str
     """The service's name of the base, such as `Qwen/Qwen3-8B`."""

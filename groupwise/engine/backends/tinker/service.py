@@ -37,7 +37,7 @@ MODELS_SHOWN = 30
 LAST_WITH_JSON = "0.24.1"
 """The last release of the tinker package that speaks with services from before protobuf."""
 PREDATES = "only supports as proto"
-"""In the error of later releases that meet such a service."""
+"""Part of the error that later releases raise when they meet such a service."""
 
 
 class Service:

@@ -122,7 +122,7 @@ class VllmSampler:
             self._under_way -= 1
 
     async def prompt_logprobs(self, prompt_ids: tuple[int, ...], top: int) -> PromptLogprobs:
-        """What the tokens of a prompt are worth, with the `top` most probable at each position; see `TorchSampler.prompt_logprobs`."""
+        """The log-probabilities of a prompt's tokens, with the `top` most probable at each position; see `TorchSampler.prompt_logprobs`."""
         refuse_misfit(GroupRequest(0, prompt_ids, (0,), SamplingParams(1)), self._key_length)
         served = self._served
         if served is None:

@@ -1,4 +1,4 @@
-"""/v1/responses over the fake engine: shapes, conversations that are kept, tools, events, training, and refusals by its own names."""
+"""/v1/responses over the fake engine: fields, stored conversations, tools, stream events, training, and refusals that name the field."""
 
 import json
 from typing import Any

@@ -175,7 +175,7 @@ def test_what_cannot_be_is_refused_by_name(message: str, change: Callable[[Any],
 
 
 def test_targets_other_than_the_tokens_that_follow() -> None:
-    """They are what is asked for, with a weight or without; the context stays the input. Below 0 they stand for the input's own token."""
+    """Targets may differ from the next input token; the context stays the input. A negative target means the input's next token."""
     request = _request()
     _add(request, [5, 6, 7], [0, 9, 8], weights=[0.0, 0.5, -2.0])
     _add(request, [5, 6, 7], [-100, -100, 8], weights=[0.0, 0.0, 1.0])
