@@ -5,10 +5,15 @@ WORKERS ?= 2
 # Tests of the fleet wait for their servers most of the time.
 FLEET_WORKERS ?= 3
 # Folders whose tests all belong to other stages (tests/conftest.py): `make test` does not collect them.
-STAGE_IGNORES := $(addprefix --ignore=tests/,integration/server integration/agents integration/cookbook integration/fleet integration/launch integration/notebook integration/tunix integration/web unit/jobs/fleet unit/jobs/hosts)
+STAGE_IGNORES := $(addprefix --ignore=tests/,integration/server integration/agents integration/cookbook integration/fleet integration/launch integration/notebook integration/tunix integration/real_vllm integration/web unit/jobs/fleet unit/jobs/hosts)
 READY := @$(PYTHON) scripts/bootstrap.py
 BIN := .venv/bin
-PYTEST := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1 $(BIN)/python -m pytest
+TESTING := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
+PYTEST := $(TESTING) $(BIN)/python -m pytest
+# `make gpu WHEELS=folder` asks no index: the wheels are unpacked beside the Python that is there, which brings its own torch.
+GPU_SITE := $(CURDIR)/build/gpu-site
+GPU_READY = $(if $(WHEELS),@$(PYTHON) -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target $(GPU_SITE) $(WHEELS)/*.whl,$(READY))
+GPU_PYTHON = $(if $(WHEELS),PYTHONPATH=$(GPU_SITE):$(CURDIR) $(PYTHON),$(BIN)/python)
 # Its heap has room for torch and transformers: at node's default of 4 GB pyright evicts its cache about forty times and parses them again.
 PYRIGHT := NODE_OPTIONS=--max-old-space-size=8192 $(BIN)/pyright
 SERVERS := export GROUPWISE_REAL_SERVERS=1 && $(BIN)/python scripts/real_servers.py
@@ -20,14 +25,15 @@ NEEDS_containers := $(SERVERS) containers &&
 NEEDS_cookbook := $(ENVIRONMENT) cookbook &&
 NEEDS_docs := $(SERVERS) && $(BIN)/groupwise fetch-tunix && $(ENVIRONMENT) agents && $(ENVIRONMENT) ray &&
 NEEDS_fleet := $(SERVERS) &&
-NEEDS_launch := $(SERVERS) && $(ENVIRONMENT) ray &&
+NEEDS_launch := $(SERVERS) && $(ENVIRONMENT) ray && $(ENVIRONMENT) dstack && $(ENVIRONMENT) skypilot &&
 NEEDS_mutations := $(SERVERS) &&
 NEEDS_skyrl := $(ENVIRONMENT) skyrl &&
 NEEDS_tunix := $(BIN)/groupwise fetch-tunix &&
 NEEDS_unsloth := $(ENVIRONMENT) unsloth &&
+NEEDS_vllm := $(ENVIRONMENT) vllm &&
 NEEDS_web := $(SERVERS) chromium &&
 unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME VIRTUAL_ENV
-.PHONY: help setup quickstart tour test test-server test-fleet test-launch test-notebook test-tunix test-web check fix bench soak gpu sbom audit clean
+.PHONY: help setup quickstart tour test test-server test-fleet test-launch test-notebook test-tunix test-vllm test-web check fix bench soak gpu gpu-bundle sbom audit clean
 
 help: ## list the verbs
 	@sed -n 's/^\([a-z][a-z-]*\): ## /  make \1 \t/p' Makefile | expand -t 20
@@ -37,8 +43,8 @@ quickstart: ## train a real model on this machine and watch its reward rise
 	$(READY) --profile train && $(BIN)/python examples/quickstart.py $(QUICKSTART_ARGS)
 tour: ## train on each built-in task in turn, about an hour, and write one page of what was learnt (ARGS="--tasks math wordle --seeds 2")
 	$(READY) --profile train && $(BIN)/python -m benchmarks.tour $(ARGS)
-test: ## run the tests (ARGS="-k name" selects), but for those of test-server, test-fleet, test-launch, test-notebook, test-tunix and test-web
-	$(READY) && $(BIN)/python scripts/real_environment.py triton && $(PYTEST) -n $(WORKERS) --dist loadfile $(STAGE_IGNORES) -m "not server and not fleet and not launch and not notebook and not tunix and not web and not soak and not gpu" $(ARGS)
+test: ## run the tests (ARGS="-k name" selects), but for those of test-server, test-fleet, test-launch, test-notebook, test-tunix, test-vllm and test-web
+	$(READY) && $(BIN)/python scripts/real_environment.py triton && $(PYTEST) -n $(WORKERS) --dist loadfile $(STAGE_IGNORES) -m "not server and not fleet and not launch and not notebook and not tunix and not vllm and not web and not soak and not gpu" $(ARGS)
 test-server: ## run the tests of the training server that start it, and kill it; programs of tinker-cookbook and of OpenAI's clients among them (made first: 2.1 GB)
 	$(READY) && $(BIN)/python scripts/real_environment.py cookbook && $(BIN)/python scripts/real_environment.py agents && $(PYTEST) -n $(WORKERS) --dist loadfile -m "server and not soak and not gpu" $(ARGS) tests/integration tests/acceptance
 test-fleet: ## run the tests of the fleet, with real PostgreSQL, NATS and sshd (installs them where it may)
@@ -49,6 +55,8 @@ test-notebook: ## run the tests of notebooks, in real kernels
 	$(READY) && $(PYTEST) -n $(WORKERS) --dist loadfile -m "notebook and not soak and not gpu" $(ARGS) tests/integration/notebook tests/acceptance/test_docs.py
 test-tunix: ## run the tests of the backend tunix, in an environment of its own (made first: 1.5 GB, two minutes)
 	$(READY) && $(BIN)/groupwise fetch-tunix && $(PYTEST) -n $(WORKERS) --dist loadfile -m "tunix and not soak and not gpu" $(ARGS) tests/integration/tunix tests/contract
+test-vllm: ## run the tests with vLLM's real server, in its build for CPUs, in an environment of its own (made first: 3.1 GB, three minutes)
+	$(READY) && $(ENVIRONMENT) vllm && $(PYTEST) -n 0 -m "vllm and not soak and not gpu" $(ARGS) tests/integration/real_vllm
 test-web: ## run the tests of the dashboard in a real Chromium (installs it where it may)
 	$(READY) && $(BIN)/python scripts/real_servers.py chromium && $(PYTEST) -n $(WORKERS) --dist loadfile -m "web and not soak and not gpu" $(ARGS) tests/integration/web
 check: ## lint, format, types, layers, dependencies
@@ -59,8 +67,10 @@ bench: ## measure steps beside TRL's, for 45 minutes (ARGS="--cell W1 --check");
 	$(READY) && $(BIN)/python -m benchmarks.$(if $(filter fleet web,$(SUITE)),$(SUITE),against_trl) $(ARGS)
 soak: ## run a suite of long tests (SUITE=name; CONTRIBUTING.md lists them with their times and variables)
 	$(READY) && $(NEEDS_$(SUITE)) $(PYTEST) -m "soak(suite='$(SUITE)')" --timeout 7200 -o faulthandler_timeout=7300 $(ARGS)
-gpu: ## run the tests that need a GPU
-	$(READY) && $(BIN)/python -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make gpu: torch finds no GPU here (TORCH=cuda sets up the build for one), so nothing was tested.")' && $(PYTEST) -m gpu $(ARGS) tests/gpu
+gpu: ## run the tests that need a GPU (WHEELS=build/gpu: by the torch that PYTHON has, without an index)
+	$(GPU_READY) && $(GPU_PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make gpu: torch finds no GPU here$(if $(WHEELS),, (TORCH=cuda sets up the build for one)), so nothing was tested.")' && $(TESTING) $(GPU_PYTHON) -m pytest -m gpu $(ARGS) tests/gpu
+gpu-bundle: ## collect in build/gpu what `make gpu` needs beside torch on a machine without an index (TARGET=3.12: its Python)
+	$(READY) && $(BIN)/python scripts/gpu_bundle.py --python $(or $(TARGET),3.12)
 sbom: ## write sbom.json: every package in .venv with its release, licence and source, in CycloneDX's format
 	$(READY) && $(BIN)/uv tool run --from cyclonedx-bom==7.5.0 cyclonedx-py environment --pyproject pyproject.toml --mc-type library --output-file sbom.json .venv
 audit: ## ask the list of known holes about every release in constraints.txt (needs the internet)

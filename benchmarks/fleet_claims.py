@@ -27,7 +27,7 @@ from benchmarks.fleet_dispatch import looked_at_rarely
 from groupwise.jobs.fleet.queue import admission, claim, requeue_pending
 from groupwise.jobs.fleet.store.database import Database, connect, migrate
 from groupwise.jobs.fleet.store.tables import GPU, VM, Attempt, Job, Project, Reservation
-from groupwise.jobs.fleet.up import keep_what_is_there
+from groupwise.jobs.fleet.up import freeze_imported_objects
 from tests.postgres import server
 
 JOBS = int(os.environ.get("JOBS", "100000"))
@@ -87,7 +87,7 @@ def measure(url: str, jobs: int = JOBS) -> Found:
         admitted = time.perf_counter() - begun
         fill(database)
         analyse(database)
-        keep_what_is_there()
+        freeze_imported_objects()
         show("waiting", waiting(database))
         _, queued, _ = rounds(database)
         show("claim, all queued", queued)
@@ -222,7 +222,7 @@ def race(url: str) -> Quantiles:
 def racer(url: str, number: int) -> list[float]:
     """The seconds of each claim of one of them; it waits a little in between, as a dispatcher does."""
     claims: list[float] = []
-    keep_what_is_there()
+    freeze_imported_objects()
     with closing(connect(url)) as database:
         for _ in range(ROUNDS // RACERS):
             database.run(release_oldest)

@@ -32,7 +32,7 @@ from groupwise.jobs.fleet.states import FINAL, Contact
 from groupwise.jobs.fleet.store.database import Database, connect, migrate, seconds
 from groupwise.jobs.fleet.store.tables import GPU, VM, Attempt, Job
 from groupwise.jobs.fleet.tasks import cancel_and_wait
-from groupwise.jobs.fleet.up import keep_what_is_there
+from groupwise.jobs.fleet.up import freeze_imported_objects
 from groupwise.jobs.hosts.files import BlobStore
 from tests.fake_hosts import FakeHosts, Script
 
@@ -92,7 +92,7 @@ async def measure(url: str, jobs: int, folder: Path) -> Dispatched:
         )
         database.run(lambda session: _add_machines(session, rack))
         submit(database, jobs)
-        keep_what_is_there()
+        freeze_imported_objects()
         wall, cpu = time.monotonic(), time.process_time()
         async with _dispatching(database, rack, folder):
             begun = await _until(database, jobs, begun_at=wall)

@@ -285,7 +285,10 @@ def others() -> dict[str, Any]:
             f"{request:27} {wait.seconds:.3f} s, of which the server computed {wait.computing:.3f} s "
             f"(of {wait.requests} requests)"
         )
-    return {"large_bodies": sent} | {request: asdict(wait) for request, wait in waits.items()}
+    load = os.getloadavg()[1]
+    print(f"(load of the machine in the last five minutes: {load:.1f})")
+    seconds = {request: asdict(wait) for request, wait in waits.items()}
+    return {"large_bodies": sent, "load": load} | seconds
 
 
 async def _post(url: str) -> dict[str, Any]:

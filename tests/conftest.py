@@ -89,12 +89,13 @@ def pytest_collection_finish() -> None:
 
 SUITES = (
     "agents", "attacks", "configs", "containers", "cookbook", "docs", "engine", "fleet", "kills", "launch", "learning", "mutations",
-    "notebook", "server", "skyrl", "tasks", "training", "tunix", "unsloth", "web",
+    "notebook", "server", "skyrl", "tasks", "training", "tunix", "unsloth", "vllm", "web",
 )  # fmt: skip
 """What `make soak SUITE=…` can be given; CONTRIBUTING.md says what each tests and how long it takes."""
 
 OWN_STAGES = {
     **{name: name for name in ("server", "notebook", "tunix", "launch", "web")},
+    "real_vllm": "vllm",
     "agents": "server",
     "cookbook": "server",
 }

@@ -20,13 +20,22 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import groupwise
-from groupwise.core.types import Completion, GroupRequest, Policy, Row, SamplingParams
+from benchmarks.gpu import SIZES
+from groupwise.core.types import (
+    Completion,
+    GroupRequest,
+    OptimiserParams,
+    Policy,
+    Row,
+    SamplingParams,
+)
 from groupwise.engine.learner.gradient_flow import trained_slopes
 from groupwise.engine.learner.native.attention import attention_of
 from groupwise.engine.learner.native.body import residual_stream
 from groupwise.engine.learner.native.layout import Texts, cut
 from groupwise.engine.learner.torch_learner import TorchLearner
 from groupwise.engine.learner.weights import TrainedAdapter
+from groupwise.engine.models.bundled import bundled_folder
 from groupwise.engine.models.config import Dtype, LoraConfig, ModelConfig
 from groupwise.engine.models.files import write_tensors
 from groupwise.engine.models.load import load_model
@@ -255,16 +264,44 @@ def memory_does_not_grow(case: DeviceCase, *, adapter: bool) -> None:
 # The learner
 
 
+def learner_of(
+    name: str, device: torch.device, folder: Path, dtype: torch.dtype = torch.float32
+) -> tuple[TrainedAdapter, TorchLearner]:
+    """The same adapter each time, and its learner."""
+    adapter = AdaptedModel(family(name, dtype=dtype).to(device), new_lora_config(LoraConfig(r=4)))
+    weights = TrainedAdapter(adapter, seed=1)
+    randomised(adapter, weights.name)
+    return weights, TorchLearner(
+        weights, run="r", publish_folder=folder, max_tokens_per_microbatch=200, seed=0
+    )
+
+
+def updates_are_those_of_a_processor(case: DeviceCase) -> None:
+    """Of three updates from given gradients, before the last of which another learner reads a checkpoint."""
+    weights, learner = learner_of("llama", case.device, case.folder)
+    wanted = {key: value.detach().cpu().clone() for key, value in weights.parameters().items()}
+    reference = torch.optim.AdamW(wanted.values(), lr=0.01, weight_decay=0.1, foreach=True)
+    step = OptimiserParams(learning_rate=0.01, weight_decay=0.1, max_grad_norm=None)
+    for number in range(3):
+        if number == 2:
+            learner.save(str(case.folder))
+            weights, learner = learner_of("llama", case.device, case.folder)
+            learner.load(str(case.folder))
+        generator = torch.Generator().manual_seed(number)
+        for key, parameter in weights.parameters().items():
+            wanted[key].grad = torch.randn(parameter.shape, generator=generator)
+            parameter.grad = wanted[key].grad.to(case.device)
+        asyncio.run(learner.update(step))
+        reference.step()
+    for key, parameter in weights.parameters().items():
+        torch.testing.assert_close(parameter.detach().cpu(), wanted[key], rtol=1e-5, atol=1e-6)
+
+
 def gradients(
     name: str, device: torch.device, folder: Path, dtype: torch.dtype = torch.float32
 ) -> dict[str, Tensor]:
     """Of a whole loss with respect to an adapter, on the CPU."""
-    adapter = AdaptedModel(family(name, dtype=dtype).to(device), new_lora_config(LoraConfig(r=4)))
-    weights = TrainedAdapter(adapter, seed=1)
-    randomised(adapter, weights.name)
-    learner = TorchLearner(
-        weights, run="r", publish_folder=folder, max_tokens_per_microbatch=200, seed=0
-    )
+    weights, learner = learner_of(name, device, folder, dtype)
     asyncio.run(learner.forward_backward(rows_of(below=90), EVERYTHING, TOTALS))
     return {
         key: value.grad.cpu()
@@ -404,6 +441,39 @@ def tokens_are_drawn_as_torch_does(device: torch.device, dtype: torch.dtype) -> 
         assert finite.tolist() == [n != 7 for n in range(12)]
 
 
+@torch.no_grad()
+def numbers_of_the_head_are_those_of_torch(device: torch.device, dtype: torch.dtype) -> None:
+    """Log-probabilities, entropies, the most likely tokens, and what becomes of the logits, over several pieces of the vocabulary."""
+    kernels: Any = import_module("groupwise.engine.models.native.triton_kernels")
+
+    generator = torch.Generator().manual_seed(0)
+    logits = (torch.randn(6, 9001, generator=generator) * 4).to(dtype)
+    logits[1, :5000] = -torch.inf
+    logits[2, [70, 8000]] = 30.0  # of equal ones the first
+    temperatures = torch.tensor([0.5, 1.0, 1.7] * 2)
+    targets = torch.randint(5000, 9001, (6,), generator=generator)
+    scaled = logits.float() / temperatures[:, None]
+    logprobs = scaled.log_softmax(-1)
+    p = logprobs.exp()
+    entropies = -(p * logprobs.nan_to_num(neginf=0.0)).sum(-1)
+    slopes = p * (logprobs.nan_to_num(neginf=0.0) + entropies[:, None])
+    close = {torch.float32: 1e-5, torch.float16: 2e-3}.get(dtype, 0.01)
+    for single in (True, False):
+        given, found_slopes = logits.clone().to(device), torch.empty_like(logits, device=device)
+        normalisers, *found = kernels.head_numbers(
+            given, temperatures.to(device), targets.to(device) if single else None, gradient=True, slopes_CV=found_slopes
+        )  # fmt: skip
+        assert found[1].tolist() == scaled.argmax(-1).tolist()
+        torch.testing.assert_close(normalisers.cpu(), scaled.logsumexp(-1), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found[0].cpu(), entropies, rtol=1e-4, atol=1e-4)
+        wanted = p - F.one_hot(targets, 9001) if single else p
+        torch.testing.assert_close(given.cpu().float(), wanted, rtol=close, atol=1e-5)
+        torch.testing.assert_close(found_slopes.cpu().float(), slopes, rtol=close, atol=1e-5)
+    plain = logits.to(device)
+    kernels.head_numbers(plain, temperatures.to(device), None, gradient=False, slopes_CV=None)
+    assert torch.equal(plain.cpu(), logits)
+
+
 def attention_to_pages_is_that_of_torch(device: torch.device, dtype: torch.dtype) -> None:
     """One more token of rows that share the pages of a prompt, or have it to themselves; an empty place disturbs none."""
     kernels: Any = import_module("groupwise.engine.models.native.triton_kernels")
@@ -504,20 +574,23 @@ def sampler_and_learner_agree_on_a_small_model(
     assert float(found.abs().mean()) < most
 
 
-def bundled(device: torch.device, dtype: Dtype) -> TrainedAdapter:
-    """With a new adapter."""
-    lora = new_lora_config(LoraConfig(r=16, alpha=32))
-    adapter = AdaptedModel(load_model(BUNDLED, dtype, str(device)), lora)
-    return TrainedAdapter(adapter, seed=0)
+def bundled(device: torch.device, dtype: Dtype) -> tuple[TrainedAdapter, Any]:
+    """The bundled model with a new adapter, and its tokenizer; random weights of its sizes where it is not installed."""
+    if bundled_folder(BUNDLED.name) is None:
+        model: Any = SIZES["135M"].model(str(device)).to(getattr(torch, dtype))
+        tokenizer = tiny_tokenizer()
+    else:
+        model, tokenizer = load_model(BUNDLED, dtype, str(device)), load_tokenizer(BUNDLED)
+    adapter = AdaptedModel(model, new_lora_config(LoraConfig(r=16, alpha=32)))
+    return TrainedAdapter(adapter, seed=0), tokenizer
 
 
 def sampler_and_learner_agree(
     case: DeviceCase, dtype: Dtype, most: float, *, members: int = 8, tokens: int = 24
 ) -> None:
     """The mean gap of log-probabilities of sampled tokens is at most so much, and on neither side, with an adapter that changes a lot."""
-    trained = bundled(case.device, dtype)
+    trained, tokenizer = bundled(case.device, dtype)
     randomised(trained.adapted, trained.name, size=0.02)
-    tokenizer = load_tokenizer(BUNDLED)
     prompts = ("Sort these words: pear apple fig", "Once upon a time, in a small house by the sea")
     asked = [
         GroupRequest(
@@ -538,7 +611,7 @@ def small_steps_act_in_full(case: DeviceCase, rate: float, within: float = 0.05)
     Its noise falls with the number of tokens: of the keys, whose outputs are large, it is up to 30 % at 1e-6 with 1,024 of them, and
     each kind of processor draws another.
     """
-    weights = bundled(case.device, "bfloat16")
+    weights, _ = bundled(case.device, "bfloat16")
     assert native_model(weights.model) is not None
     for slope in trained_slopes(weights, rate):
         assert abs(slope.value - 1) < max(within, 3 * slope.error), slope

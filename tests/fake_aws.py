@@ -7,6 +7,7 @@ tokens too: here a used token gives the same instance again, or is refused with 
 import base64
 import contextlib
 import functools
+import hashlib
 import json
 import os
 import threading
@@ -28,6 +29,17 @@ REGION = "us-east-1"
 ACCOUNT = "123456789012"
 KEY_NAME, GROUP_NAME = "mine", "lets-in"
 PRICE = 1.212
+SUPPORTED = (
+    "Supported EC2 instances: G4dn, G5, G6, Gr6, G6e, G7, G7e, P4d, P4de, P5, P5e, P5en, P6-B200, P6-B300. Release notes: "
+    "https://aws.amazon.com/releasenotes/aws-deep-learning-base-gpu-ami-ubuntu-24-04/"
+)
+"""The description of the deep-learning image with the open drivers, as AWS gives it."""
+QUOTAS = [
+    {"L-1216C47A": "Running On-Demand Standard (A, C, D, H, I, M, R, T, Z) instances", "L-417A185B": "Running On-Demand P instances"},
+    {"L-DB2E81BA": "Running On-Demand G and VT instances", "L-3819A6DF": "All G and VT Spot Instance Requests"},
+    {"L-7212CCBC": "All P4, P3 and P2 Spot Instance Requests", "L-C4BD4855": "All P5 Spot Instance Requests", "L-0": "Rules"},
+]  # fmt: skip
+"""Pages of codes and names of EC2's quotas."""
 QUICK = AwsTimeouts(look=0.01, ready=60.0, other=20.0)
 
 
@@ -125,6 +137,11 @@ class FakeAws:
         return AwsBackend("aws", *told, owner="me@here", timeouts=timeouts)
 
 
+def said_on_console(key: str) -> str:
+    """As the script of `boot.py` prints it."""
+    return f"<groupwise-host-key {key} {hashlib.sha256(key.encode()).hexdigest()}>"
+
+
 def user_data_of(machine: Any) -> str:
     """What moto has kept of it."""
     return base64.b64decode(str(machine.user_data)).decode()
@@ -138,13 +155,21 @@ class _Beside(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         of_prices = self.headers["X-Amz-Target"].endswith("GetProducts")
-        answer = self._prices(asked) if of_prices else {"Quota": {"Value": self.cloud.quota}}
+        answer = self._prices(asked) if of_prices else self._quotas(asked)
         data = json.dumps(answer).encode()
         self.send_response(200)
         self.send_header("Content-Type", "application/x-amz-json-1.1")
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
         self.wfile.write(data)
+
+    def _quotas(self, asked: Any) -> Any:
+        page = int(asked.get("NextToken", 0))
+        quotas = [
+            {"QuotaCode": code, "QuotaName": name, "Value": self.cloud.quota}
+            for code, name in QUOTAS[page].items()
+        ]
+        return {"Quotas": quotas} | ({"NextToken": f"{page + 1}"} if page + 1 < len(QUOTAS) else {})
 
     def _prices(self, asked: Any) -> Any:
         [kind] = [e["Value"] for e in asked["Filters"] if e["Field"] == "instanceType"]
@@ -219,6 +244,7 @@ def _create_resources(found: FakeAws) -> None:
     rule = {"IpProtocol": "tcp", **ports, "IpRanges": [{"CidrIp": "192.0.2.0/24"}]}
     client.authorize_security_group_ingress(GroupId=found.group, IpPermissions=[rule])
     image = next(iter(found.ec2.amis))
+    found.ec2.amis[image].description = SUPPORTED
     kept = ssm_backends[ACCOUNT][REGION]
     nothing = {"description": "", "allowed_pattern": None, "keyid": None, "last_modified_date": 0}
     kind: dict[str, Any] = {
@@ -261,7 +287,7 @@ def _corrected(found: FakeAws) -> Iterator[None]:
 
     def console(self: Any) -> Any:
         key = found.key_said or found.host.host_key
-        said = f"boot\ngroupwise-host-key: {key}\n" if found.says_key else "boot\n"
+        said = f"boot\n{said_on_console(key)}\n" if found.says_key else "boot\n"
         output = Base64EncodedString.from_raw_string(said)
         return ActionResult({"InstanceId": self._get_param("InstanceId"), "Output": output})
 

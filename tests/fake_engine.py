@@ -67,6 +67,7 @@ from groupwise.server.engine.engine_protocol import (
     WrongOrder,
 )
 from groupwise.server.engine.sampling_checks import (
+    check_constraint,
     check_processing,
     refuse_unknown_tokens,
     stop_token_ids,
@@ -763,6 +764,8 @@ def _params(order: SampleOrder, settings: _Settings) -> SamplingParams:
     given = {key: value for key in keys if (value := getattr(asked, key)) is not None}
     params = replace(own, **given)
     check_processing(params, len(ALPHABET))
+    if params.processing is not None and params.processing.is_constrained:
+        check_constraint(params.processing)
     if order.trains:
         _check_learnable(asked)
     if not order.trains <= params.max_tokens <= settings.longest_completion:

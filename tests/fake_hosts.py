@@ -463,7 +463,6 @@ class FakeHost:
                     "utilisation": 0,
                     "temperature": 30,
                     "mig": False,
-                    "mig_devices": [],
                     "problems": [],
                 }
                 for index, uuid in enumerate(self.gpus)

@@ -38,6 +38,12 @@ from groupwise.jobs.hosts.port import RunnerRefused
 
 THIS = "tests.fake_modal"
 SECRETS = "GROUPWISE_SECRETS"
+RATES = {
+    "cpu_hour_cost": 0.0473, "mem_gib_hour_cost": 0.008, "gpu_hour_cost_t4": 0.59, "gpu_hour_cost_l4": 0.8, "gpu_hour_cost_a10g": 1.1,
+    "gpu_hour_cost_l40s": 1.95, "gpu_hour_cost_a100_40gb": 2.1, "gpu_hour_cost_a100_80gb": 2.5, "gpu_hour_cost_rtx6000": 3.03,
+    "gpu_hour_cost_h100": 3.95, "gpu_hour_cost_h200": 4.54, "gpu_hour_cost_b200": 6.25, "gpu_hour_cost_b300": 7.1,
+}  # fmt: skip
+"""As Modal gave them in September 2026."""
 EMPTY: Mapping[str, str] = MappingProxyType({})
 TICK = 0.02
 GRACE = 30.0
@@ -67,15 +73,28 @@ class FakeModal:
         """See `ModalPort.workspace`."""
         return self._owner
 
+    async def rates(self) -> Mapping[str, float] | None:
+        """See `ModalPort.rates`."""
+        return None if self._owner is None else RATES
+
     async def has_app(self, name: str) -> bool:
         """See `ModalPort.has_app`."""
         return (self.folder / "apps" / name).exists()
 
     async def deploy(self, image: Image) -> None:
-        """See `ModalPort.deploy`. No image is made: work runs with the interpreter of this process."""
+        """See `ModalPort.deploy`. No image is made: the interpreter of its environment is that of this process."""
+        python = self.environments / image.name / "bin/python"
+        python.parent.mkdir(parents=True, exist_ok=True)
+        python.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n', "utf-8")
+        python.chmod(0o755)
         (self.folder / "apps" / app_of(image.name)).write_text(
             json.dumps(sorted(image.files)), "utf-8"
         )
+
+    @property
+    def environments(self) -> Path:
+        """Where environments lie in its containers, which see the files of this machine."""
+        return self.folder / "environments"
 
     async def call_coordinator(self, verb: str, *arguments: Any) -> Any:
         """See `ModalPort.call_coordinator`."""

@@ -148,6 +148,8 @@ ALWAYS = {
     "AppGetByDeploymentName": api_pb2.AppGetByDeploymentNameResponse(), "AppHeartbeat": Empty(), "AppClientDisconnect": Empty(),
     "AppPublish": api_pb2.AppPublishResponse(url="http://127.0.0.1/app"),
     "MountBatchedCheckExistence": api_pb2.MountBatchedCheckExistenceResponse(),
+    "WorkspaceNameLookup": api_pb2.WorkspaceNameLookupResponse(username="me"),
+    "WorkspaceBillingRates": api_pb2.WorkspaceBillingRatesResponse(rates={"gpu_hour_cost_h100": "3.95", "cpu_hour_cost": "0.0473"}),
     "MountPutFile": api_pb2.MountPutFileResponse(exists=True),
 }  # fmt: skip
 """What is answered whatever was asked."""

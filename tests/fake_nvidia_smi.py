@@ -11,7 +11,9 @@ The file is the one that FAKE_NVIDIA_SMI_STATE names, or `nvidia-smi.json` besid
      "marker_apps": {"GPU-…": "GROUPWISE_ATTEMPT=job.3"}}
 
 A GPU's index is its place in the list. `cells` overrides what a field says. `marker_apps` lists every process with that variable in its
-environment as an app on that GPU, so that a leak shows as it would. Modes, each seen on real machines:
+environment as an app on that GPU, so that a leak shows as it would. As recorded from machines (`gpu_reports/`): `lost` has the line for
+each index that cannot be reached, at which drivers that are old stop (`stops`); `after` are lines after all others, `app_rows` other rows
+of processes, `listing` and `xml` the answers to -L and -q -x, `exit` the exit status. Modes, each seen on real machines:
 
     normal; n/a (cells without values); err (ERR! in them); lost (the last GPU is gone, with the line that says so, exit 0);
     lost_exit (the same, exit 15); hang (never ends, ignores TERM); garbage; truncated (ends in mid-line);
@@ -56,20 +58,31 @@ def cell(gpu, index, field, mode):
     return str(values.get(field, "[N/A]"))
 
 
-def query_gpu(known, fields):
+def query_gpu(known, fields, only):
     mode = known.get("mode", "normal")
     if mode == "no_mig_field" and "mig.mode.current" in fields:
         print('Field "mig.mode.current" is not a valid field to query.')
         return 2
     gpus = list(enumerate(known.get("gpus", [])))
     lost = [gpus.pop()[0]] if mode in ("lost", "lost_exit") else []
+    if only is not None:
+        gpus = [(n, gpu) for n, gpu in gpus if n == only]
+        if not gpus:
+            print("No devices were found")
+            return 6
+    for n, gpu in list(gpus):
+        if str(n) in known.get("lost", {}):
+            print(known["lost"][str(n)])
+            gpus.remove((n, gpu))
+            if known.get("stops"):
+                return known["exit"]
     lines = [", ".join(cell(gpu, n, field, mode) for field in fields) for n, gpu in gpus]
     lines += [
         f"Unable to determine the device handle for GPU0000:0{index}:00.0: GPU is lost. "
         " Reboot the system to recover this GPU"
         for index in lost
     ]
-    text = "".join(line + "\n" for line in lines)
+    text = "".join(line + "\n" for line in [*lines, *known.get("after", ())])
     if mode == "truncated":
         text = text[: -len(text.splitlines()[-1]) // 2]
     if mode == "non_utf8":
@@ -77,7 +90,7 @@ def query_gpu(known, fields):
         sys.stdout.buffer.write(b"\xff\xfe" + text.encode() + b"\x80\xae, \xc3\n")
     else:
         sys.stdout.write(text)
-    return 15 if mode == "lost_exit" else 0
+    return 15 if mode == "lost_exit" else known.get("exit", 0) if only is None else 0
 
 
 def marked(variable):
@@ -91,10 +104,13 @@ def marked(variable):
             continue
 
 
-def query_apps(known, fields):
+def query_apps(known, fields, only):
     if known.get("mode") == "apps_fail":
         print("Insufficient Permissions", file=sys.stderr)
         return 4
+    if known.get("stops") and only is None:
+        print(next(iter(known["lost"].values())))
+        return known["exit"]
     apps = list(known.get("apps", []))
     for uuid, variable in known.get("marker_apps", {}).items():
         apps += [{"uuid": uuid, "pid": pid} for pid in marked(variable)]
@@ -105,10 +121,15 @@ def query_apps(known, fields):
             "used_memory": str(app.get("used_mb", 500)),
         }
         print(", ".join(values[field] for field in fields))
-    return 0
+    for row in known.get("app_rows", ()):
+        print(row)
+    return known.get("exit", 0) if only is None else 0
 
 
 def listing(known):
+    if "listing" in known:
+        print(known["listing"], end="")
+        return 0
     for n, gpu in enumerate(known.get("gpus", [])):
         print(f"GPU {n}: {gpu.get('model', 'NVIDIA H100 80GB HBM3')} (UUID: {gpu['uuid']})")
         for k, device in enumerate(gpu.get("mig") or []):
@@ -117,6 +138,9 @@ def listing(known):
 
 
 def full_xml(known):
+    if "xml" in known:
+        print(known["xml"], end="")
+        return 0
     print(
         '<?xml version="1.0" ?>\n<!DOCTYPE nvidia_smi_log SYSTEM "nvsmi_device_v12.dtd">\n<nvidia_smi_log>'
     )
@@ -151,12 +175,13 @@ def main(arguments):
     code = misbehave(known.get("mode", "normal"))
     if code is not None:
         return code
+    only = int(arguments[1]) if arguments[:1] == ["-i"] else None
     for argument in arguments:
         name, _, fields = argument.partition("=")
         if name == "--query-gpu":
-            return query_gpu(known, fields.split(","))
+            return query_gpu(known, fields.split(","), only)
         if name == "--query-compute-apps":
-            return query_apps(known, fields.split(","))
+            return query_apps(known, fields.split(","), only)
     if arguments == ["-L"]:
         return listing(known)
     if arguments == ["-q", "-x"]:

@@ -1,8 +1,8 @@
-"""A program that begins like vLLM's server and has another one answer (`tests/fake_vllm_server.py`): `python fake_vllm.py -m … --port=…`.
+"""A program that begins like vLLM's server and has another one answer (`tests/fake_vllm_server.py`): `python fake_vllm.py -c … …`.
 
-It wants what a real one is told: the rights to load adapters and a key in its environment, and no key among its arguments. What it was told
-it appends to the file that FAKE_VLLM_TOLD names, a line each time. Connections whose first request has the key are led to the server whose
-address is in FAKE_VLLM_THERE, which has no adapters when this program begins.
+It wants what a real one is told: the right to load adapters from one folder, and a socket in a folder that nobody else may enter. What it
+was told, and what of torchrun's variables it has, it appends to the file that FAKE_VLLM_TOLD names, a line each time. Connections are led
+to the server whose address is in FAKE_VLLM_THERE, which has no adapters when this program begins.
 """
 
 from __future__ import annotations
@@ -11,56 +11,59 @@ import argparse
 import json
 import os
 import socket
-import sys
 import threading
 from contextlib import suppress
 from urllib.request import Request, urlopen
 
+from groupwise.core.rendezvous import SET_BY_TORCHRUN
+from groupwise.engine.sampler.vllm.own import SERVE
+
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("-m", dest="module")
-    for name in ("model", "served-model-name", "host", "dtype", "logprobs-mode"):
+    parser.add_argument("-c", dest="program")
+    parser.add_argument("model")
+    for name in ("served-model-name", "uds", "dtype", "logprobs-mode"):
         parser.add_argument(f"--{name}", required=True)
-    for name in ("port", "max-model-len", "max-lora-rank", "max-loras", "tensor-parallel-size"):
+    for name in ("max-model-len", "tensor-parallel-size"):
         parser.add_argument(f"--{name}", required=True, type=int)
-    parser.add_argument("--gpu-memory-utilization", required=True, type=float)
-    parser.add_argument("--enable-lora", action="store_true")
+    for name in ("max-lora-rank", "max-loras"):
+        parser.add_argument(f"--{name}", type=int)
+    parser.add_argument("--weight-transfer-config")
+    parser.add_argument("--gpu-memory-utilization", type=float)
+    parser.add_argument("--max-num-batched-tokens", type=int)
+    for name in ("enable-lora", "no-enable-chunked-prefill", "enable-sleep-mode"):
+        parser.add_argument(f"--{name}", action="store_true")
     given = parser.parse_args()
-    key = os.environ["VLLM_API_KEY"]
-    assert os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
-    assert given.module == "vllm.entrypoints.openai.api_server"
+    assert given.enable_lora == (os.environ.get("VLLM_ALLOW_RUNTIME_LORA_UPDATING") == "1")
+    assert given.program == SERVE
     assert given.logprobs_mode == "processed_logprobs"
-    assert not any(key in word for word in sys.argv)
+    asks_for_more = given.enable_sleep_mode or not given.enable_lora
+    assert asks_for_more == (os.environ.get("VLLM_SERVER_DEV_MODE") == "1")
+    insecure = os.environ.get("VLLM_ALLOW_INSECURE_SERIALIZATION") == "1"
+    assert insecure == (given.weight_transfer_config == '{"backend": "ipc"}')
+    assert os.stat(os.path.dirname(given.uds)).st_mode & 0o777 == 0o700
     there = os.environ["FAKE_VLLM_THERE"]
-    forget_adapters(there)
+    urlopen(Request(f"{there}/begin_again", b"{}")).close()
     with open(os.environ["FAKE_VLLM_TOLD"], "a") as told:
-        print(json.dumps({**vars(given), "pid": os.getpid()}), file=told, flush=True)
-    with socket.create_server((given.host, given.port)) as door:
+        known = {
+            "pid": os.getpid(),
+            "adapters": os.environ.get("VLLM_RUNTIME_LORA_ALLOWED_PATH_PREFIXES"),
+            "cache": os.environ.get("VLLM_CPU_KVCACHE_SPACE"),
+            "rank": [name for name in os.environ if name in SET_BY_TORCHRUN],
+        }
+        print(json.dumps({**vars(given), **known}), file=told, flush=True)
+    with socket.socket(socket.AF_UNIX) as door:
+        door.bind(given.uds)
+        door.listen()
         while True:
-            threading.Thread(target=lead, args=(door.accept()[0], there, key)).start()
+            threading.Thread(target=lead, args=(door.accept()[0], there)).start()
 
 
-def forget_adapters(there: str) -> None:
-    with urlopen(f"{there}/v1/models") as listed:
-        names = [each["id"] for each in json.load(listed)["data"] if each["parent"]]
-    for name in names:
-        body = json.dumps({"lora_name": name}).encode()
-        urlopen(Request(f"{there}/v1/unload_lora_adapter", body)).close()
-
-
-def lead(caller: socket.socket, there: str, key: str) -> None:
-    """Bytes to and fro, once the caller has shown the key."""
+def lead(caller: socket.socket, there: str) -> None:
+    """Bytes to and fro."""
     host, _, port = there.removeprefix("http://").partition(":")
     with caller, socket.create_connection((host, int(port))) as server, suppress(OSError):
-        heard = b""
-        while b"\r\n\r\n" not in heard:
-            data = caller.recv(1 << 16)
-            if not data:
-                return
-            heard += data
-        assert f"authorization: bearer {key}\r\n".lower().encode() in heard.lower()
-        server.sendall(heard)
         threading.Thread(target=copy, args=(server, caller)).start()
         copy(caller, server)
 

@@ -4,17 +4,21 @@
         Endpoint(server.url, "tiny")
 
 Routes, fields, statuses and messages are those of `vllm serve` (0.10.2 to 0.33): /v1/models, /v1/completions, /v1/load_lora_adapter,
-/v1/unload_lora_adapter. As there, a stop text counts from the token after `min_tokens` on, `logprobs` are raw unless the server is told
-otherwise, and an adapter that is loaded is loaded once. `end` and `begin` start it anew at its address: without adapters. `asked` keeps
-what came; `interfere` may answer in its place.
+/v1/unload_lora_adapter, and of the developer mode those to sleep, to pause, and to take whole weights (0.32). While it sleeps or pauses it
+refuses what would wait there, and one that sleeps cannot take weights. As there, a stop
+text counts from the token after `min_tokens` on, `logprobs` are raw unless the server is told otherwise, and an adapter that is loaded is
+loaded once. `end` and `begin` start it anew at its address: without adapters. `asked` keeps what came; `interfere` may answer in its place.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
+import pickle
 import socket
 import threading
-from collections.abc import Awaitable, Callable
+from base64 import b64decode
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
@@ -26,10 +30,12 @@ from starlette.applications import Starlette
 from starlette.requests import Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
+from torch.multiprocessing.reductions import rebuild_tensor
 from transformers import AutoModelForCausalLM
 
 from groupwise.core.types import GroupRequest, LogitsProcessing, SamplingParams, TopLogprobs
-from groupwise.engine.models.lora import CONFIG, AdaptedModel, read_lora_config
+from groupwise.engine.models.files import read_model_tensors
+from groupwise.engine.models.lora import CONFIG, AdaptedModel, copy_exactly, read_lora_config
 from groupwise.engine.models.tiny import tiny_model, tiny_tokenizer
 from groupwise.engine.sampler.queued import DecodeLayout
 from groupwise.engine.sampler.torch_sampler import TorchSampler
@@ -37,6 +43,19 @@ from groupwise.engine.sampler.vllm.witness import Witness
 from groupwise.engine.sampler.weights import ServedAdapter, ServedModel, ServedWeights
 from tests.ports import free_port
 
+GPU = "GPU-of-the-tests"
+DEVELOPER_ROUTES = (
+    "/sleep",
+    "/wake_up",
+    "/pause",
+    "/resume",
+    "/collective_rpc",
+    "/init_weight_transfer_engine",
+    "/start_weight_update",
+    "/update_weights",
+    "/finish_weight_update",
+    "/begin_again",
+)
 Body = dict[str, Any]
 Interference = Callable[[str, Body], Awaitable[Response | None]]
 Spoil = Callable[[Body], Body]
@@ -83,6 +102,8 @@ class VllmServer:
         self.spoil: Spoil | None = None
         """Changes the answer to a request for completions."""
         self.models: dict[str, Serving] = {}
+        self.asleep = self.paused = self._updating = False
+        self.weight_version: str | None = None
         self._draws = count()
         self._tokenizer: Any = tiny_tokenizer()
         self._running: tuple[uvicorn.Server, threading.Thread, socket.socket] | None = None
@@ -107,6 +128,7 @@ class VllmServer:
         self._running = (server, thread, listener)
 
     def _serve_base(self) -> None:
+        self.asleep = self.paused = self._updating = False
         folder, name = self.set.folder, self.set.name
         base: Any = (
             tiny_model(seed=self.set.seed)
@@ -157,6 +179,7 @@ class VllmServer:
             "unload_lora_adapter": self._unload,
         }
         routes = [Route(f"/v1/{path}", do, methods=["POST"]) for path, do in posted.items()]
+        routes += [Route(path, self._obey, methods=["POST"]) for path in DEVELOPER_ROUTES]
         return Starlette(routes=[Route("/v1/models", self._list, methods=["GET"]), *routes])
 
     def _serving(self, root: str, parent: str | None, weights: ServedWeights) -> Serving:
@@ -167,7 +190,8 @@ class VllmServer:
 
     async def _begun(self, request: Request) -> tuple[Body, Response | None]:
         """The body, and what is answered in the server's place."""
-        body = await request.json() if request.method == "POST" else {}
+        sent = await request.body()
+        body = json.loads(sent) if sent else {}
         path = request.url.path.removeprefix("/v1")
         self.asked.append((path, body))
         key = self.set.key
@@ -175,7 +199,42 @@ class VllmServer:
             return body, JSONResponse({"error": "Unauthorized"}, 401)
         if path.endswith("_lora_adapter") and not self.set.updates:
             return body, JSONResponse({"detail": "Not Found"}, 404)
+        if self.asleep and path not in ("/models", "/wake_up", "/begin_again"):
+            return body, refusal(400, "The engine sleeps.")
+        if self.paused and path == "/completions":
+            return body, refusal(400, "The scheduler is paused.")
         return body, await self.interfere(path, body) if self.interfere else None
+
+    async def _obey(self, request: Request) -> Response:
+        """A route of the developer mode, or `/begin_again`, by which `tests/fake_vllm.py` says that it has just been started."""
+        body, instead = await self._begun(request)
+        path = request.url.path
+        if instead is not None:
+            return instead
+        if path in ("/sleep", "/wake_up"):
+            self.asleep = path == "/sleep"
+        elif path in ("/pause", "/resume"):
+            self.paused = path == "/pause"
+        elif path == "/begin_again":
+            self._serve_base()
+        elif not self.paused:
+            return refusal(500, "The weights change while completions are under way.")
+        elif path == "/collective_rpc":
+            assert body["method"] == "reload_weights"
+            self._take(read_model_tensors(Path(body["kwargs"]["weights_path"])))
+        elif path == "/init_weight_transfer_engine":
+            assert body == {"init_info": {"packed": False}}
+        elif path == "/update_weights":
+            if not self._updating:
+                return refusal(500, "start_weight_update must be called before update_weights.")
+            self._take(mapped_tensors(**body["update_info"]))
+        else:
+            self._updating = path == "/start_weight_update"
+            self.weight_version = body.get("weight_version")
+        return JSONResponse({"message": "done"})
+
+    def _take(self, tensors: Mapping[str, torch.Tensor]) -> None:
+        copy_exactly(ServedModel(self._base).tensors(), tensors, "the run")
 
     # --- models -----------------------------------------------------------------------------------
 
@@ -245,22 +304,39 @@ class VllmServer:
         serving = self.models.get(body["model"])
         if serving is None:
             return refusal(404, f"The model `{body['model']}` does not exist.", "NotFoundError")
-        prompt, most = body["prompt"], body.get("max_tokens", 16)
+        if body["n"] > 1 and body["temperature"] == 0:
+            return refusal(400, f"n must be 1 when using greedy sampling, got {body['n']}.")
+        prompt, most = max(body["prompt"], key=len), body.get("max_tokens", 16)
         longest, wanted = self.set.max_model_len, len(prompt) + most
         if wanted > longest:
             told = f"This model's maximum context length is {longest} tokens. However, you requested {wanted} tokens."
             return refusal(400, told)
-        if max(prompt) >= len(self._tokenizer):
-            return refusal(400, f"Token id {max(prompt)} is out of vocabulary")
-        answer = await self._answered(serving, body)
+        highest = max(map(max, body["prompt"]))
+        if highest >= len(self._tokenizer):
+            return refusal(400, f"Token id {highest} is out of vocabulary")
+        seed = body.get("seed")
+        asked = [
+            body | {"prompt": prompt, "seed": next(self._draws) if seed is None else seed + number}
+            for prompt in body["prompt"]
+            for number in range(body["n"])
+        ]
+        choices = await asyncio.gather(*(self._choice(serving, one) for one in asked))
+        numbered = [{"index": number, **choice} for number, choice in enumerate(choices)]
+        answer = {
+            "id": "cmpl-0",
+            "object": "text_completion",
+            "model": body["model"],
+            "choices": numbered,
+        }
         return JSONResponse(answer if self.spoil is None else self.spoil(answer))
 
-    async def _answered(self, serving: Serving, body: Body) -> Body:
+    async def _choice(self, serving: Serving, body: Body) -> Body:
+        """One completion of one prompt."""
         ids, logprobs, best = await self._drawn(serving, body)
         ids, reason, stop_reason, text = self._stopped(ids, body)
         logprobs = logprobs[: len(ids)]
         if self.set.logprobs_mode == "raw_logprobs":
-            logprobs = Witness(serving.weights).logprobs(body["prompt"], ids, 1.0)
+            (logprobs,) = Witness(serving.weights).logprobs([(body["prompt"], ids)], (1.0,))
         as_ids = body.get("return_tokens_as_token_ids")
         tokens = [f"token_id:{id}" if as_ids else self._tokenizer.decode([id]) for id in ids]
         told = None
@@ -275,15 +351,11 @@ class VllmServer:
                 ],
             }
         with_ids = body.get("return_token_ids")
-        choice = {
-            "index": 0, "text": text, "logprobs": told, "finish_reason": reason,
+        return {
+            "text": text, "logprobs": told, "finish_reason": reason,
             "stop_reason": stop_reason, "prompt_logprobs": await self._prompt_logprobs(serving, body),
             "prompt_token_ids": body["prompt"] if with_ids else None,
             "token_ids": ids if with_ids else None,
-        }  # fmt: skip
-        usage = {"prompt_tokens": len(body["prompt"]), "completion_tokens": len(ids)}
-        return {
-            "id": "cmpl-0", "object": "text_completion", "model": body["model"], "choices": [choice], "usage": usage,
         }  # fmt: skip
 
     async def _prompt_logprobs(self, serving: Serving, body: Body) -> list[Any] | None:
@@ -351,6 +423,21 @@ class VllmServer:
                     return ids[:number], "stop", stop, text[:place]
         stopped = ids[-1] in self._stops(body)
         return ids, "stop" if stopped else "length", ids[-1] if stopped else None, text
+
+
+def mapped_tensors(
+    names: list[str], dtype_names: list[str], shapes: list[list[int]], ipc_handles_pickled: str
+) -> dict[str, torch.Tensor]:
+    """What the fields of vLLM's IPCWeightTransferUpdateInfo hand over. On a CPU the handles hold the tensors themselves."""
+    handles = pickle.loads(b64decode(ipc_handles_pickled))
+    tensors: dict[str, torch.Tensor] = {
+        name: rebuild_tensor(*each[GPU]) for name, each in zip(names, handles, strict=True)
+    }
+    assert [str(tensor.dtype) for tensor in tensors.values()] == [
+        f"torch.{name}" for name in dtype_names
+    ]
+    assert [[*tensor.shape] for tensor in tensors.values()] == shapes
+    return tensors
 
 
 def refusal(status: int, message: str, kind: str = "BadRequestError") -> Response:

@@ -1,15 +1,18 @@
-"""A fleet's API behind a real socket, in a thread of its own, for tests of clients."""
+"""A fleet's API behind a real socket, at an address or in the fleet's folder, in a thread of its own, for tests of clients."""
 
 import asyncio
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractAsyncContextManager, contextmanager
 from pathlib import Path
+from typing import TypeVar
 
-from groupwise.jobs.fleet.api.serve import Address, serving
+from groupwise.jobs.fleet.api.serve import Address, serving, serving_commands
 from groupwise.jobs.fleet.notify.local import LocalDoorbell
 from groupwise.jobs.fleet.settings import FleetPlace, FleetSettings
 from groupwise.jobs.fleet.store.database import Database
+
+T = TypeVar("T")
 
 
 def place_in(folder: Path) -> FleetPlace:
@@ -22,16 +25,32 @@ def api(
     database: Database, place: FleetPlace, environment: Mapping[str, str] | None = None
 ) -> Iterator[str]:
     """Its address."""
-    told: list[str] = []
+    address, environment = Address(port=0), dict(environment or {})
+    with _in_thread(
+        place, lambda bell: serving(place, database, bell, address, environment)
+    ) as url:
+        yield url
+
+
+@contextmanager
+def commands_answered(database: Database, place: FleetPlace) -> Iterator[None]:
+    """As by `groupwise fleet up`, for commands that are given the folder."""
+    with _in_thread(place, lambda bell: serving_commands(place, database, bell)):
+        yield
+
+
+@contextmanager
+def _in_thread(
+    place: FleetPlace, server: Callable[[LocalDoorbell], AbstractAsyncContextManager[T]]
+) -> Iterator[T]:
+    told: list[T] = []
     ready = threading.Event()
     loop = asyncio.new_event_loop()
     ending = asyncio.Event()
 
     async def serve() -> None:
         bell = LocalDoorbell(place.folder)
-        async with serving(
-            place, database, bell, Address(port=0), dict(environment or {})
-        ) as address:
+        async with server(bell) as address:
             told.append(address)
             ready.set()
             await ending.wait()

@@ -184,7 +184,7 @@ class FleetDocRunner:
             for each in self._hosts:
                 each.gpus(2)
         host = self._hosts[int(vm.rpartition("-")[2]) - 1]
-        if "--from-ssh-config" in options:
+        if options[:2] == ["--host", vm]:
             self._let_ssh_know(vm, host)
             return options
         known = dict(zip(options[::2], options[1::2], strict=True))

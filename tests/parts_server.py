@@ -63,12 +63,12 @@ class NoRuns:
     """Nothing else has the machine."""
 
     def __init__(self) -> None:
-        self.turn = asyncio.Lock()
+        self.machine_lock = asyncio.Lock()
 
-    def conducted(self) -> None:
+    def active_conductor(self) -> None:
         return None
 
-    async def make_room(self, whom: str) -> None:
+    async def make_room(self, for_user: str) -> None:
         """There is nothing else."""
 
 

@@ -144,6 +144,7 @@ class Ray:
         self.until(lambda: self._has("apart") == 0)
 
     def _begin(self, *options: str) -> None:
+        """Ray gives a node 30 s to register, which is too little on a busy machine: it is tried again."""
         if self._watch is None:
             with (self.folder / "said").open("ab") as said:
                 self._watch = subprocess.Popen(
@@ -158,7 +159,8 @@ class Ray:
         agent = f"--dashboard-agent-listen-port={free_port()}"
         workers = ("--min-worker-port=0", "--max-worker-port=0")  # any: another Ray may be here
         quiet = ("--disable-usage-stats", "--include-log-monitor=false", "--log-color=false")
-        start = (str(self.python), "-m", "ray.scripts.scripts", "start", "--num-cpus=4")
+        tries = ("sh", "-c", 'for try in 1 2 3 4 5; do "$@" && exit; done', "ray")
+        start = (*tries, str(self.python), "-m", "ray.scripts.scripts", "start", "--num-cpus=4")
         assert self._watch.stdin is not None
         told = json.dumps([*start, *options, *small, agent, *workers, *quiet])
         self._watch.stdin.write(f"{told}\n".encode())
@@ -172,7 +174,7 @@ class Ray:
                 return holds()
             return False
 
-        wait_until(holds_now, "Ray", details=(self.folder / "said").read_text)
+        wait_until(holds_now, "Ray", TIMEOUT_S * 3, details=(self.folder / "said").read_text)
 
     def idle(self) -> None:
         """Nothing is in use, by a report of Ray that is late enough to know how the last job ended."""

@@ -99,6 +99,15 @@ class Host:
             (self.folder / name).unlink(missing_ok=True)
         _keygen(self.folder / "hostkey")
 
+    def new_login_key(self) -> None:
+        """Its user has another key, and no longer the one before."""
+        self.key_path = self.folder / f"id_{uuid.uuid4().hex}"
+        _keygen(self.key_path)
+        # In place, so that its owner stays.
+        (self.home / ".ssh" / "authorized_keys").write_text(
+            self.key_path.with_suffix(".pub").read_text()
+        )
+
     def log(self) -> str:
         """What its sshd has said."""
         return (self.folder / "sshd.log").read_text(errors="replace")
@@ -206,6 +215,14 @@ SUPERVISOR = textwrap.dedent(
             subprocess.Popen(sys.argv[2:], stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
         elif order == "end\\n":
             end_all()
+        elif order == "hang up\\n":
+            for pid in below(os.getpid()):
+                try:
+                    with open("/proc/%s/comm" % pid) as file:
+                        if file.read() == "sshd\\n":
+                            os.kill(pid, signal.SIGKILL)
+                except OSError:
+                    pass
         print("done", flush=True)
     end_all()
     """
@@ -239,6 +256,17 @@ class LoopbackHost(Host):
     def restart(self) -> None:
         """sshd and everything else anew."""
         self.power_loss()
+        self.start()
+
+    def move(self, *, address: str | None = None, port: int | None = None) -> None:
+        """Its sshd ends with all its connections and begins elsewhere, as when a cloud gives a machine another address: its jobs run on."""
+        path = self.folder / "sshd_config"
+        text = path.read_text()
+        self.address, old_address = address or self.address, self.address
+        self.port, old_port = port or self.port, self.port
+        text = text.replace(f"ListenAddress {old_address}\n", f"ListenAddress {self.address}\n")
+        path.write_text(text.replace(f"Port {old_port}\n", f"Port {self.port}\n"))
+        self._order("hang up")
         self.start()
 
     def close(self) -> None:
@@ -462,6 +490,15 @@ class FullHost(Host):
     def partition(self) -> None:
         """No packet goes in or out."""
         _run(f"ip link set v{self.number} down")
+
+    def login_shell(self, shell: str, startup_files: str = "") -> None:
+        """Give the user this login shell, and write this text into the start-up files that shells read for a single command."""
+        path = self.folder / "passwd"
+        users = path.read_text().splitlines()[:-1]
+        path.write_text("\n".join([*users, f"gpu:*:{UID}:{UID}::/home/gpu:{shell}\n"]))
+        for name in (".bashrc", ".cshrc", ".tcshrc", ".config/fish/config.fish"):
+            (self.home / name).parent.mkdir(parents=True, exist_ok=True)
+            (self.home / name).write_text(startup_files)
 
     def half_open(self) -> None:
         """It hears everything, and none of its answers arrive."""

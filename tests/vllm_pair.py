@@ -8,6 +8,8 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from groupwise.api.openai_client.client import Endpoint
 from groupwise.core.retry import Timing
 from groupwise.engine.learner.torch_learner import TorchLearner
@@ -15,7 +17,7 @@ from groupwise.engine.learner.weights import TrainedAdapter
 from groupwise.engine.models.config import LoraConfig
 from groupwise.engine.models.lora import AdaptedModel, new_lora_config
 from groupwise.engine.models.tiny import tiny_model, tiny_tokenizer
-from groupwise.engine.sampler.vllm.adapters import SharedFolder
+from groupwise.engine.sampler.vllm.adapters import AdapterFiles, SharedFolder
 from groupwise.engine.sampler.vllm.sampler import VllmSampler
 from groupwise.engine.sampler.vllm.servers import Server, Servers
 from groupwise.engine.sampler.vllm.witness import Witness
@@ -48,6 +50,14 @@ class Clock:
         self.now = max(self.now, until)
 
 
+def disturb(learner: TorchLearner, size: float = 0.3) -> None:
+    """Make the adapter change something."""
+    generator = torch.Generator().manual_seed(7)
+    with torch.no_grad():
+        for parameter in trained(learner).parameters().values():
+            parameter.add_(torch.randn(parameter.shape, generator=generator) * size)
+
+
 _names = count()
 
 
@@ -58,9 +68,9 @@ def trained(learner: TorchLearner) -> TrainedAdapter:
     return weights
 
 
-def learner_of_tiny(folder: Path, r: int = 4) -> TorchLearner:
-    """An adapter over the tiny model."""
-    adapted = AdaptedModel(tiny_model(), new_lora_config(LoraConfig(r=r, alpha=8)))
+def learner_of(folder: Path, base: Any = None) -> TorchLearner:
+    """An adapter over the tiny model, or another base."""
+    adapted = AdaptedModel(base or tiny_model(), new_lora_config(LoraConfig(r=4, alpha=8)))
     return TorchLearner(
         TrainedAdapter(adapted, seed=1),
         run="contract",
@@ -80,11 +90,13 @@ def vllm_sampler(
     tolerance: float = 0.01,
     timeout: float = 60.0,
     patience: float = 100.0,
+    seeded: bool = True,
     shared: SharedFolder | None = None,
+    kind: type[Server] = Server,
 ) -> VllmSampler:
     """Over the base of the learner, as `groupwise.training.build` makes one."""
     timing = (clock or Clock()).timing()
-    servers = [Server(Endpoint(url, base, KEY, timeout), 64, timing) for url in urls]
+    servers = [kind(Endpoint(url, base, KEY, timeout), 64, timing) for url in urls]
     served = ServedAdapter(trained(learner).adapted, f"served-{next(_names)}")
     return VllmSampler(
         Servers(servers, patience, timing),
@@ -93,5 +105,6 @@ def vllm_sampler(
         base=base,
         key_length=key_length,
         tolerance=tolerance,
-        shared=shared,
+        seeded=seeded,
+        sync=AdapterFiles(shared),
     )

@@ -14,9 +14,11 @@ first long name of an option; the others are deprecated names, which still work.
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterator
 from copy import copy
 from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
 from typing import Annotated, Any, TypeVar, get_type_hints
 
 import typer
@@ -33,6 +35,36 @@ Follow = Annotated[
 ]
 DryRun = Annotated[
     bool, typer.Option("--dry-run", help="Show what would be done without doing it.")
+]
+
+
+def _project_dir(text: str) -> Path:
+    """Parse --project-dir; links stay in the path."""
+    project = Path(os.path.abspath(Path(text).expanduser()))
+    if not project.is_dir():
+        raise UsageError(
+            f"--project-dir {text}: {project} is no folder, so there is no project to send."
+        )
+    return project
+
+
+ProjectDir = Annotated[
+    Path | None,
+    typer.Option(
+        "--project-dir",
+        metavar="DIR",
+        parser=_project_dir,
+        help="Project to upload into the job's working folder: what git would track, links followed. A --file in it keeps its place, "
+        "and is sent even if git ignores it. Default: the current folder for `launch`, no project for `fleet submit`.",
+    ),
+]
+Exclude = Annotated[
+    list[str],
+    typer.Option(
+        "--exclude",
+        metavar="GLOB",
+        help="Files and folders of the project to leave out, by name (*.ckpt, data/) or path (out/*.bin). May be repeated.",
+    ),
 ]
 
 

@@ -155,7 +155,9 @@ def _override_hint(error: Any) -> str:
     """How to give an unknown flag that is a key of the config (`--num_generations 8`) as a word; empty for other flags and commands."""
     option: str = getattr(error, "option_name", None) or ""
     context: Any = getattr(error, "ctx", None)
-    if not option or "overrides" not in {param.name for param in context.command.params}:
+    if not option or context is None:  # the parser raises `requires an argument` without a context
+        return ""
+    if "overrides" not in {param.name for param in context.command.params}:
         return ""
     from groupwise.core.errors import ConfigError
     from groupwise.training.config import load_config

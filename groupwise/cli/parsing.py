@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from groupwise.core.errors import UsageError
+from groupwise.core.terminal.quantities import parse_size
 
 if TYPE_CHECKING:
     from groupwise.jobs.fleet.states import JobStatus
@@ -42,7 +43,7 @@ def variables(words: Iterable[str], files: Sequence[Path]) -> dict[str, str]:
             from dotenv import dotenv_values
         except ImportError:
             raise UsageError(
-                "--env-file is read by python-dotenv: pip install python-dotenv."
+                "--env-file is read by python-dotenv, which is not installed: pip install 'groupwise[launch]' brings it."
             ) from None
         try:
             text = path.expanduser().read_text("utf-8")
@@ -80,6 +81,38 @@ def seconds(option: str, *words: str) -> Callable[[str], float]:
         )
 
     return parse
+
+
+def megabytes(option: str) -> Callable[[str], int]:
+    """A parser for a size in decimal megabytes, the manufacturers' unit: `40GB`, `64GiB`, `512MB`, or a plain number of MB."""
+
+    def parse(text: str) -> int:
+        size = parse_size(text, bare_number=10**6)
+        if size is None or round(size / 10**6) < 1:
+            raise UsageError(
+                f"{option} {text}: a size of at least 1 MB is expected, e.g. 40GB, 64GiB, 512MB or a number of MB."
+            )
+        return round(size / 10**6)
+
+    return parse
+
+
+def gpus_of_model(text: str) -> tuple[str, int] | None:
+    """Parse `A100:2`, `A100` or `MIG-3g.20gb` into the model and the number of GPUs; None for a number, UUIDs or a machine's indices."""
+    match = re.fullmatch(
+        r"(?!GPU-|MIG-(?!\d+[cg]\.))([A-Z][\w .+-]*)(?::([1-9]\d{0,5}))?",
+        text.strip(),
+        re.IGNORECASE,
+    )
+    return None if match is None else (match[1], int(match[2] or 1))
+
+
+def expect_one_model(gpus: str, gpu_model: str | None) -> None:
+    """Raise UsageError if --gpu-model is given beside a value of --gpus that names a model."""
+    if gpu_model is not None:
+        raise UsageError(
+            f"--gpus {gpus} names a model of GPU, and so does --gpu-model {gpu_model}: give one."
+        )
 
 
 def statuses(arguments: Sequence[str] | None) -> frozenset[JobStatus] | None:

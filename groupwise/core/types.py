@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, Literal, Protocol, TypeVar, cast
+from typing import Any, Literal, Protocol, TypeVar, cast, runtime_checkable
 
 from pydantic import ConfigDict, TypeAdapter, with_config
 
@@ -483,6 +483,15 @@ class Sampler(Protocol):
 
     def fingerprint(self) -> str:
         """Fingerprint of the weights that serve now, computed from the tensors in memory."""
+        ...
+
+
+@runtime_checkable
+class SharesDevice(Protocol):
+    """A sampler that can leave the device that it shares with the learner."""
+
+    async def rest(self) -> None:
+        """Release what only sampling needs, until the next weights or request; do nothing while completions are under way."""
         ...
 
 

@@ -36,6 +36,7 @@ from groupwise.dashboard.runs import (
 )
 from groupwise.dashboard.runs import listing as runs
 from groupwise.dashboard.templates import STATIC
+from groupwise.runs.find import run_folders
 
 HEADERS = {
     "Content-Security-Policy": "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data:; connect-src 'self'; "
@@ -56,7 +57,7 @@ IMMUTABLE = "public, max-age=31536000, immutable"
 def make_app(context: DashboardContext) -> ASGIApp:
     """The application. Its `state.context` holds everything that pages are made of."""
     routes = [
-        Route("/", _redirect_to_runs),
+        Route("/", _redirect_to_first_page),
         *runs.ROUTES,
         *comparing.ROUTES,
         *answers.ROUTES,
@@ -86,9 +87,11 @@ def make_app(context: DashboardContext) -> ASGIApp:
     return _with_headers(app)
 
 
-def _redirect_to_runs(request: Request) -> Response:
-    """The first page is the list of runs."""
-    return RedirectResponse(root_path(request) + "/runs", 303)
+def _redirect_to_first_page(request: Request) -> Response:
+    """The first page is the list of runs, or the fleet if there is one and no run."""
+    context: DashboardContext = request.app.state.context
+    is_fleet_alone = context.fleet is not None and not run_folders(context.runs.folder)
+    return RedirectResponse(root_path(request) + ("/fleet" if is_fleet_alone else "/runs"), 303)
 
 
 def _healthz(_: Request) -> Response:

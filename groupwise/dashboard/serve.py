@@ -12,9 +12,9 @@ from pathlib import Path
 
 from groupwise.api.http.listening import Uvicorn, bind, check_tls, url_at, uvicorn_config
 from groupwise.api.http.logs import configure
-from groupwise.api.http.origins import is_loopback
 from groupwise.api.schemas.keys import VARIABLE, Keyring, read_keys_in
 from groupwise.core.errors import ConfigError, UsageError
+from groupwise.core.loopback import is_loopback
 from groupwise.dashboard.access import AccessControl
 from groupwise.dashboard.app import make_app
 from groupwise.dashboard.context import DashboardContext

@@ -71,7 +71,7 @@ def _form_response(request: Request, destination: str, *, wrong_key: bool = Fals
 
 def _safe_redirect(request: Request, address: str | None) -> str:
     """An address of this dashboard; any other address is replaced by the first page."""
-    default = f"{root_path(request)}/runs"
+    default = f"{root_path(request)}/"
     if not address or not address.startswith(f"{root_path(request)}/"):
         return default
     if address.startswith(("//", "/\\")):

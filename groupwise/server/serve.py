@@ -27,6 +27,7 @@ from typing import Any
 from pydantic import ValidationError
 from starlette.types import ASGIApp
 
+from groupwise.api.http.bodies import short_thread_switches
 from groupwise.api.http.listening import Uvicorn, bind, check_tls, url_at, uvicorn_config
 from groupwise.api.http.logs import configure
 from groupwise.api.http.route import Route
@@ -257,6 +258,14 @@ class _Server:
                 proxy=self._config.proxy_headers,
             )
         )
+        with short_thread_switches():
+            await self._answer(built, serving, http)
+        if self._refused is not None:
+            raise self._refused
+        return 0
+
+    async def _answer(self, built: Services, serving: Serving, http: Uvicorn) -> None:
+        """Answer requests until the server is to end, or cannot listen; then shut down."""
         answering = asyncio.create_task(http.serve(sockets=[self._listening]))
         try:
             listening = asyncio.create_task(http.listening.wait())
@@ -269,9 +278,6 @@ class _Server:
             await answering
         finally:
             await _cancel_tasks(answering)
-        if self._refused is not None:
-            raise self._refused
-        return 0
 
     async def _until_ending(self, serving: Serving, answering: asyncio.Task[None]) -> None:
         background_tasks = [asyncio.create_task(_log_events(serving.service))]

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from groupwise.api.http.origins import is_loopback
 from groupwise.api.schemas.keys import VARIABLE, Keyring, read_keys_in
 from groupwise.core.errors import ConfigError, UsageError
+from groupwise.core.loopback import is_loopback
 from groupwise.core.settings.credentials import secrets_in
 from groupwise.core.settings.overrides import lay_environment_over, override
 from groupwise.core.settings.schema import Conflict, Strict, setting
@@ -74,7 +74,7 @@ class ServerConfig(Strict):
     )
 
     completions_wait: float = setting(
-        30.0, "Seconds for which a request for completions waits for room before 429.", gt=0
+        300.0, "Seconds for which a request for completions waits for room before 429.", gt=0
     )
     sampling_time_limit: float = setting(
         600.0, "Seconds in which one request must be sampled.", gt=0

@@ -282,7 +282,7 @@ def instructions(schemas: Sequence[Schema]) -> str:
 def _hermes_call(text: str) -> ToolCall:
     expected = 'expected {"name": ..., "arguments": {...}} between the tags'
     try:
-        content = parse_inner(text)
+        content = parse_inner(text, finite_alone=True)
     except NotStrict as error:
         return ToolCall("", {}, f"the call is no JSON ({error.msg}); {expected}")
     if not isinstance(content, dict):

@@ -26,6 +26,7 @@ from groupwise.algorithms.registry import make
 from groupwise.core.accelerators import NVIDIA
 from groupwise.core.errors import ConfigError, UsageError
 from groupwise.core.interruption import gather_all
+from groupwise.core.retry import Timing
 from groupwise.core.types import Learner, Policy, Sampler
 from groupwise.engine.backends.unsloth import library
 from groupwise.engine.distributed import prefork
@@ -70,7 +71,7 @@ if TYPE_CHECKING:
     from groupwise.engine.learner.torch_learner import TorchLearner
     from groupwise.engine.learner.weights import TrainedModel
     from groupwise.engine.models.lora import AdaptedModel
-    from groupwise.engine.sampler.vllm.own import SpawnedServer
+    from groupwise.engine.sampler.vllm.own import ServerGpus, SpawnedServer
     from groupwise.engine.sampler.vllm.sampler import PolicyWitness, VllmSampler
 
 Kind = Literal["training", "learning", "sampling", "supervised", "serving", "base"]
@@ -265,7 +266,7 @@ async def start_training(
             _close_halves(learners, samplers)
             raise
     workers = await _build_workers("training", config, layout, run=run, folder=str(publish_folder))
-    if isinstance(workers, WorkerCalls) and config.sampler.engine == "vllm":
+    if isinstance(workers, WorkerCalls) and config.sampler.engine != "torch":
         # The ranks only learn; the first one checks the log-probabilities of the servers.
         try:
             sampler = _vllm_sampler(
@@ -316,7 +317,7 @@ async def start_serving(config: RunConfig, layout: Layout, weights: Path | None)
         return await _serve_on_tinker(config, layout, weights)
     folder = None if weights is None else str(weights)
     # One model is enough to check the servers' log-probabilities.
-    if config.sampler.engine == "vllm":
+    if config.sampler.engine != "torch":
         layout = replace(layout, processes=1, learners=1)
     workers = await _build_workers("serving", config, layout, weights=folder)
     if isinstance(workers, WorkerCalls):
@@ -385,7 +386,7 @@ def _stop_token_ids(ranks: WorkerCalls) -> tuple[int, ...]:
     return ranks.call_all_now("stop_token_ids")[0]
 
 
-# --- with samples from servers of vLLM ------------------------------------------------------------
+# --- with samples from servers --------------------------------------------------------------------
 
 
 def refuse_servers(config: AnyConfig, why: str) -> None:
@@ -412,12 +413,9 @@ async def _serve_by_http(sampler: VllmSampler, config: RunConfig, weights: Path 
         if folder is None:
             await sampler.serve_base()
             return
-        if not (folder / CONFIG).is_file():
-            raise UsageError(
-                f"{folder} holds no adapter, but servers of sampler.url take adapters alone. Leave sampler.engine out to evaluate it."
-            )
-        fingerprint = sampler.fingerprint()  # that of the adapter which was read from the folder
-        await sampler.load(Policy("served", 0, fingerprint, "adapter", str(folder.resolve())))
+        kind = "adapter" if (folder / CONFIG).is_file() else "full"
+        fingerprint = sampler.fingerprint()  # that of the weights which were read from the folder
+        await sampler.load(Policy("served", 0, fingerprint, kind, str(folder.resolve())))
     except BaseException:
         sampler.close()
         raise
@@ -427,60 +425,60 @@ def _vllm_sampler(
     config: RunConfig, layout: Layout, witness: PolicyWitness, tokenizer: Any
 ) -> VllmSampler:
     from groupwise.api.openai_client.client import Endpoint
-    from groupwise.core.retry import Timing
-    from groupwise.engine.sampler.vllm.adapters import SharedFolder
+    from groupwise.engine.sampler.vllm.adapters import AdapterFiles, SharedFolder
     from groupwise.engine.sampler.vllm.sampler import VllmSampler
     from groupwise.engine.sampler.vllm.servers import Server, Servers
+    from groupwise.engine.sampler.vllm.sglang import SglangServer
+    from groupwise.engine.sampler.vllm.whole_weights import WholeWeights
 
     sampler_config, timing = config.sampler, Timing()
     base = sampler_config.served_model or config.model.name
+    own_server, sync = None, AdapterFiles()
     if sampler_config.vllm_python is not None:
-        own_server = _own_server(config, layout, witness.rank)
-        server = Server(own_server.endpoint, sampler_config.concurrency, timing)
-        return VllmSampler(
-            Servers([server], sampler_config.patience, timing, f"Read why in {own_server.log}"),
-            witness,
-            tokenizer,
-            base=base,
-            key_length=layout.key_length,
-            tolerance=sampler_config.logprob_tolerance,
-            begin=lambda: own_server.up(server, sampler_config.patience, timing),
-            end=own_server.close,
-        )
-    servers = [
-        Server(
-            Endpoint(url, base, sampler_config.api_key_env, sampler_config.timeout),
-            sampler_config.concurrency,
+        own_server = _own_server(config, layout, witness.rank, timing)
+        remedy = f"Read why in {own_server.log}"
+        servers = Servers([own_server.server], sampler_config.patience, timing, remedy)
+        if witness.rank is None:
+            in_memory = own_server.spec.takes == "ipc"
+            sync = WholeWeights(base, witness.ipc_handles if in_memory else None)
+    else:
+        endpoints = [
+            Endpoint(url, base, sampler_config.api_key_env, sampler_config.timeout)
+            for url in sampler_config.urls
+        ]
+        kind = SglangServer if sampler_config.engine == "sglang" else Server
+        servers = Servers(
+            [kind(endpoint, sampler_config.concurrency, timing) for endpoint in endpoints],
+            sampler_config.patience,
             timing,
         )
-        for url in sampler_config.urls
-    ]
-    shared_folder = None
     if sampler_config.adapter_folder is not None:
-        adapter_folder = Path(sampler_config.adapter_folder).expanduser().resolve()
-        shared_folder = SharedFolder(
-            adapter_folder, (sampler_config.adapter_folder_there or str(adapter_folder)).rstrip("/")
-        )
+        folder = Path(sampler_config.adapter_folder).expanduser().resolve()
+        there = (sampler_config.adapter_folder_there or str(folder)).rstrip("/")
+        sync = AdapterFiles(SharedFolder(folder, there))
     return VllmSampler(
-        Servers(servers, sampler_config.patience, timing),
+        servers,
         witness,
         tokenizer,
         base=base,
         key_length=layout.key_length,
         tolerance=sampler_config.logprob_tolerance,
-        shared=shared_folder,
+        seeded=layout.seeded,
+        sync=sync,
+        own=own_server,
     )
 
 
-def _own_server(config: RunConfig, layout: Layout, rank: int) -> SpawnedServer:
-    """The vLLM server, not started yet; `rank` is the adapters' LoRA rank. Raises UsageError if there are too few GPUs."""
+def _own_server(
+    config: RunConfig, layout: Layout, rank: int | None, timing: Timing
+) -> SpawnedServer:
+    """The vLLM server, not started yet; `rank`: of the adapters, if there are any. Raises UsageError if there are too few GPUs."""
     from groupwise.core.cache import cache_folder
     from groupwise.engine.models.tokenizer import resolve
     from groupwise.engine.sampler.vllm import own
 
     sampler_config, source = config.sampler, resolve(config.model)
     assert sampler_config.vllm_python is not None
-    count = 0 if layout.device == "cpu" else prefork.gpu_count()
     if (
         sampler_config.max_model_len is not None
         and sampler_config.max_model_len < layout.key_length
@@ -489,6 +487,7 @@ def _own_server(config: RunConfig, layout: Layout, rank: int) -> SpawnedServer:
             f"sampler.max_model_len is {sampler_config.max_model_len}, but prompt and completion of this run have up to "
             f"{layout.key_length} tokens together. Leave it out, or lower data.max_prompt_length or sampler.max_completion_length."
         )
+    gpus = own_server_gpus(config, layout)
     return own.SpawnedServer(
         own.ServerSpec(
             python=sampler_config.vllm_python,
@@ -498,20 +497,44 @@ def _own_server(config: RunConfig, layout: Layout, rank: int) -> SpawnedServer:
             dtype=layout.dtype,
             rank=rank,
             longest=sampler_config.max_model_len or layout.key_length,
-            memory=sampler_config.gpu_memory_utilization,
-            gpus=own.free_gpus(
-                count,
-                sampler_config.tensor_parallel_size,
-                sampler_config.gpu_memory_utilization,
-                _first_gpu(layout),
-            ),
+            memory=gpus.memory,
+            gpus=gpus.devices,
+            in_turn=gpus.in_turn,
+            takes="adapters" if rank else "ipc" if gpus.shared else "files",
             parallel=sampler_config.tensor_parallel_size,
             in_4bit=config.model.load_in_4bit,
             trust_remote_code=config.model.trust_remote_code,
         ),
         cache_folder("vllm") / f"server-{os.getpid()}.log",
+        concurrency=sampler_config.concurrency,
         timeout=sampler_config.timeout,
+        patience=sampler_config.patience,
+        timing=timing,
     )
+
+
+def own_server_gpus(config: RunConfig, layout: Layout) -> ServerGpus:
+    """The GPUs of the vLLM server that the run starts. Raises UsageError if there are too few."""
+    from groupwise.engine.sampler.vllm.own import server_gpus
+
+    return server_gpus(
+        0 if layout.device == "cpu" else prefork.gpu_count(),
+        config.sampler.tensor_parallel_size,
+        config.sampler.gpu_memory_utilization,
+        _first_gpu(layout),
+        in_turn=config.training.max_off_policy_steps == 0,  # it never samples while it learns
+    )
+
+
+def own_server_bytes(config: RunConfig, layout: Layout) -> tuple[float, float]:
+    """What the vLLM server that the run starts takes of the learner's GPU, in bytes: while the run samples, and while it learns."""
+    from groupwise.engine.sampler.vllm.own import ASLEEP
+
+    gpus = own_server_gpus(config, layout) if config.sampler.vllm_python is not None else None
+    if gpus is None or not gpus.shared or gpus.memory is None:
+        return 0.0, 0.0
+    held = gpus.memory * prefork.gpu_memory(layout.device)
+    return held, ASLEEP if gpus.in_turn else held
 
 
 # --- built by a training server --------------------------------------------------------------------
@@ -865,7 +888,7 @@ def _make_training(config: RunConfig, layout: Layout, run: str, folder: str) -> 
     check_adapter(config.model, config.lora)
     _prepare_process(layout)
     tokenizer = load_tokenizer(config.model)
-    model = _load_model(config, layout, layout.device)
+    model = _load_trained_model(config, layout, layout.device)
     stops = stop_token_ids(model, tokenizer)
     learner_weights: Any
     if config.lora:
@@ -878,7 +901,7 @@ def _make_training(config: RunConfig, layout: Layout, run: str, folder: str) -> 
     learner = _build_learner(
         config, layout, learner_weights, run, folder, config.training.seed, replicas
     )
-    samples_on_servers = config.sampler.engine == "vllm" and layout.learners > 1
+    samples_on_servers = config.sampler.engine != "torch" and layout.learners > 1
     return WorkerState(
         layout.threads_each,
         None if samples_on_servers else _build_sampler(config, layout, sampler_weights, tokenizer),
@@ -903,11 +926,10 @@ def _make_learning(config: RunConfig, layout: Layout, run: str, folder: str) -> 
     """Build a learner without a sampler."""
     from groupwise.engine.distributed.worker_state import WorkerState
     from groupwise.engine.models.adapters import check_adapter
-    from groupwise.engine.models.load import load_model
 
     check_adapter(config.model, config.lora)
     _prepare_process(layout)
-    model = load_model(config.model, layout.dtype, _full_model_device(layout))
+    model = _load_trained_model(config, layout, _full_model_device(layout))
     learner_weights = (
         _trained_adapter(config, model) if config.lora else _trained_model(config, layout, model)
     )
@@ -991,6 +1013,12 @@ def _load_model(config: AnyConfig, layout: Layout, device: str) -> Any:
     return load_model(config.model, layout.dtype, device)
 
 
+def _load_trained_model(config: AnyConfig, layout: Layout, device: str) -> Any:
+    """Load the model for its training: weights that are trained are float32, whatever format they are computed in."""
+    full = config.lora is None
+    return _load_model(config, replace(layout, dtype="float32") if full else layout, device)
+
+
 def _shard_device(layout: Layout) -> str | None:
     """Device of a learner's part of the weights; None if it has all weights."""
     return layout.device if layout.parts > 1 else None
@@ -1007,7 +1035,7 @@ def _build_sampler(
     from groupwise.engine.sampler.queued import DecodeLayout
     from groupwise.engine.sampler.torch_sampler import TorchSampler
 
-    if config.sampler.engine == "vllm":
+    if config.sampler.engine != "torch":
         return _vllm_sampler(config, layout, _build_witness(sampler_weights), tokenizer)
     if config.model.backend == "unsloth":
         from groupwise.engine.backends.unsloth.sampler import UnslothSampler
@@ -1054,8 +1082,10 @@ def _make_supervised(config: SftConfig, layout: Layout, run: str, folder: str) -
 
     check_adapter(config.model, config.lora)
     _prepare_process(layout)
-    model = _load_model(config, layout, _full_model_device(layout))
-    learner_weights = _trained_adapter(config, model) if config.lora else TrainedModel(model)
+    model = _load_trained_model(config, layout, _full_model_device(layout))
+    learner_weights = (
+        _trained_adapter(config, model) if config.lora else TrainedModel(model, dtype=layout.dtype)
+    )
     replicas = _replicas(layout, learner_weights)
     learner = TorchLearner(
         learner_weights,
@@ -1227,13 +1257,11 @@ def _build_adapted_model(config: AnyConfig, model: Any, shape: Any) -> AdaptedMo
 def _trained_model(config: RunConfig, layout: Layout, model: Any) -> TrainedModel:
     """The trained full weights, with a frozen copy as reference if the KL coefficient is above 0."""
     from groupwise.engine.learner.weights import TrainedModel
-    from groupwise.engine.models.load import load_model
 
     beta = getattr(config.algorithm, "beta", 0.0)
-    reference = (
-        load_model(config.model, layout.dtype, _full_model_device(layout)) if beta > 0 else None
-    )
-    return TrainedModel(model, reference)
+    device = _full_model_device(layout)
+    reference = _load_trained_model(config, layout, device) if beta > 0 else None
+    return TrainedModel(model, reference, layout.dtype)
 
 
 def check_stop_tokens(config: RunConfig, tokenizer: Any) -> None:

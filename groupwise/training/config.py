@@ -394,12 +394,16 @@ class RunConfig(Strict):
         yield from distributed_conflicts(
             self, step, ("training.prompts_per_step", "training.num_generations")
         )
-        if self.sampler.engine == "vllm":
-            yield from self._vllm_conflicts()
+        if self.sampler.engine != "torch":
+            yield from self._sampling_server_conflicts()
 
-    def _vllm_conflicts(self) -> Iterator[Conflict]:
+    def _sampling_server_conflicts(self) -> Iterator[Conflict]:
         settings: dict[str, tuple[bool, str, str]] = {
-            "lora": (self.lora is None, "null", "servers take adapters, not whole models"),
+            "lora": (
+                self.lora is None and self.sampler.vllm_python is None,
+                "null",
+                "only a vLLM that the run starts (sampler.vllm_python) takes whole models",
+            ),
             "model.backend": (self.model.backend == "tunix", "tunix", "it samples itself"),
             "run.server": (self.run.server is not None, str(self.run.server), "that server samples itself"),
             "run.processes": ((self.run.processes or 1) > 1, str(self.run.processes), "one process learns, and the servers sample"),
@@ -409,7 +413,7 @@ class RunConfig(Strict):
         for key, (clashes, value, why) in settings.items():
             if clashes:
                 yield Conflict(
-                    f"sampler.engine is vllm, but {key} is {value}: {why}. Leave one of the two out.",
+                    f"sampler.engine is {self.sampler.engine}, but {key} is {value}: {why}. Leave one of the two out.",
                     ("sampler.engine", key),
                 )
 
@@ -549,10 +553,10 @@ def load_config(
         isinstance(training, dict)
         and cast("dict[str, Any]", training).get("max_off_policy_steps", 0) != 0
     )
-    uses_vllm = tree.value(("sampler", "engine")) == "vllm"
+    uses_servers = tree.value(("sampler", "engine")) in ("vllm", "sglang")
     replays_completions = tree.value(("data", "replay", "mode")) == "completions"
     algorithm = tree.values.get("algorithm", {})
-    if (off_policy or replays_completions or uses_vllm) and isinstance(algorithm, dict):
+    if (off_policy or replays_completions or uses_servers) and isinstance(algorithm, dict):
         knobs = cast("dict[str, Any]", algorithm)
         tree.values["algorithm"] = {"importance_sampling_correction": "token_truncate"} | knobs
     _take_label_from_environment(tree)

@@ -65,6 +65,8 @@ class Layout:
     """Number of processes that only sample, while the learners only learn; 0: all do both."""
     strategy: str = "ddp"
     """Each learner has all weights (`ddp`) or a part (`fsdp2`)."""
+    seeded: bool = True
+    """True if each completion is drawn with its own seed; false if servers draw with random numbers of their own."""
 
     @property
     def apart(self) -> bool:
@@ -123,7 +125,13 @@ def choose_layout(config: RunConfig, longest_prompt: int) -> Layout:
         return _tinker_layout(config, key_length(config, longest_prompt))
     layout = _tunix_layout(config) if config.model.backend == "tunix" else _local_layout(config)
     layout = replace(layout, key_length=key_length(config, longest_prompt))
-    return replace(layout, slots=config.sampler.max_num_seqs or _slot_count(config, layout))
+    sampler, seeded = config.sampler, config.sampler.seeded
+    if seeded is None:  # on a GPU vLLM draws seeded tokens one completion after the other
+        seeded = sampler.engine != "sglang" and (
+            sampler.vllm_python is None or layout.device == "cpu"
+        )
+    slots = sampler.max_num_seqs or _slot_count(config, layout)
+    return replace(layout, slots=slots, seeded=seeded)
 
 
 def _slot_count(config: RunConfig, layout: Layout) -> int:
@@ -132,7 +140,8 @@ def _slot_count(config: RunConfig, layout: Layout) -> int:
     if layout.device == "cpu" or config.model.backend == "tunix":
         return max(MIN_SLOTS, min(MAX_SLOTS, rows))
     slot_bytes = prefork.cache_bytes(config.model, layout.dtype, layout.key_length)
-    fitting = int(SHARE_OF_CACHE * prefork.gpu_memory(layout.device)) // slot_bytes
+    # What other programs hold on the GPU cannot be had, so it is no part of the whole.
+    fitting = int(SHARE_OF_CACHE * (prefork.free_memory(layout.device) or 0)) // slot_bytes
     max_slots = max(MIN_SLOTS, min(MAX_GPU_SLOTS, fitting) // SLOT_BLOCK * SLOT_BLOCK)
     return min(max_slots, -(-rows // SLOT_BLOCK) * SLOT_BLOCK)
 

@@ -94,13 +94,13 @@ SUPERVISED = ("sft.md", "configuration-sft.md")
 """Pages whose configs are of `groupwise sft`."""
 SERVED = ("serve.md", "deploy-server.md", "openai-clients.md", "train-elsewhere.md")
 """Pages that are followed from top to bottom, beside the server that they begin."""
-FLEET = ("fleet.md", "fleet-machines.md", "fleet-operations.md")
+FLEET = ("fleet.md", "fleet-machines.md", "fleet-api.md", "fleet-operations.md")
 """Pages that are followed from top to bottom, beside the fleet that they begin."""
 LAUNCHED = ("launch.md",)
 """Pages whose commands place jobs, some of them over SSH."""
 OF_VLLM = {
     *("--api-key", "--enable-lora", "--logprobs-mode", "--max-lora-rank", "--max-model-len"),
-    "--served-model-name",
+    *("--served-model-name", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "--model"),
 }
 """Options of `vllm serve` that its page speaks of."""
 RUN_ELSEWHERE = ("tinker.md",)
@@ -954,8 +954,8 @@ TABLES: list[tuple[str, Callable[[], str]]] = [
     ("train-elsewhere.md", calls_table),
     ("deploy-server.md", lambda: fields_table(ServerConfig, "| key | default | meaning |")),
     # who may train at a server may act in a fleet: it is one role
-    ("fleet-machines.md", lambda: routes_table(FLEET_ROUTES).replace("| train |", "| act |")),
-    ("fleet-machines.md", lambda: problems_table(of_the_fleet=True)),
+    ("fleet-api.md", lambda: routes_table(FLEET_ROUTES).replace("| train |", "| act |")),
+    ("fleet-api.md", lambda: problems_table(of_the_fleet=True)),
     ("notebooks.md", notebook_table),
     (
         "fleet-operations.md",
@@ -1008,6 +1008,14 @@ def test_states_alarms_events_and_metrics_of_the_fleet_are_explained() -> None:
     assert sorted(first_cells(operations, "| kind | says | do |")) == sorted(set(alarms))
     assert sorted(first_cells(operations, "| events | when |")) == sorted(events)
     assert set(first_cells(operations, "| metric | meaning |")) == metrics
+
+
+def test_the_first_page_of_the_fleet_needs_twelve_words() -> None:
+    page = (ROOT / "docs/how-to/fleet.md").read_text()
+    table = page.partition("| word | means |\n|---|---|\n")[2].partition("\n\n")[0]
+    assert 1 <= len(table.splitlines()) <= 12
+    operators_words = r"\b(epochs?|incarnation|accused|leaking|leases?|quarantined?)\b"
+    assert re.findall(operators_words, page) == []
 
 
 def test_failures_and_their_retries_are_as_in_the_table() -> None:

@@ -38,12 +38,12 @@ SOAK = pytest.mark.soak(suite="learning")
 def test_it_is_small_and_does_not_grow_with_training(
     tmp_path: Path, dtype: Dtype, updates: int, size: tuple[int, int], moves: float, most: float
 ) -> None:
-    """In bfloat16 0.021 was measured over three updates, 0.041 between transformers' modules."""
+    """In bfloat16 0.021 was measured over three updates, 0.041 between transformers' modules; means of one step vary by a third."""
     gaps, moved = asyncio.run(trained(*engines(dtype, tmp_path, size), updates, size))
     assert moved > moves, "the adapter changes what the model says by more than rounding does"
     assert fmean(gaps) < most
     half = len(gaps) // 2
-    assert dtype == "float32" or fmean(gaps[half:]) < 1.3 * fmean(gaps[:half]), gaps
+    assert dtype == "float32" or fmean(gaps[half:]) < 1.6 * fmean(gaps[:half]), gaps
 
 
 def engines(dtype: Dtype, folder: Path, size: tuple[int, int]) -> tuple[TorchLearner, TorchSampler]:

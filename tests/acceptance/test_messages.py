@@ -159,7 +159,7 @@ REFUSED = [
     case("rl training.per_device_train_batch_size=4", "training.prompts_per_step"),
     case("rl training.gradient_accumulation_steps=4", "training.max_tokens_per_microbatch"),
     case("rl sampler.top_p=0.9", "sampler.top_p", "another distribution", "eval.top_p"),
-    case("rl sampler.engine=sglang", "not in this version", "torch, vllm"),
+    case("rl sampler.engine=openai", "not in this version", "torch, vllm, sglang"),
     case('rl sampler.stop=[""]', "sampler", "empty text"),
     case("rl sampler.stop_token_ids=[-4]", "stop_token_ids has -4", "begin at 0"),
     *(

@@ -35,7 +35,7 @@ from tests.history_checker import violations
 MOST_WAITING = 14
 """Jobs that are not over; beyond that clients wait."""
 OPERATED = 0.02
-"""How likely an operator looks, each time that clients do something: without one all machines are cordoned after some minutes."""
+"""How likely an operator looks, each time that clients do something: without one all machines are drained after some minutes."""
 IDLE_TIMEOUT_S = 150.0
 """Seconds in which a repaired fleet must finish everything."""
 MODES = (
@@ -377,9 +377,9 @@ class Nemesis:
         rows, run = self.fleet.rows, self.fleet.database.run
         for job in rows(select(Job.job_id).where(Job.status == "held")):
             self.fleet.verb("release", job)
-        for vm in rows(select(VM.vm_id).where(VM.cordoned.is_not(None))):
-            run(lambda s, vm=vm: machine_verbs.uncordon(s, OPERATOR, vm) and None)
-        for gpu in rows(select(GPU).where(GPU.quarantined.is_not(None))):
+        for vm in rows(select(VM.vm_id).where(VM.drain_reason.is_not(None))):
+            run(lambda s, vm=vm: machine_verbs.undrain(s, OPERATOR, vm) and None)
+        for gpu in rows(select(GPU).where(GPU.quarantine_reason.is_not(None))):
             run(
                 lambda s, g=gpu: (
                     machine_verbs.clear_quarantine(s, OPERATOR, g.vm_id, g.uuid) and None

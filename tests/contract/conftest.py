@@ -29,6 +29,8 @@ class Pair:
     close: Callable[[], None] = field(default=lambda: None)
     exact: bool = True
     """Whether results of the sampler are the same to the bit beside others; else their last digits differ."""
+    seeded: bool = True
+    """Whether a member's seed decides what is drawn."""
 
 
 def _fakes(folder: Path) -> Pair:
@@ -101,21 +103,33 @@ def _shift(parameters: Any) -> None:
             parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.3)
 
 
-def _vllm(folder: Path) -> Pair:
+def _served(engine: str, folder: Path) -> Pair:
     """Completions of a server, of the adapter that a learner here has published."""
+    from groupwise.engine.sampler.vllm import servers, sglang
+    from tests.fake_sglang_server import SglangServer
     from tests.fake_vllm_server import VllmServer
-    from tests.vllm_pair import learner_of_tiny, trained, vllm_sampler
+    from tests.vllm_pair import learner_of, trained, vllm_sampler
 
-    server = VllmServer(logprobs_mode="processed_logprobs", max_model_len=64)
-    learner = learner_of_tiny(folder)
-    sampler = vllm_sampler([server.url], learner, key_length=64)
+    server, kind = (
+        (SglangServer(max_model_len=64), sglang.SglangServer)
+        if engine == "sglang"
+        else (VllmServer(logprobs_mode="processed_logprobs", max_model_len=64), servers.Server)
+    )
+    learner = learner_of(folder)
+    sampler = vllm_sampler([server.url], learner, key_length=64, kind=kind, seeded=engine == "vllm")
     server.begin()
 
     def close() -> None:
         sampler.close()
         server.end()
 
-    return _pair(sampler, learner, lambda: _shift(trained(learner).parameters()), close=close)
+    return _pair(
+        sampler,
+        learner,
+        lambda: _shift(trained(learner).parameters()),
+        close=close,
+        seeded=engine == "vllm",
+    )
 
 
 def _unsloth(folder: Path) -> Pair:
@@ -274,7 +288,8 @@ def _as_one_weight(tensors: dict[str, Any]) -> None:
 
 
 MAKERS = {
-    "fake": _fakes, "torch-adapter": _torch_adapter, "torch-full": _torch_full, "vllm": _vllm,
+    "fake": _fakes, "torch-adapter": _torch_adapter, "torch-full": _torch_full, "vllm": partial(_served, "vllm"),
+    "sglang": partial(_served, "sglang"),
     "unsloth": _unsloth, "ranks": _ranks, "torch-added": partial(_added, 1),
     "ranks-added": partial(_added, 2), "remote": partial(_remote, {"r": 4, "alpha": 8}),
     "remote-full": partial(_remote, None), "tunix-llama": partial(_tunix, "llama", 2),
@@ -288,6 +303,7 @@ TOLD_EVERYWHERE = ("exit code 3", "signal 9")
 
 OF_OTHERS = {
     "test_learner_contract.py": {
+        "sglang": {"test_sampler_and_learner_agree"},
         "vllm": {
             "test_sampler_and_learner_agree",
             "test_they_agree_where_the_end_could_not_be_drawn",

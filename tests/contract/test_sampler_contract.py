@@ -77,6 +77,8 @@ async def test_results_do_not_depend_on_what_else_is_asked(pair):
     others = [request(pair, draw, members=3, prompt="x" * (draw + 1)) for draw in range(10, 16)]
     crowd = await asyncio.gather(*map(pair.sampler.generate, [*others[:3], asked, *others[3:]]))
     assert same(pair, crowd[3], alone)
+    if not pair.seeded:
+        return
     again = await pair.sampler.generate(replace(asked, seeds=asked.seeds[::-1]))
     assert same(pair, again, alone[::-1])
 

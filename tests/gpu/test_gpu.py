@@ -85,6 +85,7 @@ def cases(holds: Callable[..., None], **given: tuple[Any, ...]) -> list[Any]:
         *cases(device_checks.what_is_drawn_does_not_depend_on_the_device),
         *cases(device_checks.memory_does_not_grow, adapter=(True, False)),
         *cases(device_checks.gradients_are_those_of_a_processor, name=MODELS),
+        *cases(device_checks.updates_are_those_of_a_processor),
         *cases(device_checks.nothing_is_left_of_a_gradient),
         *cases(
             device_checks.attention_is_that_of_a_processor,
@@ -122,6 +123,7 @@ def test_triton_kernels_give_what_torch_does(dtype):
     device_checks.kernels_between_products_are_those_of_torch(GPU, dtype)
     device_checks.kernels_with_products_are_those_of_torch(GPU, dtype)
     device_checks.tokens_are_drawn_as_torch_does(GPU, dtype)
+    device_checks.numbers_of_the_head_are_those_of_torch(GPU, dtype)
 
 
 @pytest.mark.parametrize("rate", [1e-6, 1e-5, 1e-4])

@@ -1,78 +1,80 @@
-"""Against a real vLLM, started as `docs/how-to/vllm.md` says: `GROUPWISE_VLLM_URL=http://127.0.0.1:8000 make gpu`.
+"""A run's own vLLM server on the learner's GPU: `make gpu`.
 
-`GROUPWISE_VLLM_MODEL` names its model (and what it calls it), SmolLM2-135M-Instruct where it is not set; its context must hold 256 tokens,
-and it must see this machine's files.
+1. Another process maps the learner's weights by their handles, as vLLM's weight-transfer engine `ipc` does.
+2. vLLM itself sleeps while the run learns, and takes all weights; skipped unless GROUPWISE_VLLM_PYTHON names an environment with it.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import groupwise
-from groupwise.core.types import GroupRequest, SamplingParams
-from groupwise.runs.store import Store
-from groupwise.training import build, placement
-from groupwise.training.config import load_config
-
-URL = os.environ.get("GROUPWISE_VLLM_URL")
-MODEL = os.environ.get("GROUPWISE_VLLM_MODEL", "HuggingFaceTB/SmolLM2-135M-Instruct")
-TASK = "examples/01_first_task/task.py"
+from groupwise.engine.models.tiny import tiny_model
+from groupwise.engine.sampler.vllm.witness import Witness
+from groupwise.engine.sampler.weights import ServedModel
+from tests.integration.real_vllm.real_server import PYTHON, write_model
+from tests.integration.toy_run import STEPS, TOY, config
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.timeout(600),
-    pytest.mark.skipif(URL is None, reason="GROUPWISE_VLLM_URL does not say where a vLLM answers"),
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU here"),
 ]
+MAPS = """\
+import json, pickle, sys
+from base64 import b64decode
+import torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor
+update = json.load(sys.stdin)
+gpu = str(torch.cuda.get_device_properties(0).uuid)
+sums = []
+for handle in pickle.loads(b64decode(update["ipc_handles_pickled"])):
+    arguments = list(handle[gpu])
+    arguments[6] = 0
+    sums.append(rebuild_cuda_tensor(*arguments).double().sum().item())
+print(json.dumps(sums))
+"""
+"""What vLLM does with handles, in the words of torch alone."""
 
 
-def settings(runs: Path, **sections: Any) -> dict[str, Any]:
-    return {
-        "model": {"name": MODEL},
-        "lora": {"r": 16},
-        "sampler": {"engine": "vllm", "url": URL, "max_completion_length": 32},
-        "training": {
-            "max_steps": 3, "prompts_per_step": 4, "num_generations": 8, "learning_rate": 1e-3,
-        },
-        "data": {"max_prompt_length": 128},
-        "eval": {"before_and_after": False},
-        "run": {"name": "live", "dir": str(runs)},
-        **sections,
+def test_another_process_maps_the_weights() -> None:
+    model: Any = tiny_model()
+    weights = ServedModel(model.to("cuda"))
+    update = Witness(weights).ipc_handles()
+    mapped = subprocess.run(
+        [sys.executable, "-c", MAPS],
+        input=json.dumps(update),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert mapped.returncode == 0, mapped.stderr
+    expected = [tensor.double().sum().item() for tensor in weights.tensors().values()]
+    assert json.loads(mapped.stdout) == pytest.approx(expected)
+
+
+@pytest.mark.skipif(
+    "GROUPWISE_VLLM_PYTHON" not in os.environ,
+    reason="GROUPWISE_VLLM_PYTHON names the Python of an environment with vLLM",
+)
+@pytest.mark.parametrize("lora", [{"r": 4, "alpha": 8}, None])
+def test_a_server_on_the_learners_gpu_takes_turns_with_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: dict[str, Any] | None
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    write_model(tmp_path / "model")
+    given = {**config(tmp_path / "runs", learning_rate=1e-3), "lora": lora}
+    given["model"] = {"name": str(tmp_path / "model"), "dtype": "float32"}
+    given["sampler"] = {
+        "engine": "vllm", "vllm_python": str(PYTHON), "max_completion_length": 6, "logprob_tolerance": 0.01
     }  # fmt: skip
-
-
-async def test_it_draws_what_it_is_asked_for(tmp_path):
-    """Loading probes it: this fails for other weights, an adapter that does not act, or raw log-probabilities."""
-    config = load_config(settings(tmp_path)).config
-    layout = placement.choose_layout(config, 128)
-    parts = await build.start_training(config, layout, "live", tmp_path / "published")
-    try:
-        for version in range(2):
-            await parts.sampler.load(await parts.learner.publish(version))
-        prompt = tuple(range(100, 110))
-        for params in (
-            SamplingParams(16, stop_token_ids=parts.stop_token_ids),
-            SamplingParams(16, 0.0, parts.stop_token_ids, min_tokens=8),
-            SamplingParams(16, 0.5, parts.stop_token_ids, stop=("e",)),
-            SamplingParams(16, 1.0, parts.stop_token_ids, top_k=5, top_p=0.9),
-        ):
-            found = await parts.sampler.generate(GroupRequest(0, prompt, (1, 1 << 63, 3), params))
-            assert [each.seed for each in found] == [1, 1 << 63, 3]
-            assert all(len(each.token_ids) >= params.min_tokens for each in found)
-        assert {each.policy_version for each in found} == {1}
-    finally:
-        parts.close()
-
-
-def test_a_run_learns_from_what_it_draws(tmp_path):
-    folder = groupwise.rl(settings(tmp_path), TASK).folder
-    assert folder
-    with Store.open(folder / "run.db", readonly=True) as store:
-        gaps = [
-            value for _, value in store.metrics(["sampling/logprob_gap"])["sampling/logprob_gap"]
-        ]
-    assert len(gaps) == 3
-    assert max(gaps) < 0.1
+    result = groupwise.rl(given, TOY)
+    assert (result.summary["state"], result.summary["steps"]) == ("finished", STEPS)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from groupwise.engine.learner import gradient_flow
+from groupwise.engine.learner import gradient_flow, torch_learner
 from groupwise.engine.learner.native import attention
 from groupwise.engine.learner.native.fused_attention import fused_attention
 from groupwise.engine.models.native.weights import NativeModel
@@ -29,6 +29,7 @@ def case(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> DeviceCase:
     monkeypatch.setattr("groupwise.engine.models.native.compiled.suits", lambda tensor: False)
     monkeypatch.setattr(attention, "piece_attention", fused_attention)
     monkeypatch.setattr(NativeModel, "pack", lambda self: None)
+    monkeypatch.setattr(torch_learner, "FUSED_ON", {"cpu"})
     gc.collect()
     gc.freeze()  # what other tests have left is not looked through each time
     return DeviceCase(CPU, FakeCudaGraph, tmp_path, bytes_held)
@@ -65,6 +66,7 @@ def also(holds: Callable[..., None], **given: Any) -> Any:
         (device_checks.memory_does_not_grow, {"adapter": True}),
         also(device_checks.memory_does_not_grow, adapter=False),
         (device_checks.gradients_are_those_of_a_processor, {"name": "llama-biases"}),
+        (device_checks.updates_are_those_of_a_processor, {}),
         (device_checks.nothing_is_left_of_a_gradient, {}),
         *(
             (
@@ -98,7 +100,10 @@ def test_sampler_and_learner_agree_on_a_small_model(case, name, dtype, most):
 
 
 @SOAK
-def test_sampler_and_learner_agree(case):
+@pytest.mark.parametrize("installed", [True, False])
+def test_sampler_and_learner_agree(case, monkeypatch, installed):
+    if not installed:  # as on a machine without an index: random weights of the same sizes
+        monkeypatch.setattr(device_checks, "bundled_folder", lambda name: None)
     few = {"members": 3, "tokens": 12}  # a difference of the two shows in each of them
     device_checks.sampler_and_learner_agree(case, "float32", most=1e-4, **few)
 

@@ -15,9 +15,11 @@ import pytest
 
 import groupwise
 from groupwise.core.errors import UsageError
-from groupwise.engine.sampler.vllm.own import free_gpus
+from groupwise.core.rendezvous import SET_BY_TORCHRUN
+from groupwise.engine.sampler.vllm import own, witness
+from groupwise.engine.sampler.vllm.own import ServerGpus, server_gpus
 from groupwise.training.callbacks.base import Callback
-from tests.fake_vllm_server import VllmServer
+from tests.fake_vllm_server import GPU, VllmServer
 from tests.integration.toy_run import TOY, begun_in_child, config
 from tests.processes import all_gone
 
@@ -26,16 +28,21 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
 @pytest.fixture
-def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def server() -> Iterator[VllmServer]:
+    with VllmServer(logprobs_mode="processed_logprobs") as server:
+        yield server
+
+
+@pytest.fixture
+def python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, server: VllmServer) -> Path:
     """What stands in the place of the Python of vLLM's environment."""
     monkeypatch.setenv("FAKE_VLLM_TOLD", str(tmp_path / "told"))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     program = tmp_path / "vllm python"
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" "{FAKE}" "$@"\n')
     program.chmod(0o755)
-    with VllmServer(logprobs_mode="processed_logprobs") as server:
-        monkeypatch.setenv("FAKE_VLLM_THERE", server.url)
-        yield program
+    monkeypatch.setenv("FAKE_VLLM_THERE", server.url)
+    return program
 
 
 def settings(folder: Path, python: Path) -> dict[str, Any]:
@@ -63,28 +70,56 @@ class Kills(Callback):
 
 
 def test_a_run_has_a_server_and_one_that_is_killed_is_begun_anew(
-    tmp_path: Path, python: Path
+    tmp_path: Path, python: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It is told what a server without a GPU needs, and nothing of torchrun."""
+    for name in SET_BY_TORCHRUN:
+        monkeypatch.setenv(name, "1" if "SIZE" in name else "0")
     given = settings(tmp_path, python)
     given["callbacks"] = [{"name": f"{__name__}:Kills", "folder": str(tmp_path)}]
     result = groupwise.rl(given, TOY)
     assert (result.summary["state"], result.summary["steps"]) == ("finished", 3)
     servers = told(tmp_path)
     assert len(servers) == 2
-    assert len({each["port"] for each in servers}) == 1
+    assert len({(each["uds"], each["adapters"]) for each in servers}) == 1
+    assert not Path(servers[0]["uds"]).parent.exists()
+    assert Path(servers[0]["adapters"]).is_absolute()
     for server in servers:
         assert (server["served_model_name"], server["max_lora_rank"]) == ("tiny", 8)
-        assert (server["host"], server["enable_lora"]) == ("127.0.0.1", True)
+        assert (server["enable_sleep_mode"], server["enable_lora"], server["rank"]) == (
+            False,
+            True,
+            [],
+        )
+        assert server["no_enable_chunked_prefill"]
+        assert server["max_num_batched_tokens"] >= 8192
+        assert (server["gpu_memory_utilization"], int(server["cache"]) in range(1, 5)) == (
+            None,
+            True,
+        )
     assert all_gone([each["pid"] for each in servers])
 
 
 def test_one_that_cannot_begin_says_why(
     tmp_path: Path, python: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """It is started once more if that may help."""
     monkeypatch.setattr("groupwise.engine.sampler.vllm.own.LOOKS_EVERY", 0.05)
-    python.write_text("#!/bin/sh\necho no module named vllm >&2\nexit 1\n")
-    with pytest.raises(UsageError, match=r"ended\..*\n.*module named vllm"):
-        groupwise.rl(settings(tmp_path, python), TOY)
+    for error, starts in (
+        ("ValueError: too little memory", 2),
+        ("ModuleNotFoundError: No module named 'vllm'", 1),
+    ):
+        (tmp_path / "starts").unlink(missing_ok=True)
+        python.write_text(
+            f"""#!/bin/sh
+            echo >>"{tmp_path}/starts"
+            printf "%s\\n" "Traceback (most recent call last):" "  frame" "{error} $$" "" bye
+            exit 1
+            """
+        )
+        with pytest.raises(UsageError, match=rf"ended \(exit status 1\): {error} \d+\n"):
+            groupwise.rl(settings(tmp_path, python), TOY)
+        assert (tmp_path / "starts").read_text() == "\n" * starts
     with pytest.raises(UsageError, match="there is no program"):
         groupwise.rl(settings(tmp_path, tmp_path / "nothing"), TOY)
 
@@ -102,17 +137,77 @@ def test_a_run_that_is_killed_leaves_none(tmp_path: Path, python: Path) -> None:
     assert all_gone([int(record.read_text())])
 
 
-def test_it_has_the_gpus_that_the_learner_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("gpus", [ServerGpus(None, None), ServerGpus(("0",), 0.7, True, True)])
+def test_all_weights_are_trained_with_it(
+    tmp_path: Path,
+    python: Path,
+    server: VllmServer,
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: ServerGpus,
+) -> None:
+    """It reads them from files, or maps them on the learner's GPU, and takes them again after it was killed, or for an evaluation."""
+    monkeypatch.setattr(own, "server_gpus", lambda *_, **__: gpus)
+    monkeypatch.setattr(witness, "gpu_uuid", lambda _: GPU)
+    given = {**settings(tmp_path, python), "lora": None}
+    given["sampler"]["logprob_tolerance"] = 1e-4
+    given["callbacks"] = [{"name": f"{__name__}:Kills", "folder": str(tmp_path)}]
+    result = groupwise.rl(given, TOY)
+    assert result.summary["steps"] == 3
+    assert len(told(tmp_path)) == 2
+    paths = [path for path, _ in server.asked]
+    taken = paths.count("/update_weights"), paths.count("/collective_rpc")
+    assert (min(taken), max(taken) >= 5) == (0, True)
+    assert (taken[0] > 0) == gpus.shared == (server.weight_version is not None)
+    assert groupwise.evaluate(given, TOY, policy=str(tmp_path / "runs/toy")).rows
+    assert len(told(tmp_path)) == 3
+
+
+def test_one_that_shares_the_learners_gpu_sleeps_while_the_run_learns(
+    tmp_path: Path, python: Path, server: VllmServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(own, "server_gpus", lambda *_, **__: ServerGpus(("0",), 0.7, True, True))
+    assert groupwise.rl(settings(tmp_path, python), TOY).summary["steps"] == 3
+    (started,) = told(tmp_path)
+    assert (started["enable_sleep_mode"], started["gpu_memory_utilization"]) == (True, 0.7)
+    paths = [path for path, _ in server.asked]
+    turns = [path for path in paths if path in ("/sleep", "/wake_up")]
+    assert turns[:6] == ["/sleep", "/wake_up"] * 3
+    for place in (place for place, path in enumerate(paths) if path == "/sleep"):
+        assert paths[place + 1] == "/wake_up"
+
+
+@pytest.mark.parametrize(
+    ("count", "parallel", "memory", "learners", "in_turn", "gpus"),
+    [
+        (0, 1, None, 1, True, ServerGpus(None, None)),
+        (4, 2, None, 1, True, ServerGpus(("1", "2"), 0.9)),
+        (4, 1, 0.7, 3, True, ServerGpus(("3",), 0.7)),
+        (1, 1, None, 1, False, ServerGpus(("0",), 0.5, True, False)),
+        (1, 1, None, 1, True, ServerGpus(("0",), 0.7, True, True)),
+        (1, 1, 0.4, 1, True, ServerGpus(("0",), 0.4, True, True)),
+        (3, 2, 0.9, 2, True, "need 4 GPUs, and there are 3"),
+        (1, 1, 0.7, 1, False, "gpu_memory_utilization"),
+        (1, 1, 0.9, 1, True, "gpu_memory_utilization"),
+        (2, 2, 0.9, 1, True, "tensor_parallel_size is 2"),
+    ],
+)
+def test_it_has_the_gpus_that_the_learner_leaves(
+    monkeypatch: pytest.MonkeyPatch,
+    count: int,
+    parallel: int,
+    memory: float | None,
+    learners: int,
+    in_turn: bool,
+    gpus: ServerGpus | str,
+) -> None:
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert free_gpus(0, 1, 0.9) is None
-    assert free_gpus(4, 2, 0.9) == ("1", "2")
-    assert free_gpus(4, 1, 0.9, learners=3) == ("3",)
-    assert free_gpus(1, 1, 0.5) == ("0",)
-    with pytest.raises(UsageError, match="need 4 GPUs, and there are 3"):
-        free_gpus(3, 2, 0.9, learners=2)
-    with pytest.raises(UsageError, match="gpu_memory_utilization"):
-        free_gpus(1, 1, 0.9)
-    with pytest.raises(UsageError, match="tensor_parallel_size is 2"):
-        free_gpus(2, 2, 0.9)
+    if isinstance(gpus, str):
+        with pytest.raises(UsageError, match=gpus):
+            server_gpus(count, parallel, memory, learners, in_turn=in_turn)
+    else:
+        assert server_gpus(count, parallel, memory, learners, in_turn=in_turn) == gpus
+
+
+def test_it_has_those_gpus_alone_that_the_run_may_see(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5, GPU-7")
-    assert free_gpus(2, 1, 0.9) == ("GPU-7",)
+    assert server_gpus(2, 1, None, 1, in_turn=True) == ServerGpus(("GPU-7",), 0.9)

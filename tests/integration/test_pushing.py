@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -117,11 +118,11 @@ def test_what_cannot_be_written_is_told_before_a_run_begins(tmp_path, hub):
 
 
 def test_a_hub_that_hangs_is_not_waited_for_and_can_be_asked_again(tmp_path, hub, alone, capsys):
-    released = asyncio.Event()
+    released = threading.Event()
 
     async def hang(method: str, path: str) -> None:
         if "/commit/" in path:
-            await released.wait()
+            await asyncio.to_thread(released.wait)
 
     hub.interfere = hang
     folder = groupwise.rl(settings(tmp_path, max_wait=0.0), TOY).folder
@@ -154,7 +155,7 @@ def test_a_hub_that_is_away_and_comes_back_gets_all_in_order(tmp_path, hub):
 
 
 def test_ctrl_c_ends_the_wait_for_the_hub(tmp_path, hub, capsys):
-    released = asyncio.Event()
+    released = threading.Event()
 
     async def hang(method: str, path: str) -> None:
         if "/commit/" in path:
@@ -162,7 +163,7 @@ def test_ctrl_c_ends_the_wait_for_the_hub(tmp_path, hub, capsys):
             while "waiting for the hub" not in log():  # noqa: ASYNC110 — another process says it
                 await asyncio.sleep(0.01)
             os.kill(int((tmp_path / "process").read_text()), signal.SIGINT)
-            await released.wait()
+            await asyncio.to_thread(released.wait)
 
     def run() -> None:
         (tmp_path / "process").write_text(str(os.getpid()))

@@ -192,7 +192,7 @@ CHANGES = {
     "rate": ("UPDATE steps SET learning_rate = 0.5 WHERE step = 4", {"fingerprint"}),
     "order": (
         "UPDATE steps SET draws = json_array(json_extract(draws, '$[0]')) WHERE step = 4",
-        {"grad_norm", "loss", "fingerprint"},
+        {"grad_norm", "fingerprint"},
     ),
     "rewards": ("UPDATE rollouts SET reward = reward * reward WHERE step = 4", {"advantages"}),
 }

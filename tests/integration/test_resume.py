@@ -115,7 +115,7 @@ WAYS = {
     "importance correction": {
         "algorithm": {"type": "gspo", "importance_sampling_correction": "sequence_mask"}
     },
-    "all weights": {"lora": None, "algorithm": {"type": "rloo", "beta": 0.1}},
+    "all weights": {"lora": None, "model": {"dtype": "bfloat16"}, "algorithm": {"type": "rloo", "beta": 0.1}},
     "dropout": {"lora": {"r": 4, "dropout": 0.2}},
     "checkpointing": {"training": {"gradient_checkpointing": True}},
     "two stages": {

@@ -25,7 +25,7 @@ from tests.rotation import turn
 
 KEY_OF_ANOTHER_ALGORITHM = "algorithm.scale_rewards=group"
 WRONG_VALUES = """
-model.name=null model.dtype=x lora.r=0 sampler.engine=sglang sampler.temperature=0 sampler.stop=x sampler.min_completion_length=-1
+model.name=null model.dtype=x lora.r=0 sampler.engine=openai sampler.temperature=0 sampler.stop=x sampler.min_completion_length=-1
 algorithm.type=reinforce-pp algorithm.preset=dapo_papr algorithm.beta=-1 algorithm.kl_estimator=k9
 training.learning_rate=.nan training.num_generations=.inf training.max_steps=ten training.schedule=fixed training.max_off_policy_steps=-1
 training.num_generations=0 training.max_steps=0 training.seed=.nan lora.dropout=1 lora.target_modules=all sampler.max_num_seqs=7

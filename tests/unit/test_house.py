@@ -1,12 +1,24 @@
 """The house rules that no other tool checks: dependencies, start-up time, what the files may say."""
 
+import ast
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
+from contextlib import closing
+from functools import cache
+from importlib.metadata import packages_distributions
 from pathlib import Path
 
 import pytest
+
+from groupwise.jobs.fleet.local import LocalFleet
+from groupwise.jobs.fleet.store.database import connect
+from tests.fleet_api import commands_answered, place_in
+from tests.unit.cli.conftest import fleet_with_a_machine
+
+__all__ = ["fleet_with_a_machine"]
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -77,6 +89,78 @@ def test_constraints_hold_for_every_machine_and_say_the_hash_of_each_file() -> N
     assert [each for each in lines if each[0] != "#" and not release.fullmatch(each)] == []
 
 
+EXTRAS = {
+    "fleet": (("cli.fleet", "jobs.fleet"), ("core", "api", "cli", "jobs"), set[str]()),
+    "launch": (
+        ("cli.launch", "jobs.launch"),
+        ("core", "api", "cli.parsing", "cli.launch", "jobs.launch", "jobs.hosts", "jobs.clouds"),
+        {"modal"},
+    ),
+    "server": (("cli.serve", "server"), ("core", "api", "server"), {"tinker"}),
+    "web": (("cli.web", "dashboard"), ("core", "dashboard"), set[str]()),
+}
+"""For each extra the modules that need it, where their imports are followed to, and extras that parts of these modules need besides."""
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_an_extra_brings_what_its_code_imports(extra: str) -> None:
+    starts, followed, besides = EXTRAS[extra]
+    paths = modules()
+    reached = {module for module in paths if is_in(module, starts)}
+    waiting = set(reached)
+    while waiting:
+        found = {name for module in waiting for name in imports_of(paths[module])}
+        waiting = {name for name in found if name in paths and is_in(name, followed)} - reached
+        reached |= waiting
+    brought = {distribution(one) for one in brought_by({extra, *besides})}
+    distributions = packages_distributions()
+    missing = {
+        f"{module} imports {name}"
+        for module in reached
+        for name in imports_of(paths[module])
+        if (top := name.partition(".")[0]) not in {*sys.stdlib_module_names, "groupwise"}
+        and not brought.intersection(map(distribution, distributions.get(top, [])))
+    }
+    assert missing == set()
+
+
+def modules() -> dict[str, Path]:
+    paths = (ROOT / "groupwise").rglob("*.py")
+    dotted = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in paths}
+    return {name.removesuffix(".__init__"): path for name, path in dotted.items()}
+
+
+@cache
+def imports_of(path: Path) -> set[str]:
+    """Names that a module imports when it runs, in functions too."""
+    waiting: list[ast.AST] = [ast.parse(path.read_text())]
+    names = set[str]()
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.Import):
+            names.update(alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.update((node.module, *(f"{node.module}.{alias.name}" for alias in node.names)))
+        elif not (isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"):
+            for block in ("body", "orelse", "handlers", "finalbody", "cases"):
+                waiting += getattr(node, block, ())
+    return names
+
+
+def is_in(module: str, packages: tuple[str, ...]) -> bool:
+    return any(f"{module}.".startswith(f"groupwise.{package}.") for package in packages)
+
+
+def brought_by(extras: set[str]) -> list[str]:
+    """Requirements of an installation with these extras, those of extras in extras too, and `pydantic-core`, which is pydantic's half."""
+    optional = PROJECT["project"]["optional-dependencies"]
+    found = [*PROJECT["project"]["dependencies"], "pydantic-core"]
+    for requirement in (one for extra in extras for one in optional[extra]):
+        nested = re.fullmatch(r"groupwise\[(.+)\]", requirement)
+        found += brought_by(set(nested[1].split(","))) if nested else [requirement]
+    return found
+
+
 # Start-up
 
 
@@ -98,6 +182,38 @@ except SystemExit as ended:
 print("heavy:", [name for name in {HEAVY} if name in sys.modules])
 """
     assert python(code).splitlines()[-1] == "heavy: []"
+
+
+FLEET_COMMANDS = (
+    "submit --help", "submit --gpus 0 --idempotency-key one -- true", "submit --gpus 0 --dry-run -- true", "list", "show {job}",
+    "logs {job}", "hold {job}", "release {job}", "stop {job} --reason enough", "resume {job}", "status", "vm list", "vm show vm-1",
+    "vm drain vm-1", "project list", "key list", "remove --older-than 1d --dry-run",
+)  # fmt: skip
+OF_THE_CONTROL_PLANE = ["sqlalchemy", "alembic", "asyncssh", "fastapi", "uvicorn", "nats"]
+
+
+def test_commands_leave_the_database_and_ssh_to_the_fleet_that_runs(
+    fleet_with_a_machine: Path, tmp_path: Path
+) -> None:
+    """These packages take more than a second to load; with them a command would take two."""
+    folder = shutil.copytree(fleet_with_a_machine, tmp_path / "fleet")
+    place = place_in(folder)
+    with closing(connect(place.database_url)) as database, commands_answered(database, place):
+        with LocalFleet(place, "user:ada") as fleet:
+            request = {"arguments": ["true"], "resources": {"gpus": 0}, "hold": True}
+            job = fleet.submit(request)["job_id"]
+            assert fleet.show(job)["submitted_by"] == "user:ada"
+        commands = [["fleet", *words.format(job=job).split()] for words in FLEET_COMMANDS]
+        commands += [["launch", "list"], ["launch", "ssh", "--help"], ["runs", "--help"]]
+        code = f"""
+import os, sys
+os.environ |= {{"GROUPWISE_FLEET": {str(folder)!r}, "HOME": {str(tmp_path)!r}}}
+from groupwise.cli.main import main
+failed = [words for words in {commands} if main(words)]
+assert not failed, failed
+print("heavy:", [name for name in {[*HEAVY, *OF_THE_CONTROL_PLANE]} if name in sys.modules])
+"""
+        assert python(code).splitlines()[-1] == "heavy: []"
 
 
 STAGES = ("server", "fleet", "launch", "notebook", "tunix", "web")

@@ -25,6 +25,7 @@ from pydantic import BaseModel
 
 from groupwise.api.client.connection import (
     CONNECT_TIMEOUT,
+    LIMITS,
     RETRY_TIMEOUT,
     TIMEOUT,
     Connection,
@@ -72,6 +73,7 @@ from groupwise.api.schemas.training import (
     StopAnswer,
     TokenizerAnswer,
 )
+from groupwise.core.loopback import async_direct_transport
 from groupwise.core.retry import Timing
 from groupwise.core.types import Prompt
 
@@ -98,7 +100,10 @@ class AsyncTrainingClient:
         """
         self.connection = Connection.of(url, api_key, retry_timeout, timeout, timing)
         self._transport = transport  # for `asynchronous` of the synchronous client
-        self._http = httpx2.AsyncClient(transport=transport, **self.connection.http_options)
+        self._http = httpx2.AsyncClient(
+            transport=transport or async_direct_transport(self.connection.url, limits=LIMITS),
+            **self.connection.http_options,
+        )
 
     def __repr__(self) -> str:
         return f"AsyncTrainingClient({self.connection.url!r})"
@@ -203,7 +208,8 @@ class AsyncTrainingClient:
         timeout: float = DEFAULT_WAIT,
     ) -> RewardAnswer:
         """Post the one reward of a trajectory, None if it failed. `trajectory`: the name that its calls gave as `metadata.trajectory`, or
-        the ids of its calls, in order. With `wait` the answer has the metrics of the step that trained on its group.
+        the ids of its calls, in order. With `wait` the answer has the metrics of the step that trained on its group, or the status
+        `accepted` after `timeout` seconds.
         """
         name = {"trajectory": trajectory}
         if not isinstance(trajectory, str):

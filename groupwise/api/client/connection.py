@@ -2,7 +2,8 @@
 
 Failures that may pass are retried: a lost connection, a time-out, the problems that `KINDS` marks with `retry`, and the equivalent statuses
 of proxies. The wait is random between zero and a bound that doubles (full jitter); if the server gives a time (`Retry-After`), that is
-added. An outage is logged as one warning, and its end as another: retries may last many minutes.
+added. If nothing listens at the address, there is no server: a call gives up sooner then. An outage is logged as one warning, and its end
+as another: retries may last many minutes.
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ from pydantic import BaseModel, ValidationError
 from groupwise.api.client.errors import (
     ClientError,
     NoAnswer,
+    NoServer,
     StrangeAnswer,
     Unavailable,
     refused_error,
 )
-from groupwise.api.http.failures import MAY_PASS, certificate_problem, problem_in
+from groupwise.api.http.failures import MAY_PASS, certificate_problem, find_cause, problem_in
 from groupwise.api.openai_client.response_parsing import excerpt
 from groupwise.api.schemas.keys import VARIABLE
 from groupwise.api.schemas.problems import KINDS
@@ -40,9 +42,15 @@ URL_VARIABLE = "GROUPWISE_URL"
 DEFAULT_URL = "http://127.0.0.1:8000"
 RETRY_TIMEOUT = 900.0
 """Seconds during which a call is retried, counted from its first attempt."""
+NO_SERVER_TIMEOUT = 120.0
+"""The same while connections are refused, since the first of these refusals: a server that is started again listens within seconds. A
+`retry_timeout` that the caller has chosen holds for them too.
+"""
 TIMEOUT = 300.0
 """Seconds without a byte after which an attempt counts as lost. Long, because a slow machine samples for minutes."""
 CONNECT_TIMEOUT = 10.0
+LIMITS = httpx2.Limits(max_connections=None, max_keepalive_connections=32)
+"""No limit on connections: some calls wait for minutes, and others must still be sent."""
 FIRST, LONGEST = 0.5, 30.0
 """Bounds of the wait, in seconds: before the second attempt, and the largest one after doubling."""
 
@@ -121,10 +129,16 @@ class Connection:
             timing or Timing(),
         )
 
+    @property
+    def no_server_timeout(self) -> float:
+        """Seconds during which refused connections are retried."""
+        return NO_SERVER_TIMEOUT if self.retry_timeout == RETRY_TIMEOUT else self.retry_timeout
+
     def retry(self, seconds: float | None = None) -> Retry:
         """The attempts of one call, for `retry_timeout` or so many seconds. All pauses but a `Retry-After` may be short (full jitter)."""
         backoff = Backoff(FIRST, LONGEST, self.timing.chance, low=0.0)
-        return Retry(self.retry_timeout if seconds is None else seconds, backoff, self.timing.clock)
+        seconds = self.retry_timeout if seconds is None else seconds
+        return _CallRetry(seconds, backoff, self.timing.clock, self.no_server_timeout)
 
     @property
     def http_options(self) -> dict[str, Any]:
@@ -132,19 +146,53 @@ class Connection:
         return {
             "base_url": self.url,
             "headers": {"Authorization": f"Bearer {self.key}"} if self.key else {},
-            # Calls that wait at the server for minutes must not prevent others from being sent.
-            "limits": httpx2.Limits(max_connections=None, max_keepalive_connections=32),
+            "limits": LIMITS,
         }
+
+
+class _CallRetry(Retry):
+    """Gives up sooner while nothing listens at the address."""
+
+    def __init__(
+        self,
+        seconds: float,
+        backoff: Backoff,
+        clock: Callable[[], float],
+        no_server_timeout: float,
+    ) -> None:
+        super().__init__(seconds, backoff, clock)
+        self._no_server_timeout = no_server_timeout
+        self._refused_since: float | None = None
+
+    @property
+    def left(self) -> float:
+        """See `Retry.left`."""
+        if self._refused_since is None:
+            return super().left
+        return min(super().left, self._no_server_timeout - (self._clock() - self._refused_since))
+
+    def next(self, error: Exception, least: float = 0.0) -> float:
+        """See `Retry.next`."""
+        if not isinstance(error, NoServer):
+            self._refused_since = None
+        elif self._refused_since is None:
+            self._refused_since = self._clock()
+        return super().next(error, least)
 
 
 def network_failure(error: httpx2.RequestError, connection: Connection) -> tuple[NoAnswer, bool]:
     """The caller's error for a lost request or response, and whether a retry may help."""
     if untrusted := certificate_problem(connection.url, error):
         return NoAnswer(untrusted), False
+    where = f"`url` or the variable {URL_VARIABLE} says where it is."
+    if find_cause(error, ConnectionRefusedError):
+        return NoServer(
+            f"Nothing listens at {connection.url} (connection refused): the server has ended, or runs elsewhere; {where} Start it again "
+            f"with the same output_dir; one that listens again within {connection.no_server_timeout:.0f} seconds is waited for."
+        ), True
     kind = type(error).__name__
     return NoAnswer(
-        f"{connection.url} does not answer ({kind}{f': {error}' if str(error) else ''}). Look whether the server runs there; "
-        f"`url` or the variable {URL_VARIABLE} says where it is."
+        f"{connection.url} does not answer ({kind}{f': {error}' if str(error) else ''}). Look whether the server runs there; {where}"
     ), True
 
 

@@ -2,6 +2,7 @@
 
 ClientError                       `problem`, `code`, `status` and `retry_after` hold the server's response; None without one
 ├── NoAnswer                      no response, or only a part of one, until the client's retry time was over
+│   └── NoServer                  nothing listens at the address, for two minutes
 ├── StrangeAnswer                 the response is not of this protocol: a proxy, another server
 │   └── BrokenDownload            the files of a model did not arrive complete
 └── Refused                       the server refused the request; `code` is a key of `groupwise.api.schemas.problems.KINDS`
@@ -71,6 +72,12 @@ class NoAnswer(ClientError):
     """No response arrived. Check that the server runs and that the URL is right; the request may or may not have arrived."""
 
     code = "no_answer"
+
+
+class NoServer(NoAnswer):
+    """Nothing listens at the server's address. Start the server again, then repeat the call: it has not arrived."""
+
+    code = "no_server"
 
 
 class StrangeAnswer(ClientError):

@@ -26,6 +26,7 @@ from pydantic import BaseModel
 from groupwise.api.client.async_training_client import AsyncTrainingClient
 from groupwise.api.client.connection import (
     CONNECT_TIMEOUT,
+    LIMITS,
     RETRY_TIMEOUT,
     TIMEOUT,
     Connection,
@@ -74,6 +75,7 @@ from groupwise.api.schemas.training import (
     TokenizerAnswer,
 )
 from groupwise.core.errors import UsageError
+from groupwise.core.loopback import direct_transport
 from groupwise.core.retry import Timing
 from groupwise.core.types import Prompt
 
@@ -100,7 +102,10 @@ class TrainingClient:
         """
         self.connection = Connection.of(url, api_key, retry_timeout, timeout, timing)
         self._transport = transport  # for `asynchronous` of the synchronous client
-        self._http = httpx2.Client(transport=transport, **self.connection.http_options)
+        self._http = httpx2.Client(
+            transport=transport or direct_transport(self.connection.url, limits=LIMITS),
+            **self.connection.http_options,
+        )
 
     def __repr__(self) -> str:
         return f"TrainingClient({self.connection.url!r})"
@@ -221,7 +226,8 @@ class TrainingClient:
         timeout: float = DEFAULT_WAIT,
     ) -> RewardAnswer:
         """Post the one reward of a trajectory, None if it failed. `trajectory`: the name that its calls gave as `metadata.trajectory`, or
-        the ids of its calls, in order. With `wait` the answer has the metrics of the step that trained on its group.
+        the ids of its calls, in order. With `wait` the answer has the metrics of the step that trained on its group, or the status
+        `accepted` after `timeout` seconds.
         """
         name = {"trajectory": trajectory}
         if not isinstance(trajectory, str):

@@ -24,6 +24,7 @@ from pydantic import BaseModel
 from starlette.exceptions import HTTPException
 
 from groupwise.api.http import strict_json
+from groupwise.api.http.bodies import LARGE, read_body
 from groupwise.api.http.middleware import (
     AuthMiddleware,
     BodyMiddleware,
@@ -33,6 +34,7 @@ from groupwise.api.http.middleware import (
 )
 from groupwise.api.http.route import Route
 from groupwise.api.http.shared_state import Shared, facts_of
+from groupwise.api.http.strict_json import NotStrict
 from groupwise.api.schemas.idempotency import HEADERS as IDEMPOTENCY_HEADERS
 from groupwise.api.schemas.keys import Role
 from groupwise.api.schemas.problems import (
@@ -198,8 +200,29 @@ class _StrictRequest(Request):
 
     async def json(self) -> Any:
         if not hasattr(self, "_json"):
-            self._json = await strict_json.parse_in_thread(await self.body())
+            self._json = self._parse(await self.body())
         return self._json
+
+    async def read_large_body(self, validate: Callable[..., tuple[Any, list[Any]]]) -> None:
+        """Parse a large body, and validate it, in the thread of large bodies; FastAPI then takes the value as it is."""
+
+        def read(body: bytes) -> Any:
+            value, errors = validate(self._parse(body), loc=("body",))
+            if errors:
+                raise RequestValidationError(errors)
+            return value
+
+        try:
+            self._json = await read_body(await self.body(), read)
+        except NotStrict as error:
+            wrong = {"type": "json_invalid", "loc": ("body", error.pos), "msg": "JSON decode error"}
+            raise RequestValidationError(
+                [wrong | {"input": {}, "ctx": {"error": error.msg}}]
+            ) from None
+
+    def _parse(self, body: bytes) -> Any:
+        route = facts_of(self.scope).route
+        return strict_json.parse(body, strict_json.MOST_KEYS if route is None else route.max_keys)
 
 
 class _StrictRoute(APIRoute):
@@ -221,7 +244,10 @@ class _StrictRoute(APIRoute):
                 message = f"is not a query parameter of {route.name}; {hint}"
                 error = FieldError(field=printable(name)[:100], message=message)
                 raise Refusal("invalid_request", f"{error.field} {message}", errors=[error])
-            return await handler(_StrictRequest(request.scope, request.receive))
+            strict_request = _StrictRequest(request.scope, request.receive)
+            if self.body_field is not None and len(await strict_request.body()) > LARGE:
+                await strict_request.read_large_body(self.body_field.validate)
+            return await handler(strict_request)
 
         return strict
 

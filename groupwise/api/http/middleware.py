@@ -21,7 +21,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.routing import compile_path
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from groupwise.api.http.bodies import LARGE, SHUTTING_DOWN_RETRY, ClientGone, give_memory_back
+from groupwise.api.http.bodies import SHUTTING_DOWN_RETRY, VERY_LARGE, ClientGone, give_memory_back
 from groupwise.api.http.logs import log_request
 from groupwise.api.http.origins import check_local
 from groupwise.api.http.route import Route
@@ -221,15 +221,16 @@ class BodyMiddleware:
         try:
             await _while_client_listens(self._app, scope, body, receive, send)
         finally:
-            if len(body) > LARGE:  # a second later, when no reference to it is left
-                asyncio.get_running_loop().call_later(1.0, give_memory_back)
+            if len(body) > VERY_LARGE:
+                give_memory_back()
 
 
 async def _while_client_listens(
     app: ASGIApp, scope: Scope, body: bytes, receive: Receive, send: Send
 ) -> None:
     """Do the work. If the route has `ends_with_client`, cancel it when the client disconnects before the response is complete."""
-    route = facts_of(scope).route
+    facts = facts_of(scope)
+    route = facts.route
     is_read = is_answered = False
 
     async def disconnected() -> None:
@@ -266,3 +267,4 @@ async def _while_client_listens(
         if not response_task.done():
             response_task.cancel()
         await asyncio.gather(response_task, client_gone, return_exceptions=True)
+        facts.note_delivery(is_answered)

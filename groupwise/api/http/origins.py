@@ -6,23 +6,13 @@ headers tell our pages from others: `Sec-Fetch-Site`, or in older browsers `Orig
 
 from __future__ import annotations
 
-import ipaddress
 from collections.abc import Mapping
 from urllib.parse import urlsplit
 
 from groupwise.api.schemas.problems import Refusal
+from groupwise.core.loopback import is_loopback
 
 _OF_A_PROXY = ("x-forwarded-for", "x-real-ip", "forwarded")
-
-
-def is_loopback(host: str) -> bool:
-    """True if a name or address always refers to this machine."""
-    if host.lower().rstrip(".") == "localhost":
-        return True
-    try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return False
 
 
 def is_from_our_page(headers: Mapping[str, str]) -> bool | None:

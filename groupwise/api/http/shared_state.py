@@ -146,6 +146,8 @@ class Facts:
     """Code of the problem body that it is answered with; empty without one."""
     headers: dict[str, str] = field(default_factory=dict[str, str])
     """Additional headers of a refusal."""
+    note_delivery: Callable[[bool], None] = lambda delivered: None
+    """Called when the request ends, with True if the whole response was sent while the client was connected."""
 
     @property
     def instance(self) -> str:

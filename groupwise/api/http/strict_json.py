@@ -4,19 +4,19 @@ The standard library would read a duplicate key, NaN, a number beyond the range 
 no request needs; the next reader would understand them differently, or fail. Millions of small lists or texts, each of
 which takes more memory than its bytes in the body, are refused before they are created.
 
-A large body is parsed in a thread, and no piece of the work holds the interpreter for long, so the event loop answers other clients
-meanwhile: the entries of a body are limited, its texts and brackets are counted in a loop of Python, between whose rounds other threads
-run, and long lists of numbers are read in slices. A regular expression over the whole body would hold them up for seconds.
+A large body is parsed in a thread (`bodies.read_body`), and no piece of the work holds the interpreter for long, so the event loop answers
+other clients meanwhile: the entries of a body are limited, its texts and brackets are counted in a loop of Python, between whose rounds
+other threads run, and long lists of numbers are read in slices. A regular expression over the whole body would hold them up for seconds.
 """
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 import re
 import secrets
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 DEEPEST = 64
@@ -25,15 +25,12 @@ DEEPEST = 64
 MOST_LISTS, MOST_TEXTS = 300_000, 2_000_000
 """Limits for a body: its lists and objects together, and its texts. The largest body of rewards has 256 groups of 1024 lists of tokens."""
 MOST_ENTRIES = 4_000_000
-"""Limit on the entries of all lists and objects together. They are validated at one go, which holds up other requests: 4 million numbers
-for about a quarter of a second. Lists of numbers with 8 bytes each reach the limit of the body's bytes first.
+"""Limit on the entries of all lists and objects together. Lists of numbers with 8 bytes each reach the limit of the body's bytes first.
 """
 MOST_KEYS = 10_000
 """Limit on one object's keys: each unknown one is a mistake that validation notes, for about ten microseconds."""
 MOST_KEYS_IN_ALL = 300_000
 """Limit on the keys of all objects of a body together, counted before they are parsed: a million would hold up others for half a second."""
-LARGE = 256 * 1024
-"""Bytes of a body above which it is parsed in a thread."""
 SLICE = 128 * 1024
 """Bytes of a list of numbers that are parsed at one go, which takes about two milliseconds."""
 
@@ -54,13 +51,17 @@ class NotStrict(json.JSONDecodeError):
         super().__init__(message, "", position)
 
 
-def parse(text: bytes) -> Any:
-    """The value. Raises NotStrict, whose message repeats nothing of the text."""
+def parse(text: bytes, max_keys: int = MOST_KEYS) -> Any:
+    """The value. Raises NotStrict, whose message repeats nothing of the text. `max_keys`: limit on one object's keys."""
     _check_entries(text)
     _check_keys(text)
     check_number(text, MOST_LISTS, MOST_TEXTS, DEEPEST)
     try:
-        value = _load_in_slices(text) if text.count(b",") > SLICE else _load(text)
+        value = (
+            _load_in_slices(text, max_keys)
+            if text.count(b",") > SLICE
+            else _load(text, max_keys=max_keys)
+        )
     except UnicodeDecodeError as error:
         raise NotStrict("the body is not UTF-8", error.start) from None
     except NotStrict:
@@ -69,25 +70,31 @@ def parse(text: bytes) -> Any:
         raise NotStrict(error.msg, error.pos) from None
     except ValueError:  # Python's limit of digits
         raise NotStrict("a whole number has too many digits") from None
-    # `json.loads` accepts lone surrogates; only a body with escaped ones needs the check.
-    if _SURROGATE.search(text):
+    refuse_lone_surrogates(text, value)
+    return value
+
+
+def refuse_lone_surrogates(text: bytes, value: Any) -> None:
+    """Refuse a value that was read from this JSON, if a text in it has half of a surrogate pair, which nothing can encode."""
+    if _SURROGATE.search(text):  # `json.loads` accepts them, but only where they are escaped
         try:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
         except UnicodeEncodeError:
             raise NotStrict("a text has half of a surrogate pair") from None
-    return value
 
 
-def _load(text: bytes, parse_float: Callable[[str], Any] | None = None) -> Any:
+def _load(
+    text: bytes, parse_float: Callable[[str], Any] | None = None, max_keys: int = MOST_KEYS
+) -> Any:
     return json.loads(
         text.decode("utf-8"),
         parse_float=parse_float or finite,
         parse_constant=no_constant,
-        object_pairs_hook=refuse_duplicate_keys,
+        object_pairs_hook=partial(refuse_duplicate_keys, max_keys=max_keys),
     )
 
 
-def _load_in_slices(text: bytes) -> Any:
+def _load_in_slices(text: bytes, max_keys: int) -> Any:
     """Parse the text. Long lists of numbers and JSON names are read first, in slices; a placeholder number replaces each in the rest."""
     nonce = f"0.{secrets.randbits(96)}"  # the body cannot know it
     lists: list[list[Any]] = []
@@ -104,7 +111,7 @@ def _load_in_slices(text: bytes) -> Any:
         prefix, _, index = number.partition("e")
         return lists[int(index)] if prefix == nonce else finite(number)
 
-    return _load(b"".join(rest), list_or_number if lists else None)
+    return _load(b"".join(rest), list_or_number if lists else None, max_keys)
 
 
 def _load_list(text: bytes, start: int, end: int) -> list[Any]:
@@ -121,21 +128,25 @@ def _load_list(text: bytes, start: int, end: int) -> list[Any]:
     return values
 
 
-def parse_inner(text: str) -> Any:
-    """The value of JSON inside a text, e.g. the arguments of a tool call: with the same limits, otherwise not strict. Raises NotStrict."""
+def parse_inner(text: str, *, finite_alone: bool = False) -> Any:
+    """The value of JSON inside a text, e.g. the arguments of a tool call: with the same limits, but keys may stand twice. NaN and infinite
+    numbers are accepted, unless `finite_alone`. Raises NotStrict.
+    """
     encoded = text.encode("utf-8", "surrogatepass")
     check_number(encoded, MOST_LISTS, MOST_TEXTS, DEEPEST)
+    numbers: dict[str, Any] = (
+        {"parse_float": finite, "parse_constant": no_constant} if finite_alone else {}
+    )
     try:
-        return json.loads(text)
+        value = json.loads(text, **numbers)
+    except NotStrict:
+        raise
     except json.JSONDecodeError as error:
         raise NotStrict(error.msg, error.pos) from None
     except ValueError:  # Python's limit of digits
         raise NotStrict("a whole number has too many digits") from None
-
-
-async def parse_in_thread(text: bytes) -> Any:
-    """See `parse`; runs in a thread if the body is large."""
-    return await asyncio.to_thread(parse, text) if len(text) > LARGE else parse(text)
+    refuse_lone_surrogates(encoded, value)
+    return value
 
 
 def check_number(text: bytes, lists: int, texts: int, deepest: int | None = None) -> None:
@@ -199,10 +210,12 @@ def no_constant(name: str) -> Any:
     raise NotStrict(f"{name} is no number of JSON")
 
 
-def refuse_duplicate_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """For `object_pairs_hook`: refuses duplicate keys, and more than MOST_KEYS keys."""
-    if len(pairs) > MOST_KEYS:
-        raise NotStrict(f"an object has more than {MOST_KEYS:,} keys")
+def refuse_duplicate_keys(
+    pairs: list[tuple[str, Any]], max_keys: int = MOST_KEYS
+) -> dict[str, Any]:
+    """For `object_pairs_hook`: refuses duplicate keys, and too many keys."""
+    if len(pairs) > max_keys:
+        raise NotStrict(f"an object has more than {max_keys:,} keys")
     mapping = dict(pairs)
     if len(mapping) != len(pairs):
         raise NotStrict("a key stands twice in an object")

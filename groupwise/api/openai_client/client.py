@@ -43,6 +43,7 @@ from groupwise.api.openai_client.waiting import (
     retry_after,
 )
 from groupwise.core.errors import EndpointError, UsageError
+from groupwise.core.loopback import async_direct_transport
 from groupwise.core.retry import Timing
 from groupwise.core.types import Message
 
@@ -73,6 +74,8 @@ class Endpoint:
     """Seconds for one attempt, from the request to the last byte of its response."""
     retries: int = 8
     """How often a request is retried before the error is raised."""
+    socket: str | None = None
+    """File of the Unix socket at which a service of this machine listens; None: it listens at the URL's address."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "base_url", checked_url(self.base_url))
@@ -110,14 +113,16 @@ class Client:
         self._pause = Pause(self._timing)
         self._slots = asyncio.Semaphore(concurrency)
         self._one_at_a_time = False
+        limits = httpx2.Limits(
+            max_connections=concurrency,
+            max_keepalive_connections=concurrency if keep_connections else 0,
+        )
         self._http = httpx2.AsyncClient(
             headers={"Authorization": f"Bearer {self._key}"} if self._key else {},
             timeout=httpx2.Timeout(endpoint.timeout, connect=min(CONNECT_LIMIT, endpoint.timeout)),
-            limits=httpx2.Limits(
-                max_connections=concurrency,
-                max_keepalive_connections=concurrency if keep_connections else 0,
-            ),
-            transport=transport,
+            limits=limits,
+            transport=transport
+            or async_direct_transport(endpoint.base_url, limits=limits, uds=endpoint.socket),
         )
 
     async def __aenter__(self) -> Client:
@@ -243,20 +248,22 @@ class Client:
     ) -> T:
         """Send a request and return `read` of the response body. Failures that may pass are retried, `retries` times if given.
 
-        For routes that have no method of their own. `read` raises EndpointError for a body that it cannot use.
+        For routes that have no method of their own; `path` is one below the base URL, or a whole URL. `read` raises EndpointError for a
+        body that it cannot use.
         """
+        url = path if "://" in path else self.endpoint.base_url + path
         limit = self.endpoint.retries if retries is None else retries
         waits = backoff(self._timing)
         for attempt in range(limit + 1):
             try:
                 async with self._slots:
                     await self._pause.over()
-                    answer = await self._send_once(method, path, body)
+                    answer = await self._send_once(method, url, body)
             except _TransientFailure as failure:
                 if attempt == limit:
                     times_text = "" if limit == 0 else f" ({limit + 1} times)"
                     error = self._endpoint_error(
-                        method, path, f"{failure}{times_text}", failure.status
+                        method, url, f"{failure}{times_text}", failure.status
                     )
                     error.may_pass = True
                     raise error from failure.__cause__
@@ -272,12 +279,11 @@ class Client:
                 try:
                     return read(answer)
                 except EndpointError as error:
-                    raise self._endpoint_error(method, path, str(error), None) from None
+                    raise self._endpoint_error(method, url, str(error), None) from None
         raise AssertionError("a request is answered, repeated or given up")
 
-    async def _send_once(self, method: str, path: str, body: Mapping[str, Any] | None) -> bytes:
+    async def _send_once(self, method: str, url: str, body: Mapping[str, Any] | None) -> bytes:
         """The body of one response. Raises _TransientFailure if another attempt may succeed, else EndpointError."""
-        url = self.endpoint.base_url + path
         content = None if body is None else json.dumps(body).encode()
         headers = {} if body is None else {"Content-Type": "application/json"}
         try:
@@ -286,14 +292,14 @@ class Client:
                 streamed = await self._http.send(request, stream=True)
                 answer = await read_response_async(streamed, MAX_RESPONSE)
         except ResponseTooLarge as error:
-            raise self._endpoint_error(method, path, str(error), None) from None
+            raise self._endpoint_error(method, url, str(error), None) from None
         except (TimeoutError, httpx2.TimeoutException) as error:
             raise _TransientFailure(f"no answer in {self.endpoint.timeout:g} s") from error
         except httpx2.TransportError as error:
             raise _TransientFailure(f"{type(error).__name__}: {error}") from error
         except httpx2.HTTPError as error:
             raise self._endpoint_error(
-                method, path, f"{type(error).__name__}: {error}", None
+                method, url, f"{type(error).__name__}: {error}", None
             ) from error
         status = answer.status_code
         if status == 200 and not holds_error(answer.content):
@@ -308,12 +314,12 @@ class Client:
             if seconds is None or seconds <= MAX_RETRY_AFTER:
                 raise _TransientFailure(f"status {status}: {text}", status, seconds)
             text = f"{text} (it wants to be asked again in {seconds:,.0f} s, which is too long to wait)"
-        raise self._endpoint_error(method, path, f"status {status}: {text}", status)
+        raise self._endpoint_error(method, url, f"status {status}: {text}", status)
 
     def _endpoint_error(
-        self, method: str, path: str, problem: str, status: int | None
+        self, method: str, url: str, problem: str, status: int | None
     ) -> EndpointError:
-        message = f"{method} {self.endpoint.base_url}{path}: {problem}"
+        message = f"{method} {url}: {problem}"
         if status in (401, 403):
             key_problem = "holds a key that is refused" if self._key else "is not set"
             message += f"\nThe environment variable {self.endpoint.api_key_env} {key_problem}."

@@ -31,7 +31,7 @@ LEAST_DEADMAN = 120.0
 """Minimum dead-man timeout in seconds: if a dispatcher is killed and another takes over, machines hear nothing for up to this long."""
 UNPREPARED = "python3"
 """Default interpreter of a machine; it may lack Groupwise."""
-LEAST_WEIGHT, MOST_WEIGHT = 1e-6, 1e6
+LEAST_WEIGHT, MOST_WEIGHT = 1e-3, 1e6
 """The range of a project's weight in the fair share."""
 
 MOST_JOBS = 10_000
@@ -48,6 +48,8 @@ OFFSET_HEADER = "X-Log-Offset"
 """Header with the byte offset of the next piece."""
 ENDED_HEADER = "X-Log-Ended"
 """`true`: the job has ended, and this was the last of its log."""
+ACTS_FOR = "X-Acts-For"
+"""Actor of a request from this machine, percent-encoded, such as `user:ada`. An API at an address ignores it: there keys say who asks."""
 
 
 def expect_few(number: int) -> None:
@@ -148,7 +150,7 @@ class MachineBody(FleetBody):
         default=None,
         ge=0,
         le=MOST_SLOTS,
-        description="Jobs without GPUs at once; null: 1 where it has none.",
+        description="Jobs without GPUs at once; null: 1.",
     )
     projects: list[str] | None = Field(
         default=None, description="Projects whose jobs alone are placed there; null: any project's."
@@ -237,13 +239,7 @@ class MachineChangeBody(FleetBody):
 
 
 class ReasonBody(FleetBody):
-    """Why a machine is cordoned."""
-
-    reason: str = Field(min_length=1, max_length=1000)
-
-
-class CancelBody(FleetBody):
-    """The reason why a job is cancelled, which its history keeps."""
+    """Why a job is cancelled, or a machine is drained; its history keeps it."""
 
     reason: str | None = Field(default=None, max_length=1000)
 

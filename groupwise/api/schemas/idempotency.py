@@ -34,6 +34,8 @@ class AnswerKey:
     """Method and path: `POST /rewards`."""
     key: str
     body_hash: str
+    retries: int | None = None
+    """How often the client has sent the request before, if the server made the key; None: its client made it."""
 
 
 def new_idempotency_key() -> str:

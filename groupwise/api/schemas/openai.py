@@ -42,6 +42,7 @@ from groupwise.api.schemas.training import (
     Stop,
     Text,
     TokenId,
+    TokenIds,
     wrong,
 )
 
@@ -239,7 +240,7 @@ def _prompt_tag(prompt: object) -> str:
     return "(tokens)" if isinstance(first, int) else "(several)"
 
 
-TokenPrompt = Annotated[list[TokenId], Field(min_length=1, max_length=MAX_TOKENS)]
+TokenPrompt = Annotated[TokenIds, Field(min_length=1, max_length=MAX_TOKENS)]
 TextPrompt = Annotated[
     Annotated[Text, Tag("(one)")]
     | Annotated[list[Text], Field(min_length=1, max_length=MAX_PROMPTS), Tag("(several)")]
@@ -258,16 +259,13 @@ Stops = Annotated[
 ]
 
 
-class _Request(Body):
-    """The fields that chats and plain completions share."""
+class CompletionFields(Body):
+    """The fields that all requests for completions share."""
 
     model: str = Field(
         description="`latest`, or `run@step` of what is served now; GET /v1/models has both.",
         min_length=1,
         max_length=MAX_ADDRESS,
-    )
-    n: int | None = Field(
-        default=None, description="Completions of each prompt.", ge=1, le=MAX_CHOICES
     )
     temperature: float | None = Field(
         default=None, description="null: the run's. 0 is greedy.", ge=0, le=100
@@ -290,12 +288,6 @@ class _Request(Body):
         ge=0,
         le=1,
     )
-    max_tokens: int | None = Field(
-        default=None,
-        description="Longest completion in tokens; null: the run's `max_completion_length`.",
-        ge=1,
-        le=MAX_TOKENS,
-    )
     stop: Stops = Field(
         default=None, description="A text, or several, that end a completion; they are left out."
     )
@@ -304,6 +296,28 @@ class _Request(Body):
         description="The same seed gives the same completions, as long as the same policy serves. Not with `store`.",
         ge=-(2**63),
         lt=2**63,
+    )
+
+    # What changes nothing here, whatever is given.
+    user: str | None = Field(default=None, description="No effect.")
+    safety_identifier: str | None = Field(default=None, description="No effect.")
+    service_tier: str | None = Field(default=None, description="No effect: there is one.")
+    prompt_cache_key: str | None = Field(default=None, description="No effect.")
+    prompt_cache_retention: str | None = Field(default=None, description="No effect.")
+    prompt_cache_options: dict[str, Any] | None = Field(default=None, description="No effect.")
+
+
+class _Request(CompletionFields):
+    """The fields that chats and plain completions share."""
+
+    n: int | None = Field(
+        default=None, description="Completions of each prompt.", ge=1, le=MAX_CHOICES
+    )
+    max_tokens: int | None = Field(
+        default=None,
+        description="Longest completion in tokens; null: the run's `max_completion_length`.",
+        ge=1,
+        le=MAX_TOKENS,
     )
     stream: bool | None = Field(default=None, description="Send the text as it is written.")
     stream_options: StreamOptions | None = Field(default=None, description="Only with `stream`.")
@@ -319,14 +333,6 @@ class _Request(Body):
         ),
         max_length=16,
     )
-
-    # What changes nothing here, whatever is given.
-    user: str | None = Field(default=None, description="No effect.")
-    safety_identifier: str | None = Field(default=None, description="No effect.")
-    service_tier: str | None = Field(default=None, description="No effect: there is one.")
-    prompt_cache_key: str | None = Field(default=None, description="No effect.")
-    prompt_cache_retention: str | None = Field(default=None, description="No effect.")
-    prompt_cache_options: dict[str, Any] | None = Field(default=None, description="No effect.")
 
     stop_token_ids: list[TokenId] | None = Field(
         default=None,

@@ -233,7 +233,8 @@ KINDS: Mapping[str, Kind] = {
     "too_busy": Kind(
         429,
         "Too many groups wait",
-        "Sampling is as far ahead of learning as it may be. Post rewards, or ask again after `Retry-After` seconds.",
+        "Sampling is as far ahead of learning as it may be, until rewards are posted or a step is done. Ask again after `Retry-After` "
+        "seconds; the client of OpenAI does so `max_retries` times.",
         retry=True,
     ),
     "rate_limited": Kind(

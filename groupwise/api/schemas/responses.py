@@ -16,12 +16,11 @@ from groupwise.api.schemas.openai import (
     FUNCTIONS_ALONE,
     MAX_TOOLS,
     MAX_TOP_LOGPROBS,
-    Stops,
+    CompletionFields,
     ToolChoice,
     refuse_other_types,
 )
 from groupwise.api.schemas.training import (
-    MAX_ADDRESS,
     MAX_ID,
     MAX_MESSAGES,
     MAX_NAME,
@@ -210,14 +209,9 @@ class ResponseStreamOptions(Body):
     )
 
 
-class ResponsesRequest(Body):
+class ResponsesRequest(CompletionFields):
     """A conversation to be gone on with."""
 
-    model: str = Field(
-        description="`latest`, or `run@step` of what is served now; GET /v1/models has both.",
-        min_length=1,
-        max_length=MAX_ADDRESS,
-    )
     input: Annotated[
         Annotated[str, Tag("(text)")]
         | Annotated[list[Item], Field(min_length=1, max_length=MAX_MESSAGES), Tag("(items)")],
@@ -256,8 +250,6 @@ class ResponsesRequest(Body):
         ge=1,
         le=MAX_TOKENS,
     )
-    temperature: float | None = Field(default=None, description="As in chats.", ge=0, le=100)
-    top_p: float | None = Field(default=None, description="As in chats.", gt=0, le=1)
     metadata: dict[str, str] | None = Field(
         default=None, description="As in chats; the response repeats it.", max_length=16
     )
@@ -270,19 +262,8 @@ class ResponsesRequest(Body):
     )
 
     # Ours, as in chats.
-    top_k: int | None = Field(default=None, description="As in chats.", ge=-1, lt=2**31)
-    min_p: float | None = Field(default=None, description="As in chats.", ge=0, le=1)
-    stop: Stops = Field(default=None, description="As in chats.")
-    seed: int | None = Field(default=None, description="As in chats.", ge=-(2**63), lt=2**63)
     chat_template_kwargs: dict[str, Any] | None = Field(default=None, description="As in chats.")
 
-    # What changes nothing here, whatever is given.
-    user: str | None = Field(default=None, description=NO_EFFECT)
-    safety_identifier: str | None = Field(default=None, description=NO_EFFECT)
-    service_tier: str | None = Field(default=None, description="No effect: there is one.")
-    prompt_cache_key: str | None = Field(default=None, description=NO_EFFECT)
-    prompt_cache_retention: str | None = Field(default=None, description=NO_EFFECT)
-    prompt_cache_options: dict[str, Any] | None = Field(default=None, description=NO_EFFECT)
     max_tool_calls: int | None = Field(
         default=None, description="No effect: it counts calls of tools that a server runs."
     )

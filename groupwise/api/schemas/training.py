@@ -29,7 +29,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from groupwise.api.schemas.fail_fast import FailFast
+from groupwise.api.schemas.fail_fast import IN_SLICES, FailFast
 from groupwise.core.settings.field_errors import GROUP_ID_PATTERN, NAME_PATTERN
 
 MAX_PROMPTS = 256
@@ -170,6 +170,7 @@ GroupId = Annotated[
 ]
 TrajectoryName = Annotated[str, StringConstraints(min_length=1, max_length=MAX_TRAJECTORY_NAME)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenIds = Annotated[list[TokenId], IN_SLICES]
 Draw = Annotated[int, Field(ge=0, lt=MAX_DRAW)]
 Reward = Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=MAX_STOP)]
@@ -462,7 +463,7 @@ class CompletionsRequest(Body):
         min_length=1,
         max_length=MAX_PROMPTS,
     )
-    prompt_tokens: list[TokenId] | None = Field(
+    prompt_tokens: TokenIds | None = Field(
         default=None,
         description="The prompt as the client has tokenised it; refused where the server's own tokens differ. With `prompt`.",
         min_length=1,
@@ -576,7 +577,7 @@ class GroupRewards(Body):
         min_length=1,
         max_length=MAX_COMPLETIONS,
     )
-    completion_tokens: list[list[TokenId]] | None = Field(
+    completion_tokens: list[TokenIds] | None = Field(
         default=None,
         description="Echo: their tokens. Checked; the server trains its own record.",
         min_length=1,

@@ -1,13 +1,11 @@
 """Shared by the commands of `groupwise fleet`: finds the fleet, opens a client for it, names the acting user, and shows progress.
 
 A fleet is given as its folder on this machine, or as the address of its API. Commands use the same client for both, so they need not know
-which it is. A folder needs no server: the API's application runs in the command's own process (`groupwise.jobs.fleet.local`). An API at an
-address requires the key in GROUPWISE_API_KEY.
+which it is. A folder needs no server (`groupwise.jobs.fleet.local`). An API at an address requires the key in GROUPWISE_API_KEY.
 """
 
 from __future__ import annotations
 
-import gc
 import getpass
 import os
 import sys
@@ -70,21 +68,10 @@ def fleet(
 
 @contextmanager
 def fleet_here(fleet_at: str | None, *, make: bool = False) -> Generator[LocalFleet, None, None]:
-    """Open the fleet by its database, which this machine must be able to reach."""
-    is_loaded = "groupwise.jobs.fleet.local" in sys.modules
-    # Importing creates many objects but little garbage; without the collector it is 0.25 s faster.
-    gc.disable()
-    try:
-        place = place_of(fleet_at)
-        from groupwise.jobs.fleet.local import LocalFleet
-        from groupwise.jobs.fleet.processes import who_plays
-        from groupwise.jobs.fleet.settings import DATABASE_FILE
-        from groupwise.jobs.fleet.store import database as databases
-    finally:
-        if not is_loaded:
-            gc.freeze()  # exclude the imported objects from later collections
-        gc.enable()
+    """Open the fleet by its folder; this machine must be able to reach its database."""
+    from groupwise.jobs.fleet.settings import DATABASE_FILE
 
+    place = place_of(fleet_at)
     file = place.folder / DATABASE_FILE
     embedded = place.is_embedded and place.settings.database is None
     if embedded and not make and not file.exists():
@@ -92,13 +79,10 @@ def fleet_here(fleet_at: str | None, *, make: bool = False) -> Generator[LocalFl
             f"there is no fleet in {place.folder}. `groupwise fleet up` makes one; --fleet or GROUPWISE_FLEET name another folder, or the "
             "address of a fleet elsewhere."
         )
-    database = databases.connect(place.database_url)
-    try:
-        databases.check_schema(database, lambda: who_plays(place.folder))
-        with LocalFleet(place, database, terminal_user(), warn=say) as local:
-            yield local
-    finally:
-        database.close()
+    from groupwise.jobs.fleet.local import LocalFleet  # only now: it takes half of the start
+
+    with LocalFleet(place, terminal_user(), warn=say) as local:
+        yield local
 
 
 def place_of(fleet_at: str | None, options: dict[str, Any] | None = None) -> FleetPlace:

@@ -37,7 +37,7 @@ command(app, "status")(roles.status)
 command(app, "doctor")(roles.doctor)
 command(app, "migrate")(roles.migrate)
 run = typer.Typer(
-    help="A role of the control plane in a process of its own; `fleet up` runs all of them.",
+    help="One role of the fleet in a process of its own.",
     no_args_is_help=True,
 )
 command(run, "poller")(roles.poller)

@@ -1,4 +1,4 @@
-"""Options of `groupwise fleet vm add` and `vm set` for the engine (Slurm, Ray) that begins jobs in a machine's place."""
+"""Options of `groupwise fleet vm add` and `vm set` for the scheduler (Slurm, Ray) that starts the jobs of a machine."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
+from groupwise.cli.parsing import megabytes
 from groupwise.core.errors import UsageError
 
 
@@ -40,8 +41,13 @@ class EngineOptions:
         ),
     ] = None
     gpu_memory: Annotated[
-        str | None,
-        typer.Option("--gpu-memory", metavar="SIZE", help="Memory of each of these GPUs, as 80GB."),
+        int | None,
+        typer.Option(
+            "--gpu-memory",
+            metavar="SIZE",
+            parser=megabytes("--gpu-memory"),
+            help="Memory of each of these GPUs, as 80GB.",
+        ),
     ] = None
     partition: Annotated[str | None, typer.Option(metavar="P", help="Partition of Slurm.")] = None
     sbatch: Annotated[
@@ -68,8 +74,6 @@ class EngineOptions:
 
     def settings(self) -> dict[str, Any]:
         """The given settings. Scheduler options form one setting: if any are given, they replace all earlier ones. Raises UsageError."""
-        from groupwise.jobs.fleet.queue.resources import megabytes
-
         slurm_options = [
             *([f"--partition={self.partition}"] if self.partition else []),
             *self.sbatch,
@@ -82,9 +86,7 @@ class EngineOptions:
             "slots": self.slots,
             "gpus": self.gpus_per_job,
             "gpu_model": self.gpu_model,
-            "gpu_memory_mb": None
-            if self.gpu_memory is None
-            else megabytes("--gpu-memory", self.gpu_memory),
+            "gpu_memory_mb": self.gpu_memory,
             "options": [*slurm_options, *self.resource] or None,
             "address": self.address,
         }
@@ -97,7 +99,7 @@ class EngineOptions:
             return {"name": name, **settings}
         if settings:
             raise UsageError(
-                "--slots, --gpus-per-job, --gpu-model, --gpu-memory, --partition, --sbatch, --address and --resource are for machines "
-                "behind which an engine begins jobs: say which, as --engine slurm."
+                "--slots, --gpus-per-job, --gpu-model, --gpu-memory, --partition, --sbatch, --address and --resource need a scheduler that "
+                "starts the jobs of the machine: name it, as --engine slurm."
             )
         return None

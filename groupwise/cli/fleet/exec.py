@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from groupwise.cli.fleet.access import FleetOption, fleet
+from groupwise.cli.fleet.submit import ResourceOptions
 from groupwise.cli.output import say
 from groupwise.cli.parsing import seconds
 from groupwise.core.errors import GroupwiseError, UsageError
@@ -49,20 +50,26 @@ def exec_command(
 ) -> None:
     """Run a command on a machine, and print its output.
 
-    Exits with its exit code; Ctrl-C cancels it. It is a short job that is pinned to the machine and stands first in the queue: it waits
-    for a free CPU slot there (`vm add --cpu-slots`), or for GPUs with --gpus, and has an empty working folder of its own.
+    Exits with its exit code; Ctrl-C cancels it. It is a short job that is pinned to the machine and stands first in the queue. It needs no
+    free CPU slot, so it runs on a full or drained machine too; with --gpus it waits for GPUs. It has an empty working folder of its own.
     """
     from groupwise.cli.fleet.follow import exit_code_of
     from groupwise.core.interruption import sigterm_interrupts
-    from groupwise.jobs.fleet.queue import resources
 
     command = arguments[1:] if arguments[0] == "--" else arguments
+    if command is arguments and command[0].startswith("-"):
+        options, dashes, program = shlex.join(command).partition(" -- ")
+        right = f"{options if dashes else command[0]} {target} -- {program or '…'}"
+        raise UsageError(
+            f"{command[0]} stands behind {target}, where the command begins: options stand before it, `groupwise fleet exec {right}`"
+        )
     with fleet(fleet_at) as access:
         vm = _machine_of(access, target)
+        wanted = ResourceOptions(gpus=gpus, vm=vm).resources(access)
         request = {
             "arguments": command,
             "name": f"exec {shlex.join(command)}"[:256],
-            "resources": resources.parse(gpus=gpus, vm=vm).as_json(),
+            "resources": wanted.model_copy(update={"oversubscribe": wanted.gpus == 0}).as_json(),
             "limits": {"time_seconds": time_limit},
             "retry": {"once": True},
             "priority": EXEC_PRIORITY,

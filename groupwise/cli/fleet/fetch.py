@@ -11,7 +11,7 @@ from groupwise.cli.fleet.access import FleetOption, JobArgument, fleet, progress
 from groupwise.cli.fleet.jobs import EpochOption, RankOption
 from groupwise.cli.options import AsJson
 from groupwise.cli.output import say, write_json
-from groupwise.core.terminal.quantities import byte_size
+from groupwise.core.terminal.quantities import byte_size, counted
 
 
 def fetch(
@@ -62,7 +62,9 @@ def fetch(
     kept_count = sum(file["kept"] for file in files)
     size = byte_size(sum(file["bytes"] for file in files))
     kept_note = f", {kept_count} of them here already" if kept_count else ""
-    say(f"{result['job_id']}: {len(files)} file{'' if len(files) == 1 else 's'}, {size}{kept_note}")
+    found = f": {counted(len(files), 'file')}, {size}{kept_note}" if files else " left no outputs"
+    say(f"{result['job_id']}{found}")
     for path_left_out, reason in result["left_out"]:
         say(f"the fleet left out {path_left_out}: {reason.replace('_', ' ')}")
-    typer.echo(folder)
+    if files:
+        typer.echo(folder)

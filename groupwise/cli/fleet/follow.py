@@ -111,7 +111,7 @@ class _LogReader:
                 return False
             if part.data and has_started and part.epoch != previous_epoch:
                 self.writer.end()
-                say(f"— {self.job_id} is tried again: epoch {part.epoch} —")
+                say(f"— {self.job_id} is tried again: attempt {part.epoch} —")
             if part.data or (part.epoch is not None and self.tail is not None):
                 self.epoch, self.offset, self.tail = part.epoch, part.offset, None
             if not part.data:
@@ -175,14 +175,18 @@ def _find_job(access: _LogSource, job_id: str, epoch: int | None) -> dict[str, A
     job = access.progress(job_id)
     if epoch is not None and epoch not in job["epochs"]:
         known_epochs = ", ".join(str(number) for number in job["epochs"]) or "none yet"
-        raise UsageError(f"{job_id} has no attempt with epoch {epoch}; there are: {known_epochs}.")
+        raise UsageError(f"{job_id} has no attempt {epoch}; there are: {known_epochs}.")
     return job
 
 
 def _say_what_it_waits_for(access: _LogSource, job: dict[str, Any], previous_text: str) -> str:
     """Print why there is no log yet, unless the text is the same as `previous_text`. Returns the text without its numbers."""
     reasons = access.show(job["job_id"])["waiting"]
-    text = f"{job['job_id']} is {job['status']}" + (f": {'; '.join(reasons)}" if reasons else "")
+    text = (
+        f"{job['job_id']} waits: {'; '.join(reasons)}"
+        if reasons
+        else f"{job['job_id']} is {job['status']}"
+    )
     without_numbers = _NUMBERS.sub("", text)  # a decreasing remaining time is nothing new
     if without_numbers != previous_text:
         say(text)
@@ -199,6 +203,7 @@ def until_ended(
     job_set, retrying_access = list(dict.fromkeys(job_ids)), _RetryingAccess(access)
     statuses: dict[str, str] = {}
     ended_jobs: dict[str, dict[str, Any]] = {}
+    printed: dict[str, str] = {}
     while True:
         jobs = _job_states(
             retrying_access, [job_id for job_id in job_set if job_id not in ended_jobs]
@@ -206,7 +211,8 @@ def until_ended(
         for job_id, job in jobs.items():
             if statuses.get(job_id) != job["status"]:
                 statuses[job_id] = job["status"]
-                _say_change(retrying_access, job, explain=len(job_set) <= MOST_EXPLAINED)
+                explain, previous = len(job_set) <= MOST_EXPLAINED, printed.get(job_id, "")
+                printed[job_id] = _say_change(retrying_access, job, previous, explain=explain)
         ended_jobs |= {job_id: job for job_id, job in jobs.items() if job["status"] in FINAL}
         if len(ended_jobs) == len(job_set):
             return [ended_jobs[job_id] for job_id in job_ids]
@@ -222,15 +228,20 @@ def _job_states(access: _LogSource, job_ids: Sequence[str]) -> dict[str, dict[st
     return {job_id: jobs.get(job_id) or access.progress(job_id) for job_id in job_ids}
 
 
-def _say_change(access: _LogSource, job: dict[str, Any], *, explain: bool) -> None:
-    if job["status"] in ("queued", "pending", "held"):
-        if explain:
-            _say_what_it_waits_for(access, job, "")
-        else:
-            say(f"{job['job_id']} is {job['status']}")
-        return
+def _say_change(
+    access: _LogSource, job: dict[str, Any], previous_text: str, *, explain: bool
+) -> str:
+    """Print the new status of a job, unless that says the same as `previous_text`. Returns the text, as `_say_what_it_waits_for` does."""
+    job_id, status = job["job_id"], job["status"]
+    if explain and status in ("queued", "pending", "held"):
+        return _say_what_it_waits_for(access, job, previous_text)
     reason = f": {job['failure_reason']}" if job["failure_reason"] else ""
-    say(f"{job['job_id']} {_STATUS_WORDS[job['status']]}{reason}")
+    say(f"{job_id} {_STATUS_WORDS.get(status, f'is {status}')}{reason}")
+    if explain and status in FINAL:
+        say(
+            f"  `groupwise fleet logs {job_id}` prints its log, `groupwise fleet fetch {job_id}` fetches its outputs"
+        )
+    return ""
 
 
 def exit_code_of(jobs: Sequence[dict[str, Any]]) -> int:

@@ -14,6 +14,7 @@ from groupwise.cli.options import AsJson, DryRun, Follow
 from groupwise.cli.output import report_error, say, write_json
 from groupwise.cli.parsing import pairs, seconds, statuses
 from groupwise.core.errors import GroupwiseError, UsageError
+from groupwise.core.terminal.quantities import byte_size, counted
 
 if TYPE_CHECKING:
     from groupwise.jobs.fleet.client import FleetClient
@@ -25,7 +26,10 @@ JobIds = Annotated[
 EpochOption = Annotated[
     int | None,
     typer.Option(
-        metavar="N", min=1, help="Epoch of an attempt (`fleet show`); default: the newest attempt."
+        "--attempt",
+        metavar="N",
+        min=1,
+        help="Number of an attempt (`fleet show`); default: the newest.",
     ),
 ]
 RankOption = Annotated[
@@ -134,8 +138,6 @@ class _Change:
     name: str
     statuses: frozenset[str]
     """Statuses of the jobs that the command applies to; options select only among those."""
-    one: Callable[[FleetClient, str], dict[str, Any]]
-    """Changes one job and returns it; raises if that is refused. Older APIs have only this, not `many`."""
     many: Callable[[FleetClient, Sequence[str]], list[dict[str, Any]]]
     """Changes many jobs. Returns the new state or the `error` of each."""
     result: Callable[[dict[str, Any]], str]
@@ -159,9 +161,13 @@ def _apply_change(
         raise UsageError(
             f"jobs are chosen by their ids and by {filter_options[0]}: leave one of the two out."
         )
+    from groupwise.api.schemas.problems import Refusal
+
     with fleet(fleet_at) as access:
         if ids and len(ids) == 1:
-            result = change.one(access, ids[0])
+            (result,) = change.many(access, ids)
+            if "error" in result:
+                raise Refusal(result["error"]["code"], result["error"]["message"])
             write_json(result) if as_json else say(change.result(result))
             return
         results = _change_in_portions(
@@ -171,13 +177,7 @@ def _apply_change(
     if as_json:
         write_json(results)
     elif filter_options:
-        jobs = (
-            "1 job"
-            if len(results) == 1
-            else f"{len(results)} jobs"
-            if results
-            else "no jobs like that"
-        )
+        jobs = counted(len(results), "job") if results else "no jobs like that"
         summary = (
             f"{len(results) - refused_count} of {jobs}, {refused_count} refused"
             if refused_count
@@ -234,7 +234,6 @@ def stop(
     change = _Change(
         "stop",
         frozenset(JobStatus) - FINAL,
-        lambda access, job_id: access.cancel(job_id, reason),
         lambda access, ids: access.cancel_all(ids, reason),
         lambda job: (
             f"{job['job_id']} is being ended on {job['assigned_vm']}"
@@ -265,7 +264,6 @@ def resume(
     change = _Change(
         "resume",
         frozenset(RETRIED_FROM),
-        lambda access, job_id: access.retry(job_id),
         lambda access, ids: access.retry_all(ids),
         lambda job: f"{_status_sentence(job)} again",
     )
@@ -286,7 +284,6 @@ def hold(
     change = _Change(
         "hold",
         frozenset(("queued", "pending")),
-        lambda access, job_id: access.hold(job_id),
         lambda access, ids: access.hold_all(ids),
         _status_sentence,
     )
@@ -307,7 +304,6 @@ def release(
     change = _Change(
         "release",
         frozenset(("held",)),
-        lambda access, job_id: access.release(job_id),
         lambda access, ids: access.release_all(ids),
         _status_sentence,
     )
@@ -360,10 +356,9 @@ def remove(
 ) -> None:
     """Remove old jobs, their logs, outputs and files.
 
-    Files that another job names stay, and so do the events. Jobs of which something may still run, and those that others wait for, are
+    Files that another job names stay, and so do the events. Jobs that may still have processes, and jobs that others wait for, are
     not removed.
     """
-    from groupwise.core.terminal.quantities import byte_size
     from groupwise.jobs.fleet.states import FINAL
 
     chosen_statuses = statuses(status)
@@ -384,4 +379,6 @@ def remove(
     verb, description = (
         ("would remove", "logs and outputs") if dry_run else ("removed", "logs, outputs and files")
     )
-    say(f"{verb} {len(result['jobs'])} jobs, {byte_size(result['bytes'])} of {description}")
+    say(
+        f"{verb} {counted(len(result['jobs']), 'job')}, {byte_size(result['bytes'])} of {description}"
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -13,18 +14,21 @@ import typer
 from groupwise.cli.fleet.access import FleetOption, MachineArgument, fleet
 from groupwise.cli.fleet.engine import EngineOptions
 from groupwise.cli.fleet.prepare import prepare
-from groupwise.cli.fleet.reach import SshOptions, Trust, ask_user
+from groupwise.cli.fleet.reach import SshOptions, Trust, ask_user, observe_new
 from groupwise.cli.options import AsJson, command
 from groupwise.cli.output import say, write_json
 from groupwise.cli.parsing import pairs, seconds
 from groupwise.core.errors import UsageError
+from groupwise.core.terminal.quantities import counted
 
 if TYPE_CHECKING:
+    from groupwise.jobs.fleet.client import FleetClient
     from groupwise.jobs.fleet.local import LocalFleet
+    from groupwise.jobs.hosts.answers import Observation
 
 machines = typer.Typer(
     name="vm",
-    help="Machines: add, list, prepare, drain, mark-lost, remove, trust.",
+    help="Machines: add, list, show, set, trust, prepare, drain, remove.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -34,6 +38,8 @@ projects = typer.Typer(
     no_args_is_help=True,
     rich_markup_mode=None,
 )
+LOCATION = ("transport", "ip_address", "port", "user", "ssh_key_path", "jump", "host_key")
+"""Fields that say where a machine is, and how it is logged in to."""
 YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
 TrustJump = Annotated[
     str | None,
@@ -68,7 +74,7 @@ class MachineOptions:
             metavar="N",
             min=0,
             max=1024,
-            help="Most jobs without GPUs at the same time; at first 1 if there is no GPU, else none.",
+            help="Most jobs without GPUs at the same time; at first 1.",
         ),
     ] = None
     project: Annotated[
@@ -80,7 +86,7 @@ class MachineOptions:
         typer.Option(
             metavar="TIME",
             parser=seconds("--deadman", "off"),
-            help="Jobs there end after silence of the fleet for this time, as 10min; at first off.",
+            help="Jobs there end if the fleet has been silent for this time, as 10min; at first off.",
         ),
     ] = None
     probe: Annotated[
@@ -135,7 +141,7 @@ def add(
     ] = None,
     trust_jump: TrustJump = None,
     yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Trust the host keys that are shown, unasked.")
+        bool, typer.Option("--yes", "-y", help="Trust the host keys that are shown without asking.")
     ] = False,
     settings: MachineOptions,
     engine: Annotated[
@@ -150,7 +156,9 @@ def add(
 ) -> None:
     """Add a machine to the fleet.
 
-    Its host key is read and shown; the machine is used once the key is trusted: by --trust, by --yes, or by your answer here.
+    Its host key is read and shown; the machine is used once the key is trusted: by your known_hosts, --trust, --yes, or your answer here.
+    Then it is logged in to, and what is there is shown; if that fails, it is not added. Without --host it is the removed machine of this
+    name, with its login and host key.
 
     With --engine slurm it is a login node, from which jobs are submitted to Slurm; with --engine ray it reaches Ray's dashboard. Then
     without --host it is this machine.
@@ -173,13 +181,17 @@ def add(
     with fleet(fleet_at, make=True) as access:
         trust_by = Trust(trust, trust_jump, yes, ask_user())
         if access.is_local:
-            location, trusted = _location(ssh, trust_by, may_be_here=engine is not None)
+            location, trusted = _location(access, vm, ssh, trust_by, has_engine=engine is not None)
         else:
             location, trusted = _location_from_afar(vm, ssh, trust_by, prepare=prepare), False
         plan = usual_plan() if prepare else None
-        machine = access.add_machine({**body, **location})
-        if not as_json or prepare:
-            untrusted = f"it is not used before `groupwise fleet vm trust {vm}`"
+        document = {**body, **location}
+        seen = observe_new(document) if trusted and location["transport"] != "local" else None
+        machine = access.add_machine(document)
+        if seen is not None:
+            machine = _record_first_look(cast("LocalFleet", access), vm, *seen)
+        elif not as_json or prepare:
+            untrusted = f"but its login was not tried: it is not used before `groupwise fleet vm trust {vm}`"
             next_step = "the poller looks at it in its next round" if trusted else untrusted
             say(f"{vm} is in the fleet; {next_step}")
         if plan is not None and access.is_local:
@@ -202,23 +214,63 @@ def add(
         raise typer.Exit(1)
 
 
-def _location(ssh: SshOptions, trust: Trust, *, may_be_here: bool) -> tuple[dict[str, Any], bool]:
-    """The location fields of a new machine, and whether it is trusted. `may_be_here`: without options, it is this machine."""
+def _record_first_look(
+    access: LocalFleet, vm: str, seen: Observation, python_problem: str | None
+) -> dict[str, Any]:
+    """Store the first observation of a machine, as the poller stores the next ones, and say what is there."""
+    from groupwise.jobs.fleet.machines import observation
+    from groupwise.jobs.fleet.store.database import seconds
+
+    access.database.run(lambda s: observation.apply(s, vm, seconds(s), seen))
+    machine = access.machine(vm)
+    models = Counter(gpu["model"] or "GPU of unknown model" for gpu in machine["gpus"])
+    gpus = ", ".join(f"{count} x {model}" for model, count in models.items())
+    if machine["engine"] is not None:
+        gpus = "its scheduler answers for the GPUs"
+    elif not gpus:
+        gpus = f"no GPU (nvidia-smi: {seen.probe.status})"
+    ram_gb, disk_gb = ((megabytes or 0) / 1000 for megabytes in (seen.ram_mb, seen.disk_free_mb))
+    say(
+        f"{vm} is in the fleet: {gpus}, {counted(seen.cpus or 0, 'CPU')}, {ram_gb:.0f} GB of memory, {disk_gb:.0f} GB of disk free"
+    )
+    for trouble in filter(None, [machine["problem"], *(gpu["detail"] for gpu in machine["gpus"])]):
+        say(f"  but: {trouble}")
+    _say_python_problem(machine, python_problem)
+    return machine
+
+
+def _location(
+    access: FleetClient, vm: str, ssh: SshOptions, trust: Trust, *, has_engine: bool
+) -> tuple[dict[str, Any], bool]:
+    """The location fields of a new machine, and whether it is trusted. Without options, it is this machine if it has an engine, else the
+    removed machine of this name."""
     from groupwise.cli.fleet import reach
 
-    if may_be_here and ssh == SshOptions() and trust == Trust(ask=trust.ask):
-        return {"transport": "local"}, True
+    if ssh == SshOptions() and trust == Trust(ask=trust.ask):
+        if has_engine:
+            return {"transport": "local"}, True
+        if (removed := _removed_machine(access, vm)) is not None:
+            if removed["host_key"] is not None:
+                say(f"{vm} has the host key {removed['fingerprint']} that was trusted before")
+            location = {name: removed[name] for name in LOCATION}
+            return location, removed["transport"] == "local" or bool(removed["host_key"])
     address = ssh.of_new(trust)
     host_key = reach.host_key_of(address, trust)
     keys = {"host_key": host_key.pinned, "seen_host_key": host_key.shown}
-    return {**address.as_fields(), **keys}, bool(host_key.pinned)
+    return {"transport": "ssh", **address.as_fields(), **keys}, bool(host_key.pinned)
+
+
+def _removed_machine(access: FleetClient, vm: str) -> dict[str, Any] | None:
+    """The machine that had this name and its own GPUs or slots, if it was removed."""
+    removed = [machine for machine in access.machines(removed=True) if not machine["active"]]
+    return next((one for one in removed if one["vm_id"] == vm and one["engine"] is None), None)
 
 
 def _location_from_afar(vm: str, ssh: SshOptions, trust: Trust, *, prepare: bool) -> dict[str, Any]:
     """The location fields of a new machine, for a fleet that runs elsewhere. Raises UsageError for options that only work where it runs."""
     from groupwise.cli.fleet import reach
 
-    if trust.fingerprint is not None or trust.of_jump is not None or trust.unasked:
+    if trust.fingerprint is not None or trust.of_jump is not None or trust.assume_yes:
         raise UsageError(reach.NO_KEY_FROM_AFAR.format(vm=vm))
     if prepare:
         raise UsageError(reach.NO_PREPARING_FROM_AFAR.format(vm=vm))
@@ -271,32 +323,22 @@ def show(vm: MachineArgument, fleet_at: FleetOption = None, as_json: AsJson = Fa
 
 
 @command(machines, "drain")
-def drain(vm: MachineArgument, fleet_at: FleetOption = None, as_json: AsJson = False) -> None:
+def drain(
+    vm: MachineArgument,
+    reason: Annotated[
+        str | None, typer.Option(metavar="TEXT", help="Why; shown with the machine.")
+    ] = None,
+    fleet_at: FleetOption = None,
+    as_json: AsJson = False,
+) -> None:
     """Place no new jobs there; those that run go on."""
-    _change_machine("drain", vm, fleet_at, as_json)
+    _change_machine("drain", vm, fleet_at, as_json, reason)
 
 
 @command(machines, "undrain")
 def undrain(vm: MachineArgument, fleet_at: FleetOption = None, as_json: AsJson = False) -> None:
-    """Place jobs there again."""
-    _change_machine("undrain", vm, fleet_at, as_json)
-
-
-@command(machines, "cordon")
-def cordon(
-    vm: MachineArgument,
-    reason: Annotated[str, typer.Option(metavar="TEXT", help="Why; stored in the events.")],
-    fleet_at: FleetOption = None,
-    as_json: AsJson = False,
-) -> None:
-    """Place no new jobs there, and say why."""
-    _change_machine("cordon", vm, fleet_at, as_json, reason)
-
-
-@command(machines, "uncordon")
-def uncordon(vm: MachineArgument, fleet_at: FleetOption = None, as_json: AsJson = False) -> None:
     """Place jobs there again, and forget its failed launches."""
-    _change_machine("uncordon", vm, fleet_at, as_json)
+    _change_machine("undrain", vm, fleet_at, as_json)
 
 
 @command(machines, "mark-lost", "lost")
@@ -338,11 +380,11 @@ def trust(
     ] = None,
     fleet_at: FleetOption = None,
     yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Trust the key that it shows, unasked.")
+        bool, typer.Option("--yes", "-y", help="Trust the key that it shows without asking.")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Trust the host key that a machine shows."""
+    """Trust the host key that a machine shows, and try its login."""
     _check_trust(fingerprint, yes)
     if fingerprint is None and not yes:
         with fleet(fleet_at) as access:
@@ -380,11 +422,23 @@ def _change_machine(
         result: dict[str, Any] = getattr(access, verb)(vm, *arguments)
     if as_json:
         write_json(result)
-        return
-    state = result.get("state") or ("removed" if not result["active"] else "in the fleet")
-    say(f"{vm} is {state}")
+    else:
+        _say_change(verb, vm, result)
+    if verb == "trust" and access.is_local and result["host_key"]:
+        _try_login(result, f"Its key is trusted; `groupwise fleet vm set {vm}` changes the login.")
+
+
+def _say_change(verb: str, vm: str, result: dict[str, Any]) -> None:
+    if verb == "trust":
+        say(f"{vm} is trusted, and looked at in the next round of the fleet")
+    elif result["active"]:
+        say(f"{vm} is {result.get('state') or 'in the fleet'}")
+    else:
+        say(f"{vm} is removed; `groupwise fleet vm add {vm}` adds it again")
+    for job_id in result.get("waiting_jobs", ()):
+        say(f"  waits for it: {job_id}")
     for attempt in result.get("attempts", ()):
-        say(f"  given up: {attempt['job_id']} (epoch {attempt['epoch']})")
+        say(f"  given up: {attempt['job_id']} (attempt {attempt['epoch']})")
 
 
 @command(machines, "set")
@@ -395,7 +449,7 @@ def set_machine(
     ssh: SshOptions,
     trust_jump: TrustJump = None,
     yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Trust the jump host's key, unasked.")
+        bool, typer.Option("--yes", "-y", help="Trust the jump host's key without asking.")
     ] = False,
     settings: MachineOptions,
     any_project: Annotated[
@@ -422,9 +476,9 @@ def set_machine(
         raise UsageError("--project and --any-project contradict each other.")
     _check_trust(trust_jump, yes, "--trust-jump")
     with fleet(fleet_at) as access:
-        trust_by = Trust(of_jump=trust_jump, unasked=yes, ask=ask_user())
+        trust_by = Trust(of_jump=trust_jump, assume_yes=yes, ask=ask_user())
         changes = {
-            **(ssh.of_known(trust_by) if access.is_local else ssh.of_known_from_afar(trust_by)),
+            **ssh.of_known(trust_by, is_local=access.is_local),
             **settings.fields(),
             "labels": labels or None,
             "engine": engine_options.settings() or None,
@@ -434,15 +488,35 @@ def set_machine(
         machine = access.change_machine(vm, **changes)
     if as_json:
         write_json(machine)
-        return
-    say(f"{vm}: {_settings_line(machine)}")
+    else:
+        say(f"{vm}: {_settings_line(machine)}")
+    if access.is_local and machine["host_key"] and any(changes.get(name) for name in LOCATION):
+        _try_login(machine, "It was changed: jobs there go on; set it again if this is wrong.")
+
+
+def _try_login(machine: dict[str, Any], consequence: str) -> None:
+    """Log in to a machine of the fleet, and say what is wrong; what is there is stored by the poller. `consequence`: of a failure."""
+    login = {name: machine[name] for name in ("vm_id", *LOCATION, "workdir", "python")}
+    try:
+        _, python_problem = observe_new(login, consequence)
+    except UsageError as problem:
+        say(f"  but: {problem}")
+    else:
+        _say_python_problem(machine, python_problem)
+
+
+def _say_python_problem(machine: dict[str, Any], problem: str | None) -> None:
+    if problem is not None:
+        say(
+            f"  but: its jobs' interpreter {machine['python']} does not run there: {problem} (vm set --python, or vm prepare)"
+        )
 
 
 def _settings_line(machine: dict[str, Any]) -> str:
     """The settings of a machine in one line. Uncommon settings are shown only if they are set."""
     from groupwise.cli.fleet.printing import engine_line
 
-    slots = "1 without GPUs" if machine["cpu_slots"] is None else machine["cpu_slots"]
+    slots = 1 if machine["cpu_slots"] is None else machine["cpu_slots"]
     parts = [
         f"folder {machine['workdir']}",
         f"python {machine['python']}",

@@ -206,10 +206,7 @@ async def _prune_one(
         ]
 
     pruned = await preparing.prune(machine, keep, store)
-    parts = [f"{len(pruned.removed)} other environments were removed"]
-    if pruned.used:
-        parts.append(f"{len(pruned.used)} are still used")
-    if pruned.recent:
-        parts.append(f"{len(pruned.recent)} were prepared within the last hour, so they stay")
-    say(f"{vm}: {', '.join(parts)}")
+    used = f", {len(pruned.used)} still used" if pruned.used else ""
+    recent = f", {len(pruned.recent)} kept as younger than an hour" if pruned.recent else ""
+    say(f"{vm}: other environments: {len(pruned.removed)} removed{used}{recent}")
     return asdict(pruned)

@@ -12,7 +12,6 @@ from typing import Any
 
 from rich.cells import cell_len
 
-from groupwise.api.schemas.fleet import UNPREPARED
 from groupwise.cli.printing import (
     fold,
     print_pairs,
@@ -20,12 +19,13 @@ from groupwise.cli.printing import (
     print_table,
     print_text,
 )
-from groupwise.core.terminal.quantities import duration
+from groupwise.core.terminal.quantities import counted, duration
 from groupwise.core.terminal.text import one_line, shorten
 
 Document = Mapping[str, Any]
 
-LONGEST_REASON, LEAST_REASON = 60, 20
+LEAST_REASON = 20
+"""Cells that the reasons in the last column of a table get at least, if they need them."""
 TIMES = frozenset({"age", "time"})
 """Columns of tables that show only the larger unit if the terminal is too narrow."""
 WORDS = frozenset({"kind", "project", "where", "address", "model"})
@@ -38,7 +38,7 @@ LONGEST_COMMAND = 400
 TAIL_LINES = 5
 NOT_SHOWN = frozenset({"spec_hash", "seats", "tail", "state"})
 """Parts of events that appear elsewhere on the page or mean nothing to people; `--json` has them."""
-NOT_FACTS = frozenset({"machine_time", "quarantined"})
+NOT_FACTS = frozenset({"machine_time", "untracked"})
 """Facts of a machine that are for programs, or are shown in another form; `--json` has them."""
 FINAL = frozenset({"completed", "failed", "cancelled"})
 
@@ -98,10 +98,10 @@ def _print_with_remarks(
     head: tuple[str, ...], rows: Sequence[tuple[str, ...]], *, least_name: int | None = None
 ) -> None:
     """Print a table whose last column gets the rest of the terminal's width. If that is too little, other columns shrink.
+    Without a terminal nothing is cut.
 
     `least_name`: smallest width in cells of the first column, which shrinks last; None: it never shrinks.
     """
-    longest = LONGEST_REASON
     if sys.stdout.isatty():
         width = shutil.get_terminal_size().columns
         least_width = min(LEAST_REASON, max(cell_len(row[-1]) for row in rows))
@@ -118,7 +118,8 @@ def _print_with_remarks(
                     name = _truncate(row[0], room - suffix_length) + row[0][-suffix_length:]
                     rows[index] = _replace_cell(row, 0, name)
         longest = max(1, width - sum(_widths(head, rows)))
-    print_table([head, *((*row[:-1], _truncate(row[-1], longest)) for row in rows)])
+        rows = [(*row[:-1], _truncate(row[-1], longest)) for row in rows]
+    print_table([head, *rows])
 
 
 def _widths(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> list[int]:
@@ -188,6 +189,7 @@ def _remark(job: Document) -> str:
         parts.append("; ".join(job["blocked_reasons"] or ()))
     elif job["status"] == "failed":
         parts.append(job["failure_reason"] or "")
+    parts.append(job.get("warning") or "")
     if job["retry_count"] and job["status"] not in FINAL:
         parts.append(f"retry {job['retry_count']}")
     return " · ".join(text for text in parts if text)
@@ -218,24 +220,21 @@ def print_job(job: Document, now: float) -> None:
             ("ended", clock_time(stamp(job["end_time"]))),
             ("took", _duration_text(job, now) if job["end_time"] else None),
             ("retries", job["retry_count"] or None),
-            ("generation", job["generation"] or None),
+            ("resumed", job["generation"] or None),
             ("log", job["log_path"]),
             ("checkpoints", _checkpoint_text(job, now)),
         ]
     )
-    for attempt in job["attempts"]:
-        _print_attempt(attempt, now)
-    print_section("events", [event_line(event) for event in job["events"]])
+    for number, attempt in enumerate(job["attempts"], 1):
+        _print_attempt(number, attempt, now)
+    # What attempts went through stands above; --json has all events.
+    of_job = [event for event in job["events"] if event["kind"].startswith("job.")]
+    print_section("events", [event_line(event) for event in of_job])
 
 
 def _checkpoint_text(job: Document, now: float) -> str | None:
     """The checkpoint from which the next attempt would resume, and those that could not be mirrored; None if there is none."""
-    # older APIs have no such field
-    undamaged = [
-        checkpoint
-        for checkpoint in job.get("checkpoints") or ()
-        if checkpoint["damaged_at"] is None
-    ]
+    undamaged = [each for each in job["checkpoints"] if each["damaged_at"] is None]
     lines = [
         f"step {c['step']}, mirrored {duration(now - c['mirrored_at'])} ago" for c in undamaged[:1]
     ]
@@ -256,18 +255,21 @@ def _value_text(value: Any) -> str:
     return str(value)
 
 
-def _print_attempt(attempt: Document, now: float) -> None:
+def _print_attempt(number: int, attempt: Document, now: float) -> None:
     ended_at = attempt["ended_at"]
     started_at = attempt["running_at"]
     verdict = attempt["outcome"] or attempt["state"]
     if attempt["failure_class"]:
         verdict += f" ({attempt['failure_class']}{'' if attempt['charged'] else ', not charged'})"
     print_section(
-        f"attempt {attempt['number']} of generation {attempt['generation']}, epoch {attempt['epoch']}",
+        f"attempt {number} of the job, number {attempt['epoch']} of the fleet",
         [
             ("state", verdict),
-            *((f"rank {m['rank']}", _member_text(m)) for m in attempt["members"]),
-            ("reserved", clock_time(attempt["created_at"])),
+            *(
+                (f"rank {m['rank']}" if len(attempt["members"]) > 1 else "on", _member_text(m))
+                for m in attempt["members"]
+            ),
+            ("placed", clock_time(attempt["created_at"])),
             ("running", clock_time(started_at)),
             ("ended", clock_time(ended_at)),
             ("took", duration((ended_at or now) - started_at) if started_at is not None else None),
@@ -324,11 +326,12 @@ def how_it_ended(record: Document) -> str:
         f"signal {record['signal']}" if record["signal"] is not None else f"code {record['code']}"
     )
     reason = "" if record["reason"] == "exited" else f", {record['reason'].replace('_', ' ')}"
-    memory = ", ended by the kernel for want of memory" if record.get("oom_kill") else ""
+    memory = ", some of it ended by the kernel for lack of memory" if record.get("oom_kill") else ""
     leftover_count = record.get("leftovers") or 0
-    subject = "1 process that it had left behind was" if leftover_count == 1 else ""
-    subject = subject or f"{leftover_count} processes that it had left behind were"
-    return ending + reason + memory + (f"; {subject} ended" if leftover_count else "")
+    leftovers = (
+        f"; ended {leftover_count} of its processes that were left" if leftover_count else ""
+    )
+    return ending + reason + memory + leftovers
 
 
 def event_line(event: Document) -> tuple[str, str]:
@@ -344,10 +347,8 @@ def event_line(event: Document) -> tuple[str, str]:
     details = ", ".join(
         f"{k} {_value_text(v)}" for k, v in detail.items() if v not in (None, "", [], {})
     )
-    text = f"{title} by {event['actor']}"
-    return clock_time(event["at"]), shorten(
-        one_line(f"{text}: {details}" if details else text), 160
-    )
+    text = one_line(f"{title} by {event['actor']}" + (f": {details}" if details else ""))
+    return clock_time(event["at"]), shorten(text, 160) if sys.stdout.isatty() else text
 
 
 # Machines
@@ -375,7 +376,7 @@ def print_machines(machines: Sequence[Document]) -> None:
                 ", ".join(sorted(models)),
                 str(vm["facts"].get("cpus") or ""),
                 megabytes(vm["facts"].get("ram_mb")),
-                str(len(_jobs_on(vm)) or ""),
+                str(len(_jobs_on(vm))),
                 one_line(_machine_remark(vm)),
             )
         )
@@ -384,12 +385,12 @@ def print_machines(machines: Sequence[Document]) -> None:
 
 def engine_line(vm: Document) -> str | None:
     """The scheduler (Slurm, Ray) that starts jobs for a machine, with its resources; None: the machine starts jobs itself."""
-    engine: Document | None = vm.get("engine")  # older APIs have no such field
+    engine: Document | None = vm["engine"]
     if engine is None:
         return None
     model, memory = engine.get("gpu_model"), engine.get("gpu_memory_mb")
     parts = [
-        f"{vm['available_slots']} of {vm['total_slots']} slots free",
+        f"{vm['available_slots']} of {counted(vm['total_slots'], 'slot')} free",
         f"GPUs for a job: {engine.get('gpus') or 'none'}",
         *([model] if model else []),
         *([megabytes(memory)] if memory else []),
@@ -417,15 +418,11 @@ def _machine_remark(vm: Document) -> str:
     if vm["state"] == "untrusted":
         fingerprint = vm["seen_fingerprint"]
         return (
-            f"shows {fingerprint}; `fleet vm trust {vm['vm_id']}`"
+            f"shows {fingerprint}; `groupwise fleet vm trust {vm['vm_id']}`"
             if fingerprint
             else vm["problem"] or ""
         )
-    if vm["state"] == "cordoned":
-        return vm["cordoned"]
-    if vm["problem"] or vm["python"] != UNPREPARED:
-        return vm["problem"] or ""
-    return f"not prepared for training kinds: `fleet vm prepare {vm['vm_id']}`"
+    return vm["drain_reason"] or vm["problem"] or ""
 
 
 def print_machine(vm: Document, now: float) -> None:
@@ -437,7 +434,7 @@ def print_machine(vm: Document, now: float) -> None:
             ("machine", vm["vm_id"]),
             ("state", vm["state"]),
             ("problem", vm["problem"]),
-            ("cordoned", vm["cordoned"]),
+            ("drained because", vm["drain_reason"]),
             ("silent for", duration(now - unreachable) if unreachable else None),
             ("address", _address_text(vm)),
             ("through", vm["jump"] and vm["jump"].get("host")),
@@ -460,8 +457,8 @@ def print_machine(vm: Document, now: float) -> None:
             ),
             ("jobs", ", ".join(_jobs_on(vm))),
             (
-                "quarantined",
-                ", ".join(_stray_text(stray) for stray in facts.get("quarantined") or ()),
+                "untracked",
+                ", ".join(_stray_text(stray) for stray in facts.get("untracked") or ()),
             ),
         ]
     )
@@ -480,8 +477,10 @@ def _stray_text(stray: Document) -> str:
 
 
 def _gpu_row(gpu: Document) -> tuple[str, ...]:
-    state = f"quarantined: {gpu['quarantined']}" if gpu["quarantined"] else gpu["observed"]
-    if gpu["detail"] and not gpu["quarantined"]:
+    state = (
+        f"quarantined: {gpu['quarantine_reason']}" if gpu["quarantine_reason"] else gpu["observed"]
+    )
+    if gpu["detail"] and not gpu["quarantine_reason"]:
         state += f" ({gpu['detail']})"
     holders: list[str] = []
     for holder in gpu["held_by"]:
@@ -509,19 +508,20 @@ def print_status(fleet_status: Document) -> None:
     counts = {status: count for status, count in fleet_status["jobs"].items() if count}
     machines = fleet_status["machines"]
     gpus = (
-        f", {machines['gpus_available']} of {machines['gpus']} GPUs free"
+        f", {machines['gpus_available']} of {counted(machines['gpus'], 'GPU')} free"
         if machines["gpus"]
         else ""
     )
+    roles: dict[str, list[str]] = {}
+    for process in fleet_status["processes"]:
+        if process["alive"]:
+            place = f"process {process['pid']} on {process['host']}"
+            roles.setdefault(place, []).append(process["role"])
     jobs = ", ".join(f"{count} {status}" for status, count in counts.items()) or "none yet"
     facts = {
         "jobs": [jobs],
         "machines": [f"{machines['ready']} of {machines['total']} ready{gpus}"],
-        "running": [
-            f"{process['role']} on {process['host']}, process {process['pid']}"
-            for process in fleet_status["processes"]
-            if process["alive"]
-        ],
+        "running": [f"{place}: {', '.join(names)}" for place, names in roles.items()],
     }
     margin = max(map(len, facts)) + 2
     for name, texts in facts.items():

@@ -8,18 +8,23 @@ under the same name.
 from __future__ import annotations
 
 import asyncio
+import os
+import shutil
+import socket
 import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from groupwise.api.schemas.fleet import UNPREPARED
 from groupwise.cli.output import say
 from groupwise.core.errors import UsageError
 
 if TYPE_CHECKING:
+    from groupwise.jobs.hosts.answers import Observation
     from groupwise.jobs.hosts.keys import Alias, HostKey
 
 NO_KEY_FROM_AFAR = (
@@ -47,6 +52,8 @@ class Address:
     user: str
     key: str | None
     jump: Mapping[str, Any] | None = None
+    name: str | None = None
+    """Its name in the ssh config, by which known_hosts may have it too."""
 
     def as_fields(self) -> dict[str, Any]:
         """The address as fields of a machine's document."""
@@ -65,13 +72,15 @@ class Trust:
 
     fingerprint: str | None = None
     of_jump: str | None = None
-    unasked: bool = False
+    assume_yes: bool = False
     ask: Callable[[str], bool] | None = None
 
     def covers(self, fingerprint: str | None, question: str) -> bool:
         """True if the key is trusted. `fingerprint`: the given one, which was found to match; without it, the user is asked."""
         return (
-            fingerprint is not None or self.unasked or (self.ask is not None and self.ask(question))
+            fingerprint is not None
+            or self.assume_yes
+            or (self.ask is not None and self.ask(question))
         )
 
 
@@ -94,7 +103,12 @@ class SeenKey:
 class SshOptions:
     """How a machine is reached."""
 
-    host: Annotated[str | None, typer.Option(metavar="H", help="Address or name.")] = None
+    host: Annotated[
+        str | None,
+        typer.Option(
+            metavar="H", help="[USER@]NAME[:PORT]: `vm add` takes NAME as `ssh NAME` has it."
+        ),
+    ] = None
     port: Annotated[
         int | None,
         typer.Option(metavar="N", min=1, max=65535, help="Port of SSH; at first 22."),
@@ -114,52 +128,61 @@ class SshOptions:
 
     def of_new(self, trust: Trust) -> Address:
         """The address of a new machine. Raises UsageError, also if its jump host is not trusted."""
-        if self.host is None and self.alias is None:
-            raise UsageError(
-                "where is the machine? --host ADDRESS with --user, or --from-ssh-config NAME."
-            )
         if self.alias is not None:
             return self._of_alias(self.alias, trust)
-        if trust.of_jump is not None:
-            raise UsageError("--trust-jump is for a jump host, which --from-ssh-config finds.")
-        if self.user is None:
-            raise UsageError(f"--user is missing: the user to log in as on {self.host}.")
-        return Address(str(self.host), self.port or 22, self.user, private_key(self.key))
+        if self.host is None:
+            raise UsageError(
+                "where is the machine? --host [USER@]NAME[:PORT], NAME as `ssh NAME` has it."
+            )
+        ssh = self._split_host()
+        name = str(ssh.host)
+        if ssh.user is not None and shutil.which("ssh") is None:
+            return Address(name, ssh.port or 22, ssh.user, private_key(self.key))
+        return replace(ssh, host=None)._of_alias(name, trust)
+
+    def _split_host(self) -> SshOptions:
+        """The options with user and port apart from the host, if it is `USER@NAME:PORT`."""
+        user, _, name = (self.host or "").rpartition("@")
+        address, colon, number = name.rpartition(":")
+        is_port = colon and number.isdecimal() and ":" not in address  # an IPv6 address has several
+        return replace(
+            self,
+            host=(address if is_port else name) or None,
+            user=self.user or user or None,
+            port=int(number) if is_port else self.port,
+        )
 
     def of_new_from_afar(self) -> Address:
         """The address of a new machine for a fleet that runs elsewhere, so nothing can be looked up here. Raises UsageError."""
         if self.alias is not None:
             raise UsageError(NO_ALIAS_FROM_AFAR.format(alias=self.alias))
-        required_options = {"--host": self.host, "--user": self.user, "--key": self.key}
+        ssh = self._split_host()
+        required_options = {"--host": ssh.host, "--user": ssh.user, "--key": ssh.key}
         missing = [name for name, value in required_options.items() if value is None]
         if missing:
             raise UsageError(
                 f"the fleet runs elsewhere, and nothing can be looked up there: say {' and '.join(missing)} too. --key is the path of the "
                 "private key on the machine where the fleet runs."
             )
-        return Address(str(self.host), self.port or 22, str(self.user), self.key)
+        return Address(str(ssh.host), ssh.port or 22, str(ssh.user), ssh.key)
 
-    def of_known(self, trust: Trust) -> dict[str, Any]:
-        """The changed fields of an existing machine. Raises UsageError."""
-        if self.alias is None:
-            _expect_no_jump(trust)
-            key = None if self.key is None else private_key(self.key)
-            return self._changed_fields(key)
-        address = self._of_alias(self.alias, trust)
-        return {**address.as_fields(), "jump": address.jump or {}}
-
-    def of_known_from_afar(self, trust: Trust) -> dict[str, Any]:
-        """The changed fields of an existing machine, for a fleet that runs elsewhere. Raises UsageError."""
+    def of_known(self, trust: Trust, *, is_local: bool) -> dict[str, Any]:
+        """The changed fields of an existing machine. Raises UsageError. `is_local`: the fleet runs on this machine."""
         if self.alias is not None:
-            raise UsageError(NO_ALIAS_FROM_AFAR.format(alias=self.alias))
-        _expect_no_jump(trust)
-        return self._changed_fields(self.key)
-
-    def _changed_fields(self, key: str | None) -> dict[str, Any]:
+            if not is_local:
+                raise UsageError(NO_ALIAS_FROM_AFAR.format(alias=self.alias))
+            address = self._of_alias(self.alias, trust)
+            return {**address.as_fields(), "jump": address.jump or {}}
+        if trust.of_jump is not None or trust.assume_yes:
+            raise UsageError(
+                "--trust-jump and --yes are for --from-ssh-config, which finds jump hosts."
+            )
+        key = private_key(self.key) if self.key is not None and is_local else self.key
+        ssh = self._split_host()
         return {
-            "ip_address": self.host,
-            "port": self.port,
-            "user": self.user,
+            "ip_address": ssh.host,
+            "port": ssh.port,
+            "user": ssh.user,
             "ssh_key_path": key,
         }
 
@@ -181,13 +204,7 @@ class SshOptions:
             self.user or alias.user,
             private_key(self.key or alias.identity_file),
             jump,
-        )
-
-
-def _expect_no_jump(trust: Trust) -> None:
-    if trust.of_jump is not None or trust.unasked:
-        raise UsageError(
-            "--trust-jump and --yes are for --from-ssh-config, which finds jump hosts."
+            name,
         )
 
 
@@ -229,13 +246,58 @@ def private_key(option: str | None) -> str | None:
 
 
 def host_key_of(where: Address, trust: Trust) -> SeenKey:
-    """The key that the machine shows now, and whether it is trusted. Raises UsageError if it differs from --trust."""
+    """The host key of a machine, and whether it is trusted: by --trust, by known_hosts, or by the user's answer. Raises UsageError if it
+    differs from --trust."""
+    from groupwise.jobs.hosts.keys import known_host_key
+
+    known_key = known_host_key(where.host, where.port)
+    known_key = known_key or (known_host_key(where.name, where.port) if where.name else None)
+    if trust.fingerprint is None and known_key is not None:
+        # The login checks whether it shows this key.
+        say(f"{where.host} has the host key {known_key.fingerprint} in your known_hosts")
+        return SeenKey(str(known_key), None)
     host_key = _read_key(where.host, where.port, where.jump)
     say(f"{where.host} shows the host key {host_key.fingerprint} ({host_key.type})")
     _expect_key("--trust", trust.fingerprint, where.host, host_key)
     if trust.covers(trust.fingerprint, "Is that the machine's own key?"):
         return SeenKey(str(host_key), None)
     return SeenKey(None, str(host_key))
+
+
+def observe_new(
+    machine: Mapping[str, Any], consequence: str = "Nothing was changed."
+) -> tuple[Observation, str | None]:
+    """Log in to a machine with a new login, and observe it as the poller does. Returns the observation, and the problem with the
+    interpreter of its jobs, if any. Raises UsageError, which ends with `consequence`, if the login or the runner fails. `machine`: the
+    fields of a `NewMachine`."""
+    from groupwise.jobs.fleet.attempts import records
+    from groupwise.jobs.fleet.machines import reaching
+    from groupwise.jobs.fleet.store.tables import VM
+    from groupwise.jobs.fleet.verbs.machines import FOLDER
+    from groupwise.jobs.hosts.port import HostError, RunnerRefused
+
+    defaults = {"workdir": FOLDER, "python": UNPREPARED, "idle_memory_mb": 0}
+    given = {name: value for name, value in machine.items() if value is not None}
+    new = records.machine(VM(**{**defaults, **given}))
+
+    async def look() -> tuple[Observation, str | None]:
+        host = reaching.host_of(new)
+        try:
+            runner = reaching.runner_of(new, host)
+            observation = await runner.observe(probe=new.probe, probe_timeout=10.0, timeout=20.0)
+            try:
+                trial = await runner.run([new.python, "-c", "import sys"])
+                problem = trial.err.strip() if trial.code else None
+            except RunnerRefused as refusal:
+                problem = str(refusal)
+            return observation, problem
+        finally:
+            await host.close()
+
+    try:
+        return asyncio.run(look())
+    except HostError as error:
+        raise UsageError(f"{new.vm_id} cannot be used: {error}. {consequence}") from None
 
 
 def _expect_key(option: str, fingerprint: str | None, host: str, host_key: HostKey) -> None:
@@ -249,9 +311,16 @@ def _expect_key(option: str, fingerprint: str | None, host: str, host_key: HostK
 def _read_key(host: str, port: int, jump: Mapping[str, Any] | None = None) -> HostKey:
     from groupwise.jobs.fleet.machines.reaching import jump_address
     from groupwise.jobs.hosts.port import HostError
-    from groupwise.jobs.hosts.ssh import read_host_key
+    from groupwise.jobs.hosts.ssh import AGENT, read_host_key
 
     try:
-        return asyncio.run(read_host_key(host, port, jump=jump_address(jump)))
+        agent_path = os.environ.get(AGENT)
+        return asyncio.run(
+            read_host_key(host, port, jump=jump_address(jump), agent_path=agent_path)
+        )
     except HostError as error:
+        if isinstance(error.__cause__, socket.gaierror):
+            raise UsageError(
+                f"{host} is neither a name of your ssh config nor of the network. Nothing was changed."
+            ) from None
         raise UsageError(f"{error}. Is it up, and is {port} its port?") from None

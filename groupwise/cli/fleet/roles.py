@@ -173,13 +173,13 @@ def _run_roles(
 def migrate(fleet_at: FleetOption = None, database: DatabaseOption = None) -> None:
     """Make the tables of the database, or update them."""
     place = place_of(fleet_at, {} if database is None else {"database": database})
-    from groupwise.jobs.fleet.processes import who_plays
+    from groupwise.jobs.fleet.processes import role_holder
     from groupwise.jobs.fleet.store import database as databases
 
     connection = databases.connect(place.database_url)
     try:
         databases.migrate(
-            connection, lambda: who_plays(place.folder) if place.is_embedded else None
+            connection, lambda: role_holder(place.folder) if place.is_embedded else None
         )
         say(f"{connection.name} is up to date")
     finally:

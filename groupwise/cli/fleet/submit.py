@@ -1,11 +1,12 @@
 """`groupwise fleet submit`: makes a job of the command line, and prints only its id on standard output.
 
-Files of this machine travel with the job: those of `--file`, and of `--dataset` and `--reward-function` if they name one. Everything else
-is passed on and checked at admission, the same way as for the API and for a row written by hand.
+Files of this machine are sent with the job: those of `--project-dir`, of `--file`, and of `--dataset` and `--reward-function` if they name
+one. Everything else is passed on and checked at admission, the same way as for the API and for a row written by hand.
 """
 
 from __future__ import annotations
 
+import difflib
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -15,15 +16,26 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from groupwise.cli.fleet.access import FleetOption, fleet
-from groupwise.cli.fleet.take_along import at, take_along
-from groupwise.cli.options import AsJson
+from groupwise.cli.fleet.local_files import LocalFiles, at, attach_files
+from groupwise.cli.options import AsJson, Exclude, ProjectDir
 from groupwise.cli.output import say, write_json
-from groupwise.cli.parsing import hyperparams, json_object, pairs, seconds, secret, variables
+from groupwise.cli.parsing import (
+    expect_one_model,
+    gpus_of_model,
+    hyperparams,
+    json_object,
+    megabytes,
+    pairs,
+    seconds,
+    secret,
+    variables,
+)
 from groupwise.cli.printing import print_pairs
 from groupwise.core.errors import UsageError
 
 if TYPE_CHECKING:
     from groupwise.jobs.fleet.client import FleetClient
+    from groupwise.jobs.fleet.queue.resources import Resources
 
 
 def _retry_policy(text: str) -> dict[str, Any]:
@@ -62,7 +74,7 @@ class KindOptions:
         str | None,
         typer.Option(
             metavar="D",
-            help="A local file, which travels with the job; a hub id; or a path on the machine.",
+            help="A local file, which is sent with the job; a hub id; or a path on the machine.",
         ),
     ] = None
     reward_function: Annotated[
@@ -203,22 +215,33 @@ class ResourceOptions:
             "--gpus",
             "--gpu",
             metavar="N",
-            help="Number of GPUs, or which ones: 2, VM:0,1 or GPU-uuid.",
+            help="Number of GPUs, or which ones: 2, A100:2, VM:0,1, GPU-uuid or MIG-3g.20gb; default: none, and 1 for a kind of job "
+            "if the fleet has one.",
         ),
     ] = None
     gpu_model: Annotated[
         str | None,
-        typer.Option("--gpu-model", metavar="TEXT", help="Part of the GPU's name, e.g. A100."),
+        typer.Option(
+            "--gpu-model",
+            metavar="TEXT",
+            help="Words of the GPU's name, e.g. A100, A100-80GB or MIG-3g.20gb; a model that the fleet lacks is waited for.",
+        ),
     ] = None
     gpu_memory: Annotated[
-        str | None,
-        typer.Option("--gpu-memory", metavar="SIZE", help="Least memory of a GPU, e.g. 40GB."),
+        int | None,
+        typer.Option(
+            "--gpu-memory",
+            metavar="SIZE",
+            parser=megabytes("--gpu-memory"),
+            help="Least memory of a GPU, e.g. 40GB.",
+        ),
     ] = None
     share: Annotated[
-        str | None,
+        int | None,
         typer.Option(
             "--share-mb",
             metavar="MB",
+            parser=megabytes("--share-mb"),
             help="Run on a share of one GPU: reserve this much of its memory.",
         ),
     ] = None
@@ -240,18 +263,69 @@ class ResourceOptions:
         typer.Option("--cpus", "--cpu", metavar="N", min=1, max=100_000, help="CPU cores."),
     ] = None
     ram: Annotated[
-        str | None,
-        typer.Option("--memory", "--ram", metavar="SIZE", help="Main memory, e.g. 64GB."),
+        int | None,
+        typer.Option(
+            "--memory",
+            "--ram",
+            metavar="SIZE",
+            parser=megabytes("--memory"),
+            help="Main memory, e.g. 64GB.",
+        ),
     ] = None
     disk: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Free disk space when the job starts, e.g. 200GB."),
+        int | None,
+        typer.Option(
+            metavar="SIZE",
+            parser=megabytes("--disk"),
+            help="Free disk space when the job starts, e.g. 200GB.",
+        ),
     ] = None
+
+    def resources(self, access: FleetClient) -> Resources:
+        """The resources that the options ask for; `--gpus A100:2` is a model unless a machine has that name. Raises UsageError."""
+        from groupwise.jobs.fleet.queue.resources import parse
+
+        options, gpus = asdict(self), self.gpus or ""
+        of_model = gpus_of_model(gpus)
+        machines = access.machines() if of_model else []
+        if of_model and all(machine["vm_id"] != of_model[0] for machine in machines):
+            expect_one_model(gpus, self.gpu_model)
+            self._expect_known_model(*of_model, machines)
+            say(
+                f"--gpus {gpus}: {of_model[1]} of the model {of_model[0]}, since no machine has this name"
+            )
+            options |= {"gpus": str(of_model[1]), "gpu_model": of_model[0]}
+        return parse(**options)
+
+    def _expect_known_model(
+        self, model: str, count: int, machines: Sequence[Mapping[str, Any]]
+    ) -> None:
+        """Raise UsageError for a model that no GPU of the fleet has: it may be a misspelt machine, and the job would wait for ever."""
+        from groupwise.jobs.fleet.queue.resources import fits_model
+
+        names = [machine["vm_id"] for machine in machines]
+        known: set[tuple[str | None, int | None]] = {
+            (gpu["model"], gpu["memory_mb"]) for machine in machines for gpu in machine["gpus"]
+        }
+        engines = [machine["engine"] for machine in machines if machine["engine"]]
+        known |= {(engine.get("gpu_model"), engine.get("gpu_memory_mb")) for engine in engines}
+        if not any(fits_model(model, *gpu) for gpu in known):
+            models = sorted({name for name, _ in known if name})
+            near = difflib.get_close_matches(model, [*names, *models], n=3)
+            hint = (
+                f"did you mean {' or '.join(near)}?"
+                if near
+                else f"machines: {', '.join(names) or 'none'}; models: {', '.join(models) or 'none'}."
+            )
+            raise UsageError(
+                f"--gpus {self.gpus}: no machine is called {model}, and no GPU of the fleet is a {model}; {hint} "
+                f"To wait for a GPU that is to be added: --gpus {count} --gpu-model {model}."
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class JobOptions:
-    """How the job is treated, and what travels with it and comes back."""
+    """How the job is treated, which files are sent with it, and which are fetched."""
 
     time_limit: Annotated[
         float | None,
@@ -333,6 +407,8 @@ class JobOptions:
             help="Secret variable: the dispatcher reads its value when the job starts, and stores it nowhere. May be repeated.",
         ),
     ] = field(default_factory=list[str])
+    project_dir: ProjectDir = None
+    exclude: Exclude = field(default_factory=list[str])
     output: Annotated[
         list[str],
         typer.Option(
@@ -343,11 +419,12 @@ class JobOptions:
         ),
     ] = field(default_factory=list[str])
     output_limit: Annotated[
-        str | None,
+        int | None,
         typer.Option(
             "--output-limit",
             "--artefact-limit",
             metavar="SIZE",
+            parser=megabytes("--output-limit"),
             help="Limit for the size of all outputs together; default: 20GB.",
         ),
     ] = None
@@ -374,14 +451,10 @@ class JobOptions:
 
     def document(self) -> dict[str, Any]:
         """The fields of a `JobRequest`."""
-        from groupwise.jobs.fleet.queue.resources import megabytes
-
         limits = {
             "time_seconds": self.time_limit,
             "grace_seconds": self.grace,
-            "artefact_mb": None
-            if self.output_limit is None
-            else megabytes("--output-limit", self.output_limit),
+            "artefact_mb": self.output_limit,
             "artefact_files": self.output_files,
         }
         return {
@@ -451,30 +524,28 @@ def submit(
 ) -> None:
     """Submit a job; prints its id.
 
-        groupwise fleet submit --gpus 2 --file train.py -- python train.py --lr 1e-5
+        groupwise fleet submit --gpus 2 --project-dir . -- python train.py --lr 1e-5
 
         groupwise fleet submit --kind GRPO --model M --dataset sums.jsonl --reward-function correctness
 
-    The working folder of a job is empty but for the files that travel with it. What it leaves in `outputs` is fetched.
+    The working folder of a job holds only the files that are sent with it. What it leaves in `outputs` is fetched.
     """
     from groupwise.api.schemas.fleet import expect_few
-    from groupwise.jobs.fleet.queue import resources
 
     request = {
         **kind.columns(arguments or (), required=array is None),
         **job.document(),
         "arguments": arguments,
-        "resources": resources.parse(**asdict(needs)).as_json(),
     }
     if wait and (job.hold or dry_run):
         raise UsageError(
             f"--wait and {'--hold' if job.hold else '--dry-run'} contradict each other."
         )
-    base = _set_values(request)
     with fleet(fleet_at, make=not dry_run) as access:
+        base = _set_values({**request, "resources": needs.resources(access).as_json()})
         jobs = {"": base} if array is None else _read_array(array, base)
         expect_few(len(jobs))
-        take_along(access, jobs, file or (), dry_run)
+        attach_files(access, jobs, LocalFiles(file or (), job.project_dir, job.exclude), dry_run)
         if dry_run:
             _print_plans(access, jobs, project, as_json)
         else:
@@ -549,7 +620,13 @@ def _submit_jobs(
         for job_id in ids:
             typer.echo(job_id)
     if wait:
-        final_jobs = until_ended(access, ids)
+        try:
+            final_jobs = until_ended(access, ids)
+        except KeyboardInterrupt:
+            say(
+                f"no longer waiting; what was submitted goes on: `groupwise fleet stop {' '.join(ids[:3])}` ends it"
+            )
+            raise
         if as_json:
             write_json(final_jobs[0] if len(final_jobs) == 1 else final_jobs)
         raise typer.Exit(exit_code_of(final_jobs))

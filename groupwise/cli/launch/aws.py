@@ -11,6 +11,7 @@ import typer
 from groupwise.cli.environment import RemoteEnvironmentOptions
 from groupwise.cli.launch.options import LaunchOptions, RentalOptions
 from groupwise.cli.launch.placing import launch
+from groupwise.cli.output import say
 from groupwise.core.errors import UsageError
 
 
@@ -58,6 +59,16 @@ def aws(
             metavar="AMI", help="Image; default: the newest deep-learning one, Ubuntu 24.04."
         ),
     ] = None,
+    disk_gb: Annotated[
+        int | None,
+        typer.Option(
+            "--disk-gb",
+            metavar="N",
+            min=8,
+            max=16_384,
+            help="Size of its disk; default: what its image, the environment, the model and the checkpoints take.",
+        ),
+    ] = None,
     spot: Annotated[
         bool,
         typer.Option(
@@ -82,8 +93,10 @@ def aws(
 
     groupwise launch aws --key-name K --security-group SG -- rl --config C.yaml --task-module task.py
     """
-    from groupwise.jobs.clouds.ec2_types import gpus_of
-    from groupwise.jobs.launch.places import AWS, JobBackend
+    from groupwise.jobs.clouds.aws_checks import DISK_GB
+    from groupwise.jobs.clouds.backend import Unreachable
+    from groupwise.jobs.clouds.ec2 import AwsRefused, NoCredentials
+    from groupwise.jobs.launch.places import AWS, JobBackend, ec2
 
     for module in ("asyncssh", "boto3"):
         if find_spec(module) is None:
@@ -107,6 +120,7 @@ def aws(
     }
     options = {
         "ami": ami,
+        DISK_GB: disk_gb,
         "spot": spot,
         "max_price": job.max_price if spot else None,
         **rental.place_options(),
@@ -114,5 +128,16 @@ def aws(
     place_options = {"instance_type": instance_type} | {
         name: value for name, value in options.items() if value
     }
-    gpus = job.gpus or gpus_of(instance_type)
+    gpus = job.gpu_count
+    if not gpus:
+        try:
+            gpus = ec2(region, profile).instance_type(instance_type).gpus
+        except (NoCredentials, Unreachable) as error:
+            if not job.dry_run:
+                raise
+            say(f"how many GPUs {instance_type} has is not known: {error.message}")
+        except AwsRefused as refused:
+            raise UsageError(
+                f"how many GPUs {instance_type} has is not known: {refused.message} --gpus N says it."
+            ) from None
     launch(JobBackend(AWS, detail), job, environment=plan, gpus=gpus, place_options=place_options)

@@ -12,6 +12,7 @@ from typing import Any
 import typer
 
 from groupwise.cli.options import Command
+from groupwise.cli.output import collect_seldom
 from groupwise.core.errors import UsageError
 
 SCRIPT = "--script"
@@ -40,6 +41,7 @@ class LaunchCommand(Command):
     """A command whose line ends with `-- VERB ARGUMENTS…` or `--script PATH ARGUMENTS…`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        collect_seldom()
         launcher_args, job_command = split_command(args)
         if job_command is None:
             from groupwise.jobs.launch.preflight import VERBS

@@ -19,14 +19,15 @@ from groupwise.core.errors import UsageError
 def modal(
     *,
     gpu_model: Annotated[
-        str,
+        str | None,
         typer.Option(
             "--gpu-model",
             "--gpu",
             metavar="TYPE",
-            help="T4, L4, A10G, L40S, A100 (40 GB), A100-80GB, H100, H200 or B200.",
+            help="As Modal names it: L4, L40S, A100-80GB, H100, B200 and others; `modal billing rates` lists them with their prices; "
+            "default: H100.",
         ),
-    ] = "H100",
+    ] = None,
     profile: Annotated[
         str | None,
         typer.Option(metavar="P", help="Profile in ~/.modal.toml; default: the active one."),
@@ -55,7 +56,7 @@ def modal(
 
     groupwise launch modal --gpu-model A100 --timeout 24h -- sft --config C.yaml --task-module task.py
     """
-    from groupwise.jobs.clouds.modal.backend import ENVIRONMENTS, check_gpu
+    from groupwise.jobs.clouds.modal.backend import ENVIRONMENTS
     from groupwise.jobs.clouds.modal.port import NAMED
     from groupwise.jobs.fleet.machines.plans import sent_files
     from groupwise.jobs.launch.packaging import local_store
@@ -68,9 +69,14 @@ def modal(
         raise UsageError(
             f"--base-python {packages.base_python}: images of Modal have one Python, which is named by its release, as python3.12."
         )
+    model = job.gpu_model(gpu_model) or "H100"
+    if not re.fullmatch(r"[A-Za-z0-9-]+[!+]?", model):
+        raise UsageError(
+            f"--gpu-model {model}: one name is expected, as H100. --gpus N says how many."
+        )
     files = sent_files(plan, ENVIRONMENTS, local_store())
     place_options = {
-        "gpu": check_gpu(gpu_model),
+        "gpu": model,
         "timeout": int(timeout),
         "image": {
             "name": plan.name,
@@ -82,7 +88,7 @@ def modal(
         **({NAMED: _workspace_secrets(secret, job.secrets())} if secret else {}),
     }
     place, hours = JobBackend(MODAL, {"profile": profile}), job.hours or int(timeout) / 3600
-    launch(place, job, gpus=job.gpus or 1, hours=hours, place_options=place_options)
+    launch(place, job, gpus=job.gpu_count or 1, hours=hours, place_options=place_options)
 
 
 def _workspace_secrets(options: list[str], values: Mapping[str, str]) -> dict[str, list[str]]:

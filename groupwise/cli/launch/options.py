@@ -9,8 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from groupwise.cli.launch.job_command import JobCommand, job_command
-from groupwise.cli.options import AsJson, DryRun
-from groupwise.cli.parsing import seconds, variables
+from groupwise.cli.options import AsJson, DryRun, Exclude, ProjectDir
+from groupwise.cli.parsing import expect_one_model, gpus_of_model, seconds, variables
 from groupwise.core.errors import UsageError
 
 SHARED = ("rl", "sft")
@@ -108,15 +108,14 @@ class LaunchOptions(CommandOptions):
     """The options of every place."""
 
     gpus: Annotated[
-        int,
+        str,
         typer.Option(
             "--gpus",
             "--gpus-per-node",
             metavar="N",
-            min=0,
-            help="GPUs on each machine, for this job alone.",
+            help="GPUs on each machine, for this job alone; A100:2 also names their model, for Slurm, Ray and Modal.",
         ),
-    ] = 0
+    ] = "0"
     max_price: Annotated[
         float | None,
         typer.Option(
@@ -135,6 +134,8 @@ class LaunchOptions(CommandOptions):
             help="Extra file or folder of the project to upload, even if git ignores it or a run wrote it. May be repeated.",
         ),
     ] = field(default_factory=list[str])
+    project_dir: ProjectDir = None
+    exclude: Exclude = field(default_factory=list[str])
     output: Annotated[
         list[str],
         typer.Option(
@@ -155,6 +156,24 @@ class LaunchOptions(CommandOptions):
         ),
     ] = False
     as_json: AsJson = False
+
+    @property
+    def gpu_count(self) -> int:
+        """The number of GPUs on each machine. Raises UsageError."""
+        if self.gpus.isdecimal() and len(self.gpus) <= 6:
+            return int(self.gpus)
+        if (of_model := gpus_of_model(self.gpus)) is not None:
+            return of_model[1]
+        raise UsageError(
+            f"--gpus {self.gpus}: a number is expected, as 2, or a model with a number, as A100:2."
+        )
+
+    def gpu_model(self, option: str | None = None) -> str | None:
+        """The model of GPU that --gpus names, or `option`, the value of --gpu-model. Raises UsageError for both."""
+        if (of_model := gpus_of_model(self.gpus)) is None:
+            return option
+        expect_one_model(self.gpus, option)
+        return of_model[0]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,6 @@ from groupwise.cli.environment import RemoteEnvironmentOptions
 from groupwise.core.errors import UsageError
 
 if TYPE_CHECKING:
-    from groupwise.cli.fleet.reach import Address, Trust
     from groupwise.jobs.fleet.machines.plans import Plan as EnvironmentPlan
     from groupwise.jobs.launch.local_registry import Note
     from groupwise.jobs.launch.places import JobBackend
@@ -52,26 +51,26 @@ class LoginOptions:
             raise UsageError(
                 "Other machines are reached by asyncssh: pip install 'groupwise[launch]'."
             )
-        from groupwise.cli.fleet.reach import SshOptions, Trust, ask_user
-        from groupwise.jobs.launch.places import AGENT, SSH, JobBackend
+        from groupwise.cli.fleet.reach import SshOptions, Trust, ask_user, host_key_of
+        from groupwise.jobs.hosts.ssh import AGENT
+        from groupwise.jobs.launch.places import SSH, JobBackend
 
         trust = Trust(self.trust, self.trust_jump, ask=ask_user())
-        user_part, _, name = host.rpartition("@")
-        host_part, colon, number = name.rpartition(":")
-        port = self.port
-        if (
-            colon and number.isdecimal() and ":" not in host_part
-        ):  # an IPv6 address has several colons
-            name, port = host_part, int(number)
-        user = self.user or user_part or None
-        address = SshOptions(port=port, user=user, key=self.key, alias=name).of_new(trust)
+        ssh = SshOptions(host=host, port=self.port, user=self.user, key=self.key)
+        address = ssh.of_new(trust)
+        host_key = host_key_of(address, trust).pinned
+        if host_key is None:
+            raise UsageError(
+                f"{address.host} is not in your known_hosts, so it is not contacted any further. Compare the fingerprint above with the "
+                "machine's own (`ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub` there), and give it: --trust SHA256:…"
+            )
         detail: dict[str, Any] = {
             "host": address.host,
             "user": address.user,
             "port": address.port,
             "key": address.key,
-            "host_key": _host_key(name, address, trust),
-            "agent": address.key is None and AGENT in os.environ,
+            "host_key": host_key,
+            "agent": AGENT in os.environ,
             "python": python,
         }
         if (jump := address.jump) is not None:
@@ -256,21 +255,3 @@ def check_name(name: str) -> None:
         raise UsageError(
             f"{name[:80]!r} is not a name of a job: letters, digits, - and _ are expected, 80 at most, a letter or a digit first."
         )
-
-
-def _host_key(name: str, address: Address, trust: Trust) -> str:
-    """The host key in known_hosts; without one, the key that the user trusts now. Raises UsageError."""
-    from groupwise.cli.fleet.reach import host_key_of
-    from groupwise.jobs.hosts.keys import known_host_key
-
-    if trust.fingerprint is None:
-        known_key = known_host_key(address.host, address.port) or known_host_key(name, address.port)
-        if known_key is not None:
-            return str(known_key)
-    scanned = host_key_of(address, trust)
-    if scanned.pinned is None:
-        raise UsageError(
-            f"{address.host} is not in your known_hosts, so it is not contacted any further. Compare the fingerprint above with the "
-            "machine's own (`ssh-keygen -lf /etc/ssh/ssh_host_ed25519_key.pub` there), and give it: --trust SHA256:…"
-        )
-    return scanned.pinned

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -16,23 +17,20 @@ from groupwise.cli.launch.watch import call_backend, folder_of, report_rented, w
 from groupwise.cli.output import say, write_json
 from groupwise.cli.printing import print_pairs
 from groupwise.core.errors import GroupwiseError, UsageError
-from groupwise.core.terminal.text import one_line
 
 if TYPE_CHECKING:
     from groupwise.jobs.clouds.backend import Backend, Handle, Plan
     from groupwise.jobs.fleet.machines.plans import Plan as EnvironmentPlan
     from groupwise.jobs.hosts.files import BlobStore
-    from groupwise.jobs.launch.bundle import Bundle
+    from groupwise.jobs.launch.install_plan import InstallPlan
     from groupwise.jobs.launch.local_registry import Note
-    from groupwise.jobs.launch.packaging import PackedJob
+    from groupwise.jobs.launch.packaging import LaunchRequest, PackedJob
     from groupwise.jobs.launch.places import JobBackend
     from groupwise.jobs.launch.preflight import DryRunReport
 
 UNWATCHED = (
     ". It stays whatever becomes of the job, and what was not fetched by then is gone with it"
 )
-MAX_FILES_LISTED = 5
-"""Largest number of files left out of the upload that are listed one by one."""
 
 
 def launch(
@@ -49,23 +47,34 @@ def launch(
 
     `environment` is built at the place; None: the place has one. `place_options`: options that only this kind of place understands. `gpus`
     and `hours` replace those of the options, if the place has its own."""
+    from groupwise.jobs.clouds.backend import MODEL_GB
     from groupwise.jobs.launch import local_registry, packaging
+    from groupwise.jobs.launch.bundle import path_in_project
+    from groupwise.jobs.launch.places import AWS, WITHOUT_GPU_MODELS
     from groupwise.jobs.launch.preflight import check_verb
 
     command, gang = job.command, gang or GangOptions()
+    project = job.project_dir or Path.cwd()
     if job.name is not None:
         check_name(job.name)
     if command.script is None:
         check_verb(command.words)
-    gpus, hours = gpus or job.gpus, hours or job.hours or DEFAULT_HOURS
+    if (model := job.gpu_model()) is not None and place.kind in WITHOUT_GPU_MODELS:
+        raise UsageError(
+            f"--gpus {job.gpus}: which GPUs a job gets here is decided by its machine, not by the model {model}: --gpus {job.gpu_count}."
+        )
+    gpus, hours = gpus or job.gpu_count, hours or job.hours or DEFAULT_HOURS
     processes = gang.processes(command, gpus)
     secrets = job.secrets()
-    report = _try_here(job, gang, processes, place_options or {}, secrets)
+    report = _try_here(job, project, gang, processes, place_options or {}, secrets)
+    options = {**(place_options or {})}
+    if place.kind == AWS and report.model_gb is not None:
+        options[MODEL_GB] = report.model_gb
     store = packaging.local_store()
     name = job.name or new_name(command)
     request = packaging.LaunchRequest(
         name=name,
-        project=Path.cwd(),
+        project=project,
         command=command.line,
         gpus=gpus,
         nodes=gang.count,
@@ -74,21 +83,24 @@ def launch(
         secrets=secrets,
         environment=environment,
         results=(*job.output, *report.results),
-        take=tuple(job.file),
+        take=tuple(path_in_project(project, name) or os.path.abspath(name) for name in job.file),
+        exclude=tuple(job.exclude),
         needs=report.needs,
         is_remote=not place.is_here,
         root=place.root if place.root.startswith("/") else f"~/{place.root}",
-        place_options=place_options or {},
+        place_options=options,
         python=place.python,
         meets_at=place.meets_at,
     )
     packed = packaging.pack(request, store)
     _expect_script(command, packed)
-    _print_bundle(packed.bundle)
+    for line in packed.bundle.summary():
+        say(line)
     plan = call_backend(place, lambda backend: backend.plan(packed.order))
     _refuse_price(plan, job.max_price)
     if job.dry_run:
-        _show_plan(plan, packed, job, hours)
+        installs = environment and _install_plan(place, environment, request, packed)
+        _show_plan(plan, packed, job, hours, installs)
         return
     say(f"{name}: {'; '.join(plan.steps)}")
     results = None if job.to is None else job.to.expanduser().absolute()
@@ -111,6 +123,16 @@ def launch(
     )
 
 
+def _install_plan(
+    place: JobBackend, environment: EnvironmentPlan, request: LaunchRequest, packed: PackedJob
+) -> InstallPlan:
+    from groupwise.jobs.launch.install_plan import install_plan
+
+    return call_backend(
+        place, lambda backend: install_plan(backend, environment, request.root, packed.bundle.size)
+    )
+
+
 def _print_detached(note: Note, handle: Handle, *, as_json: bool) -> None:
     """Print how to find a detached job again."""
     name = note.name
@@ -122,17 +144,6 @@ def _print_detached(note: Note, handle: Handle, *, as_json: bool) -> None:
         write_json({"name": name, "place": str(note.place), "attempt": handle.attempt})
     else:
         typer.echo(name)
-
-
-def _print_bundle(bundle: Bundle) -> None:
-    """Print the size of the upload, and the files that are left out."""
-    from groupwise.core.terminal.quantities import byte_size
-
-    say(f"{len(bundle.files)} files of {bundle.root} travel, {byte_size(bundle.size)}")
-    for path, reason in [*bundle.left_out.items()][:MAX_FILES_LISTED]:
-        say(f"  {one_line(path)} stays here: {reason}")
-    if len(bundle.left_out) > MAX_FILES_LISTED:
-        say(f"  and {len(bundle.left_out) - MAX_FILES_LISTED} more")
 
 
 def _submit_job(note: Note, packed: PackedJob, store: BlobStore) -> Handle:
@@ -193,6 +204,7 @@ def _left_no_trace(note: Note) -> bool:
 
 def _try_here(
     job: LaunchOptions,
+    project: Path,
     gang: GangOptions,
     processes: int,
     place_options: Mapping[str, Any],
@@ -219,7 +231,7 @@ def _try_here(
         if any("HF_TOKEN" in variables for variables in workspace_secrets.values())
         else {}
     )
-    report = try_verb(job.command.words, Path.cwd(), {**secrets, **rank_variables, **hub_variables})
+    report = try_verb(job.command.words, project, {**secrets, **rank_variables, **hub_variables})
     say(f"tried here: {report.summary}")
     return report
 
@@ -233,12 +245,12 @@ def _expect_script(command: JobCommand, packed: PackedJob) -> None:
     if path.is_absolute():
         reason = "it is named by its absolute path, and the job has a copy of the project: name it relative to the folder"
     elif ".." in path.parts:
-        reason = "it is outside of the folder that you are in, which is the project"
-    elif not path.is_file():
-        reason = "there is no such file"
+        reason = f"it is outside of the project, {packed.bundle.root}"
+    elif not (packed.bundle.root / path).is_file():
+        reason = f"there is no such file in {packed.bundle.root}"
     else:
         reason = packed.bundle.left_out.get(path.as_posix(), "git ignores it")
-    raise UsageError(f"--script {script} does not travel with the project: {reason}.")
+    raise UsageError(f"--script {script} is not sent with the project: {reason}.")
 
 
 def _refuse_price(plan: Plan, max_price: float | None) -> None:
@@ -255,7 +267,13 @@ def _refuse_price(plan: Plan, max_price: float | None) -> None:
         )
 
 
-def _show_plan(plan: Plan, packed: PackedJob, job: LaunchOptions, hours: float) -> None:
+def _show_plan(
+    plan: Plan,
+    packed: PackedJob,
+    job: LaunchOptions,
+    hours: float,
+    installs: InstallPlan | None,
+) -> None:
     """Print the plan of a dry run, for people or programs."""
     unknown = "an unknown price" if plan.paid else "nothing"
     price = unknown if plan.price_per_hour is None else f"${plan.price_per_hour:.2f} an hour"
@@ -271,6 +289,12 @@ def _show_plan(plan: Plan, packed: PackedJob, job: LaunchOptions, hours: float) 
                 "launcher": job.command.script,
                 "arguments": list(job.command.words),
                 "secrets": sorted(packed.order.secrets),
+                "environment": None if installs is None else installs.document(),
+                "project": {
+                    "files": len(packed.bundle.files),
+                    "bytes": packed.bundle.size,
+                    "left_out": packed.bundle.left_out,
+                },
                 "results": list(packed.order.spec.artefacts),
                 "max_hours": hours,
                 "price_per_hour": plan.price_per_hour,
@@ -282,6 +306,7 @@ def _show_plan(plan: Plan, packed: PackedJob, job: LaunchOptions, hours: float) 
         ("job", packed.order.name),
         ("where", plan.where),
         *(("then" if n else "first", step) for n, step in enumerate(plan.steps)),
+        *(() if installs is None else installs.lines()),
         ("command", shlex.join(plan.command)),
         *([("script", str(job.command.script))] if job.command.script else []),
         ("arguments", shlex.join(job.command.words) or "none"),

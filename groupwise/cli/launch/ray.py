@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 from typing import Annotated
 
 import typer
@@ -12,10 +11,7 @@ from groupwise.cli.environment import RemoteEnvironmentOptions
 from groupwise.cli.launch.options import GangOptions, LaunchOptions
 from groupwise.cli.launch.places import ClusterOptions, ray_cluster
 from groupwise.cli.launch.placing import launch
-from groupwise.core.errors import UsageError
-
-UNITS = {"": 0, "K": 10, "M": 20, "G": 30, "T": 40}
-"""Unit of memory -> exponent of 2."""
+from groupwise.cli.parsing import megabytes
 
 
 def ray(
@@ -32,8 +28,12 @@ def ray(
         float | None, typer.Option(metavar="N", min=0.01, help="CPUs of Ray; default: 1.")
     ] = None,
     memory: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Memory that Ray reserves, as 32G; it is not a limit."),
+        int | None,
+        typer.Option(
+            metavar="SIZE",
+            parser=megabytes("--memory"),
+            help="Memory that Ray reserves, as 32GB; it is not a limit.",
+        ),
     ] = None,
     resource: Annotated[
         list[str] | None,
@@ -54,12 +54,16 @@ def ray(
     groupwise launch ray --host head --gpus 1 -- rl --config C.yaml --task-module task.py
     """
     from groupwise.jobs.clouds.ray import resources_of
+    from groupwise.jobs.clouds.schedulers import ACCELERATOR_TYPE_AMOUNT
 
     plan = cluster.plan(packages)
+    resources = resources_of(resource or ())
+    if (model := job.gpu_model()) is not None:
+        resources.setdefault(f"accelerator_type:{model}", ACCELERATOR_TYPE_AMOUNT)
     options = {
         "cpus": cpus,
-        "memory": None if memory is None else _parse_memory(memory),
-        "resources": resources_of(resource or ()),
+        "memory": memory and memory * 10**6,
+        "resources": resources,
     }
     place_options = {name: value for name, value in options.items() if value}
     # Ray's own programs accept other kinds of address in this variable as well.
@@ -68,11 +72,3 @@ def ray(
         address = default_address
     place = ray_cluster(cluster.login(packages.python), cluster.shared, address)
     launch(place, job, environment=plan, place_options=place_options, gang=gang)
-
-
-def _parse_memory(text: str) -> int:
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)([KMGT]?)(?:i?B)?", text)
-    size = int(float(match[1]) * 2 ** UNITS[match[2]]) if match else 0
-    if size < 1:
-        raise UsageError(f"--memory {text}: a size is expected, as 500M or 32G.")
-    return size

@@ -1,16 +1,17 @@
-"""`groupwise launch render`: a job as a manifest for Kubernetes."""
+"""`groupwise launch render`: a job as a manifest for Kubernetes, or as a task of SkyPilot or dstack."""
 
 from __future__ import annotations
 
 import re
 from shlex import quote
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from groupwise.cli.launch.job_command import new_name
 from groupwise.cli.launch.options import DEFAULT_HOURS, CommandOptions
 from groupwise.cli.output import say
+from groupwise.cli.parsing import pairs
 from groupwise.core.errors import UsageError
 
 
@@ -21,6 +22,10 @@ def render(
         typer.Option(metavar="IMG", help="Image with groupwise, and the project in --workdir."),
     ],
     job: CommandOptions,
+    format: Annotated[
+        Literal["kubernetes", "skypilot", "dstack"],
+        typer.Option(help="For kubectl apply, sky launch or dstack apply."),
+    ] = "kubernetes",
     machines: Annotated[
         int,
         typer.Option(
@@ -28,25 +33,63 @@ def render(
             "--nodes",
             metavar="N",
             min=1,
-            help="Number of pods that work together, with torchrun.",
+            help="Number of pods or nodes that work together, with torchrun.",
         ),
     ] = 1,
     gpus: Annotated[
-        int, typer.Option(metavar="N", min=0, help="GPUs that each pod has for itself.")
+        int, typer.Option(metavar="N", min=0, help="GPUs that each pod or node has for itself.")
     ] = 1,
+    gpu_model: Annotated[
+        str | None,
+        typer.Option(metavar="TYPE", help="GPU as SkyPilot or dstack names it: H100, A100-80GB."),
+    ] = None,
     cpus: Annotated[
         str | None, typer.Option(metavar="N", help="CPU cores of a pod, as Kubernetes counts them.")
     ] = None,
     memory: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Main memory of a pod, as 64Gi.")
     ] = None,
+    disk_gb: Annotated[
+        int | None, typer.Option(metavar="N", min=1, help="Disk of a pod or node in GB.")
+    ] = None,
+    spot: Annotated[
+        bool, typer.Option("--spot", help="Spot machines, of SkyPilot or dstack.")
+    ] = False,
+    setup: Annotated[
+        str | None,
+        typer.Option(
+            metavar="COMMAND", help="Shell command before the job, of SkyPilot or dstack."
+        ),
+    ] = None,
+    node_selector: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="KEY=VALUE", help="Label that nodes of the cluster must have. May be repeated."
+        ),
+    ] = None,
+    toleration: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="TAINT",
+            help="Taint of nodes that the pods tolerate: KEY, KEY:EFFECT, KEY=VALUE or KEY=VALUE:EFFECT. May be repeated.",
+        ),
+    ] = None,
+    image_pull_secret: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", help="Secret with which the image is pulled. May be repeated."
+        ),
+    ] = None,
     namespace: Annotated[
         str | None, typer.Option(metavar="NS", help="Namespace of the cluster.")
     ] = None,
-    pvc: Annotated[
+    volume: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="An existing PersistentVolumeClaim for the folder `runs`."
+            "--volume",
+            "--pvc",
+            metavar="NAME",
+            help="An existing PersistentVolumeClaim, or volume of dstack, for the folder `runs`.",
         ),
     ] = None,
     secret: Annotated[
@@ -57,18 +100,24 @@ def render(
         ),
     ] = None,
     workdir: Annotated[
-        str, typer.Option(metavar="DIR", help="Folder of the project in the image.")
-    ] = "/workspace",
+        str | None,
+        typer.Option(
+            metavar="DIR", help="Folder of the project in the image; default: /workspace."
+        ),
+    ] = None,
 ) -> None:
-    """Print a Kubernetes manifest for the job.
+    """Print the job as YAML: a manifest of Kubernetes, or a task of SkyPilot or dstack.
 
-    No cluster is contacted: kubectl apply -f submits the manifest.
+    No cluster is contacted: kubectl apply -f, sky launch or dstack apply -f submits it.
 
-    groupwise launch render --image IMG --gpus 8 --pvc runs -- rl --config C.yaml --task-module task.py
+    groupwise launch render --image IMG --gpus 8 --volume runs -- rl --config C.yaml --task-module task.py
+
+    groupwise launch render --format skypilot --image IMG --gpus 8 --gpu-model H100 -- rl --config C.yaml --task-module task.py
     """
-    from groupwise.jobs.launch.kubernetes import ManifestOptions, as_yaml, manifests
+    from groupwise.jobs.launch.kubernetes import RenderOptions, Toleration, as_yaml, manifests
     from groupwise.jobs.launch.packaging import refuse_shown_secrets
     from groupwise.jobs.launch.preflight import check_verb
+    from groupwise.jobs.launch.skypilot_dstack import dstack_task, skypilot_task
 
     command = job.command
     if command.script is None:
@@ -80,30 +129,43 @@ def render(
         raise UsageError(
             f"--secret {secret}: --env or --env-file must name the variables to take from it."
         )
-    secret = secret or f"{name}-env"
-    documents = manifests(
-        ManifestOptions(
-            name=name,
-            command=command.line,
-            image=image,
-            hours=job.hours or DEFAULT_HOURS,
-            nodes=machines,
-            gpus=gpus,
-            namespace=namespace,
-            pvc=pvc,
-            secret=secret if values else None,
-            variables=tuple(values),
-            workdir=workdir,
-            cpus=cpus,
-            memory=memory,
-        )
+    options = RenderOptions(
+        name=name,
+        command=command.line,
+        image=image,
+        hours=job.hours or DEFAULT_HOURS,
+        nodes=machines,
+        gpus=gpus,
+        namespace=namespace,
+        volume=volume,
+        secret=(secret or f"{name}-env") if values else None,
+        variables=tuple(values),
+        workdir=workdir,
+        cpus=cpus,
+        memory=memory,
+        disk_gb=disk_gb,
+        node_selector=pairs("--node-selector", node_selector or ()),
+        toleration=tuple(map(Toleration.parse, toleration or ())),
+        image_pull_secret=tuple(image_pull_secret or ()),
+        gpu_model=gpu_model,
+        spot=spot,
+        setup=setup,
     )
-    if pvc is None:
-        say("without --pvc the results are lost with the pod")
-    if values:
+    if format != "kubernetes":
+        if secret is not None:
+            raise UsageError(
+                f"--secret {secret}: {format} takes the variables from your environment."
+            )
+        task, comments = (skypilot_task if format == "skypilot" else dstack_task)(options)
+        typer.echo(as_yaml([task], comments), nl=False)
+        return
+    documents = manifests(options)
+    if volume is None:
+        say("without --volume the results are lost with the pod")
+    if options.secret is not None:
         sources = [f"--from-env-file={quote(str(file))}" for file in job.env_file or ()]
         sources += [f"--from-literal={quote(word)}" for word in job.env or ()]
         say(
-            f"its variables are expected in the cluster: kubectl create secret generic {quote(secret)} {' '.join(sources)}"
+            f"its variables are expected in the cluster: kubectl create secret generic {quote(options.secret)} {' '.join(sources)}"
         )
     typer.echo(as_yaml(documents), nl=False)

@@ -49,7 +49,7 @@ def slurm(
 
     groupwise launch slurm --host login --gpus 1 -- rl --config C.yaml --task-module task.py
     """
-    if gpu_model is not None and not job.gpus:
+    if gpu_model is not None and not job.gpu_count:
         raise UsageError(
             f"--gpu-model {gpu_model} is the type of the GPUs, and --gpus their number: --gpus 1."
         )
@@ -58,7 +58,7 @@ def slurm(
         "partition": partition,
         "account": account,
         "qos": qos,
-        "gpu": gpu_model,
+        "gpu": job.gpu_model(gpu_model),
         "cpus": cpus,
         "memory": memory,
         "options": sbatch,

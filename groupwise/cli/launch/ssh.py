@@ -12,6 +12,7 @@ from groupwise.cli.launch.options import GangOptions, LaunchOptions
 from groupwise.cli.launch.places import LoginOptions, machines_together
 from groupwise.cli.launch.placing import launch
 from groupwise.core.errors import UsageError
+from groupwise.core.terminal.quantities import counted
 
 
 def ssh(
@@ -45,7 +46,7 @@ def ssh(
     """
     if gang.machines not in (None, len(host)):
         raise UsageError(
-            f"--machines is {gang.machines}, and --host names {len(host)} machine{'s' * (len(host) > 1)}: give each its own --host."
+            f"--machines is {gang.machines}, and --host names {counted(len(host), 'machine')}: give each its own --host."
         )
     if master_addr is not None and len(host) == 1:
         raise UsageError("--master-addr is for several machines, each with its own --host.")

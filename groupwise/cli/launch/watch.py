@@ -15,6 +15,7 @@ from groupwise.cli.log_text import LogWriter
 from groupwise.cli.output import CANCELLED_CODE, say, shell_code, write_json
 from groupwise.core.errors import GroupwiseError
 from groupwise.core.interruption import interrupting
+from groupwise.core.terminal.quantities import counted
 from groupwise.core.terminal.text import one_line
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ def _say_result(note: Note, folder: Path, document: Mapping[str, Any]) -> None:
     seconds = document["seconds"]
     duration = "" if seconds is None else f" after {seconds:.0f} s"
     say(f"{note.name} {document['state']}{duration}: {document['reason']}")
-    say(f"{len(document['files'])} files came back to {folder}")
+    say(f"fetched {counted(len(document['files']), 'file')} to {folder}")
     if document["cost"] is not None:
         say(f"it has cost about ${document['cost']:.2f}: {document['cost_counts']}")
     for run in document["runs"]:

@@ -37,6 +37,7 @@ from groupwise.cli.runs.replay import replay
 from groupwise.cli.runs.rescore import rescore
 from groupwise.core.errors import RunNotFoundError, UsageError
 from groupwise.core.terminal.plot import Point, sparkline, svg_curve, terminal_curve, with_mean
+from groupwise.core.terminal.quantities import counted
 from groupwise.core.terminal.text import one_line, shorten
 from groupwise.runs import checkpoints
 from groupwise.runs.advice import advice_on
@@ -289,7 +290,7 @@ def _print_run_facts(facts: Mapping[str, Any]) -> None:
     print_section(
         "warnings",
         [
-            (f"after {w['step']} steps", f"{w['name']} {w['kind']}: {w['message']}")
+            (f"after {counted(w['step'], 'step')}", f"{w['name']} {w['kind']}: {w['message']}")
             for w in facts["warnings"]
         ],
     )
@@ -300,7 +301,7 @@ def _print_run_facts(facts: Mapping[str, Any]) -> None:
         )
     print_section("last step", [(k, round_number(v)) for k, v in facts["last_metrics"].items()])
     for evaluation in facts["evaluations"]:
-        title = f"evaluation {evaluation['name']} of {evaluation['policy']} after {evaluation['step']} steps"
+        title = f"evaluation {evaluation['name']} of {evaluation['policy']} after {counted(evaluation['step'], 'step')}"
         print_section(title, [(k, round_number(v)) for k, v in evaluation["metrics"].items()])
     print_section("configuration", list(flatten(facts["config"]).items()))
 

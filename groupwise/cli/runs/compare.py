@@ -20,6 +20,7 @@ from groupwise.cli.printing import (
     print_text,
     round_number,
 )
+from groupwise.core.terminal.quantities import counted
 from groupwise.core.terminal.text import one_line
 
 if TYPE_CHECKING:
@@ -103,7 +104,7 @@ def _signed_interval(interval: Interval) -> str:
 
 
 def _print_curve(curve: CurveChange) -> None:
-    print_text(f"\n{curve.metric} in training, {curve.steps} steps that both have")
+    print_text(f"\n{curve.metric} in training, {counted(curve.steps, 'step')} that both have")
     head = ("", "first steps", "last steps", "B − A, last steps [95 %]")
     change = _signed_interval(curve.change) if curve.change else "no draws with the same prompt"
     rows = [

@@ -18,6 +18,7 @@ from types import TracebackType
 from uuid import uuid4
 
 from groupwise.core.processes.family import MARK, end_family, has_ended
+from groupwise.core.rendezvous import without_rank
 from groupwise.core.terminal.text import clean
 
 POLL_SECONDS = 0.05
@@ -42,7 +43,7 @@ class ProcessGroup:
         secret: str | None = None,
         niceness: int = 0,
     ) -> None:
-        """Start the program in `folder`; `environment` is added to this process's own, `niceness` lowers its CPU priority."""
+        """Start the program in `folder`; `environment` is added to this process's own without its rank. `niceness` lowers its priority."""
         self.log = log
         self._secret = secret
         self._mark = uuid4().hex
@@ -56,7 +57,7 @@ class ProcessGroup:
                 stdin=subprocess.DEVNULL,
                 stdout=log_file,
                 stderr=log_file,
-                env={**os.environ, **environment, MARK: self._mark},
+                env={**without_rank(os.environ), **environment, MARK: self._mark},
                 start_new_session=True,
             )
 

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from groupwise.core.settings.schema import KeyPath
-from groupwise.core.settings.tree import Tree
+if TYPE_CHECKING:
+    from groupwise.core.settings.schema import KeyPath
+    from groupwise.core.settings.tree import Tree
 
 _SECRET = re.compile(
     r"^token$|(^|_)(api_?key|passwd|password|secret|secret_key)$"

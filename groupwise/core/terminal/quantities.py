@@ -1,6 +1,28 @@
-"""Times and sizes as people say them."""
+"""Times, sizes and counts as people say them, and sizes as they type them."""
 
 from __future__ import annotations
+
+import re
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]i?)?(b?)", re.IGNORECASE)
+_POWERS = {"k": 1, "m": 2, "g": 3, "t": 4}
+
+
+def counted(number: int, noun: str) -> str:
+    """The number and the noun that it counts: `1 file`, `2,000 files`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
+def parse_size(text: str, bare_number: int = 1) -> float | None:
+    """The bytes of a size: `40GB` by thousands, `64GiB` or `64Gi` by 1024; None if it is no size. `bare_number`: bytes of a number that has
+    no unit."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        return None
+    number, unit, byte = float(match[1]), (match[2] or "").lower(), match[3]
+    if not unit:
+        return number * (1 if byte else bare_number)
+    return number * (1024 if unit.endswith("i") else 1000) ** _POWERS[unit[0]]
 
 
 def duration(seconds: float) -> str:
@@ -19,7 +41,7 @@ def duration(seconds: float) -> str:
 def byte_size(count: float) -> str:
     """Bytes, by thousands: `12 bytes`, `3.4 kB`, `24 GB`."""
     if count < 1000:
-        return f"{count:.0f} byte{'' if count == 1 else 's'}"
+        return counted(round(count), "byte")
     for unit in ("kB", "MB", "GB", "TB"):
         count /= 1000
         if count < 999.5 or unit == "TB":

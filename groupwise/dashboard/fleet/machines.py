@@ -32,7 +32,7 @@ ACTIONS: Mapping[str, Action] = {
     "drain": Action("start no new jobs there", lambda fleet, vm, _: fleet.drain(vm), (TAKING,)),
     "undrain": Action("let jobs start there again", lambda fleet, vm, _: fleet.undrain(vm), (DRAINING,)),
 }  # fmt: skip
-"""Actions on a machine; a cordoned machine, too, may be draining or not."""
+"""Actions on a machine."""
 NOT_RUNNING = tuple(status.value for status in JobStatus if status != JobStatus.RUNNING)
 MOST_RUNNING, MOST_OTHERS = 50, 20
 """Most jobs of a machine that its page shows: running ones, and others."""
@@ -77,7 +77,9 @@ def machine(visit: Visit) -> Page:
         "machine": describe_machine(document),
         "running": running,
         "others": other_jobs,
-        "actions": offered_buttons(ACTIONS, DRAINING if document["draining"] else TAKING),
+        "actions": offered_buttons(
+            ACTIONS, DRAINING if document["state"] == "draining" else TAKING
+        ),
     }
     return Page("machine.html", data, live=LIVE)
 
@@ -107,12 +109,11 @@ def offered_buttons(actions: Mapping[str, Action], status: str) -> dict[str, str
 def describe_machine(machine: Document) -> Document:
     """A machine with its slots, and for each GPU the word for its state: held, free, quarantined, or its use by others.
 
-    Slots are places for jobs without GPUs: those of its scheduler (`engine`) if it has one, else the configured number; by default
-    one if the machine has no GPUs, otherwise none.
+    Slots are places for jobs without GPUs: those of its scheduler (`engine`) if it has one, else the configured number, by default one.
     """
     gpus: list[Document] = []
     for gpu in machine.get("gpus", []):
-        if gpu["quarantined"]:
+        if gpu["quarantine_reason"]:
             state = "quarantined"
         elif gpu["held_by"]:
             state = "held"
@@ -124,7 +125,7 @@ def describe_machine(machine: Document) -> Document:
     if slots is None:
         slots = machine.get("cpu_slots")
     if slots is None:
-        slots = int(not machine.get("gpus"))
+        slots = 1
     slots_held = machine.get("cpu_slots_held_by", [])
     return {
         **machine,

@@ -84,6 +84,11 @@ def cache_bytes(config: ModelConfig, dtype: Dtype, tokens: int) -> int:
     return _ask_zygote("groupwise.engine.models.plan:cache_bytes", config, dtype, tokens)
 
 
+def free_memory(device: str) -> int | None:
+    """See `groupwise.engine.models.probes.free_memory`."""
+    return _ask_zygote("groupwise.engine.models.probes:free_memory", device)
+
+
 def gpu_memory(device: str) -> int:
     """See `groupwise.engine.models.probes.gpu_memory`."""
     return _ask_zygote("groupwise.engine.models.probes:gpu_memory", device)

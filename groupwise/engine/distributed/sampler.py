@@ -10,13 +10,14 @@ If vLLM servers sample for several learners, `RankWitness` asks the first learne
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from groupwise.core.types import Completion, GroupRequest, Policy, PromptLogprobs
 from groupwise.engine.distributed.rpc import WorkerCalls, require_equal
 from groupwise.engine.distributed.sharding import Share, share_groups
+from groupwise.engine.sampler.vllm.probe import Answer
 
 _SERVED = "the samplers' weights"
 GATHER_SECONDS = 0.003
@@ -78,6 +79,10 @@ class RankSampler:
         (result,) = await self._ranks.call_each([call], droppable=True)
         return result
 
+    async def prepare_schemas(self) -> None:
+        """See `groupwise.engine.sampler.queued.QueuedSampler.prepare_schemas`."""
+        await self._ranks.call_all("sampler.prepare_schemas")
+
     async def load(self, policy: Policy) -> None:
         """See `groupwise.core.types.Sampler.load`. Each rank reads the files."""
         await self._ranks.call_all("sampler.load", policy)
@@ -127,7 +132,7 @@ class RankWitness:
         self._fingerprint = str(self._call_witness("fingerprint"))
         self.vocabulary = int(self._call_witness("vocabulary"))
         """See `PolicyWitness`."""
-        self.rank = int(self._call_witness("rank"))
+        self.rank: int | None = self._call_witness("rank")
         """See `PolicyWitness`."""
 
     def read(self, folder: str) -> None:
@@ -139,17 +144,19 @@ class RankWitness:
         """Fingerprint of the weights in that rank's memory, as they were when they were read."""
         return self._fingerprint
 
+    def ipc_handles(self) -> Mapping[str, Any]:
+        """See `PolicyWitness.ipc_handles`."""
+        return self._call_witness("ipc_handles")
+
+    def give_back_memory(self) -> None:
+        """See `PolicyWitness.give_back_memory`."""
+        self._call_witness("give_back_memory")
+
     def logprobs(
-        self,
-        prompt_ids: Sequence[int],
-        token_ids: Sequence[int],
-        temperature: float,
-        plain: bool = False,
-    ) -> list[float]:
+        self, answers: Sequence[Answer], temperatures: Sequence[float], plain: bool = False
+    ) -> list[list[float]]:
         """See `PolicyWitness.logprobs`."""
-        return self._call_witness(
-            "logprobs", tuple(prompt_ids), tuple(token_ids), temperature, plain
-        )
+        return self._call_witness("logprobs", answers, temperatures, plain)
 
     def _call_witness(self, method: str, *arguments: Any) -> Any:
         return self._ranks.call_each_now([(0, f"witness.{method}", arguments)])[0]

@@ -8,7 +8,6 @@ import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from groupwise.core.accelerators import NVIDIA
 from groupwise.core.errors import UsageError
 
 VARIABLES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -70,12 +69,16 @@ def check_world_size(launch: TorchrunRank | None, learners: int) -> None:
 
 
 def visible_gpu(local_rank: int) -> dict[str, str]:
-    """Environment variables that make only this rank's own GPU visible to it; empty if there is none for it."""
+    """Environment variables that make only this rank's own GPU visible to it; empty if none of those that are visible is left for it.
+
+    torch takes the GPU number `LOCAL_RANK` when it divides weights, and among one GPU that is 0. A machine without GPUs, or with GPUs
+    that show no device file, needs no distinction: a number that no GPU has makes none visible.
+    """
     setting = os.environ.get(VISIBLE_DEVICES)
-    devices = [device for device in (setting or "").split(",") if device]
     if setting is None:
-        return {VISIBLE_DEVICES: str(local_rank)} if NVIDIA.exists() else {}
-    return {VISIBLE_DEVICES: devices[local_rank]} if local_rank < len(devices) else {}
+        return {VISIBLE_DEVICES: str(local_rank), "LOCAL_RANK": "0"}
+    own = [device for device in setting.split(",") if device][local_rank : local_rank + 1]
+    return {VISIBLE_DEVICES: own[0], "LOCAL_RANK": "0"} if own else {}
 
 
 def enable_keepalive(connection: socket.socket) -> None:

@@ -19,8 +19,9 @@ from torch import Tensor
 
 from groupwise.core.types import Row
 from groupwise.engine.learner.layout import MicroBatch, PackedBatch, cut
-from groupwise.engine.models.decoder import Decoder, PromptCache, SharedPrefixCache, causal_mask
+from groupwise.engine.models.decoder import Decoder, PromptCache, SharedPrefixCache
 from groupwise.engine.models.logprobs import TokenNumbers, token_logprobs, withheld_between
+from groupwise.engine.models.text_mask import TextMask
 
 logger = logging.getLogger(__name__)
 
@@ -101,14 +102,14 @@ def shared_prompt(
     length = prompt_1P.shape[1]
     cache = PromptCache()
     positions_1P = torch.arange(length, device=device)[None]
-    prompt_hidden = decoder.hidden(prompt_1P, positions_1P, causal_mask(length, 0, device), cache)
+    prompt_hidden = decoder.hidden(prompt_1P, positions_1P, TextMask(length), cache)
     ids_BT = _padded_ids(batch.rows, device)
     rows, width = ids_BT.shape
     hidden_BTH = prompt_hidden[:, -1:].expand(rows, -1, -1)
     if width > 1:
         positions_1T = torch.arange(length, length + width - 1, device=device)[None]
-        mask = causal_mask(width - 1, length, device)
-        later = decoder.hidden(ids_BT[:, :-1], positions_1T, mask, SharedPrefixCache(cache))
+        seen = TextMask(width - 1, past=length)
+        later = decoder.hidden(ids_BT[:, :-1], positions_1T, seen, SharedPrefixCache(cache))
         hidden_BTH = torch.cat((hidden_BTH, later), dim=1)
     real_BT = _real_places([len(row.completion_ids) for row in batch.rows], device)
     return _at_tokens(decoder, batch.rows, hidden_BTH[real_BT], outputs)
@@ -125,7 +126,7 @@ def whole_rows(
     length = prompt_BP.shape[1]
     input_ids = torch.cat((prompt_BP, ids_BT[:, :-1]), dim=1)
     positions = torch.arange(length + width - 1, device=device)[None]
-    hidden = decoder.hidden(input_ids, positions, causal_mask(length + width - 1, 0, device), None)
+    hidden = decoder.hidden(input_ids, positions, TextMask(length + width - 1), None)
     real_BT = _real_places([len(row.completion_ids) for row in batch.rows], device)
     return _at_tokens(decoder, batch.rows, hidden[:, length - 1 :][real_BT], outputs)
 
@@ -137,30 +138,26 @@ def packed_rows(
     device = decoder.device
     ids_SL = torch.zeros(batch.shape, dtype=torch.long)
     positions_SL = torch.zeros(batch.shape, dtype=torch.long)
-    owners_SL = torch.zeros(batch.shape, dtype=torch.long)  # padding has the owner 0
+    lengths: list[list[int]] = [[] for _ in range(batch.shape[0])]
     token_indices: list[Tensor] = []
-    for number, (row, row_start) in enumerate(zip(batch.rows, batch.starts, strict=True), start=1):
+    for row, row_start in zip(batch.rows, batch.starts, strict=True):
         tokens = [*row.prompt_ids, *row.completion_ids[:-1]]
         sequence, start = row_start
         span = (sequence, slice(start, start + len(tokens)))
         ids_SL[span] = torch.tensor(tokens)
         positions_SL[span] = torch.arange(len(tokens))
-        owners_SL[span] = number
+        lengths[sequence].append(len(tokens))
         # The hidden state before the first completion token predicts it.
         first_index = sequence * batch.shape[1] + start + len(row.prompt_ids) - 1
         token_indices.append(torch.arange(len(row.completion_ids), device=device) + first_index)
+    size = batch.shape[1]
+    padded = ((*some, size - sum(some)) for some in lengths)  # padding is a text of its own
+    texts = [length for some in padded for length in some if length]
     hidden_SLH = decoder.hidden(
-        ids_SL.to(device), positions_SL.to(device), same_owner_mask(owners_SL.to(device)), None
+        ids_SL.to(device), positions_SL.to(device), TextMask(size, lengths=texts), None
     )
     at_hidden = hidden_SLH.flatten(0, 1)[torch.cat(token_indices)]
     return _at_tokens(decoder, batch.rows, at_hidden, outputs)
-
-
-def same_owner_mask(owners_SL: Tensor) -> Tensor:
-    """Attention mask [S, L, L]: a token sees itself and the earlier tokens of the same owner (row)."""
-    length = owners_SL.shape[1]
-    same_SLL = owners_SL[:, :, None] == owners_SL[:, None, :]
-    return same_SLL & causal_mask(length, 0, owners_SL.device)
 
 
 def packing_is_exact(decoder: Decoder) -> bool:

@@ -29,5 +29,5 @@ def learning_rate_too_high(params: OptimiserParams) -> NonFiniteError:
     """The error for a learning rate that was too high: an update made weights NaN or infinite."""
     return NonFiniteError(
         f"An update with the learning rate {params.learning_rate:g} made weights that are not finite. The last checkpoint "
-        "stands. Lower training.learning_rate."
+        "stands. Lower the learning rate (training.learning_rate of a config)."
     )

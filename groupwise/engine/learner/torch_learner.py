@@ -14,6 +14,7 @@ import hashlib
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
@@ -50,6 +51,8 @@ from groupwise.runs import publications
 
 OPTIMISER = "optimiser.safetensors"
 STATE = "learner.json"
+FUSED_ON = frozenset({"cuda"})
+"""Kinds of devices on which one kernel reads each weight and its moments once; torch's other ways read and write them a dozen times."""
 
 
 class TorchLearner:
@@ -94,7 +97,10 @@ class TorchLearner:
             divide_on=divide_on,
         )
         self._parameters = weights.parameters()
-        self._optimiser = torch.optim.AdamW(self._parameters.values(), foreach=True)
+        self._fused = next(iter(self._parameters.values())).device.type in FUSED_ON
+        self._optimiser = torch.optim.AdamW(
+            self._parameters.values(), fused=self._fused, foreach=not self._fused
+        )
         self._updates = 0
         self._replicas = replicas
         self._trained: tuple[Sequence[Row], list[tuple[Batch, Tensor]]] = ((), [])
@@ -187,21 +193,25 @@ class TorchLearner:
         Raises `StoreError` if the files cannot be written.
         """
         folder = publications.version_folder(self._publish_folder, version)
-        fingerprint = self.fingerprint()
-        with atomic_files.explaining_disk_errors(folder):
-            self._weights.save(folder)
+        # SHA-256 takes as long as writing, and both leave other threads running.
+        with ThreadPoolExecutor(1) as beside:
+            fingerprint = beside.submit(self.fingerprint)
+            if self._divided:  # all learners must read each tensor's parts in the same order
+                fingerprint.result()
+            with atomic_files.explaining_disk_errors(folder):
+                self._weights.publish(folder)
         publications.remove_old(self._publish_folder, version, self._keep_publications)
         return Policy(
             run=self._run,
             version=version,
-            fingerprint=fingerprint,
+            fingerprint=fingerprint.result(),
             kind=self._weights.kind,
             path=str(folder),
         )
 
     def fingerprint(self) -> str:
         """Fingerprint of the current weights; see `groupwise.core.types.Policy.fingerprint`."""
-        return fingerprint(WholeTensors(self._parameters))
+        return fingerprint(self._weights.published())
 
     def attend_publication(self) -> str:
         """Contribute this learner's parts while the first learner publishes; returns the fingerprint."""
@@ -293,7 +303,7 @@ class TorchLearner:
         for name in {key.partition("|")[2] for key in stored} & self._parameters.keys():
             parameter = self._parameters[name]
             self._optimiser.state[parameter] = {
-                "step": torch.tensor(0.0),
+                "step": torch.zeros((), device=parameter.device if self._fused else "cpu"),
                 "exp_avg": torch.zeros_like(parameter),
                 "exp_avg_sq": torch.zeros_like(parameter),
             }

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from groupwise.core.types import PolicyRole
+from groupwise.engine.models.config import Dtype
 from groupwise.engine.models.files import disk_errors, read_model_tensors
 from groupwise.engine.models.lora import (
     WEIGHTS,
@@ -81,6 +82,14 @@ class TrainedWeights(Protocol):
 
     def save(self, folder: Path) -> None:
         """Write the weights in the format of peft or transformers. Raises OSError if they cannot be written."""
+        ...
+
+    def published(self) -> Mapping[str, Tensor]:
+        """The trained tensors as samplers hold them: of a model that computes in bfloat16, they are rounded to it."""
+        ...
+
+    def publish(self, folder: Path) -> None:
+        """Like `save`, but write the tensors of `published`."""
         ...
 
     def contribute_parts(self) -> None:
@@ -164,6 +173,12 @@ class TrainedAdapter:
     def save(self, folder: Path) -> None:
         self.adapted.save(self.name, folder)
 
+    def published(self) -> Mapping[str, Tensor]:
+        return WholeTensors(self.parameters())
+
+    def publish(self, folder: Path) -> None:
+        self.save(folder)
+
     def contribute_parts(self) -> None:
         """Do nothing, because each learner has the whole adapter."""
 
@@ -178,14 +193,25 @@ class TrainedAdapter:
 
 
 class TrainedModel:
-    """All weights of a model in float32, with a frozen copy as reference if one is needed."""
+    """All weights of a model, with a frozen copy as reference if one is needed.
+
+    Weights and gradients are float32. Small updates would vanish in bfloat16, so it is only the format of the products: torch's autocast
+    rounds a weight when it is used. No later use shares the rounded copy, because gradients of both would be added in bfloat16.
+    """
 
     kind: Literal["adapter", "full"] = "full"
     dropout = 0.0
 
-    def __init__(self, model: PreTrainedModel, reference: PreTrainedModel | None = None) -> None:
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        reference: PreTrainedModel | None = None,
+        dtype: Dtype = "float32",
+    ) -> None:
+        """`dtype`: the format of products, and of publications."""
         self.model = model.requires_grad_(True)
         self._frozen = reference
+        self._rounding = torch.bfloat16 if dtype == "bfloat16" else None
 
     @property
     def reference_model(self) -> PreTrainedModel:
@@ -201,11 +227,13 @@ class TrainedModel:
     def undivided(self) -> Sequence[nn.Parameter]:
         return ()
 
-    def acting(self, *, dropout: bool) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    def acting(self, *, dropout: bool) -> contextlib.AbstractContextManager[object]:
+        if self._rounding is None:
+            return contextlib.nullcontext()
+        return torch.autocast(self.model.device.type, self._rounding, cache_enabled=False)
 
-    def acting_reference(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+    def acting_reference(self) -> contextlib.AbstractContextManager[object]:
+        return self.acting(dropout=False)
 
     def native(self) -> None:
         """None, because the native engine computes gradients only for adapters."""
@@ -214,9 +242,21 @@ class TrainedModel:
         return {}
 
     def save(self, folder: Path) -> None:
-        state = {**self._saved_tensors()}
+        self._write(folder, None)
+
+    def published(self) -> Mapping[str, Tensor]:
+        return WholeTensors(self.parameters(), self._rounding)
+
+    def publish(self, folder: Path) -> None:
+        self._write(folder, self._rounding)
+
+    def _write(self, folder: Path, rounding: torch.dtype | None) -> None:
+        state = {**self._saved_tensors(rounding)}
         with disk_errors(folder), quiet():
             self.model.save_pretrained(folder, state_dict=state, max_shard_size="1TB")
+            if rounding is not None:  # config.json then has the format of the trained weights
+                self.model.config.dtype = rounding
+                self.model.config.save_pretrained(folder)
 
     def contribute_parts(self) -> None:
         self._saved_tensors().contribute_parts()
@@ -224,25 +264,27 @@ class TrainedModel:
     def read(self, folder: Path) -> None:
         copy_parts(self.parameters(), read_model_tensors(folder), str(folder))
 
-    def _saved_tensors(self) -> WholeTensors:
-        """The tensors to save; a weight with two names is included once."""
+    def _saved_tensors(self, rounding: torch.dtype | None = None) -> WholeTensors:
+        """The tensors to save, rounded to a format if one is given; a weight with two names is included once."""
         names = {name for name, _ in self.model.named_parameters(remove_duplicate=False)}
         buffers = {k: v for k, v in self.model.state_dict().items() if k not in names}
-        return WholeTensors({**buffers, **self.parameters()})
+        return WholeTensors({**buffers, **self.parameters()}, rounding)
 
 
 class WholeTensors(Mapping[str, Tensor]):
-    """Whole tensors in main memory. Each is gathered from all learners' parts when it is read.
+    """Whole tensors in main memory. Each is gathered from all learners' parts, and rounded if a format is given, when it is read.
 
     If tensors are divided, all learners must read the same ones in the same order.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor]) -> None:
+    def __init__(self, tensors: Mapping[str, Tensor], rounding: torch.dtype | None = None) -> None:
         self._tensors = tensors
+        self._rounding = rounding
 
     def __getitem__(self, name: str) -> Tensor:
         tensor = self._tensors[name].detach()
-        return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
+        whole = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        return whole.to("cpu", self._rounding if whole.is_floating_point() else None)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._tensors)

@@ -76,7 +76,9 @@ class ModelConfig(Strict):
         None, "Branch, tag or commit of an adapter on the hub; null is its main branch."
     )
     dtype: Literal["auto", "float32", "bfloat16"] = setting(
-        "auto", "Number format of the frozen weights; auto takes what suits the model and machine."
+        "auto",
+        "Number format in which the model computes, and of frozen weights; auto takes what suits the model and machine. "
+        "Weights that are all trained (lora: null) stay float32.",
     )
     chat_template: str | None = setting(
         None, "File with a Jinja chat template; null uses the one that comes with the tokenizer."

@@ -1,8 +1,8 @@
 """A transformers model with three operations that sampler and learner share: hidden states, logits, caches.
 
-Both sides call the same forward pass with explicit positions and an explicit mask, so sampling and training do the same arithmetic. In
-every cache here a key's index is its position: prompts start at 0, and there is no padding on the left. Only without a cache may one
-sequence hold several texts, each with positions from 0.
+Both sides call the same forward pass with explicit positions, and state which keys a query sees, so sampling and training do the same
+arithmetic. In every cache here a key's index is its position: prompts start at 0, and there is no padding on the left. Only without a cache
+may one sequence hold several texts, each with positions from 0.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from groupwise.core.errors import ModelError
+from groupwise.engine.models.text_mask import TextMask
 
 
 class PromptCache:
@@ -122,27 +123,16 @@ class Decoder:
         return self.model.device
 
     def hidden(
-        self, ids_BT: Tensor, positions_BT: Tensor, mask_BTK: Tensor, cache: Cache | None
+        self, ids_BT: Tensor, positions_BT: Tensor, seen: TextMask | Tensor, cache: Cache | None
     ) -> Tensor:
-        """Last hidden states [B, T, H]. `mask_BTK` is True where a query may attend to a key; its B may be 1 (shared).
+        """Last hidden states [B, T, H]. `seen`: the keys that a query sees; as a tensor [B, T, K], for slots, True where it sees a key.
 
         Without a cache the keys are the given tokens themselves, independent of their positions: a sequence may hold several texts.
         """
-        mask_B1TK = mask_BTK[:, None]
-        if self.window is None:
-            mask = self._attention_mask(mask_B1TK)
-        else:  # the mask in each of the forms that the layers take
-            places_BT = positions_BT  # index of each query among the keys
-            if cache is None:
-                places_BT = torch.arange(ids_BT.shape[1], device=ids_BT.device)[None]
-            keys_K = torch.arange(mask_B1TK.shape[-1], device=mask_B1TK.device)
-            near_B1TK = (places_BT[:, None, :, None] - keys_K) < self.window
-            mask = sliding = self._attention_mask(mask_B1TK & near_B1TK)
-            if self.layer_types is not None:
-                mask = {
-                    "full_attention": self._attention_mask(mask_B1TK),
-                    "sliding_attention": sliding,
-                }
+        mask = self._attention_mask(seen, positions_BT, self.window)
+        if self.window is not None and self.layer_types is not None:  # one for each kind of layer
+            everything = self._attention_mask(seen, positions_BT, None)
+            mask = {"full_attention": everything, "sliding_attention": mask}
         output = self.body(
             input_ids=ids_BT,
             position_ids=positions_BT,
@@ -164,9 +154,23 @@ class Decoder:
         cap = getattr(self.config, "final_logit_softcapping", None)
         return torch.tanh(logits_NV / cap) * cap if cap is not None else logits_NV
 
-    def _attention_mask(self, mask_B1TK: Tensor) -> Tensor:
+    def _attention_mask(
+        self, seen: TextMask | Tensor, positions_BT: Tensor, window: int | None
+    ) -> TextMask | Tensor:
         """The mask in the form that the model's attention takes: booleans for torch's SDPA, numbers to add to the scores otherwise."""
-        if self.config._attn_implementation == "sdpa":
+        sdpa = self.config._attn_implementation == "sdpa"
+        if isinstance(seen, TextMask):
+            seen = seen.within(window)
+            if sdpa and self.model._supports_attention_backend:  # it calls `text_mask`
+                return seen
+            mask_BTK = seen.dense(self.device)
+        else:
+            mask_BTK = seen
+            if window is not None:
+                keys_K = torch.arange(seen.shape[-1], device=seen.device)
+                mask_BTK = seen & (positions_BT[:, :, None] - keys_K < window)
+        mask_B1TK = mask_BTK[:, None]
+        if sdpa:
             return mask_B1TK
         lowest = torch.finfo(self.model.dtype).min
         return torch.zeros_like(mask_B1TK, dtype=self.model.dtype).masked_fill(~mask_B1TK, lowest)
@@ -176,7 +180,7 @@ class Decoder:
         ids = torch.tensor([[0, 1, 2]], device=self.device)
         expected = self.model(input_ids=ids).logits.float()
         positions = torch.arange(3, device=self.device)[None]
-        ours = self.logits(self.hidden(ids, positions, causal_mask(3, 0, self.device), None)[0])
+        ours = self.logits(self.hidden(ids, positions, TextMask(3), None)[0])
         if not torch.allclose(
             ours, expected[0], rtol=2e-2, atol=2e-2 * float(expected.abs().max())
         ):
@@ -184,9 +188,3 @@ class Decoder:
                 f"The output head of {self.config.model_type!r} does more than this version knows: our logits differ "
                 f"from the model's own by {float((ours - expected[0]).abs().max()):.3g}."
             )
-
-
-def causal_mask(queries: int, past: int, device: torch.device) -> Tensor:
-    """Mask [1, queries, past + queries]: a query sees all keys before the queries, itself, and earlier queries."""
-    keys = torch.arange(past + queries, device=device)
-    return (keys[None] <= torch.arange(past, past + queries, device=device)[:, None])[None]

@@ -161,23 +161,19 @@ class Footprint:
     packed: int
     """Bytes per number in the order for decoding; 0 if there is no such copy."""
 
-    def plain(self, parameters: int) -> int:
-        """Bytes of `parameters` weights in the model's number format."""
-        return parameters * self.size
-
     def served_bytes(self, parameters: int) -> int:
         """Bytes of the sampled model, or of an adapter's base; 0 if all weights are trained and this process does not sample."""
         if self.full and not self.samples:
             return 0
         native = self.native_sampler or self.native_learner
         copies = native_copies(self.sizes, self.size, self.packed) if native else 0
-        return self.plain(parameters) + copies
+        return parameters * self.size + copies
 
     def trained_bytes(self, parameters: int, processes: int) -> int:
         """Bytes of trained weights, gradient and two moments in all processes. With several processes, each also needs a buffer to add up
-        gradients; if all weights are trained, the weights before the fork count once more."""
-        copies = 0.0  # bytes per number of an adapter: the sampler's copy, and the native engines'
-        if not self.full:
+        gradients; if all weights are trained, the weights before the fork count once more. In bfloat16, a pass also keeps them rounded."""
+        copies = float(self.size if self.size < FLOAT else 0)
+        if not self.full:  # an adapter's copies: the sampler's and the native engines'
             computed = (self.native_learner + self.native_sampler) * self.size
             decoding = FLOAT if self.packed else 0
             copies = self.samples * FLOAT + IN_PRODUCTS * (computed + decoding)
@@ -201,7 +197,7 @@ class Footprint:
 
         The native engine keeps for each token and layer two residual streams in float32, the results of three products, and of attention.
         The backward pass of one layer needs further temporaries. With `recompute` it keeps one residual stream per layer, and all of these
-        for a single layer. Its head computes `CHUNK` tokens at once; on a CPU their float32 copies exist for only a few of these at a time.
+        for a single layer. Its head computes the logits of `CHUNK` tokens at once; float32 copies exist for a few of these at most.
 
         Transformers' modules with torch's graph keep about twelve hidden states and four feed-forward states per layer. For `CHUNK` tokens
         they keep logits, logits divided by the temperature, probabilities, and a gradient.
@@ -212,7 +208,7 @@ class Footprint:
             per_layer = 2 * residual + 2 * (sizes.queries + sizes.keys + sizes.inner) * size
             layers = sizes.layers * residual + per_layer if recompute else sizes.layers * per_layer
             per_token = layers + 4 * residual + (2 * sizes.hidden + 4 * sizes.inner) * size
-            logits = size if self.on_cpu else size + 2 * FLOAT
+            logits = size
         else:
             of_a_layer = (12 * sizes.hidden + 4 * sizes.inner) * size
             per_token = sizes.layers * of_a_layer
@@ -220,14 +216,6 @@ class Footprint:
                 per_token = sizes.layers * sizes.hidden * size + of_a_layer
             logits = 4 * FLOAT
         return tokens * per_token + CHUNK * sizes.vocabulary * logits
-
-    def update(self, parameters: int) -> int:
-        """Bytes of AdamW's temporary numbers, one per trained one; or of a new native model next to its predecessor, if larger."""
-        renewed = 0
-        if self.full and self.native_sampler:
-            # It is built when all weights are published, while the sampler still has the previous ones.
-            renewed = self.sizes.fused * self.size + self.sizes.products * self.packed
-        return max(FLOAT * parameters, renewed)
 
 
 def footprint_of(

@@ -21,7 +21,6 @@ from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-from groupwise.core.errors import ModelError
 from groupwise.engine.models.config import Dtype, ModelConfig
 
 CPUINFO = Path("/proc/cpuinfo")
@@ -70,11 +69,6 @@ def gpu_count() -> int:
 
 def choose_dtype(config: ModelConfig, full: bool, device: str) -> Dtype:
     """`model.dtype`; for `auto` it is float32 if all weights are trained or the device lacks bfloat16, else bfloat16."""
-    if full and config.dtype == "bfloat16":
-        raise ModelError(
-            "model.dtype: bfloat16 cannot train all weights (lora: null): small updates vanish in its rounding. "
-            "Set model.dtype to float32 or auto, or train an adapter (lora: {r: 16})."
-        )
     if config.dtype != "auto":
         return config.dtype
     if full:

@@ -10,12 +10,13 @@ transformers and peft, which takes seconds.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from groupwise.engine.models.config import LoraConfig, ModelConfig
 from groupwise.engine.models.decoder_shapes import read_decoder
 from groupwise.engine.models.footprint import (
+    FLOAT,
     Counts,
     Decoding,
     Sizes,
@@ -56,14 +57,18 @@ class MemoryPlan:
     """Activations of one micro-batch, kept for its backward pass; the largest part for long texts. With gradient checkpointing only the
     inputs of all layers, and the recomputed activations of one layer."""
     update: float
-    """Temporary numbers of AdamW. If all weights are trained, the sampler's second copy of them while it loads new ones, if that is larger.
-    Activations are free at that time, so only the larger of the two counts."""
+    """Temporary numbers of AdamW, one per trained one. Activations are free at that time, so only the larger of the two counts."""
+    server_sampling: float
+    """Memory that the run's own vLLM server uses on the learner's GPU while the run samples; activations and updates use none then."""
+    server_learning: float
+    """What it keeps while the run learns: the same, unless it sleeps then."""
 
     @property
     def total(self) -> float:
         """Peak in MiB."""
-        idle = min(self.activations, self.update)
-        return sum(asdict(self).values()) - idle
+        learning = max(self.activations, self.update) + self.server_learning
+        always = self.process + self.weights + self.trained + self.reference + self.keys_and_values
+        return always + max(learning, self.server_sampling)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,12 +109,14 @@ def plan_model(
     gradient_checkpointing: bool = False,
     processes: int = 1,
     parts: int = 1,
+    server: tuple[float, float] = (0.0, 0.0),
 ) -> ModelPlan:
     """Count parameters, and estimate the memory of a run.
 
     `decoding` and `microbatch` (tokens) are per process, for each of the `processes`; without `decoding` nothing is sampled. The processes
     share frozen weights. Each has its own trained weights, in addition to those that it was forked from. `parts` is the number of parts
-    that the weights are divided into; each process holds one, and transformers' modules then compute them.
+    that the weights are divided into; each process holds one, and transformers' modules then compute them. `server`: bytes that the run's
+    own vLLM server takes of the learner's GPU while the run samples, and while it learns.
     """
     counts = count_parameters(config, lora)
     trained, total = counts.trained, counts.parameters
@@ -134,10 +141,12 @@ def plan_model(
         / parts
         / MIB,
         trained=held.trained_bytes(trained, processes) / full / MIB,
-        reference=held.plain(total) / parts / MIB if needs_reference and lora is None else 0.0,
+        reference=FLOAT * total / parts / MIB if needs_reference and lora is None else 0.0,
         keys_and_values=processes * held.cache(decoding) / MIB if decoding else 0.0,
         activations=processes * of_one / MIB,
-        update=processes * held.update(trained) / full / MIB,
+        update=processes * FLOAT * trained / full / MIB,
+        server_sampling=server[0] / MIB,
+        server_learning=server[1] / MIB,
     )
     return ModelPlan(total, trained, memory)
 

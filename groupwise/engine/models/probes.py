@@ -25,7 +25,7 @@ def free_memory(device: str) -> int | None:
 
 
 def gpu_memory(device: str) -> int:
-    """Total bytes of a GPU's memory."""
+    """All bytes of a GPU's memory."""
     return torch.cuda.mem_get_info(device)[1]
 
 

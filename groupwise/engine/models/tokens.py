@@ -7,7 +7,7 @@ model continues (see `chat_template`); special tokens in their messages are plai
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -29,10 +29,12 @@ def prompt_ids(
     prompt: Prompt,
     tools: Sequence[Any] = (),
     template_kwargs: Mapping[str, Any] | None = None,
+    check_rendered: Callable[[str], object] | None = None,
 ) -> tuple[int, ...]:
     """Token ids of a prompt. Raises `TaskError` if it is empty, or if it is a chat and there is no template.
 
-    A chat's template also receives `tools` and `template_kwargs`; for a text prompt they are refused.
+    A chat's template also receives `tools` and `template_kwargs`; for a text prompt they are refused. `check_rendered` gets the text of a
+    chat before it is tokenised, and may raise any error.
     """
     if isinstance(prompt, str):
         if tools or template_kwargs:
@@ -48,6 +50,8 @@ def prompt_ids(
     else:
         chat = Chat(prompt, tools, template_kwargs or {})
         text = prompt_text(tokenizer, chat)
+        if check_rendered is not None:
+            check_rendered("".join(pieces(text)))
         try:
             ids = text_ids(tokenizer, text)
         except TypeError as error:  # invalid Unicode

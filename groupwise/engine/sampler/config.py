@@ -54,12 +54,13 @@ SERVER_KEYS = (
     "timeout",
     "patience",
     "api_key_env",
+    "seeded",
     "vllm_python",
     "gpu_memory_utilization",
     "tensor_parallel_size",
     "max_model_len",
 )
-"""Keys of the engine vllm about where and how servers are called; they do not affect the draws."""
+"""Keys of the engines vllm and sglang about where and how servers are called; they do not affect the draws."""
 SPAWNED_SERVER_KEYS = ("gpu_memory_utilization", "tensor_parallel_size", "max_model_len")
 """Those keys that are passed to a server which the run starts itself."""
 
@@ -70,7 +71,6 @@ class SamplerConfig(Strict):
     not_yet: ClassVar[frozenset[str]] = frozenset(
         {
             "engine=openai",
-            "engine=sglang",
             "repetition_penalty",
         }
     )
@@ -81,19 +81,19 @@ class SamplerConfig(Strict):
         for key in ("top_p", "top_k", "min_p")
     }
 
-    engine: Literal["torch", "vllm"] = setting(
+    engine: Literal["torch", "vllm", "sglang"] = setting(
         "torch",
         "What samples: torch on this machine, in the processes of the run; vllm at servers that are reached over HTTP (url), or at one "
-        "that the run starts (vllm_python).",
+        "that the run starts (vllm_python); sglang at servers of SGLang that are reached over HTTP (url).",
     )
     url: str | tuple[str, ...] | None = setting(
         None,
-        "Where vLLM answers, as http://127.0.0.1:8000; several addresses share the work.",
+        "Where vLLM or SGLang answers, as http://127.0.0.1:8000; several addresses share the work.",
         on_resume="free",
     )
     served_model: str | None = setting(
         None,
-        "What the servers call the base (vLLM's --served-model-name); null: model.name.",
+        "What the servers call the base (their --served-model-name); null: model.name.",
         on_resume="free",
     )
     adapter_folder: str | None = setting(
@@ -116,13 +116,13 @@ class SamplerConfig(Strict):
     )
     concurrency: int = setting(
         256,
-        "Completions that each server is asked for at the same time; further ones wait.",
+        "Requests that each server is sent at the same time, one for each group; further ones wait.",
         on_resume="free",
         ge=1,
     )
     timeout: float = setting(
         600.0,
-        "Seconds in which a server must have drawn a completion; then another one is asked.",
+        "Seconds in which a server must have drawn a group's completions; then another one is asked.",
         on_resume="free",
         gt=0,
     )
@@ -134,7 +134,14 @@ class SamplerConfig(Strict):
     )
     api_key_env: str = setting(
         "VLLM_API_KEY",
-        "The environment variable that holds the servers' key (vLLM's --api-key); without it they are asked without.",
+        "The environment variable that holds the servers' key (their --api-key); without it they are asked without.",
+        on_resume="free",
+    )
+    seeded: bool | None = setting(
+        None,
+        "Send a seed with each request, so that a server draws nearly the same for it again. vLLM then draws random numbers for each "
+        "completion by itself, which takes time for each token on a GPU; false: for all completions together. null: true, but false for "
+        "the server of vllm_python on a GPU, and for sglang, which is sent none.",
         on_resume="free",
     )
     vllm_python: str | None = setting(
@@ -143,9 +150,11 @@ class SamplerConfig(Strict):
         "one, and ends it. In place of url.",
         on_resume="free",
     )
-    gpu_memory_utilization: float = setting(
-        0.9,
-        "Share of a GPU's memory that the server of vllm_python takes; 0.5 or less where the run learns on the same one.",
+    gpu_memory_utilization: float | None = setting(
+        None,
+        "Share of a GPU's memory that the server of vllm_python takes; null: 0.9, or on the learner's own GPU 0.7, or 0.5 if the run "
+        "samples while it learns. Without a GPU it is a share of the machine's memory, and null gives 4 GiB to keys and values, at most a "
+        "quarter of what there is.",
         on_resume="free",
         gt=0,
         le=1,
@@ -210,12 +219,13 @@ class SamplerConfig(Strict):
 
     def conflicts(self) -> Iterator[Conflict]:
         """Two settings of the temperature, and keys of another engine."""
-        if self.engine == "vllm":
+        if self.engine != "torch":
             yield from self._server_conflicts()
-        for key in SERVER_KEYS if self.engine != "vllm" else ():
+        for key in SERVER_KEYS if self.engine == "torch" else ():
             if getattr(self, key) != SamplerConfig.model_fields[key].default:
                 yield Conflict(
-                    f"{key} has no effect with the engine {self.engine}, which asks no server. Set engine to vllm, or leave {key} out.",
+                    f"{key} has no effect with the engine {self.engine}, which asks no server. Set engine to vllm or sglang, or "
+                    f"leave {key} out.",
                     (key, "engine"),
                 )
         if self.temperature_schedule is not None and self.temperature != 1.0:
@@ -226,8 +236,10 @@ class SamplerConfig(Strict):
             )
 
     def _server_conflicts(self) -> Iterator[Conflict]:
-        """Conflicts among the keys of the engine vllm."""
-        if not self.urls and self.vllm_python is None:
+        """Conflicts among the keys of the engines vllm and sglang."""
+        if self.engine == "sglang":
+            yield from self._sglang_conflicts()
+        if self.engine == "vllm" and not self.urls and self.vllm_python is None:
             yield Conflict(
                 "engine is vllm, but url does not say where it answers. Start vLLM and set url, as in "
                 "sampler.url=http://127.0.0.1:8000, or have the run start it with vllm_python, or leave engine out.",
@@ -256,10 +268,29 @@ class SamplerConfig(Strict):
         for key in ("max_num_seqs", "enforce_eager"):
             if value := getattr(self, key):
                 yield Conflict(
-                    f"{key} is {json.dumps(value)}, which has no effect with the engine vllm, whose servers have settings of their own. "
-                    "Leave it out.",
+                    f"{key} is {json.dumps(value)}, which has no effect with the engine {self.engine}, whose servers have settings of "
+                    "their own. Leave it out.",
                     (key, "engine"),
                 )
+
+    def _sglang_conflicts(self) -> Iterator[Conflict]:
+        """What the engine sglang does not take, and the address that it needs."""
+        if self.vllm_python is not None:
+            yield Conflict(
+                "engine is sglang, but vllm_python starts a server of vLLM. Set engine to vllm, or start SGLang and set url in its place.",
+                ("engine", "vllm_python"),
+            )
+        elif not self.urls:
+            yield Conflict(
+                "engine is sglang, but url does not say where it answers. Start SGLang and set url, as in "
+                "sampler.url=http://127.0.0.1:30000, or leave engine out.",
+                ("engine", "url"),
+            )
+        if self.seeded:
+            yield Conflict(
+                "seeded is true, but SGLang is sent no seeds: it would draw the same completion for all members of a group. Leave it out.",
+                ("engine", "seeded"),
+            )
 
     @model_validator(mode="after")
     def _stops_mean_something(self) -> SamplerConfig:

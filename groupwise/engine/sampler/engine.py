@@ -15,7 +15,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from groupwise.engine.models.decoder import Decoder, PromptCache, SlotCache, causal_mask
+from groupwise.engine.models.decoder import Decoder, PromptCache, SlotCache
+from groupwise.engine.models.text_mask import TextMask
 from groupwise.engine.sampler.weights import ServedWeights
 
 SLICE = 64
@@ -136,7 +137,7 @@ class SlotEngine:
         device, length = self._decoder.device, len(ids)
         ids_1P = torch.tensor([ids], device=device)
         positions_1P = torch.arange(length, device=device)[None]
-        return self._decoder.hidden(ids_1P, positions_1P, causal_mask(length, 0, device), cache)[0]
+        return self._decoder.hidden(ids_1P, positions_1P, TextMask(length), cache)[0]
 
     def prefill_all(self, texts: Sequence[Sequence[int]]) -> list[Prompt]:
         """See `DecodeEngine.prefill_all`."""

@@ -12,7 +12,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Sequence
+from functools import lru_cache
 from threading import Lock
 from typing import Any
 
@@ -27,19 +29,17 @@ from groupwise.engine.sampler.call_grammars import arguments_schema, call_gramma
 WHITE_SPACE = r"\n? {0,8}"
 OPTIONS: Any = {"whitespace_flexible": True, "whitespace_pattern": WHITE_SPACE, "lenient": False}
 INCOMPLETE = "\ufffd"
+NO_TOKEN = "NoExtensionBias"
+"""The library's error where none of the tokens may come next."""
 MOST_SCHEMAS = 1000
 """Limit on the schemas within the schemas of a request, so that compiling them takes at most half a second."""
 MOST_GRAMMARS = 32
-"""Grammars that a sampler remembers; the one that was used least recently goes first."""
+"""Compiled schemas that are cached; the one that was used least recently goes first."""
 
 
-def check_schema(schema: str) -> None:
-    """Raise `UsageError` for a schema (JSON text) that cannot be enforced, or if the library is missing."""
-    _compile(schema)
-
-
+@lru_cache(MOST_GRAMMARS)
 def check_calls(calls: CallGrammar) -> None:
-    """Raise `UsageError`, which names the tool, if the arguments of a tool cannot be enforced; or as `check_schema` does."""
+    """Raise `UsageError`, which names the tool, if the arguments of a tool cannot be enforced; or as `compile_schema` does."""
     total = 0
     for name, schema in calls.tools:
         arguments = json.loads(arguments_schema(schema))
@@ -51,7 +51,7 @@ def check_calls(calls: CallGrammar) -> None:
                 )
             if total > MOST_SCHEMAS:
                 raise _too_many(total)
-            _compile(json.dumps(arguments))
+            compile_schema.__wrapped__(json.dumps(arguments))  # the result for all tools is cached
         except UsageError as error:
             raise UsageError(f"The tool {name!r:.80} cannot be called by force. {error}") from None
 
@@ -63,7 +63,9 @@ def _too_many(count: int) -> UsageError:
     )
 
 
-def _compile(schema: str) -> str:
+@lru_cache(MOST_GRAMMARS)
+def compile_schema(schema: str) -> str:
+    """The grammar of a schema (JSON text). Raises `UsageError` if it cannot be enforced, or if the library is missing."""
     matcher, grammar = _library().LLMatcher, ""
     if (count := count_schemas(json.loads(schema))) > MOST_SCHEMAS:
         raise _too_many(count)
@@ -90,14 +92,21 @@ def _library() -> Any:
 
 
 class SchemaMasks:
-    """Makes the masks of one tokenizer's completions. The vocabulary is prepared at the first one, which takes half a second."""
+    """Makes the masks of one tokenizer's completions. The vocabulary is prepared at the first one, unless `prepare` did it before."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._vocabulary: Any = None
-        self._grammars: dict[tuple[str | None, CallGrammar | None], str] = {}
-        """The grammars of the schemas and calls used last, in the order of their use."""
-        self._lock = Lock()  # requests compile in threads
+        self._preparing = Lock()
+        self._matcher = lru_cache(MOST_GRAMMARS)(self._compile)
+
+    def prepare(self) -> None:
+        """Prepare the vocabulary: half a second in which the library lets no other thread of the process run. Raises `UsageError` if it is
+        missing.
+        """
+        with self._preparing:
+            if self._vocabulary is None:
+                self._vocabulary = _vocabulary(self._tokenizer)
 
     def masks(
         self,
@@ -107,72 +116,74 @@ class SchemaMasks:
         calls: CallGrammar | None = None,
     ) -> list[SchemaMask]:
         """One mask for each of `members` completions, which end with one of `stops`: JSON of the schema, or calls, or either of them where
-        both are given. Raises `UsageError` as `check_schema` and `check_calls` do.
+        both are given. Raises `UsageError` as `compile_schema` and `check_calls` do.
         """
+        matcher = self._matcher(schema, calls)
+        return [SchemaMask(matcher.deep_copy(), self._tokenizer, stops) for _ in range(members)]
+
+    def _compile(self, schema: str | None, calls: CallGrammar | None) -> Any:
+        """A matcher that has followed nothing yet."""
         library = _library()
-        if self._vocabulary is None:
-            self._vocabulary = _vocabulary(self._tokenizer)
-        grammar = self._grammar(schema, calls)
-        first = library.LLMatcher(self._vocabulary, grammar)
-        if first.get_error():
-            raise UsageError(f"The JSON schema cannot be enforced: {first.get_error()[:500]}")
-        matchers = [first, *(first.deep_copy() for _ in range(members - 1))]
-        size, end = len(self._tokenizer), self._tokenizer.eos_token_id
-        return [SchemaMask(matcher, size, end, stops) for matcher in matchers]
-
-    def _grammar(self, schema: str | None, calls: CallGrammar | None) -> str:
-        """The compiled grammar, from the cache if it is there."""
-        key = schema, calls
-        with self._lock:
-            grammar = self._grammars.pop(key, None)
-        grammar = grammar or self._compile(schema, calls)
-        with self._lock:
-            self._grammars[key] = grammar
-            if len(self._grammars) > MOST_GRAMMARS:
-                del self._grammars[next(iter(self._grammars))]
-        return grammar
-
-    def _compile(self, schema: str | None, calls: CallGrammar | None) -> str:
-        compiled = None if schema is None else _compile(schema)
         if calls is None:
-            assert compiled is not None, "nothing is to be enforced"
-            return compiled
-        check_calls(calls)
-        special = {token: id for id, token in _special_tokens(self._tokenizer).items()}
-        lark = call_grammar(calls, schema, special, OPTIONS)
-        return _library().LLMatcher.grammar_from_lark(lark)
+            assert schema is not None, "nothing is to be enforced"
+            grammar = compile_schema(schema)
+        else:
+            if schema is not None:
+                compile_schema(schema)
+            check_calls(calls)
+            special = {token: id for id, token in _special_tokens(self._tokenizer).items()}
+            text = call_grammar(calls, schema, special, OPTIONS)
+            grammar = library.LLMatcher.grammar_from_lark(text)
+        self.prepare()
+        matcher = library.LLMatcher(self._vocabulary, grammar)
+        if matcher.get_error():
+            raise UsageError(f"The JSON schema cannot be enforced: {_reason(matcher)}")
+        return matcher
+
+
+def _reason(matcher: Any) -> str:
+    """Why a matcher has failed, without the dump of its state."""
+    return re.split(r"<(?:state|grammar)>", matcher.get_error())[0].rstrip()[:500]
 
 
 class SchemaMask:
     """A `groupwise.engine.sampler.logits.TokenMask` of one completion."""
 
-    def __init__(
-        self, matcher: Any, vocabulary: int, end: int | None, stops: Sequence[int]
-    ) -> None:
-        """`vocabulary`: tokens of the tokenizer; `end`: its end-of-text token."""
+    def __init__(self, matcher: Any, tokenizer: Any, stops: Sequence[int]) -> None:
         self._matcher = matcher
-        self._size = vocabulary
-        self._end = end
+        self._size = len(tokenizer)
+        # Tokens that the library allows and that are not to be drawn: its own end-of-text token, because the request says which tokens end
+        # a completion, and the one into which a tokenizer turns a text that it cannot write.
+        never = {tokenizer.eos_token_id, tokenizer.unk_token_id} - {None}
+        self._never = [*never]
         self._stops = [*stops]
         self.error = ""
         """Why the schema can no longer be followed; its completion then ends without a result. Empty: it can."""
 
     def exclude(self, logits_V: Tensor) -> None:
-        """See `TokenMask.exclude`. The logits become NaN where the schema is too complex to go on."""
+        """See `TokenMask.exclude`. The logits become NaN where the schema cannot be followed."""
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
-        self.error = self._matcher.get_error()
+        allowed_V = np.zeros(len(logits_V), dtype=bool)
+        error = _reason(self._matcher)
+        if not error:
+            size = min(self._size, len(allowed_V))
+            allowed_V[:size] = np.unpackbits(bits, count=self._size, bitorder="little")[:size]
+            allowed_V[self._never] = False
+            if self._matcher.is_accepting():
+                allowed_V[self._stops] = True
+        if error and error != NO_TOKEN:
+            self.error = f"The JSON schema is too complex: {error}"
+        elif not allowed_V.any():
+            text = b"" if error else bytes(self._matcher.compute_ff_bytes())
+            shown = f"{text.decode(errors='replace')!r:.200}" if text else "characters"
+            self.error = (
+                f"The JSON schema, or a tool's name, goes on with {shown}, which this model's tokenizer cannot write. Use other "
+                "characters there."
+            )
         if self.error:
             logits_V.fill_(math.nan)
-            return
-        allowed_V = np.zeros(len(logits_V), dtype=bool)
-        size = min(self._size, len(allowed_V))
-        allowed_V[:size] = np.unpackbits(bits, count=self._size, bitorder="little")[:size]
-        # The library allows its own end-of-text token; the request says which tokens end a completion.
-        if self._end is not None:
-            allowed_V[self._end] = False
-        if self._matcher.is_accepting():
-            allowed_V[self._stops] = True
-        logits_V.masked_fill_(~torch.from_numpy(allowed_V).to(logits_V.device), -math.inf)
+        else:
+            logits_V.masked_fill_(~torch.from_numpy(allowed_V).to(logits_V.device), -math.inf)
 
     def advance(self, token: int) -> None:
         """See `TokenMask.advance`."""
@@ -186,9 +197,9 @@ def _special_tokens(tokenizer: Any) -> dict[int, str]:
 
 def _vocabulary(tokenizer: Any) -> Any:
     """The tokenizer as the library knows it: read from its own file if it works on bytes, otherwise from the text of each token."""
+    library = _library()
     from llguidance.hf import from_tokenizer
 
-    library = _library()
     try:
         return from_tokenizer(tokenizer, n_vocab=len(tokenizer))
     except ValueError:

@@ -11,6 +11,7 @@ import math
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -85,7 +86,7 @@ class QueuedSampler(ABC):
         self._waiting: deque[Member] = deque()
         self._tickets: list[Ticket] = []
         self._driver: asyncio.Task[None] | None = None
-        self._masks: SchemaMasks | None = None
+        self._masks = SchemaMasks(tokenizer)
         self._version = 0
         self._fingerprint = fingerprint(weights.tensors())
 
@@ -139,12 +140,15 @@ class QueuedSampler(ABC):
         processing, members = request.params.processing, len(request.seeds)
         if processing is None or not processing.is_constrained:
             return [None] * members
-        if self._masks is None:
-            self._masks = SchemaMasks(self._tokenizer)
         stops = request.params.stop_token_ids
         return await asyncio.to_thread(
             self._masks.masks, processing.json_schema, stops, members, processing.tool_calls
         )
+
+    async def prepare_schemas(self) -> None:
+        """Do what the first schema needs before there are completions that would wait for it; nothing if schemas cannot be enforced."""
+        with suppress(UsageError):
+            await asyncio.to_thread(self._masks.prepare)
 
     async def load(self, policy: Policy) -> None:
         """See `groupwise.core.types.Sampler.load`. Allowed only between groups: keys and values belong to one version."""
@@ -227,9 +231,7 @@ class QueuedSampler(ABC):
         ):
             errors = [member.mask.error for member in ticket.members if member.mask is not None]
             if any(errors):
-                ticket.done.set_exception(
-                    UsageError(f"The JSON schema is too complex: {max(errors)}")
-                )
+                ticket.done.set_exception(UsageError(max(errors)))
             else:
                 ticket.done.set_exception(not_finite(self._version))
         elif all(member.finish_reason is not None for member in ticket.members):

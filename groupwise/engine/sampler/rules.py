@@ -97,5 +97,5 @@ def not_finite(version: int) -> NonFiniteError:
     """The error for logits that are NaN or infinite."""
     return NonFiniteError(
         f"The model's logits are not finite (policy version {version}), so nothing can be drawn from them. "
-        "Lower training.learning_rate, or try model.dtype=float32."
+        "Lower the learning rate (training.learning_rate), or try model.dtype=float32."
     )

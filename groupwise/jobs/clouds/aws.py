@@ -27,6 +27,7 @@ from groupwise.jobs.clouds.aws_machines import (
     AwsMachines,
     AwsTimeouts,
     attempt_of,
+    disk_gb_of,
     instance_type_of,
     minutes_of,
 )
@@ -49,7 +50,7 @@ from groupwise.jobs.clouds.backend import (
     Unreachable,
 )
 from groupwise.jobs.clouds.boot import ARM
-from groupwise.jobs.clouds.ec2 import DISK_GB, Ec2, Machine
+from groupwise.jobs.clouds.ec2 import Ec2, Machine
 from groupwise.jobs.clouds.folder import results_folder
 from groupwise.jobs.clouds.machine import MachineBackend
 from groupwise.jobs.hosts.answers import LogPart
@@ -110,10 +111,11 @@ class AwsBackend:
         kind = "spot" if order.place_options.get("spot") else "on demand"
         image = order.place_options.get("ami") or "the newest deep-learning image"
         minutes = minutes_of(order)
+        size = "a disk" if checks.image is None else f"{disk_gb_of(order, checks.image)} GB"
         steps = (
             *checks.lines,
             (
-                f"start {instance_type_of(order)} ({kind}) with {image} and {DISK_GB} GB gp3, {checks.price}; it ends by itself after "
+                f"start {instance_type_of(order)} ({kind}) with {image} and {size} of gp3, {checks.price}; it ends by itself after "
                 f"{minutes / 60:.1f} h"
             ),
             f"begin {order.name} there by SSH",

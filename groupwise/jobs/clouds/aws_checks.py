@@ -6,24 +6,28 @@ listed as such: a plan needs no credentials.
 
 from __future__ import annotations
 
+import re
 import stat
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import asyncssh
 
 from groupwise.core.errors import UsageError
+from groupwise.core.terminal.quantities import counted
 from groupwise.jobs.clouds.backend import CloudError, Unreachable
 from groupwise.jobs.clouds.ec2 import (
     PERMISSION_CODES,
     AwsRefused,
     Ec2,
+    InstanceType,
+    MachineImage,
     NoCredentials,
     SecurityGroup,
 )
-from groupwise.jobs.clouds.ec2_types import PRICES_OF, list_price, quota_code
 
 OPTIONS = {
     "key_name": "--key-name: the key pair that machines are started with",
@@ -32,7 +36,9 @@ OPTIONS = {
 }
 USER = "ubuntu"
 """The login user of the deep-learning image."""
-DISK = "its disk costs about $0.03 an hour more"
+DISK_GB = "disk_gb"
+"""The key of `Order.place_options` for the size of the machine's disk."""
+DISK_PRICE = "its disk costs about $0.01 an hour more for each 100 GB"
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +80,7 @@ class Price:
     def __str__(self) -> str:
         if self.dollars is None:
             return f"whose price is not known ({self.source})"
-        return f"${self.dollars:.2f} an hour ({self.source}); {DISK}"
+        return f"${self.dollars:.2f} an hour ({self.source}); {DISK_PRICE}"
 
 
 @dataclass(slots=True)
@@ -85,37 +91,44 @@ class CheckResults:
     lines: list[str] = field(default_factory=list[str])
     """Lines for users: what is right, and what could not be checked."""
     failed: list[str] = field(default_factory=list[str])
+    image: MachineImage | None = None
+    """The image; None if AWS was not asked for it."""
 
 
 def check(
     ec2: Ec2, access: Access, place_options: Mapping[str, Any], kind: str, gpus: int
 ) -> CheckResults:
     """Run all checks. Raises UsageError if this machine lacks boto3 or, with credentials, the private key."""
-    spot = bool(place_options.get("spot"))
+    spot, instance_type = bool(place_options.get("spot")), cache(ec2.instance_type)
     results = CheckResults(price_of(ec2, kind, spot=spot))
+
+    def check_requested_image() -> str:
+        results.image = ec2.image(place_options.get("ami"))
+        return check_image(results.image, instance_type(kind), place_options.get(DISK_GB))
+
     checks = {
         "key pair": lambda: _check_key_pair(
             ec2, access, read_public_key(access.require("key_path"))
         ),
         "security group": lambda: _check_security_group(ec2, access),
-        "instance type": lambda: _check_instance_type(ec2, kind, gpus),
-        "quota": lambda: _check_quota(ec2, kind, spot=spot),
-        "image": lambda: ec2.image(place_options.get("ami"))[0],
+        "instance type": lambda: _check_instance_type(instance_type(kind), gpus),
+        "image": check_requested_image,
+        "quota": lambda: _check_quota(ec2, instance_type(kind), spot=spot),
     }
     try:
         account = ec2.account()
     except (NoCredentials, Unreachable) as error:
-        results.lines.append(f"not looked at: {', '.join(checks)}; {error.message}")
+        results.lines.append(f"not checked: {', '.join(checks)}; {error.message}")
         return results
     results.lines.append(f"credentials: of account {account}")
     for name, run_check in checks.items():
         try:
             results.lines.append(f"{name}: {run_check()}")
         except (NoCredentials, Unreachable) as error:
-            results.lines.append(f"{name}: not looked at, {error.message}")
+            results.lines.append(f"{name}: not checked, {error.message}")
         except CloudError as error:
             if isinstance(error, AwsRefused) and error.aws in PERMISSION_CODES:
-                reason = f"not looked at, your user of AWS may not ask ({error.aws})"
+                reason = f"not checked, your user of AWS may not ask ({error.aws})"
                 results.lines.append(f"{name}: {reason}")
             else:
                 results.failed.append(f"{name}: {error.message}")
@@ -164,44 +177,70 @@ def _check_security_group(ec2: Ec2, access: Access) -> str:
     return f"{group.id}, which lets SSH in from somewhere"
 
 
-def _check_instance_type(ec2: Ec2, kind: str, gpus: int) -> str:
-    size = ec2.size(kind)
-    if size is None:
-        raise CloudError(f"{ec2.region} has no {kind}.")
-    if gpus > size.gpus:
-        raise CloudError(f"{kind} has {size.gpus} GPUs, and {gpus} are asked for.")
-    if size.gpus and not gpus:
-        return f"{kind}, whose {size.gpus} GPUs the job does NOT get: --gpus {size.gpus}"
-    return f"{kind}, {size.gpus} GPUs, {size.vcpus} virtual cores"
-
-
-def _check_quota(ec2: Ec2, kind: str, *, spot: bool) -> str:
-    code, size = quota_code(kind, spot=spot), ec2.size(kind)
-    if code is None or size is None:
-        return f"not looked at: it is not known which one counts {kind}"
-    try:
-        quota = ec2.quota(code)
-    except AwsRefused as error:
-        return f"not looked at: {error.message}"
-    if quota < size.vcpus:
+def _check_instance_type(kind: InstanceType, gpus: int) -> str:
+    if gpus > kind.gpus:
         raise CloudError(
-            f"your account may run {quota:g} virtual cores of this family at once ({code}), and {kind} has {size.vcpus}. Ask for more: "
-            f"https://console.aws.amazon.com/servicequotas/home/services/ec2/quotas/{code}"
+            f"{kind.name} has {counted(kind.gpus, 'GPU')}, and --gpus asks for {gpus}."
         )
-    return f"{quota:g} virtual cores at once ({code}); what runs already is not counted"
+    if kind.gpus and not gpus:
+        return f"{kind}, and the job gets NONE of its GPUs: --gpus {kind.gpus}"
+    return str(kind)
+
+
+def check_image(image: MachineImage, kind: InstanceType, disk_gb: int | None) -> str:
+    """Describe the image, if it fits the instance type. Raises CloudError if they do not fit: the machine would not start, or would have
+    no driver for its GPUs."""
+    if image.architecture not in kind.architectures:
+        raise CloudError(
+            f"{image.id} is for {image.architecture}, and {kind.name} is {' or '.join(kind.architectures)}: another --instance-type, or "
+            "--ami with an image for it."
+        )
+    if kind.gpu and not image.supports(kind.family):
+        raise CloudError(
+            f"{image.id} has no driver for the GPUs of {kind.name} ({kind.gpu}): by its description it supports "
+            f"{', '.join(image.families)}. Take one of these, or --ami with an image for {kind.family}."
+        )
+    if disk_gb is not None and disk_gb < image.size_gb:
+        raise CloudError(
+            f"--disk-gb {disk_gb}: the disk of {image.id} is {image.size_gb} GB itself."
+        )
+    drivers = (
+        f"for GPUs of {', '.join(image.families)}"
+        if image.families
+        else "whose GPU drivers it does not name"
+    )
+    return f"{image.id}, {image.size_gb} GB, {drivers}"
+
+
+def _check_quota(ec2: Ec2, kind: InstanceType, *, spot: bool) -> str:
+    """Quotas are found by their names, which list letters or families: `Running On-Demand G and VT instances`, `All P4, P3 and P2 Spot
+    Instance Requests`."""
+    pattern = r"All (.+) Spot Instance Requests" if spot else r"Running On-Demand (.+) instances"
+    generation = re.match(r"[a-z]+\d*", kind.family)
+    names = [generation[0], generation[0].rstrip("0123456789")] if generation else []
+    quotas = {
+        word: quota
+        for quota in ec2.quotas()
+        if (match := re.fullmatch(pattern, quota.name))
+        for word in re.findall(r"\w+", match[1].lower())
+    }
+    found = next((quotas[name] for name in names if name in quotas), None)
+    if found is None:
+        return f"not checked: none of the quotas of EC2 names {kind.family}"
+    if found.value < kind.vcpus:
+        raise CloudError(
+            f"your account may run {found.value:g} virtual cores of this family at once ({found.name}), and {kind.name} has {kind.vcpus}. "
+            f"Ask for more: https://console.aws.amazon.com/servicequotas/home/services/ec2/quotas/{found.code}"
+        )
+    return f"{found.value:g} virtual cores at once ({found.name}); what runs already is not counted"
 
 
 def price_of(ec2: Ec2, kind: str, *, spot: bool) -> Price:
-    """The price that AWS reports, else the list price at the time of this release."""
+    """The price that AWS reports."""
     try:
         price = ec2.price(kind, spot=spot)
     except CloudError as error:
-        reason = error.code.replace("_", " ")
-    else:
-        if price is not None:
-            return Price(price, "the highest spot price now" if spot else "AWS's list")
-        reason = "AWS names none"
-    if spot:
-        return Price(None, f"spot prices are AWS's alone: {reason}")
-    listed_price = list_price(kind, ec2.region)
-    return Price(listed_price, f"on demand, {PRICES_OF}" if listed_price is not None else reason)
+        return Price(None, f"only AWS knows it: {error.code.replace('_', ' ')}")
+    if price is None:
+        return Price(None, "AWS does not say it")
+    return Price(price, "the highest spot price now" if spot else "AWS's list")

@@ -16,11 +16,25 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from groupwise.jobs.clouds.aws_checks import Access, price_of
+from groupwise.jobs.clouds.aws_checks import DISK_GB, Access, check_image, price_of
 from groupwise.jobs.clouds.aws_state import Record
-from groupwise.jobs.clouds.backend import CloudError, NameTaken, Order, Unreachable, identity_fields
+from groupwise.jobs.clouds.backend import (
+    MODEL_GB,
+    CloudError,
+    NameTaken,
+    Order,
+    Unreachable,
+    identity_fields,
+)
 from groupwise.jobs.clouds.boot import host_key_in, user_data
-from groupwise.jobs.clouds.ec2 import AwsRefused, Ec2, InstanceRequest, Machine
+from groupwise.jobs.clouds.ec2 import (
+    PERMISSION_CODES,
+    AwsRefused,
+    Ec2,
+    InstanceRequest,
+    Machine,
+    MachineImage,
+)
 from groupwise.jobs.clouds.machine import ROOT, MachineBackend
 from groupwise.jobs.hosts.driver import Runner
 from groupwise.jobs.hosts.fetching import wait_until_done
@@ -28,6 +42,11 @@ from groupwise.jobs.hosts.ssh import Address, SshHost
 
 INSTANCE_TYPE = "g5.2xlarge"
 HOURS = 24.0
+ROOM_GB = 60
+"""GB of a machine's disk beside its image, the model and the checkpoints: the job's environment (torch with CUDA takes 12 GB while pip
+installs it), the project, data, logs."""
+UNKNOWN_MODEL_GB = 120
+"""GB for the model and the checkpoints of a command that does not name its model."""
 MARGIN_MINUTES = 30
 """Minutes that a machine lives longer than its job's limit: for the set-up before, and for fetching the results afterwards."""
 VOID = "void"
@@ -152,12 +171,19 @@ class AwsMachines:
         them."""
         place_options, access = order.place_options, self._access
         group = await asyncio.to_thread(access.group, self._ec2)
-        image, root_device = await asyncio.to_thread(self._ec2.image, place_options.get("ami"))
+        image = await asyncio.to_thread(self._ec2.image, place_options.get("ami"))
         minutes = minutes_of(order)
         deadline = time.time() + minutes * 60
         spot = bool(place_options.get("spot"))
         token = hashlib.sha256(f"{order.name}/{attempt}/{salt}".encode()).hexdigest()
         kind = instance_type_of(order)
+        try:
+            instance_type = await asyncio.to_thread(self._ec2.instance_type, kind)
+        except AwsRefused as refused:
+            if refused.aws not in PERMISSION_CODES:
+                raise
+        else:  # also at a resume, whose image may be newer
+            check_image(image, instance_type, place_options.get(DISK_GB))
         price = await asyncio.to_thread(price_of, self._ec2, kind, spot=spot)
         tags = {
             "job": order.name,
@@ -174,8 +200,9 @@ class AwsMachines:
         return InstanceRequest(
             token,
             kind,
-            image,
-            root_device,
+            image.id,
+            image.root_device,
+            disk_gb_of(order, image),
             access.require("key_name"),
             (group.id,),
             user_data(deadline, minutes, access.user, spot=spot),
@@ -307,6 +334,14 @@ class AwsMachines:
 def instance_type_of(order: Order) -> str:
     """The instance type that an order requests, or the default."""
     return order.place_options.get("instance_type") or INSTANCE_TYPE
+
+
+def disk_gb_of(order: Order, image: MachineImage) -> int:
+    """GB of the machine's disk: as requested, or by the size of the image and of the model."""
+    options = order.place_options
+    return options.get(DISK_GB) or (
+        image.size_gb + ROOM_GB + options.get(MODEL_GB, UNKNOWN_MODEL_GB)
+    )
 
 
 def minutes_of(order: Order) -> int:

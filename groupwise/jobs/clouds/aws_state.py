@@ -15,6 +15,7 @@ from typing import Any
 from pydantic import TypeAdapter
 
 from groupwise.core import atomic_files
+from groupwise.core.errors import UsageError
 from groupwise.jobs.clouds.aws_costs import InstanceUsage, merge_usage
 from groupwise.jobs.clouds.backend import Ending, Order
 from groupwise.jobs.clouds.folder import EARLIER, INCOMING
@@ -150,7 +151,7 @@ def newest_checkpoint(results: Path, store: BlobStore) -> Resume | None:
                 (files[name].sha256, files[name].size) != (entry["sha256"], entry["size"])
                 for name, entry in entries.items()
             )
-        except (OSError, KeyError, TypeError):
+        except (UsageError, OSError, KeyError, TypeError):
             continue  # a file is missing
         if not differs:
             manifest = {f"{path}/{name}": entry for name, entry in files.items()}

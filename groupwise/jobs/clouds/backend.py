@@ -176,11 +176,17 @@ class Order:
 
 NON_IDENTITY_FIELDS = ("python", "meets_at")
 """Fields of an order that say how the job is started; they do not identify it."""
+MODEL_GB = "model_gb"
+"""The key of `Order.place_options` for GB of disk that the model and the checkpoints take. It is missing if the command was not tried
+before it was launched, so it does not identify the job either."""
 
 
 def identity_fields(document: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of an order's document that decide whether two orders describe the same job."""
-    return {name: value for name, value in document.items() if name not in NON_IDENTITY_FIELDS}
+    options: Mapping[str, Any] = document.get("asks") or {}
+    asks = {name: value for name, value in options.items() if name != MODEL_GB}
+    kept = {name: value for name, value in document.items() if name not in NON_IDENTITY_FIELDS}
+    return {**kept, "asks": asks}
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,8 +197,6 @@ class Capabilities:
     """It can run one job on several machines."""
     paid: bool = False
     """Its machines cost money while they exist."""
-    queues: bool = False
-    """A job waits for the resources that it needs; otherwise it is refused if they are not free."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,7 @@ a machine is started with the idempotency token of its attempt. Calls block: the
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -17,6 +18,7 @@ from importlib import import_module
 from typing import Any, TypeVar
 
 from groupwise.core.errors import UsageError
+from groupwise.core.loopback import METADATA_SERVICE, no_proxy_variables
 from groupwise.core.retry import Backoff
 from groupwise.jobs.clouds.backend import CloudError, Unreachable
 
@@ -25,7 +27,6 @@ IMAGE_PARAMETER = (
 )
 """The Systems Manager parameter with the id of the newest deep-learning image: GPU drivers, and Ubuntu 24.04, whose Python is new
 enough."""
-DISK_GB = 250
 TAG = "groupwise:"
 """The prefix of our tags."""
 JOB = f"{TAG}job"
@@ -103,6 +104,7 @@ class InstanceRequest:
     image: str
     root_device: str
     """The image's device name for its disk."""
+    disk_gb: int
     key_name: str
     groups: tuple[str, ...]
     """Ids of security groups."""
@@ -117,7 +119,7 @@ class InstanceRequest:
         """The parameters of RunInstances."""
         tags = [{"Key": f"{TAG}{key}", "Value": value} for key, value in self.tags.items()]
         tags.append({"Key": "Name", "Value": f"groupwise {self.tags['job']}"})
-        disk = {"VolumeSize": DISK_GB, "VolumeType": "gp3", "DeleteOnTermination": True}
+        disk = {"VolumeSize": self.disk_gb, "VolumeType": "gp3", "DeleteOnTermination": True}
         spot: dict[str, str] = {
             "SpotInstanceType": "one-time",
             "InstanceInterruptionBehavior": "terminate",
@@ -158,11 +160,57 @@ class SecurityGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class InstanceSize:
-    """The size of an instance type."""
+class InstanceType:
+    """An instance type, as AWS describes it."""
 
+    name: str
     vcpus: int
+    memory_mb: int
+    architectures: tuple[str, ...]
+    """Of x86_64, arm64 and others."""
     gpus: int = 0
+    """Whole GPUs. A machine with a part of a GPU has none."""
+    gpu: str = ""
+    """Maker, model and memory of its GPUs; empty if it has none, nor a part of one."""
+
+    @property
+    def family(self) -> str:
+        return self.name.partition(".")[0]
+
+    def __str__(self) -> str:
+        gpus = f"{self.gpus} x {self.gpu}" if self.gpus else self.gpu and f"a part of {self.gpu}"
+        return f"{self.name}, {gpus or 'no GPU'}, {self.vcpus} virtual cores, {self.memory_mb / 1024:g} GiB"
+
+
+@dataclass(frozen=True, slots=True)
+class MachineImage:
+    """A machine image (AMI)."""
+
+    id: str
+    root_device: str
+    size_gb: int
+    """The size of its disk in GB: a machine's disk is at least as large."""
+    architecture: str
+    families: tuple[str, ...] = ()
+    """Families of instance types with GPUs that it supports by its own description; empty if that says nothing."""
+
+    def supports(self, family: str) -> bool:
+        """True if its drivers support GPUs of this family of instance types, or if it does not say which ones they support.
+
+        Descriptions of older images say P4 for p4d, and P6 for p6-b200."""
+        entries = [entry.lower() for entry in self.families]
+        return not entries or any(
+            re.fullmatch(rf"{entry}(d[a-z]*|-.*)?", family) for entry in entries
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Quota:
+    """A quota of EC2; those of machines count virtual cores."""
+
+    code: str
+    name: str
+    value: float
 
 
 @dataclass(slots=True)
@@ -224,8 +272,8 @@ class Ec2:
             return False
         return True
 
-    def image(self, requested: str | None) -> tuple[str, str]:
-        """The id and root device of this image, or of the newest deep-learning image."""
+    def image(self, requested: str | None) -> MachineImage:
+        """This image, or the newest deep-learning image."""
         image_id = requested
         if image_id is None:
             try:
@@ -239,7 +287,21 @@ class Ec2:
         images = self._call_aws("ec2", "describe_images", ImageIds=[image_id])["Images"]
         if not images:
             raise CloudError(f"there is no image {image_id} in {self.region}: --ami wants another.")
-        return image_id, images[0]["RootDeviceName"]
+        [found] = images
+        # `Supported EC2 instances: G4dn, G5, P5, P6-B200. Release notes: ...`
+        listed = re.search(r"Supported EC2 instances: ([\w, -]+)", found.get("Description") or "")
+        disks = {
+            disk.get("DeviceName"): disk.get("Ebs", {})
+            for disk in found.get("BlockDeviceMappings", [])
+        }
+        device = found["RootDeviceName"]
+        return MachineImage(
+            image_id,
+            device,
+            disks.get(device, {}).get("VolumeSize", 8),
+            found["Architecture"],
+            () if listed is None else tuple(re.findall(r"[\w-]+", listed[1])),
+        )
 
     def public_key(self, name: str) -> str | None:
         """The public key of the key pair of this name, as `type base64`; None if there is none."""
@@ -271,24 +333,33 @@ class Ec2:
                 open_ports.append((permission["FromPort"], permission["ToPort"]))
         return SecurityGroup(groups[0]["GroupId"], tuple(open_ports))
 
-    def size(self, kind: str) -> InstanceSize | None:
-        """The size of an instance type; None: the region does not offer it."""
-        filters = [{"Name": "instance-type", "Values": [kind]}]
-        offered = self._call_aws("ec2", "describe_instance_type_offerings", Filters=filters)
-        if not offered["InstanceTypeOfferings"]:
-            return None
-        [details] = self._call_aws("ec2", "describe_instance_types", InstanceTypes=[kind])[
-            "InstanceTypes"
-        ]
-        gpus = details.get("GpuInfo", {}).get("Gpus", [])
-        return InstanceSize(details["VCpuInfo"]["DefaultVCpus"], sum(gpu["Count"] for gpu in gpus))
+    def instance_types(self, pattern: str) -> list[InstanceType]:
+        """The instance types of this region whose names match; `*` stands for any letters."""
+        filters = [{"Name": "instance-type", "Values": [pattern]}]
+        pages = self._pages("describe_instance_types", Filters=filters)
+        return [_parse_type(answer) for page in pages for answer in page["InstanceTypes"]]
 
-    def quota(self, code: str) -> float:
-        """The value of a quota: how many virtual cores may run at once."""
-        answer = self._call_aws(
-            "service-quotas", "get_service_quota", ServiceCode="ec2", QuotaCode=code
-        )
-        return float(answer["Quota"]["Value"])
+    def instance_type(self, name: str) -> InstanceType:
+        """The instance type of this name. Raises CloudError, with the types that there are, if the region does not offer it."""
+        found = self.instance_types(name)
+        if found:
+            return found[0]
+        family = name.partition(".")[0]
+        if same_family := self.instance_types(f"{family}.*"):
+            offered = f"Of {family} it has {', '.join(sorted(each.name for each in same_family))}."
+        else:
+            families = sorted({each.family for each in self.instance_types("*") if each.gpus})
+            offered = f"With GPUs it has the families {', '.join(families) or 'none'}."
+        raise CloudError(f"{self.region} has no {name}. {offered}")
+
+    def quotas(self) -> list[Quota]:
+        """The quotas of EC2 in this account and region."""
+        pages = self._pages("list_service_quotas", service="service-quotas", ServiceCode="ec2")
+        return [
+            Quota(answer["QuotaCode"], answer["QuotaName"], float(answer["Value"]))
+            for page in pages
+            for answer in page["Quotas"]
+        ]
 
     def price(self, kind: str, *, spot: bool) -> float | None:
         """The price of an instance type in dollars per hour, for Linux."""
@@ -332,8 +403,8 @@ class Ec2:
         client = self._client(service, region or self.region)
         return self._with_retries(lambda: getattr(client, verb)(**parameters))
 
-    def _pages(self, verb: str, **parameters: Any) -> list[Any]:
-        client = self._client("ec2", self.region)
+    def _pages(self, verb: str, *, service: str = "ec2", **parameters: Any) -> list[Any]:
+        client = self._client(service, self.region)
         return self._with_retries(lambda: [*client.get_paginator(verb).paginate(**parameters)])
 
     def _with_retries(self, call: Callable[[], T]) -> T:
@@ -357,6 +428,7 @@ class Ec2:
             )
             with cloud_errors(self.region):
                 if self._session is None:
+                    os.environ.update(no_proxy_variables(METADATA_SERVICE))  # for boto3's keys
                     self._session = _import_boto("boto3").Session(profile_name=self.profile)
                 client = self._session.client(service, region_name=region, config=config)
             self._clients[service, region] = client
@@ -385,6 +457,12 @@ def cloud_errors(region: str) -> Generator[None]:
         ) from None
     except (boto.SSOTokenLoadError, boto.UnauthorizedSSOTokenError, boto.TokenRetrievalError) as e:
         raise NoCredentials(f"the login of AWS has run out ({e}): `aws sso login`.") from None
+    except boto.LoginError as error:  # a profile that `aws login` made
+        raise NoCredentials(f"the login to AWS has expired ({error}): `aws login`.") from None
+    except boto.MissingDependencyException as error:
+        raise NoCredentials(
+            f"a profile of `aws login` needs awscrt ({error}): pip install 'groupwise[launch,aws]'."
+        ) from None
     except boto.ClientError as error:
         answer: dict[str, str] = error.response["Error"]
         code, message = answer.get("Code", ""), answer.get("Message", "")
@@ -417,6 +495,22 @@ def _parse_machine(answer: Mapping[str, Any]) -> Machine:
         answer.get("InstanceLifecycle") == "spot",
         f"{reason['Code']}: {reason.get('Message', '')}" if reason.get("Code") else "",
         None if end_match is None else datetime.fromisoformat(f"{end_match[1]}+00:00").timestamp(),
+    )
+
+
+def _parse_type(answer: Mapping[str, Any]) -> InstanceType:
+    gpus: Sequence[Mapping[str, Any]] = answer.get("GpuInfo", {}).get("Gpus", [])
+    models = [
+        f"{gpu['Manufacturer']} {gpu['Name']} with {gpu['MemoryInfo']['SizeInMiB'] / 1024:.3g} GiB"
+        for gpu in gpus
+    ]
+    return InstanceType(
+        answer["InstanceType"],
+        answer["VCpuInfo"]["DefaultVCpus"],
+        answer["MemoryInfo"]["SizeInMiB"],
+        tuple(answer["ProcessorInfo"]["SupportedArchitectures"]),
+        sum(gpu["Count"] for gpu in gpus),
+        " and ".join(models),
     )
 
 

@@ -16,6 +16,7 @@ from typing import Any, TypeVar
 
 from groupwise.core.errors import UsageError
 from groupwise.core.rendezvous import KEY, KEY_FILE, new_secret, rendezvous_variables
+from groupwise.core.terminal.quantities import counted
 from groupwise.jobs.clouds.backend import (
     Capabilities,
     CloudError,
@@ -277,7 +278,7 @@ class GangBackend(_GangMachine):
     def _expect_all(self, order: Order) -> None:
         if order.nodes != self._count:
             raise UsageError(
-                f"{order.name} is for {order.nodes} machine{'s' * (order.nodes > 1)}, and {self._count} are named."
+                f"{order.name} is for {counted(order.nodes, 'machine')}, and {self._count} are named."
             )
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from groupwise.core.errors import UsageError
+from groupwise.core.terminal.quantities import counted
 from groupwise.jobs.clouds.backend import (
     Busy,
     Capabilities,
@@ -40,6 +41,7 @@ from groupwise.jobs.hosts.answers import (
     ProgramResult,
     Refusal,
     RunnerState,
+    vendor_of,
 )
 from groupwise.jobs.hosts.driver import (
     DEFAULT_TIMEOUT,
@@ -113,7 +115,9 @@ class MachineBackend:
             lacking = await self._runner.missing(sizes)
             start_steps = await self._start_steps(order, engine, hello.root)
         bytes_to_send = sum(sizes[sha256] for sha256 in lacking)
-        files = f"{len(lacking)} of {len(sizes)} files ({bytes_to_send} bytes)"
+        files = (
+            f"{len(lacking)} of {counted(len(sizes), 'file')} ({counted(bytes_to_send, 'byte')})"
+        )
         steps = (f"send {files}; the others are there", *start_steps)
         return Plan(f"{self._where} ({hello.hostname})", steps, order.spec.arguments)
 
@@ -299,7 +303,8 @@ class MachineBackend:
         )
 
     async def _free_gpus(self, count: int) -> list[str]:
-        """UUIDs of GPUs without a process. Raises CloudError if there are too few."""
+        """UUIDs of idle GPUs, all of one vendor. Raises CloudError if there are too few. A MIG device is given only where no GPU is
+        whole, and only by itself, as CUDA shows a process no more than one."""
         if count == 0:
             return []
         with self._cloud_errors():
@@ -307,12 +312,18 @@ class MachineBackend:
         in_use = {
             uuid for attempt in observation.attempts if attempt.is_alive for uuid in attempt.gpus
         }
-        busy = in_use | {app.uuid for app in observation.apps}
-        free = [gpu.uuid for gpu in observation.gpus if gpu.uuid not in busy and not gpu.problems]
+        busy = in_use | {app.uuid for app in observation.apps if not app.graphics}
+        gpus, probe = [gpu for gpu in observation.gpus if not gpu.mig], observation.probe
+        free = [gpu.uuid for gpu in gpus if gpu.uuid not in busy and not gpu.problems]
+        if count > 1 or not all(gpu.uuid.startswith("MIG-") for gpu in gpus):
+            free = [uuid for uuid in free if not uuid.startswith("MIG-")]
+        of_vendors = [[u for u in free if vendor_of(u) == name] for name in ("NVIDIA", "AMD")]
+        free = max(of_vendors, key=len)
         if len(free) < count:
-            detail = f" nvidia-smi: {observation.probe.status}." if not observation.gpus else ""
+            said = "; ".join([*probe.lost, *(p for gpu in gpus for p in gpu.problems)][:3])
+            detail = f" {probe.tool}: {said or probe.status}." if said or not gpus else ""
             raise CloudError(
-                f"{self._where} has {len(observation.gpus)} GPUs, {len(free)} of them free, and {count} are asked for.{detail} A fleet "
+                f"{self._where} has {counted(len(gpus), 'GPU')}, {len(free)} of them free, and {count} are asked for.{detail} A fleet "
                 "(`groupwise fleet`) keeps jobs until there are some."
             )
         return free[:count]

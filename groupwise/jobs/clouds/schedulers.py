@@ -37,7 +37,7 @@ class MakeOptions(Protocol):
 class SchedulerBackend(MachineBackend):
     """A `Backend` that submits jobs to a scheduler, in whose queue they wait for resources."""
 
-    capabilities = Capabilities(nodes=True, queues=True)
+    capabilities = Capabilities(nodes=True)
 
     def __init__(
         self, name: str, runner: SlurmRunner | RayRunner, where: str, options: MakeOptions

@@ -1,6 +1,7 @@
 """Runs on a spot machine: asks the metadata service whether AWS takes the machine back, and then makes its jobs save and end.
 
-This file is part of the machine's user data and runs there as root, from every start on. It needs only Python 3.8. AWS gives two
+This file is part of the machine's user data and runs there as root, from every start on. It needs only Python 3.8, and uses no proxy of
+the environment: the service answers each machine for itself. AWS gives two
 minutes' notice, and a job gets most of them: the file `evict` in its folder contains the number of seconds
 (`groupwise/jobs/hosts/runner/`)."""
 
@@ -20,19 +21,20 @@ TIMEOUT = 2.0
 
 def has_notice(service: str) -> bool:
     """True if there is a notice; False also if the service does not answer."""
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
         request = urllib.request.Request(
             service + "/latest/api/token",
             method="PUT",
             headers={"X-aws-ec2-metadata-token-ttl-seconds": "60"},
         )
-        with urllib.request.urlopen(request, timeout=TIMEOUT) as response:
+        with direct.open(request, timeout=TIMEOUT) as response:
             token = response.read().decode()
         request = urllib.request.Request(
             service + "/latest/meta-data/spot/instance-action",
             headers={"X-aws-ec2-metadata-token": token},
         )
-        with urllib.request.urlopen(request, timeout=TIMEOUT):
+        with direct.open(request, timeout=TIMEOUT):
             return True
     except (OSError, ValueError):  # includes 404: no notice
         return False

@@ -17,6 +17,7 @@ is sent again with more time; without that message the user could not know that 
 from __future__ import annotations
 
 import hashlib
+import itertools
 import logging
 import os
 import random
@@ -44,6 +45,7 @@ from groupwise.api.schemas.idempotency import HEADER, new_idempotency_key
 from groupwise.api.schemas.keys import VARIABLE
 from groupwise.api.schemas.problems import KINDS, Refusal
 from groupwise.core.errors import UsageError
+from groupwise.core.loopback import direct_transport
 from groupwise.core.retry import Backoff
 from groupwise.jobs.fleet.download import (
     DownloadRequest,
@@ -52,9 +54,9 @@ from groupwise.jobs.fleet.download import (
     fetch,
     no_progress,
 )
-from groupwise.jobs.fleet.retry import ASK_ON, AwayError, RequestRetries, is_passing
+from groupwise.jobs.fleet.retry import RETRY_SECONDS, AwayError, RequestRetries, is_temporary
 from groupwise.jobs.fleet.text_validation import require_passable
-from groupwise.jobs.hosts.files import PIECE, SLOWEST_DISK, files_below
+from groupwise.jobs.hosts.files import PIECE, SLOWEST_DISK, files_below, open_local
 from groupwise.jobs.hosts.spec import FileEntry
 
 Document = dict[str, Any]
@@ -73,6 +75,8 @@ OTHERS_PAUSE = 1.0
 """Seconds between two checks of a file that another client is sending too."""
 OTHERS_REST = 5.0
 """Seconds without progress on such a file, after which this client continues the upload itself."""
+UPLOAD_TRIES = 3
+"""How often files are hashed and sent if one of them changes during that."""
 MOST_HASHES = 10_000
 """Maximum number of hashes in one request."""
 log = logging.getLogger(__name__)
@@ -83,10 +87,17 @@ class FleetAway(AwayError):
 
     code = "fleet_away"
 
-    def __init__(self, message: str, *, passing: bool = True, silent: bool = False) -> None:
+    def __init__(self, message: str, *, temporary: bool = True, silent: bool = False) -> None:
         """`silent`: the connection was not refused, but no answer came in time."""
-        super().__init__(message, passing=passing)
+        super().__init__(message, temporary=temporary)
         self.silent = silent
+
+
+class _FileChanged(UsageError):
+    """A file has changed since it was hashed."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(f"{path} was changed while it was sent: submit when nothing writes to it.")
 
 
 class FleetClient:
@@ -104,7 +115,7 @@ class FleetClient:
         *,
         timeout: float = 60.0,
         transport: httpx2.BaseTransport | None = None,
-        retry_timeout: float = ASK_ON,
+        retry_timeout: float = RETRY_SECONDS,
         warn: Callable[[str], None] | None = None,
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
@@ -125,7 +136,9 @@ class FleetClient:
         self._timeout = timeout
         self._is_slow = False
         """True if the last answer was late: the next request gets its full time at once."""
-        self._http = httpx2.Client(base_url=self.url, headers=headers, transport=transport)
+        self._http = httpx2.Client(
+            base_url=self.url, headers=headers, transport=transport or direct_transport(self.url)
+        )
 
     def on_behalf_of(self, who: str) -> Self:
         """Returns the same client: an API identifies callers by their key alone."""
@@ -323,11 +336,25 @@ class FleetClient:
     ) -> dict[str, list[Any]]:
         """Send files and folders of this machine. Returns the manifest to submit with a job. Files that the fleet already has are not sent.
 
-        A file that grows meanwhile is sent at the size that it had when it was hashed; one that becomes shorter is a UsageError.
+        A file that grows meanwhile is sent at the size that it had when it was hashed; if one changes otherwise, all are looked at again.
         `on_progress` receives the progress, first of hashing the files, then of sending those that are missing.
         """
         local_files = named_files(files)
-        entries = _hash_files(local_files, on_progress)
+        for tries_left in itertools.count(UPLOAD_TRIES - 1, -1):
+            entries = _hash_files(local_files, on_progress)
+            try:
+                self._send_missing(local_files, entries, on_progress)
+            except _FileChanged:
+                if not tries_left:
+                    raise
+            else:
+                return {name: [e.sha256, e.mode, e.size] for name, e in entries.items()}
+        raise AssertionError("the last try returns or raises")
+
+    def _send_missing(
+        self, files: Mapping[str, Path], entries: Mapping[str, FileEntry], on_progress: OnProgress
+    ) -> None:
+        """Send the files that the fleet lacks. Raises _FileChanged if one has changed since it was hashed."""
         names = {entry.sha256: name for name, entry in entries.items()}
         hashes = sorted(names)
         missing_hashes: list[str] = []
@@ -340,22 +367,31 @@ class FleetClient:
             on_progress, sum(entries[names[sha256]].size for sha256 in missing_hashes)
         )
         for name in (names[sha256] for sha256 in missing_hashes):
-            self._send_file(
-                entries[name], local_files[name], partial(progress.add, f"sending {name}")
-            )
-        return {name: [entry.sha256, entry.mode, entry.size] for name, entry in entries.items()}
+            try:
+                self._send_file(
+                    entries[name], files[name], partial(progress.add, f"sending {name}")
+                )
+            except Refusal as refusal:  # the fleet has hashed what came
+                one_file = {name: files[name]}
+                if refusal.code != "invalid_request" or _hash_files(one_file, no_progress) == {
+                    name: entries[name]
+                }:
+                    raise
+                raise _FileChanged(files[name]) from refusal
 
     def _send_file(self, entry: FileEntry, path: Path, on_sent: Callable[[int], None]) -> None:
         """Send one file. While other clients send the same file and it grows, wait for them."""
         sha256, size = entry.sha256, entry.size
-        offset, last_change = self._bytes_received(sha256, size), self._clock()
+        # The fleet stores no part of a file of one piece, so there is nothing to resume.
+        offset = self._bytes_received(sha256, size) if size > UPLOAD_PIECE else 0
+        last_change = self._clock()
         on_sent(offset)
-        with path.open("rb") as file:
+        with open_local(path) as file:
             while True:
                 file.seek(offset)
                 piece = file.read(min(UPLOAD_PIECE, size - offset))
                 if offset < size and not piece:
-                    raise UsageError(f"{path} has become shorter while it was sent.")
+                    raise _FileChanged(path)
                 received, is_stored = self._send_piece(sha256, size, offset, piece)
                 on_sent(received - offset)
                 if is_stored:
@@ -367,8 +403,8 @@ class FleetClient:
                 elif self._clock() - last_change > self.retries.seconds + size / SLOWEST_DISK:
                     raise Refusal(
                         FILE_BUSY,
-                        f"{path}: another client sends the same file, of which {offset} of {size} bytes are there; for minutes no more has "
-                        "come; nor can it be sent from here meanwhile. What is there is kept: try again later.",
+                        f"{path}: another client is sending the same file. {offset} of {size} bytes have arrived, and for minutes no more; "
+                        "until it stops, nobody else can send the file. What has arrived is kept: try again later.",
                     )
 
     def _bytes_received(self, sha256: str, size: int) -> int:
@@ -470,7 +506,7 @@ class FleetClient:
                 self._note_slow_answer("GET", path)
                 continue
             failures += 1
-            if silent or failures % TRIES == 0 or not is_passing(failure):
+            if silent or failures % TRIES == 0 or not is_temporary(failure):
                 outage.pause_or_raise(failure)
             self._sleep(backoff.next())
 
@@ -493,23 +529,15 @@ class FleetClient:
         removes one), deadman (0: never), probe, idle_memory_mb, engine (only these options of its scheduler); None: unchanged."""
         return self._request_json("PUT", f"/vms/{_path_segment(vm_id)}", body=changes)
 
-    def drain(self, vm_id: str) -> Document:
-        """Place nothing new there; running jobs continue."""
-        return self._request_json("POST", f"/vms/{_path_segment(vm_id)}/drain")
-
-    def undrain(self, vm_id: str) -> Document:
-        """Place work there again."""
-        return self._request_json("POST", f"/vms/{_path_segment(vm_id)}/undrain")
-
-    def cordon(self, vm_id: str, reason: str) -> Document:
-        """Place nothing new there, and record the reason."""
+    def drain(self, vm_id: str, reason: str | None = None) -> Document:
+        """Place nothing new there; running jobs continue. The reason is shown with the machine."""
         return self._request_json(
-            "POST", f"/vms/{_path_segment(vm_id)}/cordon", body={"reason": reason}
+            "POST", f"/vms/{_path_segment(vm_id)}/drain", body={"reason": reason}
         )
 
-    def uncordon(self, vm_id: str) -> Document:
+    def undrain(self, vm_id: str) -> Document:
         """Place work there again; its count of failed launches is reset."""
-        return self._request_json("POST", f"/vms/{_path_segment(vm_id)}/uncordon")
+        return self._request_json("POST", f"/vms/{_path_segment(vm_id)}/undrain")
 
     def lost(self, vm_id: str) -> Document:
         """Declare that the machine will not come back: its attempts end, and its jobs run on other machines."""
@@ -618,7 +646,7 @@ class FleetClient:
             try:
                 return self._request_once(request, method, path, soon=soon, wait=wait)
             except FleetAway as unreachable:
-                if not unreachable.passing or (unreachable.silent and not soon):
+                if not unreachable.temporary or (unreachable.silent and not soon):
                     raise
                 if unreachable.silent:
                     self._note_slow_answer(method, path)
@@ -638,7 +666,9 @@ class FleetClient:
             try:
                 return read_response(response)
             except ResponseTooLarge as error:
-                raise FleetAway(f"{method} {path} at {self.url}: {error}.", passing=False) from None
+                raise FleetAway(
+                    f"{method} {path} at {self.url}: {error}.", temporary=False
+                ) from None
 
     def _timeouts(self, soon: bool, wait: float = 0.0) -> httpx2.Timeout:
         """`wait`: seconds for which the API itself is asked to wait. It does not extend the limit for sending: a slow API still reads."""
@@ -652,7 +682,7 @@ class FleetClient:
 
     def _note_slow_answer(self, method: str, path: str) -> None:
         self._is_slow = True
-        self._warn(f"{self.url} does not answer {method} {path} so far, and is asked again")
+        self._warn(f"{self.url} has not answered {method} {path} yet; the request is sent again")
 
     def _request_once(
         self,
@@ -680,11 +710,11 @@ class FleetClient:
 
     def _unreachable_error(self, method: str, path: str, error: httpx2.TransportError) -> FleetAway:
         if untrusted := certificate_problem(self.url, error):
-            return FleetAway(untrusted, passing=False)
+            return FleetAway(untrusted, temporary=False)
         return FleetAway(
             f"{self.url} gave no answer to {method} {path} ({type(error).__name__}: {error}). Is `groupwise fleet up --port` running "
             "there, and the address right?",
-            passing=not isinstance(error, httpx2.UnsupportedProtocol),
+            temporary=not isinstance(error, httpx2.UnsupportedProtocol),
             silent=isinstance(error, httpx2.TimeoutException),
         )
 
@@ -717,7 +747,7 @@ def named_files(files: Sequence[str | Path] | Mapping[str, str | Path]) -> dict[
         path = Path(source)
         if path.exists() and not (path.is_dir() or path.is_file()):
             raise UsageError(
-                f"{path} is neither a file nor a folder, and cannot travel with a job: write what comes from it into a file."
+                f"{path} is neither a file nor a folder, and cannot be sent with a job: write its output into a file."
             )
         below = files_below(path) if path.is_dir() else {"": path}
         top = "" if name == "." and path.is_dir() else name
@@ -743,7 +773,7 @@ def _hash_files(files: Mapping[str, Path], on_progress: OnProgress) -> dict[str,
     entries: dict[str, FileEntry] = {}
     for name, path in files.items():
         digest, size = hashlib.sha256(), 0
-        with path.open("rb") as file:
+        with open_local(path) as file:
             status = os.fstat(file.fileno())
             while piece := file.read(min(PIECE, status.st_size - size)):
                 digest.update(piece)

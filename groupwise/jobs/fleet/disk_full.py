@@ -16,12 +16,12 @@ from pathlib import Path
 from groupwise.core.errors import RunError, UsageError
 from groupwise.core.terminal.quantities import byte_size
 
-NEEDED = 1_000_000
+MIN_FREE_BYTES = 1_000_000
 """Bytes of free space below which no fleet starts: an empty database needs half of that, and SQLite's other files need some."""
-SPARED = 0.05
+RESERVED_SHARE = 0.05
 """Share of the disk that data from clients and machines must leave free."""
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT})
-MAY_NOT = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST})
+NOT_PERMITTED = frozenset({errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR, errno.EEXIST})
 
 
 class DiskFull(RunError):
@@ -34,14 +34,14 @@ class DiskFull(RunError):
 
 
 @contextlib.contextmanager
-def told_in_words(folder: Path) -> Generator[None, None, None]:
+def explain_disk_errors(folder: Path) -> Generator[None, None, None]:
     """Turn errors of the disk into messages: DiskFull if it is full, UsageError if this user may not write to the folder."""
     try:
         yield
     except OSError as error:
         if error.errno in NO_ROOM:
             raise DiskFull(folder) from error
-        if error.errno in MAY_NOT and Path(str(error.filename)).is_relative_to(folder):
+        if error.errno in NOT_PERMITTED and Path(str(error.filename)).is_relative_to(folder):
             raise UsageError(
                 f"the fleet cannot write to {error.filename}: {error.strerror}. "
                 "Let this user write there, or name another folder with --fleet."
@@ -56,18 +56,18 @@ def is_full(folder: Path) -> bool:
     except OSError:
         return False
     no_names = disk.f_files > 0 and disk.f_favail == 0
-    return no_names or disk.f_bavail * disk.f_frsize < NEEDED
+    return no_names or disk.f_bavail * disk.f_frsize < MIN_FREE_BYTES
 
 
 def no_room(folder: Path, size: int) -> str | None:
     """The reason why this many bytes from elsewhere are not written below `folder`: the database needs the space. None: they may be
     written."""
     disk = shutil.disk_usage(_existing_ancestor(folder))
-    if size <= disk.free - disk.total * SPARED:
+    if size <= disk.free - disk.total * RESERVED_SHARE:
         return None
     return (
-        f"its {byte_size(size)} would leave less than {SPARED:.0%} of the control machine's disk, of which {byte_size(disk.free)} "
-        "are free"
+        f"its {byte_size(size)} would leave less than {RESERVED_SHARE:.0%} of the control machine's disk free; {byte_size(disk.free)} "
+        "are free now"
     )
 
 

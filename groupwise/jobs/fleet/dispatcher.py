@@ -7,7 +7,8 @@
     claiming     at every ring of the doorbell, and at least every 2 s: admit new rows, claim the jobs for which there is room
     adopting     every 2 s: take over attempts whose owner has not renewed its lease; at the start this finds those of ended dispatchers
     wishes       every 2 s: cancellations and lost machines wake the drives that they concern. If the poller saw a machine reboot, or
-                 answer again, the machine is asked at once, over a new connection, since the kept one may be dead without a sign
+                 answer again, the machine is asked at once, over a new connection, since the kept one may be dead without a sign. If its
+                 row has changed, it is asked at its new address
     clearing     every ten minutes: remove files that are no longer needed, from machines and from the local blob store
     reconciling  every minute: look for attempts that machines run and no dispatcher drives. A lower epoch is killed; an unknown job is
                  recorded and left alone; a machine that was declared lost and answers again is emptied, and then used again
@@ -52,7 +53,7 @@ from groupwise.jobs.fleet.files.clearing import EVERY, clear_away
 from groupwise.jobs.fleet.machines.clearing import Keeping, MachineClearing, is_doctors
 from groupwise.jobs.fleet.machines.reaching import runner_of
 from groupwise.jobs.fleet.queue import admission, claim
-from groupwise.jobs.fleet.secrets import UNLESS_TOLD, AllowedSecrets
+from groupwise.jobs.fleet.secrets import DEFAULT_SECRETS, AllowedSecrets
 from groupwise.jobs.fleet.store.database import Database, seconds
 from groupwise.jobs.hosts.answers import MemberState, RunnerState
 from groupwise.jobs.hosts.driver import Runner
@@ -103,7 +104,7 @@ class Parts:
     checkpoints: CheckpointMirror
     collector: Collector
     store: BlobStore
-    secrets: AllowedSecrets = UNLESS_TOLD
+    secrets: AllowedSecrets = DEFAULT_SECRETS
     doubt: Callable[[str], None] = lambda vm_id: None
     """Marks the kept connections to this machine as possibly dead: calls that wait on them are given up."""
     keep_only: Callable[[Collection[str]], Awaitable[None]] | None = None
@@ -156,13 +157,13 @@ class GlobalJobDispatcher:
         """Epochs of attempts that could not be driven and whose failure was already reported."""
         self._watching: set[asyncio.Task[None]] = set()
         self._requests: dict[int, Any] = {}
-        self._boot_observations: dict[str, tuple[str | None, bool]] = {}
+        self._boot_observations: dict[str, tuple[Machine, str | None, bool]] = {}
         self._leased_until = 0.0
         self._started_at = self._tuning.began
-        self.not_asked: list[str] | None = None
+        self.unobserved_machines: list[str] | None = None
         """Machines that must be asked what they run before any job starts; None: not known yet."""
         self._clearing = MachineClearing(self._gateway, self._tuning.keeping)
-        self._watches = Watches(self._start_watch, self._tuning.pauses)
+        self._watches = Watches(self._start_watch, self._runner_for, self._tuning.pauses)
         self._deps = ControllerDependencies(
             owner=self.owner,
             gateway=self._gateway,
@@ -217,7 +218,9 @@ class GlobalJobDispatcher:
                 "lease.let_go", lambda s: records.release_ownership(s, self.owner)
             )
         except RunError as error:
-            log.warning("its attempts are free for others when their lease runs out: %s", error)
+            log.warning(
+                "other dispatchers get its attempts only when their leases run out: %s", error
+            )
 
     # The loops
 
@@ -278,14 +281,14 @@ class GlobalJobDispatcher:
     async def knows_what_runs(self) -> bool:
         """A restored database does not know the jobs that machines have started since its backup. So after a start, or a standstill of the
         fleet, all machines that answer are observed before any job starts."""
-        if self.not_asked != []:
+        if self.unobserved_machines != []:
             if self._started_at is None:
                 self._started_at = await self._gateway.look(seconds)
             started_at, lately = self._started_at, self._tuning.began is None
-            self.not_asked = await self._gateway.look(
+            self.unobserved_machines = await self._gateway.look(
                 lambda s: records.unobserved_machines(s, started_at, lately=lately)
             )
-        return not self.not_asked
+        return not self.unobserved_machines
 
     async def claim(self) -> int:
         """Admit new rows, then claim until no more jobs fit; returns the number of attempts made."""
@@ -320,7 +323,7 @@ class GlobalJobDispatcher:
             )
 
     async def read_requests(self) -> None:
-        """Wake the drives of attempts that were asked to end, and the watches of machines that rebooted or answer again."""
+        """Wake the drives of attempts that were asked to end, and the watches of machines that rebooted, answer again or have moved."""
         requests, observations = await self._gateway.look(
             lambda s: (
                 records.pending_requests(s, self.owner),
@@ -329,10 +332,13 @@ class GlobalJobDispatcher:
         )
         for epoch, request in requests.items():
             if epoch in self._drives and self._requests.get(epoch) != request:
-                self._drives[epoch][0].poke()
+                self._drives[epoch][0].wake()
         self._requests = requests
-        for vm_id, (boot, is_answering) in observations.items():
-            boot_before, answered_before = self._boot_observations.get(vm_id, (boot, is_answering))
+        for vm_id, (machine, boot, is_answering) in observations.items():
+            self._watches.update_machine(machine)
+            _, boot_before, answered_before = self._boot_observations.get(
+                vm_id, (machine, boot, is_answering)
+            )
             if boot_before not in (None, boot) or (is_answering and not answered_before):
                 self._parts.doubt(vm_id)
                 self._watches.note_answer(vm_id)
@@ -373,10 +379,10 @@ class GlobalJobDispatcher:
             log.error("driving epoch %d failed again: %r", epoch, error)
             return
         log.error("driving epoch %d failed", epoch, exc_info=error)
-        reason = f"its dispatcher fails over it, and tries again: {error!r}"
+        reason = f"its dispatcher failed to drive it, and tries again: {error!r}"
         try:
             await self._gateway.commit(
-                "attempt.stuck", lambda s: records.stuck(s, epoch, self.owner, 0, reason)
+                "attempt.stuck", lambda s: records.record_stuck(s, epoch, self.owner, 0, reason)
             )
             self._failed_epochs.add(epoch)
         except Exception:  # the database itself may be the cause
@@ -451,7 +457,7 @@ class GlobalJobDispatcher:
             attempts = (await runner.observe(probe=records.NO_PROBE)).attempts
             await self._deal_with_strays(machine, runner, attempts)
             if machine.lost:
-                await self._welcome_back(machine, runner)
+                await self._return_to_use(machine, runner)
         except HostError as error:
             log.debug("%s is not reconciled: %s", machine.vm_id, error)
         except RunError as error:
@@ -473,14 +479,18 @@ class GlobalJobDispatcher:
                 case Stray.KILL:
                     log.warning("%s runs %s.%d, which is over: it is ended", machine.vm_id, state.job, state.epoch)  # fmt: skip
                     await _stop_attempt(runner, state)
-                case Stray.QUARANTINE if not is_doctors(state.job, state.epoch):
+                case Stray.REPORT if not is_doctors(state.job, state.epoch):
                     vm_id, job, epoch = machine.vm_id, state.job, state.epoch
                     write = partial(
-                        records.quarantine, owner=self.owner, vm_id=vm_id, job_id=job, epoch=epoch
+                        records.record_untracked,
+                        owner=self.owner,
+                        vm_id=vm_id,
+                        job_id=job,
+                        epoch=epoch,
                     )
-                    if await self._gateway.commit("stray.quarantine", write):
+                    if await self._gateway.commit("attempt.untracked", write):
                         log.error(
-                            "%s runs %s.%d, which no table knows: it is left alone",
+                            "%s runs attempt %s.%d, which is in no table: it goes on undisturbed",
                             *(vm_id, job, epoch),
                         )
                 case _:
@@ -500,10 +510,10 @@ class GlobalJobDispatcher:
             lambda: clear_away(parts.database, parts.store, parts.folders, after=EVERY),
         )
 
-    async def _welcome_back(self, machine: Machine, runner: Runner) -> None:
+    async def _return_to_use(self, machine: Machine, runner: Runner) -> None:
         """A machine that was declared lost answers. It is used again only once none of its given-up attempts runs or can start there."""
         vm_id = machine.vm_id
-        members = await self._gateway.look(lambda s: records.left_behind(s, vm_id))
+        members = await self._gateway.look(lambda s: records.unreleased_members(s, vm_id))
         for member in members:
             job, epoch, rank = member.job_id, member.epoch, member.rank
             state = await runner.void(job, epoch)
@@ -515,10 +525,10 @@ class GlobalJobDispatcher:
             )  # fmt: skip
             if release.clean:
                 await self._gateway.commit(
-                    "stray.left_nothing", partial(records.left_nothing, epoch=epoch, rank=rank)
+                    "member.released", partial(records.record_released, epoch=epoch, rank=rank)
                 )
         if await self._gateway.commit(
-            "vm.returned", lambda s: records.use_again(s, self.owner, vm_id)
+            "vm.returned", lambda s: records.return_to_use(s, self.owner, vm_id)
         ):
             log.info("%s was declared lost and is back; nothing is left there", vm_id)
 

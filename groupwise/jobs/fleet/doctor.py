@@ -6,7 +6,7 @@
     roles        alive, and not crashing again and again
     machines     each: trusted, reachable, Python, disk, GPUs as the fleet knows them, and one tiny command from launch to exit,
                  run with the interpreter of its jobs: whether it has this groupwise, and a torch that sees these GPUs
-    alarms       those of `fleet status`: leaking GPUs, quarantines, cordons
+    alarms       those of `fleet status`: leaking and faulty GPUs, drained machines
 
 It writes nothing to the database. On each machine it leaves nothing but the runner's file.
 """
@@ -14,6 +14,7 @@ It writes nothing to the database. On each machine it leaves nothing but the run
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import json
 import os
@@ -32,12 +33,13 @@ from sqlalchemy.orm import Session
 
 from groupwise.core.errors import GroupwiseError
 from groupwise.core.findings import Finding, Findings, Level, OnFinding, Report
-from groupwise.core.terminal.quantities import byte_size
+from groupwise.core.terminal.quantities import byte_size, counted
 from groupwise.jobs.clouds.schedulers import SchedulerClient
 from groupwise.jobs.fleet.attempts import records
 from groupwise.jobs.fleet.attempts.records import Machine
 from groupwise.jobs.fleet.machines import packing
-from groupwise.jobs.fleet.machines.reaching import LOCAL, door_of, host_of
+from groupwise.jobs.fleet.machines.observation import probe_problem
+from groupwise.jobs.fleet.machines.reaching import LOCAL, host_of, scheduler_of
 from groupwise.jobs.fleet.notify.nats import access_from, credentials
 from groupwise.jobs.fleet.processes import NATS, is_gone
 from groupwise.jobs.fleet.queue.elastic import Elastic
@@ -48,7 +50,7 @@ from groupwise.jobs.fleet.store.database import Database, connect, seconds
 from groupwise.jobs.fleet.store.tables import GPU
 from groupwise.jobs.fleet.verbs import keys, status
 from groupwise.jobs.fleet.verbs.actor import Actor
-from groupwise.jobs.hosts.answers import Hello, MemberState, Observation, ProbeStatus, RunnerState
+from groupwise.jobs.hosts.answers import Hello, MemberState, Observation, RunnerState
 from groupwise.jobs.hosts.driver import KnownState, Launch, Runner
 from groupwise.jobs.hosts.port import HostError, HostKeyError
 from groupwise.jobs.hosts.spec import JobSpec, Limits
@@ -83,7 +85,8 @@ try:
 except importlib.metadata.PackageNotFoundError:
     pass
 if "torch" in said and sys.argv[1] == "gpus":
-    os.environ.pop("CUDA_VISIBLE_DEVICES", None)
+    for name in ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES"):
+        os.environ.pop(name, None)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         try:
@@ -157,7 +160,7 @@ def _check_database(database: Database, add: OnFinding) -> bool:
             "clocks",
             "ok" if abs(offset) <= CLOCK_SECONDS else "warning",
             f"the database's clock is {abs(offset):.1f} s {'ahead of' if offset > 0 else 'behind'} this machine's",
-            "times in logs and lists do not fit together; leases and retries go by the database's alone",
+            "times in logs and in lists differ by as much; leases and retries use only the database's clock",
             "set the clocks by NTP",
             {"seconds": offset},
         )
@@ -174,7 +177,7 @@ def _check_own_disk(place: FleetPlace) -> Finding:
         "own disk",
         "ok" if free_mb >= LEAST_DISK_MB else low_level,
         f"{byte_size(free_bytes)} free in {place.folder}",
-        "once it is full no job can end, since what it has made cannot be kept",
+        "once it is full no job can end, because its outputs cannot be stored",
         "make room there, or `groupwise fleet remove`",
         {"free_mb": free_mb},
     )
@@ -395,16 +398,16 @@ async def _check_machine(machine: Machine, known_gpus: int) -> list[Finding]:
                 name,
                 "problem",
                 "its host key is not trusted",
-                "nothing but the key itself is asked of it",
+                "until it is trusted, only its key is read",
                 f"`groupwise fleet vm trust {name}`",
             )
         ]
     host = host_of(machine)
     try:
         runner = Runner(host, root=machine.workdir, python=machine.python)
-        door = door_of(machine, host)
+        scheduler = scheduler_of(machine, host)
         if machine.engine is not None:
-            return await _check_elastic(machine.vm_id, runner, machine.engine, door)
+            return await _check_elastic(machine.vm_id, runner, machine.engine, scheduler)
         return await _check_plain_machine(machine, runner, known_gpus)
     except HostKeyError as error:
         return [
@@ -412,7 +415,7 @@ async def _check_machine(machine: Machine, known_gpus: int) -> list[Finding]:
                 name,
                 "problem",
                 str(error),
-                "it was reinstalled, or this is another machine: nothing is said to it",
+                "it was reinstalled, or this is another machine: nothing is sent to it",
                 f"compare the key with the machine's own, then `groupwise fleet vm trust {name}`",
             )
         ]
@@ -430,23 +433,25 @@ async def _check_machine(machine: Machine, known_gpus: int) -> list[Finding]:
 
 
 async def _check_elastic(
-    name: str, runner: Runner, engine: Elastic, door: SchedulerClient | None
+    name: str, runner: Runner, engine: Elastic, scheduler: SchedulerClient | None
 ) -> list[Finding]:
     """Check an engine by a dry run of a job's options. The tiny command runs on the machine that submits to the engine: with the
     environment of jobs, but not where they run."""
     _, findings = await _check_answer(name, runner)
     subject = f"{name} {engine.title}"
-    if door is None or engine.problem is not None:
+    if scheduler is None or engine.problem is not None:
         remedy = f"`groupwise fleet vm set {name}`, or `vm remove` and `vm add`"
         return [*findings, Finding(subject, "problem", str(engine.problem), remedy=remedy)]
     request = engine.engine(Resources(gpus=min(1, engine.body.gpus)), Limits())
     try:
-        dry_run = await door.try_options(request.options)
+        dry_run = await scheduler.try_options(request.options)
     except HostError as error:
         remedy = f"see that it runs, and that `vm show {name}` has the right options"
         return [*findings, Finding(subject, "problem", str(error), "no job begins there", remedy)]
     findings.append(
-        Finding(subject, "ok", f"{engine.body.slots} places for jobs; it would: {dry_run}")
+        Finding(
+            subject, "ok", f"{counted(engine.body.slots, 'place')} for jobs; it would: {dry_run}"
+        )
     )
     return [*findings, *await _run_tiny_command(name, runner, 0)]
 
@@ -485,6 +490,8 @@ async def _check_plain_machine(machine: Machine, runner: Runner, known_gpus: int
     observed = await runner.observe(probe=machine.probe)
     findings.append(_check_gpus(name, observed, known_gpus))
     healthy_gpus = sum(1 for gpu in observed.gpus if not gpu.mig and not gpu.problems)
+    if any(gpu.mig for gpu in observed.gpus):
+        healthy_gpus = min(healthy_gpus, 1)  # CUDA shows one MIG device
     findings += await _run_tiny_command(name, runner, healthy_gpus if known_gpus else 0)
     return findings
 
@@ -504,36 +511,19 @@ def _check_disk(name: str, hello: Hello) -> Finding:
 
 
 def _check_gpus(name: str, observed: Observation, known_gpus: int) -> Finding:
-    subject = f"{name} GPUs"
-    probe = observed.probe
-    if probe.status == ProbeStatus.ABSENT:
-        level: Level = "problem" if known_gpus else "ok"
-        return Finding(
-            subject,
-            level,
-            "there is no nvidia-smi"
-            + (f", but the fleet knows {known_gpus} GPUs of it" if known_gpus else ": no GPUs"),
-            remedy="see that the driver is installed" if known_gpus else "",
-        )
-    if probe.status != ProbeStatus.OK:
-        return Finding(
-            subject,
-            "problem",
-            f"nvidia-smi {probe.status}",
-            "nothing new is placed there",
-            "run nvidia-smi there",
-        )
-    problems = [f"{gpu.index}: {', '.join(gpu.problems)}" for gpu in observed.gpus if gpu.problems]
+    subject, tool = f"{name} GPUs", observed.probe.tool
+    is_unknown, problem = probe_problem(observed, known_gpus)
+    if is_unknown:
+        meaning, remedy = "nothing new is placed there", f"run {tool} there"
+        return Finding(subject, "problem", str(problem), meaning, remedy)
+    problems = [problem] if problem else []
+    problems += [f"{gpu.index}: {', '.join(gpu.problems)}" for gpu in observed.gpus if gpu.problems]
     if problems:
-        return Finding(
-            subject,
-            "warning",
-            "; ".join(problems),
-            "these GPUs get no job",
-            "look at them with nvidia-smi",
-        )
+        meaning, remedy = "these GPUs get no job", f"look at them with {tool}"
+        return Finding(subject, "warning", "; ".join(problems), meaning, remedy)
     models = sorted({gpu.model or "?" for gpu in observed.gpus})
-    return Finding(subject, "ok", f"{len(observed.gpus)}: {', '.join(models)}")
+    text = f"{len(observed.gpus)}: {', '.join(models)}" if models else f"no {tool}: no GPUs"
+    return Finding(subject, "ok", text)
 
 
 async def _run_tiny_command(name: str, runner: Runner, gpus: int) -> list[Finding]:
@@ -557,18 +547,13 @@ async def _run_tiny_command(name: str, runner: Runner, gpus: int) -> list[Findin
                 state = new_state
         text = (await runner.log(job, 1, 0)).data.decode("utf-8", "replace").strip()
     finally:
-        await _forget_job(runner, job)
+        # A finding reports that the machine does not answer; a folder of some kilobytes stays there.
+        with contextlib.suppress(HostError):
+            await runner.kill(job, 1, grace=0.0)
+            await runner.forget(job, 1)
     return _tiny_command_findings(
         name, runner.python, state, text, time.monotonic() - started_at, gpus
     )
-
-
-async def _forget_job(runner: Runner, job: str) -> None:
-    try:
-        await runner.kill(job, 1, grace=0.0)
-        await runner.forget(job, 1)
-    except HostError:
-        pass  # the finding reports that the machine does not answer; a folder of some kilobytes stays there
 
 
 def _tiny_command_findings(
@@ -632,9 +617,9 @@ def _check_environment(name: str, python: str, report: Mapping[str, Any]) -> Fin
         return Finding(
             subject,
             "problem",
-            f"{python} has groupwise, and it cannot be imported: {report['why']}",
+            f"{python} has groupwise, but cannot import it: {report['why']}",
             "jobs of the training kinds (GRPO, SFT, EVAL) fail there",
-            f"{remedy} makes an environment in which it can",
+            f"{remedy} makes an environment that can",
         )
     if there_version is None:
         return Finding(
@@ -699,7 +684,7 @@ def _check_torch(name: str, report: Mapping[str, Any], gpus: int) -> Finding:
         return Finding(
             subject,
             "problem",
-            f"torch {torch} is a build for processors alone, and the machine has {gpus} GPUs",
+            f"torch {torch} is a build for processors alone, and the machine has {counted(gpus, 'GPU')}",
             "jobs get GPUs and do not use them",
             f"{prepare} from an index that has the CUDA build (--index-url https://pypi.org/simple)",
         )
@@ -707,9 +692,11 @@ def _check_torch(name: str, report: Mapping[str, Any], gpus: int) -> Finding:
         return Finding(
             subject,
             "problem",
-            f"torch {torch} for CUDA {build} sees {visible_gpus} of {gpus} GPUs"
+            f"torch {torch} for CUDA {build} sees {visible_gpus} of {counted(gpus, 'GPU')}"
             + (f": {reason}" if reason else ""),
             "jobs that get the others fail, or use none",
             f"a driver that is too old wants an older build ({prepare} --index-url …); else look at nvidia-smi there",
         )
-    return Finding(subject, "ok", f"torch {torch} for CUDA {build} sees {visible_gpus} GPUs")
+    return Finding(
+        subject, "ok", f"torch {torch} for CUDA {build} sees {counted(visible_gpus, 'GPU')}"
+    )

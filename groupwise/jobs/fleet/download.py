@@ -25,6 +25,7 @@ from typing import Any, BinaryIO, Protocol
 
 from groupwise.api.schemas.problems import Refusal
 from groupwise.core.errors import RunError, UsageError
+from groupwise.core.terminal.quantities import counted
 from groupwise.core.terminal.text import one_line
 from groupwise.jobs.hosts.fetching import set_mode
 from groupwise.jobs.hosts.files import PIECE, hash_of
@@ -151,7 +152,7 @@ def fetch(
     def pieces(path: str, offset: int) -> Iterator[bytes]:
         if request.checkpoints:
             return source.checkpoint_pieces(job_id, files[path].sha256, offset=offset)
-        assert request.epoch is not None, "the list says of which attempt it is"
+        assert request.epoch is not None, "the list names the attempt"
         return source.artefact_pieces(
             job_id, path, epoch=request.epoch, rank=request.rank, offset=offset
         )
@@ -200,7 +201,7 @@ def _suggestion(name: str, files: Mapping[str, FileEntry]) -> str:
         return "it left nothing at all"
     folders = {path[:index] for path in files for index, c in enumerate(path) if c == "/"}
     if matches := difflib.get_close_matches(name, [*folders, *files], n=1):
-        return f"did you mean {matches[0]}? It left {len(files)} files"
+        return f"did you mean {matches[0]}? It left {counted(len(files), 'file')}"
     return f"there {'is' if len(files) == 1 else 'are'} {_join_paths(sorted(files))}"
 
 
@@ -277,7 +278,9 @@ def _describe_missing(problems: Mapping[str, str], total: int, folder: Path) -> 
         f"; and {len(names) - MAX_PATHS_LISTED} more" if len(names) > MAX_PATHS_LISTED else ""
     )
     others_note = "" if len(names) == total else f" All others are in {folder}."
-    return f"{len(names)} of {total} files did not come: {details}{rest_note}.{others_note}"
+    return (
+        f"{len(names)} of {counted(total, 'file')} did not come: {details}{rest_note}.{others_note}"
+    )
 
 
 def _matching_files(files: Mapping[str, FileEntry], folder: Path, force: bool) -> set[str]:

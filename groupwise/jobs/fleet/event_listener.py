@@ -16,6 +16,7 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from groupwise.core.errors import RunError
+from groupwise.core.terminal.quantities import counted
 from groupwise.core.terminal.text import one_line, shorten
 from groupwise.jobs.fleet.settings import FleetPlace
 from groupwise.jobs.fleet.states import Contact
@@ -59,16 +60,19 @@ class EventListener:
 
     async def _print_events(self) -> None:
         self._say(f"Fleet in {self._place.folder} ({self._database.name.partition(':')[0]}).")
+        unobserved = select(VM.vm_id).where(
+            VM.active, VM.contact == Contact.NEW, VM.lost_at.is_(None)
+        )
         for _ in range(int(15 / LOOK_SECONDS)):  # until the machines have been observed
-            unobserved = await self._read_database(_unobserved_count)
-            if not unobserved:
+            if await self._read_database(lambda session: session.scalar(unobserved)) is None:
                 break
             await asyncio.sleep(LOOK_SECONDS)
         for line in await self._read_database(_greeting_lines):
             self._say(line)
         if self._url is not None:
             self._say(f"Its API, for other programs: {self._url}")
-        self._position = await self._read_database(_newest_event)
+        newest = select(func.max(Event.event_id))
+        self._position = await self._read_database(lambda session: session.scalar(newest) or 0)
         while True:
             lines, self._position = await self._when_it_answers(
                 lambda: self._database.in_thread(self._next_lines)
@@ -95,26 +99,11 @@ class EventListener:
         position = self._position
         for event in events.after(session, position, READ):
             position = event.event_id
-            text = _event_line(session, event)
-            if text is not None:
+            writer = _WRITERS.get(event.kind)
+            if writer is not None and (text := writer(session, event)) is not None:
                 time_of_day = time.strftime("%H:%M:%S", time.localtime(event.at))
                 lines.append(f"{time_of_day}  {shorten(one_line(text), LONGEST)}")
         return lines, position
-
-
-def _newest_event(session: Session) -> int:
-    return session.scalar(select(func.max(Event.event_id))) or 0
-
-
-def _unobserved_count(session: Session) -> int:
-    return (
-        session.scalar(
-            select(func.count())
-            .select_from(VM)
-            .where(VM.active, VM.contact == Contact.NEW, VM.lost_at.is_(None))
-        )
-        or 0
-    )
 
 
 def _greeting_lines(session: Session) -> list[str]:
@@ -138,30 +127,19 @@ def _greeting_lines(session: Session) -> list[str]:
 
 def _machines_line(session: Session, counts: Mapping[str, Any]) -> str:
     if counts["total"] != 1:
-        gpus = f", {counts['gpus']} GPUs" if counts["gpus"] else ""
+        gpus = f", {counted(counts['gpus'], 'GPU')}" if counts["gpus"] else ""
         return f"{counts['ready']} of {counts['total']} machines are ready{gpus}."
     vm = session.scalars(select(VM).where(VM.active)).one()
     if vm.engine is not None:
         return f"One machine, {vm.vm_id}, behind which {vm.engine.get('name')} begins jobs."
     facts = vm.facts
     ram = facts.get("ram_mb")
-    resources = [f"{facts.get('cpus') or '?'} CPUs"]
+    resources = [counted(facts["cpus"], "CPU") if facts.get("cpus") else "? CPUs"]
     if ram:
         resources.append(f"{ram / 1000:.0f} GB")
-    resources.append(f"{counts['gpus']} GPUs" if counts["gpus"] else _without_gpus(vm.cpu_slots))
-    return f"One machine, {vm.vm_id}: {', '.join(resources)}."
-
-
-def _without_gpus(slots: int | None) -> str:
-    if slots == 0:
-        return "no GPU, and no slot for jobs without one"
-    return f"no GPU: {'one job' if slots in (None, 1) else f'{slots} jobs'} at a time"
-
-
-def _event_line(session: Session, event: Event) -> str | None:
-    """An event's text for users; None: it is not shown."""
-    writer = _WRITERS.get(event.kind)
-    return None if writer is None else writer(session, event)
+    resources.append(counted(counts["gpus"], "GPU") if counts["gpus"] else "no GPU")
+    slots = 1 if vm.cpu_slots is None else vm.cpu_slots
+    return f"One machine, {vm.vm_id}: {', '.join(resources)}, {counted(slots, 'slot')} for jobs without a GPU."
 
 
 def _submitted_line(session: Session, event: Event) -> str:
@@ -247,7 +225,7 @@ _WRITERS: Mapping[str, Callable[[Session, Event], str | None]] = {
     events.VM_REACHABLE: _reachable_line,
     events.VM_UNTRUSTED: _plain_line,
     events.VM_TRUSTED: _plain_line,
-    events.VM_CORDONED: _plain_line,
-    events.GPU_ACCUSED: _gpu_line,
+    events.VM_DRAINING: _plain_line,
+    events.GPU_REPORTED: _gpu_line,
     events.GPU_QUARANTINED: _gpu_line,
 }

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from groupwise.api.http.prometheus import family, one
@@ -46,16 +46,15 @@ def render(overview: Mapping[str, Any]) -> Iterator[str]:
     yield from family(
         "fleet_role_processes", "gauge", "Living processes of each role.", role_counts
     )
-    silences = [({"role": role}, _silent_seconds(role, processes)) for role in roles]
+    # Infinite if there was no heartbeat for a day: if the series ended, so would the alert about it.
+    silent_seconds = dict.fromkeys(roles, math.inf)
+    for process in processes:
+        role = process["role"]
+        silent_seconds[role] = min(silent_seconds[role], process["silent_seconds"])
+    silences = [({"role": role}, silence) for role, silence in silent_seconds.items()]
     yield from family(
         "fleet_role_silent_seconds",
         "gauge",
         "Since the last word of anybody in the role.",
         silences,
     )
-
-
-def _silent_seconds(role: str, processes: Iterable[Mapping[str, Any]]) -> float:
-    """Seconds since the role's last heartbeat. Infinite if there was none for a day: if the series ended, so would the alert about it."""
-    silences = (process["silent_seconds"] for process in processes if process["role"] == role)
-    return min(silences, default=math.inf)

@@ -29,10 +29,10 @@ from groupwise.jobs.fleet.attempts.records import Machine
 from groupwise.jobs.fleet.machines import observation
 from groupwise.jobs.fleet.machines.reaching import (
     LOCAL,
-    door_of,
     host_of,
     runner_of,
     same_route,
+    scheduler_of,
     shown_key,
 )
 from groupwise.jobs.fleet.store.database import Database, seconds
@@ -248,7 +248,7 @@ class Poller:
 
     def _warn_once(self, error: RunError) -> None:
         if not self._has_warned:
-            logger.warning("what machines show cannot be written down: %s", error)
+            logger.warning("observations of machines cannot be stored: %s", error)
         self._has_warned = True
 
     # --- a poll -----------------------------------------------------------------------------------
@@ -275,13 +275,13 @@ class Poller:
         machine, pace = watched.machine, self._pace
         if watched.host is None:
             watched.host = self._reach(machine)
-        runner, door = runner_of(machine, watched.host), door_of(machine, watched.host)
+        runner, scheduler = runner_of(machine, watched.host), scheduler_of(machine, watched.host)
         try:
             observed = await runner.observe(
                 probe=machine.probe, probe_timeout=pace.probe, timeout=pace.answer
             )
-            if door is not None:
-                await door.ping()
+            if scheduler is not None:
+                await scheduler.ping()
         except HostKeyError as error:
             await self._close_connection(watched)
             # The key of the machine, or that of a jump host? With a jump host, only reading the key again shows which.

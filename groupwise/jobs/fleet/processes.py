@@ -29,28 +29,33 @@ PROCESS = "process"
 """Key in `facts`: identifies the process among all that have had its pid."""
 NATS = "nats"
 """Key in `facts` of a process that uses NATS: its display address, and whether that is enough to connect; None: none is used."""
-TELLING = "telling"
+PUBLISHING = "publishing"
 """Key in `facts` of a tracker that reports ends of jobs to NATS: `trouble`, the known obstacle, or None."""
-NEWS = "tracker.nats"
+NATS_CURSOR = "tracker.nats"
 """The reader of events that announces ends of jobs to NATS: the name of its position in `cursors`."""
 FOLDER = "folder"
 """Key in `facts` of a process that uses the fleet's folder: identifies the folder, see `files.folders`."""
 RELEASE = "release"
 """Key in `facts`: the release of Groupwise."""
-NOT_ASKED = "not_asked"
+UNOBSERVED = "unobserved_machines"
 """Key in `facts` of a dispatcher: machines it must have asked before it starts anything; absent: there are none."""
-OVER = ("Z", "X")
+ENDED_STATES = ("Z", "X")
 """States of processes that have ended, but stay in the system's table until their parent has waited for them."""
 
 
 @contextlib.contextmanager
-def alone(folder: Path, role: str) -> Generator[None, None, None]:
+def hold_role(folder: Path, role: str) -> Generator[None, None, None]:
     """Ensure that no other process of this machine plays the role for this folder within the block."""
     with _lock_file(folder, role).open("a+", encoding="utf-8") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise UsageError(_taken_message(folder, role, _read_holder(file))) from None
+            pid = _read_holder(file)
+            raise UsageError(
+                f"the fleet in {folder} has its {role} already: {f'process {pid}' if pid else 'another process'}. An embedded fleet has "
+                f"one of each. `groupwise fleet status` looks at it, {f'`kill {pid}` ends it, ' if pid else ''}and --fleet names another "
+                "folder for another fleet."
+            ) from None
         file.truncate(0)
         file.write(f"{os.getpid()}\n")
         file.flush()
@@ -68,15 +73,7 @@ def _read_holder(file: IO[str]) -> str | None:
     return pid if pid.isdecimal() else None
 
 
-def _taken_message(folder: Path, role: str, pid: str | None) -> str:
-    holder = f"process {pid}" if pid else "another process"
-    return (
-        f"the fleet in {folder} has its {role} already: {holder}. An embedded fleet has one of each. `groupwise fleet status` looks at it, "
-        f"{f'`kill {pid}` ends it, ' if pid else ''}and --fleet names another folder for another fleet."
-    )
-
-
-def who_plays(folder: Path, but: Collection[str] = ()) -> str | None:
+def role_holder(folder: Path, but: Collection[str] = ()) -> str | None:
     """A description of a process that plays a role for this folder, ignoring the roles `but`; None: there is none."""
     for role in (*ROLES, API):
         with (
@@ -128,11 +125,11 @@ def is_gone(pid: int, facts: Mapping[str, Any]) -> bool:
         pass
     process_state = _process_state(pid)
     return process_state is not None and (
-        process_state[0] in OVER or process_state[1] != recorded.get("ticks")
+        process_state[0] in ENDED_STATES or process_state[1] != recorded.get("ticks")
     )
 
 
-def forget_gone(session: Session, role: str, *, alone: bool) -> None:
+def delete_ended_processes(session: Session, role: str, *, alone: bool) -> None:
     """Delete the rows of processes that played the role and are gone. `alone`: only the caller can be playing it."""
     rows = session.scalars(select(ControlProcess).where(ControlProcess.role == role))
     ended_owners = [row.owner for row in rows if alone or is_gone(row.pid, row.facts)]

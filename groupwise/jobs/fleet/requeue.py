@@ -35,7 +35,7 @@ from groupwise.jobs.fleet.attempts.decide import DEADMAN_MARGIN, Move
 from groupwise.jobs.fleet.attempts.ending import verdict_on
 from groupwise.jobs.fleet.queue import admission, requeue_pending, untracked_processes
 from groupwise.jobs.fleet.queue.failures import BACKOFF_CAP, JobFacts, after_end
-from groupwise.jobs.fleet.secrets import UNLESS_TOLD, AllowedSecrets
+from groupwise.jobs.fleet.secrets import DEFAULT_SECRETS, AllowedSecrets
 from groupwise.jobs.fleet.states import FINAL, AttemptState, Cleanup, Contact, JobStatus, Outcome
 from groupwise.jobs.fleet.store import events
 from groupwise.jobs.fleet.store.database import Database, clock, seconds
@@ -48,7 +48,7 @@ LONGEST_PAUSE = max(BACKOFF_CAP, untracked_processes.HELD_BACK) + 5.0
 """Longest time in seconds until a job may start, regardless of the reason for waiting."""
 AT_ONCE = 100
 """Rows of one kind that are repaired in one transaction; the rest follow at once."""
-DRIVEN_LATE = 120.0
+ADMITTED_LATE = 120.0
 """Seconds after the end of an attempt's deadman within which its driver should have noticed."""
 ACTOR = "requeue"
 
@@ -64,7 +64,7 @@ class RequeueManager:
         *,
         interval: float = INTERVAL,
         chance: random.Random | None = None,
-        secrets: AllowedSecrets = UNLESS_TOLD,
+        secrets: AllowedSecrets = DEFAULT_SECRETS,
     ) -> None:
         self._database = database
         self._secrets = secrets
@@ -84,7 +84,7 @@ class RequeueManager:
             "reserved for what is over": close_leaked,
             "never admitted": lambda s: admit_late(s, self._secrets),
             "waiting although they could begin": wake_waiting,
-            "of which a machine runs what no table knows": hold_back,
+            "still running on a machine as an attempt that no table has": hold_back,
             "waiting longer than any pause": shorten_pauses,
             "silent beyond its deadman": report_overdue,
         }
@@ -308,7 +308,7 @@ def _is_overdue(handle: dict[str, Any], now: float) -> bool:
 
 
 def _silence_limit(handle: dict[str, Any]) -> float:
-    return (handle.get("deadman") or math.inf) + DEADMAN_MARGIN + DRIVEN_LATE
+    return (handle.get("deadman") or math.inf) + DEADMAN_MARGIN + ADMITTED_LATE
 
 
 def _adopted_at(session: Session, job_id: str, epoch: int) -> float:

@@ -17,11 +17,11 @@ from groupwise.core.errors import GroupwiseError, RunError
 from groupwise.core.retry import Backoff, Retry
 
 T = TypeVar("T")
-ASK_ON = 600.0
+RETRY_SECONDS = 600.0
 """Seconds of retries against a fleet that does not answer."""
 PAUSE = 1.0
 """Seconds between two retries; each request has further tries with shorter pauses."""
-PASSING = frozenset({"database_away", "shutting_down", "in_progress", "timed_out"})
+TEMPORARY_REFUSALS = frozenset({"database_away", "shutting_down", "in_progress", "timed_out"})
 """Refusals after which an API can answer later."""
 log = logging.getLogger(__name__)
 
@@ -31,10 +31,10 @@ class AwayError(RunError):
 
     code = "away"
 
-    def __init__(self, message: str, *, passing: bool = True) -> None:
-        """`passing`: it may answer later without any change to the request."""
+    def __init__(self, message: str, *, temporary: bool = True) -> None:
+        """`temporary`: it may answer later without any change to the request."""
         super().__init__(message)
-        self.passing = passing
+        self.temporary = temporary
 
 
 class RequestRetries:
@@ -42,7 +42,7 @@ class RequestRetries:
 
     def __init__(
         self,
-        seconds: float = ASK_ON,
+        seconds: float = RETRY_SECONDS,
         *,
         tell: Callable[[str], None] = log.warning,
         sleep: Callable[[float], None] = time.sleep,
@@ -52,12 +52,12 @@ class RequestRetries:
         self.seconds = seconds
         self._tell, self._sleep, self._clock = tell, sleep, clock
 
-    def ask(self, question: Callable[[], T]) -> T:
+    def ask(self, request: Callable[[], T]) -> T:
         """Repeat a safe request until it is answered. When the time is over, its last error is raised."""
         outage = self.outage()
         while True:
             try:
-                answer = question()
+                answer = request()
             except GroupwiseError as error:
                 outage.pause_or_raise(error)
             else:
@@ -84,15 +84,15 @@ class Outage:
     ) -> None:
         self._seconds, self._retry = seconds, retry
         self._tell, self._sleep = tell, sleep
-        self._is_told = False
+        self._is_reported = False
 
     def pause_or_raise(self, error: GroupwiseError) -> None:
         """Pause before the next request. Raises the error if another try would not help, or the time for retries is over."""
-        if not is_passing(error):
+        if not is_temporary(error):
             raise error
         pause = self._retry.next(error)
-        if not self._is_told:
-            self._is_told = True
+        if not self._is_reported:
+            self._is_reported = True
             self._tell(
                 f"the fleet does not answer, and is asked on for {self._seconds / 60:g} minutes: {error.message}"
             )
@@ -101,13 +101,13 @@ class Outage:
     def end(self) -> None:
         """Note that the fleet has answered."""
         self._retry.renew()
-        if self._is_told:
-            self._is_told = False
+        if self._is_reported:
+            self._is_reported = False
             self._tell("the fleet answers again")
 
 
-def is_passing(error: GroupwiseError) -> bool:
+def is_temporary(error: GroupwiseError) -> bool:
     """True if the same request may be answered later."""
     if isinstance(error, Refusal):
-        return error.code in PASSING
-    return isinstance(error, AwayError) and error.passing
+        return error.code in TEMPORARY_REFUSALS
+    return isinstance(error, AwayError) and error.temporary

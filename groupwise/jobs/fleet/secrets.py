@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import re
 import stat
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -20,7 +20,7 @@ SETTING = "allowed_secrets"
 VARIABLES = ("env:HF_TOKEN", "env:WANDB_API_KEY", "env:OPENAI_API_KEY")
 FOLDER = "file:secrets/*"
 """Files directly in the folder `secrets` of the fleet's folder."""
-BY_DEFAULT = (*VARIABLES, FOLDER)
+DEFAULT_PATTERNS = (*VARIABLES, FOLDER)
 MOST_BYTES = 64 * 1024
 """Maximum bytes of a value: it becomes an environment variable."""
 
@@ -74,9 +74,7 @@ class AllowedSecrets:
 
     def _refusal_reason(self, reference: str) -> str | None:
         kind, _, target = reference.partition(":")
-        if kind == "env" and any(
-            fnmatchcase(target, pattern) for pattern in self._targets_of_kind("env")
-        ):
+        if kind == "env" and any(fnmatchcase(reference, pattern) for pattern in self.patterns):
             return None
         if (
             kind == "file"
@@ -92,25 +90,15 @@ class AllowedSecrets:
             f"{SETTING}{location}, and restarts its processes."
         )
 
-    def _targets_of_kind(self, kind: str) -> Iterator[str]:
-        return (
-            target
-            for pattern in self.patterns
-            for k, _, target in (pattern.partition(":"),)
-            if k == kind
-        )
-
-    def _file_patterns(self) -> Iterator[str]:
-        """Patterns of absolute paths."""
-        for pattern in self._targets_of_kind("file"):
-            if pattern.startswith("/"):
-                yield pattern
-            elif self.folder is not None:
-                yield f"{self.folder}/{pattern}"
-
     def _matching_patterns(self, path: str) -> list[str]:
-        """The patterns that match a path."""
-        return [pattern for pattern in self._file_patterns() if _matches(path, pattern)]
+        """The patterns of absolute paths that match a path."""
+        targets = (p.removeprefix("file:") for p in self.patterns if p.startswith("file:"))
+        patterns = (
+            target if target.startswith("/") else f"{self.folder}/{target}"
+            for target in targets
+            if target.startswith("/") or self.folder is not None
+        )
+        return [pattern for pattern in patterns if _matches(path, pattern)]
 
     def _read_secret(self, name: str, reference: str) -> str:
         if (refusal := self._refusal_reason(reference)) is not None:
@@ -139,7 +127,7 @@ class AllowedSecrets:
             return None
 
 
-UNLESS_TOLD = AllowedSecrets()
+DEFAULT_SECRETS = AllowedSecrets()
 """Default for callers that do not know the fleet's settings; it allows no files."""
 
 

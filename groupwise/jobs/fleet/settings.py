@@ -38,6 +38,10 @@ DEFAULT_FOLDER = "~/.groupwise/fleet"
 DEFAULT_NATS = "nats://localhost:4222"
 """Default address of NATS for a fleet with several processes."""
 OFF = "off"
+MOST_SECONDS = 86_400.0
+"""Longest pause between two looks, one day: a typing error must not stop a role for good."""
+MOST_HOURS = 87_600.0
+"""Ten years."""
 DATABASE_FILE = "fleet.db"
 
 _ADDRESS = re.compile(r"https?://", re.IGNORECASE)
@@ -91,12 +95,12 @@ class FleetSettings(Strict):
         f"{DEFAULT_NATS} otherwise. No job is ever lost with it or by it.",
         min_length=1,
     )
-    poll_seconds: float = setting(15.0, "Between two looks at a machine.", gt=0)
+    poll_seconds: float = setting(15.0, "Between two looks at a machine.", gt=0, le=MOST_SECONDS)
     sweep_seconds: float = setting(
-        2.0, "Between two looks at the queue, for what no doorbell told of.", gt=0
+        2.0, "Between two looks at the queue, for what no doorbell told of.", gt=0, le=MOST_SECONDS
     )
     requeue_seconds: float = setting(
-        60.0, "Between two comparisons of all attempts with their machines.", gt=0
+        60.0, "Between two comparisons of all attempts with their machines.", gt=0, le=MOST_SECONDS
     )
     lease_seconds: float = setting(
         25.0,
@@ -118,7 +122,7 @@ class FleetSettings(Strict):
         "Whether webhooks may reach addresses that are not of the public internet: any submitter could then knock at what stands there.",
     )
     allowed_secrets: Annotated[tuple[str, ...], AfterValidator(_check_patterns)] = setting(
-        secrets.BY_DEFAULT,
+        secrets.DEFAULT_PATTERNS,
         "Which variables and files of the control machine jobs may name as secrets: env:NAME and file:PATH, `*` for any name; files "
         "from the fleet's folder on, unless absolute. No link is followed out of the folder that is named.",
     )
@@ -126,16 +130,19 @@ class FleetSettings(Strict):
         24.0,
         "How long the working folder of an attempt that succeeded stays on its machine, at least 1.",
         ge=1,
+        le=MOST_HOURS,
     )
     keep_failed_hours: float = setting(
         72.0,
         "How long those of all other attempts stay there, for people who look into them, at least 1.",
         ge=1,
+        le=MOST_HOURS,
     )
     keep_checkpoints: int = setting(
         2,
         "How many of the mirrored checkpoints of a job are kept, the newest; what an attempt goes on from stays as long as it does.",
         ge=1,
+        le=10_000,
     )
     concurrency: int = setting(
         64,

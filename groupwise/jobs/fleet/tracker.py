@@ -32,7 +32,7 @@ from sqlalchemy.orm import Session
 from groupwise.core.errors import RunError
 from groupwise.jobs.fleet.notify.base import LARGEST
 from groupwise.jobs.fleet.notify.nats import NatsAway, NatsLink, NatsRefused
-from groupwise.jobs.fleet.processes import NEWS
+from groupwise.jobs.fleet.processes import NATS_CURSOR
 from groupwise.jobs.fleet.states import JobStatus
 from groupwise.jobs.fleet.store import events
 from groupwise.jobs.fleet.store.database import Database, seconds
@@ -41,30 +41,30 @@ from groupwise.jobs.fleet.store.tables import Attempt, Cursor, Event, Job
 COMPLETED, ERRORED = "jobs.completed", "jobs.errored"
 """Subjects of NATS. A cancelled job has not completed: it is announced on `jobs.errored`, with the status `cancelled`."""
 LAST_LINES = 20
-UNCUT = 80
+MAX_UNCUT = 80
 """Texts of up to this many characters are not cut; an id may be this long."""
 INTERVAL = 1.0
 """Seconds between two reads of the events."""
 READ = 1000
 """Events that are read at once."""
-MOST_UNTOLD = 10_000
+MAX_PENDING = 10_000
 """Announcements that wait in memory for delivery; the rest wait in the database."""
-MOST_TO_ONE = 200
+MAX_PER_DESTINATION = 200
 """Announcements in memory for one destination; beyond that only event numbers are kept, and reading continues for the others."""
 MOST_NUMBERS = 200_000
 """Maximum number of events kept by number alone."""
-RECENT = 3600.0
+HISTORY_SECONDS = 3600.0
 """Seconds: a new outlet treats jobs that ended earlier as history."""
-NAMED = 5
+MAX_NAMED = 5
 """Jobs that a warning names."""
-TOLD_AT_ONCE = 100
+PUBLISHED_AT_ONCE = 100
 """Announcements published before waiting for an acknowledgement."""
-ACKNOWLEDGED = 5.0
+ACKNOWLEDGE_TIMEOUT = 5.0
 """Seconds that NATS may take for one acknowledgement."""
 REFUSED_SECONDS = 30.0
 """Seconds between two attempts on a subject to which NATS does not allow us to publish."""
 
-Known = tuple[int, float]
+EventPosition = tuple[int, float]
 """An event's number and time; the time is needed because a number may be assigned twice."""
 
 logger = logging.getLogger(__name__)
@@ -126,7 +126,7 @@ def _shorten(document: dict[str, Any]) -> bool:
         return True
     texts = {key: text for key, text in document.items() if isinstance(text, str)}
     longest = max(texts, key=lambda key: len(texts[key]))
-    field = longest if len(texts[longest]) > UNCUT else "failure_reason"
+    field = longest if len(texts[longest]) > MAX_UNCUT else "failure_reason"
     if text := texts.get(field):
         document[field] = text[: len(text) // 2]
     return bool(text)
@@ -136,7 +136,7 @@ class Outlet(Protocol):
     """A destination of announcements. `name` is the key of its position in `cursors`."""
 
     name: str
-    tells_history: bool
+    announces_history: bool
     """True if a new outlet also announces jobs that ended before it existed."""
 
     def destination_of(self, job_end: JobEnd) -> str | None:
@@ -151,8 +151,8 @@ class Outlet(Protocol):
 class NatsOutlet:
     """Publishes to the subjects of NATS; an event is finished once the server has acknowledged it."""
 
-    name = NEWS
-    tells_history = False
+    name = NATS_CURSOR
+    announces_history = False
 
     def __init__(self, link: NatsLink, clock: Callable[[], float] = time.monotonic) -> None:
         self._link, self._clock = link, clock
@@ -176,13 +176,13 @@ class NatsOutlet:
     async def _publish_subject(self, job_ends: Sequence[JobEnd]) -> set[int]:
         """Publish events of one subject, and return those that were accepted."""
         delivered: set[int] = set()
-        for begin in range(0, len(job_ends), TOLD_AT_ONCE):
-            portion = job_ends[begin : begin + TOLD_AT_ONCE]
+        for begin in range(0, len(job_ends), PUBLISHED_AT_ONCE):
+            portion = job_ends[begin : begin + PUBLISHED_AT_ONCE]
             largest = min(self._link.largest, LARGEST)
             messages = [(e, e.message(largest)) for e in portion]
             fitting_messages = [(e.subject, text) for e, text in messages if len(text) <= largest]
             try:
-                await self._link.publish(fitting_messages, ACKNOWLEDGED)
+                await self._link.publish(fitting_messages, ACKNOWLEDGE_TIMEOUT)
             except NatsRefused:  # the link has logged it, and the server repeats it each time
                 self._not_before[portion[0].subject] = self._clock() + REFUSED_SECONDS
                 break
@@ -217,7 +217,7 @@ class Tracker:
         self._interval = interval
         self._position: int | None = None
         """Number of the last event that was read since this process started."""
-        self._newest: Known | None = None
+        self._newest: EventPosition | None = None
         """The newest event up to `_read`; None: there was none."""
         self._stored_position = 0
         self._untold: dict[int, JobEnd] = {}
@@ -262,7 +262,7 @@ class Tracker:
 
     async def _run_round(self) -> bool:
         if self._position is None:
-            name, history = self._outlet.name, self._outlet.tells_history
+            name, history = self._outlet.name, self._outlet.announces_history
             position, skipped = await self._database.in_thread(lambda s: begin(s, name, history))
             self._newest = await self._database.in_thread(lambda s: _newest_event(s, position))
             if skipped:
@@ -277,7 +277,7 @@ class Tracker:
         is_full = self._has_room() and await self._read_new(self._position)
         if self._untold:
             for event_id in await self._outlet.announce(list(self._untold.values())):
-                self._remove_untold(event_id)
+                self._remove_pending(event_id)
         waiting_ids = [*self._untold, *(numbers[0] for numbers in self._postponed.values())]
         position = min(waiting_ids) - 1 if waiting_ids else self._position
         if position > self._stored_position:
@@ -302,19 +302,19 @@ class Tracker:
             destination = self._outlet.destination_of(end)
             if destination is not None and (
                 destination in self._postponed
-                or self._untold_by_destination[destination] >= MOST_TO_ONE
+                or self._untold_by_destination[destination] >= MAX_PER_DESTINATION
             ):
                 self._postponed.setdefault(destination, deque()).append(end.event_id)
             else:
-                self._add_untold(end)
+                self._add_pending(end)
         return len(read_events) == READ
 
     async def _reload_postponed(self) -> None:
         """Load announcements for destinations at which few wait now."""
         ids: list[int] = []
         for destination, numbers in list(self._postponed.items()):
-            room = MOST_TO_ONE - self._untold_by_destination[destination]
-            if room >= MOST_TO_ONE // 2 and len(ids) < READ:
+            room = MAX_PER_DESTINATION - self._untold_by_destination[destination]
+            if room >= MAX_PER_DESTINATION // 2 and len(ids) < READ:
                 ids += list(islice(numbers, room))
         if not ids:
             return
@@ -328,7 +328,7 @@ class Tracker:
         ends, pruned = await self._database.read_in_thread(read_ends)
         self._warn_of_pruned(pruned)
         for end in ends:
-            self._add_untold(end)
+            self._add_pending(end)
         read_ids = frozenset(ids)
         remaining = {
             destination: deque(n for n in numbers if n not in read_ids)
@@ -340,14 +340,14 @@ class Tracker:
 
     def _has_room(self) -> bool:
         numbers = sum(map(len, self._postponed.values()))
-        return len(self._untold) < MOST_UNTOLD and numbers < MOST_NUMBERS
+        return len(self._untold) < MAX_PENDING and numbers < MOST_NUMBERS
 
-    def _add_untold(self, job_end: JobEnd) -> None:
+    def _add_pending(self, job_end: JobEnd) -> None:
         self._untold[job_end.event_id] = job_end
         if (destination := self._outlet.destination_of(job_end)) is not None:
             self._untold_by_destination[destination] += 1
 
-    def _remove_untold(self, event_id: int) -> None:
+    def _remove_pending(self, event_id: int) -> None:
         job_end = self._untold.pop(event_id, None)
         if (
             job_end is not None
@@ -363,7 +363,7 @@ class Tracker:
                 "%s: %d jobs were pruned before their ends could be told there: %s",
                 self._outlet.name,
                 len(pruned),
-                ", ".join(pruned[:NAMED]) + (", …" if len(pruned) > NAMED else ""),
+                ", ".join(pruned[:MAX_NAMED]) + (", …" if len(pruned) > MAX_NAMED else ""),
             )
 
 
@@ -372,11 +372,13 @@ def position_of(session: Session, name: str) -> int:
     return session.execute(select(Cursor.position).where(Cursor.name == name)).scalar() or 0
 
 
-def begin(session: Session, name: str, tells_history: bool) -> tuple[int, int]:
+def begin(session: Session, name: str, announces_history: bool) -> tuple[int, int]:
     """Store and return the reader's position, and the last event that it skips because it is new, or 0."""
     if session.get(Cursor, name) is not None:
         return position_of(session, name), 0
-    first_skipped = 0 if tells_history else events.newest(session, seconds(session) - RECENT)
+    first_skipped = (
+        0 if announces_history else events.newest(session, seconds(session) - HISTORY_SECONDS)
+    )
     keep_position(session, name, first_skipped)
     return position_of(session, name), first_skipped
 
@@ -393,8 +395,8 @@ def keep_position(session: Session, name: str, position: int) -> None:
 
 
 def _next_ends(
-    session: Session, position: int, newest: Known | None
-) -> tuple[list[Known], list[JobEnd], list[str]]:
+    session: Session, position: int, newest: EventPosition | None
+) -> tuple[list[EventPosition], list[JobEnd], list[str]]:
     """Events that were read, those that are the end of a job, and ids of ended jobs that have been pruned."""
     _require_same_history(session, newest)
     read_events = events.after(session, position, READ)
@@ -404,13 +406,13 @@ def _next_ends(
     return [(event.event_id, event.at) for event in read_events], ends, pruned
 
 
-def _require_same_history(session: Session, newest: Known | None) -> None:
+def _require_same_history(session: Session, newest: EventPosition | None) -> None:
     """Raise _EventsLost if the newest event that was read is missing or different now."""
     if newest is not None and _newest_event(session, newest[0]) != newest:
         raise _EventsLost
 
 
-def _newest_event(session: Session, position: int) -> Known | None:
+def _newest_event(session: Session, position: int) -> EventPosition | None:
     """The newest event up to this number; events are never deleted or changed."""
     query = select(Event.event_id, Event.at).where(Event.event_id <= position)
     row = session.execute(query.order_by(Event.event_id.desc()).limit(1)).first()

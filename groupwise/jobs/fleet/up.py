@@ -33,6 +33,7 @@ from collections.abc import (
     Sequence,
 )
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +47,7 @@ from groupwise.jobs.fleet import processes
 from groupwise.jobs.fleet.attempts import records
 from groupwise.jobs.fleet.attempts.effects import Gateway
 from groupwise.jobs.fleet.attempts.records import Machine
-from groupwise.jobs.fleet.disk_full import NO_ROOM, told_in_words
+from groupwise.jobs.fleet.disk_full import NO_ROOM, explain_disk_errors
 from groupwise.jobs.fleet.dispatcher import GlobalJobDispatcher, Intervals, Parts, Tuning, new_owner
 from groupwise.jobs.fleet.event_listener import EventListener
 from groupwise.jobs.fleet.files.artefacts import Collector
@@ -79,14 +80,14 @@ from groupwise.jobs.hosts.ssh import SshHost
 if TYPE_CHECKING:
     from groupwise.jobs.fleet.api.serve import Address
 
-SPEAK_WITH_NATS = ("dispatcher", "tracker", API)
+NATS_ROLES = ("dispatcher", "tracker", API)
 """They are woken by NATS, publish there, or wake others by it."""
-USE_THE_FOLDER = ("dispatcher", API)
+FOLDER_ROLES = ("dispatcher", API)
 """A tracker that ships logs uses it too."""
 HEARTBEAT_SECONDS = 10.0
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
 """Seconds before a crashed role is restarted; doubled each time it crashes again soon."""
-ONE_WISH = 1.0
+SAME_SIGNAL_SECONDS = 1.0
 """Seconds within which signals count as one: `timeout`, or a terminal and a wrapper, signal a process and also its whole group."""
 LOCAL_MACHINE = "local"
 UP = Actor("up")
@@ -110,7 +111,7 @@ def run(
     )
     logging.getLogger("asyncssh").setLevel(logging.WARNING)
     logging.getLogger("alembic").setLevel(logging.WARNING)
-    with told_in_words(place.folder), contextlib.ExitStack() as locks:
+    with explain_disk_errors(place.folder), contextlib.ExitStack() as locks:
         place.keep_private()
         with contextlib.closing(connect(place.database_url)) as database:
             if place.is_embedded:
@@ -120,14 +121,21 @@ def run(
             result = database.run(_local_machine_update(place, roles))
             if result is not None:
                 say(result)
-            keep_what_is_there()
+            if _serves_commands(roles):
+                import_module("groupwise.jobs.fleet.api.serve")
+            freeze_imported_objects()
             return asyncio.run(_ControlPlane(place, database, roles, say).run(address))
+
+
+def _serves_commands(roles: Sequence[str]) -> bool:
+    """True for a whole control plane and for an API. Single roles do not load FastAPI."""
+    return set(roles) == set(ROLES) or API in roles
 
 
 # --- before the start -----------------------------------------------------------------------------
 
 
-def keep_what_is_there() -> None:
+def freeze_imported_objects() -> None:
     """Exempt imported objects from garbage collection: full collections would delay claims by a tenth of a second each."""
     gc.collect()
     gc.freeze()
@@ -141,10 +149,10 @@ def _take_locks(
     The schema is checked twice. Roles that start at once must not take each other for processes that work with the old tables; and a
     process that changed them in between has not seen our locks.
     """
-    migrate(database, lambda: processes.who_plays(folder))
+    migrate(database, lambda: processes.role_holder(folder))
     for role in roles:
-        locks.enter_context(processes.alone(folder, role))
-    migrate(database, lambda: processes.who_plays(folder, but=roles))
+        locks.enter_context(processes.hold_role(folder, role))
+    migrate(database, lambda: processes.role_holder(folder, but=roles))
 
 
 def _local_machine_update(
@@ -301,7 +309,9 @@ class _ControlPlane:
         self._hosts = Hosts()
         self._identity = processes.identity(os.getpid())
         self._release = packing.version()
-        self._nats = _nats_shown(place.nats_url)
+        # the address without secrets, since every user of the database may read it
+        nats = None if place.nats_url is None else access_from(place.nats_url, os.environ)
+        self._nats = nats and {"url": nats.shown, "whole": nats.is_shown_whole}
         uses_folder = any(self._uses_folder(role) for role in self._roles)
         self._folder = _identity_of(place.folder) if uses_folder else None
         self._bell = doorbell_of(place.folder, database, place.nats_url, os.environ)
@@ -317,7 +327,7 @@ class _ControlPlane:
         """Run until a signal comes."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._asked_to_stop, number)
+            loop.add_signal_handler(number, self._on_stop_signal, number)
         self._bell.open()
         try:
             async with self._serve_api(address) as url, asyncio.TaskGroup() as group:
@@ -340,26 +350,30 @@ class _ControlPlane:
 
     @contextlib.asynccontextmanager
     async def _serve_api(self, address: Address | None) -> AsyncGenerator[str | None]:
-        """Serve the API if there is an address; yields its URL, or None."""
-        if address is None:
+        """Answer the commands of this machine, and serve the API if there is an address; yields its URL, or None."""
+        if not _serves_commands([role.name for role in self._roles]):
             yield None
             return
-        from groupwise.jobs.fleet.api.serve import (
-            serving,  # without an API, FastAPI need not be loaded
-        )
+        from groupwise.jobs.fleet.api.serve import serving, serving_commands
 
-        async with serving(self._place, self._database, self._bell, address) as url:
-            yield url
+        async with serving_commands(self._place, self._database, self._bell):
+            if address is None:
+                yield None
+                return
+            async with serving(self._place, self._database, self._bell, address) as url:
+                yield url
 
     async def _play_api(self, _: _Role) -> None:
         """Wait for the stop: the API runs in this process regardless of the roles (`_serve_api`)."""
         await self._stopping.wait()
 
-    def _asked_to_stop(self, number: int) -> None:
+    def _on_stop_signal(self, number: int) -> None:
         now = time.monotonic()
         if self._stop_requested_at is None:
             self._stop_requested_at = now
-        elif now - self._stop_requested_at > ONE_WISH:  # the operator does not want to wait
+        elif (
+            now - self._stop_requested_at > SAME_SIGNAL_SECONDS
+        ):  # the operator does not want to wait
             os._exit(128 + number)
         self._stopping.set()
 
@@ -511,7 +525,7 @@ class _ControlPlane:
             if row is None:
                 # the folder's lock shows that the process that had the role before is gone
                 alone = self._settings.database is None
-                processes.forget_gone(session, role.name, alone=alone)
+                processes.delete_ended_processes(session, role.name, alone=alone)
                 row = ControlProcess(
                     owner=role.owner,
                     role=role.name,
@@ -525,7 +539,7 @@ class _ControlPlane:
 
     def _uses_folder(self, role: _Role) -> bool:
         ships = role.name == "tracker" and self._settings.ship_logs is not None
-        return ships or role.name in USE_THE_FOLDER
+        return ships or role.name in FOLDER_ROLES
 
     def _role_facts(self, role: _Role) -> dict[str, Any]:
         facts: dict[str, Any] = {
@@ -538,11 +552,11 @@ class _ControlPlane:
             facts[processes.FOLDER] = self._folder
         # without a configured address there need not be a server
         if role.link is not None and (self._settings.nats_url or role.link.is_there):
-            facts[processes.TELLING] = {"trouble": role.link.trouble}
-        if role.name in SPEAK_WITH_NATS:
+            facts[processes.PUBLISHING] = {"trouble": role.link.trouble}
+        if role.name in NATS_ROLES:
             facts[processes.NATS] = self._nats
-        if role.dispatcher is not None and role.dispatcher.not_asked:
-            facts[processes.NOT_ASKED] = role.dispatcher.not_asked
+        if role.dispatcher is not None and role.dispatcher.unobserved_machines:
+            facts[processes.UNOBSERVED] = role.dispatcher.unobserved_machines
         return facts
 
     async def _sign_off(self) -> None:
@@ -571,11 +585,3 @@ class _ControlPlane:
             )
         with contextlib.suppress(OSError):  # the output has no reader any more
             self._say(farewell)
-
-
-def _nats_shown(url: str | None) -> dict[str, Any] | None:
-    """The address without secrets, since every user of the database may read it."""
-    if url is None:
-        return None
-    access = access_from(url, os.environ)
-    return {"url": access.shown, "whole": access.is_shown_whole}

@@ -38,20 +38,20 @@ from groupwise.jobs.fleet.tracker import JobEnd
 
 PAUSES = (2.0, 10.0, 60.0, 300.0, 900.0, 1800.0)
 """Seconds before each further attempt; after the last one the delivery is given up."""
-ANSWERED = 10.0
+ANSWER_TIMEOUT = 10.0
 """Seconds for name resolution, connection and response together."""
-CONNECTED = ANSWERED / 2
+CONNECT_TIMEOUT = ANSWER_TIMEOUT / 2
 """Seconds of these for the connection; the limit separates an absent host from one that does not answer."""
-AT_ONCE = 64
-AT_ONCE_MUTE = 16
+MAX_CONCURRENT = 64
+MAX_UNRESPONSIVE = 16
 """Further slots, for destinations that did not answer the last time."""
-AT_ONE_PLACE = 4
+MAX_PER_DESTINATION = 4
 """Requests at once to one destination; only one if it has not answered yet, or not the last time."""
-MUTE = 2 * PAUSES[-1]
-"""Seconds for which a destination counts as mute: long enough to retry all deliveries that wait there."""
+UNRESPONSIVE_SECONDS = 2 * PAUSES[-1]
+"""Seconds for which a destination counts as unresponsive: long enough to retry all deliveries that wait there."""
 AWAY = 3
 """Index into `PAUSES` of the longest pause for a destination that could not be connected to."""
-LISTENED = 1.0
+ROUND_SECONDS = 1.0
 """Seconds that one round waits for answers; the next round takes those that come later."""
 DELIVERED, GIVEN_UP = "webhook.delivered", "webhook.given_up"
 ACTOR = "tracker"
@@ -59,7 +59,9 @@ ACTOR = "tracker"
 Resolve = Callable[[str, int], Awaitable[list[str]]]
 """Host and port → addresses."""
 
-_LOOK_UPS = ThreadPoolExecutor(AT_ONCE + AT_ONCE_MUTE, thread_name_prefix="webhook-names")
+_LOOK_UPS = ThreadPoolExecutor(
+    MAX_CONCURRENT + MAX_UNRESPONSIVE, thread_name_prefix="webhook-names"
+)
 """A separate pool: a look-up continues after its caller has given up, and the process's shared pool is small."""
 
 logger = logging.getLogger(__name__)
@@ -70,7 +72,7 @@ class Forbidden(Exception):
 
 
 @dataclass(slots=True)
-class _Trial:
+class _Delivery:
     """Attempts to deliver one event."""
 
     attempts: int = 0
@@ -92,14 +94,14 @@ class _Destination:
     next_at: float = 0.0
     has_answered: bool = False
     """True if it answered the last time."""
-    mute_until: float = 0.0
+    unresponsive_until: float = 0.0
 
 
 class WebhookOutlet:
     """Calls each job's own address; see `Outlet`."""
 
     name = "tracker.webhooks"
-    tells_history = True
+    announces_history = True
 
     def __init__(
         self,
@@ -114,13 +116,16 @@ class WebhookOutlet:
         self._allow_private = allow_private
         self._resolve = resolve or addresses_of
         self._clock = clock
-        self._trials: dict[int, _Trial] = {}
+        self._deliveries: dict[int, _Delivery] = {}
         self._destinations: dict[tuple[str, int] | None, _Destination] = {}
         self._settled_ids: set[int] = set()
-        self._slots, self._mute_slots = asyncio.Semaphore(AT_ONCE), asyncio.Semaphore(AT_ONCE_MUTE)
+        self._slots, self._unresponsive_slots = (
+            asyncio.Semaphore(MAX_CONCURRENT),
+            asyncio.Semaphore(MAX_UNRESPONSIVE),
+        )
         self._http = httpx2.AsyncClient(
             transport=transport,
-            timeout=httpx2.Timeout(ANSWERED, connect=CONNECTED),
+            timeout=httpx2.Timeout(ANSWER_TIMEOUT, connect=CONNECT_TIMEOUT),
             trust_env=False,  # a proxy of the environment would look names up again
             follow_redirects=False,
             headers={"User-Agent": "groupwise-fleet"},
@@ -135,28 +140,28 @@ class WebhookOutlet:
         """See `Outlet`. Deliveries in progress continue after this returns."""
         silent = {e.event_id for e in job_ends if e.webhook is None}
         with_webhook = [e for e in job_ends if e.webhook is not None]
-        new_ends = [e for e in with_webhook if e.event_id not in self._trials]
+        new_ends = [e for e in with_webhook if e.event_id not in self._deliveries]
         settled_ids = await self._settled_deliveries(new_ends) if new_ends else frozenset[int]()
         now = self._clock()
         for end in with_webhook:
             if end.event_id in settled_ids or end.event_id in self._settled_ids:
                 continue
-            trial = self._trials.setdefault(end.event_id, _Trial())
+            delivery = self._deliveries.setdefault(end.event_id, _Delivery())
             destination = self._destinations.setdefault(
                 _host_and_port(end.webhook or ""), _Destination()
             )
-            if not trial.is_queued and max(trial.next_at, destination.next_at) <= now:
-                trial.is_queued = True
+            if not delivery.is_queued and max(delivery.next_at, destination.next_at) <= now:
+                delivery.is_queued = True
                 destination.queue[end.event_id] = end
         self._start_workers()
         if workers := [
             worker for destination in self._destinations.values() for worker in destination.workers
         ]:
-            await asyncio.wait(workers, timeout=LISTENED)
+            await asyncio.wait(workers, timeout=ROUND_SECONDS)
         self._remove_ended_workers()
         finished, self._settled_ids = silent | settled_ids | self._settled_ids, set()
         for event_id in finished:
-            self._trials.pop(event_id, None)
+            self._deliveries.pop(event_id, None)
         return frozenset(finished)
 
     async def close(self) -> None:
@@ -173,7 +178,7 @@ class WebhookOutlet:
     def _start_workers(self) -> None:
         for destination in self._destinations.values():
             max_workers = min(
-                AT_ONE_PLACE if destination.has_answered else 1, len(destination.queue)
+                MAX_PER_DESTINATION if destination.has_answered else 1, len(destination.queue)
             )
             while len(destination.workers) < max_workers:
                 destination.workers.add(asyncio.create_task(self._deliver_queued(destination)))
@@ -191,7 +196,7 @@ class WebhookOutlet:
             for key, destination in self._destinations.items()
             if destination.workers
             or destination.queue
-            or now < max(destination.next_at, destination.mute_until)
+            or now < max(destination.next_at, destination.unresponsive_until)
         }
         if failure is not None:
             raise failure
@@ -201,19 +206,23 @@ class WebhookOutlet:
         while destination.queue:
             event_id = min(
                 destination.queue,
-                key=lambda queued_id: (self._trials[queued_id].attempts, queued_id),
+                key=lambda queued_id: (self._deliveries[queued_id].attempts, queued_id),
             )
             job_end = destination.queue.pop(event_id)
-            async with self._mute_slots if self._clock() < destination.mute_until else self._slots:
-                trial = self._trials[job_end.event_id]
+            async with (
+                self._unresponsive_slots
+                if self._clock() < destination.unresponsive_until
+                else self._slots
+            ):
+                delivery = self._deliveries[job_end.event_id]
                 try:
-                    if trial.end is None:
-                        trial.attempts += 1
-                        await self._try_delivery(job_end, trial, destination)
-                    if trial.end is not None:
-                        await self._record_settled(job_end, trial, *trial.end)
+                    if delivery.end is None:
+                        delivery.attempts += 1
+                        await self._try_delivery(job_end, delivery, destination)
+                    if delivery.end is not None:
+                        await self._record_settled(job_end, delivery, *delivery.end)
                 finally:
-                    trial.is_queued = False
+                    delivery.is_queued = False
 
     async def _settled_deliveries(self, job_ends: Sequence[JobEnd]) -> frozenset[int]:
         """Deliveries that were settled before this process started, or by another tracker."""
@@ -225,33 +234,40 @@ class WebhookOutlet:
         return frozenset(d["event_id"] for d in details if d) & {e.event_id for e in job_ends}
 
     async def _try_delivery(
-        self, job_end: JobEnd, trial: _Trial, destination: _Destination
+        self, job_end: JobEnd, delivery: _Delivery, destination: _Destination
     ) -> None:
         assert job_end.webhook is not None
         try:
-            async with asyncio.timeout(ANSWERED):
+            async with asyncio.timeout(ANSWER_TIMEOUT):
                 status = await self._post_event(job_end.webhook, job_end)
-            destination.failures, destination.has_answered, destination.mute_until = 0, True, 0.0
+            destination.failures, destination.has_answered, destination.unresponsive_until = (
+                0,
+                True,
+                0.0,
+            )
             problem = f"HTTP {status}"
             if 200 <= status < 300:
-                trial.end = DELIVERED, problem
+                delivery.end = DELIVERED, problem
                 return
         except Forbidden as error:
-            trial.end = GIVEN_UP, str(error)
+            delivery.end = GIVEN_UP, str(error)
             return
         except (TimeoutError, httpx2.ReadTimeout, httpx2.WriteTimeout):
-            problem = f"no answer within {ANSWERED:g} seconds"
-            self._note_mute(destination)
+            problem = f"no answer within {ANSWER_TIMEOUT:g} seconds"
+            self._note_unresponsive(destination)
         except (OSError, httpx2.ConnectError, httpx2.ConnectTimeout) as error:
             problem = _describe_error(error)
-            self._note_mute(destination)
+            self._note_unresponsive(destination)
             self._note_unreachable(destination, problem)
         except Exception as error:  # noqa: BLE001 - submitters choose the addresses, and one must not end the delivery to others
             problem = _describe_error(error)
-        self._note_failure(trial, problem)
+        self._note_failure(delivery, problem)
 
-    def _note_mute(self, destination: _Destination) -> None:
-        destination.has_answered, destination.mute_until = False, self._clock() + MUTE
+    def _note_unresponsive(self, destination: _Destination) -> None:
+        destination.has_answered, destination.unresponsive_until = (
+            False,
+            self._clock() + UNRESPONSIVE_SECONDS,
+        )
 
     def _note_unreachable(self, destination: _Destination, problem: str) -> None:
         """The host is unreachable: count a failed attempt for all deliveries that wait for it."""
@@ -259,19 +275,19 @@ class WebhookOutlet:
             destination.failures += 1
             destination.next_at = self._clock() + _pause(min(destination.failures, AWAY))
         for event_id in list(destination.queue):
-            trial = self._trials[event_id]
-            if trial.end is None:
-                trial.attempts += 1
-                self._note_failure(trial, problem)
-            if trial.end is None:
+            delivery = self._deliveries[event_id]
+            if delivery.end is None:
+                delivery.attempts += 1
+                self._note_failure(delivery, problem)
+            if delivery.end is None:
                 del destination.queue[event_id]
-                trial.is_queued = False
+                delivery.is_queued = False
 
-    def _note_failure(self, trial: _Trial, problem: str) -> None:
-        if trial.attempts > len(PAUSES):
-            trial.end = GIVEN_UP, problem
+    def _note_failure(self, delivery: _Delivery, problem: str) -> None:
+        if delivery.attempts > len(PAUSES):
+            delivery.end = GIVEN_UP, problem
         else:
-            trial.next_at = self._clock() + _pause(trial.attempts)
+            delivery.next_at = self._clock() + _pause(delivery.attempts)
 
     async def _post_event(self, url: str, job_end: JobEnd) -> int:
         host, port, scheme = _split_address(url)
@@ -295,18 +311,18 @@ class WebhookOutlet:
         return response.status_code
 
     async def _record_settled(
-        self, job_end: JobEnd, trial: _Trial, kind: str, because: str
+        self, job_end: JobEnd, delivery: _Delivery, kind: str, because: str
     ) -> None:
         if kind == GIVEN_UP:
             logger.warning(
                 "the webhook of %s was not told: %s; given up after %d attempts",
                 job_end.job_id,
                 because,
-                trial.attempts,
+                delivery.attempts,
             )
         detail = {
             "event_id": job_end.event_id,
-            "attempts": trial.attempts,
+            "attempts": delivery.attempts,
             "because": because[:300],
         }
         await self._database.in_thread(

@@ -5,6 +5,7 @@ wrong type raises BadAnswer. Fields that an older runner does not send yet have 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from enum import StrEnum
@@ -274,7 +275,10 @@ class Probe:
     """The outcome of the query for GPUs."""
     apps: ProbeStatus
     """The outcome of the query for processes on GPUs."""
+    tool: Name = "nvidia-smi"
     lines_not_read: Texts = ()
+    lost: Texts = ()
+    """Lines that say that a GPU cannot be reached; the others were reported."""
     exit: Whole | None = None
     said: Text = ""
 
@@ -293,8 +297,16 @@ class SeenGPU:
     temperature: Small | None = None
     """Degrees Celsius."""
     mig: StrictBool = False
-    mig_devices: Annotated[tuple[Mapping[str, Any], ...], Field(max_length=MOST_LISTED)] = ()
+    """It is split into MIG devices, each of which is a GPU of the list."""
     problems: Texts = ()
+
+
+_AMD_UUID = re.compile(r"GPU-(?:amd-.*|[0-9a-f]{16})", re.IGNORECASE)
+
+
+def vendor_of(uuid: str) -> str:
+    """`AMD` or `NVIDIA`: the vendor of the GPU with this UUID, in the form in which the runner reports it."""
+    return "AMD" if _AMD_UUID.fullmatch(uuid) else "NVIDIA"
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +318,8 @@ class SeenApp:
     memory_mb: Whole | None = None
     attempt: Text | None = None
     """`<job>.<epoch>` if the process is one of ours."""
+    graphics: StrictBool = False
+    """It also draws, as processes of a desktop do; such a process uses the GPU only by its memory."""
 
 
 @dataclass(frozen=True, slots=True)

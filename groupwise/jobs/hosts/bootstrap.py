@@ -1,20 +1,29 @@
-"""The constant command that is run on a machine for every call. It contains no user input.
+"""The program that answers every call on a machine. It contains no user input.
 
-`BOOTSTRAP` reads a request from standard input and does nothing until its length and hash match. Then it searches the machine's root for
-the runner whose hash the request contains. If that is missing, it answers `{"need": "runner"}`, and the driver repeats the request with
-the text in the field `source`. It stores the text (and the compiled code, which halves the time of a call), and calls its function
-`answer_request` (`runner/requests.py`). A full disk does not prevent this: the runner is then executed from memory.
+`BOOTSTRAP` prints `READY`, reads a request from standard input and does nothing until its length and hash match. Then it searches the
+machine's root for the runner whose hash the request contains. If that is missing, it answers `{"need": "runner"}`, and the driver repeats
+the request with the text in the field `source`. It stores the text (and the compiled code, which halves the time of a call), and calls its
+function `answer_request` (`runner/requests.py`). A full disk does not prevent this: the runner is then executed from memory.
+
+Over SSH a machine's login shell starts it, and that may be any: csh ends a quoted text at the end of its line, a restricted shell has no
+`exec` and no `/` in the names of programs. So the command line is a few words that mean the same to all of them, and the bootstrap comes as
+the first line of standard input.
 
 The machine's `python3` runs it, whichever version that is, so its syntax is that of old versions: below 3.8 it answers with a refusal."""
 
 from __future__ import annotations
 
-import shlex
+READY = b"GROUPWISE-READY\n"
+"""Printed before the request is read."""
 
 BOOTSTRAP = r"""
-import sys
+import os, sys
+try:
+    os.write(1, b"GROUPWISE-READY\n")
+except OSError:
+    pass
 sys.path[:] = [p for p in sys.path if p]
-import hashlib, json, marshal, os, re
+import hashlib, json, marshal, re
 
 def sha(data):
     return hashlib.sha256(data).hexdigest()
@@ -103,5 +112,11 @@ space["answer_request"](body, stdin)
 FLAGS = ("-I", "-S", "-X", "utf8")
 """Isolated mode (ignores the current folder and PYTHON* variables), no site packages (faster), and UTF-8 in any locale."""
 
-COMMAND = f"exec python3 {shlex.join(FLAGS)} -c {shlex.quote(BOOTSTRAP)}"
-"""The only command line that is ever sent to a machine."""
+COMMANDS = tuple(
+    f"{python} {' '.join(FLAGS)} -c 'import sys;exec(sys.stdin.buffer.readline())'"
+    for python in ("python3", "/usr/bin/python3", "/usr/local/bin/python3")
+)
+"""The only command lines that are ever sent to a machine: one of them, the first unless its PATH has no `python3`."""
+
+BOOTSTRAP_LINE = f"exec({BOOTSTRAP!a})\n".encode("ascii")
+"""What `COMMANDS` read first."""

@@ -41,6 +41,8 @@ LARGEST_MANIFEST, LARGEST_OF_CHECKPOINTS = 256 << 20, 32 << 20
 """Most bytes of a list of artefacts (a million files), and of a list of checkpoints (a hundred thousand files)."""
 BATCH = 8 << 20
 """Most bytes of blobs in one call: smaller blobs are sent together, a larger one in parts."""
+MAX_SENT_FILES = 2000
+"""Most blobs in one call: the machine flushes each of them to its disk, which takes seconds if there are many."""
 PIECE = 4 << 20
 """Most bytes that are requested at once: of a log, of a file, or of many small files together."""
 MAX_GATHERED_FILES = 500
@@ -167,7 +169,7 @@ class Runner:
         sizes = {entry.sha256: entry.size for entry in manifest.values()}
         lacking = await self.missing(sizes)
         for batch in batches_by_size(
-            [(lacking_hash, sizes[lacking_hash]) for lacking_hash in lacking], BATCH, len(lacking)
+            [(lacking_hash, sizes[lacking_hash]) for lacking_hash in lacking], BATCH, MAX_SENT_FILES
         ):
             if len(batch) > 1 or sizes[batch[0]] <= BATCH:
                 data = await asyncio.to_thread(joined, batch)

@@ -39,7 +39,7 @@ class FailureClass(StrEnum):
     """The control plane lacks a secret or a file that the job needs; nothing ran, and no machine is at fault."""
     TIME_LIMIT = "time_limit"
     USER_ERROR = "user_error"
-    """The job reports an invalid request: exit code 2, or 64 to 78 except 75."""
+    """The job reports an invalid request: exit code 2, or 64 to 78 except 75. Or its own program cannot be executed."""
     KILLED = "killed"
     """Ended by signal 9 of unknown origin."""
     CRASHED = "crashed"
@@ -66,6 +66,8 @@ _TRY_LATER = 75
 """EX_TEMPFAIL of sysexits: a service did not answer, and may answer at the next try."""
 _USER_CODES = frozenset({2, *range(64, 79)} - {_TRY_LATER})
 """Argument parsers exit with 2; 64 to 78 is the range of sysexits.h."""
+_NOT_EXECUTABLE = frozenset({126, 127})
+"""The runner's codes for a program that cannot be executed or found, although it began; 125 is a fault of the machine."""
 _SHELL_KILLED = 128 + SIGKILL
 _SHELL_TERMINATED = 128 + SIGTERM
 _BY_REASON = {
@@ -109,6 +111,8 @@ _LAST_LINES = 20
 def classify(record: ExitRecord, *, gpu_problems: Sequence[str] = ()) -> Diagnosis:
     """Decide from its exit record why a command failed. `gpu_problems`: faults that the machine reports about the GPUs of the job."""
     if failure := _BY_REASON.get(record.reason):
+        if record.reason is ExitReason.SPAWN_FAILED and record.code in _NOT_EXECUTABLE:
+            failure = FailureClass.USER_ERROR
         return Diagnosis(failure, record.message or f"the runner says {record.reason}")
     by_code = f"exit code {record.code}"
     if record.code in _USER_CODES:

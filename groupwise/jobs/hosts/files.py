@@ -18,19 +18,23 @@ import hashlib
 import io
 import os
 import stat
+import threading
 import time
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, BinaryIO
+from typing import IO, Any, BinaryIO, NoReturn
 
 from groupwise.core.errors import RunError, UsageError
-from groupwise.jobs.hosts.spec import SHA256, FileEntry, path_problems
+from groupwise.jobs.hosts.spec import SHA256, FileEntry
 
 PIECE = 1 << 20
 LARGEST_BLOB = 64 << 30
 """Largest size of a file in bytes."""
 MOST_FILES = 100_000
+WRITE_THREADS = 8
+"""Threads that copy files into the store; most of the time each waits for the disk."""
 SPARED = 86_400.0
 """Seconds for which a blob is not collected after it was put or asked for. A record must name it within this time."""
 SLOWEST_DISK = 32 * PIECE
@@ -64,18 +68,34 @@ class BlobBusy(BlobError):
 # ---------------------------------------------------------------------------------------------------------------------------------------
 
 
-def files_below(root: Path, paths: Iterable[str] = (".",)) -> dict[str, Path]:
-    """All regular files among those files and folders, by path relative to `root`. Raises UsageError, with a list, if any entry is not
-    regular."""
+def walk(root: Path, top: Path, is_skipped: Callable[[str], bool] = lambda _: False) -> list[str]:
+    """Paths relative to `root` of everything below `top` but folders; links to folders are not entered. `is_skipped`: names of folders to
+    leave out. Raises UsageError for a folder that cannot be read."""
+
+    def refuse(error: OSError) -> NoReturn:
+        raise UsageError(f"the folder {error.filename} cannot be read: {error.strerror}.")
+
+    paths: list[str] = []
+    for folder, inside, names in os.walk(top, onerror=refuse):
+        inside[:] = sorted(name for name in inside if not is_skipped(name))
+        links = [name for name in inside if Path(folder, name).is_symlink()]
+        below = Path(folder).relative_to(root)
+        paths += [(below / name).as_posix() for name in sorted([*names, *links])]
+    return paths
+
+
+def files_below(root: Path) -> dict[str, Path]:
+    """All files below a folder, by path relative to it. Raises UsageError, with a list, if anything is not a regular file."""
     files: dict[str, Path] = {}
     refused: list[str] = []
-    for path in paths:
-        if path == ".":
-            _collect_folder(root, root, files, refused)
-            continue
-        refused += path_problems("file", path)
-        if not path_problems("file", path):
-            _collect_path(root, root / path, files, refused)
+    for path in walk(root, root):
+        file = root / path
+        kinds = {"link": file.is_symlink, "pipe": file.is_fifo, "socket": file.is_socket}
+        kind = next((kind for kind, holds in kinds.items() if holds()), None)
+        if kind is None and file.is_file():
+            files[path] = file
+        elif os.path.lexists(file):  # otherwise it has just been removed
+            refused.append(f"{path} is a {kind or 'device'}")
     if refused:
         listed = "".join(f"\n  {reason}" for reason in refused[:20])
         raise UsageError(f"only regular files can be sent to a machine:{listed}")
@@ -86,30 +106,12 @@ def files_below(root: Path, paths: Iterable[str] = (".",)) -> dict[str, Path]:
     return files
 
 
-def _collect_path(root: Path, path: Path, files: dict[str, Path], refused: list[str]) -> None:
-    name = path.relative_to(root).as_posix()
+def open_local(path: Path) -> io.BufferedReader:
+    """Open a file that the user wants to send. Raises UsageError if it cannot be read, or has just been removed."""
     try:
-        mode = path.lstat().st_mode
+        return path.open("rb")
     except OSError as error:
-        refused.append(f"{name}: {error.strerror}")
-        return
-    if stat.S_ISDIR(mode):
-        _collect_folder(root, path, files, refused)
-    elif stat.S_ISREG(mode):
-        files[name] = path
-    else:
-        kinds = {stat.S_IFLNK: "a link", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
-        refused.append(f"{name} is {kinds.get(stat.S_IFMT(mode), 'a device')}")
-
-
-def _collect_folder(root: Path, folder: Path, files: dict[str, Path], refused: list[str]) -> None:
-    try:
-        entries = sorted(folder.iterdir())
-    except OSError as error:
-        refused.append(f"{folder}: {error.strerror}")
-        return
-    for entry in entries:
-        _collect_path(root, entry, files, refused)
+        raise UsageError(f"{path} cannot be read, and is to be sent: {error.strerror}.") from None
 
 
 def hash_of(path: Path) -> str:
@@ -186,7 +188,7 @@ class BlobStore:
     def put_file(self, source: Path, on_progress: Callable[[int], None] | None = None) -> FileEntry:
         """Store a copy of a file. It is hashed while it is copied, so a file that changes meanwhile is stored as it was read.
 
-        `on_progress` is called after each piece with its number of bytes."""
+        `on_progress` is called after each piece with its number of bytes. Raises UsageError if the file cannot be read."""
         digest = hashlib.sha256()
         size = 0
 
@@ -200,26 +202,39 @@ class BlobStore:
                     on_progress(len(piece))
                 yield piece
 
-        with source.open("rb") as file, self._shared_lock():
+        with open_local(source) as file:
             mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode) & 0o777
-            temporary = self._write_temporary(pieces(file))
-            sha256 = digest.hexdigest()
-            if self._renew(sha256):
-                temporary.unlink()
-            else:
-                self._publish_blob(temporary, sha256)
+            data = file.read(PIECE)
+            if len(data) < PIECE:  # most files: nothing is written if the store has it
+                if on_progress is not None:
+                    on_progress(len(data))
+                return FileEntry(self.put(data), mode, len(data))
+            file.seek(0)
+            with self._shared_lock():
+                temporary = self._write_temporary(pieces(file))
+                sha256 = digest.hexdigest()
+                if self._renew(sha256):
+                    temporary.unlink()
+                else:
+                    self._publish_blob(temporary, sha256)
         return FileEntry(sha256, mode, size)
 
     def put_files(
         self, files: Mapping[str, Path], on_progress: Callable[[str, int], None] | None = None
     ) -> dict[str, FileEntry]:
         """Store copies of all files; returns the manifest. `on_progress` is called after each piece with the file's name and the piece's
-        number of bytes."""
+        number of bytes, by one thread at a time."""
+        progress_lock = threading.Lock()
 
-        def stored(name: str, path: Path) -> FileEntry:
-            return self.put_file(path, None if on_progress is None else partial(on_progress, name))
+        def report(name: str, count: int) -> None:
+            with progress_lock:
+                if on_progress is not None:
+                    on_progress(name, count)
 
-        return {name: stored(name, path) for name, path in files.items()}
+        # Each file is flushed to disk, which a file system does for many at once in the time of one.
+        with ThreadPoolExecutor(WRITE_THREADS) as pool:
+            reports = (partial(report, name) for name in files)
+            return dict(zip(files, pool.map(self.put_file, files.values(), reports), strict=True))
 
     def read(self, sha256: str) -> bytes:
         """The bytes of a blob. If their hash is wrong, removes the blob, which can then be put again, and raises BlobError."""
@@ -363,7 +378,9 @@ class BlobStore:
             yield file
 
     def _write_temporary(self, pieces: Iterable[bytes]) -> Path:
-        temporary = self._incoming_folder() / f"{os.getpid()}-{time.monotonic_ns()}"
+        temporary = (
+            self._incoming_folder() / f"{os.getpid()}-{threading.get_ident()}-{time.monotonic_ns()}"
+        )
         try:
             _write_durably(temporary, pieces, 0o444)
         except BaseException:

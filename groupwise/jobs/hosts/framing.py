@@ -3,6 +3,9 @@
 A request is the line `GROUPWISE <protocol> <length> <sha256>`, a JSON body of that length, and raw bytes if the body's `payload` says
 so. The machine does nothing until length and hash match, so a request that was cut off has no effect.
 
+The machine prints `GROUPWISE-READY` before it reads the request. A caller that waits for this line before it sends the request knows that
+nothing has happened if the line does not come. Once the request was sent, a missing line proves nothing: it may be lost with the answer.
+
 An answer starts with `GROUPWISE-ANSWER <protocol> <length> <sha256> <payload length>`. Any output of a login shell before that line is
 skipped. `AnswerReader` takes bytes as they arrive, from any transport, and finishes once the answer is complete: it does not wait for
 the end of a stream that another process may keep open."""
@@ -17,8 +20,10 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 from groupwise.api.http.strict_json import check_number, finite, no_constant
+from groupwise.jobs.hosts.bootstrap import READY
 from groupwise.jobs.hosts.port import (
     HostError,
+    HostUnreachable,
     OutcomeUnknown,
     Request,
     RunnerRefused,
@@ -77,23 +82,22 @@ class AnswerReader:
         self._payload_length = 0
         self._digest = b""
         self._noise = 0
+        self.is_ready = False
+        """True once the program on the machine runs, and reads the request."""
         self.answer: RunnerResponse | None = None
-
-    @property
-    def silent(self) -> bool:
-        """True if no output was received at all."""
-        return not self._buffer and not self._noise
 
     def feed(self, data: bytes) -> bool:
         """Add output; returns True once the answer is complete. Raises BadAnswer if it is invalid."""
         self._buffer += data
+        self.is_ready = self.is_ready or READY.strip() in self._buffer
         if self._body_length is None and not self._find_header():
             return False
         return self._parse_answer()
 
     def noise(self, max_bytes: int = 2000) -> str:
         """The end of the output received before an answer, for messages."""
-        return bytes(self._buffer[-max_bytes:]).decode("utf-8", "replace").strip()
+        text = bytes(self._buffer[-max_bytes:]).replace(READY, b"")
+        return text.decode("utf-8", "replace").strip()
 
     def _find_header(self) -> bool:
         match = _HEADER.search(self._buffer)
@@ -185,20 +189,35 @@ def timeout_message(request: Request, host: object, timeout: float) -> str:
     return f"no answer to {request.verb} from {host} within {timeout:g} s{since}"
 
 
+NO_PYTHON = "no_python"
 CANNOT_EXECUTE = frozenset({126, 127})
-"""Exit statuses of a shell that does not find the program, or may not execute it."""
+"""Exit statuses of a shell that does not find the program, or may not execute it; csh reports it only in words."""
 
 
-def incomplete_answer_error(reader: AnswerReader, status: int | None, complaints: str) -> HostError:
-    """The error for a command that ended on the machine without a complete answer. `complaints` is its standard error."""
+def incomplete_answer_error(
+    reader: AnswerReader, status: int | None, complaints: str, *, is_sent: bool
+) -> HostError:
+    """The error for a command that ended on the machine without a complete answer. `complaints` is its standard error.
+
+    If the request was sent (`is_sent`), the only proof that it was not executed is the shell's status for a program that it cannot run."""
     text = _last_line(complaints) or _last_line(reader.noise())
-    if status in CANNOT_EXECUTE and reader.answer is None:
-        return RunnerRefused(
-            "no_python",
-            f"python3 cannot be run there: {text or 'not found'}; install Python 3.8 or later",
+    cannot_execute = status in CANNOT_EXECUTE and not reader.is_ready
+    if status is None or reader.is_ready or (is_sent and not cannot_execute):
+        cause = (
+            "the connection ended" if status is None else f"the runner ended with status {status}"
         )
-    cause = "the connection ended" if status is None else f"the runner ended with status {status}"
-    return OutcomeUnknown(f"{cause} before its answer was whole" + (f": {text}" if text else ""))
+        return OutcomeUnknown(
+            f"{cause} before its answer was whole" + (f": {text}" if text else "")
+        )
+    if cannot_execute or "ommand not found" in complaints:
+        return RunnerRefused(
+            NO_PYTHON,
+            f"its login shell cannot run python3: {text or 'not found'}; install Python 3.8 or later, and have it on the PATH there",
+        )
+    silent = "perhaps a start-up file of it (.bashrc, .cshrc, config.fish) exits"
+    return HostUnreachable(
+        f"the login shell there ended with status {status} and ran nothing: {text.rstrip('.') or silent}"
+    )
 
 
 def _last_line(text: str) -> str:
@@ -213,6 +232,10 @@ class Exchange:
         self.answer: asyncio.Future[RunnerResponse] = asyncio.get_running_loop().create_future()
         self.status: int | None = None
         """Exit status of the command on the machine, once it has ended."""
+        self.is_sent = False
+        """True once a part of the request was passed to the connection."""
+        self.began = asyncio.Event()
+        """Set once the program on the machine reads the request, or the call has ended."""
         self._reader = AnswerReader(request)
         self._complaints = b""
         self._limit: asyncio.Timeout | None = None
@@ -226,6 +249,11 @@ class Exchange:
         if longest is not None:
             self._limit, self._idle_timeout, self._deadline = limit, idle_timeout, now + longest
         return limit
+
+    @property
+    def is_ready(self) -> bool:
+        """True once the program on the machine reads the request."""
+        return self._reader.is_ready
 
     @property
     def is_answered(self) -> bool:
@@ -247,6 +275,8 @@ class Exchange:
         if is_complete:
             assert self._reader.answer is not None
             self.answer.set_result(self._reader.answer)
+        if is_complete or self._reader.is_ready:
+            self.began.set()
 
     def take_stderr(self, data: bytes) -> None:
         """Handle a piece of standard error."""
@@ -256,12 +286,16 @@ class Exchange:
         """End the call with an error, unless it has ended already."""
         if not self.answer.done():
             self.answer.set_exception(error)
+            self.began.set()
 
     def end_of_output(self) -> None:
         """End the call because there will be no more output."""
         self.fail(
             incomplete_answer_error(
-                self._reader, self.status, self._complaints.decode("utf-8", "replace")
+                self._reader,
+                self.status,
+                self._complaints.decode("utf-8", "replace"),
+                is_sent=self.is_sent,
             )
         )
 

@@ -156,6 +156,9 @@ async def scan_host_key(
 KNOWN_HOSTS = ("~/.ssh/known_hosts", "/etc/ssh/ssh_known_hosts")
 """Files in which OpenSSH records trusted machines."""
 
+CONFIG_TIMEOUT = 20.0
+"""Seconds that ssh may take to read its config, which may run programs (`Match exec`)."""
+
 
 def known_host_key(host: str, port: int, files: Sequence[str] = KNOWN_HOSTS) -> HostKey | None:
     """The best accepted key by which the user's OpenSSH trusts this host; None: it knows no such key, or the key is revoked."""
@@ -230,16 +233,20 @@ def _ssh_settings(name: str, config: Path | None) -> dict[str, list[str]]:
             "there is no ssh on PATH to read its config with; give the address, port, user and key of the machine instead"
         )
     command = [program, "-G", *(["-F", str(config)] if config else []), "--", name]
-    result = (
-        subprocess.run(  # the name is a separate argument after `--`, so it cannot be an option
+    try:
+        # The name is a separate argument after `--`, so it cannot be an option.
+        result = subprocess.run(
             command,
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
             check=False,
-            timeout=20,
+            timeout=CONFIG_TIMEOUT,
         )
-    )
+    except subprocess.TimeoutExpired:
+        raise UsageError(
+            f"ssh does not say within {CONFIG_TIMEOUT:g} s what {name} is: does a `Match exec` of its config wait?"
+        ) from None
     if result.returncode:
         raise UsageError(f"ssh cannot say what {name} is: {result.stderr.strip()}")
     settings: dict[str, list[str]] = {}

@@ -112,6 +112,7 @@ class _Process:
                 self._pipes.append(reader)
             writer, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, child.stdin)
             self._pipes.append(writer)
+            self.exchange.is_sent = True
             writer.write(request)
             writer.write_eof()
         except BaseException:

@@ -17,7 +17,13 @@ from typing import Generic, Protocol, TypeVar
 
 from groupwise.jobs.hosts.answers import MemberState, Observation, RunnerState
 from groupwise.jobs.hosts.driver import DEFAULT_TIMEOUT, KnownState, Launch, Runner
-from groupwise.jobs.hosts.port import Host, HostError, HostUnreachable, RunnerRefused
+from groupwise.jobs.hosts.port import (
+    Host,
+    HostError,
+    HostUnreachable,
+    OutcomeUnknown,
+    RunnerRefused,
+)
 
 POLL_SECONDS = 10.0
 """Seconds between two requests to an engine about facts that only it knows."""
@@ -108,13 +114,13 @@ class SchedulerRunner(Runner, ABC, Generic[Job]):
     async def launch(self, launch: Launch, *, timeout: float = 2 * DEFAULT_TIMEOUT) -> MemberState:
         """See `Runner.launch`. RunnerRefused `engine`: the engine rejected the attempt, and its folder was removed.
 
-        If the engine does not answer, a tended attempt remains laid out and waits."""
+        If the engine does not answer, the attempt remains laid out: a watched one waits, and any other caller gets OutcomeUnknown."""
         laid_out = launch
         if self.carries_secrets:
             laid_out = replace(launch, secrets={}, spec=replace(launch.spec, secrets=()))
         state = await super().launch(laid_out, timeout=timeout)
         if state.state is not RunnerState.QUEUED or launch.engine is None:
-            return await self._judge_one(state)
+            return await self._judge_changed(state)
         try:
             if not await self._was_submitted(state):
                 try:
@@ -123,10 +129,10 @@ class SchedulerRunner(Runner, ABC, Generic[Job]):
                     await super().void(state.job, state.epoch)
                     await self.forget(state.job, state.epoch)
                     raise
-        except HostUnreachable:
+        except HostUnreachable as error:
             if not self.caller_watches:
-                raise
-        return await self._judge_one(state)
+                raise OutcomeUnknown(str(error)) from None
+        return await self._judge_changed(state)
 
     async def status(
         self, job: str, epoch: int, *, timeout: float = DEFAULT_TIMEOUT
@@ -172,13 +178,14 @@ class SchedulerRunner(Runner, ABC, Generic[Job]):
             with suppress(HostError):
                 if state.engine == await self.engine_id():
                     await self._cancel(await self.find_jobs([state]))
-        return await self._judge_one(state)
+        return await self._judge_changed(state)
 
     async def kill(
         self, job: str, epoch: int, *, grace: float, timeout: float = DEFAULT_TIMEOUT
     ) -> MemberState:
         """See `Runner.kill`."""
-        return await self._judge_one(await super().kill(job, epoch, grace=grace, timeout=timeout))
+        state = await super().kill(job, epoch, grace=grace, timeout=timeout)
+        return await self._judge_changed(state)
 
     async def _void_unstarted(self, state: MemberState, because: str) -> MemberState:
         """Void an attempt and record the reason, unless it has started meanwhile."""
@@ -195,6 +202,14 @@ class SchedulerRunner(Runner, ABC, Generic[Job]):
 
     async def _judge_one(self, state: MemberState) -> MemberState:
         return (await self._judge_all((state,)))[0]
+
+    async def _judge_changed(self, state: MemberState) -> MemberState:
+        """The state after a request that may have changed it. So a silent engine is OutcomeUnknown: HostUnreachable would say that nothing
+        happened."""
+        try:
+            return await self._judge_one(state)
+        except HostUnreachable as error:
+            raise OutcomeUnknown(str(error)) from None
 
     async def _judge_all(self, states: Sequence[MemberState]) -> tuple[MemberState, ...]:
         """The actual state of each attempt, by its files and, if they do not suffice, by the engine."""

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import posixpath
 import re
-from collections.abc import Iterable, Mapping
+import shlex
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +23,9 @@ JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,79}")
 """Valid job names. The pattern is strict, because they name folders and control groups on every machine."""
 ENVIRONMENT_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 SHA256 = re.compile(r"[0-9a-f]{64}")
+_SHELL_SIGNS = re.compile(r"[;&|<>$*?()`~#]")
+LONGEST_LINE = 2000
+"""Characters of a quoted command line that a message repeats."""
 RESERVED_NAMES = frozenset(
     "PATH HOME SHELL USER LOGNAME IFS ENV BASH_ENV CDPATH GLOBIGNORE SHELLOPTS BASHOPTS PS4 PROMPT_COMMAND "
     "PYTHONPATH PYTHONHOME PYTHONSTARTUP PYTHONINSPECT PYTHONEXECUTABLE PYTHONUSERBASE PYTHONWARNINGS PYTHONBREAKPOINT "
@@ -29,7 +34,8 @@ RESERVED_NAMES = frozenset(
     "JAVA_TOOL_OPTIONS _JAVA_OPTIONS JDK_JAVA_OPTIONS CLASSPATH PYTHON_PRESITE PHPRC PHP_INI_SCAN_DIR TCLLIBPATH "
     "R_ENVIRON R_ENVIRON_USER R_PROFILE R_PROFILE_USER R_LIBS R_LIBS_SITE R_LIBS_USER JULIA_LOAD_PATH JULIA_DEPOT_PATH "
     "DOTNET_STARTUP_HOOKS CORECLR_PROFILER CORECLR_PROFILER_PATH OMP_TOOL_LIBRARIES OCL_ICD_FILENAMES OCL_ICD_VENDORS "
-    "CUDA_VISIBLE_DEVICES CUDA_DEVICE_ORDER NVIDIA_VISIBLE_DEVICES CUDA_INJECTION32_PATH CUDA_INJECTION64_PATH "
+    "CUDA_VISIBLE_DEVICES CUDA_DEVICE_ORDER NVIDIA_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES HIP_VISIBLE_DEVICES GPU_DEVICE_ORDINAL "
+    "CUDA_INJECTION32_PATH CUDA_INJECTION64_PATH "
     "NVTX_INJECTION32_PATH NVTX_INJECTION64_PATH NCCL_CONF_FILE NCCL_NET_PLUGIN NCCL_TUNER_PLUGIN NCCL_PROFILER_PLUGIN "
     "NCCL_ENV_PLUGIN NCCL_GIN_PLUGIN UCX_MODULE_DIR FI_PROVIDER_PATH HWLOC_PLUGINS_PATH "
     "RESUME_FROM ATTEMPT PREVIOUS_FAILURE MASTER_ADDR MASTER_PORT NNODES NODE_RANK "
@@ -47,7 +53,10 @@ RESERVED_PREFIXES = (
 )
 """Variables that determine which program runs, or that the runner itself sets: users may not set them."""
 MOST_ARGUMENTS = 4096
-LONGEST_ARGUMENT = 128 * 1024
+LONGEST_ARGUMENT = 128 * 1024 - 1
+"""Bytes of one argument, or of one variable as NAME=VALUE: the kernel's limit (MAX_ARG_STRLEN) counts a NUL byte at its end."""
+MOST_COMMAND_BYTES = 1_800_000
+"""Bytes of all arguments and variables together. The kernel allows 2 MiB, of which the machine's own variables take some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,13 +113,29 @@ def problems(spec: JobSpec) -> list[str]:
     messages: list[str] = []
     if not arguments or not arguments[0]:
         messages.append("there is no command: the first argument is the program")
+    else:
+        messages += _program_problems(spec)
     messages += [
         f"argument {n} has a NUL character in it" for n, a in enumerate(arguments) if "\0" in a
     ]
     if len(arguments) > MOST_ARGUMENTS:
         messages.append(f"{len(arguments)} arguments; at most {MOST_ARGUMENTS} are passed on")
-    if any(len(a.encode("utf-8", "replace")) > LONGEST_ARGUMENT for a in arguments):
+    sizes = [len(argument.encode("utf-8", "replace")) for argument in arguments]
+    if max(sizes, default=0) > LONGEST_ARGUMENT:
         messages.append(f"an argument is longer than {LONGEST_ARGUMENT} bytes; put it into a file")
+    variable_sizes = {
+        name: len(f"{name}={value}".encode("utf-8", "replace"))
+        for name, value in spec.environment.items()
+    }
+    messages += [
+        f"environment variable {name[:80]} is longer than {LONGEST_ARGUMENT} bytes; put its value into a file"
+        for name, size in variable_sizes.items()
+        if size > LONGEST_ARGUMENT
+    ]
+    if (total := sum((*sizes, *variable_sizes.values()))) > MOST_COMMAND_BYTES:
+        messages.append(
+            f"arguments and environment have {total:,} bytes; at most {MOST_COMMAND_BYTES:,} can be passed on: put data into a file"
+        )
     messages += name_problems("environment", spec.environment)
     messages += name_problems("secret", spec.secrets)
     for name, value in spec.environment.items():
@@ -129,6 +154,40 @@ def problems(spec: JobSpec) -> list[str]:
         for path in paths:
             messages += path_problems(kind, path)
     return messages
+
+
+def _program_problems(spec: JobSpec) -> list[str]:
+    """Why no machine can run the program, as far as the spec alone shows it."""
+    program = spec.arguments[0]
+    path = posixpath.normpath(program)
+    is_own_file = "/" in program and not program.startswith("/") and not path.startswith("../")
+    entry = spec.files.get(path)
+    if not (entry and is_own_file) and (problem := one_word_problem(spec.arguments)):
+        if _SHELL_SIGNS.search(program):
+            shell = f"-- sh -c {shlex.quote(program.strip()[:LONGEST_LINE])}"
+            problem = (
+                f"the command is one word, with signs that only a shell understands: `{shell}`"
+            )
+        return [problem]
+    if not is_own_file or "\0" in program:
+        return []
+    if entry is None:
+        return [
+            f"{program[:200]}: no file of the job has this path, and its working folder holds no others: `--file {path[:200]}`"
+        ]
+    if not entry.mode & 0o111:
+        return [
+            f"{program[:200]} is not executable: chmod +x, and submit again; or name its interpreter, `-- sh {path[:200]}`"
+        ]
+    return []
+
+
+def one_word_problem(arguments: Sequence[str]) -> str | None:
+    """The problem of a command whose words were quoted together, as a message; None if it is written in words."""
+    if len(arguments) != 1 or len(arguments[0].split()) < 2:
+        return None
+    line = arguments[0].strip()[:200]
+    return f"the command is one word, {line!r}: write its words apart, `-- {line}`"
 
 
 def name_problems(what: str, names: Iterable[str]) -> list[str]:

@@ -1,10 +1,12 @@
 """A machine that is reached by SSH. One connection is opened on demand and kept; each call is a session on it that runs the bootstrap.
 
-None of the user's SSH settings are read: no ssh config, no known_hosts, no agent unless one is named. A machine is trusted by its pinned
-key alone.
+None of the user's SSH settings are read: no ssh config, no known_hosts, and an agent only if its socket is given. A machine is trusted by
+its pinned key alone.
 
 The meaning of an error depends on one question: was any byte of the request passed to the connection? If not, nothing can have happened
-(HostUnreachable, HostKeyError); otherwise only the machine knows (OutcomeUnknown).
+(HostUnreachable, HostKeyError); otherwise only the machine knows (OutcomeUnknown). The first call on a connection sends its request only
+once the login shell has started the bootstrap, so if the shell cannot start it, it is certain that nothing ran. Later calls save this round
+trip. If the shell fails one of them, its outcome is unknown, and the next call waits for the bootstrap again.
 
 A connection that died silently (half-open) is detected by keepalive messages, or by a call that times out; it then gets no new calls. A
 machine accepts ten sessions on a connection; further calls get another connection, which is closed when it is idle."""
@@ -24,8 +26,14 @@ import asyncssh
 from asyncssh.constants import EXTENDED_DATA_STDERR
 
 from groupwise.core.errors import UsageError
-from groupwise.jobs.hosts.bootstrap import COMMAND
-from groupwise.jobs.hosts.framing import Exchange, checked_answer, request_bytes, timeout_message
+from groupwise.jobs.hosts.bootstrap import BOOTSTRAP_LINE, COMMANDS
+from groupwise.jobs.hosts.framing import (
+    NO_PYTHON,
+    Exchange,
+    checked_answer,
+    request_bytes,
+    timeout_message,
+)
 from groupwise.jobs.hosts.keys import (
     HostKey,
     HostKeyRecorder,
@@ -40,9 +48,12 @@ from groupwise.jobs.hosts.port import (
     HostUnreachable,
     OutcomeUnknown,
     Request,
+    RunnerRefused,
     RunnerResponse,
 )
 
+AGENT = "SSH_AUTH_SOCK"
+"""The environment variable with the socket of the ssh agent. The socket differs after each login, so it is never stored."""
 MAX_CONCURRENT_CONNECTS = 20
 """Most connections that this process opens at the same time, to all machines together. Each costs a key exchange here, and file
 descriptors."""
@@ -54,6 +65,7 @@ ATTEMPTS = 2
 """How many connections are tried for a call if none of them opens a session."""
 EXIT_GRACE = 2.0
 """Seconds that the runner has to end by itself after its answer."""
+NOTHING_STARTED = "its login shell has started no command"
 
 _connects: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = WeakKeyDictionary()
 
@@ -66,7 +78,7 @@ class Address:
     user: str
     port: int = 22
     key_path: str | None = None
-    """Path of a private key on this machine, without a passphrase; None: use the keys of the agent."""
+    """Path of a private key on this machine. If it has a passphrase, the agent must hold it; None: use any key of the agent."""
     host_key: str | None = None
     """The pinned host key, as `ssh-ed25519 AAAA…`."""
 
@@ -103,31 +115,36 @@ class _Session(asyncssh.SSHClientSession[bytes]):
 
     def __init__(self, request: Request, changed: Callable[[], None]) -> None:
         self.exchange = Exchange(request)
-        self.sent = False
         self._changed = changed
         self._link: _Link | None = None
         self._holds_slot = False
         self._channel: _Channel | None = None
         self._abort_timer: asyncio.TimerHandle | None = None
 
-    async def open_on(self, link: _Link) -> None:
-        """Run the bootstrap on that connection. Raises asyncssh's exceptions."""
+    async def open_on(self, link: _Link, command: str) -> None:
+        """Start the bootstrap on that connection. Raises asyncssh's exceptions."""
         self._link, self._holds_slot = link, True
         link.sessions += 1
         link.waiting.add(self)
         connection = cast(_Connection, link.connection)
-        self._channel, _ = await connection.create_session(lambda: self, COMMAND, encoding=None)
+        self._channel, _ = await connection.create_session(lambda: self, command, encoding=None)
 
-    def send(self, request: bytes) -> None:
-        """Send the whole request; asyncssh buffers what the machine does not accept at once. Raises HostUnreachable if the session has
-        ended already."""
+    async def send(self, request: bytes) -> None:
+        """Send the bootstrap and the whole request; asyncssh buffers what the machine does not accept at once. If the session has ended
+        already, so has the call."""
         assert self._channel is not None
+        assert self._link is not None
         try:
-            self._channel.write(request)
-        except OSError as error:
-            raise HostUnreachable(f"the session ended before anything was sent: {error}") from error
-        self.sent = True
-        self._channel.write_eof()
+            self._channel.write(BOOTSTRAP_LINE)
+            if not self._link.runs_commands:
+                await self.exchange.began.wait()
+                self._link.runs_commands = self.exchange.is_ready
+            if not self.exchange.answer.done():
+                self.exchange.is_sent = True
+                self._channel.write(request)
+                self._channel.write_eof()
+        except OSError:
+            self.exchange.end_of_output()
 
     def end_call(self) -> None:
         """End the call. After an answer the process on the machine gets time to end by itself; otherwise the session is aborted."""
@@ -151,6 +168,11 @@ class _Session(asyncssh.SSHClientSession[bytes]):
             self._link.waiting.discard(self)
             self._changed()
 
+    @property
+    def is_open(self) -> bool:
+        """True once the machine has accepted the session."""
+        return self._channel is not None
+
     def retire_link(self) -> None:
         """Put no new calls on this connection after a timeout: it may be dead."""
         if self._link is not None:
@@ -168,7 +190,9 @@ class _Session(asyncssh.SSHClientSession[bytes]):
     def connection_lost(self, exc: Exception | None) -> None:
         if self._abort_timer is not None:
             self._abort_timer.cancel()
-        if self.sent:  # otherwise the call never started, and `SshHost._open_session` tries again
+        if self._link is not None and not self.exchange.is_ready:
+            self._link.runs_commands = False
+        if self._channel is not None:  # otherwise `SshHost._open_session` tries again
             self.exchange.end_of_output()
         self.release_slot()
 
@@ -187,6 +211,8 @@ class _Link:
     """Sessions that wait for their answer."""
     retired: bool = False
     """True if the connection gets no new calls."""
+    runs_commands: bool = False
+    """True if the login shell there started the bootstrap of the last call that has ended."""
 
     @property
     def usable(self) -> bool:
@@ -215,6 +241,7 @@ class SshHost:
         self._jump = jump
         self._agent_path = agent_path
         self._timeouts = timeouts or SshTimeouts()
+        self._command = COMMANDS[0]
         self._links: list[_Link] = []
         self._opening: asyncio.Task[_Link] | None = None
         self._changed = asyncio.Event()
@@ -222,17 +249,42 @@ class SshHost:
 
     async def call(self, request: Request, *, timeout: float) -> RunnerResponse:
         """See `Host.call`."""
+        refusal: RunnerRefused | None = None
+        for command in dict.fromkeys((self._command, *COMMANDS)):
+            try:
+                return await self._call(request, timeout, command)
+            except HostUnreachable:
+                if refusal is None:
+                    raise
+            except RunnerRefused as error:
+                if error.code != NO_PYTHON:
+                    raise
+                refusal = refusal or error
+        assert refusal is not None, "every command has been refused"
+        raise refusal
+
+    async def _call(self, request: Request, timeout: float, command: str) -> RunnerResponse:
         session = _Session(request, self._sessions_changed)
         try:
             async with session.exchange.limit(timeout, request.longest):
-                await self._open_session(session)
-                session.send(request_bytes(request))
-                return checked_answer(await session.exchange.answer)
+                await self._open_session(session, command)
+                await session.send(request_bytes(request))
+                answer = await session.exchange.answer
+                self._command = command
+                return checked_answer(answer)
         except TimeoutError:
             session.retire_link()
-            message = timeout_message(request, self.address, timeout)
-            error = OutcomeUnknown(message) if session.sent else HostUnreachable(message)
-            raise error from None
+            way = f"{self.address} through {self._jump}" if self._jump else self.address
+            message = timeout_message(request, way, timeout)
+            if session.exchange.is_sent:
+                raise OutcomeUnknown(message) from None
+            if session.is_open:
+                message += f": {NOTHING_STARTED}, perhaps because a start-up file of it waits"
+            raise HostUnreachable(message) from None
+        except OutcomeUnknown as error:
+            if session.exchange.is_sent:
+                raise
+            raise HostUnreachable(f"{self.address}: {NOTHING_STARTED}: {error}") from None
         finally:
             session.end_call()
 
@@ -258,13 +310,13 @@ class SshHost:
                 )
             await link.end()
 
-    async def _open_session(self, session: _Session) -> None:
+    async def _open_session(self, session: _Session, command: str) -> None:
         """Start the bootstrap on the machine, which then waits for a request. Any failure here means that nothing was sent."""
         broken_links = 0
         while True:
             link = await self._link_with_room()
             try:
-                await session.open_on(link)
+                await session.open_on(link, command)
                 return
             except asyncssh.ChannelOpenError as error:
                 session.release_slot()
@@ -295,7 +347,10 @@ class SshHost:
                 # All callers that need a connection now wait for the same one; a failure reaches all of them.
                 if self._opening is None or self._opening.done():
                     self._opening = asyncio.create_task(self._connect())
-                    self._opening.add_done_callback(_retrieve_exception)
+                    # Retrieve its exception: if all callers were cancelled, asyncio would log it as never retrieved.
+                    self._opening.add_done_callback(
+                        lambda task: task.cancelled() or task.exception()
+                    )
                 opening = self._opening
                 # `wait` does not cancel the task if this caller is cancelled: others wait for it too.
                 await asyncio.wait({opening})
@@ -345,12 +400,6 @@ class SshHost:
         self._links = [link for link in self._links if link.usable or link.waiting]
 
 
-def _retrieve_exception(opening: asyncio.Task[_Link]) -> None:
-    """Retrieve the exception: if every caller was cancelled before the failure, asyncio would log it as never retrieved."""
-    if not opening.cancelled():
-        opening.exception()
-
-
 def connect_semaphore() -> asyncio.Semaphore:
     """The semaphore that limits how many connections are opened at once, one for each event loop."""
     return _connects.setdefault(
@@ -371,7 +420,7 @@ async def connect(
     pinned = _pinned_key(address)
     witness = HostKeyRecorder()
     try:
-        async with _client_keys(address, agent_path) as client_keys:
+        async with _client_keys(address, agent_path, timeouts.connect) as client_keys:
             connection, _ = await asyncssh.create_connection(
                 lambda: witness,
                 address.host,
@@ -417,23 +466,48 @@ def _pinned_key(address: Address) -> HostKey:
 
 @contextlib.asynccontextmanager
 async def _client_keys(
-    address: Address, agent_path: str | None
+    address: Address, agent_path: str | None, agent_timeout: float
 ) -> AsyncGenerator[list[str] | list[asyncssh.SSHKeyPair]]:
-    """Keys for the login: one key file, or the keys of the agent."""
-    if address.key_path is not None:
-        yield [_checked_key_path(address.key_path)]
+    """Keys for the login: one key file, or keys of the agent, which has `agent_timeout` seconds to list them."""
+    key_path = address.key_path and _checked_key_path(address.key_path)
+    if key_path and not _has_passphrase(key_path):
+        yield [key_path]
         return
     if agent_path is None:
-        raise HostUnreachable(
-            f"there is no key to log in to {address} with: give the path of a private key on this machine"
+        problem = (
+            f"the private key {key_path} has a passphrase, and there is no ssh agent that holds it"
+            if key_path
+            else f"there is no key to log in to {address} with, and no ssh agent"
         )
-    async with asyncssh.connect_agent(agent_path) as agent:
-        keys = [*await agent.get_keys()]
-        if not keys:
+        raise HostUnreachable(
+            f"{problem}: give a key without a passphrase (--key), or ssh-add the key and have {AGENT} set where the fleet runs"
+        )
+    async with contextlib.AsyncExitStack() as stack:
+        try:
+            async with asyncio.timeout(agent_timeout):
+                agent = await stack.enter_async_context(asyncssh.connect_agent(agent_path))
+                keys = [*await agent.get_keys()]
+        except (OSError, asyncssh.Error, ValueError) as error:  # ValueError: it hangs up
+            reason = str(error) or f"it is silent for {agent_timeout:g} s"
             raise HostUnreachable(
-                f"the ssh agent at {agent_path} holds no key; add one with ssh-add"
-            )
+                f"the ssh agent at {agent_path} ({AGENT}) does not answer: {reason}"
+            ) from error
+        if key_path and (public := Path(f"{key_path}.pub")).is_file():
+            data = asyncssh.read_public_key(public).public_data
+            keys = [key for key in keys if key.public_data == data]
+        if not keys:
+            which = f"does not hold {key_path}" if key_path else "holds no key"
+            raise HostUnreachable(f"the ssh agent at {agent_path} {which}; add it with ssh-add")
         yield keys
+
+
+def _has_passphrase(key_path: str) -> bool:
+    """True for a private key that can only be read with a passphrase; any other problem of it shows at the login."""
+    try:
+        asyncssh.read_private_key(key_path)
+    except (asyncssh.KeyImportError, asyncssh.KeyEncryptionError) as error:
+        return "assphrase" in str(error)
+    return False
 
 
 def _checked_key_path(name: str) -> str:
@@ -462,7 +536,7 @@ def _connect_error(
     if isinstance(error, asyncssh.PermissionDenied):
         return HostUnreachable(
             f"{address} does not accept the key {address.key_path or 'of the agent'}:"
-            " its public half belongs in ~/.ssh/authorized_keys there"
+            f" its public half belongs in ~/.ssh/authorized_keys there (is {address.user} the right user?)"
         )
     if isinstance(error, TimeoutError):
         return HostUnreachable(f"{address} does not answer")

@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import io
 import math
+import re
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import PurePosixPath
-from typing import Annotated, Any, cast
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import Field, TypeAdapter, ValidationError
 from ruamel.yaml import YAML
@@ -24,6 +25,7 @@ from ruamel.yaml.scalarstring import DoubleQuotedScalarString
 
 from groupwise.core.errors import UsageError
 from groupwise.core.settings.field_errors import field_errors
+from groupwise.jobs.hosts.runner.protocol import is_utf8
 from groupwise.jobs.launch.packaging import GRACE_SECONDS
 
 LONGEST_NAME = 50
@@ -42,15 +44,54 @@ DnsLabel = Annotated[str, Field(pattern=rf"^{LABEL}$", max_length=63)]
 """A DNS label, RFC 1123."""
 DnsName = Annotated[str, Field(pattern=rf"^{LABEL}(\.{LABEL})*$", max_length=253)]
 """A DNS subdomain, RFC 1123."""
-Quantity = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?$")]
+Cores = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?m?$")]
+Bytes = Annotated[str, Field(pattern=r"^[0-9]+(\.[0-9]+)?(k|M|G|T|Ki|Mi|Gi|Ti)?$")]
 Variable = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 AbsolutePath = Annotated[str, Field(pattern=r"^/[^:\x00]*$")]
+LabelValue = Annotated[
+    str, Field(pattern=r"^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$", max_length=63)
+]
+LabelKey = Annotated[
+    str,
+    Field(
+        pattern=rf"^({LABEL}(\.{LABEL})*/)?[A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?$",
+        max_length=317,
+    ),
+]
+"""A name of at most 63 letters, which may have a DNS subdomain before it: nvidia.com/gpu.product."""
 Image = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._/:@-]*$", max_length=1000)]
 
 
 @dataclass(frozen=True, slots=True)
-class ManifestOptions:
-    """The values in the manifest."""
+class Toleration:
+    """A taint of nodes that pods tolerate: `KEY`, `KEY:EFFECT`, `KEY=VALUE` or `KEY=VALUE:EFFECT`."""
+
+    key: LabelKey
+    value: LabelValue | None = None
+    """None: any value."""
+    effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
+    """None: any effect."""
+
+    @classmethod
+    def parse(cls, text: str) -> Toleration:
+        """Read the form of the command line. The values are checked with those of the job."""
+        taint, colon, effect = text.rpartition(":")
+        key, equals, value = (taint if colon else text).partition("=")
+        return cls(key, value if equals else None, cast("Any", effect if colon else None))
+
+    def document(self) -> dict[str, str]:
+        """As Kubernetes has it."""
+        operator = (
+            {"operator": "Exists"}
+            if self.value is None
+            else {"operator": "Equal", "value": self.value}
+        )
+        return {"key": self.key, **operator, **({"effect": self.effect} if self.effect else {})}
+
+
+@dataclass(frozen=True, slots=True)
+class RenderOptions:
+    """The values in a manifest, or in a task of SkyPilot or dstack (`skypilot_dstack.py`)."""
 
     name: DnsName
     command: Annotated[tuple[str, ...], Field(min_length=1)]
@@ -61,42 +102,45 @@ class ManifestOptions:
     gpus: Annotated[int, Field(ge=0)] = 1
     """GPUs of each node."""
     namespace: DnsLabel | None = None
-    pvc: DnsName | None = None
-    """An existing PersistentVolumeClaim, mounted at the folder of runs."""
+    volume: DnsName | None = None
+    """An existing PersistentVolumeClaim, or volume of dstack, mounted at the folder of runs."""
     secret: DnsName | None = None
     """Name of an existing Secret."""
     variables: tuple[Variable, ...] = ()
     """Keys of the Secret, which become environment variables of the same names."""
-    workdir: AbsolutePath = "/workspace"
-    cpus: Quantity | None = None
-    memory: Quantity | None = None
+    workdir: AbsolutePath | None = None
+    """Folder of the project in the image; None: /workspace."""
+    cpus: Cores | None = None
+    memory: Bytes | None = None
+    disk_gb: Annotated[int, Field(ge=1)] | None = None
+    node_selector: Mapping[LabelKey, LabelValue] = field(default_factory=dict[str, str])
+    """Labels that nodes must have."""
+    toleration: tuple[Toleration, ...] = ()
+    image_pull_secret: tuple[DnsName, ...] = ()
+    """Existing Secrets with which images are pulled."""
+    gpu_model: Annotated[str, Field(pattern=r"^[A-Za-z][A-Za-z0-9-]*$")] | None = None
+    """As SkyPilot and dstack name it: H100, A100-80GB."""
+    spot: bool = False
+    setup: str | None = None
+    """Shell command before the job."""
 
 
-def manifests(options: ManifestOptions) -> list[dict[str, Any]]:
+def manifests(options: RenderOptions) -> list[dict[str, Any]]:
     """The documents in the order in which they must be applied. Raises UsageError for values that Kubernetes would reject."""
+    refused = {
+        "gpu_model": ": --node-selector nvidia.com/gpu.product=NAME does, with NVIDIA's operator",
+        "spot": ": --node-selector and --toleration do, as the cluster's provider names them",
+        "setup": ": what it would do belongs into the image",
+    }
     if len(options.name) > LONGEST_NAME:
         raise UsageError(
             f"--name {options.name}: {LONGEST_NAME} letters at most, since pods have longer names, and none of more than 63."
         )
+    check_options("Kubernetes", options, None, refused)
     if options.nodes > 1 and "." in options.name:
         raise UsageError(
             f"--name {options.name}: several nodes find each other by it, without dots."
         )
-    for argument in options.command:
-        try:
-            is_text = "\0" not in argument.encode("utf-8").decode()
-        except UnicodeEncodeError:  # lone surrogates
-            is_text = False
-        if not is_text:
-            raise UsageError("an argument is no text, or has a NUL character in it.")
-    try:
-        TypeAdapter(ManifestOptions).validate_python(asdict(options))
-    except ValidationError as error:
-        lines = [
-            f"\n  {field_error.field} {field_error.given!r}: {field_error.message}"
-            for field_error in field_errors(error)
-        ]
-        raise UsageError("Kubernetes would not take this:" + "".join(lines)) from None
     labels = {"app.kubernetes.io/name": "groupwise", "app.kubernetes.io/instance": options.name}
     metadata: dict[str, Any] = {"name": options.name, "labels": labels}
     if options.namespace is not None:
@@ -130,16 +174,44 @@ def manifests(options: ManifestOptions) -> list[dict[str, Any]]:
     return [service, job] if options.nodes > 1 else [job]
 
 
-def _pod_spec(options: ManifestOptions) -> dict[str, Any]:
+def check_options(
+    engine: str, options: RenderOptions, name_pattern: str | None, refused: Mapping[str, str]
+) -> None:
+    """Raise UsageError for values that the engine would reject, and for fields in `refused`, which it cannot express; the text there names
+    the alternative."""
+    for name, instead in refused.items():
+        if getattr(options, name):
+            raise UsageError(f"--{name.replace('_', '-')}: {engine} cannot express that{instead}.")
+    if name_pattern is not None and not re.fullmatch(name_pattern, options.name):
+        raise UsageError(f"--name {options.name}: {engine} takes names of the form {name_pattern}.")
+    if not all(is_utf8(argument) and "\0" not in argument for argument in options.command):
+        raise UsageError("an argument is no text, or has a NUL character in it.")
+    try:
+        TypeAdapter(RenderOptions).validate_python(asdict(options))
+    except ValidationError as error:
+        lines = [
+            f"\n  {field_error.field} {field_error.given!r}: {field_error.message}"
+            for field_error in field_errors(error)
+        ]
+        raise UsageError(f"{engine} would not take this:" + "".join(lines)) from None
+
+
+def _pod_spec(options: RenderOptions) -> dict[str, Any]:
     gpus = str(options.gpus) if options.gpus else None
-    limits = {"nvidia.com/gpu": gpus, "cpu": options.cpus, "memory": options.memory}
+    limits = {
+        "nvidia.com/gpu": gpus,
+        "cpu": options.cpus,
+        "memory": options.memory,
+        "ephemeral-storage": options.disk_gb and f"{options.disk_gb}G",
+    }
+    workdir = options.workdir or "/workspace"
     # Worker processes and NCCL use /dev/shm, which is small by default in containers.
     mounts = [{"name": "shared-memory", "mountPath": "/dev/shm"}]
     volumes: list[dict[str, Any]] = [{"name": "shared-memory", "emptyDir": {"medium": "Memory"}}]
-    if options.pvc is not None:
-        runs = str(PurePosixPath(options.workdir) / "runs")
+    if options.volume is not None:
+        runs = str(PurePosixPath(workdir) / "runs")
         mounts.append({"name": "results", "mountPath": runs})
-        volumes.append({"name": "results", "persistentVolumeClaim": {"claimName": options.pvc}})
+        volumes.append({"name": "results", "persistentVolumeClaim": {"claimName": options.volume}})
     ranks = [{"name": RANK, "valueFrom": {"fieldRef": {"fieldPath": INDEX}}}]
     keys = [
         {"name": variable, "valueFrom": {"secretKeyRef": {"name": options.secret, "key": variable}}}
@@ -149,7 +221,7 @@ def _pod_spec(options: ManifestOptions) -> dict[str, Any]:
         "name": "job",
         "image": options.image,
         "command": [*command(options)],
-        "workingDir": options.workdir,
+        "workingDir": workdir,
         "env": [*(ranks if options.nodes > 1 else ()), *keys],
         "resources": {"limits": {name: value for name, value in limits.items() if value}},
         "volumeMounts": mounts,
@@ -158,12 +230,23 @@ def _pod_spec(options: ManifestOptions) -> dict[str, Any]:
         "restartPolicy": "Never",
         "terminationGracePeriodSeconds": int(GRACE_SECONDS) + LEAVING_SECONDS,
         **({"subdomain": options.name} if options.nodes > 1 else {}),
+        **({"nodeSelector": dict(options.node_selector)} if options.node_selector else {}),
+        **(
+            {"tolerations": [each.document() for each in options.toleration]}
+            if options.toleration
+            else {}
+        ),
+        **(
+            {"imagePullSecrets": [{"name": name} for name in options.image_pull_secret]}
+            if options.image_pull_secret
+            else {}
+        ),
         "containers": [container],
         "volumes": volumes,
     }
 
 
-def command(options: ManifestOptions) -> tuple[str, ...]:
+def command(options: RenderOptions) -> tuple[str, ...]:
     """The container's command, with `$` doubled. Several nodes connect through torchrun, at the first of them."""
     arguments = tuple(argument.replace("$", "$$") for argument in options.command)
     if options.nodes == 1:
@@ -178,8 +261,8 @@ def command(options: ManifestOptions) -> tuple[str, ...]:
     return ("torchrun", *meeting, "--no-python", *arguments)
 
 
-def as_yaml(documents: Sequence[Mapping[str, Any]]) -> str:
-    """YAML with all strings quoted: YAML 1.1 and 1.2 then read it the same way."""
+def as_yaml(documents: Sequence[Mapping[str, Any]], comments: Sequence[str] = ()) -> str:
+    """YAML with all strings quoted: YAML 1.1 and 1.2 then read it the same way. `comments` are lines at its head."""
 
     def quoted(value: Any) -> Any:
         if isinstance(value, dict):
@@ -192,4 +275,4 @@ def as_yaml(documents: Sequence[Mapping[str, Any]]) -> str:
     writer.explicit_start, writer.width = True, sys.maxsize
     writer.indent(mapping=2, sequence=4, offset=2)
     writer.dump_all([quoted(document) for document in documents], text)  # pyright: ignore[reportUnknownMemberType]
-    return text.getvalue()
+    return "".join(f"# {comment}\n" for comment in comments) + text.getvalue()

@@ -70,6 +70,8 @@ class LaunchRequest:
     """Paths in the working folder that are fetched in addition to DEFAULT_RESULTS."""
     take: tuple[str, ...] = ()
     """Paths in the project that are sent although git ignores them or a run made them."""
+    exclude: tuple[str, ...] = ()
+    """Patterns of files and folders of the project that are not sent."""
     needs: tuple[str, ...] = ()
     """Files and folders on this machine that the command reads."""
     is_remote: bool = True
@@ -96,11 +98,11 @@ class PackedJob:
 def pack(request: LaunchRequest, store: BlobStore) -> PackedJob:
     """Turn a request into an order, with its files in `store`. Raises UsageError for a project that cannot be sent, and for results that
     cannot be fetched."""
-    project = bundle(request.project, request.secrets, request.take)
+    project = bundle(request.project, request.secrets, request.take, request.exclude)
     if any(PurePosixPath(path).parts[0] == OWN_FOLDER for path in project.files):
         raise UsageError(
-            f"{project.root / OWN_FOLDER} travels with the project, and the job needs a folder of this name for itself: give yours another "
-            "name, or name it in .gitignore."
+            f"{project.root / OWN_FOLDER} would be sent with the project, and the job needs a folder of this name for itself: give yours "
+            "another name, or name it in .gitignore."
         )
     _refuse_missing(project, request.needs, is_remote=request.is_remote)
     refuse_shown_secrets(request.command, request.secrets)
@@ -173,7 +175,7 @@ def _refuse_missing(project: Bundle, needs: Iterable[str], *, is_remote: bool) -
         inside = needed.relative_to(root).as_posix()
         if not any(path == inside or path.startswith(f"{inside}/") for path in project.files):
             raise UsageError(
-                f"the command reads {need}, which does not travel with the project. Take it along: --file {inside}"
+                f"the command reads {need}, which is not sent with the project. Send it too: --file {inside}"
             )
 
 

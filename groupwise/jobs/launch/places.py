@@ -35,11 +35,11 @@ from groupwise.jobs.hosts.slurm import SlurmRunner
 if TYPE_CHECKING:
     from groupwise.jobs.clouds.ec2 import Ec2
 
-AGENT = "SSH_AUTH_SOCK"
-"""The environment variable with the socket of the ssh agent. The socket differs after each login, so it is not stored."""
 LOCAL, SSH, SLURM, RAY, AWS, MODAL = "local", "ssh", "slurm", "ray", "aws", "modal"
 LOCAL_KINDS = frozenset({LOCAL, SLURM, RAY})
 """Kinds of places that can be this machine itself."""
+WITHOUT_GPU_MODELS = frozenset({LOCAL, SSH, AWS})
+"""Kinds of places where a job cannot choose the model of its GPUs: they are those of the machine, or of the instance type."""
 RENTING_KINDS = frozenset({AWS})
 """Kinds of places whose backends rent machines (`groupwise.jobs.clouds.backend.Renting`), which can be left running by mistake.
 
@@ -148,11 +148,11 @@ def _aws_backend(place: JobBackend) -> Backend:
     region, profile = detail.pop("region"), detail.pop("profile", None)
     records = JobRecords(state_folder("aws") / f"{region}-{profile or 'default'}")
     owner = f"{getpass.getuser()}@{socket.gethostname()}"
-    return AwsBackend(place.kind, _ec2(region, profile), Access(**detail), records, owner=owner)
+    return AwsBackend(place.kind, ec2(region, profile), Access(**detail), records, owner=owner)
 
 
 @cache
-def _ec2(region: str, profile: str | None) -> Ec2:
+def ec2(region: str, profile: str | None) -> Ec2:
     """The client for a region, cached for the whole command: loading the descriptions of AWS's services takes longer than a call."""
     from groupwise.jobs.clouds.ec2 import Ec2
 
@@ -177,7 +177,7 @@ def _called_host(place: JobBackend, variables: Iterable[str] = ()) -> tuple[Host
 
 def _ssh_host(detail: Mapping[str, Any]) -> tuple[Host, str]:
     """A machine over SSH, and its name in messages."""
-    from groupwise.jobs.hosts.ssh import Address, SshHost
+    from groupwise.jobs.hosts.ssh import AGENT, Address, SshHost
 
     def address(machine: Mapping[str, Any]) -> Address:
         return Address(

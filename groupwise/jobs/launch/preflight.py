@@ -4,6 +4,7 @@ be imported, or an unknown model is then found at once and costs nothing."""
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import shlex
@@ -16,10 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from groupwise.core.errors import UsageError
+from groupwise.core.terminal.quantities import counted
 from groupwise.jobs.hosts.local import PASSED_VARIABLES
+from groupwise.jobs.hosts.spec import one_word_problem
 
 VERBS = ("rl", "sft", "eval", "generate")
 """Subcommands of groupwise that may be launched."""
+MOST_CHECKPOINTS = 20
+"""How many checkpoints a disk has room for if the config keeps all of them."""
 OUTPUT = "--output"
 """The option of `eval` and `generate` for their output folder."""
 DRY_RUN_TIMEOUT = 600.0
@@ -36,10 +41,14 @@ class DryRunReport:
     """A summary for users."""
     needs: tuple[str, ...] = ()
     """Files and folders of this machine that it reads in addition to the task: weights, data configs."""
+    model_gb: int | None = None
+    """GB of disk that its model and its checkpoints take at most; None: it does not say which model."""
 
 
 def check_verb(words: Sequence[str]) -> None:
     """Raise UsageError if the words are not a groupwise command that may be launched."""
+    if (problem := one_word_problem(words)) is not None:
+        raise UsageError(f"{problem}.")
     if not words or words[0] not in VERBS:
         problem = f"`{words[0]}` is none" if words else "there is nothing"
         raise UsageError(
@@ -131,12 +140,13 @@ def _read_description(
         )
     plan: dict[str, Any] = document.get("plan") or {}
     if verb in ("rl", "sft"):
-        steps = f", {plan['steps']} steps" if plan.get("steps") is not None else ""
+        steps = f", {counted(plan['steps'], 'step')}" if plan.get("steps") is not None else ""
         config = document["config"]
         return DryRunReport(
             (config["run"]["dir"],),
             f"{plan['task']}{steps}",
             _local_paths(project, arguments, config),
+            _model_gb(plan, config),
         )
     if verb == "eval" and plan:
         summary = f"{plan['prompts']} prompts for {', '.join(plan['policies'])}"
@@ -148,6 +158,15 @@ def _read_description(
             results.append(target.relative_to(root).as_posix() if inside else folder)
         return DryRunReport(tuple(results), f"{plan['task']}, {summary}", needs)
     return DryRunReport(_output_paths(arguments), f"`groupwise {verb}` says what it would ask")
+
+
+def _model_gb(plan: Mapping[str, Any], config: Mapping[str, Any]) -> int | None:
+    """GB for the weights in float32, downloaded and merged, and for checkpoints: each has the trained weights and two moments of Adam."""
+    if "parameters" not in plan:
+        return None
+    kept = config["run"]["save_total_limit"] or MOST_CHECKPOINTS
+    checkpoints = 12 * plan["parameters_trained"] * (kept + 1)  # one more while it is written
+    return math.ceil((8 * plan["parameters"] + checkpoints) / 1e9)
 
 
 def _local_paths(project: Path, words: Sequence[str], config: Mapping[str, Any]) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ were fetched. If a place does not answer for a while, the request is repeated.
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from functools import partial
@@ -30,7 +31,7 @@ LOOK_SECONDS = 20.0
 RETRY_SECONDS = 5.0
 """Seconds before a request without an answer is repeated."""
 RETRY_TIMEOUT = 900.0
-"""Seconds without an answer after which watching is given up."""
+"""Seconds without an answer, from the end of the first request that got none, after which watching is given up."""
 
 Result = TypeVar("Result")
 
@@ -88,20 +89,20 @@ async def with_retries(
     say: Callable[[str], None],
     passing: tuple[type[CloudError], ...] = (Unreachable, Busy),
 ) -> Result:
-    """Repeat a request until there is an answer. Errors in `passing` are raised only after PATIENCE_SECONDS without an answer, others at
+    """Repeat a request until there is an answer. Errors in `passing` are raised only after RETRY_TIMEOUT without an answer, others at
     once."""
-    waited = 0.0
+    silent_since: float | None = None
     while True:
         try:
             answer = await call()
         except passing as error:
-            if waited >= RETRY_TIMEOUT:
-                raise
-            if not waited:
+            if silent_since is None:
+                silent_since = time.monotonic()
                 say(f"{error.message} Asking again.")
+            elif time.monotonic() - silent_since >= RETRY_TIMEOUT:
+                raise
             await asyncio.sleep(RETRY_SECONDS)
-            waited += RETRY_SECONDS
             continue
-        if waited:
+        if silent_since is not None:
             say("it answers again")
         return answer

@@ -12,6 +12,7 @@ import asyncio
 import copy
 import hashlib
 import inspect
+import json
 import logging
 import shutil
 import tempfile
@@ -19,7 +20,7 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -58,8 +59,9 @@ from groupwise.server.engine.engine_protocol import (
     WrongOrder,
 )
 from groupwise.server.engine.hosted_parts import EngineParts
-from groupwise.server.engine.prompt_length import LONG, count_characters, texts_of
+from groupwise.server.engine.prompt_length import LONG, check_characters, texts_of
 from groupwise.server.engine.sampling_checks import (
+    check_constraint,
     check_processing,
     refuse_unknown_tokens,
     stop_token_ids,
@@ -189,6 +191,8 @@ class EngineCore:
             run.learner.load(order.start_from)
             save_checkpoint(run)  # from now on it does not need the other run's checkpoint
         await publish(run, run.policy.version)
+        if (prepare_schemas := getattr(run.sampler, "prepare_schemas", None)) is not None:
+            await prepare_schemas()
         run.gate.open()
         progress.phase("ready")
         self._opened = _LoadedRun(
@@ -219,7 +223,9 @@ class EngineCore:
             longest_prompt_characters=order.longest_prompt * self._opened.longest_token,
             stop_token_ids=parts.stop_token_ids,
             inexact=inexact,
-            chat_template=_tools_template(run.tokenizer),
+            chat_template=str(
+                run.tokenizer.get_chat_template(tools=[{}]) if run.tokenizer.chat_template else ""
+            ),
         )
 
     def _open_run_folder(
@@ -278,6 +284,8 @@ class EngineCore:
         run = self._loaded_run.run
         ids = await self._prompt_ids(order)
         params = self._sampling_params(order, len(ids))
+        if params.processing is not None and params.processing.is_constrained:
+            await asyncio.to_thread(check_constraint, params.processing)
         training = run.config.training
         seed, draw = training.seed, order.draw
         if order.sampling.seed is not None:  # the same completions, for any draw
@@ -375,14 +383,16 @@ class EngineCore:
         try:
             if not isinstance(prompt, str):
                 prompt = messages_of(prompt)
-            count = count_characters(texts_of(prompt), longest, longest * current.longest_token)
-            if count <= LONG:
-                ids = first_ids(current.run.tokenizer, prompt, (), order.columns)
+            most = longest * current.longest_token
+            check = partial(check_characters, longest=longest, most=most)
+            check(*texts_of(prompt))
+            # Tools, their calls and arguments of the template are written into a prompt, too, so it is checked again once it is rendered.
+            if len(json.dumps([prompt, dict(order.columns)])) <= LONG:
+                ids = first_ids(current.run.tokenizer, prompt, (), order.columns, check)
             else:
                 async with self._tokenising:
-                    ids = await asyncio.to_thread(
-                        first_ids, self._tokenizer_for_thread, prompt, (), order.columns
-                    )
+                    tokenizer, columns = self._tokenizer_for_thread, order.columns
+                    ids = await asyncio.to_thread(first_ids, tokenizer, prompt, (), columns, check)
         except (TaskError, Unusable) as error:  # no tokens, or the chat template rejects them
             raise WrongOrder(str(error), "prompt") from None
         if order.prompt_ids is not None and order.prompt_ids != ids:
@@ -636,11 +646,6 @@ def _refuse_unlearnable(sampling: Sampling) -> None:
             "temperature 0 draws the same completion each time, from which nothing can be learnt. Give one above 0.",
             "temperature",
         )
-
-
-def _tools_template(tokenizer: Any) -> str:
-    """The chat template for conversations with tools; empty if there is none."""
-    return str(tokenizer.get_chat_template(tools=[{}]) if tokenizer.chat_template else "")
 
 
 def _first_difference(client_ids: tuple[int, ...], server_ids: tuple[int, ...]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from groupwise.core.errors import UsageError
-from groupwise.core.types import SamplingParams
+from groupwise.core.types import LogitsProcessing, SamplingParams
 from groupwise.server.engine.engine_protocol import OrderField, Sampling, WrongOrder
 
 
@@ -27,20 +27,20 @@ def stop_token_ids(sampling: Sampling, own: tuple[int, ...], vocabulary: int) ->
 
 
 def check_processing(params: SamplingParams, vocabulary: int) -> None:
-    """Raise `WrongOrder` for a bias on a token that the tokenizer does not have, and for a schema, or calls, that cannot be followed to
-    the end."""
+    """Raise `WrongOrder` for a bias on a token that the tokenizer does not have, and for a constraint that cannot be followed to the end
+    because of other parameters.
+    """
     processing = params.processing
     if processing is None:
         return
     refuse_unknown_tokens([id for id, _ in processing.logit_bias], vocabulary, "logit_bias")
     if not processing.is_constrained:
         return
-    constraint: OrderField = "tool_calls" if processing.tool_calls is not None else "json_schema"
     if not params.stop_token_ids:
         raise WrongOrder(
             "A completion that follows a schema ends with a stop token where the JSON is complete, but none is left. Leave ignore_eos "
             "out, or give stop_token_ids.",
-            constraint,
+            "tool_calls" if processing.tool_calls is not None else "json_schema",
         )
     if params.min_tokens:
         raise WrongOrder(
@@ -48,13 +48,18 @@ def check_processing(params: SamplingParams, vocabulary: int) -> None:
             "(min_tokens, or the run's min_completion_length). Give min_tokens 0.",
             "min_tokens",
         )
-    from groupwise.engine.sampler.json_schemas import check_calls, check_schema  # loads torch
 
+
+def check_constraint(processing: LogitsProcessing) -> None:
+    """Raise `WrongOrder` for a schema, or calls, that cannot be enforced. Compiles them for up to a second, without the interpreter."""
+    from groupwise.engine.sampler.json_schemas import check_calls, compile_schema  # loads torch
+
+    field: OrderField = "tool_calls"
     try:
         if processing.tool_calls is not None:
             check_calls(processing.tool_calls)
-        constraint = "json_schema"
+        field = "json_schema"
         if processing.json_schema is not None:
-            check_schema(processing.json_schema)
+            compile_schema(processing.json_schema)
     except UsageError as error:
-        raise WrongOrder(str(error), constraint) from None
+        raise WrongOrder(str(error), field) from None

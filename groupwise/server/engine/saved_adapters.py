@@ -41,7 +41,7 @@ class Saved:
 
 @dataclass(frozen=True, slots=True)
 class CheckpointNote:
-    """Options of a client that saved weights under a name."""
+    """What a Tinker client may say when it saves weights under a name."""
 
     expires_at: float | None = None
     """Seconds since 1970; None: never."""

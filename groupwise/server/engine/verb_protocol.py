@@ -124,7 +124,7 @@ class VerbEngine(Protocol):
         ...
 
     def admit(self, base: str) -> None:
-        """Raise UsageError if this base model cannot be loaded now, and NoRoom if other clients' models occupy its room."""
+        """Raise UsageError if this base model cannot be loaded now, and NoRoom while other clients' models take up the memory."""
         ...
 
     async def base(self, name: str) -> Base:

@@ -1,5 +1,8 @@
 """Responses by Idempotency-Key: a request repeated within a day gets the same response as the first time.
 
+A client that only counts its retries gets a key of the server's (`InFlightRequests.key_for`): a retry has the key of an earlier request
+with the same body, whose response did not reach its client.
+
 A key is unique per API key and route. The response is written in the transaction of the work (`run_idempotent`), so there is never one
 without the other. Errors are not stored, so a retry can succeed once their cause is gone. If a request waits for a step, its stored
 response is 202 Accepted; a retry waits for the same step.
@@ -12,9 +15,10 @@ be done twice, by two servers or after a kill; the ledger keeps the result that 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from operator import itemgetter
 
 from groupwise.api.schemas.idempotency import AnswerKey
 from groupwise.api.schemas.keys import Caller
@@ -25,6 +29,12 @@ RETENTION_SECONDS = 24 * 3600.0
 """How long a response is kept, in seconds of server uptime, which clock jumps do not change. The column `made_at` is uptime too. Rows
 written by earlier servers hold wall time, which is larger than any uptime: they count as expired.
 """
+
+MOST_UNDELIVERED = 1000
+"""Limit on the requests without a delivered response whose retries are awaited; the oldest are forgotten."""
+
+Claim = Callable[[AnswerKey], Awaitable[str | None]]
+"""Finds the stored response that a retry repeats, and gives its key to this retry alone; see `storing.claim_answer`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,9 +80,10 @@ def run_idempotent(
     response = work()
     if key is not None and response is not None:
         transaction.execute(
-            "INSERT OR REPLACE INTO answers (key_id, route, key, body_hash, status, body, made_at) VALUES (?, ?, ?, ?, ?, ?, ?)",
+            """INSERT OR REPLACE INTO answers (key_id, route, key, body_hash, retries, status, body, made_at)
+            VALUES (?, ?, ?, ?, ?, ?, ?, ?)""",
             (
-                *(caller.key_id, key.route, key.key, key.body_hash),
+                *(caller.key_id, key.route, key.key, key.body_hash, key.retries),
                 *(response.status, response.body, transaction.uptime),
             ),
         )
@@ -92,18 +103,62 @@ class InFlightRequests:
 
     def __init__(self) -> None:
         self._requests: dict[
-            tuple[str, str, str], tuple[str, asyncio.Future[StoredResponse | None]]
+            tuple[str, str, str], tuple[AnswerKey, asyncio.Future[StoredResponse | None]]
         ] = {}
-        """Hash of the body and future of the response, by API key, route and Idempotency-Key."""
+        """Key and future of the response, by API key, route and Idempotency-Key."""
+        self._undelivered: dict[tuple[str, str, str], AnswerKey] = {}
+        """Likewise the keys made here of requests that were refused, or whose client disconnected before the whole response was sent, and
+        that were not sent again yet.
+        """
+
+    def note_delivery(self, caller: Caller, key: AnswerKey, delivered: bool) -> None:
+        """Note that the request with this key, made here, has ended; unless its response was delivered, a retry may have its key."""
+        if not delivered:
+            self._undelivered[_request_id(caller, key)] = key
+            if len(self._undelivered) > MOST_UNDELIVERED:
+                del self._undelivered[next(iter(self._undelivered))]
+
+    async def key_for(
+        self, caller: Caller, sent: AnswerKey, claim: Claim, *, lost_only: bool
+    ) -> str | None:
+        """The key of the request that `sent` repeats; None if there is none that was answered.
+
+        First come requests whose response was not delivered, the most often sent before the others. With `lost_only` there are no others:
+        separate calls may have this body, and a response that was delivered belongs to one of them. Else come, newest first, responses that
+        are still to be rewarded, then requests under way, whose end is awaited.
+        """
+        assert sent.retries, "it is a retry"
+        while True:
+            lost = [
+                (key.retries or 0, id)
+                for id, key in self._undelivered.items()
+                if _is_repeated_by(id, key, caller, sent)
+            ]
+            if lost:
+                _, id = max(lost, key=itemgetter(0))
+                key = self._undelivered.pop(id)
+                return await claim(replace(sent, key=key.key))
+            if lost_only:
+                return None
+            if (claimed := await claim(replace(sent, key=""))) is not None:
+                return claimed
+            for id, (key, future) in self._requests.items():
+                if _is_repeated_by(id, key, caller, sent):
+                    await asyncio.shield(future)
+                    break
+            else:
+                return None
 
     async def wait_for_first(self, caller: Caller) -> StoredResponse | None:
         """Wait for the response to a request in progress with this key; None if there is none, so the caller must do the work.
 
         Refuses with `idempotency_key_reused` if that request has a different body.
         """
-        while (key := caller.answer_key) and (entry := self._requests.get(_cache_key(caller, key))):
-            body_hash, future = entry
-            _check_body(key, body_hash)
+        while (key := caller.answer_key) and (
+            entry := self._requests.get(_request_id(caller, key))
+        ):
+            first, future = entry
+            _check_body(key, first.body_hash)
             # Several requests may wait for this future, so one that is cancelled must not cancel it.
             if (response := await asyncio.shield(future)) is not None:
                 return response
@@ -117,18 +172,29 @@ class InFlightRequests:
         future: asyncio.Future[StoredResponse | None] = asyncio.get_running_loop().create_future()
         key = caller.answer_key
         if key is not None:
-            self._requests[_cache_key(caller, key)] = (key.body_hash, future)
+            self._requests[_request_id(caller, key)] = (key, future)
         try:
             yield future
         finally:
             if key is not None:
-                del self._requests[_cache_key(caller, key)]
+                del self._requests[_request_id(caller, key)]
             if not future.done():
                 future.set_result(None)
 
 
-def _cache_key(caller: Caller, key: AnswerKey) -> tuple[str, str, str]:
+def _request_id(caller: Caller, key: AnswerKey) -> tuple[str, str, str]:
     return (caller.key_id, key.route, key.key)
+
+
+def _is_repeated_by(
+    id: tuple[str, str, str], key: AnswerKey, caller: Caller, sent: AnswerKey
+) -> bool:
+    return (
+        id[:2] == (caller.key_id, sent.route)
+        and key.body_hash == sent.body_hash
+        and key.retries is not None
+        and key.retries < (sent.retries or 0)
+    )
 
 
 def _check_body(key: AnswerKey, body_hash: str) -> None:

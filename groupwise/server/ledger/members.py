@@ -26,7 +26,7 @@ from groupwise.server.ledger import trajectories
 from groupwise.server.ledger.events import add_event
 from groupwise.server.ledger.groups import GroupRow, give_up, read_group
 from groupwise.server.ledger.rewards import Include, Post, Posted, accept_rewards
-from groupwise.server.ledger.runs import require_active
+from groupwise.server.ledger.runs import read_run, require_active
 from groupwise.server.ledger.transaction import Transaction
 
 GRACE = 1.0
@@ -129,6 +129,15 @@ def hand_out(transaction: Transaction, member: Member) -> bool:
 # --- rewards --------------------------------------------------------------------------------------
 
 
+def awaits_reward(transaction: Transaction, id: str) -> bool:
+    """True if this group, member or call of a trajectory can still be rewarded, and was not."""
+    completion = parse_id(id)
+    row = read_group(transaction, completion.group)
+    is_open = row.state == "open" and row.lease_end > transaction.uptime
+    is_active = read_run(transaction, row.run).state == "active"
+    return is_open and is_active and completion.member not in _member_rewards(transaction, row.id)
+
+
 def accept_post(transaction: Transaction, run: str, post: Post) -> Posted:
     """Accept the rewards of a group, or the reward of one member; see `rewards.accept_rewards`, also for the refusals.
 
@@ -225,7 +234,13 @@ def _reward_group(transaction: Transaction, run: str, row: GroupRow) -> GroupRow
         closed = trajectories.close_trajectories(transaction, row)
         order = closed.members
         if closed.without_reward:
-            _report_without_reward(transaction, row, closed.without_reward)
+            names = closed.without_reward
+            message = (
+                f"{len(names)} trajectories of group {row.id} had no reward when it closed, and count as failed: "
+                f"{', '.join(names[:8])}{' …' if len(names) > 8 else ''}"
+            )
+            data = {"failed": [row.id], "trajectories": list(names)}
+            add_event(transaction, row.run, EventKind.GROUPS, {"message": message, "data": data})
     rewards = tuple(
         member_rewards[index][0] if index in member_rewards else None for index in order
     )
@@ -237,15 +252,6 @@ def _reward_group(transaction: Transaction, run: str, row: GroupRow) -> GroupRow
     }
     accept_rewards(transaction, run, Post(row.id, rewards, answer, include))
     return read_group(transaction, row.id)
-
-
-def _report_without_reward(transaction: Transaction, row: GroupRow, names: Sequence[str]) -> None:
-    data = {"failed": [row.id], "trajectories": list(names)}
-    message = (
-        f"{len(names)} trajectories of group {row.id} had no reward when it closed, and count as failed: "
-        f"{', '.join(names[:8])}{' …' if len(names) > 8 else ''}"
-    )
-    add_event(transaction, row.run, EventKind.GROUPS, {"message": message, "data": data})
 
 
 def close_group(transaction: Transaction, group: str) -> GroupRow:

@@ -75,11 +75,7 @@ def make_plan(
             f"step {step} of run {run} has a plan already, of {len(existing.groups)} groups; it is {existing.state}."
         )
     plan = transaction.insert(
-        "plans",
-        run=run,
-        step=step,
-        parameters=pack_json(parameters),
-        made_at=transaction.now,
+        "plans", run=run, step=step, parameters=pack_json(parameters), made_at=transaction.now
     )
     for position, group in enumerate(groups):
         row = _trainable_group(transaction, run, group)

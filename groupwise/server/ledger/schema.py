@@ -290,4 +290,10 @@ MIGRATIONS: tuple[str, ...] = (
         made_at  REAL NOT NULL                     -- seconds of uptime
     ) WITHOUT ROWID;
     """,
+    """
+    ALTER TABLE turns DROP COLUMN asked;
+    ALTER TABLE answers ADD COLUMN retries INTEGER;  -- of the last request that got it; null: no other is taken for a retry of it
+    ALTER TABLE answers ADD COLUMN completion TEXT;  -- the stored completion that it has, without chatcmpl-
+    CREATE INDEX answers_by_body ON answers (key_id, route, body_hash) WHERE retries IS NOT NULL;
+    """,
 )

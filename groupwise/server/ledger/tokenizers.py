@@ -32,16 +32,13 @@ def tokenizer_answer(folder: Path, tokenizer: Tokenizer) -> TokenizerAnswer:
     """Describe the tokenizer files in this folder."""
     tokenizer_file, config_file = folder / "tokenizer.json", folder / "tokenizer_config.json"
     facts: dict[str, Any] = json.loads(config_file.read_text()) if config_file.is_file() else {}
+    tokens = {role: facts[role] for role in ROLES if facts.get(role)}  # text, or `content` of it
+    texts = {role: t if isinstance(t, str) else str(t["content"]) for role, t in tokens.items()}
     template = folder / TEMPLATE
     return TokenizerAnswer(
         hash=tokenizer.hash,
         chat_template=template.read_text() if template.is_file() else facts.get("chat_template"),
         tokenizer_json=tokenizer_file.read_text() if tokenizer_file.is_file() else None,
-        special_tokens={role: _token_text(facts[role]) for role in ROLES if facts.get(role)},
+        special_tokens=texts,
         stop_token_ids=list(tokenizer.stop_token_ids),
     )
-
-
-def _token_text(token: Any) -> str:
-    """Text of a special token, given as a string or as an object with `content`."""
-    return token if isinstance(token, str) else str(token["content"])

@@ -224,8 +224,8 @@ def renew_lease(transaction: Transaction, row: GroupRow, lease: float) -> None:
     )
 
 
-def keep_turn(transaction: Transaction, turn: SampledTurn, asked: str, lease: float) -> None:
-    """Store what was sampled for a call; `asked` is the hash of its request. Refuses, as `find_place` does, if the trajectory has ended."""
+def keep_turn(transaction: Transaction, turn: SampledTurn, lease: float) -> None:
+    """Store what was sampled for a call. Refuses, as `find_place` does, if the trajectory has ended."""
     place = turn.place
     row = read_group(transaction, place.row.id)
     require_active(transaction, row.run)
@@ -237,26 +237,9 @@ def keep_turn(transaction: Transaction, turn: SampledTurn, asked: str, lease: fl
         id=row.id,
         member=place.member,
         position=place.turn,
-        asked=asked,
         step=turn.step,
         record=to_json(turn.group),
     )
-
-
-def stored_turn(transaction: Transaction, call: Call, asked: str) -> SampledTurn | None:
-    """The last call of the named trajectory whose request has the hash `asked`; None if there is none. A retry gets its answer again."""
-    turn_columns = transaction.first(
-        """SELECT turns.id, turns.member, position, step, record FROM turns
-        JOIN trajectories ON trajectories.id = turns.id AND trajectories.member = turns.member
-        WHERE run = ? AND key_id = ? AND name = ? AND asked = ? AND record IS NOT NULL
-        ORDER BY position DESC""",
-        (call.run, call.key_id, label(call.trajectory), asked),
-    )
-    if turn_columns is None:
-        return None
-    group, member, position, step, record = turn_columns
-    place = Place(read_group(transaction, group), member, position)
-    return SampledTurn(place, from_json(Group, record), step)
 
 
 def withdraw(transaction: Transaction, place: Place) -> bool:
@@ -485,7 +468,11 @@ def close_trajectories(transaction: Transaction, row: GroupRow) -> ClosedTraject
     without_reward: list[str] = []
     first: Group | None = None
     for member, name in trajectories:
-        sampled = _sampled_turns(transaction, row.id, member)
+        rows = transaction.all(
+            "SELECT record FROM turns WHERE id = ? AND member = ? ORDER BY position",
+            (row.id, member),
+        )
+        sampled = [from_json(Group, record) for (record,) in rows]
         if not sampled or (name is None and member not in rewarded):
             continue
         first = first or sampled[0]
@@ -501,13 +488,6 @@ def close_trajectories(transaction: Transaction, row: GroupRow) -> ClosedTraject
     transaction.execute("UPDATE turns SET record = NULL WHERE id = ?", (row.id,))
     transaction.execute("UPDATE groups SET members = ? WHERE id = ?", (len(members), row.id))
     return ClosedTrajectories(tuple(members), tuple(without_reward))
-
-
-def _sampled_turns(transaction: Transaction, group: str, member: int) -> list[Group]:
-    rows = transaction.all(
-        "SELECT record FROM turns WHERE id = ? AND member = ? ORDER BY position", (group, member)
-    )
-    return [from_json(Group, record) for (record,) in rows]
 
 
 def open_groups_named(transaction: Transaction, run: str, key_id: str, name: str) -> list[str]:

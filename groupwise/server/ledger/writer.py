@@ -79,10 +79,7 @@ class Ledger:
         return cls(path, open_file(path), timing or Timing())
 
     async def do(
-        self,
-        operation: Callable[Concatenate[Transaction, P], T],
-        *args: P.args,
-        **kwargs: P.kwargs,
+        self, operation: Callable[Concatenate[Transaction, P], T], *args: P.args, **kwargs: P.kwargs
     ) -> T:
         """Run an operation in the next transaction; returns its result once it is on disk.
 
@@ -114,13 +111,10 @@ class Ledger:
 
     async def close(self) -> None:
         """Finish the queued operations, store the uptime, and close the file. Repeating it is harmless."""
-        await asyncio.to_thread(self._stop_thread)
-
-    def _stop_thread(self) -> None:
         with self._condition:
             self._closing = True
             self._condition.notify()
-        self._thread.join()
+        await asyncio.to_thread(self._thread.join)
 
     def _run_batches(self) -> None:
         while True:

@@ -26,7 +26,6 @@ from groupwise.api.schemas.openai import (
     Usage,
 )
 from groupwise.api.schemas.problems import Refusal
-from groupwise.core.plugins import printable
 from groupwise.server.openai.completed import Completed, CompletionChoice
 from groupwise.server.openai.errors import error_of_refusal
 
@@ -98,8 +97,7 @@ def tool_calls(id: str, choice_index: int, choice: CompletionChoice) -> list[Too
         ToolCallData(
             id=f"call_{id}-{choice_index}-{number}",
             function=CalledFunction(
-                name=printable(call.name),
-                arguments=printable(json.dumps(call.arguments, ensure_ascii=False)),
+                name=call.name, arguments=json.dumps(call.arguments, ensure_ascii=False)
             ),
         )
         for number, call in enumerate(choice.calls)
@@ -115,9 +113,9 @@ def _chat_logprobs(choice: CompletionChoice) -> ChatLogprobs | None:
             TokenLogprob(
                 token=text,
                 logprob=logprob,
-                bytes=_bytes_of(text),
+                bytes=bytes_of(text),
                 top_logprobs=[
-                    AlternativeToken(token=other, logprob=value, bytes=_bytes_of(other))
+                    AlternativeToken(token=other, logprob=value, bytes=bytes_of(other))
                     for other, value in best or ()
                 ],
             )
@@ -128,7 +126,8 @@ def _chat_logprobs(choice: CompletionChoice) -> ChatLogprobs | None:
     )
 
 
-def _bytes_of(text: str) -> list[int] | None:
+def bytes_of(text: str) -> list[int] | None:
+    """The bytes of a token's text; None if it is no whole character."""
     return None if INCOMPLETE in text else list(text.encode())
 
 
@@ -145,7 +144,7 @@ def _text_logprobs(choice: CompletionChoice) -> TextLogprobs | None:
     best: list[dict[str, float] | None] | None = None
     if details.alternatives is not None:
         best = [
-            None if logprob is None else {text: logprob, **dict(reversed(alternatives or ()))}
+            None if logprob is None else {**dict(reversed(alternatives or ())), text: logprob}
             for text, logprob, alternatives in zip(
                 details.texts, details.logprobs, details.alternatives, strict=True
             )

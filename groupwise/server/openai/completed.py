@@ -1,16 +1,31 @@
-"""Completions as the service holds them, before conversion to OpenAI's format."""
+"""Completions and the details of their tokens as the service holds them, before conversion to OpenAI's format."""
 
 from __future__ import annotations
 
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 
 from groupwise.api.schemas.openai import FinishReason
-from groupwise.core.types import Rollout
-from groupwise.server.openai.asking import GenerationRequest
+from groupwise.core.types import PromptLogprobs, Rollout, TopLogprobs
+from groupwise.server.openai.generation_request import GenerationRequest
 from groupwise.server.openai.stop_strings import cut_at_stop, streamable_prefix
-from groupwise.server.openai.token_details import TokenDetails
 from groupwise.server.openai.tools import ends_within_call, split_calls, streamable_before_calls
 from groupwise.tasks.tools import ToolCall
+
+Alternatives = tuple[tuple[str, float], ...]
+"""Tokens as texts with their log-probabilities (nats), the most probable first."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenDetails:
+    """Tokens in their order."""
+
+    texts: tuple[str, ...]
+    """Each token as text of its own."""
+    logprobs: tuple[float | None, ...]
+    """One value in nats for each of `texts`; None for the first token of a prompt."""
+    alternatives: tuple[Alternatives | None, ...] | None = None
+    """The most probable tokens at each position, likewise; None as a whole if they were not asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,3 +102,29 @@ def streamable_text(text: str, ask: GenerationRequest) -> str:
     if ask.read_calls == "none":
         return streamable_prefix(text, ask.stops)
     return streamable_before_calls(text, ask.stops, ask.call_format, ask.offered_tools)
+
+
+async def describe_tokens(
+    rollout: Rollout,
+    best: Sequence[TopLogprobs] | None,
+    prompt: PromptLogprobs | None,
+    token_texts: Callable[[tuple[int, ...]], Awaitable[tuple[str, ...]]],
+) -> TokenDetails:
+    """Describe a completion's tokens, with their alternatives if `best` has them, and with `prompt` the prompt's tokens before them."""
+    ids = rollout.completion_ids
+    logprobs: list[float | None] = [
+        logprob for segment in rollout.segments for logprob in segment.sampling_logprobs or ()
+    ]
+    top_logprobs: list[TopLogprobs | None] = [*(best or ())]
+    if prompt is not None:
+        ids = (*rollout.prompt_ids, *ids)
+        logprobs = [None, *prompt.logprobs, *logprobs]
+        top_logprobs = [None, *prompt.top_logprobs, *top_logprobs]
+    others = [token for tops in top_logprobs for token, _ in tops or ()]
+    texts = await token_texts((*ids, *others))
+    rest = iter(texts[len(ids) :])
+    alternatives = tuple(
+        None if tops is None else tuple((next(rest), logprob) for _, logprob in tops)
+        for tops in top_logprobs
+    )
+    return TokenDetails(texts[: len(ids)], tuple(logprobs), None if best is None else alternatives)

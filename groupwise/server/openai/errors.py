@@ -43,13 +43,7 @@ def error_of(problem: Problem) -> ErrorAnswer:
     if code == TOO_LONG:
         message, code = f"{problem.title}. {message}", CODE_OF_TOO_LONG
     return ErrorAnswer(
-        error=ErrorData(
-            message=message,
-            type=kind,
-            param=param,
-            code=code,
-            errors=problem.errors,
-        )
+        error=ErrorData(message=message, type=kind, param=param, code=code, errors=problem.errors)
     )
 
 

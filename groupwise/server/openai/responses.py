@@ -34,7 +34,7 @@ from groupwise.api.schemas.responses import (
 )
 from groupwise.core.settings.field_errors import field_errors
 from groupwise.server.ledger.responses import KeptResponse
-from groupwise.server.openai.answers import tool_calls
+from groupwise.server.openai.answers import bytes_of, tool_calls
 from groupwise.server.openai.completed import Completed, CompletionChoice
 from groupwise.server.openai.errors import error_of_refusal
 
@@ -99,10 +99,12 @@ def in_own_names(refusal: Refusal) -> Refusal:
 
 def own_name(field: str) -> str:
     """The name of a chat's field in this protocol."""
-    first, dot, rest = field.partition(".")
+    first, _, rest = field.partition(".")
     if first == "tools":  # here a tool's function has no level of its own
         rest = rest.replace(".function", "", 1)
-    return NAMES.get(first, first) + dot + rest
+    if first == "response_format":  # nor has a schema
+        rest = rest.removeprefix("json_schema").removeprefix(".")
+    return ".".join(filter(None, (NAMES.get(first, first), rest)))
 
 
 def _chat_tool_choice(choice: Any) -> Any:
@@ -215,12 +217,12 @@ def _output_message(id: str, choice: CompletionChoice) -> list[OutputMessage]:
         alternatives = choice.details.alternatives or ((),) * len(texts)
         for text, logprob, best in zip(texts, choice.logprobs, alternatives, strict=True):
             tops = [
-                OutputAlternative(token=other, bytes=list(other.encode()), logprob=value)
+                OutputAlternative(token=other, bytes=bytes_of(other) or [], logprob=value)
                 for other, value in best or ()
             ]
             logprobs.append(
                 OutputLogprob(
-                    token=text, bytes=list(text.encode()), logprob=logprob, top_logprobs=tops
+                    token=text, bytes=bytes_of(text) or [], logprob=logprob, top_logprobs=tops
                 )
             )
     status: Status = "incomplete" if choice.finish_reason == "length" else "completed"

@@ -21,6 +21,7 @@ from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Protocol, TypeVar
 
+from groupwise.api.schemas.idempotency import AnswerKey
 from groupwise.api.schemas.keys import Caller
 from groupwise.api.schemas.openai import BY_IDS, ModelData
 from groupwise.api.schemas.problems import FieldError, Refusal
@@ -36,15 +37,16 @@ from groupwise.server.ledger.responses import KeptResponse
 from groupwise.server.ledger.trajectories import Call, NewTrajectoryGroup, Place, SampledTurn
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.openai import storing
-from groupwise.server.openai.asking import Gather, GenerationRequest, field_refusal
 from groupwise.server.openai.completed import (
     Completed,
     CompletionChoice,
+    TokenDetails,
+    describe_tokens,
     streamable_text,
     write_completion,
 )
+from groupwise.server.openai.generation_request import Gather, GenerationRequest, field_refusal
 from groupwise.server.openai.storing import Also, Render, StoredCompletion, StoreOptions
-from groupwise.server.openai.token_details import TokenDetails, describe_tokens
 from groupwise.server.openai.tools import call_format_of
 from groupwise.server.run.conductor import Conductor, RunStatus
 from groupwise.server.run.engine_errors import check_prompt_length, naming_field
@@ -55,7 +57,10 @@ from groupwise.tasks.rollouts.seeds import derive
 T = TypeVar("T")
 
 POLL = 0.03
-"""Seconds between two polls of the texts so far: short enough that a reader sees smooth text, and a poll costs the engine almost nothing.
+"""Seconds between two polls of a stream's texts so far: short enough that a reader sees smooth text."""
+POLLED_AT_ONCE = 8
+"""Number of streams that are polled that often. With more of them each is polled less often, because every poll decodes the whole text in
+the engine, up to a millisecond for thousands of tokens: dozens of streams would take much of its time.
 """
 MOST_SAMPLING = 512
 """Limit on completions sampled at once without being stored; requests beyond it are refused and may be sent again."""
@@ -112,6 +117,16 @@ class _Progress:
         return []
 
 
+@dataclass(frozen=True, slots=True)
+class _Work:
+    """A request under way: what it asks for, of which run, how its completions are stored, and how far they are."""
+
+    ask: GenerationRequest
+    conductor: Conductor
+    options: StoreOptions
+    progress: _Progress
+
+
 class OpenAIService:
     """The service of the routes under /v1."""
 
@@ -122,6 +137,7 @@ class OpenAIService:
         self._draws = itertools.count(MAX_DRAW)
         """Draws for completions that are only sampled: above the largest draw of groups."""
         self._sampling = 0
+        self._streams = 0
         self._gathering_locks: dict[Gathering, tuple[asyncio.Lock, int]] = {}
         """For each gathering a lock and the number of calls that use it."""
 
@@ -181,6 +197,10 @@ class OpenAIService:
 
     # --- completions -----------------------------------------------------------------------------
 
+    async def claim_answer(self, caller: Caller, retry: AnswerKey) -> str | None:
+        """The key of the stored answer that this retry repeats; None if there is none."""
+        return await self._ledger.do(storing.claim_answer, caller, retry)
+
     def with_template(self, ask: GenerationRequest) -> GenerationRequest:
         """The request with the notation of tool calls that the model's chat template uses, unless the setting `tool_call_parser` names
         another. Refuses a `reasoning_effort` that the template does not know.
@@ -206,23 +226,21 @@ class OpenAIService:
         return (await self._sample_and_store(ask, caller, render, _Progress(), also)).answer
 
     async def stream(
-        self, ask: GenerationRequest, caller: Caller, also: Also | None = None
-    ) -> AsyncGenerator[StreamStarted | TextDelta | Completed]:
+        self, ask: GenerationRequest, caller: Caller, render: Render, also: Also | None = None
+    ) -> AsyncGenerator[StreamStarted | TextDelta | StoredCompletion]:
         """Yields `StreamStarted`, then texts as they are written, then the complete result. Stored completions are on disk before the last
         item.
 
         Refusals before the first text are raised by the first iteration. Closing the generator ends the sampling.
         """
-        assert caller.answer_key is None, "a stream is not sent again"
         progress = _Progress()
         texts_sent = [""] * (len(ask.prompts) * ask.n)
-        work = asyncio.create_task(
-            self._sample_and_store(ask, caller, _no_response, progress, also)
-        )
+        work = asyncio.create_task(self._sample_and_store(ask, caller, render, progress, also))
         has_started = False
+        self._streams += 1
         try:
             while not work.done():
-                await asyncio.wait((work,), timeout=POLL)
+                await asyncio.wait((work,), timeout=POLL * max(1.0, self._streams / POLLED_AT_ONCE))
                 texts = [streamable_text(text, ask) for text in await progress.texts()]
                 texts = texts_after_prompts(ask, texts)
                 if any(texts) and not has_started:
@@ -230,14 +248,16 @@ class OpenAIService:
                     yield StreamStarted(progress.id)
                 for delta in _text_deltas(texts_sent, texts):
                     yield delta
-            completed = work.result().completed
-            assert completed is not None, "it does not name itself"
+            stored = work.result()
+            completed = stored.completed
+            assert completed is not None, "no other request with its key was answered meanwhile"
             if not has_started:
                 yield StreamStarted(completed.id)
             for delta in _text_deltas(texts_sent, [choice.text for choice in completed.choices]):
                 yield delta
-            yield completed
+            yield stored
         finally:
+            self._streams -= 1
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
 
@@ -258,33 +278,25 @@ class OpenAIService:
                 continue  # the engine counts tokens
             check_prompt_length(prompt, conductor.status.opened, ask.field_names["prompt"])
         options = StoreOptions(caller, conductor.request.lease_seconds, render, also)
+        work = _Work(ask, conductor, options, progress)
         if not ask.store:
-            return await self._sample_only(ask, conductor, options, progress)
+            return await self._sample_only(work)
         if ask.gather is None:
-            return await self._sample_group(ask, ask.n, None, conductor, options, progress)
+            return await self._sample_group(work, ask.n)
         if ask.gather.trajectory is not None:
-            return await self._sample_turn(ask, ask.gather, conductor, options, progress)
+            return await self._sample_turn(work, ask.gather)
         size = ask.gather.size or conductor.request.num_completions_per_prompt
         settings_hash = ask.hash_with(size)
         name = f"same:{settings_hash}" if ask.gather.name is None else f"name:{ask.gather.name}"
         gathering = Gathering(conductor.status.run, caller.key_id, name, settings_hash)
         async with self._one_at_a_time(gathering):
-            completion = await self._next_member(ask, gathering, conductor, options)
-            if completion is None:
-                completion = await self._sample_group(
-                    ask, size, gathering, conductor, options, progress
-                )
-            return completion
+            completion = await self._next_member(work, gathering)
+            return completion or await self._sample_group(work, size, gathering)
 
     # --- completions that are only sampled --------------------------------------------------------
 
-    async def _sample_only(
-        self,
-        ask: GenerationRequest,
-        conductor: Conductor,
-        options: StoreOptions,
-        progress: _Progress,
-    ) -> StoredCompletion:
+    async def _sample_only(self, work: _Work) -> StoredCompletion:
+        ask, conductor, options = work.ask, work.conductor, work.options
         completions = len(ask.prompts) * ask.n
         if self._sampling and self._sampling + completions > MOST_SAMPLING:
             raise Refusal(
@@ -314,17 +326,17 @@ class OpenAIService:
             )
         self._sampling += completions
         try:
-            samples = await self._sample_orders(ask, orders, ask.n, conductor, progress)
+            samples = await self._sample_orders(work, orders)
         finally:
             self._sampling -= completions
         first_sample = samples[0]
         choices = [
             choice
             for sample in samples
-            for choice in await self._write_choices(ask, sample.group.rollouts, conductor, sample)
+            for choice in await self._write_choices(work, sample.group.rollouts, sample)
         ]
         completed = Completed(
-            id=progress.id,
+            id=work.progress.id,
             group=None,
             run=conductor.status.run,
             step=first_sample.step,
@@ -340,22 +352,17 @@ class OpenAIService:
     # --- stored completions -----------------------------------------------------------------------
 
     async def _sample_group(
-        self,
-        ask: GenerationRequest,
-        size: int,
-        gathering: Gathering | None,
-        conductor: Conductor,
-        options: StoreOptions,
-        progress: _Progress,
+        self, work: _Work, size: int, gathering: Gathering | None = None
     ) -> StoredCompletion:
         """Sample and store a new group; with `gathering` the call gets only the first member."""
+        ask, conductor, options = work.ask, work.conductor, work.options
         group = f"g-{secrets.token_hex(10)}"
-        progress.id = group if gathering is None else f"{group}-0"
+        work.progress.id = group if gathering is None else f"{group}-0"
         wait = self._config.completions_wait
-        async with conductor.room.admit((None,), wait, options.caller.key_id) as (draw,):
+        async with conductor.admission.admit((None,), wait, options.caller.key_id) as (draw,):
             order = SampleOrder(draw, ask.prompts[0], size, ask.sampling, columns=ask.columns)
-            (sampled,) = await self._sample_orders(ask, [order], ask.n, conductor, progress)
-            choices = await self._write_choices(ask, sampled.group.rollouts[: ask.n], conductor)
+            (sampled,) = await self._sample_orders(work, [order])
+            choices = await self._write_choices(work, sampled.group.rollouts[: ask.n])
             completion = await self._ledger.do(
                 storing.keep_group,
                 conductor.status.run,
@@ -368,58 +375,41 @@ class OpenAIService:
             await conductor.recount()
             return completion
 
-    async def _next_member(
-        self,
-        ask: GenerationRequest,
-        gathering: Gathering,
-        conductor: Conductor,
-        options: StoreOptions,
-    ) -> StoredCompletion | None:
+    async def _next_member(self, work: _Work, gathering: Gathering) -> StoredCompletion | None:
         """The next member of an open shared group; None if a new group is needed."""
-        status = conductor.status
-        oldest = status.step if ask.model != LATEST else status.step - conductor.request.staleness
+        oldest = work.conductor.status.step
+        if work.ask.model == LATEST:
+            oldest -= work.conductor.request.staleness
         member_and_rollout = await self._ledger.do(storing.next_member, gathering, oldest)
         if member_and_rollout is None:
             return None
         member, rollout = member_and_rollout
-        (choice,) = await self._write_choices(ask, [rollout], conductor)
+        (choice,) = await self._write_choices(work, [rollout])
+        prompt_tokens = len(rollout.prompt_ids)
         return await self._ledger.do(
-            storing.give_member, member, len(rollout.prompt_ids), choice, options
+            storing.give_member, member, prompt_tokens, choice, work.options
         )
 
     # --- calls of trajectories --------------------------------------------------------------------
 
-    async def _sample_turn(
-        self,
-        ask: GenerationRequest,
-        gather: Gather,
-        conductor: Conductor,
-        options: StoreOptions,
-        progress: _Progress,
-    ) -> StoredCompletion:
+    async def _sample_turn(self, work: _Work, gather: Gather) -> StoredCompletion:
         """Sample and store one call of a trajectory. Only the first call of a group waits for admission."""
-        settings_hash, run = ask.hash_with(1), conductor.status.run
-        name = gather.name
+        ask, conductor, options = work.ask, work.conductor, work.options
         trajectory = gather.trajectory or BY_IDS
         size = gather.size or conductor.request.num_completions_per_prompt
-        call = Call(run, options.caller.key_id, trajectory, name, size)
-        if gather.is_retry:
-            turn = await self._ledger.do(trajectories.stored_turn, call, settings_hash)
-            if turn is not None:
-                (choice,) = await self._write_choices(ask, turn.group.rollouts, conductor)
-                return await self._ledger.do(storing.keep_turn, turn, None, choice, options)
-        place = await self._place_of_call(ask, call, conductor, options)
-        progress.id = place.id
+        call = Call(conductor.status.run, options.caller.key_id, trajectory, gather.name, size)
+        place = await self._place_of_call(work, call)
+        work.progress.id = place.id
         try:
             draw, member = place.row.draw, place.member if trajectory == BY_IDS else 0
             seed = derive("trajectory", conductor.seed, draw, trajectory, member, place.turn)
             sampling = replace(ask.sampling, seed=seed >> 1)  # SQLite and JSON hold 63 bits
             # A draw of its own, because calls of a group may be sampled at the same time.
             order = SampleOrder(next(self._draws), ask.prompts[0], 1, sampling, columns=ask.columns)
-            (sampled,) = await self._sample_orders(ask, [order], 1, conductor, progress)
-            (choice,) = await self._write_choices(ask, sampled.group.rollouts, conductor)
+            (sampled,) = await self._sample_orders(work, [order])
+            (choice,) = await self._write_choices(work, sampled.group.rollouts)
             turn = SampledTurn(place, sampled.group, sampled.step)
-            return await self._ledger.do(storing.keep_turn, turn, settings_hash, choice, options)
+            return await self._ledger.do(storing.keep_turn, turn, choice, options)
         except BaseException:
             # Also if the client has gone: a trajectory without a call would hold its place for a lease.
             with suppress(GroupwiseError):  # then the place is held until the lease ends
@@ -427,11 +417,9 @@ class OpenAIService:
                 await conductor.recount()
             raise
 
-    async def _place_of_call(
-        self, ask: GenerationRequest, call: Call, conductor: Conductor, options: StoreOptions
-    ) -> Place:
+    async def _place_of_call(self, work: _Work, call: Call) -> Place:
         """The place of a call: in the trajectory that it continues, in the open group of its name, or in a new group."""
-        lease = options.lease
+        ask, conductor, lease = work.ask, work.conductor, work.options.lease
         oldest = conductor.status.step - conductor.request.staleness
         name = call.group or f"same:{ask.hash_with(call.size)}"
         gathering = Gathering(call.run, call.key_id, trajectories.group_name(name), "")
@@ -445,7 +433,7 @@ class OpenAIService:
             if place is not None:
                 return place
             wait = max(deadline - time.monotonic(), 0.0)  # less what the calls before it waited
-            async with conductor.room.admit((None,), wait, call.key_id) as (draw,):
+            async with conductor.admission.admit((None,), wait, call.key_id) as (draw,):
                 status, prompt = conductor.status, ask.prompts[0]
                 assert not isinstance(prompt, tuple), "refused by parse_request"
                 new = NewTrajectoryGroup(
@@ -480,17 +468,15 @@ class OpenAIService:
 
     # --- the engine -------------------------------------------------------------------------------
 
-    async def _sample_orders(
-        self,
-        ask: GenerationRequest,
-        orders: Sequence[SampleOrder],
-        members_shown: int,
-        conductor: Conductor,
-        progress: _Progress,
-    ) -> list[Sampled]:
-        """Sample the orders; meanwhile `progress` gives access to the texts of the first `members_shown` members of each."""
-        engine = conductor.engine
-        progress.draws, progress.n = tuple(order.draw for order in orders), members_shown
+    async def _sample_orders(self, work: _Work, orders: Sequence[SampleOrder]) -> list[Sampled]:
+        """Sample the orders; meanwhile `progress` gives access to the texts of the members that the answer has."""
+        ask, conductor, progress, engine = (
+            work.ask,
+            work.conductor,
+            work.progress,
+            work.conductor.engine,
+        )
+        progress.draws, progress.n = tuple(order.draw for order in orders), ask.n
         progress.engine = engine
         samples = await self._host.await_engine(
             gather_all(naming_field(engine.sample(order), ask.field_names) for order in orders),
@@ -511,13 +497,10 @@ class OpenAIService:
         return list(samples)
 
     async def _write_choices(
-        self,
-        ask: GenerationRequest,
-        rollouts: Sequence[Rollout],
-        conductor: Conductor,
-        sampled: Sampled | None = None,
+        self, work: _Work, rollouts: Sequence[Rollout], sampled: Sampled | None = None
     ) -> list[CompletionChoice]:
         """The choices of the answer; `sampled` has what is not stored: alternatives, and the prompt's log-probabilities."""
+        ask, conductor = work.ask, work.conductor
         details: Sequence[TokenDetails | None] = [None] * len(rollouts)
         best: Sequence[Sequence[TopLogprobs] | None] = [None] * len(rollouts)
         echo, prompt_logprobs = "", None
@@ -561,8 +544,3 @@ def texts_after_prompts(ask: GenerationRequest, texts: list[str]) -> list[str]:
     if len(prompts) < len(ask.prompts):
         return []
     return [prompts[index // ask.n] + text for index, text in enumerate(texts)]
-
-
-def _no_response(_: Completed) -> StoredResponse:
-    """A stream needs no rendered response: `StreamEncoder` encodes its chunks."""
-    return StoredResponse(200, b"")

@@ -22,10 +22,5 @@ def streamable_prefix(text: str, stops: Sequence[str]) -> str:
     before_stop = cut_at_stop(text, stops)
     if len(before_stop) < len(text):
         return before_stop
-    return text[: len(text) - max((_partial_stop_length(text, stop) for stop in stops), default=0)]
-
-
-def _partial_stop_length(text: str, stop: str) -> int:
-    """Number of characters at the end of the text that may be the start of a stop string."""
-    longest = min(len(stop) - 1, len(text))
-    return next((n for n in range(longest, 0, -1) if text.endswith(stop[:n])), 0)
+    starts_of_stops = (stop[:n] for stop in stops for n in range(1, len(stop)))
+    return text[: len(text) - max((len(s) for s in starts_of_stops if text.endswith(s)), default=0)]

@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from groupwise.api.schemas.idempotency import AnswerKey
 from groupwise.api.schemas.keys import Caller
 from groupwise.core.types import Group, Rollout, from_json
 from groupwise.server.engine.engine_protocol import Sampled
 from groupwise.server.ledger import counters, groups, members, trajectories
 from groupwise.server.ledger.groups import GroupRow, NewGroup
-from groupwise.server.ledger.idempotency import StoredResponse, run_idempotent
+from groupwise.server.ledger.idempotency import RETENTION_SECONDS, StoredResponse, run_idempotent
 from groupwise.server.ledger.members import Gathering, Member
 from groupwise.server.ledger.trajectories import SampledTurn
 from groupwise.server.ledger.transaction import Transaction
@@ -111,18 +112,13 @@ def give_member(
 
 
 def keep_turn(
-    transaction: Transaction,
-    turn: SampledTurn,
-    asked: str | None,
-    choice: CompletionChoice,
-    options: StoreOptions,
+    transaction: Transaction, turn: SampledTurn, choice: CompletionChoice, options: StoreOptions
 ) -> StoredCompletion:
-    """Store a call of a trajectory that asked this, and answer it. `asked` None: it was stored before, and is only answered again."""
+    """Store a call of a trajectory, and answer it."""
 
     def work() -> Completed:
         row, sampled = turn.place.row, turn.group
-        if asked is not None:
-            trajectories.keep_turn(transaction, turn, asked, options.lease)
+        trajectories.keep_turn(transaction, turn, options.lease)
         counters.count(transaction, row.run, counters.COMPLETION_REQUESTS)
         return Completed(
             id=turn.place.id,
@@ -174,4 +170,31 @@ def _store_once(
         return options.render(completed)
 
     response = run_idempotent(transaction, options.caller, answer)
+    if completed is not None and (key := options.caller.answer_key) is not None:
+        transaction.execute(
+            "UPDATE answers SET completion = ? WHERE key_id = ? AND route = ? AND key = ?",
+            (completed.id, options.caller.key_id, key.route, key.key),
+        )
     return None if response is None else StoredCompletion(completed, response)
+
+
+def claim_answer(transaction: Transaction, caller: Caller, retry: AnswerKey) -> str | None:
+    """The key of an answer that this retry repeats, the newest that was not rewarded; no other retry of the same count gets it. None if
+    there is none. If `retry` has a key, it is that one.
+    """
+    rows = transaction.all(
+        """SELECT key, completion FROM answers WHERE key_id = ? AND route = ? AND body_hash = ? AND retries < ?
+        AND made_at > ? AND made_at <= ? ORDER BY retries DESC, made_at DESC, rowid DESC""",
+        (
+            *(caller.key_id, retry.route, retry.body_hash, retry.retries),
+            *(transaction.uptime - RETENTION_SECONDS, transaction.uptime),
+        ),
+    )
+    for key, completion in rows:
+        if retry.key in ("", key) and members.awaits_reward(transaction, completion):
+            transaction.execute(
+                "UPDATE answers SET retries = ? WHERE key_id = ? AND route = ? AND key = ?",
+                (retry.retries, caller.key_id, retry.route, key),
+            )
+            return key
+    return None

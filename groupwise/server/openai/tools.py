@@ -23,7 +23,7 @@ from functools import lru_cache
 from typing import Any, cast, get_args
 from urllib.parse import unquote
 
-from groupwise.api.http.strict_json import NotStrict, finite, no_constant
+from groupwise.api.http.strict_json import NotStrict, finite, no_constant, refuse_lone_surrogates
 from groupwise.core.types import CallFormat
 from groupwise.server.openai.stop_strings import streamable_prefix
 from groupwise.tasks.tools import HermesCalls, ToolCall
@@ -31,6 +31,8 @@ from groupwise.tasks.tools import HermesCalls, ToolCall
 FORMATS: tuple[CallFormat, ...] = get_args(CallFormat)
 PYTHON_TAG = "<|python_tag|>"
 TOOL_CALLS = "[TOOL_CALLS]"
+BETWEEN_CALLS = " \n\t\r;"
+"""What stands between the calls of Llama 3, or before the first."""
 MOST_SCHEMAS = 1000
 """Limit on the schemas within the schema of a strict tool, so that checking arguments takes milliseconds."""
 NOT_CHECKED = ("pattern", "patternProperties", "$dynamicRef", "$id", "$anchor")
@@ -94,15 +96,12 @@ def ends_within_call(rest: str, call_format: CallFormat) -> bool:
 
 
 def streamable_before_calls(
-    text: str,
-    stops: Sequence[str],
-    call_format: CallFormat,
-    tools: Sequence[Mapping[str, Any]],
+    text: str, stops: Sequence[str], call_format: CallFormat, tools: Sequence[Mapping[str, Any]]
 ) -> str:
     """The part of an unfinished text that is certain to be no call, nor any part of a stop string."""
     if call_format == "hermes":
         return streamable_prefix(text, (*stops, HermesCalls.BEGIN)).rstrip()
-    stripped = text.lstrip()
+    stripped = text.lstrip(BETWEEN_CALLS if call_format == "llama3_json" else None)
     openings = (
         ["{"] if call_format == "llama3_json" else ["[", *(t["function"]["name"] for t in tools)]
     )
@@ -193,7 +192,7 @@ def _resolve(reference: str, root: Any) -> Any:
 def _llama_calls(text: str) -> list[ToolCall]:
     """Objects with a name and parameters, separated by `;` or white space; [] unless they are the whole text."""
     calls: list[ToolCall] = []
-    while text := text.lstrip(" \n\t\r;"):
+    while text := text.lstrip(BETWEEN_CALLS):
         value, text = _next_json(text)
         call = _call_of(value)
         if call is None:
@@ -242,6 +241,7 @@ def _next_json(text: str) -> tuple[Any, str]:
     """The JSON value at the start of a text, and the rest; (None, "") if there is none."""
     try:
         value, end = _DECODER.raw_decode(text)
+        refuse_lone_surrogates(text[:end].encode(), value)
     except (ValueError, RecursionError, NotStrict):
         return None, ""
     return value, text[end:]

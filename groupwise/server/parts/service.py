@@ -63,11 +63,11 @@ GoneCode = Literal["parts_gone", "parts_taken"]
 class Runs(Protocol):
     """Other users of the machine; see `groupwise.server.run.service.Service`."""
 
-    turn: asyncio.Lock
+    machine_lock: asyncio.Lock
 
-    def conducted(self) -> Any: ...
+    def active_conductor(self) -> Any: ...
 
-    async def make_room(self, whom: str) -> None: ...
+    async def make_room(self, for_user: str) -> None: ...
 
 
 class CallableEngine(Protocol):
@@ -146,7 +146,7 @@ class PartsService:
         if self._watch is not None:
             self._watch.cancel()
             await asyncio.gather(self._watch, return_exceptions=True)
-        async with self._runs.turn:
+        async with self._runs.machine_lock:
             await self._end_parts("the server was shut down")
         await self._supervisor.end()
 
@@ -182,7 +182,7 @@ class PartsService:
 
     async def open(self, id: str, request: PartsRequest) -> PartsAnswer:
         """Open parts under this id, with an engine; repeating it returns their state."""
-        async with self._runs.turn:
+        async with self._runs.machine_lock:
             current = self._parts
             if current is not None and current.id == id:
                 return self._parts_answer(current)
@@ -193,7 +193,7 @@ class PartsService:
             await self._end_if_silent()
             if self._parts is not None:
                 raise _taken_refusal(self._parts)
-            if self._runs.conducted() is not None:
+            if self._runs.active_conductor() is not None:
                 raise _run_is_active()
             await self._runs.make_room(NAME)
             if self._planning.locked():
@@ -210,7 +210,7 @@ class PartsService:
     async def plan(self, request: PlanRequest) -> PlanAnswer:
         """How the work would be laid out on this machine. An engine started for this is kept for the next parts."""
         async with self._planning:
-            async with self._runs.turn:
+            async with self._runs.machine_lock:
                 engine = await self._engine_to_plan()
             self._spare_until = self._clock() + self._silence
             try:
@@ -252,7 +252,7 @@ class PartsService:
         """The spare engine; if parts are open, a separate engine, because a plan may take long or crash its engine."""
         if self._parts is not None:
             return await _await_engine(self._make_engine())
-        if self._runs.conducted() is not None:
+        if self._runs.active_conductor() is not None:
             raise _run_is_active()
         await self._runs.make_room(NAME)
         return await self._fresh_engine()
@@ -270,7 +270,7 @@ class PartsService:
 
     async def close(self, id: str) -> None:
         """End parts that their loop no longer needs. Repeating it is harmless."""
-        async with self._runs.turn:
+        async with self._runs.machine_lock:
             if self._parts is not None and self._parts.id == id:
                 await self._end_parts("they were closed", "parts_taken")
             elif id not in self._gone:
@@ -286,7 +286,7 @@ class PartsService:
             self.forget_delivered()
             self.notice_loss()
             if self._is_silent(self._parts) or self._spare is not None:
-                async with self._runs.turn:
+                async with self._runs.machine_lock:
                     await self._end_if_silent()
                     if self._clock() > self._spare_until:
                         await self._end_spare()

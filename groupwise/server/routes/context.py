@@ -192,6 +192,7 @@ class RequestContext:
 
     serving: Serving
     caller: Caller
+    facts: Facts
 
     @property
     def service(self) -> ServiceLike:
@@ -202,6 +203,7 @@ class RequestContext:
         self,
         work: Callable[[], Awaitable[StoredResponse]],
         wait_on: Callable[[StoredResponse], Awaitable[StoredResponse]] | None = None,
+        media_type: str = "application/json",
     ) -> Response:
         """Answer with the result of `work`. A request with an Idempotency-Key that was answered before, or is being answered, gets that
         answer instead.
@@ -210,18 +212,17 @@ class RequestContext:
         the answer from the stored one.
         """
         if (response := await self.serving.in_flight.wait_for_first(self.caller)) is not None:
-            return response_of(response, replayed=True)
+            return response_of(response, media_type, replayed=True)
         async with self.serving.in_flight.register(self.caller) as future:
-            if self.caller.answer_key is not None:
-                stored = await self.service.remembered(self.caller)
-                if stored is not None:
-                    if wait_on is not None:
-                        stored = await wait_on(stored)
-                    future.set_result(stored)
-                    return response_of(stored, replayed=True)
+            stored = await self.service.remembered(self.caller)
+            if stored is not None:
+                if wait_on is not None:
+                    stored = await wait_on(stored)
+                future.set_result(stored)
+                return response_of(stored, media_type, replayed=True)
             fresh = await work()
             future.set_result(fresh)
-        return response_of(fresh)
+        return response_of(fresh, media_type)
 
 
 async def request_context(request: Request) -> RequestContext:
@@ -232,13 +233,13 @@ async def request_context(request: Request) -> RequestContext:
     if route is not None and route.named and (key := idempotency_key(request.headers)):
         name = f"{request.method} {request.url.path}"
         caller = replace(caller, answer_key=AnswerKey(name, key, body_hash(await request.body())))
-    return RequestContext(request.app.state.shared, caller)
+    return RequestContext(request.app.state.shared, caller, facts)
 
 
 Context = Annotated[RequestContext, Depends(request_context)]
 
 
-def response_of(answer: StoredResponse, *, replayed: bool = False) -> Response:
+def response_of(answer: StoredResponse, media_type: str, *, replayed: bool = False) -> Response:
     """Convert a stored answer to an HTTP response."""
     headers = {REPLAYED: "true"} if replayed else None
-    return Response(answer.body, answer.status, headers, "application/json")
+    return Response(answer.body, answer.status, headers, media_type)

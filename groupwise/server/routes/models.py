@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import aclosing
+from functools import partial
 from typing import Annotated
 
 from fastapi import Body as BodyOf
@@ -115,54 +116,35 @@ async def save_checkpoint(body: CheckpointRequest, context: Context) -> Response
 
 OF_VERSIONS = ("not_started", "unknown_version", "version_gone", "unknown_run", *OF_ENGINE)
 
+get_route = partial(Route, method="GET", role=Role.READ, tag=TAG)
+post_route = partial(Route, method="POST", tag=TAG, takes_body=True, max_body_bytes=SMALL_BODY)
 ROUTES = (
-    Route(
-        method="GET",
+    get_route(
         path="/model",
         handler=get_model,
-        role=Role.READ,
-        tag=TAG,
         media_type="application/zip",
         codes=(*OF_VERSIONS, "invalid_request"),
     ),
-    Route(
-        method="POST",
+    post_route(
         path="/model",
         handler=post_model,
         role=Role.READ,
-        tag=TAG,
         media_type="application/zip",
-        takes_body=True,
-        max_body_bytes=SMALL_BODY,
         codes=OF_VERSIONS,
         example={"version": "latest"},
     ),
-    Route(
-        method="GET",
+    get_route(
         path="/tokenizer",
         handler=tokenizer,
-        role=Role.READ,
-        tag=TAG,
         answer=TokenizerAnswer,
         codes=("not_started", *OF_ENGINE),
     ),
-    Route(
-        method="GET",
-        path="/checkpoints",
-        handler=checkpoints,
-        role=Role.READ,
-        tag=TAG,
-        answer=CheckpointsAnswer,
-    ),
-    Route(
-        method="POST",
+    get_route(path="/checkpoints", handler=checkpoints, answer=CheckpointsAnswer),
+    post_route(
         path="/checkpoints",
         handler=save_checkpoint,
         role=Role.ADMIN,
-        tag=TAG,
         answer=CheckpointAnswer,
-        takes_body=True,
-        max_body_bytes=SMALL_BODY,
         works=True,
         ends_with_client=False,
         named=True,

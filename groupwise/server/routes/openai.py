@@ -9,18 +9,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import AsyncGenerator, Iterator
-from contextlib import aclosing
+from collections.abc import AsyncGenerator, Callable, Iterator
+from contextlib import aclosing, suppress
+from dataclasses import replace
+from functools import partial
 from typing import Annotated, Any, Protocol, cast
 
 from fastapi import Depends, FastAPI, Header, Path
 from fastapi.responses import Response
+from pydantic import BaseModel
 from starlette.types import Receive, Scope, Send
 
 from groupwise.api.http.route import Route, json_response
 from groupwise.api.http.shared_state import Shared, facts_of
-from groupwise.api.schemas.idempotency import HEADER as IDEMPOTENCY_KEY
-from groupwise.api.schemas.keys import Caller, Role
+from groupwise.api.schemas.idempotency import AnswerKey, new_idempotency_key
+from groupwise.api.schemas.keys import Role
 from groupwise.api.schemas.openai import (
     MAX_VALUE,
     ChatCompletion,
@@ -34,16 +37,23 @@ from groupwise.api.schemas.problems import Refusal
 from groupwise.api.schemas.training import MAX_ADDRESS, MAX_COMPLETIONS
 from groupwise.server.ledger.idempotency import StoredResponse
 from groupwise.server.openai.answers import Kind, StreamEncoder, full_response
-from groupwise.server.openai.asking import StorageHeaders, field_refusal, parse_request
 from groupwise.server.openai.completed import Completed
 from groupwise.server.openai.errors import OpenAIErrors, document_errors
+from groupwise.server.openai.generation_request import (
+    GenerationRequest,
+    StorageHeaders,
+    parse_request,
+)
 from groupwise.server.openai.service import OpenAIService, StreamStarted, TextDelta
-from groupwise.server.routes.context import Context, RequestContext
-from groupwise.server.routes.training import OF_ENGINE, OF_RUN
+from groupwise.server.openai.storing import Render, StoredCompletion
+from groupwise.server.routes.context import REPLAYED, Context, RequestContext
+from groupwise.server.routes.training import OF_ENGINE, OF_RUN, OF_SAMPLING
 
 logger = logging.getLogger(__name__)
 
 TAG = "openai"
+BY_BODY = "POST /v1 without a key"
+"""Route of the keys that the server makes: these requests are told apart by their bodies."""
 
 
 def storage_headers(
@@ -55,21 +65,18 @@ def storage_headers(
         Header(description="As `metadata.group` of the body.", min_length=1, max_length=MAX_VALUE),
     ] = None,
     x_groupwise_size: Annotated[
-        int | None,
-        Header(description="As `metadata.size` of the body.", ge=1, le=MAX_COMPLETIONS),
+        int | None, Header(description="As `metadata.size` of the body.", ge=1, le=MAX_COMPLETIONS)
     ] = None,
     x_groupwise_trajectory: Annotated[
         str | None,
         Header(
-            description="As `metadata.trajectory` of the body.",
-            min_length=1,
-            max_length=MAX_VALUE,
+            description="As `metadata.trajectory` of the body.", min_length=1, max_length=MAX_VALUE
         ),
     ] = None,
     x_stainless_retry_count: Annotated[
         int,
         Header(
-            description="Sent by the client of OpenAI. A call of a trajectory that is sent again gets its stored answer.",
+            description="Sent by the client of OpenAI. A stored call that is sent again gets the answer that was lost.",
             ge=0,
         ),
     ] = 0,
@@ -90,13 +97,27 @@ ModelName = Annotated[
 ]
 
 
-def refuse_named_stream(caller: Caller) -> None:
-    """Refuse an Idempotency-Key of a request for a stream."""
-    if caller.answer_key is not None:
-        raise field_refusal(
-            IDEMPOTENCY_KEY,
-            "names an answer that can be sent again, which a stream cannot; leave it out, or ask without `stream`",
-        )
+async def with_retry_key(
+    service: OpenAIService,
+    ask: GenerationRequest,
+    body: BaseModel,
+    storage: StorageHeaders,
+    context: RequestContext,
+) -> RequestContext:
+    """The request with a key of the server's, by which a retry gets the answer of its first attempt, if it stores completions and has no
+    Idempotency-Key.
+    """
+    caller, in_flight = context.caller, context.serving.in_flight
+    if not ask.store or caller.answer_key is not None:
+        return context
+    key = AnswerKey(BY_BODY, new_idempotency_key(), storage.hash_with(body), storage.retries)
+    if storage.retries:
+        claim = partial(service.claim_answer, caller)
+        shared = not ask.names_trajectory
+        repeated = await in_flight.key_for(caller, key, claim, lost_only=shared)
+        key = replace(key, key=repeated or key.key)
+    context.facts.note_delivery = partial(in_flight.note_delivery, caller, key)
+    return replace(context, caller=replace(caller, answer_key=key))
 
 
 async def _completion_response(
@@ -107,16 +128,18 @@ async def _completion_response(
     context: RequestContext,
 ) -> Response:
     ask = service.with_template(parse_request(body, storage))
+    context = await with_retry_key(service, ask, body, storage, context)
     if body.stream:
-        refuse_named_stream(context.caller)
-        encoder = StreamEncoder(kind, body.model, int(time.time()), usage=body.includes_usage)
-        choices = len(ask.prompts) * ask.n
-        return StreamedResponse(service.stream(ask, context.caller), encoder, choices)
+        encoder = partial(
+            StreamEncoder, kind, body.model, int(time.time()), usage=body.includes_usage
+        )
+        stream = partial(service.stream, ask, context.caller)
+        return StreamedResponse(context, stream, encoder, len(ask.prompts) * ask.n)
 
-    def stored(done: Completed) -> StoredResponse:
-        return StoredResponse(200, full_response(kind, done).model_dump_json().encode())
+    def render(completed: Completed) -> StoredResponse:
+        return StoredResponse(200, full_response(kind, completed).model_dump_json().encode())
 
-    return await context.run_idempotent(lambda: service.answer(ask, context.caller, stored))
+    return await context.run_idempotent(lambda: service.answer(ask, context.caller, render))
 
 
 class Encoder(Protocol):
@@ -139,51 +162,76 @@ class Encoder(Protocol):
         ...
 
 
+Stream = AsyncGenerator[StreamStarted | TextDelta | StoredCompletion]
+
+
 class StreamedResponse(Response):
-    """A streamed response. The stream is closed in every case (sent, refused, or the client disconnected), which ends the sampling."""
+    """A streamed response. The stream is closed in every case (sent, refused, or the client disconnected), which ends the sampling.
+
+    A request whose key was answered before gets the same completion as the events of one stream, all at once.
+    """
 
     media_type = "text/event-stream"
 
     def __init__(
         self,
-        stream: AsyncGenerator[StreamStarted | TextDelta | Completed],
-        encoder: Encoder,
+        context: RequestContext,
+        stream: Callable[[Render], Stream],
+        encoder: Callable[[], Encoder],
         choices: int,
     ) -> None:
         super().__init__(headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"})
         del self.headers["content-length"]  # unknown before the end
+        self._context = context
         self._stream = stream
-        self._encoder = encoder
+        self._make_encoder = encoder
         self._choices = choices
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with aclosing(self._stream) as stream:
-            first = await anext(stream)  # a refusal here is an ordinary error response
+        with suppress(FailureSent):
+            response = await self._context.run_idempotent(
+                lambda: self._send_stream(scope, send), media_type=self.media_type
+            )
+            if REPLAYED in response.headers:
+                await response(scope, receive, send)
+
+    async def _send_stream(self, scope: Scope, send: Send) -> StoredResponse:
+        """Send the events as they come; returns the answer that was stored. Raises FailureSent after the event of a failure."""
+        encoder = self._make_encoder()
+
+        async def send_body(*chunks: bytes) -> None:
+            for chunk in chunks:
+                await send({"type": "http.response.body", "body": chunk, "more_body": True})
+
+        async with aclosing(self._stream(self._render)) as stream:
+            item = await anext(stream)  # a refusal here is an ordinary error response
             head = {"status": self.status_code, "headers": self.raw_headers}
             await send({"type": "http.response.start", **head})
-            await self._send_output(send, first)
-            while True:
+            while not isinstance(item, StoredCompletion):
+                if isinstance(item, StreamStarted):
+                    await send_body(*encoder.first_chunks(item.id, self._choices))
+                else:
+                    await send_body(encoder.text_chunk(item.choice, item.text))
                 try:
-                    output = await anext(stream, None)
-                except Exception as error:  # noqa: BLE001 — no status can be sent now, and a stream that only stops looks complete to some clients
-                    refusal = _refusal_within_stream(scope, error)
-                    await _send_body(send, self._encoder.error_chunk(refusal))
-                    break
-                if output is None:
-                    break
-                await self._send_output(send, output)
+                    item = await anext(stream)
+                except Exception as error:
+                    await send_body(encoder.error_chunk(_refusal_within_stream(scope, error)))
+                    await send({"type": "http.response.body", "body": b""})
+                    raise FailureSent from error
+            assert item.completed is not None, "a stream ends with what it sampled"
+            await send_body(*encoder.last_chunks(item.completed))
         await send({"type": "http.response.body", "body": b""})
+        return item.answer
 
-    async def _send_output(self, send: Send, output: StreamStarted | TextDelta | Completed) -> None:
-        match output:
-            case StreamStarted(id):
-                for chunk in self._encoder.first_chunks(id, self._choices):
-                    await _send_body(send, chunk)
-            case TextDelta(choice, text):
-                await _send_body(send, self._encoder.text_chunk(choice, text))
-            case Completed():
-                for chunk in self._encoder.last_chunks(output):
-                    await _send_body(send, chunk)
+    def _render(self, completed: Completed) -> StoredResponse:
+        encoder = self._make_encoder()
+        texts = [encoder.text_chunk(i, each.text) for i, each in enumerate(completed.choices)]
+        first = encoder.first_chunks(completed.id, self._choices)
+        return StoredResponse(200, b"".join((*first, *texts, *encoder.last_chunks(completed))))
+
+
+class FailureSent(Exception):
+    """A stream has ended with the event of a failure."""
 
 
 def _refusal_within_stream(scope: Scope, error: Exception) -> Refusal:
@@ -195,10 +243,6 @@ def _refusal_within_stream(scope: Scope, error: Exception) -> Refusal:
         refusal = Refusal("internal")
     facts.code = refusal.code
     return refusal
-
-
-async def _send_body(send: Send, body: bytes) -> None:
-    await send({"type": "http.response.body", "body": body, "more_body": True})
 
 
 def openai_routes(service: OpenAIService) -> tuple[Route, ...]:
@@ -220,24 +264,19 @@ def openai_routes(service: OpenAIService) -> tuple[Route, ...]:
         """Continue a text."""
         return await _completion_response(service, "text", body, storage, context)
 
+    get_route = partial(Route, method="GET", role=Role.READ, tag=TAG)
     chat = {"model": "latest", "messages": [{"role": "user", "content": "Sort: pear, apple"}]}
     text = {"model": "latest", "prompt": "Sort these words: pear, apple"}
     return (
-        Route(
-            method="GET",
+        get_route(
             path="/v1/models",
             handler=list_models,
-            role=Role.READ,
-            tag=TAG,
             answer=ModelList,
             codes=("shutting_down", *OF_ENGINE),
         ),
-        Route(
-            method="GET",
+        get_route(
             path="/v1/models/{model}",
             handler=retrieve_model,
-            role=Role.READ,
-            tag=TAG,
             answer=ModelData,
             codes=("unknown_model", "invalid_request", "shutting_down", *OF_ENGINE),
         ),
@@ -259,18 +298,8 @@ def completion_route(path: str, handler: Any, answer: Any, example: Any, *more_c
         works=True,
         named=True,
         codes=(
-            *more_codes,
-            "unknown_model",
-            "too_busy",
-            "draw_taken",
-            "settings_conflict",
-            "prompt_too_long",
-            "already_rewarded",
-            "lease_expired",
-            "group_given_up",
-            "disk_full",
-            *OF_RUN,
-            *OF_ENGINE,
+            *(*more_codes, "unknown_model", *OF_SAMPLING),
+            *("already_rewarded", "lease_expired", "group_given_up", *OF_RUN, *OF_ENGINE),
         ),
         example=example,
     )

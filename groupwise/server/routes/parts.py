@@ -17,9 +17,9 @@ from fastapi.responses import Response
 from pydantic import ValidationError
 from pydantic_core import to_json
 
-from groupwise.api.http import strict_json
+from groupwise.api.http.bodies import read_body
 from groupwise.api.http.route import SMALL_BODY, Route, json_response
-from groupwise.api.http.strict_json import NotStrict
+from groupwise.api.http.strict_json import NotStrict, parse
 from groupwise.api.schemas.keys import Role
 from groupwise.api.schemas.parts import (
     DEFAULT_CALL_WAIT,
@@ -88,7 +88,7 @@ class _Handlers:
         """Call the sampler or the learner. A call that is sent again with the same content is done once, and gets the same answer."""
         content = await request.body()
         try:
-            call = CallRequest.model_validate(await strict_json.parse_in_thread(content))
+            call = await read_body(content, lambda text: CallRequest.model_validate(parse(text)))
         except NotStrict as error:
             raise Refusal(
                 "invalid_request", f"the body is no JSON as it is taken here: {error.msg}"
@@ -147,112 +147,86 @@ def _call_response(answer: CallAnswer) -> Response:
 
 
 OF_PARTS = ("unknown_parts", "parts_gone", "parts_taken", "invalid_request")
-OF_CALLS = ("unknown_call", "call_taken", "model_not_allowed", "unknown_file", "engine_failed")
+OF_CALLS = (
+    *("unknown_call", "call_taken", "model_not_allowed", "unknown_file", "engine_failed"),
+    *OF_PARTS,
+)
+PARTS, CALLS, FILES = "/parts/{id}", "/parts/{id}/calls/{number}", "/parts/{id}/files/{path:path}"
+FOLDERS = "/parts/{id}/folders/{path:path}"
 LATER = "The call is under way; GET the same address for its answer."
+
+get_route = partial(Route, method="GET", role=Role.TRAIN, tag=TAG)
+put_route = partial(Route, method="PUT", role=Role.TRAIN, tag=TAG, takes_body=True, works=True)
+delete_route = partial(
+    Route, method="DELETE", role=Role.TRAIN, tag=TAG, answer=EndedAnswer, codes=OF_PARTS
+)
 
 
 def parts_routes(service: PartsService) -> tuple[Route, ...]:
     """All routes of parts."""
     do = _Handlers(service)
-    route = partial(Route, role=Role.TRAIN, tag=TAG)
+    return (*_parts_and_call_routes(do), *_file_routes(do))
+
+
+def _parts_and_call_routes(do: _Handlers) -> tuple[Route, ...]:
     return (
-        route(
+        put_route(
             method="POST",
             path="/parts/plan",
             handler=do.plan_parts,
             answer=PlanAnswer,
-            takes_body=True,
-            works=True,
             codes=(
                 *("run_active", "settings_conflict", "model_not_allowed", "invalid_request"),
                 *("engine_recovering", "engine_failed"),
             ),
             example={"kind": "supervised", "config": {"model": {"name": "tiny"}}},
         ),
-        route(
-            method="PUT",
-            path="/parts/{id}",
+        put_route(
+            path=PARTS,
             handler=do.open_parts,
             answer=PartsAnswer,
-            takes_body=True,
             max_body_bytes=SMALL_BODY,
-            works=True,
             ends_with_client=False,
             codes=("run_active", "parts_gone", "parts_taken", "engine_failed", "engine_recovering"),
             example={"owner": "sorting on laptop"},
         ),
-        route(
-            method="GET",
-            path="/parts/{id}",
-            handler=do.look_at_parts,
-            answer=PartsAnswer,
-            codes=OF_PARTS,
-        ),
-        route(
-            method="DELETE",
-            path="/parts/{id}",
-            handler=do.close_parts,
-            answer=EndedAnswer,
-            ends_with_client=False,
-            codes=OF_PARTS,
-        ),
-        route(
-            method="PUT",
-            path="/parts/{id}/calls/{number}",
+        get_route(path=PARTS, handler=do.look_at_parts, answer=PartsAnswer, codes=OF_PARTS),
+        delete_route(path=PARTS, handler=do.close_parts, ends_with_client=False),
+        put_route(
+            path=CALLS,
             handler=do.make_call,
             answer=CallAnswer,
             reads=CallRequest,
-            takes_body=True,
-            works=True,
-            codes=(*OF_PARTS, *OF_CALLS, "too_busy"),
+            codes=(*OF_CALLS, "too_busy"),
             later=LATER,
             example={"after": 0, "do": {"verb": "discard"}},
         ),
-        route(
-            method="GET",
-            path="/parts/{id}/calls/{number}",
-            handler=do.look_at_call,
-            answer=CallAnswer,
-            codes=(*OF_PARTS, *OF_CALLS),
-            later=LATER,
+        get_route(
+            path=CALLS, handler=do.look_at_call, answer=CallAnswer, codes=OF_CALLS, later=LATER
         ),
-        route(
-            method="DELETE",
-            path="/parts/{id}/calls/{number}",
+        delete_route(
+            path=CALLS,
             handler=do.give_up_call,
             answer=CallAnswer,
-            codes=(*OF_PARTS, *OF_CALLS, "too_busy"),
+            codes=(*OF_CALLS, "too_busy"),
             later="The call goes on, because it changes something.",
         ),
-        route(
-            method="GET",
-            path="/parts/{id}/folders/{path:path}",
-            handler=do.look_into_folder,
-            answer=FolderAnswer,
-            codes=(*OF_PARTS, "unknown_file"),
+    )
+
+
+def _file_routes(do: _Handlers) -> tuple[Route, ...]:
+    codes = (*OF_PARTS, "unknown_file")
+    return (
+        get_route(path=FOLDERS, handler=do.look_into_folder, answer=FolderAnswer, codes=codes),
+        delete_route(path=FOLDERS, handler=do.delete_folder),
+        get_route(
+            path=FILES, handler=do.get_file, media_type="application/octet-stream", codes=codes
         ),
-        route(
-            method="DELETE",
-            path="/parts/{id}/folders/{path:path}",
-            handler=do.delete_folder,
-            answer=EndedAnswer,
-            codes=OF_PARTS,
-        ),
-        route(
-            method="GET",
-            path="/parts/{id}/files/{path:path}",
-            handler=do.get_file,
-            media_type="application/octet-stream",
-            codes=(*OF_PARTS, "unknown_file"),
-        ),
-        route(
-            method="PUT",
-            path="/parts/{id}/files/{path:path}",
+        put_route(
+            path=FILES,
             handler=do.put_file,
             answer=FolderAnswer,
-            takes_body=True,
             takes_bytes=True,
-            works=True,
             codes=(*OF_PARTS, "disk_full"),
         ),
     )

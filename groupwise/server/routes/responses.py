@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 from typing import Annotated
 
 from fastapi import Path
@@ -20,8 +21,12 @@ from groupwise.api.schemas.training import MAX_NAME
 from groupwise.server.ledger.idempotency import StoredResponse
 from groupwise.server.ledger.responses import keep_response
 from groupwise.server.ledger.transaction import Transaction
-from groupwise.server.openai.asking import GenerationRequest, StorageHeaders, parse_request
 from groupwise.server.openai.completed import Completed
+from groupwise.server.openai.generation_request import (
+    GenerationRequest,
+    StorageHeaders,
+    parse_request,
+)
 from groupwise.server.openai.responses import (
     Messages,
     ResponseEncoder,
@@ -39,7 +44,7 @@ from groupwise.server.routes.openai import (
     Storage,
     StreamedResponse,
     completion_route,
-    refuse_named_stream,
+    with_retry_key,
 )
 
 PREVIOUS = "previous_response_id"
@@ -47,31 +52,28 @@ ResponseId = Annotated[str, Path(description="Id of a response.", max_length=MAX
 
 
 async def _create(
-    service: OpenAIService,
-    body: ResponsesRequest,
-    storage: StorageHeaders,
-    context: RequestContext,
+    service: OpenAIService, body: ResponsesRequest, storage: StorageHeaders, context: RequestContext
 ) -> Response:
     caller, messages = context.caller, messages_of_input(body)
-    if body.stream:
-        refuse_named_stream(caller)
     if body.previous_response_id is not None:
         previous = await service.kept_response(caller, body.previous_response_id, PREVIOUS)
         messages = [*previous.messages, *messages]
     ask = _generation_request(service, body, messages, storage)
+    context = await with_retry_key(service, ask, body, storage, context)
 
     def keep(transaction: Transaction, completed: Completed) -> None:
         keep_response(transaction, caller, kept_response(body, messages, completed))
 
-    def answer(completed: Completed) -> StoredResponse:
+    def render(completed: Completed) -> StoredResponse:
         response = response_of(body, "", "", 0.0, completed)
         return StoredResponse(200, response.model_dump_json().encode())
 
     also = keep if body.is_kept else None
     if body.stream:
-        stream = service.stream(ask, caller, also)
-        return StreamedResponse(stream, ResponseEncoder(body, time.time()), 1)
-    return await context.run_idempotent(lambda: service.answer(ask, caller, answer, also))
+        stream = partial(service.stream, ask, context.caller, also=also)
+        encoder = partial(ResponseEncoder, body, time.time())
+        return StreamedResponse(context, stream, encoder, 1)
+    return await context.run_idempotent(lambda: service.answer(ask, context.caller, render, also))
 
 
 def _generation_request(

@@ -6,6 +6,7 @@ ends in the same way. Anything the service has committed by then stays. Starting
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import Body as BodyOf
@@ -49,6 +50,7 @@ from groupwise.server.run.responses import (
 TAG = "training"
 OF_ENGINE = ("engine_recovering", "engine_failed", "timed_out")
 OF_RUN = ("not_started", "finished")
+OF_SAMPLING = ("too_busy", "draw_taken", "settings_conflict", "prompt_too_long", "disk_full")
 GONE = ("lease_expired", "group_given_up", "group_stale", "group_quarantined")
 
 
@@ -65,10 +67,7 @@ async def start(body: StartRequest, context: Context) -> Response:
     return await context.run_idempotent(work)
 
 
-async def stop(
-    context: Context,
-    body: Annotated[Nothing | None, BodyOf()] = None,
-) -> Response:
+async def stop(context: Context, body: Annotated[Nothing | None, BodyOf()] = None) -> Response:
     """End the training cleanly, with a checkpoint. Asking again is harmless."""
     return json_response(await context.service.stop())
 
@@ -83,8 +82,7 @@ async def completions(body: CompletionsRequest, context: Context) -> Response:
 
 
 GroupIdInPath = Annotated[
-    str,
-    Path(description="The group.", min_length=1, max_length=MAX_ID, pattern=GROUP_ID_PATTERN),
+    str, Path(description="The group.", min_length=1, max_length=MAX_ID, pattern=GROUP_ID_PATTERN)
 ]
 
 
@@ -142,65 +140,32 @@ async def activity(context: Context) -> Response:
     return json_response(await context.serving.activity())
 
 
+get_route = partial(Route, method="GET", role=Role.READ, tag=TAG)
+post_route = partial(Route, method="POST", tag=TAG, takes_body=True, works=True)
+train_route = partial(post_route, role=Role.TRAIN, named=True)
+admin_route = partial(
+    post_route, role=Role.ADMIN, max_body_bytes=SMALL_BODY, ends_with_client=False
+)
 ROUTES = (
-    Route(
-        method="POST",
+    admin_route(
         path="/start",
         handler=start,
-        role=Role.ADMIN,
-        tag=TAG,
         answer=StartAnswer,
-        takes_body=True,
-        max_body_bytes=SMALL_BODY,
-        works=True,
-        ends_with_client=False,
         named=True,
         codes=(
-            "run_active",
-            "settings_conflict",
-            "model_not_allowed",
-            "resume_mismatch",
-            "unknown_checkpoint",
-            "unknown_run",
-            "disk_full",
-            *OF_ENGINE,
+            *("run_active", "settings_conflict", "model_not_allowed", "resume_mismatch"),
+            *("unknown_checkpoint", "unknown_run", "disk_full", *OF_ENGINE),
         ),
         example={"model_id": "tiny", "num_completions_per_prompt": 8, "max_steps": 100},
     ),
-    Route(
-        method="POST",
-        path="/stop",
-        handler=stop,
-        role=Role.ADMIN,
-        tag=TAG,
-        answer=StopAnswer,
-        takes_body=True,
-        max_body_bytes=SMALL_BODY,
-        works=True,
-        ends_with_client=False,
-        codes=("disk_full", *OF_ENGINE),
-        example={},
+    admin_route(
+        path="/stop", handler=stop, answer=StopAnswer, codes=("disk_full", *OF_ENGINE), example={}
     ),
-    Route(
-        method="POST",
+    train_route(
         path="/completions",
         handler=completions,
-        role=Role.TRAIN,
-        tag=TAG,
         answer=GroupAnswer | CompletionsBatch,
-        takes_body=True,
-        works=True,
-        named=True,
-        codes=(
-            "too_busy",
-            "draw_taken",
-            "settings_conflict",
-            "prompt_too_long",
-            "tokenizer_mismatch",
-            "disk_full",
-            *OF_RUN,
-            *OF_ENGINE,
-        ),
+        codes=(*OF_SAMPLING, "tokenizer_mismatch", *OF_RUN, *OF_ENGINE),
         example={"prompt": "Sort these words: pear, apple"},
     ),
     Route(
@@ -213,93 +178,41 @@ ROUTES = (
         works=True,
         ends_with_client=False,
         codes=(
-            "unknown_group",
-            "group_in_use",
-            "lease_expired",
-            "group_stale",
-            "group_quarantined",
-            "disk_full",
-            "invalid_request",
+            *("unknown_group", "group_in_use", "lease_expired", "group_stale"),
+            *("group_quarantined", "disk_full", "invalid_request"),
         ),
     ),
-    Route(
-        method="POST",
+    train_route(
         path="/rewards",
         handler=rewards,
-        role=Role.TRAIN,
-        tag=TAG,
         answer=RewardAnswer | RewardsBatchAnswer,
-        takes_body=True,
-        works=True,
-        named=True,
         later="The rewards are kept; the step that was waited for is not done yet.",
         codes=(
-            "unknown_group",
-            "already_rewarded",
-            "echo_mismatch",
-            "manual_mode",
-            "group_in_use",
-            "disk_full",
-            *GONE,
-            *OF_RUN,
-            *OF_ENGINE,
+            *("unknown_group", "already_rewarded", "echo_mismatch", "manual_mode", "group_in_use"),
+            *("disk_full", *GONE, *OF_RUN, *OF_ENGINE),
         ),
         example={"group_id": "g-0123456789abcdef0123", "rewards": [1.0, 0.0, None, 0.5]},
     ),
-    Route(
-        method="POST",
+    train_route(
         path="/trajectories/close",
         handler=close_group,
-        role=Role.TRAIN,
-        tag=TAG,
         answer=CloseAnswer,
-        takes_body=True,
         max_body_bytes=SMALL_BODY,
-        works=True,
-        named=True,
         codes=("disk_full", *OF_RUN),
         example={"group": "scenario-7"},
     ),
-    Route(
-        method="POST",
+    train_route(
         path="/step",
         handler=step,
-        role=Role.TRAIN,
-        tag=TAG,
         answer=StepAnswer,
-        takes_body=True,
         max_body_bytes=SMALL_BODY,
-        works=True,
-        named=True,
         later="The step is planned; it is not done yet.",
         codes=(
-            "auto_mode",
-            "too_busy",
-            "nothing_to_train",
-            "unknown_group",
-            "group_in_use",
-            "settings_conflict",
-            "disk_full",
-            *GONE,
-            *OF_RUN,
-            *OF_ENGINE,
+            *("auto_mode", "too_busy", "nothing_to_train", "unknown_group", "group_in_use"),
+            *("settings_conflict", "disk_full", *GONE, *OF_RUN, *OF_ENGINE),
         ),
         example={"wait": True},
     ),
-    Route(
-        method="GET",
-        path="/status",
-        handler=status,
-        role=Role.READ,
-        tag=TAG,
-        answer=StatusAnswer,
-    ),
-    Route(
-        method="GET",
-        path="/activity",
-        handler=activity,
-        role=Role.READ,
-        tag=TAG,
-        answer=ActivityAnswer,
-    ),
+    get_route(path="/status", handler=status, answer=StatusAnswer),
+    get_route(path="/activity", handler=activity, answer=ActivityAnswer),
 )

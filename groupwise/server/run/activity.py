@@ -35,16 +35,16 @@ async def activity_of(
     """
     run = None if active_run.latest is None else active_run.latest.run
     conductor = active_run.conductor
-    room = None if conductor is None else conductor.admission
+    admission = None if conductor is None else conductor.admission_if_open
     now = time.monotonic()
     waiting = [
         WaitingRequest(
-            key_id=request.who,
+            key_id=request.key_id,
             groups=len(request.draws),
             draws=[draw for draw in request.draws if draw is not None],
             seconds=now - request.since,
         )
-        for request in (() if room is None else room.queued_requests())
+        for request in (() if admission is None else admission.queued_requests())
     ]
 
     def look(transaction: Transaction) -> ActivityAnswer:
@@ -54,8 +54,8 @@ async def activity_of(
             at=transaction.now,
             run_id=run,
             groups=[_living_group(group, transaction.uptime) for group in living_groups],
-            capacity=None if room is None else room.room.capacity,
-            sampling=0 if room is None else room.sampling,
+            capacity=None if admission is None else admission.limits.capacity,
+            sampling=0 if admission is None else admission.sampling,
             waiting=waiting,
             planned=[
                 PlannedStep(step=plan.step, group_ids=list(plan.groups), engines_lost=plan.losses)

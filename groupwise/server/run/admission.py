@@ -35,13 +35,13 @@ class Capacity:
     groups_per_step: int
     staleness: int
     manual: bool
-    most: int
+    max_open_groups: int
     """Limit on groups in progress with `steps: manual`."""
 
     @property
     def capacity(self) -> int:
         """Maximum number of groups in progress at once."""
-        return self.most if self.manual else self.groups_per_step * (self.staleness + 1)
+        return self.max_open_groups if self.manual else self.groups_per_step * (self.staleness + 1)
 
     def first_too_early(self, steps_done: int, lost: int) -> int:
         """The first draw whose turn has not come, given that `lost` draws will never be trained."""
@@ -72,7 +72,7 @@ class QueuedRequest:
     """A waiting request."""
 
     draws: tuple[int | None, ...]
-    who: str
+    key_id: str
     """Id of the API key of the request."""
     since: float = field(default_factory=time.monotonic)
     admitted: asyncio.Future[None] = field(
@@ -83,9 +83,9 @@ class QueuedRequest:
 class Admission:
     """Admits requests for completions of one run. Used in one event loop only."""
 
-    def __init__(self, room: Capacity, traffic: Traffic, next_draw: int) -> None:
+    def __init__(self, limits: Capacity, traffic: Traffic, next_draw: int) -> None:
         """`next_draw`: the first draw that is not assigned to a group yet."""
-        self.room = room
+        self.limits = limits
         self.sampling = 0
         """Number of groups being sampled."""
         self._traffic = traffic
@@ -117,29 +117,29 @@ class Admission:
 
     @asynccontextmanager
     async def admit(
-        self, draws: Sequence[int | None], limit: float, who: str
+        self, draws: Sequence[int | None], limit: float, key_id: str
     ) -> AsyncGenerator[tuple[int, ...]]:
-        """Wait for room for these groups, at most `limit` seconds; yields their draws, with free ones chosen for None. `who`: id of the API
-        key.
+        """Wait for room for these groups, at most `limit` seconds; yields their draws, with free ones chosen for None. `key_id`: id of
+        the API key.
 
         Within the context the groups count as being sampled; a caller that has kept groups calls `update` before leaving it. Raises
         Refusal: `too_busy` when the time is over, or nothing brings the turn of a named draw nearer; `invalid_request` for more groups than
         there can ever be room for.
         """
-        if len(draws) > self.room.capacity:
+        if len(draws) > self.limits.capacity:
             limit_text = (
                 "may be open at once"
-                if self.room.manual
-                else f"can be under way: groups_per_step × (staleness + 1) = {self.room.groups_per_step} × "
-                f"{self.room.staleness + 1}"
+                if self.limits.manual
+                else f"can be under way: groups_per_step × (staleness + 1) = {self.limits.groups_per_step} × "
+                f"{self.limits.staleness + 1}"
             )
             message = (
-                f"{len(draws)} prompts were sent at once, but only {self.room.capacity} groups {limit_text}. "
+                f"{len(draws)} prompts were sent at once, but only {self.limits.capacity} groups {limit_text}. "
                 "Send fewer at once, or start with higher settings."
             )
             error = FieldError(field="prompts", message=message)
             raise Refusal("invalid_request", message, errors=[error])
-        await self._wait_for_turn(draws, limit, who)
+        await self._wait_for_turn(draws, limit, key_id)
         self.sampling += len(draws)
         assigned: list[int] = []
         for draw in draws:
@@ -181,13 +181,13 @@ class Admission:
         ]
         if not early_draws:
             return Refusal("too_busy", retry_after=RETRY_SECONDS)
-        room, steps_done = self.room, self._traffic.steps_done
-        first_too_early = room.first_too_early(steps_done, self._traffic.lost)
+        limits, steps_done = self.limits, self._traffic.steps_done
+        first_too_early = limits.first_too_early(steps_done, self._traffic.lost)
         under_way = self._traffic.under_way + self.sampling
         return Refusal(
             "too_busy",
             f"it is not the turn of draw {min(early_draws)}: {steps_done} steps are done, and "
-            f"with groups_per_step {room.groups_per_step} and staleness {room.staleness} the draws below {first_too_early} may "
+            f"with groups_per_step {limits.groups_per_step} and staleness {limits.staleness} the draws below {first_too_early} may "
             f"be sampled; {under_way or 'none'} of their groups {'is' if under_way == 1 else 'are'} under way. "
             "Ask for the draws before it, post their rewards, and ask again; or leave "
             "`draw` out for the next free one.",
@@ -201,7 +201,7 @@ class Admission:
     def _admit_waiting(self) -> None:
         """Admit all requests that fit, in order of arrival; one whose named draws are not due yet does not block others."""
         room = (
-            self.room.capacity - self._traffic.under_way - self.sampling - self._admitted_groups()
+            self.limits.capacity - self._traffic.under_way - self.sampling - self._admitted_groups()
         )
         for waiting in list(self._queue):
             if waiting.admitted.done():
@@ -223,4 +223,4 @@ class Admission:
 
     def _is_due(self, draw: int | None) -> bool:
         traffic = self._traffic
-        return draw is None or self.room.in_time(draw, traffic.steps_done, traffic.lost)
+        return draw is None or self.limits.in_time(draw, traffic.steps_done, traffic.lost)

@@ -63,9 +63,11 @@ class CompletionsAndRewards:
             ledger_operations.check_draws, conductor.status.run, request.all_draws
         )
         wait = self._config.completions_wait
-        async with conductor.room.admit(request.all_draws, wait, caller.key_id) as draws:
+        async with conductor.admission.admit(request.all_draws, wait, caller.key_id) as draws:
             orders = [
-                _order_of_sample(request, prompt, draw, conductor.room.room.policy_step(draw))
+                _order_of_sample(
+                    request, prompt, draw, conductor.admission.limits.policy_step(draw)
+                )
                 for prompt, draw in zip(request.all_prompts, draws, strict=True)
             ]
             engine = conductor.engine

@@ -113,21 +113,21 @@ class Conductor:
         request: StartRequest,
         order: OpenRun,
         *,
-        most_open: int,
+        max_open_groups: int,
         changed: ChangeNotifier,
     ) -> None:
-        """`most_open`: maximum number of groups in progress with manual steps. `changed` beats at every change that a waiting client may be
-        interested in.
+        """`max_open_groups`: maximum number of groups in progress with manual steps. `changed` is notified of every change
+        that a waiting client may be interested in.
         """
         self.request = request
         self.phase: Phase = "starting"
         self.last_error: str | None = None
         self.last_status: RunStatus | None = None
-        self.admission: Admission | None = None
+        self.admission_if_open: Admission | None = None
         self._ledger = ledger
         self._supervisor = supervisor
         self._order = order
-        self._most_open = most_open
+        self._max_open_groups = max_open_groups
         self._changed = changed
         self._engine: Engine | None = None
         self._nudged = asyncio.Event()
@@ -159,7 +159,7 @@ class Conductor:
         return self._run_name
 
     @property
-    def loads(self) -> str:
+    def model_source(self) -> str:
         """Name or folder that the model is loaded from."""
         return self._order.config["model"]["name"]
 
@@ -176,11 +176,11 @@ class Conductor:
         return self.last_status
 
     @property
-    def room(self) -> Admission:
+    def admission(self) -> Admission:
         """Admits requests for completions; raises a Refusal until an engine has opened the run."""
-        if self.admission is None:
+        if self.admission_if_open is None:
             raise self.refusal()
-        return self.admission
+        return self.admission_if_open
 
     def refusal(self) -> Refusal:
         """Why the engine accepts no calls now."""
@@ -200,8 +200,10 @@ class Conductor:
 
     async def recount(self) -> None:
         """Count the groups again after some were added or removed: waiting requests may be admitted."""
-        if self.last_status is not None and self.admission is not None:
-            self.admission.update(await self._ledger.do(steps.count_traffic, self.last_status.run))
+        if self.last_status is not None and self.admission_if_open is not None:
+            self.admission_if_open.update(
+                await self._ledger.do(steps.count_traffic, self.last_status.run)
+            )
 
     async def begin(self) -> RunStatus:
         """Open the run with its first engine. On an error nothing of a new run remains."""
@@ -233,7 +235,7 @@ class Conductor:
         if self.phase in ("finished", "stopped", "failed"):
             return
         self._stop_reason, self.phase = why, "stopping"
-        self._close_room()
+        self._end_admission()
         self.nudge()
         if self._task is None:
             return
@@ -255,7 +257,7 @@ class Conductor:
         """A conductor that goes on with this run in a new engine, after `end` with `replace`. Call its `start_steps`."""
         return Conductor(
             *(self._ledger, self._supervisor, self.request, self._order),
-            most_open=self._most_open,
+            max_open_groups=self._max_open_groups,
             changed=self._changed,
         )
 
@@ -271,7 +273,7 @@ class Conductor:
         finally:
             self._engine = None
             await self._supervisor.end()
-            self._close_room()
+            self._end_admission()
             self._changed.notify()
 
     async def _run_on_engine(self) -> bool:
@@ -389,16 +391,16 @@ class Conductor:
         """Update the admission, and accept requests again."""
         run = self.status.run
         traffic = await self._ledger.do(steps.count_traffic, run)
-        if self.admission is None:
+        if self.admission_if_open is None:
             draw = await self._ledger.do(groups.first_unused_draw, run)
-            room = Capacity(
+            limits = Capacity(
                 groups_per_step=self.request.prompts_per_step,
                 staleness=self.request.staleness,
                 manual=self.request.steps == "manual",
-                most=self._most_open,
+                max_open_groups=self._max_open_groups,
             )
-            self.admission = Admission(room, traffic, draw)
-        self.admission.update(traffic)
+            self.admission_if_open = Admission(limits, traffic, draw)
+        self.admission_if_open.update(traffic)
         if self._stop_reason is None:
             self.phase = "running"
         self._changed.notify()
@@ -472,9 +474,9 @@ class Conductor:
         assert self._order.run is not None, "it was opened"
         return self._order.run
 
-    def _close_room(self) -> None:
-        if self.admission is not None:
-            self.admission.end(self.refusal())
+    def _end_admission(self) -> None:
+        if self.admission_if_open is not None:
+            self.admission_if_open.end(self.refusal())
 
     async def _announce_checkpoint(self) -> None:
         """Report the checkpoint of the current step to clients, if the engine has written one."""

@@ -10,7 +10,7 @@ from groupwise.api.schemas.problems import KINDS, FieldError, Refusal
 from groupwise.core.errors import GroupwiseError, RunError, UsageError
 from groupwise.core.types import Prompt
 from groupwise.server.engine.engine_protocol import EngineLost, Opened, OrderField, WrongOrder
-from groupwise.server.engine.prompt_length import count_characters, texts_of
+from groupwise.server.engine.prompt_length import check_characters, texts_of
 from groupwise.server.run.conductor import Conductor
 from groupwise.server.run.engine_supervisor import FULL_SECONDS, is_full
 
@@ -54,7 +54,8 @@ def refusal_of(error: GroupwiseError, otherwise: str, retry_after: float | None 
 def check_prompt_length(prompt: Prompt, opened: Opened, field: str) -> None:
     """Refuse with `prompt_too_long` a prompt that has too many characters for any tokens; the engine never receives it."""
     try:
-        count_characters(texts_of(prompt), opened.longest_prompt, opened.longest_prompt_characters)
+        longest, most = opened.longest_prompt, opened.longest_prompt_characters
+        check_characters(*texts_of(prompt), longest=longest, most=most)
     except WrongOrder as error:
         field_error = FieldError(field=field, message=error.message)
         raise Refusal(error.code, error.message, errors=[field_error]) from None

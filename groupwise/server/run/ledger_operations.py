@@ -60,7 +60,7 @@ def start_run(
     folder: str,
     settings: Mapping[str, Any],
     config: Mapping[str, Any],
-    goes_on: bool,
+    is_resumed: bool,
     opened: Opened,
     caller: Caller,
     answer: StoredResponse,
@@ -73,7 +73,7 @@ def start_run(
         if replaced is not None:
             step = steps.next_step(transaction, replaced)
             steps.end_run(transaction, replaced, "replaced", EventKind.STOPPED, step)
-        if goes_on:
+        if is_resumed:
             runs.reactivate_run(transaction, run, settings, config, tokenizer)
         else:
             runs.add_run(transaction, run, folder, settings, config, tokenizer)
@@ -113,9 +113,9 @@ def keep_groups(
                 sample.step,
                 sample.version,
                 sample.fingerprint,
-                named=asked is not None,
+                named=draw is not None,
             )
-            for sample, asked in zip(sampled, request.all_draws, strict=True)
+            for sample, draw in zip(sampled, request.all_draws, strict=True)
         ]
         rows = groups.add_groups(transaction, run, new_groups, key_id=caller.key_id, lease=lease)
         counters.count(transaction, run, counters.COMPLETION_REQUESTS)
@@ -149,11 +149,7 @@ def group_answer(transaction: Transaction, row: GroupRow, group: Group) -> Group
 
 
 def keep_rewards(
-    transaction: Transaction,
-    run: str,
-    steps_done: int | None,
-    request: AnyRewards,
-    caller: Caller,
+    transaction: Transaction, run: str, steps_done: int | None, request: AnyRewards, caller: Caller
 ) -> list[RewardAnswer]:
     """Store the rewards of one or more groups, all or none, and the answers about them. `steps_done`: the run's step count; None: as
     recorded in the ledger.

@@ -2,9 +2,10 @@
 
     request → order (`run_config.py`) → other users of the machine make room → an engine opens the run → ledger row → the conductor starts
 
-POST /start is answered when the run is in the ledger; if a new run cannot start, the ledger never knows of it. (Where server or engine end
-meanwhile, its folder remains, and the next run of this name has a number.) A run that it was to replace is paused meanwhile, and goes on
-then: in the ledger it is the active one until the new run takes its place.
+POST /start is answered when the run is in the ledger; if a new run cannot start, the ledger never knows of it. If the server or the engine
+ends meanwhile, its folder remains until the next start, or the next server: a file beside it marks it, so no folder is deleted
+that came in another way. A run that it was to replace is paused meanwhile, and goes on then: in the ledger it is the active one until the
+new run takes its place.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from groupwise.api.schemas.problems import FieldError, Refusal
 from groupwise.api.schemas.training import StartAnswer, StartRequest, StopAnswer
 from groupwise.core import atomic_files
 from groupwise.core.errors import GroupwiseError, UsageError
+from groupwise.runs.lock import is_held
 from groupwise.server.engine.engine_protocol import EngineLost, OpenRun
 from groupwise.server.ledger import runs
 from groupwise.server.ledger.runs import RunRow
@@ -39,6 +41,9 @@ from groupwise.server.run.run_config import RUNS, AllowedModels, open_order
 
 logger = logging.getLogger(__name__)
 
+STARTING = ".starting-"
+"""Prefix of the file that marks the folder of a new run until the ledger has the run."""
+
 
 class MachineUser(Protocol):
     """Another user of the machine: models that clients drive by verbs, or parts for a training loop in another process."""
@@ -48,7 +53,7 @@ class MachineUser(Protocol):
         ...
 
     async def release_for_replacement(self) -> None:
-        """End everything that would prevent a run started with `replace: true`. Called while `turn` is held."""
+        """End everything that would prevent a run started with `replace: true`. Called while `machine_lock` is held."""
         ...
 
 
@@ -71,7 +76,7 @@ class RunLifecycle:
         self._allowed = AllowedModels(
             Path(config.model_dir).expanduser(), tuple(config.allowed_models)
         )
-        self.turn = asyncio.Lock()
+        self.machine_lock = asyncio.Lock()
         """Held while a run, or an engine for something else, is started or ended."""
 
     # --- starting --------------------------------------------------------------------------------
@@ -80,13 +85,17 @@ class RunLifecycle:
         """Resume the run that was active when the last server ended; in the background, because it takes a while."""
         all_runs = await self._ledger.do(runs.list_runs)
         self._active_run.latest = all_runs[-1] if all_runs else None
+        await self._remove_broken_starts()
         active = await self._ledger.do(runs.active_run)
         if active is None:
             return
         self._active_run.latest = active
         request = StartRequest.model_validate_json(json.dumps(active.settings))
         order = OpenRun(
-            self._with_this_folder(active.config), request.max_prompt_length, run=active.run
+            # The output folder may have been moved since.
+            _with_run(active.config, dir=str(self._config.folder / RUNS)),
+            request.max_prompt_length,
+            run=active.run,
         )
         self._active_run.conductor = self._conductor_of(request, order)
         self._active_run.conductor.start_steps()
@@ -96,8 +105,9 @@ class RunLifecycle:
         self, request: StartRequest, caller: Caller, machine_users: Sequence[MachineUser]
     ) -> StartAnswer:
         """Start or resume a run. `machine_users`: other users of the machine, which may have to make room."""
-        async with self.turn:
+        async with self.machine_lock:
             self._active_run.refuse_when_shutting_down()
+            await self._remove_broken_starts()
             replacing = request.replace
             order, request, resumed_row = await self._resolve_order(request)
             if replacing or self._active_run.active_conductor() is None:
@@ -109,6 +119,7 @@ class RunLifecycle:
             try:
                 return await self._open_and_record(request, order, resumed_row, replaced, caller)
             except BaseException:
+                await self._supervisor.end()
                 self._go_on_with(replaced)
                 raise
 
@@ -122,7 +133,8 @@ class RunLifecycle:
     ) -> StartAnswer:
         """Open the run in an engine, and make it the active one of the ledger in place of `replaced`."""
         conductor = self._conductor_of(request, order)
-        status = await self._begin_within_limit(conductor)
+        marker = self._config.folder / RUNS / f"{STARTING}{order.config['run']['name']}"
+        status = await self._begin_within_limit(conductor, marker if order.run is None else None)
         answer = StartAnswer(
             run_id=status.run,
             model_version=status.version,
@@ -143,6 +155,7 @@ class RunLifecycle:
             answer_of(answer),
             replaced=replaced and replaced.run,
         )
+        marker.unlink(missing_ok=True)
         if replaced is not None:
             replaced.phase = "stopped"
             self._active_run.changed.notify()
@@ -195,10 +208,6 @@ class RunLifecycle:
             name = f"{base_name}-{number}"
         return replace(order, config=_with_run(order.config, name=name))
 
-    def _with_this_folder(self, config: Mapping[str, Any]) -> dict[str, Any]:
-        """Point the config to this output folder, which may have been moved since."""
-        return _with_run(config, dir=str(self._config.folder / RUNS))
-
     async def _pause_current(self, replacing: bool) -> Conductor | None:
         """Free the machine of the active run, without ending the run; None if there is none. Refuses with `run_active` unless replacing."""
         conductor = self._active_run.conductor
@@ -224,16 +233,21 @@ class RunLifecycle:
         self._active_run.changed.notify()
         logger.warning("no other run was started; %s goes on", paused.run)
 
-    async def _begin_within_limit(self, conductor: Conductor) -> RunStatus:
-        """Everything that a start needs of the engine. While the server shuts down, an engine may fail in any way: that is retryable."""
+    async def _begin_within_limit(self, conductor: Conductor, marker: Path | None) -> RunStatus:
+        """Everything that a start needs of the engine. While the server shuts down, an engine may fail in any way: that is retryable.
+
+        `marker`: the file that marks the folder of a new run until the ledger has the run.
+        """
         limit = self._config.start_time_limit
         try:
             async with asyncio.timeout(limit):
+                if marker is not None:
+                    marker.parent.mkdir(exist_ok=True)
+                    await asyncio.to_thread(atomic_files.write_file, marker, b"")
                 status = await conductor.begin()
                 await self._keep_tokenizer(conductor, status)
                 return status
         except TimeoutError:
-            await self._supervisor.end()
             raise Refusal(
                 "timed_out",
                 f"the run was not ready after {limit:g} seconds (the server's start_time_limit).",
@@ -246,8 +260,25 @@ class RunLifecycle:
             raise Refusal("engine_recovering", str(error), retry_after=2) from None
         except GroupwiseError as error:
             self._active_run.refuse_when_shutting_down()
-            await self._supervisor.end()
             raise refusal_of(error, otherwise="engine_failed") from None
+
+    async def _remove_broken_starts(self) -> None:
+        """Delete the folders of new runs that the ledger does not have, because the server or the engine ended during their start."""
+        markers = [*(self._config.folder / RUNS).glob(f"{STARTING}*")]
+        if not markers:
+            return
+        recorded = {row.run for row in await self._ledger.do(runs.list_runs)}
+
+        def remove() -> None:
+            for marker in markers:
+                folder = marker.with_name(marker.name.removeprefix(STARTING))
+                if folder.name not in recorded and folder.is_dir():
+                    if is_held(folder):  # by an engine that is about to end
+                        continue
+                    atomic_files.remove_folder(folder)
+                marker.unlink(missing_ok=True)
+
+        await asyncio.to_thread(remove)
 
     async def _keep_tokenizer(self, conductor: Conductor, status: RunStatus) -> None:
         """Store the tokenizer in the server's output, so that it can be served without an engine."""
@@ -269,7 +300,7 @@ class RunLifecycle:
             self._supervisor,
             request,
             order,
-            most_open=self._config.max_open_groups,
+            max_open_groups=self._config.max_open_groups,
             changed=self._active_run.changed,
         )
 
@@ -277,7 +308,7 @@ class RunLifecycle:
 
     async def stop(self) -> StopAnswer:
         """End the run after the step in progress, with a checkpoint; repeating it is harmless."""
-        async with self.turn:
+        async with self.machine_lock:
             if self._active_run.conductor is not None:
                 await self._stop_run(self._active_run.conductor, "stop")
             row = self._active_run.latest

@@ -46,8 +46,7 @@ class NamedCheckpoints:
         """Refuse with `checkpoint_exists` if the name is taken."""
         if (self._root / name).exists():
             raise Refusal(
-                "checkpoint_exists",
-                f"there is a checkpoint {name!r} already; choose another name.",
+                "checkpoint_exists", f"there is a checkpoint {name!r} already; choose another name."
             )
 
     def saved_by_request(self, name: str, caller: Caller) -> CheckpointAnswer | None:

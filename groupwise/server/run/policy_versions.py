@@ -67,7 +67,9 @@ class Versions:
                     f"read: {self._list_steps()}. {OTHERS}",
                 )
             step = int(number)
-        for weights in (self._published_weights(step), self._saved_weights().get(step)):
+        policy = self.published.get(step)
+        published = policy and (Path(policy.path), policy.fingerprint)
+        for weights in (published, self._saved_weights().get(step)):
             if weights is not None:
                 try:
                     return self._open_version(step, *weights)
@@ -78,10 +80,6 @@ class Versions:
             f"version {self.run}@{step} is no longer kept. Versions that can be read: {self._list_steps()}. {OTHERS} Save a checkpoint by "
             "name to keep one.",
         )
-
-    def _published_weights(self, step: int) -> WeightsFolder | None:
-        policy = self.published.get(step)
-        return None if policy is None else (Path(policy.path), policy.fingerprint)
 
     def _saved_weights(self) -> dict[int, WeightsFolder]:
         """Folders by step count: checkpoints, or the final weights in place of the checkpoint at the same step."""

@@ -114,7 +114,7 @@ def _refusal_of_config_error(error: ConfigError, request: StartRequest) -> Refus
     any_name = "|".join(re.escape(name) for name in sorted(names, key=len, reverse=True))
     config_key = re.compile(rf"(?<![\w.])({any_name})(?!\w|\.\w)")
     lines = [_ORIGIN.sub("", line.strip()) for line in str(error).splitlines()]
-    lines = [config_key.sub(lambda found: names[found[1]], line) for line in lines if line]
+    lines = [config_key.sub(lambda match: names[match[1]], line) for line in lines if line]
     errors = [
         FieldError(field=line.split(maxsplit=1)[0].rstrip(":"), message=line) for line in lines
     ]
@@ -185,7 +185,7 @@ def _checked_sampler(sampler: Mapping[str, Any]) -> Mapping[str, Any]:
     """
     reason = "this server samples itself, and asks no other one for a client."
     refused_keys = [key for key in SERVER_KEYS if key in sampler]
-    if sampler.get("engine", "torch") == "vllm":
+    if sampler.get("engine") in ("vllm", "sglang"):
         refused_keys.append("engine")
     if not refused_keys and "temperature_schedule" in sampler:
         refused_keys = ["temperature_schedule"]

@@ -20,12 +20,7 @@ from typing import TypeVar
 
 from groupwise.api.schemas.activity import ActivityAnswer, LoopElsewhere, Session
 from groupwise.api.schemas.keys import Caller
-from groupwise.api.schemas.training import (
-    ByVerbs,
-    StartAnswer,
-    StartRequest,
-    StatusAnswer,
-)
+from groupwise.api.schemas.training import ByVerbs, StartAnswer, StartRequest, StatusAnswer
 from groupwise.core.errors import GroupwiseError
 from groupwise.server.engine.engine_protocol import Engine
 from groupwise.server.ledger import counters
@@ -50,10 +45,7 @@ class Service:
     """The training server of one output folder: a `groupwise.server.routes.context.ServiceLike`."""
 
     def __init__(
-        self,
-        config: ServerConfig,
-        ledger: Ledger,
-        make_engine: Callable[[], Awaitable[Engine]],
+        self, config: ServerConfig, ledger: Ledger, make_engine: Callable[[], Awaitable[Engine]]
     ) -> None:
         """`make_engine` starts an engine process in which nothing is open."""
         self._config = config
@@ -66,17 +58,17 @@ class Service:
         checkpoints = Checkpoints(active_run, ledger)
         self._lifecycle = RunLifecycle(active_run, ledger, self._supervisor, checkpoints)
         self._queries = Queries(active_run, ledger, self._supervisor, self._periodic)
-        ask_post = CompletionsAndRewards(active_run, ledger)
+        completions_and_rewards = CompletionsAndRewards(active_run, ledger)
 
         # Methods called by the routes, taken from the part that implements them.
         self.stop = self._lifecycle.stop
-        self.completions = ask_post.completions
-        self.give_up = ask_post.give_up
-        self.rewards = ask_post.rewards
-        self.close_group = ask_post.close_group
-        self.rewards_trained = ask_post.rewards_trained
-        self.step = ask_post.step
-        self.step_taken = ask_post.step_taken
+        self.completions = completions_and_rewards.completions
+        self.give_up = completions_and_rewards.give_up
+        self.rewards = completions_and_rewards.rewards
+        self.close_group = completions_and_rewards.close_group
+        self.rewards_trained = completions_and_rewards.rewards_trained
+        self.step = completions_and_rewards.step
+        self.step_taken = completions_and_rewards.step_taken
         self.events = self._queries.events
         self.last_event = self._queries.last_event
         self.next_event = self._queries.next_event
@@ -86,9 +78,9 @@ class Service:
         self.save_checkpoint = checkpoints.save
 
         # Called by the other protocols (OpenAI, Tinker, parts).
-        self.conducted = active_run.active_conductor
+        self.active_conductor = active_run.active_conductor
         self.active = active_run.active
-        self.turn = self._lifecycle.turn
+        self.machine_lock = self._lifecycle.machine_lock
         """Held while a run, or an engine for something else, is started or ended."""
         self.machine_users: dict[str, MachineUser] = {}
         """Other users of the machine, by name: models that clients train by verbs, parts for a training loop in another process."""
@@ -159,12 +151,12 @@ class Service:
 
     # --- called by the other protocols -----------------------------------------------------------
 
-    async def make_room(self, whom: str) -> None:
-        """Make the other users release the machine for `whom`. Refuses with `run_active` if one of them is in use. Call while holding
-        `turn`.
+    async def make_room(self, for_user: str) -> None:
+        """Make the other users release the machine for `for_user`. Refuses with `run_active` if one of them is in use. Call while holding
+        `machine_lock`.
         """
         for name, user in self.machine_users.items():
-            if name != whom:
+            if name != for_user:
                 await user.release_machine()
 
     async def await_engine(self, work: Awaitable[T], conductor: Conductor) -> T:

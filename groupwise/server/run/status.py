@@ -62,7 +62,9 @@ def status_of(
             refused=snapshot.refusals_by_code,
             **snapshot.groups,
         ),
-        queue_depth=conductor.admission.waiting if conductor and conductor.admission else 0,
+        queue_depth=conductor.admission_if_open.waiting
+        if conductor and conductor.admission_if_open
+        else 0,
         last_error=(conductor.last_error if conductor else None) or row.reason,
         throughput=Throughput(
             sampled_tokens=probe.sampled_tokens if probe else 0,

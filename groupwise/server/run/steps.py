@@ -140,10 +140,7 @@ def note_trained(transaction: Transaction, plan: PlanRow, done: StepDone) -> boo
     previous = plan.trained
     exact = previous is None or previous.fingerprint_out == done.record.fingerprint_out
     trained = Trained(
-        done.record.fingerprint_out,
-        done.record.version_out,
-        done.policy.path,
-        finite(done.metrics),
+        done.record.fingerprint_out, done.record.version_out, done.policy.path, finite(done.metrics)
     )
     plans.mark_trained(transaction, plan.run, plan.step, trained)
     if previous is None:

@@ -15,7 +15,7 @@ class Answer(BaseModel):
 
 
 class ClientConfig(Answer):
-    """How the client is to go about it."""
+    """Settings for the client."""
 
     pjwt_auth_enabled: bool = False
     use_pyqwest_transport: bool = False

@@ -11,6 +11,7 @@ import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from groupwise.core.errors import UsageError
@@ -45,180 +46,152 @@ ONE_ACCOUNT = "there is one account: keys have roles, not worlds of their own"
 TOKENIZERS = "the client loads it itself: see Tokenizers"
 LOCAL = "answered by the client alone"
 
+_service = partial(Method, "ServiceClient")
+_training = partial(Method, "TrainingClient")
+_sampling = partial(Method, "SamplingClient")
+_rest = partial(Method, "RestClient")
+
 METHODS: tuple[Method, ...] = (
-    Method("ServiceClient", "close", True, "the models of the session are let go of"),
-    Method("ServiceClient", "copy_weights", False, ONE_ACCOUNT, (("POST", "/copy_weights"),)),
-    Method(
-        "ServiceClient",
+    _service("close", True, "releases the models of the session"),
+    _service("copy_weights", False, ONE_ACCOUNT, (("POST", "/copy_weights"),)),
+    _service(
         "create_custom_loss",
         True,
         "the loss runs in the client, which needs torch",
         (("POST", "/create_custom_loss"),),
     ),
-    Method(
-        "ServiceClient",
+    _service(
         "create_lora_training_client",
         True,
         "optimizer: AdamW alone; as many models at once as `max_models` says",
     ),
-    Method("ServiceClient", "create_rest_client", True),
-    Method("ServiceClient", "create_sampling_client", True, "record_stability_info is refused"),
-    Method(
-        "ServiceClient",
+    _service("create_rest_client", True),
+    _service("create_sampling_client", True, "record_stability_info is refused"),
+    _service(
         "create_training_client_from_state",
         True,
         "weights_access_token and another base_model are refused",
     ),
-    Method(
-        "ServiceClient",
+    _service(
         "create_training_client_from_state_with_optimizer",
         True,
         "weights_access_token and another base_model are refused",
     ),
-    Method(
-        "ServiceClient", "get_console_url", True, f"{LOCAL}; the address is that of another service"
-    ),
-    Method("ServiceClient", "get_server_capabilities", True),
-    Method("ServiceClient", "get_telemetry", True, "what it sends is taken and thrown away"),
-    Method("TrainingClient", "create_sampling_client", True, "record_stability_info is refused"),
-    Method("TrainingClient", "forward", True, "as forward_backward"),
-    Method(
-        "TrainingClient",
+    _service("get_console_url", True, f"{LOCAL}; the address is that of another service"),
+    _service("get_server_capabilities", True),
+    _service("get_telemetry", True, "what it sends is taken and thrown away"),
+    _training("create_sampling_client", True, "record_stability_info is refused"),
+    _training("forward", True, "as forward_backward"),
+    _training(
         "forward_backward",
         True,
         "cross_entropy, also with K targets for each token; importance_sampling, ppo, cispo, dro and gspo; not stable_reinforce, nor "
         "custom losses on the server; text alone",
     ),
-    Method(
-        "TrainingClient",
-        "forward_backward_custom",
-        True,
-        "the loss runs in the client, which needs torch",
-    ),
-    Method(
-        "TrainingClient",
-        "get_console_url",
-        True,
-        f"{LOCAL}; the address is that of another service",
-    ),
-    Method("TrainingClient", "get_info", True),
-    Method("TrainingClient", "get_telemetry", True, "what it sends is taken and thrown away"),
-    Method("TrainingClient", "get_tokenizer", True, TOKENIZERS),
-    Method("TrainingClient", "load_state", True, "weights_access_token is refused"),
-    Method("TrainingClient", "load_state_with_optimizer", True, "weights_access_token is refused"),
-    Method("TrainingClient", "optim_step", True, "AdamParams alone"),
-    Method("TrainingClient", "save_state", True),
-    Method(
-        "TrainingClient",
+    _training("forward_backward_custom", True, "the loss runs in the client, which needs torch"),
+    _training("get_console_url", True, f"{LOCAL}; the address is that of another service"),
+    _training("get_info", True),
+    _training("get_telemetry", True, "what it sends is taken and thrown away"),
+    _training("get_tokenizer", True, TOKENIZERS),
+    _training("load_state", True, "weights_access_token is refused"),
+    _training("load_state_with_optimizer", True, "weights_access_token is refused"),
+    _training("optim_step", True, "AdamParams alone"),
+    _training("save_state", True),
+    _training(
         "save_weights_and_get_sampling_client",
         True,
         "kind: snapshot alone; the weights of the last 8 such samplers of a model are kept",
     ),
-    Method(
-        "TrainingClient",
+    _training(
         "save_weights_external",
         False,
         "`GET /model` gives the adapter in the format of PEFT",
         (("POST", "/save_weights_external"),),
     ),
-    Method(
-        "TrainingClient",
+    _training(
         "save_weights_for_sampler",
         True,
         "a name is used once, until its weights have expired or were deleted",
     ),
-    Method(
-        "SamplingClient",
-        "compute_logprobs",
-        True,
-    ),
-    Method("SamplingClient", "create", True),
-    Method("SamplingClient", "from_sampler_handle", True),
-    Method("SamplingClient", "get_base_model", True, LOCAL),
-    Method("SamplingClient", "get_sampler_handle", True, LOCAL),
-    Method("SamplingClient", "get_telemetry", True, "what it sends is taken and thrown away"),
-    Method("SamplingClient", "get_tokenizer", True, TOKENIZERS),
-    Method("SamplingClient", "on_queue_state_change", True, LOCAL),
-    Method(
-        "SamplingClient",
+    _sampling("compute_logprobs", True),
+    _sampling("create", True),
+    _sampling("from_sampler_handle", True),
+    _sampling("get_base_model", True, LOCAL),
+    _sampling("get_sampler_handle", True, LOCAL),
+    _sampling("get_telemetry", True, "what it sends is taken and thrown away"),
+    _sampling("get_tokenizer", True, TOKENIZERS),
+    _sampling("on_queue_state_change", True, LOCAL),
+    _sampling(
         "sample",
         True,
         "prompt_alt_tokens_k is refused; stop adds to the model's own stop tokens, and [] is none at all; log-probabilities of what was "
         "drawn are those at the temperature that was sampled, those of the prompt at temperature 1; topk_prompt_logprobs and "
         "topk_sample_logprobs are 1,024 at most",
     ),
-    Method(
-        "RestClient",
+    _rest(
         "assign_session_project",
         False,
         "there are no projects",
         (("PUT", "/sessions/*/project"), ("POST", "/sessions/*/project")),
     ),
-    Method("RestClient", "copy_weights", False, ONE_ACCOUNT, (("POST", "/copy_weights"),)),
-    Method("RestClient", "delete_checkpoint", True, IN_USE),
-    Method("RestClient", "delete_checkpoint_from_tinker_path", True, IN_USE),
-    Method(
-        "RestClient",
+    _rest("copy_weights", False, ONE_ACCOUNT, (("POST", "/copy_weights"),)),
+    _rest("delete_checkpoint", True, IN_USE),
+    _rest("delete_checkpoint_from_tinker_path", True, IN_USE),
+    _rest(
         "export_session_trace",
         False,
         "the record of a run is its folder",
         (("POST", "/sessions/*/trace_export"), ("GET", "/sessions/*/trace_export")),
     ),
-    Method("RestClient", "get_audit_log", False, ONE_ACCOUNT, (("GET", "/audit"),)),
-    Method(
-        "RestClient",
+    _rest("get_audit_log", False, ONE_ACCOUNT, (("GET", "/audit"),)),
+    _rest(
         "get_billing_usage",
         False,
         "nothing is billed",
         (("GET", "/billing/usage/events"), ("POST", "/billing/usage/events")),
     ),
-    Method(
-        "RestClient",
+    _rest(
         "get_current_checkpoint_storage_usage",
         True,
         "one entry for the whole server; project_id is refused",
     ),
-    Method(
-        "RestClient",
+    _rest(
         "get_external_weights_urls",
         False,
         "`GET /model` gives the adapter in the format of PEFT",
         (("GET", "/training_runs/*/checkpoints/**/external_weights_urls"),),
     ),
-    Method("RestClient", "get_sampler", True),
-    Method("RestClient", "get_server_capabilities", True),
-    Method("RestClient", "get_session", True, "the samplers of an open session alone"),
-    Method("RestClient", "get_telemetry", True, "what it sends is taken and thrown away"),
-    Method("RestClient", "get_training_run", True),
-    Method("RestClient", "get_training_run_by_tinker_path", True),
-    Method("RestClient", "get_weights_info_by_tinker_path", True),
-    Method("RestClient", "list_checkpoints", True),
-    Method("RestClient", "list_sessions", True, ALL_KEYS),
-    Method("RestClient", "list_training_runs", True, f"{ALL_KEYS}; project_id is refused"),
-    Method("RestClient", "list_user_checkpoints", True, ALL_KEYS),
-    Method(
-        "RestClient",
+    _rest("get_sampler", True),
+    _rest("get_server_capabilities", True),
+    _rest("get_session", True, "the samplers of an open session alone"),
+    _rest("get_telemetry", True, "what it sends is taken and thrown away"),
+    _rest("get_training_run", True),
+    _rest("get_training_run_by_tinker_path", True),
+    _rest("get_weights_info_by_tinker_path", True),
+    _rest("list_checkpoints", True),
+    _rest("list_sessions", True, ALL_KEYS),
+    _rest("list_training_runs", True, f"{ALL_KEYS}; project_id is refused"),
+    _rest("list_user_checkpoints", True, ALL_KEYS),
+    _rest(
         "publish_checkpoint_from_tinker_path",
         False,
         ONE_ACCOUNT,
         (("POST", "/training_runs/*/checkpoints/**/publish"),),
     ),
-    Method(
-        "RestClient",
+    _rest(
         "search_sessions",
         False,
         "list_sessions and get_session tell of all of them",
         (("POST", "/sessions/search"), ("GET", "/sessions/search")),
     ),
-    Method("RestClient", "set_checkpoint_ttl_from_tinker_path", True, IN_USE),
-    Method(
-        "RestClient",
+    _rest("set_checkpoint_ttl_from_tinker_path", True, IN_USE),
+    _rest(
         "unpublish_checkpoint_from_tinker_path",
         False,
         ONE_ACCOUNT,
         (("DELETE", "/training_runs/*/checkpoints/**/publish"),),
     ),
-    Method("RestClient", "whoami", False, ONE_ACCOUNT, (("GET", "/auth/apikey/me"),)),
+    _rest("whoami", False, ONE_ACCOUNT, (("GET", "/auth/apikey/me"),)),
 )
 """All methods; a test compares the table with the installed client."""
 
@@ -258,9 +231,9 @@ padded; `gspo` looks where its `sequence_ratio_mask` is not 0, and refuses an ad
 `target_tokens` and `weights` of the shape (N, K), dense or sparse, and gives back log-probabilities of the same shape; its metrics count
 each target with a weight as a token. The teacher's come from `sample` with `topk_prompt_logprobs` or `target_prompt_logprobs`.
 
-Names of projects and tags are taken and not kept; metadata and names of sessions are. What is refused is refused at once, with its name
-and the reason. The tables are made from `groupwise/server/tinker/compatibility.py`; every method that ends in `_async` does what the one
-without it does.
+Names of projects, tags, and where a datum's tokens come from (`with_provenance`), are taken and not kept; metadata and names of sessions
+are. What is refused is refused at once, with its name and the reason. The tables are made from `groupwise/server/tinker/compatibility.py`;
+every method that ends in `_async` does what the one without it does.
 """
 
 TOKENIZER_SECTION = """\

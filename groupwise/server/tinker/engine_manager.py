@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol, cast, runtime_checkable
 
+from groupwise.api.http.bodies import read_body
 from groupwise.api.schemas.problems import Refusal
 from groupwise.core.errors import GroupwiseError, UsageError
 from groupwise.core.types import LossSpec, OptimiserParams, Row, UpdateResult
@@ -57,15 +58,15 @@ RETRY_INTERVAL = 0.2
 class Runs(Protocol):
     """The server's runs; see `groupwise.server.run.service.Service`."""
 
-    turn: asyncio.Lock
+    machine_lock: asyncio.Lock
     """Held while a run, or an engine of another kind, is started or ended."""
 
-    def conducted(self) -> Conductor | None:
+    def active_conductor(self) -> Conductor | None:
         """The run that has an engine, or will soon have one again; None if there is none."""
         ...
 
-    async def make_room(self, whom: str) -> None:
-        """Refuse with `run_active` if something other than `whom` uses the machine."""
+    async def make_room(self, for_user: str) -> None:
+        """Refuse with `run_active` if something other than `for_user` uses the machine."""
         ...
 
 
@@ -82,11 +83,11 @@ class _LoadedEngine:
 
     engine: CallableEngine
     base: Base
-    loads: str
+    model_source: str
     """The base's name or folder, as the engine loads it."""
     run: Conductor | None
     """The run that owns the engine; None if it is the verbs' own."""
-    there: set[str] = field(default_factory=set[str])
+    created_models: set[str] = field(default_factory=set[str])
     """Models that exist in this engine."""
 
     async def call(self, verb: str, *arguments: Any) -> Any:
@@ -98,7 +99,7 @@ class _Model:
     spec: ModelSpec
     kept: int | None = None
     """Number of the call after which its state was last kept."""
-    moving: asyncio.Lock = field(default_factory=asyncio.Lock)
+    recreation_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
 class VerbEngineHost:
@@ -163,20 +164,15 @@ class VerbEngineHost:
         bound = self._required_base()
         if bound is not None:
             return (bound[0],)
-        names = (
-            *ALIASES,
-            *HUB_IDS,
-            *folders_in(self._allowed.model_dir),
-            *self._allowed.models,
-        )
+        names = (*ALIASES, *HUB_IDS, *folders_in(self._allowed.model_dir), *self._allowed.models)
         return tuple(dict.fromkeys(names))
 
     def admit(self, base: str) -> None:
         """See `VerbEngine.admit`."""
-        loads = self._load_name(base)
+        model_source = self._source_of(base)
         bound = self._required_base()
-        if bound is not None and self._load_name(bound[0]) != loads:
-            kind = NoRoom if self._runs.conducted() is None else UsageError
+        if bound is not None and self._source_of(bound[0]) != model_source:
+            kind = NoRoom if self._runs.active_conductor() is None else UsageError
             raise kind(
                 f"The base model {base!r} cannot be had now: {bound[0]} is in memory, for {bound[1]}, and there is one base at a time. "
                 f"Take {bound[0]}, or wait until it is not needed any more."
@@ -184,18 +180,18 @@ class VerbEngineHost:
 
     def _required_base(self) -> tuple[str, str] | None:
         """The base that must stay in memory, and a description of its user."""
-        run = self._runs.conducted()
+        run = self._runs.active_conductor()
         if run is not None:
             return run.model, "the run that is active"
         if self._models:
             return next(iter(self._models.values())).spec.base, "models of other clients"
         return None
 
-    def _load_name(self, base: str) -> str:
+    def _source_of(self, base: str) -> str:
         """Name or folder to load; raises UsageError if it is not allowed."""
-        run = self._runs.conducted()
-        if run is not None and base in (run.model, run.loads):
-            return run.loads
+        run = self._runs.active_conductor()
+        if run is not None and base in (run.model, run.model_source):
+            return run.model_source
         try:
             return allowed_model("base_model", base, self._allowed)
         except Refusal as refusal:
@@ -212,12 +208,17 @@ class VerbEngineHost:
 
     def context_length(self, name: str) -> int | None:
         """See `VerbEngine.context_length`."""
-        loads, loaded = self._load_name(name), self._loaded_engine
-        if loaded is not None and loaded.loads == loads:
+        model_source, loaded = self._source_of(name), self._loaded_engine
+        if loaded is not None and loaded.model_source == model_source:
             return loaded.base.longest
-        if self._runs.conducted() is not None:
+        if self._runs.active_conductor() is not None:
             return None
-        config = Path(cached_folder(loads) or loads if loads in ALIASES else loads, MODEL_FILE)
+        config = Path(
+            cached_folder(model_source) or model_source
+            if model_source in ALIASES
+            else model_source,
+            MODEL_FILE,
+        )
         if not config.is_file():
             return None
         positions = json.loads(config.read_text("utf-8")).get("max_position_embeddings")
@@ -225,12 +226,12 @@ class VerbEngineHost:
 
     async def tokenizer_folder(self, name: str) -> Path:
         """See `VerbEngine.tokenizer_folder`."""
-        loads = self._load_name(name)
-        folder = cached_folder(loads) if loads in ALIASES else Path(loads)
+        model_source = self._source_of(name)
+        folder = cached_folder(model_source) if model_source in ALIASES else Path(model_source)
         if folder is None or not folder.is_dir():
             folder = Path((await self._engine_with(name)).base.tokenizer)
-        if loads in ALIASES and not folder.is_dir():  # the engine has made it
-            folder = cached_folder(loads) or folder
+        if model_source in ALIASES and not folder.is_dir():  # the engine has made it
+            folder = cached_folder(model_source) or folder
         if not folder.is_dir():
             raise UsageError(
                 f"The tokenizer of {name} comes from the hub: AutoTokenizer.from_pretrained({str(folder)!r})."
@@ -243,7 +244,7 @@ class VerbEngineHost:
         """See `VerbEngine.create_model`. If the model exists already, it was created by an earlier attempt of the same call."""
         is_new = model not in self._models
         if is_new:
-            run = self._runs.conducted()
+            run = self._runs.active_conductor()
             users = [*self._models, *([] if run is None else ["the run"])]
             if len(users) >= self._most:
                 raise NoRoom(
@@ -263,8 +264,8 @@ class VerbEngineHost:
         """See `VerbEngine.drop`."""
         self._models.pop(model, None)
         engine = self._loaded_engine
-        if engine is not None and model in engine.there:
-            engine.there.discard(model)
+        if engine is not None and model in engine.created_models:
+            engine.created_models.discard(model)
             with suppress(EngineLost):
                 await engine.call("drop", model)
         await asyncio.to_thread(self.folders.forget_automatic, model)
@@ -355,13 +356,13 @@ class VerbEngineHost:
 
     async def _recreate(self, engine: _LoadedEngine, model: str, model_state: _Model) -> None:
         """Recreate the model in this engine, in its current state."""
-        async with model_state.moving:
-            if model in engine.there:
+        async with model_state.recreation_lock:
+            if model in engine.created_models:
                 return
             last_kept = -1 if model_state.kept is None else model_state.kept
             calls_to_repeat = await self._ledger.do(calls.calls_to_repeat, model, last_kept)
             await engine.call("create_model", model, model_state.spec, model_state.kept)
-            engine.there.add(model)
+            engine.created_models.add(model)
             try:
                 for kind, content in calls_to_repeat:
                     await _repeat_call(engine, model, kind, content)
@@ -373,48 +374,50 @@ class VerbEngineHost:
 
     async def _drop_half_done(self, engine: _LoadedEngine, model: str) -> None:
         """A call failed half done: drop the model, so that it is recreated before its next call."""
-        engine.there.discard(model)
+        engine.created_models.discard(model)
         with suppress(GroupwiseError):  # the engine is gone, and the model with it
             await engine.call("drop", model)
 
     async def _engine_with(self, base: str) -> _LoadedEngine:
-        loads = self._load_name(base)
+        model_source = self._source_of(base)
         while True:
             async with self._engine_lock:
-                run = self._runs.conducted()
+                run = self._runs.active_conductor()
                 engine = await (
-                    self._own_engine(base, loads) if run is None else self._run_engine(run, loads)
+                    self._own_engine(base, model_source)
+                    if run is None
+                    else self._run_engine(run, model_source)
                 )
             if engine is not None:
                 return engine
             await asyncio.sleep(RETRY_INTERVAL)
 
-    async def _run_engine(self, run: Conductor, loads: str) -> _LoadedEngine | None:
+    async def _run_engine(self, run: Conductor, model_source: str) -> _LoadedEngine | None:
         """The run's engine; None while it accepts no calls."""
         if run.phase != "running":
             return None
         engine = cast("object", run.engine)
         loaded = self._loaded_engine
         if loaded is not None and loaded.engine is engine:
-            if loaded.loads != loads:
+            if loaded.model_source != model_source:
                 raise UsageError(
-                    f"The base model {loads} cannot be had now: {loaded.loads} is in memory, and there is one base at a time."
+                    f"The base model {model_source} cannot be had now: {loaded.model_source} is in memory, and there is one base at a time."
                 )
             return loaded
         if not isinstance(engine, CallableEngine):
             raise UsageError("The engine of the active run trains nothing beside it.")
         try:
-            return await self._open_base(engine, loads, run)
+            return await self._open_base(engine, model_source, run)
         except EngineLost:
             return None
 
-    async def _own_engine(self, base: str, loads: str) -> _LoadedEngine | None:
+    async def _own_engine(self, base: str, model_source: str) -> _LoadedEngine | None:
         """The verbs' own engine; None if a run has started meanwhile, or the engine ended before it was ready."""
         loaded = self._loaded_engine
-        if loaded is not None and loaded.run is None and loaded.loads == loads:
+        if loaded is not None and loaded.run is None and loaded.model_source == model_source:
             return loaded
-        async with self._runs.turn:
-            if self._runs.conducted() is not None:
+        async with self._runs.machine_lock:
+            if self._runs.active_conductor() is not None:
                 return None
             try:
                 await self._runs.make_room(NAME)
@@ -424,7 +427,7 @@ class VerbEngineHost:
             self._loaded_engine = None
             engine = cast("CallableEngine", await self._supervisor.begin())
             try:
-                return await self._open_base(engine, loads, None)
+                return await self._open_base(engine, model_source, None)
             except EngineLost as error:
                 await self._supervisor.pause(error)
                 return None
@@ -433,11 +436,11 @@ class VerbEngineHost:
                 raise
 
     async def _open_base(
-        self, engine: CallableEngine, loads: str, run: Conductor | None
+        self, engine: CallableEngine, model_source: str, run: Conductor | None
     ) -> _LoadedEngine:
-        order = OpenModels(loads, self._folder, self._most, self._longest)
+        order = OpenModels(model_source, self._folder, self._most, self._longest)
         base: Base = await engine.call("models.open", order)
-        self._loaded_engine = _LoadedEngine(engine, base, loads, run)
+        self._loaded_engine = _LoadedEngine(engine, base, model_source, run)
         return self._loaded_engine
 
     async def _release_lost(self, lost: _LoadedEngine, error: EngineLost) -> None:
@@ -456,7 +459,7 @@ class VerbEngineHost:
 async def _repeat_call(engine: _LoadedEngine, model: str, kind: str, content: bytes) -> None:
     """Repeat a call whose answer the client already has."""
     if kind == FORWARD_BACKWARD:
-        forward = (await translate.parse_in_thread(content)).forward
+        forward = (await read_body(content, translate.read)).forward
         assert isinstance(forward, translate.Forward)  # because it was answered
         await engine.call("forward_backward", model, [*forward.rows], forward.loss)
     elif kind == requests.OptimStep.__name__:

@@ -9,16 +9,20 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from groupwise.api.schemas.fail_fast import FailFast
+from groupwise.api.schemas.fail_fast import IN_SLICES, FailFast
 
 MOST_CALLS = 2**53
 """Call numbers are smaller than this: all JSON readers represent integers up to here exactly."""
 WHOLE = Annotated[int, Field(ge=0, lt=MOST_CALLS)]
+MANY_WHOLE = Annotated[list[WHOLE], IN_SLICES]
 FINITE = Annotated[float, Field(allow_inf_nan=False)]
 NAME_PATTERN = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
 NAME = Annotated[str, Field(pattern=NAME_PATTERN)]
 """Name of something saved, which becomes a folder name."""
-ID = Annotated[str, Field(min_length=1, max_length=400)]
+LONGEST_ID = 400
+ID = Annotated[str, Field(min_length=1, max_length=LONGEST_ID)]
+STOP_TEXT = Annotated[str, Field(min_length=1)]
+"""An empty one would stand in every text, and end each completion after a token."""
 METADATA = (
     Annotated[
         dict[Annotated[str, Field(max_length=200)], Annotated[str, Field(max_length=2000)]],
@@ -167,7 +171,7 @@ class CreateSampler(Body):
 class TextChunk(Body):
     """The one kind of input that is taken."""
 
-    tokens: list[WHOLE]
+    tokens: MANY_WHOLE
     type: Literal["encoded_text"]
 
 
@@ -182,7 +186,7 @@ class SamplingSettings(Body):
 
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     seed: int | None = None
-    stop: str | list[str] | list[WHOLE] | None = None
+    stop: STOP_TEXT | list[STOP_TEXT] | list[WHOLE] | None = None
     """None: the model's own stop tokens. An empty list: none at all. Others stop beside the model's own."""
     temperature: Annotated[FINITE, Field(ge=0)] = 1.0
     top_k: Annotated[int, Field(ge=-1)] = -1
@@ -192,12 +196,12 @@ class SamplingSettings(Body):
 class TargetTokens(Body):
     """Ids whose log-probabilities are wanted in place of the prompt's tokens: [tokens of the prompt - 1, K], dense or sparse (CSR)."""
 
-    data: list[Annotated[int, Field(ge=-1, lt=MOST_CALLS)]]
+    data: Annotated[list[Annotated[int, Field(ge=-1, lt=MOST_CALLS)]], IN_SLICES]
     """-1: none is wanted there; nor in cells that a sparse tensor does not list."""
     dtype: Literal["int64"]
     shape: Annotated[list[WHOLE], Field(min_length=2, max_length=2)]
-    sparse_crow_indices: list[WHOLE] | None = None
-    sparse_col_indices: list[WHOLE] | None = None
+    sparse_crow_indices: MANY_WHOLE | None = None
+    sparse_col_indices: MANY_WHOLE | None = None
 
 
 MOST_TOP = 1024

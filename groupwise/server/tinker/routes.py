@@ -6,25 +6,23 @@ describes every route completely; the OpenAPI document is made from it. Every re
 
 from __future__ import annotations
 
-import asyncio
 import hashlib
 import json
 import logging
 import reprlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from groupwise.api.http import strict_json
-from groupwise.api.http.bodies import Bodies, ClientGone
+from groupwise.api.http.bodies import Bodies, ClientGone, read_body
 from groupwise.api.http.route import SMALL_BODY
 from groupwise.api.http.shared_state import SCOPE, Facts
-from groupwise.api.http.strict_json import LARGE, NotStrict
+from groupwise.api.http.strict_json import NotStrict, parse
 from groupwise.api.schemas.problems import Refusal
 from groupwise.core.errors import UsageError
 from groupwise.core.settings.field_errors import field_errors
@@ -54,6 +52,7 @@ OF_ENGINES = ("usage", "not_there", "engine_failed")
 Authorise = Callable[[Request], None]
 """Raises a `Refusal` if the request is not allowed."""
 Handler = Callable[[Request], Awaitable[Response]]
+RouteHandler = Callable[["_Handlers", Request], Awaitable[Response]]
 BodyT = TypeVar("BodyT", bound=requests.Body)
 
 
@@ -64,7 +63,7 @@ class VerbRoute:
     method: str
     path: str
     """Relative to `PREFIX`."""
-    handler: Callable[[_Handlers, Request], Awaitable[Response]]
+    handler: RouteHandler
     answer: type[BaseModel] | None
     """None: the outcome of a call, or 408; or the file that `gives` describes."""
     gives: str = ""
@@ -84,12 +83,24 @@ class VerbRoute:
         return tuple(dict.fromkeys((*OF_ALL, *of_body, *of_query, *self.codes)))
 
 
+ROUTES: list[VerbRoute] = []
+"""All routes that need a key: a reading key for GET, a training key for the others."""
+
+
+def _route(
+    method: str, path: str, answer: type[BaseModel] | None, **facts: Any
+) -> Callable[[RouteHandler], RouteHandler]:
+    """Declares a handler as a route; `facts` are further fields of `VerbRoute`."""
+
+    def declare(handler: RouteHandler) -> RouteHandler:
+        ROUTES.append(VerbRoute(method, path, handler, answer, **facts))
+        return handler
+
+    return declare
+
+
 def verb_routes(
-    service: VerbService,
-    authorise: Authorise,
-    *,
-    bodies: Bodies | None = None,
-    poll: float = POLL,
+    service: VerbService, authorise: Authorise, *, bodies: Bodies | None = None, poll: float = POLL
 ) -> list[Route]:
     """Every route, and one that refuses all others below `PREFIX`. `service` must be open before the first request."""
     handlers = _Handlers(service, bodies or Bodies(MOST_BYTES), poll)
@@ -117,25 +128,43 @@ class _Handlers:
         self._bodies = bodies
         self._poll = poll
 
+    @_route("POST", "/client/config", answers.ClientConfig)
     async def client_config(self, request: Request) -> Response:
-        """How the client is to go about it. A body is not read."""
+        """Settings for the client. A body is not read."""
         return _json_response(answers.ClientConfig())
 
+    @_route("POST", "/client/dynamic_config", answers.DynamicConfig)
     async def dynamic_config(self, request: Request) -> Response:
         """Settings that may change while the client runs. A body is not read."""
         return _json_response(answers.DynamicConfig())
 
+    @_route("GET", "/get_server_capabilities", answers.Capabilities)
     async def capabilities(self, request: Request) -> Response:
         """The base models of the server."""
         answer = {"supported_models": self._service.capabilities()}
         return _json_response(answers.Capabilities.model_validate(answer))
 
+    @_route(
+        "GET",
+        "/tokenizer",
+        None,
+        query=requests.TokenizerOf,
+        gives="A zip file with what AutoTokenizer.from_pretrained reads.",
+        codes=OF_ENGINES,
+    )
     async def tokenizer(self, request: Request) -> Response:
         """The tokenizer's files of a base, to be unpacked into a folder of its name, from which clients load it."""
         base = _parse_query(request, requests.TokenizerOf).base_model
         content = await self._service.zipped_tokenizer(base)
         return Response(content, media_type="application/zip")
 
+    @_route(
+        "POST",
+        "/create_session",
+        answers.SessionMade,
+        reads=requests.CreateSession,
+        codes=(*OF_RECORDS, "engine_failed"),
+    )
     async def create_session(self, request: Request) -> Response:
         """Open a session; the same one for the same X-Idempotency-Key, caller and body."""
         body = await self._parse_body(request, requests.CreateSession)
@@ -149,139 +178,218 @@ class _Handlers:
         )
         return _json_response(answers.SessionMade(session_id=session))
 
+    @_route(
+        "POST", "/session_heartbeat", answers.Heard, reads=requests.Heartbeat, codes=("not_there",)
+    )
     async def heartbeat(self, request: Request) -> Response:
-        """The client is there."""
+        """Report that the client is alive."""
         self._service.registry.heartbeat(
             (await self._parse_body(request, requests.Heartbeat)).session_id
         )
         return _json_response(answers.Heard())
 
+    @_route("POST", "/sessions/{session}/finish", answers.Finished, codes=("engine_failed",))
     async def finish(self, request: Request) -> Response:
-        """The client is done: its models are let go of. A body is not read; repeating it is harmless."""
+        """End the session and release its models. A body is not read. Safe to repeat."""
         await self._service.registry.finish(request.path_params["session"])
         return _json_response(answers.Finished())
 
+    @_route("POST", "/telemetry", answers.Thrown, bytes="Anything; it is ignored.")
     async def telemetry(self, request: Request) -> Response:
-        """Taken and thrown away: the client sends it wherever it is pointed to."""
+        """Accepted and discarded: the client always sends it to its server."""
         await self._read_body(request)
         return _json_response(answers.Thrown())
 
+    @_route("POST", "/create_model", answers.Promise, reads=requests.CreateModel, codes=OF_CALLS)
     async def create_model(self, request: Request) -> Response:
         """Make a model with a new adapter."""
         body = await self._parse_body(request, requests.CreateModel)
         await self._service.training.admit(body)
         return await self._promise_answer(*self._service.training.create_model(body))
 
+    @_route("POST", "/get_info", answers.Info, reads=requests.GetInfo, codes=OF_ENGINES)
     async def get_info(self, request: Request) -> Response:
         """A model's base and adapter."""
         model = (await self._parse_body(request, requests.GetInfo)).model_id
         return _json_response(answers.Info.model_validate(await self._service.training.info(model)))
 
+    @_route(
+        "POST",
+        "/forward_backward",
+        answers.Promise,
+        bytes="The protobuf message `ForwardBackwardRequest` of the client.",
+        codes=OF_CALLS,
+    )
     async def forward_backward(self, request: Request) -> Response:
         """Log-probabilities and loss of some data, with or without gradient."""
-        forward = await translate.parse_in_thread(await self._read_body(request))
+        forward = await read_body(await self._read_body(request), translate.read)
         return await self._promise_answer(*self._service.training.forward_backward(forward))
 
+    @_route("POST", "/optim_step", answers.Promise, reads=requests.OptimStep, codes=OF_CALLS)
     async def optim_step(self, request: Request) -> Response:
-        """Update a model with the gradient that has gathered."""
-        return await self._promise_answer(
-            *self._service.training.optim_step(await self._parse_body(request, requests.OptimStep))
-        )
+        """Update a model with the accumulated gradient."""
+        return await self._call(request, requests.OptimStep, self._service.training.optim_step)
 
+    @_route("POST", "/save_weights", answers.Promise, reads=requests.SaveWeights, codes=OF_CALLS)
     async def save_weights(self, request: Request) -> Response:
         """Save a model's weights and optimiser under a name."""
-        return await self._promise_answer(
-            *self._service.training.save_weights(
-                await self._parse_body(request, requests.SaveWeights)
-            )
-        )
+        return await self._call(request, requests.SaveWeights, self._service.training.save_weights)
 
+    @_route("POST", "/load_weights", answers.Promise, reads=requests.LoadWeights, codes=OF_CALLS)
     async def load_weights(self, request: Request) -> Response:
-        """Load what was saved, into a model or a new one."""
-        return await self._promise_answer(
-            *self._service.training.load_weights(
-                await self._parse_body(request, requests.LoadWeights)
-            )
-        )
+        """Load saved weights into a model, or into a new one."""
+        return await self._call(request, requests.LoadWeights, self._service.training.load_weights)
 
+    @_route(
+        "POST",
+        "/save_weights_for_sampler",
+        answers.Promise,
+        reads=requests.SaveForSampler,
+        codes=OF_CALLS,
+    )
     async def save_for_sampler(self, request: Request) -> Response:
-        """Save a model's weights to be sampled with."""
-        body = await self._parse_body(request, requests.SaveForSampler)
-        return await self._promise_answer(*self._service.training.save_for_sampler(body))
+        """Save a model's weights for sampling."""
+        start = self._service.training.save_for_sampler
+        return await self._call(request, requests.SaveForSampler, start)
 
+    @_route(
+        "POST",
+        "/create_sampling_session",
+        answers.SamplerMade,
+        reads=requests.CreateSampler,
+        codes=(*OF_RECORDS, *OF_ENGINES),
+    )
     async def create_sampler(self, request: Request) -> Response:
-        """Make a sampler of what was saved, or of a base."""
+        """Make a sampler from saved weights, or from a base model."""
         sampler = await self._service.sampling.create_sampler(
             await self._parse_body(request, requests.CreateSampler)
         )
         return _json_response(answers.SamplerMade(sampling_session_id=sampler))
 
+    @_route("GET", "/samplers/{sampler}", answers.SamplerInfo, codes=("not_there",))
     async def sampler(self, request: Request) -> Response:
         """The model of a sampler."""
         description = self._service.sampling.sampler(request.path_params["sampler"])
         return _json_response(answers.SamplerInfo.model_validate(description))
 
+    @_route(
+        "POST", "/weights_info", answers.AboutWeights, reads=requests.WeightsInfo, codes=OF_ENGINES
+    )
     async def weights_info(self, request: Request) -> Response:
         """The kind of model that saved the weights at a path."""
         path = (await self._parse_body(request, requests.WeightsInfo)).tinker_path
         description = await self._service.training.weights_info(path)
         return _json_response(answers.AboutWeights.model_validate(description))
 
+    @_route(
+        "GET",
+        "/training_runs/{run}",
+        answers.TrainingRun,
+        query=requests.Scope,
+        codes=("not_there", *OF_RECORDS),
+    )
     async def training_run(self, request: Request) -> Response:
         """One model that a client has trained; also after its session has ended."""
         _parse_query(request, requests.Scope)
         return _json_response(await self._service.rest.training_run(request.path_params["run"]))
 
+    @_route(
+        "GET",
+        "/training_runs",
+        answers.TrainingRunList,
+        query=requests.ScopedPage,
+        codes=OF_RECORDS,
+    )
     async def list_training_runs(self, request: Request) -> Response:
         """Every model that clients have trained, the newest first."""
         page = _parse_query(request, requests.ScopedPage)
         return _json_response(await self._service.rest.training_runs(page))
 
+    @_route(
+        "GET",
+        "/sessions/{session}",
+        answers.SessionInfo,
+        query=requests.Scope,
+        codes=("not_there", *OF_RECORDS),
+    )
     async def session(self, request: Request) -> Response:
         """One session; also after it has ended."""
         _parse_query(request, requests.Scope)
         return _json_response(await self._service.rest.session(request.path_params["session"]))
 
+    @_route("GET", "/sessions", answers.SessionList, query=requests.ScopedPage, codes=OF_RECORDS)
     async def list_sessions(self, request: Request) -> Response:
         """The ids of all sessions, the newest first."""
         page = _parse_query(request, requests.ScopedPage)
         return _json_response(await self._service.rest.sessions(page))
 
+    @_route("GET", "/training_runs/{run}/checkpoints", answers.CheckpointList, codes=("usage",))
     async def list_checkpoints(self, request: Request) -> Response:
-        """What a model has saved under names, the oldest first; also after its session has ended."""
+        """The named checkpoints of a model, the oldest first; also after its session has ended."""
         run = request.path_params["run"]
         if not MODEL.fullmatch(run):
             raise UsageError(f"{run!r} is no id of a training run; they look like s-…:train:0.")
         return _json_response(await self._service.rest.checkpoints_of(run))
 
+    @_route("GET", "/checkpoints", answers.CheckpointList, query=requests.Page)
     async def list_all_checkpoints(self, request: Request) -> Response:
-        """What all models have saved under names, the newest first."""
+        """The named checkpoints of all models, the newest first."""
         page = _parse_query(request, requests.Page)
         return _json_response(await self._service.rest.all_checkpoints(page))
 
+    @_route(
+        "DELETE",
+        "/training_runs/{run}/checkpoints/{kind}/{name}",
+        answers.Done,
+        codes=("usage", "not_there", *OF_RECORDS),
+    )
     async def delete_checkpoint(self, request: Request) -> Response:
         """Delete a checkpoint. Its files stay on the disk while a sampler of an open session uses them."""
         await self._service.checkpoints.delete(_checkpoint_of(request))
         return _json_response(answers.Done())
 
+    @_route(
+        "PUT",
+        "/training_runs/{run}/checkpoints/{kind}/{name}/ttl",
+        answers.Done,
+        reads=requests.SetTtl,
+        codes=("not_there", *OF_RECORDS),
+    )
     async def set_checkpoint_ttl(self, request: Request) -> Response:
-        """Let a checkpoint expire so many seconds from now; null: never."""
+        """Let a checkpoint expire after this many seconds; null: never."""
         ttl = (await self._parse_body(request, requests.SetTtl)).ttl_seconds
         await self._service.checkpoints.set_ttl(_checkpoint_of(request), ttl)
         return _json_response(answers.Done())
 
+    @_route(
+        "GET", "/billing/usage/checkpoints/current", answers.StorageUsage, query=requests.NoQuery
+    )
     async def storage_usage(self, request: Request) -> Response:
-        """What the checkpoints occupy on the server's disk."""
+        """The disk space that checkpoints use on the server."""
         _parse_query(request, requests.NoQuery)
         return _json_response(await self._service.rest.storage_usage())
 
+    @_route(
+        "POST",
+        "/asample",
+        answers.SamplePromise,
+        reads=requests.Sample,
+        codes=(*OF_CALLS, "engine_failed"),
+    )
     async def sample(self, request: Request) -> Response:
-        """Complete a prompt, or tell its log-probabilities."""
+        """Complete a prompt, or compute its log-probabilities."""
         body = await self._parse_body(request, requests.Sample, is_large=True)
         id, sequences = await self._service.sampling.sample(body)
         await self._service.wait_until_persisted(id)
         return _json_response(answers.SamplePromise(request_id=id, sample_sequence_ids=sequences))
 
+    @_route(
+        "POST",
+        "/retrieve_future",
+        None,
+        reads=requests.Retrieve,
+        codes=("unknown_answer", "answer_gone"),
+    )
     async def retrieve(self, request: Request) -> Response:
         """The result of a call; 408 if it has none after a while."""
         id = (await self._parse_body(request, requests.Retrieve)).request_id
@@ -294,12 +402,18 @@ class _Handlers:
         return Response(answer.body, media_type=answer.media_type)
 
     async def refuse(self, request: Request) -> Response:
-        """Everything else."""
+        """Refuse all other routes."""
         await self._read_body(request)
         path = request.url.path.removeprefix(PREFIX)
         raise refused_route(request.method, path) or NotFound(
             f"There is no route {request.method} {request.url.path[:200]}."
         )
+
+    async def _call(
+        self, request: Request, kind: type[BodyT], start: Callable[[BodyT], tuple[str, str]]
+    ) -> Response:
+        """Start a call, and promise its answer."""
+        return await self._promise_answer(*start(await self._parse_body(request, kind)))
 
     async def _promise_answer(self, model: str, id: str) -> Response:
         await self._service.wait_until_persisted(id)
@@ -311,10 +425,7 @@ class _Handlers:
         """`is_large`: True if the body may be as large as the server reads."""
         try:
             body = await self._read_body(request, None if is_large else SMALL_BODY)
-            values = await strict_json.parse_in_thread(body)
-            if len(body) > LARGE:
-                return await asyncio.to_thread(kind.model_validate, values)
-            return kind.model_validate(values)
+            return await read_body(body, lambda text: kind.model_validate(parse(text)))
         except NotStrict as error:
             raise UsageError(
                 f"The body is no JSON as it is taken here: {error.msg} (at {error.pos})."
@@ -328,216 +439,6 @@ class _Handlers:
         return request.state.body
 
 
-ROUTES: tuple[VerbRoute, ...] = (
-    VerbRoute("POST", "/client/config", _Handlers.client_config, answers.ClientConfig),
-    VerbRoute("POST", "/client/dynamic_config", _Handlers.dynamic_config, answers.DynamicConfig),
-    VerbRoute("GET", "/get_server_capabilities", _Handlers.capabilities, answers.Capabilities),
-    VerbRoute(
-        "GET",
-        "/tokenizer",
-        _Handlers.tokenizer,
-        None,
-        query=requests.TokenizerOf,
-        gives="A zip file with what AutoTokenizer.from_pretrained reads.",
-        codes=OF_ENGINES,
-    ),
-    VerbRoute(
-        "POST",
-        "/create_session",
-        _Handlers.create_session,
-        answers.SessionMade,
-        reads=requests.CreateSession,
-        codes=(*OF_RECORDS, "engine_failed"),
-    ),
-    VerbRoute(
-        "POST",
-        "/session_heartbeat",
-        _Handlers.heartbeat,
-        answers.Heard,
-        reads=requests.Heartbeat,
-        codes=("not_there",),
-    ),
-    VerbRoute(
-        "POST",
-        "/sessions/{session}/finish",
-        _Handlers.finish,
-        answers.Finished,
-        codes=("engine_failed",),
-    ),
-    VerbRoute(
-        "POST",
-        "/telemetry",
-        _Handlers.telemetry,
-        answers.Thrown,
-        bytes="Anything; it is not looked at.",
-    ),
-    VerbRoute(
-        "POST",
-        "/create_model",
-        _Handlers.create_model,
-        answers.Promise,
-        reads=requests.CreateModel,
-        codes=OF_CALLS,
-    ),
-    VerbRoute(
-        "POST",
-        "/get_info",
-        _Handlers.get_info,
-        answers.Info,
-        reads=requests.GetInfo,
-        codes=OF_ENGINES,
-    ),
-    VerbRoute(
-        "POST",
-        "/forward_backward",
-        _Handlers.forward_backward,
-        answers.Promise,
-        bytes="The protobuf message `ForwardBackwardRequest` of the client.",
-        codes=OF_CALLS,
-    ),
-    VerbRoute(
-        "POST",
-        "/optim_step",
-        _Handlers.optim_step,
-        answers.Promise,
-        reads=requests.OptimStep,
-        codes=OF_CALLS,
-    ),
-    VerbRoute(
-        "POST",
-        "/save_weights",
-        _Handlers.save_weights,
-        answers.Promise,
-        reads=requests.SaveWeights,
-        codes=OF_CALLS,
-    ),
-    VerbRoute(
-        "POST",
-        "/load_weights",
-        _Handlers.load_weights,
-        answers.Promise,
-        reads=requests.LoadWeights,
-        codes=OF_CALLS,
-    ),
-    VerbRoute(
-        "POST",
-        "/save_weights_for_sampler",
-        _Handlers.save_for_sampler,
-        answers.Promise,
-        reads=requests.SaveForSampler,
-        codes=OF_CALLS,
-    ),
-    VerbRoute(
-        "POST",
-        "/create_sampling_session",
-        _Handlers.create_sampler,
-        answers.SamplerMade,
-        reads=requests.CreateSampler,
-        codes=(*OF_RECORDS, *OF_ENGINES),
-    ),
-    VerbRoute(
-        "GET",
-        "/samplers/{sampler}",
-        _Handlers.sampler,
-        answers.SamplerInfo,
-        codes=("not_there",),
-    ),
-    VerbRoute(
-        "POST",
-        "/weights_info",
-        _Handlers.weights_info,
-        answers.AboutWeights,
-        reads=requests.WeightsInfo,
-        codes=OF_ENGINES,
-    ),
-    VerbRoute(
-        "GET",
-        "/training_runs/{run}",
-        _Handlers.training_run,
-        answers.TrainingRun,
-        query=requests.Scope,
-        codes=("not_there", *OF_RECORDS),
-    ),
-    VerbRoute(
-        "GET",
-        "/training_runs",
-        _Handlers.list_training_runs,
-        answers.TrainingRunList,
-        query=requests.ScopedPage,
-        codes=OF_RECORDS,
-    ),
-    VerbRoute(
-        "GET",
-        "/sessions/{session}",
-        _Handlers.session,
-        answers.SessionInfo,
-        query=requests.Scope,
-        codes=("not_there", *OF_RECORDS),
-    ),
-    VerbRoute(
-        "GET",
-        "/sessions",
-        _Handlers.list_sessions,
-        answers.SessionList,
-        query=requests.ScopedPage,
-        codes=OF_RECORDS,
-    ),
-    VerbRoute(
-        "GET",
-        "/training_runs/{run}/checkpoints",
-        _Handlers.list_checkpoints,
-        answers.CheckpointList,
-        codes=("usage",),
-    ),
-    VerbRoute(
-        "GET",
-        "/checkpoints",
-        _Handlers.list_all_checkpoints,
-        answers.CheckpointList,
-        query=requests.Page,
-    ),
-    VerbRoute(
-        "DELETE",
-        "/training_runs/{run}/checkpoints/{kind}/{name}",
-        _Handlers.delete_checkpoint,
-        answers.Done,
-        codes=("usage", "not_there", *OF_RECORDS),
-    ),
-    VerbRoute(
-        "PUT",
-        "/training_runs/{run}/checkpoints/{kind}/{name}/ttl",
-        _Handlers.set_checkpoint_ttl,
-        answers.Done,
-        reads=requests.SetTtl,
-        codes=("not_there", *OF_RECORDS),
-    ),
-    VerbRoute(
-        "GET",
-        "/billing/usage/checkpoints/current",
-        _Handlers.storage_usage,
-        answers.StorageUsage,
-        query=requests.NoQuery,
-    ),
-    VerbRoute(
-        "POST",
-        "/asample",
-        _Handlers.sample,
-        answers.SamplePromise,
-        reads=requests.Sample,
-        codes=(*OF_CALLS, "engine_failed"),
-    ),
-    VerbRoute(
-        "POST",
-        "/retrieve_future",
-        _Handlers.retrieve,
-        None,
-        reads=requests.Retrieve,
-        codes=("unknown_answer", "answer_gone"),
-    ),
-)
-"""All routes that need a key: a reading key for GET, a training key for the others."""
-
-
 def _guard(handler: Handler, service: VerbService, authorise: Authorise) -> Handler:
     async def guarded(request: Request) -> Response:
         try:
@@ -546,12 +447,12 @@ def _guard(handler: Handler, service: VerbService, authorise: Authorise) -> Hand
         except ClientGone:
             raise
         except Exception as error:  # noqa: BLE001 — an error in one request must not affect others; its details are only logged
-            return await _refusal_response(request, service, error)
+            return _refusal_response(request, service, error)
 
     return guarded
 
 
-async def _refusal_response(request: Request, service: VerbService, error: Exception) -> Response:
+def _refusal_response(request: Request, service: VerbService, error: Exception) -> Response:
     code = code_of(error)
     facts: Facts | None = request.scope.get(SCOPE)
     if facts is not None:
@@ -562,7 +463,7 @@ async def _refusal_response(request: Request, service: VerbService, error: Excep
     else:
         message = str(error)
     if isinstance(error, UsageError):
-        await service.use_up_number(getattr(request.state, "body", b""), error)
+        service.use_up_number(getattr(request.state, "body", b""), error)
     headers = {"Retry-After": "1"} if CODES[code].retry else {}
     if isinstance(error, Refusal):
         headers |= error.headers

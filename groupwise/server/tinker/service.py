@@ -22,7 +22,8 @@ import zipfile
 from collections.abc import Callable, Mapping
 from typing import Any, Protocol, TypeVar
 
-from groupwise.api.http import strict_json
+from groupwise.api.http.route import SMALL_BODY
+from groupwise.api.http.strict_json import parse
 from groupwise.api.schemas.training import ByVerbs
 from groupwise.core.errors import UsageError
 from groupwise.server.engine.saved_adapters import SavedFolders
@@ -186,12 +187,14 @@ class VerbService:
 
         return await asyncio.to_thread(zipped)
 
-    async def use_up_number(self, body: bytes, error: UsageError) -> None:
+    def use_up_number(self, body: bytes, error: UsageError) -> None:
         """Record a JSON request that was refused before it reached its model's queue. Its number, if it has one, is used up: the client
-        continues with the next number, which would otherwise wait forever.
+        continues with the next number, which would otherwise wait forever. No large body has one.
         """
+        if len(body) > SMALL_BODY:
+            return
         try:
-            values: Any = await strict_json.parse_in_thread(body)
+            values = parse(body)
             model, sequence = values["model_id"], values["seq_id"]
         except (ValueError, TypeError, KeyError):
             return

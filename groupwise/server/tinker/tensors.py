@@ -44,11 +44,7 @@ class Sparse:
 def cells_of(tensor: Any, where: str, length: int, *, integers: bool) -> Cells:
     """Read a protobuf tensor for `length` tokens; cells that a sparse one does not list are 0. Numbers are finite."""
     classes = messages()
-    formats = {
-        classes.DTYPE_FLOAT32: "f",
-        classes.DTYPE_INT64: "q",
-        classes.DTYPE_INT32: "i",
-    }
+    formats = {classes.DTYPE_FLOAT32: "f", classes.DTYPE_INT64: "q", classes.DTYPE_INT32: "i"}
     if tensor.dtype not in formats or (integers and formats[tensor.dtype] == "f"):
         dtype = "int64" if integers else "float32"
         raise UsageError(f"{where} has a dtype that does not fit; it must be {dtype}.")

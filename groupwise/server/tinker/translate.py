@@ -11,7 +11,6 @@ Anything that cannot be expressed is refused by name (`UsageError`): images and 
 
 from __future__ import annotations
 
-import asyncio
 import math
 import struct
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,7 +18,6 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, cast
 
-from groupwise.api.http.strict_json import LARGE
 from groupwise.core.errors import UsageError
 from groupwise.core.types import LossSpec, Row, TopTokens
 from groupwise.server.engine.verb_protocol import Computed, VerbSampled
@@ -95,11 +93,6 @@ def read(body: bytes) -> ForwardRequest:
     return ForwardRequest(message.model_id, message.seq_id, content, forward)
 
 
-async def parse_in_thread(body: bytes) -> ForwardRequest:
-    """See `read`; in a thread if the body is large."""
-    return await asyncio.to_thread(read, body) if len(body) > LARGE else read(body)
-
-
 def parse_forward_backward(body: bytes) -> Any:
     """The message `ForwardBackwardRequest`; UsageError if the body is not one, or has more than MOST_FIELDS."""
     from google.protobuf.message import DecodeError
@@ -112,6 +105,10 @@ def parse_forward_backward(body: bytes) -> Any:
         raise UsageError(
             f"The body of forward_backward is no protobuf message ForwardBackwardRequest: {error}."
         ) from error
+    if len(message.model_id) > requests.LONGEST_ID:
+        raise UsageError(
+            f"model_id has {len(message.model_id):,} characters; an id has {requests.LONGEST_ID} at most."
+        )
     return message
 
 
@@ -171,7 +168,7 @@ def loss_of(name: str, settings: Mapping[str, float]) -> LossSpec:
     """Translate the client's loss. UsageError for an unsupported loss, or a setting that it does not have."""
     if name not in LOSSES:
         raise UsageError(
-            f"The loss {name!r} is not supported by this server. There are: {', '.join(LOSSES)}. Any other can be computed by the "
+            f"The loss {name!r:.80} is not supported by this server. There are: {', '.join(LOSSES)}. Any other can be computed by the "
             "client itself with forward_backward_custom."
         )
     kind = LOSSES[name]
@@ -179,7 +176,7 @@ def loss_of(name: str, settings: Mapping[str, float]) -> LossSpec:
         if setting not in kind.settings:
             setting_names = ", ".join(kind.settings) or "none"
             raise UsageError(
-                f"The loss {name!r} has no setting {setting!r} in loss_fn_config here. There are: {setting_names}."
+                f"The loss {name!r} has no setting {setting!r:.80} in loss_fn_config here. There are: {setting_names}."
             )
     knobs = {kind.settings[setting]: value for setting, value in settings.items()}
     if name == "dro":
@@ -237,7 +234,7 @@ def metrics(sums: Mapping[str, float]) -> dict[str, float]:
     return {"loss:sum": loss, **sums_by_name}
 
 
-def sample_response(result: VerbSampled, asked: requests.Sample) -> bytes:
+def sample_response(result: VerbSampled, request: requests.Sample) -> bytes:
     """The message `SampleResponse`. Of the prompt's numbers only the last are included if `asked` limits them."""
     classes = messages()
     message = classes.SampleResponse()
@@ -249,18 +246,18 @@ def sample_response(result: VerbSampled, asked: requests.Sample) -> bytes:
         sequence.logprobs = _float32(completion.logprobs)
         if result.completion_tops is not None:
             _write_top(sequence.topk_sampled_logprobs, result.completion_tops[index], 0)
-    prompt_length = sum(len(chunk.tokens) for chunk in asked.prompt.chunks)
-    last = asked.prompt_logprobs_last_n
+    prompt_length = sum(len(chunk.tokens) for chunk in request.prompt.chunks)
+    last = request.prompt_logprobs_last_n
     left_out = 0 if last is None else prompt_length - last
     if result.prompt_logprobs is not None:
         logprobs = [math.nan, *result.prompt_logprobs]
         message.prompt_logprobs = _float32([math.nan] * left_out + logprobs[left_out:])
     if result.prompt_top is not None:
         _write_top(message.topk_prompt_logprobs, result.prompt_top, max(1, left_out))
-    if asked.target_prompt_logprobs is not None:
+    if request.target_prompt_logprobs is not None:
         logprobs = result.target_logprobs or ()  # none: the prompt is one token
         _write_target_logprobs(
-            message.target_prompt_logprobs, logprobs, asked.target_prompt_logprobs
+            message.target_prompt_logprobs, logprobs, request.target_prompt_logprobs
         )
     return cast(bytes, message.SerializeToString())
 
@@ -320,7 +317,7 @@ def _datum_row(datum: Any, loss: str, index: int) -> tuple[Row, int | None]:
     for name in datum.loss_fn_inputs:
         if name not in kind.inputs:
             raise UsageError(
-                f"{where}.loss_fn_inputs has {name!r}, which this loss does not take. It takes: {', '.join(kind.inputs)}."
+                f"{where}.loss_fn_inputs has {name!r:.80}, which this loss does not take. It takes: {', '.join(kind.inputs)}."
             )
     values = {name: _input_cells(datum, loss, name, len(inputs), where) for name in kind.inputs}
     widths = {name: cells.width for name, cells in values.items()}
@@ -403,6 +400,10 @@ def _input_cells(datum: Any, loss: str, name: str, length: int, where: str) -> C
     if name not in datum.loss_fn_inputs:
         raise UsageError(f"{name_of_input} is missing; this loss needs it.")
     tensor = datum.loss_fn_inputs[name]
+    if len(tensor.shape) > 2:
+        raise UsageError(
+            f"{name_of_input} has {len(tensor.shape):,} dimensions; it has one number for each token, or K."
+        )
     if len(tensor.shape) > 1 and loss != "cross_entropy":
         raise UsageError(
             f"{name_of_input} has the shape {list(tensor.shape)}; the loss {loss!r} takes one number for each token, so {[length]}. "
@@ -418,7 +419,9 @@ def _loss_settings(message: Any) -> dict[str, float]:
     settings: dict[str, float] = {}
     for name, value in message.loss_fn_config_v2.items():
         if value.WhichOneof(value.DESCRIPTOR.oneofs[0].name) != "number":
-            raise UsageError(f"loss_fn_config[{name!r}] is a text; the losses here take numbers.")
+            raise UsageError(
+                f"loss_fn_config[{name!r:.80}] is a text; the losses here take numbers."
+            )
         settings[name] = value.number
     return settings
 

@@ -11,7 +11,7 @@ the ends of the policy's words does not cause that.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -83,10 +83,14 @@ def begin_dialogue(
 
 
 def first_ids(
-    tokenizer: Any, prompt: Prompt, tools: Sequence[Schema], columns: Mapping[str, Any]
+    tokenizer: Any,
+    prompt: Prompt,
+    tools: Sequence[Schema],
+    columns: Mapping[str, Any],
+    check_rendered: Callable[[str], object] | None = None,
 ) -> tuple[int, ...]:
     """Tokens of a first prompt. A chat prompt includes the tools, and its template gets the row's other columns that are meant for
-    it.
+    it. `check_rendered`: see `prompt_ids`.
 
     Raises TaskError.
     """
@@ -96,9 +100,10 @@ def first_ids(
     template_inputs = _template_inputs(tools, columns)
     if not knows_tools(tokenizer):
         messages = without_tools(tokenizer, prompt, template_inputs.tools)
-        return prompt_ids(tokenizer, messages, (), template_inputs.arguments)
+        return prompt_ids(tokenizer, messages, (), template_inputs.arguments, check_rendered)
     try:
-        return prompt_ids(tokenizer, prompt, template_inputs.tools, template_inputs.arguments)
+        arguments = template_inputs.arguments
+        return prompt_ids(tokenizer, prompt, template_inputs.tools, arguments, check_rendered)
     except TaskError as problem:
         hint = (
             "\nOr give the tools in TextCalls, which the template need not know." if tools else ""
@@ -214,8 +219,8 @@ class ChatDialogue:
     ) -> None:
         self.segments: list[Segment] = []
         self._tokenizer = tokenizer
-        self._told = bool(tools) and not knows_tools(tokenizer)
-        self._tools = () if self._told else tools
+        self._describes_tools = bool(tools) and not knows_tools(tokenizer)
+        self._tools = () if self._describes_tools else tools
         self._template_kwargs = template_kwargs
         self._prompt = (
             list(prompt) if knows_tools(tokenizer) else without_tools(tokenizer, prompt, tools)
@@ -248,7 +253,11 @@ class ChatDialogue:
         self.record(observation)
         if not observation:
             raise Unrenderable("the environment is not done, but gave no observation")
-        messages = list(map(self._as_template_knows, self._messages))
+        messages = [*self._messages]
+        if (
+            self._describes_tools
+        ):  # the chat template does not support tools: their results are user messages
+            messages = [_result_of_user(self._tokenizer, message) for message in messages]
         rendered = self._render(join_conversation(self._prompt, messages))
         added = self._template_suffix(rendered)
         ids = text_ids(self._tokenizer, rendered if added is None else added)
@@ -303,10 +312,6 @@ class ChatDialogue:
         if completion_text(self._tokenizer, self._last[-1:]):
             return ""
         return self._tokenizer.decode(list(self._last[-1:]), skip_special_tokens=False)
-
-    def _as_template_knows(self, message: Message) -> Message:
-        """Turns a tool's result into a user message if the chat template does not support tools."""
-        return _result_of_user(self._tokenizer, message) if self._told else message
 
 
 def _observation_text(observation: Observation) -> str:

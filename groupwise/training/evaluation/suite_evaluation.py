@@ -257,7 +257,8 @@ def _run_suite(
     suite, log = SUITES[name], folder / "log.txt"
     lighteval.prepare(model_settings, folder)
     words = lighteval.command(program, suite, model_settings, folder)
-    environment, started_at = lighteval.environment(key, folder), time.monotonic()
+    environment = lighteval.environment(model_settings.base_url, key, folder)
+    started_at = time.monotonic()
     with ProcessGroup(words, folder=folder, log=log, environment=environment, secret=key) as family:
         code = family.wait(time_limit)
     lighteval.tidy(folder)

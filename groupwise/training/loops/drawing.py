@@ -10,7 +10,7 @@ import time
 from dataclasses import replace
 
 from groupwise.core.errors import PolicyMismatchError
-from groupwise.core.types import Example, Group, Policy, Rollout
+from groupwise.core.types import Example, Group, Policy, Rollout, SharesDevice
 from groupwise.tasks.data.selection import Choice
 from groupwise.tasks.rollouts.asking import Ask
 from groupwise.tasks.rollouts.prompts import as_seen
@@ -97,3 +97,9 @@ async def load_into_sampler(run: Run, policy: Policy) -> None:
         )
     run.serving = policy
     run.timings.publishing += time.perf_counter() - started_at
+
+
+async def rest_sampler(run: Run) -> None:
+    """Let the sampler leave the device to the learner, if they share one."""
+    if isinstance(run.sampler, SharesDevice):
+        await run.sampler.rest()

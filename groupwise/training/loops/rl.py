@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from groupwise.engine.learner.schedule import learning_rate
 from groupwise.runs.advice import SOLVED, WITHOUT_SIGNAL, advice_on
-from groupwise.training.loops.drawing import load_policy
+from groupwise.training.loops.drawing import load_policy, rest_sampler
 from groupwise.training.loops.held_out import evaluate_if_due
 from groupwise.training.loops.learning import learn, with_learner_results
 from groupwise.training.loops.metrics import Timings
@@ -81,6 +81,7 @@ async def take_step(
     credits = run.algorithm.credits(batch.groups)
     if rate is None:
         rate = learning_rate(run.step, run.max_steps, run.config.training)
+    await rest_sampler(run)
     result = await learn(run, batch.groups, credits, rate)
     if result.changed:
         await publish(run, policy_in.version + 1)

@@ -309,21 +309,23 @@ def planned_sizes(config: RunConfig, layout: Layout) -> ModelPlan:
         gradient_checkpointing=config.training.gradient_checkpointing,
         processes=layout.sharing,
         parts=layout.parts,
+        server=build.own_server_bytes(config, layout),
     )
 
 
 def _decoding(config: RunConfig, layout: Layout) -> Decoding:
     """The sizes of the batch that a process decodes. Members of a group share their prompt's cache, unless each continues its own text."""
     rollout = config.rollout
+    slots = layout.slots if config.sampler.engine == "torch" else 0  # servers decode elsewhere
     first_length = last_length = rollout_builder.longest_completion(config)
-    prompts = -(-layout.slots // config.training.num_generations)
+    prompts = -(-slots // config.training.num_generations)
     if rollout.type != "single":
         first_length = last_length = config.sampler.max_completion_length
-        prompts = layout.slots
+        prompts = slots
     if rollout.type == "two_stage":
         first_length, last_length = rollout.max_reasoning_length, rollout.max_answer_length
     return Decoding(
-        slots=layout.slots,
+        slots=slots,
         key_length=layout.key_length,
         completion=max(first_length, last_length),
         prompts=prompts,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import logging
+import shlex
 import shutil
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -162,7 +163,8 @@ class Run(Learning):
 
     def warn(self, warning: WarningRecord) -> None:
         """Log a signal that starts or ends."""
-        hint = f"; read the best rollouts: groupwise runs rollouts {self.folder.name} --best"
+        run = f"{shlex.quote(self.folder.name)} --dir {shlex.quote(str(self.folder.path.parent))}"
+        hint = f"; read the best rollouts: groupwise runs rollouts {run} --best"
         logger.warning(
             "after %d steps: signal %s: %s%s",
             warning.step,

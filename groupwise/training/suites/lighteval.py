@@ -26,6 +26,7 @@ from typing import Any, cast
 
 from groupwise.core import atomic_files
 from groupwise.core.errors import RunError, UsageError
+from groupwise.core.loopback import no_proxy_variables
 from groupwise.core.plugins import nearest
 from groupwise.training.suites import inside_lighteval
 
@@ -198,9 +199,10 @@ def model_file(model_settings: ModelSettings, folder: Path) -> dict[str, Any]:
     }
 
 
-def environment(key: str | None, folder: Path) -> dict[str, str]:
+def environment(base_url: str, key: str | None, folder: Path) -> dict[str, str]:
     """Variables for lighteval, added to this process's environment. The client requires a key, so a missing one becomes a placeholder."""
     return {
+        **no_proxy_variables(base_url),
         "OPENAI_API_KEY": key or "none",
         "LITELLM_LOCAL_MODEL_COST_MAP": "True",
         "NO_COLOR": "1",

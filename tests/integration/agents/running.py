@@ -26,7 +26,7 @@ PYTHON: Path = ENVIRONMENTS["where"]("agents") / "bin/python"
 PROGRAMS = Path(__file__).parent / "programs"
 SETTINGS: dict[str, Any] = {
     "model_id": MODEL, "max_prompt_length": 512, "max_completion_length": 48, "groups_per_step": 1,
-    "staleness": 0, "adapter": "full", "learning_rate": 1.5e-3, "training": {"lr_scheduler_type": "constant"}, "lease_seconds": 60,
+    "staleness": 0, "adapter": "full", "learning_rate": 1e-3, "training": {"lr_scheduler_type": "linear"}, "lease_seconds": 60,
 }  # fmt: skip
 OFFLINE = {
     "LITELLM_LOCAL_MODEL_COST_MAP": "True",  # or it is fetched when litellm is imported
@@ -37,10 +37,12 @@ OFFLINE = {
 FEATURES: dict[str, Any] = {
     "handoff": ["handoff_call_item", "handoff_output_item"],
     "output_type": "Answer",
+    "output_type after calls of tools": "Answer",
     "responses": "completed",
     "session": 4,
     "streamed tools": "tool_call",
-    "structured output": "Answer",
+    "structured output by function_calling": "Answer",
+    "structured output by json_schema": "Answer",
     "tools": "check",
 }
 """What a program shows of a feature; True of all others."""
@@ -80,11 +82,11 @@ def train(server: Server, words: Sequence[str], run: str, steps: int, trajectori
             **SETTINGS, run_name=run, max_steps=steps, num_completions_per_prompt=trajectories
         )
         try:
-            told = run_program(server, words, STEPS=steps, TRAJECTORIES=trajectories)
+            report = run_program(server, words, STEPS=steps, TRAJECTORIES=trajectories)
             wait_until(lambda: client.status().step == steps, f"step {steps}")
         finally:
             client.stop()
-    return told
+    return report
 
 
 def run_program(server: Server, words: Sequence[str], **more: int) -> Told:
@@ -100,25 +102,25 @@ def run_program(server: Server, words: Sequence[str], **more: int) -> Told:
         check=False,
     )
     assert done.returncode == 0, f"{words}: {done.stdout[-2000:]}\n{done.stderr[-6000:]}"
-    told = Told()
+    report = Told()
     # litellm prints advice besides.
-    for line in map(json.loads, (said for said in done.stdout.splitlines() if said[:2] == '{"')):
+    for line in map(json.loads, (text for text in done.stdout.splitlines() if text[:2] == '{"')):
         if "reward" in line:
-            told.rewards.append(line["reward"])
+            report.rewards.append(line["reward"])
         elif "refusal" in line:
-            told.refusals[line["refusal"]] = line["kinds"], line["message"]
+            report.refusals[line["refusal"]] = line["kinds"], line["message"]
         else:
-            told.features[line["feature"]] = line["seen"]
-    return told
+            report.features[line["feature"]] = line["seen"]
+    return report
 
 
-def check_record(server: Server, run: str, told: Told, trajectories: int) -> None:
+def check_record(server: Server, run: str, report: Told, trajectories: int) -> None:
     """Each trajectory is trained once, with the reward that it was given. The learner saw what was sampled, of each turn."""
-    steps = range(len(told.rewards))
+    steps = range(len(report.rewards))
     with Store.open(server.folder / f"runs/{run}/run.db", readonly=True) as store:
         groups = [group for step in steps for group in store.groups(step)]
     assert [len(group.rollouts) for group in groups] == [trajectories for _ in steps]
-    for group, reward in zip(groups, told.rewards, strict=True):
+    for group, reward in zip(groups, report.rewards, strict=True):
         assert mean(rollout.reward or 0.0 for rollout in group.rollouts) == pytest.approx(reward)
     sampled = [
         [part for part in rollout.segments if part.source == "policy"]
@@ -132,15 +134,15 @@ def check_record(server: Server, run: str, told: Told, trajectories: int) -> Non
         assert part.learner_logprobs == pytest.approx(part.sampling_logprobs, abs=ROUNDING)
 
 
-def check_features(told: Told) -> None:
+def check_features(report: Told) -> None:
     """The program's own checks; and the types of what has no yes or no."""
-    assert told.features == {name: FEATURES.get(name, True) for name in told.features}
+    assert report.features == {name: FEATURES.get(name, True) for name in report.features}
 
 
-def check_refusals(told: Told) -> None:
+def check_refusals(report: Told) -> None:
     """Each refusal is the client's own exception, and its message says what to do."""
-    assert told.refusals
-    for name, (kinds, message) in told.refusals.items():
+    assert report.refusals
+    for name, (kinds, message) in report.refusals.items():
         kind, words = REFUSALS[name]
         assert kind in kinds, (name, kinds)
         assert words in message, (name, message)

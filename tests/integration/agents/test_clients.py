@@ -14,7 +14,7 @@ STEPS, TRAJECTORIES = 2, 4
 @pytest.mark.parametrize("words", ["openai_agents.py responses", "langchain_agent.py chat"])
 def test_a_client_trains_as_it_stands(words: str, server: Server) -> None:
     run = words.partition("_")[0]
-    told = train(server, words.split(), run, STEPS, TRAJECTORIES)
-    check_record(server, run, told, TRAJECTORIES)
-    check_features(told)
-    check_refusals(told)
+    report = train(server, words.split(), run, STEPS, TRAJECTORIES)
+    check_record(server, run, report, TRAJECTORIES)
+    check_features(report)
+    check_refusals(report)

@@ -27,9 +27,9 @@ STEPS, TRAJECTORIES = 20, 12
 )
 def test_the_reward_rises(words: str, server: Server) -> None:
     run = words.replace(".py", "").replace(" ", "_")
-    told = train(server, words.split(), run, STEPS, TRAJECTORIES)
-    check_record(server, run, told, TRAJECTORIES)
-    check_features(told)
-    check_refusals(told)
-    print(words, told.rewards)
-    assert mean(told.rewards[-4:]) > mean(told.rewards[:4]) + 0.1
+    report = train(server, words.split(), run, STEPS, TRAJECTORIES)
+    check_record(server, run, report, TRAJECTORIES)
+    check_features(report)
+    check_refusals(report)
+    print(words, report.rewards)
+    assert mean(report.rewards[-4:]) > mean(report.rewards[:4]) + 0.1

@@ -43,7 +43,7 @@ def conversations(chance: random.Random) -> Iterator[tuple[str, str]]:
     while True:
         guess = call("check", {"n": chance.choice(GUESSED)})
         other = call("check", {"n": chance.choice(GUESSED)})
-        said = chance.choice(
+        pair = chance.choice(
             (
                 (turn("user", "Guess."), guess),
                 (turn("user", "Guess, other."), call("transfer_to_other", {})),
@@ -54,7 +54,7 @@ def conversations(chance: random.Random) -> Iterator[tuple[str, str]]:
                 (turn("user", "Hello."), "Hello to you."),
             )
         )
-        prompt, answer = said
+        prompt, answer = pair
         tools = chance.choice(("check ", "check transfer_to_other ", ""))
         system = chance.choice(("", turn("system", "You guess a number.")))
         before = turn("system", tools) if tools else ""

@@ -274,7 +274,7 @@ def test_claims_at_once_see_each_other(
     assert [each.job_id for each in first + taken] == ["one"]
     if shared == "a quota":
         reasons = job_of(database, "two").blocked_reasons or [""]
-        assert "uses 1 of its 1 GPUs" in reasons[0]
+        assert "uses 1 of its 1 GPU" in reasons[0]
 
 
 def test_dispatchers_do_not_wait_for_each_others_jobs(database: Database, second: Database) -> None:

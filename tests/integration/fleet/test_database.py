@@ -240,7 +240,7 @@ def test_a_read_only_server_makes_the_client_reconnect(
         impatient.setattr("groupwise.jobs.fleet.store.database.RETRY_TIMEOUT", 0.0)
         with pytest.raises(DatabaseFailure, match="read-only") as raised:
             database.run(put("a"))
-        assert (database.read(names), raised.value.passing) == ([], True)
+        assert (database.read(names), raised.value.temporary) == ([], True)
     with closing(Database(parse(ready_url), sleep)) as database:
         with ThreadPoolExecutor(2) as threads:  # so many connections are kept
             both = threading.Barrier(2)

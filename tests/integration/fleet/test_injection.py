@@ -327,8 +327,6 @@ def odd_machines(base: dict[str, Any], canary: Path) -> Iterator[dict[str, Any]]
         yield base | {"jump": json.dumps(jump)}
     for jump in ({"port": "x"}, {"port": [5]}, {"host": ["a"]}):
         yield base | {"jump": json.dumps(jump)}
-    for port in (0, 2**31 - 1):
-        yield base | {"port": port}
 
 
 @EVERY
@@ -397,7 +395,7 @@ def test_no_command_prints_a_control_character(
         }
     )["job_id"]
     fleet.ended(failing, status="failed")
-    columns = ("ip_address", "user", "workdir", "python", "problem", "cordoned")
+    columns = ("ip_address", "user", "workdir", "python", "problem", "drain_reason")
     labels = json.dumps({text: text})
     insert(fleet, "vms", {"vm_id": "painted", **dict.fromkeys(columns, text), "labels": labels})
     columns = ("model", "dataset", "reward_function", "job_type")

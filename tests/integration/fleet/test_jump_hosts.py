@@ -1,6 +1,8 @@
-"""Machines behind a jump host, as the command line takes them in: neither of the two is trusted before somebody has looked at its key."""
+"""Machines as `vm add` takes them in, also behind a jump host: nothing is sent before somebody has looked at a key, and a machine is added
+only if its login works, or says what is wrong with it when its key is trusted later."""
 
 import json
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,7 @@ import pytest
 from groupwise.cli.main import main
 from groupwise.jobs.hosts import keys
 from groupwise.jobs.hosts.keys import Alias
+from groupwise.jobs.hosts.ssh import AGENT
 from tests import ssh_hosts
 from tests.ssh_hosts import LoopbackHost
 
@@ -37,6 +40,7 @@ def inner(
     found = plain_machines[1]
     known = {"inner": alias(found, alias(gate)), "direct": alias(found)}
     monkeypatch.setattr(keys, "resolve_alias", known.__getitem__)
+    monkeypatch.delenv(AGENT, raising=False)
     return found
 
 
@@ -76,3 +80,31 @@ def test_neither_is_used_before_somebody_has_looked_at_its_key(
     _, found, _ = fleet("vm", "show", "inner")
     assert found["fingerprint"] == fingerprint(inner)
     assert keys.parse_host_key(found["jump"]["host_key"]).fingerprint == fingerprint(gate)
+
+
+def test_a_machine_is_logged_in_to_and_looked_at_as_it_is_added(
+    fleet: Command, inner: LoopbackHost, tmp_path: Path
+) -> None:
+    inner.gpus(2)
+    other_key = tmp_path / "other"
+    subprocess.run(
+        ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(other_key)], check=True
+    )
+    way = ("vm", "add", "new", "--trust", fingerprint(inner))
+    for words, said in (
+        (("--host", "stranger@direct"), "does not accept the key"),
+        (("--host", "direct", "--key", str(other_key)), "does not accept the key"),
+        (("--host", "direct", "--workdir", "/proc/no"), "new cannot be used"),
+    ):
+        code, _, told = fleet(*way, *words)
+        assert (code, said in told, "Nothing was changed" in told) == (2, True, True), told
+        assert fleet("vm", "list")[1] == []
+    assert fleet("vm", "add", "later", "--host", "stranger@direct")[0] == 0
+    code, found, told = fleet("vm", "trust", "later", fingerprint(inner))
+    assert (code, found["fingerprint"]) == (0, fingerprint(inner))
+    assert "does not accept the key" in told
+    assert fleet("vm", "remove", "later")[0] == 0
+    code, found, told = fleet(*way, "--host", "direct", "--python", "/no/such/python")
+    assert (code, found["contact"], len(found["gpus"])) == (0, "ok", 2)
+    assert "2 x NVIDIA H100 80GB HBM3" in told
+    assert "/no/such/python does not run there" in told

@@ -2,7 +2,10 @@
 
 import asyncio
 import dataclasses
+import re
 import resource
+import shutil
+import socket
 import uuid
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,11 +15,17 @@ import asyncssh
 import pytest
 
 from groupwise.jobs.hosts.driver import Launch, Runner
-from groupwise.jobs.hosts.port import HostError, HostKeyError, HostUnreachable, OutcomeUnknown
+from groupwise.jobs.hosts.port import (
+    HostError,
+    HostKeyError,
+    HostUnreachable,
+    OutcomeUnknown,
+    RunnerRefused,
+)
 from groupwise.jobs.hosts.spec import JobSpec
 from groupwise.jobs.hosts.ssh import SshHost, SshTimeouts, read_host_key
 from tests import ssh_hosts
-from tests.contract.test_host_contract import arrived, ask, request
+from tests.contract.test_host_contract import TIMEOUT_S, arrived, ask, request
 from tests.required_programs import require_programs
 from tests.ssh_hosts import FullHost, LoopbackHost
 
@@ -87,6 +96,29 @@ async def test_a_key_that_changed_is_found_at_the_next_connection(machine: Loopb
     assert (await refusal(host)).seen == machine.host_key != before
 
 
+async def test_a_jump_host_or_an_agent_that_is_silent_is_named(
+    plain_machines: list[LoopbackHost],
+) -> None:
+    gate, inner = plain_machines
+    host = SshHost(inner.login, jump=gate.login, timeouts=QUICK)
+    enter = inner.folder / "enter"
+    honest = enter.read_text()
+    enter.write_text("#!/bin/sh\nkill -STOP $$\n")
+    with pytest.raises(HostUnreachable, match=f"{inner.login} through {gate.login}"):
+        await quick(host, "echo", timeout=0.5)
+    enter.write_text(honest)
+    await host.close()
+    path = str(inner.folder / "silent")
+    with socket.socket(socket.AF_UNIX) as silent:
+        silent.bind(path)
+        silent.listen()
+        login = dataclasses.replace(inner.login, key_path=None)
+        host = SshHost(login, agent_path=path, timeouts=SshTimeouts(connect=0.2))
+        with pytest.raises(HostUnreachable, match=rf"agent at {path}.*silent for 0\.2 s"):
+            await ask(host, "echo")
+        await host.close()
+
+
 HEADER = f"GROUPWISE-ANSWER 1 {{}} {'a' * 64} 0"
 
 
@@ -148,9 +180,30 @@ async def test_an_agent_that_is_named_is_asked(machine: LoopbackHost) -> None:
         assert await adding.wait() == 0
         await ask(host, "echo")
         await host.close()
+        await passphrases(machine, str(socket))
     finally:
         agent.terminate()
         await agent.wait()
+
+
+async def passphrases(machine: LoopbackHost, agent_path: str) -> None:
+    """A key with a passphrase is used as the agent holds it; the file is never decrypted here."""
+    locked = machine.folder / "locked"
+    shutil.copy(machine.key_path, locked)
+    shutil.copy(f"{machine.key_path}.pub", f"{locked}.pub")
+    keygen = ["ssh-keygen", "-q", "-p", "-P", "", "-N", "a phrase", "-f", str(locked)]
+    assert await (await asyncio.create_subprocess_exec(*keygen)).wait() == 0
+    login = dataclasses.replace(machine.login, key_path=str(locked))
+    with pytest.raises(HostUnreachable, match="has a passphrase"):
+        await ask(SshHost(login), "echo")
+    host = SshHost(login, agent_path=agent_path)
+    await ask(host, "echo")
+    await host.close()
+    shutil.copy(machine.folder / "hostkey.pub", f"{locked}.pub")  # another key's
+    with pytest.raises(HostUnreachable, match="does not hold"):
+        await ask(SshHost(login, agent_path=agent_path), "echo")
+    with pytest.raises(HostUnreachable, match="does not answer"):
+        await ask(SshHost(login, agent_path=f"{agent_path}-gone"), "echo")
 
 
 async def test_through_a_jump_host_that_shows_its_own_key(
@@ -189,6 +242,63 @@ async def way(full: FullHost) -> AsyncIterator[SshHost]:
 
 async def quick(host: SshHost, verb: str, timeout: float = 1.0, **fields: Any) -> Any:
     return await host.call(request(verb, **fields), timeout=timeout)
+
+
+# Which shell answers
+
+GREETING = "echo Welcome; echo of many words >&2\n"
+BASH, RESTRICTED, TCSH, CSH, FISH = (
+    "/bin/bash", "/bin/rbash", "/usr/bin/tcsh", "/bin/bsd-csh", "/usr/bin/fish"
+)  # fmt: skip
+SHELLS: dict[tuple[str, str], str] = {
+    **{(shell, GREETING): "" for shell in ("/bin/dash", BASH, RESTRICTED, TCSH, CSH, FISH)},
+    (BASH, "PATH=/nowhere\n"): "", (CSH, "set path = /nowhere\n"): "", (FISH, "set PATH /nowhere\n"): "",
+    (RESTRICTED, "PATH=/nowhere\n"): "no_python: .* python3: command not found",
+    **{(shell, "exit 3\n"): "status 3 and ran nothing: .*start-up file" for shell in (BASH, RESTRICTED)},
+    **{(shell, "exec /bin/false\n"): "status 1 and ran nothing" for shell in (TCSH, CSH, FISH)},
+    **{(shell, "kill -9 $$\n"): "started no command" for shell in (BASH, TCSH)},
+    (BASH, "read x\n"): "start-up file of it waits",
+    (TCSH, "sleep 9\n"): "start-up file of it waits",
+    # On a busy machine sshd may lose what a shell writes that ends while its input is still being sent.
+    ("/usr/sbin/nologin", ""): "ran nothing: (This account is currently not available|perhaps)",
+}  # fmt: skip
+"""What the first call meets, by login shell and what stands in its start-up files; empty: its answer."""
+
+
+async def test_any_login_shell_starts_the_runner_and_one_that_does_not_is_told(
+    full: FullHost,
+) -> None:
+    """Nothing was sent, or run: nothing of a job is left in doubt."""
+    require_programs("tcsh", "bsd-csh", "fish")
+    found: dict[tuple[str, str], str] = {}
+    for shell, files in SHELLS:
+        full.login_shell(shell, files)
+        host = SshHost(full.login)
+        try:
+            await Runner(host).hello(timeout=1.0 if "wait" in SHELLS[shell, files] else TIMEOUT_S)
+            found[shell, files] = ""
+        except (HostUnreachable, RunnerRefused) as error:
+            found[shell, files] = str(error)
+        await host.close()
+    full.login_shell(BASH)
+    wrong = {k: v for k, v in found.items() if not re.search(SHELLS[k] or "^$", v)}
+    assert wrong == {}
+
+
+async def test_a_login_shell_that_fails_on_a_connection_that_lives_leaves_one_call_in_doubt(
+    full: FullHost, way: SshHost
+) -> None:
+    """The request was sent, and READY may be lost with the answer. The next call waits for READY, and is certain."""
+    await told(way)
+    full.login_shell(BASH, "exit 0\n")
+    mark = marker(full)
+    with pytest.raises(OutcomeUnknown, match="status 0"):
+        await quick(way, "echo", mark=str(mark))
+    with pytest.raises(HostUnreachable, match="status 0 and ran nothing"):
+        await quick(way, "echo", mark=str(mark))
+    assert not mark.read_text()
+    full.login_shell(BASH)
+    await told(way)
 
 
 WAYS = ("partition", "half_open", "reset", "power_loss")

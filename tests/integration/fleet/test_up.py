@@ -267,7 +267,7 @@ def test_a_fleet_that_was_restored_begins_nothing_beside_what_runs(tmp_path: Pat
         assert fleet.call("release", job_id).returncode == 0
         waiting = wait_until(lambda: fleet.job(job_id)["waiting"], "why it waits")
         assert f"runs {job_id}.1, which stands in no table" in waiting[0]
-        assert "attempt_quarantined" in fleet.call("status", "--json").stdout
+        assert "attempt_untracked" in fleet.call("status", "--json").stdout
         assert fleet.job(job_id)["attempts"] == []
         other = fleet.submit("true")
         assert "its CPU slot is taken" in str(fleet.wait_for_status(other, "pending")["waiting"])

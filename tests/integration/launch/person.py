@@ -70,13 +70,13 @@ class Person:
 
     def sees(self, text: str) -> None:
         """Waits until that stands in the terminal."""
-        self._waits(lambda: text in self.said())
+        self.waits(lambda: text in self.said())
 
     def finds(self, path: str) -> None:
         """Waits until it is there, below the home."""
-        self._waits((self.home / path).exists)
+        self.waits((self.home / path).exists)
 
-    def _waits(self, holds: Callable[[], bool]) -> None:
+    def waits(self, holds: Callable[[], bool]) -> None:
         """For as long as the terminal is open."""
         deadline = time.monotonic() + TIMEOUT_S
         while not holds():

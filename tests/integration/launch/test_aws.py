@@ -20,6 +20,7 @@ from typing import Any, TypeAlias
 
 import boto3
 import pytest
+from moto.ec2.models.instance_types import INSTANCE_TYPES, InstanceType
 
 from groupwise.jobs.clouds import aws, spot_notice
 from groupwise.jobs.clouds.aws import AwsBackend
@@ -84,7 +85,7 @@ def account(rented: FakeAws) -> Iterator[FakeAws]:
 def python(account: FakeAws, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Of `launch aws`, up to what is to be run, with packages that the machine has; its looks come sooner."""
     monkeypatch.setattr(aws, "AwsTimeouts", lambda: QUICK)
-    places._ec2.cache_clear()
+    places.ec2.cache_clear()
     named = {
         "--instance-type": "g5.2xlarge", "--key-name": KEY_NAME,
         "--key-path": str(account.host.key_path), "--security-group": account.group,
@@ -151,10 +152,15 @@ async def test_the_machine_is_as_it_was_described(
     account: FakeAws, client: Renter, spot: bool
 ) -> None:
     before = time.time()
-    await client.makes(place_options={"spot": True, "max_price": 0.61} if spot else {})
+    spots = {"spot": True, "max_price": 0.61, "disk_gb": 300}
+    await client.makes(place_options=spots if spot else {"model_gb": 40})
     [found] = account.requests
     [disk] = found.pop("BlockDeviceMappings")
-    assert disk["Ebs"] == {"VolumeSize": 250, "VolumeType": "gp3", "DeleteOnTermination": True}
+    assert disk["Ebs"] == {
+        "VolumeSize": 300 if spot else 15 + 60 + 40,
+        "VolumeType": "gp3",
+        "DeleteOnTermination": True,
+    }
     assert disk["DeviceName"].startswith("/dev/")
     assert len(found["ClientToken"]) == 64
     one_time = {"SpotInstanceType": "one-time", "InstanceInterruptionBehavior": "terminate"}
@@ -175,6 +181,52 @@ async def test_the_machine_is_as_it_was_described(
     script = user_data_of(machine)
     assert script.splitlines()[3] == "shutdown --no-wall -P +150"
     assert ("spot_notice.py" in script) is spot
+
+
+async def test_aws_says_which_gpus_a_type_has_and_the_image_which_of_them_it_drives(
+    account: FakeAws, client: Renter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    v100 = {
+        "Name": "V100",
+        "Manufacturer": "NVIDIA",
+        "Count": 1,
+        "MemoryInfo": {"SizeInMiB": 16384},
+    }
+    p3 = {**INSTANCE_TYPES["g5.2xlarge"], "InstanceType": "p3.2xlarge", "GpuInfo": {"Gpus": [v100]}}
+    monkeypatch.setitem(INSTANCE_TYPES, "p3.2xlarge", p3)  # moto has none
+    types = [*account.ec2.instance_types, InstanceType("p3.2xlarge")]
+    monkeypatch.setattr(account.ec2, "instance_types", types)
+    account.quota = 1000.0
+
+    async def plan(kind: str, **options: Any) -> str:
+        asked = {"instance_type": kind, **options}
+        return "\n".join((await client.backend.plan(client.order("x", place_options=asked))).steps)
+
+    for kind, gpus in {
+        "p5.48xlarge": "8 x NVIDIA H100 with 80 GiB", "p5.4xlarge": "1 x NVIDIA H100", "p5e.48xlarge": "8 x NVIDIA H200",
+        "p6-b200.48xlarge": "8 x NVIDIA B200", "g6e.12xlarge": "4 x NVIDIA L40S", "c7i.large": "c7i.large, no GPU",
+    }.items():  # fmt: skip
+        assert gpus in await plan(kind)
+    assert "All P5 Spot Instance Requests" in await plan("p5.48xlarge", spot=True)
+    assert "none of the quotas of EC2 names p6-b200" in await plan("p6-b200.48xlarge", spot=True)
+    for kind, why in {
+        "p3.2xlarge": "has no driver for the GPUs of p3.2xlarge", "g6f.large": "no driver", "g5g.xlarge": "g5g.xlarge is arm64",
+        "g5.3xlarge": "g5.2xlarge", "h9.large": r"families .*g5, .*p5, ",
+    }.items():  # fmt: skip
+        with pytest.raises(CloudError, match=why):
+            await plan(kind)
+    with pytest.raises(CloudError, match="--disk-gb 10"):
+        await plan("g5.2xlarge", disk_gb=10)
+    account.quota = 64.0
+    assert account.requests == []
+    monkeypatch.setattr(Ec2, "instance_type", _forbidden)
+    assert "instance type: not checked" in await plan("g5.2xlarge")
+    await client.makes()
+    assert len(account.requests) == 1
+
+
+def _forbidden(*_: Any) -> Any:
+    raise AwsRefused("your user of AWS may not do that.", "UnauthorizedOperation")
 
 
 async def test_who_decided_before_another_has_started_a_machine_starts_none(
@@ -514,11 +566,19 @@ def test_a_plan_needs_no_credentials_and_what_cannot_be_is_told_before_anything_
         trains = ["rl", "--task-module", "task.py", "model.name=tiny", "training.max_steps=3"]
         dry = ("--terminate-after", "--dry-run", "--no-preflight")
         typed = person.types(*words, *dry, "--", *trains)
-        assert "at most $29.69" in typed.out
+        assert "an unknown price" in typed.out
+        assert "how many GPUs g5.2xlarge has is not known" in typed.err
         assert f"groupwise {' '.join(trains)}" in typed.out
         assert "credentials" in person.types(*python, *script, code=1).err
         assert not (person.home / person.state).exists()
-    places._ec2.cache_clear()
+    places.ec2.cache_clear()
+    typed = person.types(*python, "--terminate-after", "--dry-run", *script)
+    assert "1 x NVIDIA A10G" in typed.out
+    assert "195 GB of gp3" in typed.out
+    assert "at most $29.69" in typed.out
+    with monkeypatch.context() as patched:
+        patched.setattr(Ec2, "instance_type", _forbidden)
+        assert "--gpus N says it" in person.types(*python, *script, code=2).err
     typed = person.types(*python, "--max-price", "1.2", *script, code=2)
     assert f"costs ${PRICE:.2f} an hour, and --max-price is $1.20" in typed.err
     client = boto3.client("ec2", region_name=REGION)

@@ -73,7 +73,7 @@ def test_words_arrive_as_they_are_and_earlier_results_are_set_aside(person: Pers
     (person.project / ".env").write_text("TOKEN='canary'\n")
     odd = ["--flag", "", "a b", "it's", "$(touch x)", "two\nlines", "--", "-v", "é→"]
     words = ("local", "--name", "odd", "--env-file", ".env", "--script", "job.py")
-    assert ".env stays here: credentials" in person.types(*words, *odd).err
+    assert ".env is not sent: credentials" in person.types(*words, *odd).err
     told = (person.project / "launches/odd/outputs/told.json").read_text()
     arrived, here = json.loads(told)
     assert (arrived, ".env" in here) == (odd, False)
@@ -140,6 +140,25 @@ def test_what_would_fail_or_is_only_a_plan_changes_nothing(person: Person) -> No
     assert person.types("list").out == ""
     assert not (person.project / "launches").exists()
     assert not list((person.home / "groupwise-launch").glob("attempts/*"))
+
+
+def test_a_project_that_stands_elsewhere_is_named_and_so_are_files_of_it(person: Person) -> None:
+    elsewhere = person.project.parent / "elsewhere"
+    for name in ("job.py", "data/x.bin", "data/y.bin", "big.ckpt"):
+        (elsewhere / name).parent.mkdir(parents=True, exist_ok=True)
+        (elsewhere / name).write_text(name)
+    (elsewhere / ".gitignore").write_text("data\n")
+    words = ("local", "--dry-run", "--json", "--project-dir", "../elsewhere")
+    sent = ("--file", "../elsewhere/data/x.bin", "--exclude", "*.ckpt", "--script", "job.py")
+    planned = json.loads(person.types(*words, *sent).out)["project"]
+    assert (planned["files"], [*planned["left_out"]]) == (3, ["big.ckpt"])
+    script(person, TELLS)
+    for wrong, told in (
+        ((*words, "--file", "job.py", "--script", "job.py"), "outside of the project"),
+        ((*words, "--script", "other.py"), "no such file in"),
+        (("local", "--project-dir", "nowhere", "--", "rl"), "is no folder"),
+    ):
+        assert told in person.types(*wrong, code=2).err
 
 
 def test_one_name_is_one_job_however_often_it_is_submitted(person: Person) -> None:

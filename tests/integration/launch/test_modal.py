@@ -12,11 +12,12 @@ import pytest
 
 from groupwise.core.errors import UsageError
 from groupwise.jobs.clouds.backend import Handle, Outcome, Phase
-from groupwise.jobs.clouds.modal.backend import DOLLARS_PER_SECOND, PRICED_AT, ModalBackend
+from groupwise.jobs.clouds.modal import backend
+from groupwise.jobs.clouds.modal.backend import ModalBackend, gpu_rate
 from groupwise.jobs.hosts.files import BlobStore
 from groupwise.jobs.hosts.spec import Limits
 from groupwise.jobs.launch import places
-from tests.fake_modal import FakeModal
+from tests.fake_modal import RATES, FakeModal
 from tests.integration.launch.person import Person
 from tests.launch_backends import SAVES, WAITS, modal_backend, name
 from tests.launch_backends import LaunchClient as OfAnyPlace
@@ -53,8 +54,9 @@ pathlib.Path("outputs/done").write_text(str(step))
 
 
 @pytest.fixture
-def modal(tmp_path: Path) -> Iterator[FakeModal]:
+def modal(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeModal]:
     found = FakeModal(tmp_path / "modal", secrets={"keys": {"TOKEN": CANARY}})
+    monkeypatch.setattr(backend, "ENVIRONMENTS", str(found.environments))
     yield found
     found.stop()
 
@@ -269,12 +271,26 @@ async def test_an_image_is_made_once_and_again_only_from_what_it_is_made_of(
         await client.backend.resume(client.name, {}, empty)
 
 
+@pytest.mark.parametrize(("gpu", "rate"), [
+    ("A100", 2.1), ("A100-80GB", 2.5), ("A10", 1.1), ("a10g", 1.1), ("L4", 0.8), ("H100!", 3.95), ("B200+", 6.25), ("RTX-PRO-6000", 3.03),
+])  # fmt: skip
+def test_a_gpu_costs_what_modal_lists(gpu: str, rate: float) -> None:
+    assert gpu_rate(RATES, gpu) == rate
+
+
+@pytest.mark.parametrize("gpu", ["V100", "H1", "A1", "L", "A100-60GB"])
+def test_a_gpu_that_modal_does_not_list_is_refused(gpu: str) -> None:
+    with pytest.raises(UsageError, match="A100-80GB, RTX6000, H100"):
+        gpu_rate(RATES, gpu)
+
+
 async def test_a_plan_needs_no_token_and_tells_what_it_costs(client: LaunchClient) -> None:
     backend = modal_backend(FakeModal(client.folder / "modal", owner=None), spare=180.0)
     limits = Limits(time_seconds=50 * 3600)
     plan = await backend.plan(client.order("x", limits=limits, place_options={"gpu": "A100"}))
-    assert plan.price_per_hour == pytest.approx(0.000583 * 3600)
+    assert (plan.price_per_hour, plan.paid) == (None, True)
     assert "no token of Modal" in plan.steps[0]
+    assert "takes a token" in plan.steps[-1]
     assert any("up to 2 more" in step for step in plan.steps)
     with pytest.raises(UsageError, match="at most 86400 s"):
         await backend.plan(client.order("x", place_options={"timeout": 86_401}))
@@ -283,7 +299,7 @@ async def test_a_plan_needs_no_token_and_tells_what_it_costs(client: LaunchClien
 async def test_a_job_costs_what_its_attempts_took(
     client: LaunchClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(DOLLARS_PER_SECOND, "H100", 10.0)
+    monkeypatch.setitem(RATES, "gpu_hour_cost_h100", 36_000.0)
     fails = "import os, sys; sys.exit(os.environ['ATTEMPT'] == '1')"
     first = await client.submit(fails, gpus=2, place_options={"gpu": "H100"})
     before = await client.backend.cost(first)
@@ -293,7 +309,7 @@ async def test_a_job_costs_what_its_attempts_took(
     found = await client.backend.cost(second)
     assert found is not None
     assert found.dollars == pytest.approx(2 * 10 * seconds, abs=0.01)
-    assert f"2 H100 at list prices of {PRICED_AT}" in found.counts
+    assert "2 H100 at the rates of now" in found.counts
     assert before is not None
     assert before.dollars < found.dollars
     assert await client.backend.cost(await client.submit("print()", name="without")) is None
@@ -312,6 +328,9 @@ def test_typed_from_the_plan_to_the_results(person: Person, tmp_path: Path) -> N
     (person.project / "job.py").write_text(TELLS)
     dear = ("--gpu-model", "H100", "--gpus", "2", "--max-price", "7.5", "--script", "job.py")
     assert "$7.90 an hour" in person.types("modal", *dear, code=2).err
+    assert (
+        "V100: Modal's list" in person.types("modal", "--gpu-model", "V100", *dear[4:], code=2).err
+    )
     assert "$7.90 an hour" in person.types("modal", "--dry-run", *dear, code=2).err
     words = (
         "--name",
@@ -328,7 +347,7 @@ def test_typed_from_the_plan_to_the_results(person: Person, tmp_path: Path) -> N
     assert CANARY not in typed.out + typed.err
     found = person.result("typed")
     assert (found["exit_code"], found["cost"] >= 0) == (3, True)
-    assert f"A10G at list prices of {PRICED_AT}" in found["cost_counts"]
+    assert "A10G at the rates of now" in found["cost_counts"]
     told = (person.project / "launches/typed/outputs/told").read_text()
     assert told == hashlib.sha256(CANARY.encode()).hexdigest()
     assert not person.holding(CANARY, tmp_path / "modal")

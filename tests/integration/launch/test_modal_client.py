@@ -2,8 +2,10 @@
 
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import modal
 import pytest
 from modal._serialization import serialize
 from modal_proto import api_pb2
@@ -122,6 +124,12 @@ async def test_a_call_has_its_gpu_its_time_and_its_secrets_and_nothing_else_has_
     assert not await deployed.lives(begun)
 
 
+async def test_rates_are_those_of_the_workspace(server: Server, deployed: LiveModal) -> None:
+    assert await deployed.rates() == {"gpu_hour_cost_h100": 3.95, "cpu_hour_cost": 0.0473}
+    server.says = "PERMISSION_DENIED"
+    assert await deployed.rates() is None
+
+
 async def test_secrets_of_the_workspace_are_asked_for_by_name_and_variables(
     server: Server, deployed: LiveModal
 ) -> None:
@@ -161,6 +169,18 @@ async def test_a_call_that_has_ended_or_is_forgotten_does_not_live_and_of_others
     server.results[begun] = at_once(failed("FAILURE", ConnectionResetError("on the way")))
     with pytest.raises(OutcomeUnknown, match="on the way"):
         await deployed.lives(begun)
+
+
+async def test_a_request_that_lost_its_connection_may_have_arrived(
+    port: LiveModal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def lost() -> None:
+        raise modal.exception.ConnectionError("the last of several tries")
+
+    call = SimpleNamespace(cancel=SimpleNamespace(aio=lost))
+    monkeypatch.setattr(modal.FunctionCall, "from_id", lambda *_, **__: call)
+    with pytest.raises(OutcomeUnknown, match="last of several"):
+        await port.cancel("fc-1")
 
 
 async def test_a_job_by_the_real_client(server: Server, port: LiveModal, tmp_path: Path) -> None:

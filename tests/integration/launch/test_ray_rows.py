@@ -125,6 +125,7 @@ async def test_a_dispatcher_that_dies_on_the_way_to_ray(
     assert [each["status"] for each in mine] == ["SUCCEEDED"]
 
 
+@pytest.mark.soak(suite="launch")
 async def test_with_ray_goes_all_that_it_knew_and_nothing_is_lost_or_begins_twice(
     fleet: ClusterFleet, cluster: Ray
 ) -> None:

@@ -34,6 +34,14 @@ def test_a_manifest_is_printed_and_no_value_of_a_secret(person: Person) -> None:
     )
     assert {"TOKEN", "MODE"} <= {each["name"] for each in container["env"]}
     assert canary not in typed.out + typed.err
+    for engine, key in (("skypilot", "secrets"), ("dstack", "env")):
+        own = ("--format", engine, "--gpu-model", "H100", "--spot", *words)
+        typed = person.types("render", *own, "--name", "sums", "--", *of_job)
+        task = YAML(typ="safe").load(typed.out)
+        assert (set(task[key]), task["name"]) == ({"TOKEN", "MODE"}, "sums")
+        assert typed.out.startswith("# ")
+        assert canary not in typed.out + typed.err
+        assert "--secret s" in person.types("render", *own, "--secret", "s", "--", "rl", code=2).err
     typed = person.types("render", *words, "--", "rl", f"--config={canary}", code=2)
     assert "value of TOKEN" in typed.err
     assert canary not in typed.err

@@ -3,13 +3,19 @@
 import dataclasses
 import json
 import os
+import random
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from groupwise.jobs.hosts.driver import BATCH
+from groupwise.jobs.hosts.files import hash_of
 from groupwise.jobs.hosts.keys import parse_host_key
+from groupwise.jobs.hosts.port import Request, RunnerResponse
+from groupwise.jobs.hosts.ssh import SshHost
 from tests.integration.launch.person import Person
 from tests.ssh_hosts import LoopbackHost, loopback_hosts
 from tests.wheels import fill_wheelhouse, lock_of
@@ -74,6 +80,16 @@ def test_an_environment_is_made_there_once(
 ) -> None:
     (person.project / "job.py").write_text(TELLS)
     environments, prefixes = machine.home / "groupwise-launch/environments", set[str]()
+
+    def plan() -> dict[str, Any]:
+        words = ("--dry-run", "--json", "--script", "job.py")
+        return json.loads(person.types(*made[1], *words).out)["environment"]
+
+    bare = plan()
+    assert bare["downloads"]["own_thing-1.0-py3-none-any.whl"] > 0
+    assert bare["machine"]["python"] == os.path.realpath(sys.executable)
+    assert 0 < bare["disk_needed"] < bare["machine"]["free"]
+    assert not environments.exists(), "a plan changes nothing there"
     said = {"first": "4/4 looking whether it works", "second": "it is there already"}
     for name, words in said.items():
         job = ("--name", name, "--script", "job.py", "--a", "b c")
@@ -85,6 +101,38 @@ def test_an_environment_is_made_there_once(
         assert told["path"].startswith(f"{told['prefix']}/bin:")
         prefixes.add(told["prefix"])
     assert len(prefixes) == 1
+    assert plan()["machine"]["made"]
+
+
+def test_a_sender_that_is_killed_goes_on_where_it_was(
+    person: Person, machine: LoopbackHost, trusted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    size = 10 * BATCH + 1
+    (person.project / "large.bin").write_bytes(random.Random(0).randbytes(size))
+    reads = "import hashlib; print(hashlib.sha256(open('large.bin', 'rb').read()).hexdigest())"
+    (person.project / "job.py").write_text(reads)
+    words = (*trusted, "--name", "large", "--script", "job.py")
+    sender = person.begins(*words)
+    blobs = machine.home / "groupwise-launch/blobs"
+
+    def arrived() -> int:
+        return sum(
+            path.stat().st_size == BATCH for path in blobs.glob("*/*") if path.name[-4:] != ".new"
+        )
+
+    person.waits(lambda: arrived() >= 3)
+    sender.kill()
+    sender.wait()
+    sent: list[int] = []
+    there, call = arrived(), SshHost.call
+
+    async def counted(self: SshHost, request: Request, *, timeout: float) -> RunnerResponse:
+        sent.append(len(request.payload))
+        return await call(self, request, timeout=timeout)
+
+    monkeypatch.setattr(SshHost, "call", counted)
+    assert hash_of(person.project / "large.bin") in person.types(*words).out
+    assert sum(sent) < size - there * BATCH + (1 << 20)
 
 
 def test_a_job_is_found_from_another_machine(

@@ -55,9 +55,9 @@ class Server:
         process = self._process
 
         def address() -> str:
-            found = _ADDRESS.search(self.log.read_bytes()[before:].decode())
-            assert found or process.poll() is None, self.log.read_text()
-            return found[0] if found else ""
+            match = _ADDRESS.search(self.log.read_bytes()[before:].decode())
+            assert match or process.poll() is None, self.log.read_text()
+            return match[0] if match else ""
 
         self.url = wait_until(address, "the server's address", details=self.log.read_text)
         return self.url
@@ -69,8 +69,8 @@ class Server:
 
     def engine(self) -> int | None:
         """The process that holds the model; None where there is none at the moment."""
-        found = _children(self.pid)
-        return next((pid for pid in found if b"engine.child_process" in _command(pid)), None)
+        children = _children(self.pid)
+        return next((pid for pid in children if b"engine.child_process" in _command(pid)), None)
 
     def kill(self) -> None:
         """As the kernel does where memory is short."""
@@ -101,12 +101,12 @@ def running(
 
 def _children(pid: int) -> list[int]:
     """All processes below this one."""
-    found: list[int] = []
+    pids: list[int] = []
     with suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
             for child in map(int, (task / "children").read_text().split()):
-                found += [child, *_children(child)]
-    return found
+                pids += [child, *_children(child)]
+    return pids
 
 
 def _command(pid: int) -> bytes:

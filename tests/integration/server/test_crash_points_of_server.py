@@ -89,8 +89,8 @@ def _append(file: Path, value: Any) -> None:
 def _answered(folder: Path, draw: int) -> GroupAnswer | None:
     file = folder / "answered.jsonl"
     lines = file.read_text().splitlines() if file.exists() else []
-    found = [GroupAnswer.model_validate_json(line) for line in lines]
-    return next((group for group in found if group.draw == draw), None)
+    groups = [GroupAnswer.model_validate_json(line) for line in lines]
+    return next((group for group in groups if group.draw == draw), None)
 
 
 def _outcome(folder: Path) -> list[tuple[int, str, tuple[int, ...]]]:
@@ -99,15 +99,15 @@ def _outcome(folder: Path) -> list[tuple[int, str, tuple[int, ...]]]:
     async def look() -> tuple[str, list[Any]]:
         server = Served(folder)
         (run,) = await server.ledger.do(runs.list_runs)
-        found = await server.ledger.do(plans.plans_from, run.run, 0)
+        plan_rows = await server.ledger.do(plans.plans_from, run.run, 0)
         await server.ledger.close()
-        return run.run, found
+        return run.run, plan_rows
 
-    run, found = asyncio.run(
+    run, plan_rows = asyncio.run(
         look()
     )  # its name has a number where the first one died before the ledger knew of it
     manifests = json.loads((folder / "runs" / run / "run.json").read_text())["manifests"]
-    assert [plan.trained.fingerprint_out for plan in found] == [
+    assert [plan.trained.fingerprint_out for plan in plan_rows] == [
         each["fingerprint_out"] for each in manifests
     ]
     return [(each["step"], each["fingerprint_out"], tuple(each["draws"])) for each in manifests]
@@ -144,9 +144,9 @@ def _crash(number: int, folder: Path, calm: list[Any]) -> bool:
         return False
     _run(folder)
     assert _outcome(folder) == calm
-    told = (folder / "acknowledged.jsonl").read_text().split()
+    acknowledged = (folder / "acknowledged.jsonl").read_text().split()
     trained = [draw for _, _, draws in calm for draw in draws]
-    assert {int(draw) for draw in told} <= set(trained)
+    assert {int(draw) for draw in acknowledged} <= set(trained)
     assert sorted(trained) == list(range(STEPS * SIZE))
     return True
 

@@ -13,7 +13,9 @@ import pytest
 
 import groupwise
 from groupwise.core.errors import UsageError
-from groupwise.core.types import Group
+from groupwise.core.types import Group, LogitsProcessing
+from groupwise.engine.models import tokens
+from groupwise.engine.sampler import json_schemas
 from groupwise.runs.store import Store
 from groupwise.server.engine import core
 from groupwise.server.engine.core import EngineCore
@@ -23,6 +25,8 @@ from groupwise.server.engine.engine_protocol import (
     OpenRun,
     Plan,
     SampleOrder,
+    Sampling,
+    WrongOrder,
 )
 from groupwise.server.engine.scored_group import scored_group
 from tests.integration import toy_run
@@ -32,9 +36,9 @@ LONGEST_PROMPT = 16
 
 
 def config(runs: Path, name: str) -> dict[str, Any]:
-    given = toy_run.config(runs)
-    kept = {key: given[key] for key in given.keys() - {"rewards", "eval"}}
-    return {**kept, "run": {**given["run"], "name": name}}
+    settings = toy_run.config(runs)
+    kept = {key: settings[key] for key in settings.keys() - {"rewards", "eval"}}
+    return {**kept, "run": {**settings["run"], "name": name}}
 
 
 @pytest.fixture(scope="module")
@@ -82,10 +86,10 @@ async def test_it_takes_the_steps_of_the_loop_bit_for_bit(in_process: Path, tmp_
     assert opened.inexact is None
     done = await engine.step(Plan(2, tuple(taken[2][1])))
     assert done.policy.fingerprint == taken[2][0]
-    found = [each for each, _ in taken] + [
+    taken_fingerprints = [each for each, _ in taken] + [
         (await take(engine, step, in_process))[0] for step in range(3, STEPS)
     ]
-    assert found == fingerprints(in_process)
+    assert taken_fingerprints == fingerprints(in_process)
     folder = Path(await engine.close_run(finished=True))
     await engine.close()
     assert (folder / "final" / "adapter_model.safetensors").read_bytes() == (
@@ -120,12 +124,12 @@ async def test_what_cannot_be_opened_has_a_code_of_its_own_and_leaves_nothing(
     tmp_path: Path,
 ) -> None:
     engine = EngineCore()
-    for changes, said in (
+    for changes, message in (
         ({"algorithm": {"type": "dapo"}}, "only the client can"),
         ({"training": {"prompts_per_step": 0}}, "prompts_per_step"),
         ({"model": {"name": "no-such-model"}}, "no-such-model"),
     ):
-        with pytest.raises(UsageError, match=said):
+        with pytest.raises(UsageError, match=message):
             await engine.open(OpenRun({**config(tmp_path, "served"), **changes}, LONGEST_PROMPT))
     assert not (tmp_path / "served").exists()
     settings = {**config(tmp_path, "served"), "lora": None}
@@ -155,29 +159,40 @@ async def test_a_group_is_sampled_by_one_policy(in_process: Path, tmp_path: Path
         for one, group in zip(drawn, groups, strict=True)
     ]
     step = asyncio.create_task(engine.step(Plan(0, tuple(plan))))
-    asked: list[asyncio.Task[Any]] = []
+    requests: list[asyncio.Task[Any]] = []
     while not step.done():
-        if sum(not each.done() for each in asked) < 8:
-            order = SampleOrder(100 + len(asked), "write a")
-            asked.append(asyncio.create_task(engine.sample(order)))
+        if sum(not each.done() for each in requests) < 8:
+            order = SampleOrder(100 + len(requests), "write a")
+            requests.append(asyncio.create_task(engine.sample(order)))
         await asyncio.sleep(0)
     await step
-    for sampled in await asyncio.gather(*asked):
+    for sampled in await asyncio.gather(*requests):
         segments = [r.segments[0] for r in sampled.group.rollouts]
-        told = {(s.policy_version, s.fingerprint) for s in segments}
-        assert told == {(sampled.version, sampled.fingerprint)}
+        policies = {(s.policy_version, s.fingerprint) for s in segments}
+        assert policies == {(sampled.version, sampled.fingerprint)}
+    await engine.close()
+
+
+async def test_the_first_schema_finds_the_vocabulary_prepared(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = EngineCore()
+    await engine.open(OpenRun(config(tmp_path, "served"), LONGEST_PROMPT))
+    monkeypatch.setattr(json_schemas, "_vocabulary", lambda _: pytest.fail("requests wait for it"))
+    sampling = Sampling(processing=LogitsProcessing(json_schema='{"type": "integer"}'))
+    await engine.sample(SampleOrder(0, "write a", sampling=sampling, trains=False))
     await engine.close()
 
 
 async def test_a_long_prompt_is_tokenised_beside_the_other_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(core, "LONG", 4)
+    monkeypatch.setattr(core, "LONG", len('["ab", {}]'))
     threads: dict[str, bool] = {}
     tokenise = core.first_ids
 
     def noted(tokenizer: Any, prompt: Any, *rest: Any) -> tuple[int, ...]:
-        threads[prompt] = threading.current_thread() is threading.main_thread()
+        threads[str(prompt)] = threading.current_thread() is threading.main_thread()
         return tokenise(tokenizer, prompt, *rest)
 
     monkeypatch.setattr(core, "first_ids", noted)
@@ -189,6 +204,16 @@ async def test_a_long_prompt_is_tokenised_beside_the_other_requests(
     )
     assert threads == {"abcde": False, "ab": True}
     assert len(long.group.rollouts[0].prompt_ids) > len(short.group.rollouts[0].prompt_ids)
+    user = {"role": "user", "content": "ab"}
+    long_text = "a" * opened.longest_prompt_characters
+    tool = {"type": "function", "function": {"name": "f", "description": long_text}}
+    function = {"name": "f", "arguments": {"a": long_text}}
+    call = {"role": "assistant", "tool_calls": [{"type": "function", "function": function}]}
+    monkeypatch.setattr(tokens, "text_ids", lambda *_: pytest.fail("it was tokenised"))
+    for messages, columns in (([user], {"tools": [tool]}), ([user, call, user], {})):
+        with pytest.raises(WrongOrder, match="characters") as refused:
+            await engine.sample(SampleOrder(2, messages, columns=columns))
+        assert refused.value.code == "prompt_too_long"
     await engine.close()
     with pytest.raises(EngineLost):
         await engine.sample(SampleOrder(2, "ab"))

@@ -34,8 +34,8 @@ EXAMPLES = Path(__file__).parents[3] / "examples"
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with running(tmp_path_factory.mktemp("examples") / "output") as found:
-        yield found
+    with running(tmp_path_factory.mktemp("examples") / "output") as process:
+        yield process
 
 
 @contextmanager
@@ -53,9 +53,9 @@ def begun(program: str, url: str, *options: str) -> Iterator[subprocess.Popen[st
 def run(program: str, url: str, *options: str) -> list[str]:
     """What it prints by the time that it has learnt."""
     with begun(program, url, *options) as process:
-        said, errors = process.communicate(timeout=TIMEOUT_S)
+        output, errors = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, errors
-    return said.splitlines()
+    return output.splitlines()
 
 
 def test_a_training_that_is_under_way_is_left_alone_and_nobody_there_is_told_at_once(
@@ -64,26 +64,26 @@ def test_a_training_that_is_under_way_is_left_alone_and_nobody_there_is_told_at_
     with TrainingClient(server.url) as client:
         theirs = client.start(replace=True, run_name="somebody-elses")
         with begun("06_alphabetical/client.py", server.url) as process:
-            _, said = process.communicate(timeout=TIMEOUT_S)
+            _, errors = process.communicate(timeout=TIMEOUT_S)
         assert (process.returncode, client.status().run_id) == (1, theirs.run_id)
         client.stop()
-    assert ("Stop it first" in said, "Traceback" in said) == (True, False)
+    assert ("Stop it first" in errors, "Traceback" in errors) == (True, False)
     with socket.create_server(("127.0.0.1", 0)) as bound:
         nowhere = f"http://127.0.0.1:{bound.getsockname()[1]}"
     with begun("06_alphabetical/client.py", nowhere) as process:
         assert process.stderr is not None
-        assert f"{nowhere} does not answer" in process.stderr.readline()
+        assert f"Nothing listens at {nowhere}" in process.stderr.readline()
         process.send_signal(signal.SIGINT)
-        _, said = process.communicate(timeout=TIMEOUT_S)
-    assert "Traceback" not in said
+        _, errors = process.communicate(timeout=TIMEOUT_S)
+    assert "Traceback" not in errors
 
 
 @pytest.mark.parametrize("example", ["06_alphabetical", "07_asterisk"])
 def test_the_reward_rises(example: str, server: Server) -> None:
     last = run(f"{example}/client.py", server.url)[-1]
-    found = re.fullmatch(r"reward (\d\.\d\d) \S+ (\d\.\d\d)", last)
-    assert found, last
-    assert (float(found[1]) < 0.3, float(found[2]) > 0.9) == (True, True), last
+    rewards = re.fullmatch(r"reward (\d\.\d\d) \S+ (\d\.\d\d)", last)
+    assert rewards, last
+    assert (float(rewards[1]) < 0.3, float(rewards[2]) > 0.9) == (True, True), last
 
 
 def test_an_agent_of_the_openai_client_learns(server: Server) -> None:

@@ -74,5 +74,5 @@ async def _course(server: Served, client: httpx2.AsyncClient, disk: Path) -> str
 
 async def _is_recovering(client: httpx2.AsyncClient) -> bool:
     """As far as it can be told: on a full disk this is refused where it comes together with something to be kept."""
-    told = await client.get("/status")
-    return told.status_code == 200 and told.json()["phase"] == "recovering"
+    response = await client.get("/status")
+    return response.status_code == 200 and response.json()["phase"] == "recovering"

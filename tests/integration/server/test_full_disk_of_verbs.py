@@ -36,7 +36,7 @@ async def persist(loop: Loop, server: Server, number: int) -> None:
                 await asyncio.sleep(0.01)
 
 
-async def refused(work: Awaitable[Any]) -> None:
+async def expect_refusal(work: Awaitable[Any]) -> None:
     with pytest.raises(AGAIN):
         await work
 
@@ -52,7 +52,7 @@ async def test_nothing_is_told_and_everything_goes_on(
         async with serving(disk / "output", engine) as server:
             fill(disk)
             await told_to_come_again(server)
-            await refused(server.service.registry.create_session(None))
+            await expect_refusal(server.service.registry.create_session(None))
             (disk / "ballast").unlink()
             loop = Loop(await server.service.registry.create_session(None))
             for number in range(CALLS):
@@ -83,7 +83,7 @@ async def request_meets_it(loop: Loop, server: Server, number: int, disk: Path) 
     await loop.answers(server.service)
     done = server.disk.called
     fill(disk)
-    await refused(loop.go(server.service, number, number + 1))
+    await expect_refusal(loop.go(server.service, number, number + 1))
     await asyncio.sleep(PAUSE_S)
     assert server.disk.called == done
     (disk / "ballast").unlink()

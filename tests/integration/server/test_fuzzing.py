@@ -70,22 +70,22 @@ def asks(draw: st.DrawFn) -> tuple[str, Any, int]:
     return name, body, draw(st.integers(0, 5))
 
 
-async def course(folder: Path, asked: list[tuple[str, Any, int]]) -> None:
+async def course(folder: Path, requests: list[tuple[str, Any, int]]) -> None:
     async with served(folder) as server:
         await server.start(steps="auto", lease_seconds=60.0)
         groups = [(await server.ask()).group_id for _ in range(2)]
         async with client_of(make_app(server.service, server.config, None)) as client:
-            for name, body, number in asked:
+            for name, body, number in requests:
                 group = groups[number % len(groups)]
-                given = _meant(name, body, group)
-                await asyncio.wait_for(ask(client, name, **given), 10)
+                options = _meant(name, body, group)
+                await asyncio.wait_for(ask(client, name, **options), 10)
         await check(server)
 
 
 def _meant(name: str, body: Any, group: str) -> dict[str, Any]:
-    given: dict[str, Any] = {"path": OPERATIONS[name][1].replace("{group_id}", group)}
+    options: dict[str, Any] = {"path": OPERATIONS[name][1].replace("{group_id}", group)}
     if body is None:
-        return given
+        return options
     if isinstance(body, dict):
         waits = body.get("wait", name == "POST /step") is True
         body = {**body, **({"timeout": SOONER} if "timeout" in body or waits else {})}
@@ -94,7 +94,7 @@ def _meant(name: str, body: Any, group: str) -> dict[str, Any]:
         if name == "POST /start" and isinstance(body.get("max_steps"), int):
             body["save_steps"] = 1_000
     content = json.dumps(body).encode()
-    return {**given, "content": content, "headers": {"Content-Type": "application/json"}}
+    return {**options, "content": content, "headers": {"Content-Type": "application/json"}}
 
 
 async def check(server: Served) -> None:
@@ -121,9 +121,9 @@ FEW_RUNS, MANY_RUNS = (
 
 
 @FEW_RUNS
-@hypothesis.given(asked=st.lists(asks(), min_size=1, max_size=12))
-def test_no_request_does_harm(asked: list[tuple[str, Any, int]], tmp_path_factory: Any) -> None:
-    asyncio.run(course(tmp_path_factory.mktemp("fuzzed"), asked))
+@hypothesis.given(requests=st.lists(asks(), min_size=1, max_size=12))
+def test_no_request_does_harm(requests: list[tuple[str, Any, int]], tmp_path_factory: Any) -> None:
+    asyncio.run(course(tmp_path_factory.mktemp("fuzzed"), requests))
 
 
 # The verbs
@@ -218,14 +218,14 @@ class Verbs:
         return self.session + ends.get(key, "") if number else "abc"
 
 
-async def verbs_course(folder: Path, asked: list[tuple[str, Any, int]]) -> None:
+async def verbs_course(folder: Path, calls: list[tuple[str, Any, int]]) -> None:
     async with serving(folder, Disk(SavedFolders(folder))) as server:
         service = server.service
         verbs = Verbs(server, await service.registry.create_session(None))
         await verbs.ask("POST /api/v1/create_model", created(verbs.session).model_dump(), 0)
         sampler = {"sampling_session_seq_id": 0, "base_model": "tiny", "session_id": verbs.session}
         await verbs.ask("POST /api/v1/create_sampling_session", sampler, 0)
-        for name, body, number in asked:
+        for name, body, number in calls:
             await asyncio.wait_for(verbs.ask(name, body, number), 10)
         await verbs.http.aclose()
         for id in verbs.ids:
@@ -242,11 +242,11 @@ async def verbs_course(folder: Path, asked: list[tuple[str, Any, int]]) -> None:
 
 
 @FEW_RUNS
-@hypothesis.given(asked=st.lists(calls(), min_size=1, max_size=16))
+@hypothesis.given(verb_calls=st.lists(calls(), min_size=1, max_size=16))
 def test_no_call_of_the_verbs_does_harm(
-    asked: list[tuple[str, Any, int]], tmp_path_factory: Any
+    verb_calls: list[tuple[str, Any, int]], tmp_path_factory: Any
 ) -> None:
-    asyncio.run(verbs_course(tmp_path_factory.mktemp("verbs"), asked))
+    asyncio.run(verbs_course(tmp_path_factory.mktemp("verbs"), verb_calls))
 
 
 @pytest.mark.soak(suite="attacks")

@@ -105,13 +105,13 @@ async def _trained(server: Server) -> int:
 
 def course(server: Server) -> list[tuple[int, str, Sequence[int]]]:
     """Of each step: its index, the fingerprint that it left, its draws."""
-    found = _asked(
+    steps_taken = _asked(
         server,
         """SELECT plans.step, fingerprint_out, draw FROM plans JOIN groups ON groups.plan = plans.id
         WHERE groups.state = 'trained' ORDER BY plans.step, position""",
     )
     draws: dict[tuple[int, str], list[int]] = {}
-    for step, fingerprint, draw in found:
+    for step, fingerprint, draw in steps_taken:
         draws.setdefault((step, fingerprint), []).append(draw)
     return [(step, fingerprint, tuple(each)) for (step, fingerprint), each in draws.items()]
 
@@ -151,10 +151,12 @@ async def _holds(tmp_path: Path, real: bool, kills: int) -> None:
     print(f"SEED={seed}")
     steps = STEPS_PER_KILL * kills
     calm = await _undisturbed(tmp_path / "calm", steps, real)
-    found = await _killed(tmp_path / "killed", steps, real, kills, seed)
-    assert [step for step, _, _ in found] == list(range(steps))
-    assert sorted(draw for _, _, draws in found for draw in draws) == list(range(steps * SIZE))
-    assert found == calm
+    steps_taken = await _killed(tmp_path / "killed", steps, real, kills, seed)
+    assert [step for step, _, _ in steps_taken] == list(range(steps))
+    assert sorted(draw for _, _, draws in steps_taken for draw in draws) == list(
+        range(steps * SIZE)
+    )
+    assert steps_taken == calm
 
 
 @pytest.mark.timeout(300)

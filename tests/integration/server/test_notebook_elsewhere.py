@@ -13,8 +13,8 @@ from tests.integration.server.server_process import Server, running
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with running(tmp_path_factory.mktemp("served") / "output") as found:
-        yield found
+    with running(tmp_path_factory.mktemp("served") / "output") as process:
+        yield process
 
 
 def digits(completions: list[str], **columns: object) -> list[float]:

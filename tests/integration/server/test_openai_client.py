@@ -22,7 +22,7 @@ from groupwise.engine.models.tiny import tiny_model, tiny_tokenizer
 from groupwise.engine.models.tokens import completion_text
 from groupwise.testing import END_ID, FakeTokenizer
 from tests.unit.server.http_client import client_of, listening
-from tests.unit.server.openai.opening import Client, Open, opened, record
+from tests.unit.server.openai.opening import Client, Open, open_service, record
 from tests.unit.server.openai.test_routes import shown, texts_of
 
 KEY = "a-key-for-tests-0123456789"
@@ -45,7 +45,7 @@ class Server:
         assert self._ready.wait(20)
 
     async def _serve(self, folder: Path) -> None:
-        async with opened(folder, pace=0.005) as served:
+        async with open_service(folder, pace=0.005) as served:
             await served.start(**SETTINGS)
             async with listening(served.app(Keyring(plain=KEY))) as port:
                 self.url = f"http://127.0.0.1:{port}"
@@ -96,17 +96,17 @@ def test_chats_and_texts_whole_and_streamed(client):
     assert whole.usage.total_tokens == 3 + sum(len(each.token_ids) for each in whole.choices)
     more = {"stream": True, "stream_options": {"include_usage": True}}
     with ask(seed=7, max_tokens=10, **more) as stream:
-        found, ends, chunks = ["", ""], 0, list(stream)
+        streamed_texts, ends, chunks = ["", ""], 0, list(stream)
     for chunk in chunks[:-1]:
         for choice in chunk.choices:
-            found[choice.index] += choice.delta.content or ""
+            streamed_texts[choice.index] += choice.delta.content or ""
             ends += choice.finish_reason is not None
-    assert found == texts != [choice.message.content for choice in ask(seed=8).choices]
+    assert streamed_texts == texts != [choice.message.content for choice in ask(seed=8).choices]
     assert (ends, chunks[-1].choices, chunks[-1].usage) == (2, [], whole.usage)
-    given: Any = {"model": "latest", "prompt": "abc", "seed": 1}
-    one = client.completions.create(**given, logprobs=0, extra_body={"top_k": 5}).choices[0]
+    request: Any = {"model": "latest", "prompt": "abc", "seed": 1}
+    one = client.completions.create(**request, logprobs=0, extra_body={"top_k": 5}).choices[0]
     assert one.logprobs.token_logprobs
-    pieces = client.completions.create(**given, extra_body={"top_k": 5}, stream=True)
+    pieces = client.completions.create(**request, extra_body={"top_k": 5}, stream=True)
     assert "".join(piece.choices[0].text for piece in pieces) == one.text
 
 
@@ -138,9 +138,9 @@ def test_an_agent_with_a_tool(client, writes):
     writes(WORDS)
     messages: list[Any] = [*CHAT]
     tools: Any = [{"type": "function", "function": FUNCTION}]
-    given: Any = {"model": "latest", "messages": messages, "tools": tools}
-    message = client.chat.completions.create(**given).choices[0].message
-    with client.chat.completions.stream(**given) as stream:
+    request: Any = {"model": "latest", "messages": messages, "tools": tools}
+    message = client.chat.completions.create(**request).choices[0].message
+    with client.chat.completions.stream(**request) as stream:
         streamed = stream.get_final_completion().choices[0]
     assert (streamed.message.content, streamed.finish_reason) == ("I add.", "tool_calls")
     (call,), (sent,) = message.tool_calls, streamed.message.tool_calls
@@ -149,18 +149,18 @@ def test_an_agent_with_a_tool(client, writes):
     messages.append(message)  # as the client has it, with `refusal` and `annotations`
     messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
     writes("two")
-    answer = client.chat.completions.create(**given)
+    answer = client.chat.completions.create(**request)
     assert answer.choices[0].message.content == "two"
 
 
 def test_responses_with_a_tool(client, writes):
     writes(WORDS)
     tools: Any = [{"type": "function", **FUNCTION}]
-    given: Any = {"model": "latest", "tools": tools}
-    response = client.responses.create(**given, input="abc", instructions="be brief")
+    request: Any = {"model": "latest", "tools": tools}
+    response = client.responses.create(**request, input="abc", instructions="be brief")
     assert response.output_text == "I add."
     _, call = response.output
-    with client.responses.stream(**given, input="abc", instructions="be brief") as stream:
+    with client.responses.stream(**request, input="abc", instructions="be brief") as stream:
         deltas = [event.delta for event in stream if event.type == "response.output_text.delta"]
         final = stream.get_final_response()
     assert "".join(deltas) == final.output_text == "I add."
@@ -169,11 +169,11 @@ def test_responses_with_a_tool(client, writes):
     output: Any = {"type": "function_call_output", "call_id": call.call_id, "output": result}
     writes("two")
     next_response = client.responses.create(
-        **given, input=[output], previous_response_id=response.id
+        **request, input=[output], previous_response_id=response.id
     )
     assert next_response.output_text == "two"
     whole: Any = [{"role": "user", "content": "abc"}, *response.output, output]
-    again = client.responses.create(**given, input=whole, store=False)
+    again = client.responses.create(**request, input=whole, store=False)
     assert again.output_text == "two"
     assert client.responses.retrieve(response.id).output == response.output
     client.responses.delete(response.id)
@@ -203,9 +203,9 @@ def test_trajectories_of_an_agent(server, client) -> None:
     headers = {f"X-Groupwise-{key}": value for key, value in
                (("Store", "true"), ("Trajectory", "t-3"), ("Group", "played"))}  # fmt: skip
     with server.client(default_headers=headers) as plain:  # of a framework that hides its calls
-        said = plain.chat.completions.create(model="latest", messages=CHAT)
+        alone = plain.chat.completions.create(model="latest", messages=CHAT)
     closed = server.post("/trajectories/close", {"group": "played"})
-    assert closed["given_up"] == [said.model_extra["group_id"]]
+    assert closed["given_up"] == [alone.model_extra["group_id"]]
 
 
 def test_errors_are_the_clients_own_and_a_full_room_is_tried_again(server, client):
@@ -259,30 +259,30 @@ async def test_prefills_and_what_templates_receive_reach_the_model(tmp_path):
     tokenizer.chat_template = f"{tokenizer.chat_template}{more}"
     for part in (tokenizer, tiny_model(vocab_size=len(tokenizer))):
         part.save_pretrained(tmp_path / "model")
-    async with opened(tmp_path, OpenReal, model_dir=str(tmp_path)) as served:
+    async with open_service(tmp_path, OpenReal, model_dir=str(tmp_path)) as served:
         await served.start(model_id="model", groups_per_step=8)
         async with client_of(served.app()) as http:
             client = Client(http)
             begun = [*CHAT, {"role": "model", "content": "de"}]
-            given: Any = {"chat_template_kwargs": {"thinking": True}, "tools": [{"name": "f"}]}
+            columns: Any = {"chat_template_kwargs": {"thinking": True}, "tools": [{"name": "f"}]}
             for messages, more, end in (
                 (begun, {}, "Tde"),
-                (CHAT, given, "f"),
-                (begun, given, "fde"),
+                (CHAT, columns, "f"),
+                (begun, columns, "fde"),
             ):
                 ids = tokenizer(f"<|user|>abc<|assistant|>{end}")["input_ids"]
-                asked = {"prompt": messages, "prompt_tokens": ids, **more}
-                assert await client.ok("/completions", asked)
-                await client.refused(422, "/completions", {**asked, "prompt_tokens": ids[1:]})
-                asked = {"model": "latest", "messages": messages, **more}
-                asked.pop("tools", None)
-                answer = await client.ok("/v1/chat/completions", asked)
+                body = {"prompt": messages, "prompt_tokens": ids, **more}
+                assert await client.ok("/completions", body)
+                await client.expect_refusal(422, "/completions", {**body, "prompt_tokens": ids[1:]})
+                body = {"model": "latest", "messages": messages, **more}
+                body.pop("tools", None)
+                answer = await client.ok("/v1/chat/completions", body)
                 assert answer["usage"]["prompt_tokens"] == len(ids) - ("tools" in more)
 
 
 async def test_a_real_model_streams_what_it_answers(tmp_path, monkeypatch):
     monkeypatch.setattr("groupwise.server.openai.service.POLL", 1e-3)  # it writes a token in less
-    async with opened(tmp_path, OpenReal) as served:
+    async with open_service(tmp_path, OpenReal) as served:
         await served.start(max_completion_length=24)
         async with client_of(served.app()) as http:
             client = Client(http)
@@ -293,7 +293,7 @@ async def test_a_real_model_streams_what_it_answers(tmp_path, monkeypatch):
             stop = next(text[3:5] for text in texts if len(text) > 8)
             for more in ({}, {"stop": stop}):
                 expected = shown(await client.ok(path, {**body, **more}))
-                pieces = await client.streamed(path, {**body, **more})
+                pieces = await client.stream_chunks(path, {**body, **more})
                 assert (texts_of(pieces, 4), len(pieces) > 12) == (expected, True)
             assert expected == [text.partition(stop)[0] for text in texts]
             for choice in whole["choices"]:
@@ -312,7 +312,7 @@ async def test_what_the_client_asks_about_tokens_is_computed_by_the_model(tmp_pa
     """Through the whole way: the client's own methods, HTTP, the engine, the sampler."""
     tokenizer = tiny_tokenizer()
     letter = tokenizer("e")["input_ids"][0]
-    async with opened(tmp_path, OpenReal) as served:
+    async with open_service(tmp_path, OpenReal) as served:
         await served.start(max_completion_length=96)
         async with listening(served.app(Keyring(plain=KEY))) as port:
             url = f"http://127.0.0.1:{port}/v1"
@@ -322,12 +322,12 @@ async def test_what_the_client_asks_about_tokens_is_computed_by_the_model(tmp_pa
 
 async def _ask_about_tokens(client: openai.AsyncOpenAI, tokenizer: Any, letter: int) -> None:
     async def chat(**more: Any) -> Any:
-        given: Any = {"model": "latest", "messages": CHAT, "seed": 1, "max_tokens": 8, **more}
-        return (await client.chat.completions.create(**given)).choices[0]
+        request: Any = {"model": "latest", "messages": CHAT, "seed": 1, "max_tokens": 8, **more}
+        return (await client.chat.completions.create(**request)).choices[0]
 
     async def text(**more: Any) -> Any:
-        given: Any = {"model": "latest", "prompt": "abc", "seed": 1, "max_tokens": 8, **more}
-        return (await client.completions.create(**given)).choices[0]
+        request: Any = {"model": "latest", "prompt": "abc", "seed": 1, "max_tokens": 8, **more}
+        return (await client.completions.create(**request)).choices[0]
 
     choice = await chat(logprobs=True, top_logprobs=3)
     for each in choice.logprobs.content:
@@ -346,14 +346,14 @@ async def _ask_about_tokens(client: openai.AsyncOpenAI, tokenizer: Any, letter: 
     assert (tokens.text, tokens.prompt_token_ids) == (plain.text, ids)
     scored = await text(prompt=[*ids, *plain.token_ids], max_tokens=0, echo=True, logprobs=1)
     assert scored.logprobs.token_logprobs[0] is None
-    told = scored.logprobs.token_logprobs[len(ids) :]
-    assert told == pytest.approx(plain.logprobs.token_logprobs, abs=1e-4)
+    logprobs = scored.logprobs.token_logprobs[len(ids) :]
+    assert logprobs == pytest.approx(plain.logprobs.token_logprobs, abs=1e-4)
 
     form: Any = {"type": "json_schema", "json_schema": {"name": "animal", "schema": ANIMAL}}
     answer = await chat(response_format=form, max_tokens=96, temperature=0.7)
     assert answer.finish_reason == "stop"
-    found = json.loads(answer.message.content)
-    assert (found["kind"] in ("ox", "hen"), type(found["wild"])) == (True, bool)
+    value = json.loads(answer.message.content)
+    assert (value["kind"] in ("ox", "hen"), type(value["wild"])) == (True, bool)
     with pytest.raises(openai.BadRequestError, match="response_format") as refused:
         await chat(response_format=form, store=True)
     assert refused.value.param == "response_format"
@@ -367,7 +367,7 @@ async def test_a_model_that_knows_no_tools_calls_them_where_it_must(tmp_path, mo
     flat: Any = [{"type": "function", **function} for function in names]
     one: Any = {"type": "function", "function": {"name": "sub"}}
     form: Any = {"type": "json_schema", "json_schema": {"name": "animal", "schema": ANIMAL}}
-    async with opened(tmp_path, OpenReal) as served:
+    async with open_service(tmp_path, OpenReal) as served:
         await served.start(max_completion_length=400, max_prompt_length=1024)
         async with listening(served.app(Keyring(plain=KEY))) as port:
             url = f"http://127.0.0.1:{port}/v1"
@@ -395,15 +395,19 @@ async def test_a_model_that_knows_no_tools_calls_them_where_it_must(tmp_path, mo
                     texts = [call.function.arguments for call in each.message.tool_calls or ()]
                     assert texts or json.loads(each.message.content)["kind"] in ("ox", "hen")
                 respond: Any = client.responses.create
-                asked: Any = {"model": "latest", "input": "abc", "extra_body": {"seed": 1}}
+                request: Any = {"model": "latest", "input": "abc", "extra_body": {"seed": 1}}
                 own = {"type": "function", "name": "sub"}
-                said = await respond(**asked, tools=flat, tool_choice=own)
-                (item,) = said.output
-                assert (item.type, item.name, said.status) == ("function_call", "sub", "completed")
+                response = await respond(**request, tools=flat, tool_choice=own)
+                (item,) = response.output
+                assert (item.type, item.name, response.status) == (
+                    "function_call",
+                    "sub",
+                    "completed",
+                )
                 text: Any = {"format": {"type": "json_schema", "name": "a", "schema": ANIMAL}}
-                whole = await respond(**asked, text=text)
+                whole = await respond(**request, text=text)
                 assert json.loads(whole.output_text)["kind"] in ("ox", "hen")
-                events = [event async for event in await respond(**asked, text=text, stream=True)]
+                events = [event async for event in await respond(**request, text=text, stream=True)]
                 parts = [each.delta for each in events if each.type == "response.output_text.delta"]
                 assert "".join(parts) == whole.output_text
 
@@ -414,9 +418,9 @@ async def test_templates_without_tools_are_told_of_them(tmp_path):
     called = {"role": "assistant", "content": None, "tool_calls": [call]}
     messages = [*CHAT, called, {"role": "tool", "tool_call_id": "1", "content": "2 <eos>"}]
     tools = [{"type": "function", "function": FUNCTION}]
-    said = '<tool_call>|{"name": "add", "arguments": {"a": 1}}|</tool_call><eos>'
+    reply = '<tool_call>|{"name": "add", "arguments": {"a": 1}}|</tool_call><eos>'
     heard = "<|user|><tool_response>|2 <eos>|</tool_response><|assistant|>"
-    async with opened(tmp_path, OpenReal) as served:
+    async with open_service(tmp_path, OpenReal) as served:
         await served.start(max_prompt_length=1024)
         async with client_of(served.app()) as http:
             client = Client(http)
@@ -427,7 +431,7 @@ async def test_templates_without_tools_are_told_of_them(tmp_path):
             system, rest = shown.split("<|user|>", 1)
             assert system.startswith("<|system|>You may call these functions:|<tools>|")
             assert json.dumps(FUNCTION)[1:-1] in system
-            assert rest == f"abc<|assistant|>{said}{heard}"
+            assert rest == f"abc<|assistant|>{reply}{heard}"
             assert kept.rollouts[0].prompt_ids.count(1) == 1  # the tool ends no turn
             plain = await client.ok("/v1/chat/completions", {**body, "tool_choice": "none"})
             assert plain["usage"]["prompt_tokens"] < answer["usage"]["prompt_tokens"]
@@ -448,7 +452,7 @@ async def test_marks_of_calls_that_are_special_tokens_are_seen(tmp_path, monkeyp
 
     monkeypatch.setattr("groupwise.server.engine.core.completion_text", whole)
     tools = [{"type": "function", "function": FUNCTION}]
-    async with opened(tmp_path, OpenReal, model_dir=str(tmp_path)) as served:
+    async with open_service(tmp_path, OpenReal, model_dir=str(tmp_path)) as served:
         await served.start(model_id="model")
         async with client_of(served.app()) as http:
             client = Client(http)
@@ -456,5 +460,5 @@ async def test_marks_of_calls_that_are_special_tokens_are_seen(tmp_path, monkeyp
             (choice,) = (await client.ok("/v1/chat/completions", body))["choices"]
             (call,) = choice["message"]["tool_calls"]
             assert (choice["message"]["content"], call["function"]["name"]) == ("I add.", "add")
-            pieces = await client.streamed("/v1/chat/completions", body)
+            pieces = await client.stream_chunks("/v1/chat/completions", body)
             assert texts_of(pieces) == ["I add."]

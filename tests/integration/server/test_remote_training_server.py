@@ -38,18 +38,23 @@ STEPS = 6
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with running(tmp_path_factory.mktemp("served") / "output", "parts_silence=60") as found:
-        yield found
+    with running(tmp_path_factory.mktemp("served") / "output", "parts_silence=60") as process:
+        yield process
 
 
 def config_of(folder: Path, server: Server | None = None, **more: Any) -> dict[str, Any]:
-    found = toy_run.config(folder, max_steps=STEPS, prompts_per_step=4)
-    found |= {"eval": {"max_prompts": 4}, "run": {"name": "r", "dir": str(folder), "save_steps": 2}}
+    settings = toy_run.config(folder, max_steps=STEPS, prompts_per_step=4)
+    settings |= {
+        "eval": {"max_prompts": 4},
+        "run": {"name": "r", "dir": str(folder), "save_steps": 2},
+    }
     for section, values in more.items():
-        found[section] = values if values is None else {**(found.get(section) or {}), **values}
+        settings[section] = (
+            values if values is None else {**(settings.get(section) or {}), **values}
+        )
     if server is not None:
-        found["run"]["server"] = server.url
-    return found
+        settings["run"]["server"] = server.url
+    return settings
 
 
 def rl(folder: Path, server: Server | None = None, *, resume: bool = False, **more: Any) -> Path:
@@ -84,10 +89,12 @@ def test_the_run_is_that_of_this_machine(server: Server, tmp_path: Path, way: st
         groupwise.rl(config_of(tmp_path / name, at, **WAYS[way]), TOY, init_from=str(first)).folder
         for name, at in (("here", None), ("there", server))
     )
-    expected, found = what_must_be_equal(here), what_must_be_equal(there)
-    assert found["record"] == expected["record"]
-    assert found["files"].keys() == expected["files"].keys()
-    differs = {name for name, digest in found["files"].items() if expected["files"][name] != digest}
+    expected, remote = what_must_be_equal(here), what_must_be_equal(there)
+    assert remote["record"] == expected["record"]
+    assert remote["files"].keys() == expected["files"].keys()
+    differs = {
+        name for name, digest in remote["files"].items() if expected["files"][name] != digest
+    }
     assert {Path(name).name for name in differs} <= {"adapter_config.json", "config.json"}
     for path in (there / "final").glob("*config.json"):
         assert "parts" not in path.read_text(), "the server's own place for what was sent"
@@ -99,7 +106,7 @@ def test_supervised_runs_and_evaluations_too(server: Server, tmp_path: Path) -> 
         "lora": {"r": 4, "alpha": 8},
         "training": {"max_steps": 4, "examples_per_step": 4, "learning_rate": 0.01},
     }
-    found: list[tuple[Any, Any]] = []
+    outcomes: list[tuple[Any, Any]] = []
     for name, url in (("here", None), ("there", server.url)):
         run = {"name": "s", "dir": str(tmp_path / name), "server": url}
         folder = groupwise.sft({**lessons, "run": run}, LESSONS).folder
@@ -108,8 +115,8 @@ def test_supervised_runs_and_evaluations_too(server: Server, tmp_path: Path) -> 
             config_of(tmp_path / name, at), TOY, policy=str(folder)
         ).summary
         del answered["results"]  # its place
-        found.append((what_must_be_equal(folder), answered))
-    assert found[0] == found[1]
+        outcomes.append((what_must_be_equal(folder), answered))
+    assert outcomes[0] == outcomes[1]
 
 
 def test_what_dies_costs_no_more_than_the_steps_since_the_checkpoint(
@@ -128,9 +135,9 @@ def test_what_dies_costs_no_more_than_the_steps_since_the_checkpoint(
 
     killing = threading.Thread(target=kill)
     killing.start()
-    found = rl(tmp_path, server)
+    run_folder = rl(tmp_path, server)
     killing.join()
-    assert what_must_be_equal(found) == whole
+    assert what_must_be_equal(run_folder) == whole
     assert "goes on by itself" in caplog.text
 
 
@@ -179,7 +186,7 @@ def test_one_loop_at_a_time_has_the_model_until_it_is_taken_away(
     server: Server, tmp_path: Path
 ) -> None:
     refused: list[BaseException] = []
-    told: list[str | None] = []
+    owners: list[str | None] = []
     with TrainingClient(server.url) as client:
         client.start(model_id="tiny", replace=True)
         with pytest.raises(UsageError, match=r"run_active.*POST /stop"):
@@ -189,7 +196,7 @@ def test_one_loop_at_a_time_has_the_model_until_it_is_taken_away(
         def meanwhile(completions: list[str], **_: Any) -> list[float]:
             """While the first loop looks at its first rewards."""
             if not refused:
-                told.append(client.status().loop_elsewhere)
+                owners.append(client.status().loop_elsewhere)
                 for ask in (
                     lambda: client.start(model_id="tiny"),
                     lambda: rl(tmp_path / "second", server),
@@ -197,16 +204,16 @@ def test_one_loop_at_a_time_has_the_model_until_it_is_taken_away(
                     with pytest.raises(GroupwiseError) as raised:
                         ask()
                     refused.append(raised.value)
-                said = re.search(r"DELETE (/parts/[\w-]+)", str(refused[-1]))
-                assert said
-                httpx2.delete(f"{server.url}{said[1]}").raise_for_status()
+                match = re.search(r"DELETE (/parts/[\w-]+)", str(refused[-1]))
+                assert match
+                httpx2.delete(f"{server.url}{match[1]}").raise_for_status()
             return [0.0] * len(completions)
 
         settings = config_of(tmp_path / "first", server, eval={"before_and_after": False})
         with pytest.raises(RunError, match=r"parts_taken.*closed"):
             groupwise.rl(settings, Task(meanwhile))
     assert [type(error) for error in refused] == [RunActive, UsageError]
-    assert (told[0] or "").startswith("r (")
+    assert (owners[0] or "").startswith("r (")
     assert not (tmp_path / "refused").exists()
     assert not (tmp_path / "second" / "r").exists()
 

@@ -104,7 +104,7 @@ def test_checkpoints_of_the_real_client(client: Client) -> None:
     assert rest(client, "list_checkpoints", model)["checkpoints"] == []
     assert client.do("sample", seed=2), "the open sampling client still has its weights"
     client.do("sampler_of", path=short)
-    assert "has expired or was deleted" in client.refused("sample", seed=3)
+    assert "has expired or was deleted" in client.expect_refusal("sample", seed=3)
 
 
 def test_a_tokenizer_that_no_hub_has_is_unpacked_where_the_program_starts(
@@ -122,5 +122,5 @@ def test_a_tokenizer_that_no_hub_has_is_unpacked_where_the_program_starts(
         assert "model.safetensors" not in archive.namelist()
         archive.extractall(tmp_path / "here" / "letters")
     expected = load_tokenizer(ModelConfig(name="tiny")).encode("word")
-    found = client.do("tokenizer", folder=str(tmp_path / "here"), base="letters")
-    assert found == [expected, expected]
+    ids = client.do("tokenizer", folder=str(tmp_path / "here"), base="letters")
+    assert ids == [expected, expected]

@@ -52,7 +52,7 @@ GIVEN: dict[str, dict[str, Any]] = {
         "policy": {"run": "r", "version": 0, "fingerprint": "f", "kind": "adapter", "path": "state"}
     },
 }
-CALLS = {verb: {"verb": verb, **given} for verb, given in GIVEN.items()}
+CALLS = {verb: {"verb": verb, **arguments} for verb, arguments in GIVEN.items()}
 GENERATE, LEARN = CALLS["generate"], CALLS["forward_backward"]
 WRONG = (
     None, True, -1, 0, 0.5, 2**70, 1e300, "NaN", "", "x", "../..", [], [[]], [-1], [10**9], {}, {"a": 1},
@@ -128,6 +128,6 @@ async def test_of_two_that_open_at_once_one_does(tmp_path: Path) -> None:
         await http.put(f"/parts/{ID}", json={"owner": "me"})
         order = {"do": {**CALLS["open"], "kind": "training"}}
         paths = [f"/parts/{ID}/calls/{number}" for number in (1, 2)]
-        found = await asyncio.gather(*(http.put(path, json=order) for path in paths))
-        assert sorted(each.json()["state"] for each in found) == ["done", "failed"]
+        responses = await asyncio.gather(*(http.put(path, json=order) for path in paths))
+        assert sorted(each.json()["state"] for each in responses) == ["done", "failed"]
     await server.service.shut_down()

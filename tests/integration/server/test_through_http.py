@@ -34,8 +34,8 @@ SETTINGS: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    with running(tmp_path_factory.mktemp("served") / "output") as found:
-        yield found
+    with running(tmp_path_factory.mktemp("served") / "output") as process:
+        yield process
 
 
 @pytest.fixture(scope="module")
@@ -132,8 +132,8 @@ def test_a_version_is_downloaded_whole_and_loads_whatever_becomes_of_its_run(
         assert (run, step) in client.status().versions
 
         def downloads() -> set[bytes]:
-            asked = ("early", f"{run}@{step}")
-            return {client.model(name, to=tmp_path / "again.zip").read_bytes() for name in asked}
+            names = ("early", f"{run}@{step}")
+            return {client.model(name, to=tmp_path / "again.zip").read_bytes() for name in names}
 
         assert downloads() == {first}
         client.start(groups_per_step=1, replace=True, run_name="another")

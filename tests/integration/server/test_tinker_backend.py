@@ -45,8 +45,8 @@ STEPS = 4
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with running(tmp_path_factory.mktemp("served") / "output") as found:
-        yield found
+    with running(tmp_path_factory.mktemp("served") / "output") as process:
+        yield process
 
 
 @pytest.fixture(autouse=True)
@@ -59,7 +59,7 @@ def key(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def config_of(runs: Path, server: Server | None = None, **more: Any) -> dict[str, Any]:
     service = {} if server is None else {"backend": "tinker", "base_url": server.url}
-    found: dict[str, Any] = {
+    configuration: dict[str, Any] = {
         "model": {"name": "tiny", **service},
         "lora": {"r": 4},
         "sampler": {"max_completion_length": 6},
@@ -78,8 +78,8 @@ def config_of(runs: Path, server: Server | None = None, **more: Any) -> dict[str
         "run": {"name": "r", "dir": str(runs), "save_steps": 2},
     }
     for section, values in more.items():
-        found[section] = {**found.get(section, {}), **values}
-    return found
+        configuration[section] = {**configuration.get(section, {}), **values}
+    return configuration
 
 
 def seeds_of_the_service(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,10 +176,12 @@ def test_the_config_that_ships_runs(server: Server, tmp_path: Path) -> None:
 
 def test_supervised_runs_train_there_and_are_evaluated(server: Server, tmp_path: Path) -> None:
     def settings(runs: Path, server: Server | None = None) -> dict[str, Any]:
-        found = config_of(runs, server)
+        configuration = config_of(runs, server)
         kept = ("max_steps", "learning_rate", "lr_scheduler_type", "adam_epsilon", "seed")
-        training = {key: found["training"][key] for key in kept} | {"examples_per_step": 4}
-        return {key: found[key] for key in ("model", "lora", "run")} | {"training": training}
+        training = {key: configuration["training"][key] for key in kept} | {"examples_per_step": 4}
+        return {key: configuration[key] for key in ("model", "lora", "run")} | {
+            "training": training
+        }
 
     there = groupwise.sft(settings(tmp_path / "there", server), LESSONS).folder
     here = groupwise.sft(settings(tmp_path / "here"), LESSONS).folder

@@ -66,7 +66,7 @@ class Client:
         self.begin(what, **arguments)
         return self.end()
 
-    def refused(self, what: str, **arguments: Any) -> str:
+    def expect_refusal(self, what: str, **arguments: Any) -> str:
         self.begin(what, **arguments)
         return self.end("error")
 
@@ -119,9 +119,9 @@ def expected(process: Client, server: Server) -> list[tuple[float, float]]:
     """Losses and norms of a loop that nothing happens to."""
     process.connect(server)
     process.do("create")
-    found = process.steps(range(STEPS))
+    losses = process.steps(range(STEPS))
     process.do("close")
-    return found
+    return losses
 
 
 def kill_engine(server: Server) -> None:
@@ -135,15 +135,15 @@ def kill_engine(server: Server) -> None:
 
 @pytest.mark.parametrize(("title", "program"), EXAMPLES)
 def test_programs_of_the_page_learn(server: Server, title: str, program: str) -> None:
-    told = {"BASE_URL": server.url, "API_KEY": TINKER_KEY, "TELEMETRY": "0"}
-    environment = os.environ | {f"TINKER_{name}": value for name, value in told.items()}
+    variables = {"BASE_URL": server.url, "API_KEY": TINKER_KEY, "TELEMETRY": "0"}
+    environment = os.environ | {f"TINKER_{name}": value for name, value in variables.items()}
     words = [sys.executable, "-c", program]
     run = subprocess.run(words, capture_output=True, text=True, check=False, env=environment)
     assert run.returncode == 0, run.stderr
-    found = re.search(r"(loss|reward) (\S+) -> (\S+)", run.stdout)
-    assert found is not None, run.stdout
-    before, after = float(found[2]), float(found[3])
-    assert after < before / 2 if found[1] == "loss" else after > before + 0.3
+    match = re.search(r"(loss|reward) (\S+) -> (\S+)", run.stdout)
+    assert match is not None, run.stdout
+    before, after = float(match[2]), float(match[3])
+    assert after < before / 2 if match[1] == "loss" else after > before + 0.3
 
 
 def test_losses_and_methods_are_those_that_the_client_documents(client: Client) -> None:
@@ -153,9 +153,9 @@ def test_losses_and_methods_are_those_that_the_client_documents(client: Client) 
     }
     assert client.do("methods") == [CLIENT_VERSION, table]
     client.do("create")
-    found = client.do("policy_losses")
-    now = found["now"]
-    assert found["losses"] == pytest.approx(
+    results = client.do("policy_losses")
+    now = results["now"]
+    assert results["losses"] == pytest.approx(
         {
             "importance_sampling": -2 * math.e,
             "ppo": -2 * 1.2,
@@ -165,35 +165,35 @@ def test_losses_and_methods_are_those_that_the_client_documents(client: Client) 
         },
         rel=1e-4,
     )
-    assert found["custom"] == pytest.approx(sum(value**2 for value in now), rel=1e-4)
+    assert results["custom"] == pytest.approx(sum(value**2 for value in now), rel=1e-4)
 
 
 def test_distillation_from_the_likeliest_tokens(client: Client) -> None:
     """The numbers of the teacher are those that the learner begins with, because both are the base; then the loss falls."""
     client.do("create")
-    found = client.do("distil", steps=5)
-    logprobs = [value for place in found["logprobs"] for value in place]
-    top = [value for place in found["top"] for value in place]
-    assert found["first"] is None
+    results = client.do("distil", steps=5)
+    logprobs = [value for place in results["logprobs"] for value in place]
+    top = [value for place in results["top"] for value in place]
+    assert results["first"] is None
     assert logprobs == pytest.approx(top, abs=2e-2)
-    assert found["named"] == pytest.approx(found["top"][2], abs=1e-3)
-    assert [len(place) for place in found["drawn"]] == [2]
-    assert found["shapes"] == [[7, 3], [7, 3]]
-    pairs = [*zip(found["logprobs"], found["weights"], strict=True)]
+    assert results["named"] == pytest.approx(results["top"][2], abs=1e-3)
+    assert [len(place) for place in results["drawn"]] == [2]
+    assert results["shapes"] == [[7, 3], [7, 3]]
+    pairs = [*zip(results["logprobs"], results["weights"], strict=True)]
     total = sum(
         -logprob * weight
         for place in (*pairs, pairs[4])
         for logprob, weight in zip(*place, strict=True)
     )
-    assert found["losses"][0] == pytest.approx(total, rel=1e-4)
-    assert found["losses"] == sorted(found["losses"], reverse=True)
+    assert results["losses"][0] == pytest.approx(total, rel=1e-4)
+    assert results["losses"] == sorted(results["losses"], reverse=True)
 
 
 async def test_the_gradient_is_that_of_the_learner(
     client: Client, server: Server, tmp_path: Path
 ) -> None:
     model = client.do("create", unembed=False)
-    told = [client.do("forward_backward", shift=shift) for shift in (0, 3)]
+    losses = [client.do("forward_backward", shift=shift) for shift in (0, 3)]
     norm = client.do("optim_step", rate=0.02)
     client.do("save", name="one")
     folder = server.folder / "verbs" / model.replace(":", "_") / "weights" / "one"
@@ -207,7 +207,7 @@ async def test_the_gradient_is_that_of_the_learner(
             await learner.forward_backward([_row(shift)], LossSpec("given"), {"policy": 1.0})
             for shift in (0, 3)
         ]
-        assert [each["loss/policy"] for each in sums] == told
+        assert [each["loss/policy"] for each in sums] == losses
         params = OptimiserParams(0.02, None, 0.0, 0.9, 0.95, 1e-12)
         assert (await learner.update(params)).grad_norm == norm
         learner.save(str(tmp_path))
@@ -228,7 +228,7 @@ def test_engines_and_servers_that_are_killed_change_nothing(
     client: Client, server: Server, expected: list[Any]
 ) -> None:
     client.do("create")
-    found: list[Any] = []
+    results: list[Any] = []
     for number in range(STEPS):
         loss = client.do("forward_backward", shift=number)
         if number == 1:  # before a state was kept, and after
@@ -236,8 +236,8 @@ def test_engines_and_servers_that_are_killed_change_nothing(
         if number == 4:
             server.kill()
             server.begin()
-        found.append([loss, client.do("optim_step")])
-    assert found == [list(each) for each in expected]
+        results.append([loss, client.do("optim_step")])
+    assert results == [list(each) for each in expected]
 
 
 @pytest.mark.soak(suite="kills")
@@ -300,18 +300,18 @@ def test_models_beside_a_run_and_after_it(
         with pytest.raises(Refused, match="end their sessions first"):
             asking.start(**start)
         asking.start(**start, replace=True)
-        assert "had to make way" in process.refused("forward_backward")
+        assert "had to make way" in process.expect_refusal("forward_backward")
         process.connect(server)
         process.do("create")
-        found = process.steps(range(2))
+        first_steps = process.steps(range(2))
         assert len(asking.completions("a").completions) == 8
-        refused = process.refused("create", base="smollm2-135m-instruct")
+        refused = process.expect_refusal("create", base="smollm2-135m-instruct")
         assert "tiny is in memory" in refused
-        assert "max_models is 2" in process.refused("create", seed=2)
+        assert "max_models is 2" in process.expect_refusal("create", seed=2)
         asking.stop()
-        assert [*found, *process.steps(range(2, 4))] == expected[:4]
+        assert [*first_steps, *process.steps(range(2, 4))] == expected[:4]
         process.do("close")
         asking.start(model_id="tiny", adapter="full")
         process.connect(server)
-        assert "trains all weights" in process.refused("create")
+        assert "trains all weights" in process.expect_refusal("create")
         process.do("close")

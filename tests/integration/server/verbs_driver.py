@@ -26,7 +26,7 @@ held: dict[str, Any] = {}
 def methods() -> tuple[str, dict[str, list[str]]]:
     """The version, and the public methods of each kind of client."""
     kinds = (tinker.ServiceClient, tinker.TrainingClient, tinker.SamplingClient, tinker.RestClient)
-    found = {
+    signatures = {
         kind.__name__: sorted(
             {
                 name.removesuffix("_async")
@@ -36,7 +36,7 @@ def methods() -> tuple[str, dict[str, list[str]]]:
         )
         for kind in kinds
     }
-    return tinker.__version__, found
+    return tinker.__version__, signatures
 
 
 def connect(url: str, key: str) -> None:
@@ -102,7 +102,7 @@ def distil(steps: int) -> dict[str, Any]:
     sparse = torch.full((len(TEXT) - 1, 9), -1)
     sparse[2, :3] = ids[2]
     named = types.TensorData.from_torch_sparse(sparse, pad_value=-1)
-    told = teacher.sample(prompt, 1, params, target_prompt_logprobs=named).result()
+    scored = teacher.sample(prompt, 1, params, target_prompt_logprobs=named).result()
     model_input = types.ModelInput.from_ints(TEXT[:-1])
     # The second is a prompt without credit whose targets are all 0, and then sparse.
     weights[:2] = 0.0
@@ -124,7 +124,7 @@ def distil(steps: int) -> dict[str, Any]:
         "first": top[0],
         "top": [[value for _, value in place] for place in top[1:]],
         "drawn": drawn,
-        "named": told.target_prompt_logprobs.to_torch()[2, :3].tolist(),
+        "named": scored.target_prompt_logprobs.to_torch()[2, :3].tolist(),
         "shapes": [output["logprobs"].shape for output in outputs],
         "logprobs": outputs[0]["logprobs"].to_torch().tolist(),
         "weights": weights.tolist(),
@@ -140,8 +140,8 @@ def begin(steps: int) -> None:
 
 def losses() -> list[float]:
     """Of the steps under way, when they are done."""
-    found = [(call.result(), update.result()) for call, update in held["calls"]]
-    return [computed.metrics["loss:sum"] for computed, _ in found]
+    results = [(call.result(), update.result()) for call, update in held["calls"]]
+    return [computed.metrics["loss:sum"] for computed, _ in results]
 
 
 def logprobs() -> list[float]:
@@ -181,8 +181,8 @@ def create_from(path: str) -> None:
 
 def rest(method: str, *arguments: Any, **options: Any) -> Any:
     """Call a method of the REST client; what it answers as JSON."""
-    found = getattr(held["client"].create_rest_client(), method)(*arguments, **options).result()
-    return None if found is None else found.model_dump(mode="json")
+    response = getattr(held["client"].create_rest_client(), method)(*arguments, **options).result()
+    return None if response is None else response.model_dump(mode="json")
 
 
 def save_for(name: str, ttl: int | None, kind: str = "state") -> str:
@@ -205,8 +205,8 @@ def tokenizer(folder: str, base: str) -> list[list[int]]:
 
 def bases() -> dict[str, int | None]:
     """The bases of the server, with the longest sample of each."""
-    found = held["client"].get_server_capabilities().supported_models
-    return {each.model_name: each.max_context_length for each in found}
+    models = held["client"].get_server_capabilities().supported_models
+    return {each.model_name: each.max_context_length for each in models}
 
 
 def close() -> None:
@@ -229,8 +229,10 @@ def _rollout(tokens: list[int], sampled: list[float], advantage: float) -> Any:
 
 
 def _datum(tokens: list[int], **inputs: Any) -> Any:
-    given: Any = {"target_tokens": tokens[1:], **inputs}
-    return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=given)
+    inputs_by_name: Any = {"target_tokens": tokens[1:], **inputs}
+    return types.Datum(
+        model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs_by_name
+    )
 
 
 def main() -> None:
@@ -238,10 +240,10 @@ def main() -> None:
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what the client prints is no answer
     for line in sys.stdin:
-        asked = json.loads(line)
+        command = json.loads(line)
         try:
-            do, arguments = globals()[asked.pop("do")], asked.pop("arguments", ())
-            answer = {"result": do(*arguments, **asked)}
+            do, arguments = globals()[command.pop("do")], command.pop("arguments", ())
+            answer = {"result": do(*arguments, **command)}
         except Exception as error:  # noqa: BLE001 — told to the test
             answer = {"error": f"{type(error).__name__}: {error}"}
         print(json.dumps(answer), file=answers, flush=True)

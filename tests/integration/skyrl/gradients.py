@@ -40,7 +40,7 @@ async def change(service: Service, folder: Path, loss: LossSpec, rows: list[Row]
         for row, now in zip(rows, await learner.logprobs(rows), strict=True)
     ]
     await learner.forward_backward(sampled, loss, TOTALS)
-    params = OptimiserParams(1e-5 * STEEP, max_grad_norm=None, eps=STEEP, weight_decay=0.0)
+    params = OptimiserParams(2e-5 * STEEP, max_grad_norm=None, eps=STEEP, weight_decay=0.0)
     await learner.update(params)
     ((after,),) = await learner.logprobs([SHORT])
     return after - before

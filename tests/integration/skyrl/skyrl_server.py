@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 from runpy import run_path
+from string import ascii_lowercase
 
 import httpx2
 
@@ -39,10 +42,17 @@ START_S = 240.0
 """Seconds for JAX and the model to load on a busy machine."""
 
 
+def letters(chance: random.Random) -> Iterator[tuple[str, str]]:
+    """Prompts of the toy task, answered by letters of the whole alphabet, half of which the task wants."""
+    while True:
+        answer = "".join(chance.choices(ascii_lowercase, k=8))
+        yield f"write {chance.choice('abcde')}{chance.randrange(10)}:", f"{answer}<|im_end|>"
+
+
 def make_model(folder: Path) -> Path:
-    """The small Qwen3 of the cookbook's tests, with files as transformers 4 reads them."""
+    """A small Qwen3 that writes letters, with files as transformers 4 reads them."""
     model = folder / MODEL
-    write_model(model)
+    write_model(model, letters, steps=60, words=())
     config = json.loads((model / "config.json").read_text())
     config |= {"rope_theta": config["rope_parameters"]["rope_theta"], "torch_dtype": "float32"}
     (model / "config.json").write_text(json.dumps(config))

@@ -58,7 +58,7 @@ def test_a_comparison_is_a_table_or_json(runs: Path) -> None:
     assert (reward[3], reward[-3:]) == ("+0.500", ["1", "0", "1"])
     assert ["accuracy", "0.5", "0.5", "+0.000"] in cells
     assert ["training.learning_rate", "0.1", "→", "1.1"] in cells
-    assert "reward in training, 1 steps that both have" in lines
+    assert "reward in training, 1 step that both have" in lines
     shown = call(runs, "compare", "a", "b", "--rows", "5")
     assert "  │ ask 0 ␛[31m" in shown
     assert all(letter == "\n" or letter.isprintable() for letter in shown)

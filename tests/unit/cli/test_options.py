@@ -1,9 +1,13 @@
-"""Options with several names: the first is shown, the others still work, and two of them at once are refused."""
+"""Options with several names: the first is shown, the others still work, and two of them at once are refused. Options without a value."""
+
+from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import typer.main
 
-from groupwise.cli.main import main
-from tests.unit.cli.conftest import Command
+from groupwise.cli.main import app, main
+from tests.unit.cli.conftest import BUILT, Command
 
 CPUS = ["fleet", "submit", "--cpus", "2"]
 
@@ -31,3 +35,31 @@ def test_one_name_several_times_and_what_is_the_commands_own_is_not(still: Comma
     ):
         code, _, err = still(*plan, *words)
         assert (code, "/no/such/file" in err, "are the same" in err) == (2, True, False)
+
+
+def test_an_option_without_its_value_is_named(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the end of the line of each command, for each of its options."""
+    monkeypatch.setattr(typer.main, "get_command", BUILT)
+    tried = set[str]()
+    for words, command in commands(BUILT(app)):
+        for option in [one.opts[0] for one in command.params if takes_a_value(one)]:
+            code = main([*words, option])
+            told = " ".join(capsys.readouterr().err.split())
+            assert (code, option in told, "bug" in told) == (2, True, False), told
+            tried.add(words[0])
+    assert {"rl", "eval", "web", "runs", "fleet", "launch"} <= tried
+
+
+def commands(command: Any, words: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
+    if not hasattr(command, "list_commands"):
+        yield words, command
+        return
+    context = typer.Context(command)
+    for verb in command.list_commands(context):
+        yield from commands(command.get_command(context, verb), (*words, verb))
+
+
+def takes_a_value(param: Any) -> bool:
+    return param.param_type_name == "option" and not (param.is_flag or param.count)

@@ -50,7 +50,7 @@ def local(small: SmallFleet, tmp_path: Path) -> Iterator[LocalFleet]:
     epoch = small.attempt(job, "box-1", gpu=0)
     small.job("queued", job_id="waiting-1")
     small.job("failed", job_id="failed-1", failure_reason="it ran out of memory")
-    with LocalFleet(place_in(tmp_path / "fleet"), small.database, ADA.name) as found:
+    with LocalFleet(place_in(tmp_path / "fleet"), ADA.name, database=small.database) as found:
         append(make(found.place.logs, job, epoch), 0, b"step 1\n\x1b[2J<script>x</script>\n")
         yield found
 
@@ -86,6 +86,18 @@ async def test_each_page_is_shown_and_told(client: httpx2.AsyncClient) -> None:
         for wrong in ("<script>x", "<b>sums", "<img src=x", "\x1b"):
             assert wrong not in page.text, (path, wrong)
         assert isinstance((await client.get(json_at(path))).json(), dict)
+
+
+async def test_a_fleet_is_the_first_page_while_there_are_no_runs(
+    local: LocalFleet, tmp_path: Path
+) -> None:
+    runs = tmp_path / "runs"
+    for fleet, first_page in ((None, "/runs"), (local, "/fleet")):
+        async with client_of(fleet, runs) as client:
+            assert (await client.get("/")).headers["location"] == first_page
+    (runs / "first").mkdir(parents=True)
+    async with client_of(local, runs) as client:
+        assert (await client.get("/")).headers["location"] == "/runs"
 
 
 def json_at(path: str) -> str:
@@ -317,7 +329,7 @@ async def test_the_page_of_a_machine_has_its_slots_gpus_and_jobs(
     small.machine("box-3", cpu_slots=3)
     assert "<b>3 CPU slots</b><span>free</span>" in await shown_of(client, "/fleet/machines/box-3")
     whole = (await client.get("/fleet?format=json")).json()
-    assert (whole["slots_free"], whole["slots"]) == (3, 4), "none beside the GPUs of box-1"
+    assert (whole["slots_free"], whole["slots"]) == (4, 5), "one beside the GPUs of box-1"
     page = await shown_of(client, "/fleet/machines/box-1")
     table = page.partition('aria-label="GPUs as they were seen"')[2].partition("</table>")[0]
     assert table.count("<tr data-key=") == 2

@@ -212,7 +212,7 @@ async def test_the_servers_own_keys_open_it(tmp_path: Path) -> None:
     async with httpx2.AsyncClient(transport=transport, base_url=HERE) as client:
         first = await client.get(page)
         assert first.headers["location"] == f"{enter}?next=%2Fdashboard%2Fserver"
-        for there, leads in (("/start", "/dashboard/runs"), (page, page)):
+        for there, leads in (("/start", "/dashboard/"), (page, page)):
             entered = await client.post(enter, data={"key": keys[Role.READ], "next": there})
             assert entered.headers["location"] == leads
         cookie = entered.headers["set-cookie"].lower()

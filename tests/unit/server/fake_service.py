@@ -65,8 +65,8 @@ class FakeService:
         self.began = False
         self.shut = False
 
-    async def _called(self, name: str, given: Any = None) -> None:
-        self.calls.append((name, given))
+    async def _called(self, name: str, argument: Any = None) -> None:
+        self.calls.append((name, argument))
         if name in self.fails:
             raise self.fails[name]
         if name in self.blocked:
@@ -189,9 +189,9 @@ class FakeService:
         return self.happened[-1].id if self.happened else 0
 
     async def events(self, after: int | None, limit: int) -> Sequence[EventData]:
-        found = [event for event in self.happened if event.id > (after or 0)][:limit]
-        self.told = max([self.told, *(event.id for event in found)])
-        return found
+        newer = [event for event in self.happened if event.id > (after or 0)][:limit]
+        self.told = max([self.told, *(event.id for event in newer)])
+        return newer
 
     async def next_event(self, after: int, seconds: float) -> None:
         while not self.happened or self.happened[-1].id <= after:
@@ -223,10 +223,11 @@ class FakeService:
 
     async def remembered(self, caller: Caller) -> StoredResponse | None:
         named = caller.answer_key
-        assert named is not None
-        found = self.answers.get((caller.key_id, (named.route, named.key)))
-        if found is None:
+        if named is None:
             return None
-        if found[0] != named.body_hash:
+        stored = self.answers.get((caller.key_id, (named.route, named.key)))
+        if stored is None:
+            return None
+        if stored[0] != named.body_hash:
             raise Refusal("idempotency_key_reused")
-        return found[1]
+        return stored[1]

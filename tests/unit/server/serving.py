@@ -63,8 +63,8 @@ class Served:
     async def reward(
         self, group: GroupAnswer, rewards: Sequence[float | None] | None = None, **more: Any
     ) -> RewardAnswer:
-        given = list(rewards) if rewards is not None else letters(group)
-        request = RewardsOfOne(group_id=group.group_id, rewards=given, **more)
+        values = list(rewards) if rewards is not None else letters(group)
+        request = RewardsOfOne(group_id=group.group_id, rewards=values, **more)
         (answer,) = await self.service.rewards(request, ME)
         return answer
 
@@ -115,7 +115,7 @@ async def served(
         await made.ledger.close()
 
 
-async def refused(code: str, work: Awaitable[Any]) -> Refusal:
+async def expect_refusal(code: str, work: Awaitable[Any]) -> Refusal:
     """That the work is refused with this code; the refusal."""
     with pytest.raises(Refusal) as raised:
         await work

@@ -39,9 +39,9 @@ def path_of(route: Route) -> str:
 
 def asks(route: Route, body: Any = None) -> dict[str, Any]:
     """The arguments of a good request."""
-    given = route.example if body is None else body
+    content = route.example if body is None else body
     return {"method": route.method, "url": path_of(route)} | (
-        {"json": given} if route.takes_body else {}
+        {"json": content} if route.takes_body else {}
     )
 
 
@@ -81,10 +81,10 @@ async def test_the_model_comes_by_get_and_by_post() -> None:
         got = await client.get("/model", params={"version": "tiny@4"})
         posted = await client.post("/model", json={"version": "tiny@4"})
         assert (await client.post("/model")).status_code == 200
-    assert [given for _, given in service.calls] == ["tiny@4", "tiny@4", None]
+    assert [version for _, version in service.calls] == ["tiny@4", "tiny@4", None]
     for answer in (got, posted):
-        told = {name: answer.headers[f"x-model-{name}"] for name in ("version", "fingerprint")}
-        assert told == {"version": "tiny@4", "fingerprint": "f4"}
+        headers = {name: answer.headers[f"x-model-{name}"] for name in ("version", "fingerprint")}
+        assert headers == {"version": "tiny@4", "fingerprint": "f4"}
         assert answer.headers["content-disposition"] == 'attachment; filename="tiny@4.zip"'
 
 

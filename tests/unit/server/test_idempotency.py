@@ -67,8 +67,8 @@ async def test_a_checkpoint_that_stood_before_the_server_ended_is_answered_by_th
         again = await client.post("/checkpoints", json={"name": "kept"}, headers=NAME)
         assert (again.status_code, again.content) == (200, first.content)
         events = await server.service.events(0, 100)
-        told = [e.data["address"] for e in events if e.kind == "checkpoint"]
-        assert told.count("kept") == 1
+        addresses = [e.data["address"] for e in events if e.kind == "checkpoint"]
+        assert addresses.count("kept") == 1
         other = {"Idempotency-Key": "another"}
         taken = await client.post("/checkpoints", json={"name": "kept"}, headers=other)
         assert taken.json()["code"] == "checkpoint_exists"
@@ -80,8 +80,8 @@ async def test_whoever_asks_again_after_waiting_in_vain_waits_for_the_same_step(
 ) -> None:
     def whole(answer: httpx2.Response) -> dict[str, Any]:
         """Of the one group."""
-        found = answer.json()
-        return found["groups"][0] if "groups" in found else found
+        body = answer.json()
+        return body["groups"][0] if "groups" in body else body
 
     async with asking(tmp_path) as (server, client):
         await server.start(groups_per_step=1)

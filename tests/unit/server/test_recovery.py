@@ -8,14 +8,18 @@ from __future__ import annotations
 import asyncio
 import json
 from pathlib import Path
+from typing import Literal
+from unittest.mock import Mock
 
 import pytest
 
 from groupwise.api.schemas.problems import Refusal
 from groupwise.api.schemas.training import GroupAnswer, StatusAnswer
 from groupwise.server.ledger import events, plans
+from groupwise.server.ledger.file import DiskFull
+from groupwise.server.run import ledger_operations
 from tests.fake_engine import FakeEngine, Fault, Point, Verb
-from tests.unit.server.serving import Served, refused, served
+from tests.unit.server.serving import Served, expect_refusal, served
 
 STEPS = 5
 
@@ -47,11 +51,11 @@ async def outcome(server: Served) -> list[tuple[int, str, tuple[int, ...]]]:
     """Of each step its index, what came of it, and the draws that it learnt from."""
     run = (await server.service.status()).run_id
     assert run is not None
-    found = await server.ledger.do(plans.plans_from, run, 0)
+    plan_rows = await server.ledger.do(plans.plans_from, run, 0)
     manifests = json.loads((server.folder / "runs" / run / "run.json").read_text())["manifests"]
-    assert [each["step"] for each in manifests] == list(range(len(found)))
+    assert [each["step"] for each in manifests] == list(range(len(plan_rows)))
     assert [each["fingerprint_out"] for each in manifests] == [
-        plan.trained and plan.trained.fingerprint_out for plan in found
+        plan.trained and plan.trained.fingerprint_out for plan in plan_rows
     ]
     return [(each["step"], each["fingerprint_out"], tuple(each["draws"])) for each in manifests]
 
@@ -103,9 +107,29 @@ async def test_the_engine_dies_at_every_point(
         assert await outcome(server) == undisturbed
         assert (status.counters.trained, status.counters.rewarded) == (2 * STEPS, 0)
         assert (status.incarnation, status.engine_restarts) == (0, 1)
-        told = await server.ledger.do(events.events_after, 0, 1000)
-        steps = [event.data["step"] for event in told if event.kind == "step"]
+        event_list = await server.ledger.do(events.events_after, 0, 1000)
+        steps = [event.data["step"] for event in event_list if event.kind == "step"]
         assert steps == list(range(STEPS))  # each once, whatever was taken again
+
+
+@pytest.mark.parametrize("point", ["begun", "after_write", "done", "ledger"])
+async def test_a_start_that_was_broken_off_leaves_its_name_to_the_next(
+    point: Point | Literal["ledger"], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    faults: list[Fault] = []
+    if point == "ledger":
+        start_run = Mock(side_effect=DiskFull("no room"), __name__="start_run")
+        monkeypatch.setattr(ledger_operations, "start_run", start_run)
+    else:
+        faults = [Fault("open", "die", point, (1,), once=str(tmp_path / "happened"))]
+    async with served(tmp_path, faults) as server:
+        with pytest.raises((Refusal, DiskFull)) as broken:
+            await server.start(run_name="mine")
+        assert broken.value.code in ("engine_recovering", "disk_full")
+        monkeypatch.undo()
+        assert await server.start(run_name="mine") == "mine"
+        assert len(server.engines) == 2
+        assert [path.name for path in (server.folder / "runs").iterdir()] == ["mine"]
 
 
 class Healed(Served):
@@ -153,7 +177,7 @@ async def test_an_engine_that_ends_too_often_is_not_begun_again(tmp_path: Path) 
         status = await server.until(lambda seen: seen.phase == "failed")
         assert "ended 2 times" in (status.last_error or "")
         assert status.counters.planned == 2  # kept
-        await refused("engine_failed", server.ask())
+        await expect_refusal("engine_failed", server.ask())
 
 
 async def test_what_was_committed_is_known_to_the_next_server(tmp_path: Path) -> None:
@@ -173,8 +197,8 @@ async def test_what_was_committed_is_known_to_the_next_server(tmp_path: Path) ->
     async with served(tmp_path) as after:
         status = await after.until(lambda seen: seen.phase == "running")
         assert (status.step, status.counters.trained) == (1, 2)
-        told = await after.ledger.do(events.events_after, 0, 100)
-        assert [event.data["step"] for event in told if event.kind == "step"] == [0]
+        event_list = await after.ledger.do(events.events_after, 0, 100)
+        assert [event.data["step"] for event in event_list if event.kind == "step"] == [0]
 
 
 async def test_the_server_is_killed_or_shut_down_after_every_step_and_goes_on(

@@ -68,8 +68,10 @@ async def course(folder: Path, during: During, at: int | None, *, late: bool) ->
     last = transport.server
     assert last is not None
     await last.until(lambda status: status.phase == "finished")
-    # The folder of a start that was broken off may remain: a server that knows nothing of a folder deletes none.
     assert [row.run for row in await last.ledger.do(list_runs)] == [started.run_id]
+    assert [path.name for path in (folder / "runs").iterdir()] == [started.run_id], (
+        "a start that was broken off leaves nothing"
+    )
     await transport.end()
     await last.ledger.close()
     record = json.loads((folder / "runs" / started.run_id / "run.json").read_text())

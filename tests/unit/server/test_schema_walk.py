@@ -83,12 +83,12 @@ def spoilt(name: str) -> Iterator[Any]:
     yield from WRONG
 
 
-async def ask(client: httpx2.AsyncClient, name: str, **given: Any) -> int:
+async def ask(client: httpx2.AsyncClient, name: str, **options: Any) -> int:
     method, path, operation = OPERATIONS[name]
     answer = await client.request(
-        method, given.pop("path", path.replace("{group_id}", "g-1")), **given
+        method, options.pop("path", path.replace("{group_id}", "g-1")), **options
     )
-    shown = f"{str(given)[:300]} -> {answer.status_code} {answer.text[:300]}"
+    shown = f"{str(options)[:300]} -> {answer.status_code} {answer.text[:300]}"
     assert answer.status_code < 500, shown
     assert str(answer.status_code) in operation["responses"], shown
     if answer.status_code >= 400:

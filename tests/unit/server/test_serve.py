@@ -44,21 +44,21 @@ class Process:
             self.ended = True
             self.more.notify_all()
 
-    def said(self, pattern: str) -> str:
+    def wait_for_output(self, pattern: str) -> str:
         """Wait for a line with it."""
 
-        def found() -> "re.Match[str] | None":
+        def search() -> "re.Match[str] | None":
             return re.search(pattern, "".join(self.lines))
 
         with self.more:
-            self.more.wait_for(lambda: found() or self.ended, timeout=30)
-            match = found()
+            self.more.wait_for(lambda: search() or self.ended, timeout=30)
+            match = search()
         assert match, "".join(self.lines)
         return match[0]
 
     @property
     def address(self) -> str:
-        return self.said(r"https?://127.0.0.1:\d+")
+        return self.wait_for_output(r"https?://127.0.0.1:\d+")
 
 
 @contextmanager
@@ -86,7 +86,7 @@ def test_while_it_ends_it_is_not_ready_and_takes_no_work_and_the_second_signal_e
 ) -> None:
     with server(tmp_path, "slow") as process, httpx2.Client(base_url=process.address) as client:
         process.popen.send_signal(signal.SIGINT)
-        process.said("ending")
+        process.wait_for_output("ending")
         assert client.get("/readyz").status_code == 503
         assert client.get("/status").status_code == 200
         assert client.post("/start", json={}).json()["code"] == "shutting_down"
@@ -103,11 +103,11 @@ def test_it_ends_cleanly_with_a_request_that_waits_and_a_stream_that_is_open(
         server(tmp_path / "out", str(settings)) as process,
         httpx2.Client(base_url=process.address) as client,
     ):
-        process.said("no key is needed")
-        process.said("run tiny is ready, as --start-with has it")
+        process.wait_for_output("no key is needed")
+        process.wait_for_output("run tiny is ready, as --start-with has it")
         client.get("/status")
         client.get("/nowhere")
-        process.said("GET /nowhere 404 not_found")
+        process.wait_for_output("GET /nowhere 404 not_found")
         assert not any("GET /status" in line for line in process.lines)
         waited: list[httpx2.Response] = []
 
@@ -127,7 +127,7 @@ def test_it_ends_cleanly_with_a_request_that_waits_and_a_stream_that_is_open(
         waiting.join(30)
         assert process.popen.wait(30) == 0
         assert waited[0].json()["code"] == "shutting_down"
-        process.said("ending; a second signal ends at once")
+        process.wait_for_output("ending; a second signal ends at once")
 
 
 def test_a_run_that_cannot_be_begun_ends_the_server(
@@ -151,11 +151,11 @@ def test_tls_by_files_logs_in_json_and_a_run_that_is_active_already(tmp_path: Pa
     (tmp_path / "settings.yaml").write_text("run_name: active\n")
     more = str(tmp_path / "settings.yaml")
     with server(tmp_path / "out", more, **files, log_format="json") as process:
-        process.said("--start-with has nothing to do")
+        process.wait_for_output("--start-with has nothing to do")
         assert process.address.startswith("https://")
         with httpx2.Client(base_url=process.address, verify=trusting) as client:
             assert client.get("/status").status_code == 200
-        line = json.loads(process.said(r'\{.*"path": "/status".*\}'))
+        line = json.loads(process.wait_for_output(r'\{.*"path": "/status".*\}'))
         assert (line["status"], line["key"]) == (200, "local")
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from groupwise.api.client.loop import train_async
 from tests.unit.server.restarting_server import PointedServer, RestartingServer
-from tests.unit.server.serving import SETTINGS, refused
+from tests.unit.server.serving import SETTINGS, expect_refusal
 
 STEPS = 3
 EXAMPLES = [{"prompt": text} for text in ("abc", "ab", "cab")]
@@ -105,10 +105,10 @@ def test_a_loop_survives_a_restart_at_every_point(
         folder = tmp_path / str(at)
         folder.mkdir()
         course = Course(folder, at, late=late)
-        found = asyncio.run(course.run())
+        outcome = asyncio.run(course.run())
         statuses = {status for _, status in course.transport.refused}
         assert statuses <= {429, 503}, f"a restart at {course.points[at]} (point {at})"
-        assert found == expected, f"a restart at {course.points[at]} (point {at})"
+        assert outcome == expected, f"a restart at {course.points[at]} (point {at})"
 
 
 async def test_a_sampler_that_is_closed_under_a_request_is_no_fault_of_the_client(
@@ -121,7 +121,7 @@ async def test_a_sampler_that_is_closed_under_a_request_is_no_fault_of_the_clien
     await server.service.begin()
     await server.start()
     server.engines[0].hold("sample")
-    asking = asyncio.create_task(refused("shutting_down", server.ask()))
+    asking = asyncio.create_task(expect_refusal("shutting_down", server.ask()))
     while not server.engines[0].calls["sample"]:  # noqa: ASYNC110 — it has no event
         await asyncio.sleep(0.001)
     await server.service.shut_down(5)

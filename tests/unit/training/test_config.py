@@ -131,7 +131,7 @@ def test_one_completion_a_prompt_suits_only_what_compares_none() -> None:
 @pytest.mark.parametrize(
     "word",
     words("""
-    sampler.engine=sglang sampler.engine=openai sampler.repetition_penalty=1.1
+    sampler.engine=openai sampler.repetition_penalty=1.1
     training.optim=adamw_8bit
     repetition_penalty=1.1
     """),
@@ -215,7 +215,7 @@ def test_all_mistakes_are_told_at_once_with_their_lines(tmp_path: Path) -> None:
 training:
   learning_rat: 1e-5
   num_generations: 0
-sampler: {engine: sglang, temperature: 0}
+sampler: {engine: openai, temperature: 0}
 learning_rate: 1e-5
 task:
   hf_token: hf_123456
@@ -224,7 +224,7 @@ task:
     assert [SECRET if SECRET in line else line for line in found] == [
         "c.yaml:3: training.learning_rat is not a key; did you mean training.learning_rate?",
         "c.yaml:4: training.num_generations is 0; it must be a whole number (at least 1).",
-        "c.yaml:5: sampler.engine: sglang is not in this version; it must be one of torch, vllm.",
+        "c.yaml:5: sampler.engine: openai is not in this version; it must be one of torch, vllm, sglang.",
         "c.yaml:5: sampler.temperature is 0; it must be a number (above 0).",
         "c.yaml:6: learning_rate is not a key; did you mean training.learning_rate?",
         SECRET,

@@ -16,7 +16,7 @@ def test_whole_rollouts_have_room():
 def give_device(monkeypatch, device, memory=80 << 30):
     monkeypatch.setattr("groupwise.engine.models.machine.choose_device", lambda: device)
     monkeypatch.setattr("groupwise.engine.models.machine.describe_processor", lambda device: device)
-    monkeypatch.setattr("groupwise.engine.models.probes.gpu_memory", lambda device: memory)
+    monkeypatch.setattr("groupwise.engine.models.probes.free_memory", lambda device: memory)
     monkeypatch.setattr("groupwise.engine.models.machine.has_bfloat16", lambda device: False)
 
 
@@ -102,3 +102,20 @@ def test_the_layout_of_a_tinker_service_names_it() -> None:
     assert (layout.processes, layout.samplers, layout.device) == (1, 0, "cpu")
     assert layout.key_length >= 100
     assert "http://127.0.0.1:1" in layout.processor
+
+
+@pytest.mark.parametrize(
+    ("device", "sampler", "seeded"),
+    [
+        ("cuda", {"vllm_python": "/opt/vllm/bin/python"}, False),
+        ("cuda", {"vllm_python": "/opt/vllm/bin/python", "seeded": True}, True),
+        ("cpu", {"vllm_python": "/opt/vllm/bin/python"}, True),
+        ("cuda", {"url": "http://127.0.0.1:8000"}, True),
+        ("cpu", {"url": "http://127.0.0.1:8000", "seeded": False}, False),
+        ("cpu", {"engine": "sglang", "url": "http://127.0.0.1:30000"}, False),
+    ],
+)
+def test_an_own_server_on_a_gpu_and_sglang_are_sent_no_seeds(monkeypatch, device, sampler, seeded):
+    give_device(monkeypatch, device)
+    given = {"model": {"name": "tiny"}, "sampler": {"engine": "vllm", **sampler}}
+    assert placement.choose_layout(load_config(given).config, 100).seeded is seeded

@@ -35,7 +35,7 @@ from groupwise.algorithms.given import Given
 from groupwise.algorithms.sft import Sft
 from groupwise.core.errors import EndpointError
 from groupwise.core.types import Row
-from groupwise.engine.backends.tinker.offer import Offer
+from groupwise.engine.backends.tinker.offer import LOSSES, Offer
 from groupwise.engine.learner.forward import ForwardResult
 from groupwise.engine.learner.layout import longest_completion
 from groupwise.engine.learner.torch_learner import token_batch
@@ -44,12 +44,6 @@ TINKER = Offer()
 """The losses that Tinker's documentation names."""
 LOW, HIGH = "clip_low_threshold", "clip_high_threshold"
 """Settings of `ppo` and `cispo`: bounds of the ratio itself, such as 0.8 and 1.2."""
-_SURROGATES = {
-    "log_probability": "cross_entropy",
-    "ratio": "importance_sampling",
-    "clipped_ratio": "ppo",
-    "clipped_weight": "cispo",
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +79,7 @@ def _documented_loss(loss: Loss) -> NamedLoss | None:
     if isinstance(loss, Given):
         clips = loss.surrogate in ("clipped_ratio", "clipped_weight")
         settings = {LOW: loss.clip_low, HIGH: loss.clip_high} if clips else {}
-        return NamedLoss(_SURROGATES[loss.surrogate], settings)
+        return NamedLoss(LOSSES[loss.surrogate], settings)
     if loss.needs_reference or loss.needs_entropy_gradient or loss.needs_proximal:
         return None
     if isinstance(loss, Cispo):

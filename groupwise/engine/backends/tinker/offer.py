@@ -16,13 +16,19 @@ from typing import Any, cast
 import httpx2
 
 from groupwise.core.errors import UsageError
+from groupwise.core.loopback import direct_transport
 from groupwise.engine.models.config import ModelConfig
 
 SCHEMA = "/openapi.json"
 SKYRL = "Tinker API Mock"
 """The title of the schema of SkyRL's server."""
-LOSSES = frozenset({"cross_entropy", "importance_sampling", "ppo", "cispo"})
-"""The losses that Tinker's documentation names."""
+LOSSES = {
+    "log_probability": "cross_entropy",
+    "ratio": "importance_sampling",
+    "clipped_ratio": "ppo",
+    "clipped_weight": "cispo",
+}
+"""The losses that Tinker's documentation names, by our name for what each sums up."""
 USUAL_CLIP = (0.8, 1.2)
 """Bounds of the ratio in `ppo`, where nothing else is asked for."""
 TIMEOUT = 20.0
@@ -34,7 +40,7 @@ class Offer:
     """The losses and options that a service has."""
 
     name: str = "The service"
-    losses: frozenset[str] = LOSSES
+    losses: frozenset[str] = frozenset(LOSSES.values())
     sets_clips: bool = True
     """`ppo` takes bounds of the ratio; False: it always has `USUAL_CLIP`."""
     averages: bool = False
@@ -65,7 +71,8 @@ def offer_of(model: ModelConfig, url: str | None) -> Offer:
 def read_schema(url: str) -> dict[str, Any]:
     """The schema that the service publishes; empty if it has none. Read once in a process."""
     try:
-        answer: Any = httpx2.get(f"{url.rstrip('/')}{SCHEMA}", timeout=TIMEOUT).json()
+        with httpx2.Client(transport=direct_transport(url), timeout=TIMEOUT) as http:
+            answer: Any = http.get(f"{url.rstrip('/')}{SCHEMA}").json()
     except (httpx2.HTTPError, httpx2.InvalidURL, ValueError):
         return {}
     return cast("dict[str, Any]", answer) if isinstance(answer, dict) else {}
@@ -78,7 +85,7 @@ def described(schema: Mapping[str, Any], reduction: str | None) -> Offer:
     losses = _fields(schema, "ForwardBackwardInput").get("loss_fn", {}).get("enum", ())
     return Offer(
         name="SkyRL's server",
-        losses=LOSSES & frozenset(losses),
+        losses=frozenset(LOSSES.values()) & frozenset(losses),
         # Its releases without cispo read no bounds.
         sets_clips="cispo" in losses,
         averages=reduction == "mean",

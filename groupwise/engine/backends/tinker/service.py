@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, cast
 import httpx2
 
 from groupwise.core.errors import EndpointError, ModelError, UsageError
+from groupwise.core.loopback import direct_transport, no_proxy_variables
 from groupwise.engine.backends.tinker.offer import offer_of
 from groupwise.engine.models.config import ModelConfig
 
@@ -48,6 +49,7 @@ class Service:
         package = import_package()
         self.model = model
         self.package = package
+        os.environ.update(no_proxy_variables(address(model) or ""))
         self.client: tinker.ServiceClient = package.ServiceClient(
             base_url=address(model), api_key=key(model), user_metadata={"groupwise_run": run}
         )
@@ -177,8 +179,10 @@ def _check_reachable(url: str | None) -> None:
     """Raise UsageError if nothing listens there; the tinker package would try for minutes."""
     if url is None:
         return
+    os.environ.update(no_proxy_variables(url))
     try:
-        httpx2.get(f"{url.rstrip('/')}/api/v1/healthz", timeout=FIRST_TIMEOUT)
+        with httpx2.Client(transport=direct_transport(url), timeout=FIRST_TIMEOUT) as http:
+            http.get(f"{url.rstrip('/')}/api/v1/healthz")
     except (httpx2.HTTPError, httpx2.InvalidURL) as error:
         raise UsageError(
             f"model.base_url: no Tinker service answers at {url}: {error}. Is it running, and is the address right?"

@@ -26,6 +26,7 @@ from groupwise.engine.learner.layout import MicroBatch, microbatches
 from groupwise.engine.learner.weights import TrainedWeights
 from groupwise.engine.models.decoder import Cache, Decoder
 from groupwise.engine.models.lora import AdaptedModel, no_target_message
+from groupwise.engine.models.text_mask import TextMask
 
 
 class Layer:
@@ -109,7 +110,7 @@ class UnslothDecoder(Decoder):
     """Computes hidden states of whole rows only: Unsloth's attention supports only the causal mask, and has its own caches."""
 
     def hidden(
-        self, ids_BT: Tensor, positions_BT: Tensor, mask_BTK: Tensor, cache: Cache | None
+        self, ids_BT: Tensor, positions_BT: Tensor, seen: TextMask | Tensor, cache: Cache | None
     ) -> Tensor:
         """See `Decoder.hidden`. Rows must start at position 0, with no cache."""
         assert cache is None

@@ -41,6 +41,6 @@ def attention_of(
     """The attention objects for all texts, in the order in which they must be called."""
     if device.type == "cpu":
         return piece_attention(shape, texts, device)
-    if varlen.suits(shape, dtype, device):
+    if varlen.suits(shape.head_size, dtype, device):
         return [PackedAttention(shape, texts, device)]
     return fused_attention(shape, texts, device)

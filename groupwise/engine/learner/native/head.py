@@ -4,10 +4,13 @@ With logits z (divided by the temperature T), probabilities p, entropy H and the
 to the head's input are `d log p(target) = (W[target] − p W) / T` and `dH = −(p (log p + H)) W / T`. The forward pass computes them
 while it has the logits; the backward pass only scales them. Where places have several targets, `− p W / T` is computed once for them, and
 the backward pass adds `W[target] / T`.
+
+On a GPU one Triton kernel turns logits into these numbers and p in place; elsewhere torch does so for a few rows in float32 at a time.
 """
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -17,6 +20,7 @@ from groupwise.engine.learner.forward import Targets
 from groupwise.engine.learner.native.elementwise import add_norm_gradient, norm_scale
 from groupwise.engine.models.logprobs import NEVER, TokenNumbers
 from groupwise.engine.models.native.facts import CHUNK
+from groupwise.engine.models.native.fused import kernels_for
 from groupwise.engine.models.native.weights import NativeModel
 
 ROWS_IN_CACHE = 16
@@ -94,6 +98,8 @@ class _HeadNumbers:
         entropy = gradient and targets.outputs.entropy_gradient
         self.entropy_slopes_NH = torch.empty_like(residual_NH) if entropy else None
         rows = min(count, ROWS_IN_CACHE if residual_NH.device.type == "cpu" else CHUNK)
+        self._kernels = kernels_for(residual_NH)
+        rows = 0 if self._kernels is not None else rows
         self._scaled_RV = residual_NH.new_empty(rows, model.shape.vocabulary)
         self._probabilities_RV = torch.empty_like(self._scaled_RV)
 
@@ -103,7 +109,10 @@ class _HeadNumbers:
         logits_CV = model.head.many(model.normed(self._residual_NH[start:end], model.norm_H))
         entropy_CV = None if self.entropy_slopes_NH is None else torch.empty_like(logits_CV)
         rows = len(self._scaled_RV)
-        for first in range(start, end, rows):
+        if self._kernels is not None:
+            part = targets.part(start, end)
+            self._compute_by_kernel(self._kernels, slice(start, end), part, logits_CV, entropy_CV)
+        for first in range(start, end, rows) if rows else ():
             last = min(first + rows, end)
             chunk = slice(first - start, last - start)
             self._compute_rows(
@@ -123,6 +132,38 @@ class _HeadNumbers:
             if slopes_NH is not None and weights_CV is not None:
                 slopes_CH = weights_CV @ model.head.weight_OI
                 torch.div(slopes_CH, temperatures_C1, out=slopes_NH[start:end]).neg_()
+
+    def _compute_by_kernel(
+        self,
+        kernels: ModuleType,
+        indices: slice,
+        targets: Targets,
+        logits_CV: Tensor,
+        entropy_CV: Tensor | None,
+    ) -> None:
+        """Do what `_compute_rows` does, for all targets of a chunk."""
+        if targets.withheld_X2 is not None:
+            known_X2 = targets.withheld_X2[targets.withheld_X2[:, 1] < logits_CV.shape[1]]
+            logits_CV[known_X2[:, 0], known_X2[:, 1]] = -torch.inf
+        single = targets.ids_N.ndim == 1
+        ids_CK = targets.ids_N[:, None] if single else targets.ids_N
+        temperatures_C1 = targets.temperatures_N[:, None]
+        # The kernel overwrites the logits.
+        chosen_CK = logits_CV.gather(1, ids_CK) / temperatures_C1
+        if targets.outputs.top:
+            top_CX, self.top_ids_NX[indices] = logits_CV.topk(targets.outputs.top, -1)
+            self.top_logprobs_NX[indices] = top_CX / temperatures_C1
+        normaliser_C, self.entropies_N[indices], likeliest_C = kernels.head_numbers(
+            logits_CV,
+            targets.temperatures_N,
+            targets.ids_N if single else None,
+            gradient=self.chosen_slopes_NH is not None,
+            slopes_CV=entropy_CV,
+        )
+        logprobs_CK = chosen_CK - normaliser_C[:, None]
+        self.logprobs_N[indices] = logprobs_CK.view_as(targets.ids_N)
+        self.right_N[indices] = (likeliest_C[:, None] == ids_CK).view_as(targets.ids_N)
+        self.top_logprobs_NX[indices] -= normaliser_C[:, None]
 
     def _compute_rows(
         self, indices: slice, targets: Targets, logits_RV: Tensor, entropy_RV: Tensor | None

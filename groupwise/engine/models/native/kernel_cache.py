@@ -142,7 +142,7 @@ def kernel(
 ) -> Callable[[Function], Function]:
     """Compile a function when it is first called with arguments of some kind.
 
-    `order` are LLVM's fast-math flags: permitted changes to the order of sums and to special numbers. If `kept`, the result is cached for
+    `order` are LLVM's fast-math flags: permitted changes to the order of sums and to special numbers. If `cached`, the result is saved for
     later runs; use it for functions called from Python, which have the other kernels compiled into them.
     """
     options: dict[str, Any] = {"fastmath": set(order), "error_model": "numpy", "nogil": True}

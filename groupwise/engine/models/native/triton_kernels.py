@@ -19,6 +19,8 @@ SPAN = 1024
 """Numbers of a row that one program of an elementwise kernel computes."""
 TILE = 16
 """Rows that one program of a kernel with products computes."""
+VOCABULARY = 4096
+"""Logits of a row that a program of the head reads at a time."""
 COLUMNS = 128
 """Columns that such a program computes."""
 
@@ -259,6 +261,75 @@ def _search_kernel(
     sound = tl.sum(tl.load(sums + row * blocks + at, mask=at < blocks, other=0.0), 0)
     tl.store(tokens + row, chosen)
     tl.store(logprobs + row, logit - peak - tl.log(total.to(tl.float32)) + (sound - sound))
+
+
+@triton.jit
+def _head_kernel(
+    logits, temperatures, targets, normalisers, entropies, likeliest, slopes, vocabulary,
+    GRADIENT: tl.constexpr, SINGLE: tl.constexpr, ENTROPY: tl.constexpr, SPAN: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    of_row, temperature = row * vocabulary, tl.load(temperatures + row)
+    highest = tl.full([], -3.0e38, tl.float32)  # finite, as all of a span's logits may be -inf
+    total, weighted = tl.full([], 0.0, tl.float32), tl.full([], 0.0, tl.float32)
+    token = tl.full([], 0, tl.int32)
+    for start in range(0, vocabulary, SPAN):
+        at = start + tl.arange(0, SPAN)
+        value = tl.load(logits + of_row + at, mask=at < vocabulary, other=-float("inf"))
+        value = value.to(tl.float32) / temperature
+        peak = tl.max(value, 0)
+        first = tl.min(tl.where(value == peak, at, vocabulary), 0)
+        token = tl.where(peak > highest, first, token)
+        higher = tl.maximum(highest, peak)
+        fading = tl.exp(highest - higher)
+        weight = tl.exp(value - higher)
+        total = total * fading + tl.sum(weight, 0)
+        weighted = weighted * fading + tl.sum(weight * tl.where(weight > 0, value, 0.0), 0)
+        highest = higher
+    normaliser = highest + tl.log(total)
+    entropy = normaliser - weighted / total
+    tl.store(normalisers + row, normaliser)
+    tl.store(entropies + row, entropy)
+    tl.store(likeliest + row, token)
+    if GRADIENT:
+        target = tl.load(targets + row)
+        for start in range(0, vocabulary, SPAN):
+            at = start + tl.arange(0, SPAN)
+            inside = at < vocabulary
+            value = tl.load(logits + of_row + at, mask=inside, other=-float("inf"))
+            value = value.to(tl.float32) / temperature
+            probability = tl.exp(value - normaliser)
+            if ENTROPY:
+                logprob = tl.where(probability > 0, value - normaliser, 0.0)
+                slope = probability * (logprob + entropy)
+                tl.store(slopes + of_row + at, slope, mask=inside)
+            if SINGLE:
+                probability -= tl.where(at == target, 1.0, 0.0)
+            tl.store(logits + of_row + at, probability, mask=inside)
+
+
+def head_numbers(
+    logits_CV: Tensor,
+    temperatures_C: Tensor,
+    targets_C: Tensor | None,
+    *,
+    gradient: bool,
+    slopes_CV: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each row of logits at its temperature: the logarithm of the sum of exponentials, the entropy and the most likely token.
+
+    With `gradient`, probabilities p overwrite the logits, less 1 at the target (if there are `targets_C`); `slopes_CV` gets p (log p + H).
+    The vocabulary is read piece by piece, so no logits are held in float32.
+    """
+    rows, vocabulary = logits_CV.shape
+    normalisers_C, entropies_C = (logits_CV.new_empty(rows, dtype=torch.float32) for _ in range(2))
+    likeliest_C = torch.empty(rows, dtype=torch.long, device=logits_CV.device)
+    _head_kernel[(rows,)](
+        logits_CV, temperatures_C, likeliest_C if targets_C is None else targets_C, normalisers_C, entropies_C,
+        likeliest_C, logits_CV if slopes_CV is None else slopes_CV, vocabulary,
+        GRADIENT=gradient, SINGLE=targets_C is not None, ENTROPY=slopes_CV is not None, SPAN=VOCABULARY, num_warps=8,
+    )  # fmt: skip
+    return normalisers_C, entropies_C, likeliest_C
 
 
 def drawn(

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from groupwise.engine.models.native.weights import Shape
-
 try:
     from torch.nn.attention.varlen import varlen_attn
 except ImportError:  # torch before 2.10
@@ -23,20 +21,18 @@ FORMATS = (torch.bfloat16, torch.float16)
 LARGEST_HEAD = 256
 GROUPED = varlen_attn is not None and "enable_gqa" in signature(varlen_attn).parameters
 """True if the kernel needs a flag for fewer key heads than query heads; torch 2.11 needs none."""
-CAUSAL = (-1, 0)
-"""Window sizes that mean causal attention, with the last query aligned to the last key."""
 
 
-def suits(shape: Shape, dtype: torch.dtype, device: torch.device) -> bool:
-    """True if the kernel computes a model of this shape and number format on this device."""
+def suits(head_size: int, dtype: torch.dtype, device: torch.device) -> bool:
+    """True if the kernel computes heads of this size and number format on this device."""
     return (
         varlen_attn is not None
         and device.type == "cuda"
         and torch.version.hip is None
         and torch.cuda.get_device_capability(device) >= (8, 0)
         and dtype in FORMATS
-        and shape.head_size % 8 == 0
-        and shape.head_size <= LARGEST_HEAD
+        and head_size % 8 == 0
+        and head_size <= LARGEST_HEAD
     )
 
 
@@ -46,9 +42,17 @@ def attention(
     values_KJD: Tensor,
     ends: tuple[Tensor, Tensor],
     longest: tuple[int, int],
+    *,
+    scale: float | None = None,
+    window: int | None = None,
 ) -> Tensor:
-    """Attention [N, H, D] of texts. `ends` are the int32 borders of queries and of keys, from 0; `longest` their largest lengths."""
+    """Attention [N, H, D] of texts. `ends` are the int32 borders of queries and of keys, from 0; `longest` their largest lengths.
+
+    `scale` and `window` as in `groupwise.engine.models.text_mask.causal_attention`.
+    """
     kernel: Any = varlen_attn  # its signature differs between torch releases
     grouped = queries_NHD.shape[1] != keys_KJD.shape[1]
-    options = {"enable_gqa": grouped} if GROUPED else {}
-    return kernel(queries_NHD, keys_KJD, values_KJD, *ends, *longest, window_size=CAUSAL, **options)
+    options: dict[str, Any] = {"enable_gqa": grouped} if GROUPED else {}
+    # Tokens seen before and after a query, whose last is aligned to the last key; -1 means all.
+    options["window_size"] = (-1 if window is None else window - 1, 0)
+    return kernel(queries_NHD, keys_KJD, values_KJD, *ends, *longest, scale=scale, **options)

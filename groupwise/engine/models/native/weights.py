@@ -102,17 +102,43 @@ class NativeModel:
         ]
         self.norm_H = body.norm.weight.detach().float()
         head = _base_layer(cast("nn.Module", model.get_output_embeddings()))
-        self.head = Linear(
-            (), head.weight.detach(), None if head.bias is None else head.bias.detach()
-        )
+        rounded = self.dtype != torch.float32
+        bias_V = None if head.bias is None else head.bias.detach().clone()
+        if rounded and bias_V is None:  # `_shift_head` needs one
+            bias_V = head.weight.new_zeros(len(head.weight)).detach()
+        self.head = Linear((), head.weight.detach(), bias_V)
         self._frequencies_C = body.rotary_emb.inv_freq.detach().float().clone()
         self._magnitude = float(body.rotary_emb.attention_scaling)
         self.shift = 0.0
-        rounded = self.dtype != torch.float32
         if check or rounded:  # the probe's result is needed
             logits_NV = self._probe_logits(model if check else None)
             if rounded:
                 self._shift_head(logits_NV)
+
+    @torch.no_grad()
+    def take_weights(self, model: PreTrainedModel) -> None:
+        """Take the weights that the model has now, in the same memory, which recordings read: those that are no views of its modules'."""
+        modules, body = dict(model.named_modules()), cast("Any", model.get_decoder())
+        for linear in self.products:
+            for part in linear.parts:
+                module, rows = _base_layer(modules[part.path]), slice(part.start, part.end)
+                if part.order is not None:
+                    linear.weight_OI[rows] = _permute(module.weight, part.order)
+                if linear.bias_O is not None and module.bias is not None:
+                    linear.bias_O[rows] = _permute(module.bias, part.order)
+        norms = [(self.norm_H, body.norm.weight.float())]
+        for ours, theirs in zip(self.layers, body.layers, strict=True):
+            norms += [(getattr(ours, name), norm) for name, norm in self._norms(theirs).items()]
+        for mine, norm in norms:
+            if norm is not None:
+                mine.copy_(norm)
+        if self.head.bias_O is not None:
+            bias_V = _base_layer(cast("nn.Module", model.get_output_embeddings())).bias
+            self.head.bias_O.copy_(torch.zeros_like(self.head.bias_O) if bias_V is None else bias_V)
+        self.shift = 0.0
+        if self.dtype != torch.float32:
+            self._shift_head(self._probe_logits(None))
+        self.packed = False
 
     def pack(self) -> None:
         """Also keep all weights in the order for decoding on a CPU, unless that has been done."""
@@ -200,18 +226,23 @@ class NativeModel:
         return (few and self.packed) or (self.compiled and compiled.suits(x))
 
     def _native_layer(self, path: str, layer: Any) -> Layer:
-        attention = layer.self_attn
-        order_D = _interleaved_order(self.shape.head_size, self.device)
         return Layer(
-            attention_norm_H=layer.input_layernorm.weight.detach().float(),
+            **self._norms(layer),
             qkv=self._fused_linear(path, layer, "qkv", turned=2),
-            query_norm_D=_head_norm(attention, "q_norm", order_D),
-            key_norm_D=_head_norm(attention, "k_norm", order_D),
             output=self._fused_linear(path, layer, "output"),
-            mlp_norm_H=layer.post_attention_layernorm.weight.detach().float(),
             gate_up=self._fused_linear(path, layer, "gate_up"),
             down=self._fused_linear(path, layer, "down"),
         )
+
+    def _norms(self, layer: Any) -> dict[str, Any]:
+        """The weights of a layer's norms in float32, by the names of `Layer`; those within heads are None in most models."""
+        order_D = _interleaved_order(self.shape.head_size, self.device)
+        return {
+            "attention_norm_H": layer.input_layernorm.weight.detach().float(),
+            "query_norm_D": _head_norm(layer.self_attn, "q_norm", order_D),
+            "key_norm_D": _head_norm(layer.self_attn, "k_norm", order_D),
+            "mlp_norm_H": layer.post_attention_layernorm.weight.detach().float(),
+        }
 
     def _fused_linear(self, path: str, layer: Any, product: str, turned: int = 0) -> Linear:
         """One of `PRODUCTS` as a `Linear`; the first `turned` of its matrices get their rows interleaved within each head."""
@@ -268,20 +299,16 @@ class NativeModel:
 
         Log-probabilities do not change by a common shift, but their noise falls by a third.
         """
-        if not logits_NV.isfinite().all():
-            return
-        self.shift = float((SHARE_OF_PEAK * logits_NV.amax(-1).mean()).to(self.dtype))
-        head = self.head
-        bias_O = (
-            head.weight_OI.new_zeros(len(head.weight_OI)) if head.bias_O is None else head.bias_O
-        )
-        head.bias_O = bias_O - self.shift
+        assert self.head.bias_O is not None
+        if logits_NV.isfinite().all():
+            self.shift = float((SHARE_OF_PEAK * logits_NV.amax(-1).mean()).to(self.dtype))
+        self.head.bias_O.sub_(self.shift)
 
 
 def native_model(model: PreTrainedModel, *, anew: bool = False) -> NativeModel | None:
     """The model as plain matrices; None, with the reason in the log, if it has no such form.
 
-    It is built once for each model, and built again with `anew`, after weights have changed.
+    It is built once for each model. With `anew` it takes the model's weights, which have changed since.
     """
     if model not in _native_models:
         try:
@@ -292,8 +319,8 @@ def native_model(model: PreTrainedModel, *, anew: bool = False) -> NativeModel |
                 str(error),
             )
             _native_models[model] = None
-    elif anew and _native_models[model] is not None:
-        _native_models[model] = NativeModel(model, check=False)
+    elif anew and (native := _native_models[model]) is not None:
+        native.take_weights(model)
     return _native_models[model]
 
 

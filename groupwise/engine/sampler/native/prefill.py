@@ -100,7 +100,7 @@ def prefill_batch(
     ids_N = torch.tensor([*(id_ for ids in texts for id_ in ids), *[0] * empty], device=device)
     positions_N = torch.tensor([n for length in lengths for n in range(length)], device=device)
     rotations_N1C = model.rotations(positions_N)
-    packed = varlen.suits(model.shape, model.dtype, device)
+    packed = varlen.suits(model.shape.head_size, model.dtype, device)
     ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
     layer_caches: list[tuple[Tensor, Tensor]] = []
 

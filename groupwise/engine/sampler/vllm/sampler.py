@@ -1,40 +1,36 @@
-"""A sampler whose completions are drawn by one or several vLLM servers. It sends token ids; they return token ids and log-probabilities.
+"""A sampler whose completions are drawn by one or several servers of vLLM, or of SGLang (`sglang.py`). It sends token ids; they return
+token ids and log-probabilities.
 
-load       read the published adapter here and compute its fingerprint; each server loads it under a new name,
-completes fixed prompts (`probe.py`), and unloads the previous one
-generate   send each member as a request with its own seed to the least busy server (`servers.py`)
+load       read the published weights here and compute their fingerprint; each server takes them over (`WeightSync`),
+and completes fixed prompts (`probe.py`)
+generate   ask the least busy server (`servers.py`) for the members of a group, in one request unless each is to have its own seed
 
 A server is prepared when it is first needed, and again whenever it may have been restarted: after a lost connection, or when it does not
 know the adapter. A server that turns out to serve other weights ends the run. vLLM's results vary, so the same seed may draw other tokens
-a second time; the run trains on the drawn tokens, with the probabilities that they had on the server.
+a second time, and seeds may be left to the servers; the run trains on the drawn tokens, with the probabilities that they had on the server.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeVar
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
 
 from groupwise.core.errors import EndpointError, RunError, UsageError
 from groupwise.core.interruption import gather_all
 from groupwise.core.types import Completion, GroupRequest, Policy, PromptLogprobs, SamplingParams
 from groupwise.engine.sampler.rules import refuse_misfit, refuse_other_weights
 from groupwise.engine.sampler.vllm import probe
-from groupwise.engine.sampler.vllm.adapters import (
-    UNLOAD,
-    SharedFolder,
-    adapter_name,
-    list_models,
-    serve_adapter,
-)
-from groupwise.engine.sampler.vllm.servers import Server, Servers
+from groupwise.engine.sampler.vllm.adapters import ListedModel, list_models
+from groupwise.engine.sampler.vllm.own import SpawnedServer
+from groupwise.engine.sampler.vllm.servers import Served, Server, Servers
 from groupwise.engine.sampler.vllm.wire import (
     Drawn,
+    divide_group,
     prompt_body,
-    read_completion,
+    read_completions,
     read_prompt,
-    refuse_what_differs,
     request_body,
 )
 
@@ -50,29 +46,41 @@ class PolicyWitness(Protocol):
     @property
     def vocabulary(self) -> int: ...
     @property
-    def rank(self) -> int: ...
+    def rank(self) -> int | None: ...
     def read(self, folder: str) -> None: ...
     def fingerprint(self) -> str: ...
+    def give_back_memory(self) -> None: ...
+    def ipc_handles(self) -> Mapping[str, Any]: ...
     def logprobs(
         self,
-        prompt_ids: Sequence[int],
-        token_ids: Sequence[int],
-        temperature: float,
+        answers: Sequence[probe.Answer],
+        temperatures: Sequence[float],
         plain: bool = False,
-    ) -> list[float]: ...
+    ) -> list[list[float]]: ...
 
 
-@dataclass(frozen=True, slots=True)
-class Served:
-    """The weights that all servers must serve now."""
+class WeightSync(Protocol):
+    """How published weights get into servers: as files of adapters (`adapters.py`), or as all weights of the model (`whole_weights.py`)."""
 
-    name: str
-    """Name of the model in each request."""
-    version: int
-    fingerprint: str
-    folder: str | None = None
-    """Folder of the adapter, as a path on the servers; None: the base without adapter."""
-    policy: Policy | None = None
+    kind: Literal["adapter", "full"]
+
+    def offer(self, policy: Policy) -> Served:
+        """Put a publication where the servers find it."""
+        ...
+
+    async def serve(
+        self, server: Server, served: Served, models: Mapping[str, ListedModel]
+    ) -> None:
+        """Make a server serve what was offered. `models`: the server's list. Raises UsageError if the server was not started for that."""
+        ...
+
+    def leave(self, server: Server, served: Served) -> None:
+        """Tell a server, from code that is not async, that the run needs it no longer."""
+        ...
+
+    def withdraw(self, served: Served) -> None:
+        """Remove what `offer` put somewhere."""
+        ...
 
 
 class VllmSampler:
@@ -87,37 +95,36 @@ class VllmSampler:
         base: str,
         key_length: int,
         tolerance: float,
-        shared: SharedFolder | None = None,
-        begin: Callable[[], Awaitable[None]] | None = None,
-        end: Callable[[], None] | None = None,
+        seeded: bool = True,
+        sync: WeightSync,
+        own: SpawnedServer | None = None,
     ) -> None:
         """`base`: the servers' name for the base. `key_length`: most tokens of prompt and completion. `tolerance`: in nats, see
-        `probe.check_logprobs`. `shared`: None if the servers can read the folder of the publications. `begin` and `end` are given for a
-        server of this run: `begin` starts it and waits until it answers, and may be called repeatedly."""
+        `probe.check_logprobs`. `seeded`: send the members' seeds. `own`: the only server, if this run starts it."""
         self._servers = servers
         self._witness = witness
         self._tokenizer = tokenizer
         self._base = base
         self._key_length = key_length
         self._tolerance = tolerance
-        self._shared = shared
-        self._begin = begin
-        self._end = end
+        self._seeded = seeded
+        self._sync = sync
+        self._own = own
         self._served: Served | None = None
         self._under_way = 0
 
     async def generate(self, request: GroupRequest) -> tuple[Completion, ...]:
         """See `groupwise.core.types.Sampler.generate`. Raises `EndpointError` for an invalid answer."""
         refuse_misfit(request, self._key_length)
-        refuse_what_differs(request.params, self._tokenizer.eos_token_id)
+        self._servers.all[0].refuse(request.params, self._tokenizer.eos_token_id)
         served = self._served
         if served is None:
             raise RunError("The sampler has been given no weights yet: `load` comes first.")
         self._under_way += 1
         try:
-            return tuple(
-                await gather_all(self._draw_member(served, request, seed) for seed in request.seeds)
-            )
+            parts = divide_group(request, self._seeded)
+            drawn = await gather_all(self._draw_members(served, part) for part in parts)
+            return tuple(completion for part in drawn for completion in part)
         finally:
             self._under_way -= 1
 
@@ -133,7 +140,7 @@ class VllmSampler:
                 return read_prompt(answer, served.name, prompt_ids, top)
 
             body = prompt_body(served.name, prompt_ids, top)
-            return await server.client.ask("POST", "/completions", body, read, 0)
+            return await server.complete(body, read)
 
         self._under_way += 1
         try:
@@ -147,53 +154,57 @@ class VllmSampler:
             raise RunError(
                 "The sampler was given new weights while completions of the old ones were on their way."
             )
-        if policy.kind != "adapter":
+        if policy.kind != self._sync.kind:
             raise UsageError(
-                f"{policy.path} holds all weights of a model, but the servers of sampler.url take adapters alone. Train an adapter (lora), "
-                "or leave sampler.engine out."
+                f"{policy.path} holds all weights of a model, but servers of sampler.url take adapters alone. Have a server started "
+                "(sampler.vllm_python), train an adapter (lora), or leave sampler.engine out."
             )
         previous, self._served = self._served, None
         self._witness.read(policy.path)
         refuse_other_weights(policy, self._witness.fingerprint())
-        folder = policy.path if self._shared is None else self._shared.put(policy)
-        name = adapter_name(policy)
-        await self._serve_adapter(Served(name, policy.version, policy.fingerprint, folder, policy))
-        if previous is not None and previous.name != name:
-            self._remove_adapter(previous)
+        served = self._sync.offer(policy)
+        await self._prepare_all(served)
+        if previous is not None and previous.name != served.name:
+            self._sync.withdraw(previous)
 
     async def serve_base(self) -> None:
         """Serve the base without adapter."""
-        await self._serve_adapter(Served(self._base, 0, self._witness.fingerprint()))
+        await self._prepare_all(Served(self._base, 0, self._witness.fingerprint()))
 
     def fingerprint(self) -> str:
         """Fingerprint of the published files as read here; the servers' answers have been checked against these weights."""
         return self._witness.fingerprint()
 
+    async def rest(self) -> None:
+        """See `groupwise.core.types.SharesDevice.rest`: the run's own server sleeps, if it takes turns with the learner."""
+        if self._own is None or self._under_way:
+            return
+        try:
+            await self._own.sleep()
+        except EndpointError as error:
+            if not error.may_pass:
+                raise
+            self._own.server.note_failure(error)
+
     def close(self) -> None:
         """Make the servers unload the adapter, or end the run's own server. May be repeated."""
-        if self._end is not None:
+        if self._own is not None:
             self._served = None
-            self._end()
+            self._own.close()
             return
         served, self._served = self._served, None
         if served is None or served.policy is None:
             return
         for server in self._servers.all:
-            if server.ready == served.name:
-                server.tell(UNLOAD, {"lora_name": served.name})
+            if server.ready == served:
+                self._sync.leave(server, served)
             server.ready = None
-        self._remove_adapter(served)
-
-    def _remove_adapter(self, served: Served) -> None:
-        if self._shared is not None and served.policy is not None:
-            self._shared.remove(served.policy)
+        self._sync.withdraw(served)
 
     # --- preparing servers --------------------------------------------------------------------------
 
-    async def _serve_adapter(self, served: Served) -> None:
+    async def _prepare_all(self, served: Served) -> None:
         """Prepare all servers that answer; at least one must."""
-        if self._begin is not None:
-            await self._begin()
         self._served = served
         await gather_all(self._try_to_ready(server, served) for server in self._servers.all)
         await self._servers.ask(partial(self._prepare_once, served=served))
@@ -211,8 +222,10 @@ class VllmSampler:
 
     async def _prepare_once(self, server: Server, served: Served) -> None:
         async with server.preparing:
+            if self._own is not None:
+                await self._own.wake(self._witness.give_back_memory)
             for attempt in range(ATTEMPTS):
-                if server.ready == served.name:
+                if server.ready == served:
                     return
                 try:
                     await self._prepare_server(server, served)
@@ -221,76 +234,80 @@ class VllmSampler:
                         raise
 
     async def _prepare_server(self, server: Server, served: Served) -> None:
-        """Load the adapter into a server, and compare the server's log-probabilities with those of the weights here."""
+        """Load the weights into a server, and compare the server's log-probabilities with those of the weights here."""
+        if self._own is not None:
+            await self._own.up(served.folder and str(Path(served.folder).parent))
         models = await list_models(server)
         base = models.get(self._base)
         if base is None:
             raise UsageError(
                 f"{server.url} serves no model {self._base!r}; it serves: {', '.join(sorted(models)) or 'none'}. Set sampler.served_model "
-                "to the name of the base there, or start vLLM with that --served-model-name."
+                "to the name of the base there, or start the server with that --served-model-name."
             )
         if base.longest is not None and base.longest < self._key_length:
             raise UsageError(
-                f"{server.url} takes {base.longest} tokens of prompt and completion, but this run has up to {self._key_length}. Start vLLM "
-                f"with --max-model-len {self._key_length}, or lower data.max_prompt_length or sampler.max_completion_length."
+                f"{server.url} takes {base.longest} tokens of prompt and completion, but this run has up to {self._key_length}. Start it "
+                f"with --max-model-len {self._key_length} (SGLang: --context-length), or lower data.max_prompt_length or "
+                "sampler.max_completion_length."
             )
-        if served.folder is not None:
-            await serve_adapter(server, served.name, served.folder, models)
+        if served.policy is not None:
+            await self._sync.serve(server, served, models)
         prompts = [tuple(self._tokenizer(text)["input_ids"]) for text in probe.TEXTS]
-        completions = await gather_all(
-            self._request_completion(
-                server,
-                served,
-                seed=probe.SEED,
-                request=GroupRequest(0, prompt, (probe.SEED,), probe.PARAMS),
-            )
-            for prompt in prompts
+        completions = await self._request_completions(
+            server, served, prompts, 1, probe.SEED, probe.PARAMS
         )
-        answers = list(
-            zip(prompts, (completion.token_ids for completion in completions), strict=True)
-        )
+        answers = [
+            (prompt, completion.token_ids)
+            for prompt, completion in zip(prompts, completions, strict=True)
+        ]
         logprobs = [value for completion in completions for value in completion.logprobs]
         # Computed by the learner's model, which has the same base.
-        expected = self._logprobs_here(answers, adapter=served.folder is not None)
+        expected = self._logprobs_here(answers, adapter=served.name != self._base)
         probe.check_logprobs(
             server.url, served.name, logprobs, expected.pop(""), expected, self._tolerance
         )
-        server.ready = served.name
+        server.ready = served
 
     def _logprobs_here(
-        self, answers: Sequence[tuple[Sequence[int], Sequence[int]]], *, adapter: bool
+        self, answers: Sequence[probe.Answer], *, adapter: bool
     ) -> dict[str, list[float]]:
         """Log-probabilities of the tokens under the weights here. The key "" is correct; any other key names the step that is left out."""
         hot = probe.PARAMS.temperature
-        ways: dict[str, tuple[float, bool]] = {"": (hot, False), probe.NOT_PROCESSED: (1.0, False)}
+        right, not_processed = self._witness.logprobs(answers, (hot, 1.0))
+        found = {"": right, probe.NOT_PROCESSED: not_processed}
         if adapter:
-            ways[probe.NOT_APPLIED] = (hot, True)
-        return {
-            lacking: [
-                value
-                for prompt, ids in answers
-                for value in self._witness.logprobs(prompt, ids, temperature, plain=plain)
-            ]
-            for lacking, (temperature, plain) in ways.items()
-        }
+            (found[probe.NOT_APPLIED],) = self._witness.logprobs(answers, (hot,), plain=True)
+        return found
 
-    # --- one completion ---------------------------------------------------------------------------
+    # --- completions ------------------------------------------------------------------------------
 
-    async def _draw_member(self, served: Served, request: GroupRequest, seed: int) -> Completion:
-        completion = await self._servers.ask(
-            lambda server: self._ask_served(
-                server, served, partial(self._request_completion, seed=seed, request=request)
+    async def _draw_members(self, served: Served, request: GroupRequest) -> list[Completion]:
+        async def ask(server: Server, served: Served) -> tuple[Drawn, ...]:
+            return await self._request_completions(
+                server,
+                served,
+                [request.prompt_ids],
+                len(request.seeds),
+                request.seeds[0] if self._seeded else None,
+                request.params,
+                request.top_logprobs,
             )
+
+        drawn = await self._servers.ask(
+            lambda server: self._ask_served(server, served, ask), len(request.seeds)
         )
-        return Completion(
-            token_ids=completion.token_ids,
-            logprobs=completion.logprobs,
-            finish_reason=completion.finish_reason,
-            seed=seed,
-            policy_version=served.version,
-            fingerprint=served.fingerprint,
-            top_logprobs=completion.top_logprobs,
-        )
+        return [
+            Completion(
+                token_ids=completion.token_ids,
+                logprobs=completion.logprobs,
+                finish_reason=completion.finish_reason,
+                seed=seed,
+                policy_version=served.version,
+                fingerprint=served.fingerprint,
+                top_logprobs=completion.top_logprobs,
+            )
+            for seed, completion in zip(request.seeds, drawn, strict=True)
+        ]
 
     async def _ask_served(
         self, server: Server, served: Served, ask: Callable[[Server, Served], Awaitable[T]]
@@ -306,24 +323,24 @@ class VllmSampler:
                 server.ready = None
         raise AssertionError("it is answered or given up")
 
-    async def _request_completion(
+    async def _request_completions(
         self,
         server: Server,
         served: Served,
-        *,
-        seed: int,
-        request: GroupRequest,
-    ) -> Drawn:
-        prompt_ids, params, top = request.prompt_ids, request.params, request.top_logprobs
-
-        def read(answer: bytes) -> Drawn:
+        prompts: Sequence[Sequence[int]],
+        count: int,
+        seed: int | None,
+        params: SamplingParams,
+        top: int = 0,
+    ) -> tuple[Drawn, ...]:
+        def read(answer: bytes) -> tuple[Drawn, ...]:
             size = self._witness.vocabulary
-            return read_completion(
-                answer, served.name, prompt_ids, params, size, self._decode_text, top
+            return read_completions(
+                answer, served.name, prompts, count, params, size, self._decode_text, top
             )
 
-        body = request_body(served.name, prompt_ids, seed, params, top)
-        return await server.client.ask("POST", "/completions", body, read, 0)
+        body = request_body(served.name, prompts, count, seed, params, top)
+        return await server.complete(body, read)
 
     def _decode_text(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(list(token_ids), skip_special_tokens=False)

@@ -1,6 +1,6 @@
 """Several equivalent servers: selects the one for a request, pauses failing ones, and decides when to give up.
 
-A request goes to the server with the fewest requests in progress. A server that does not answer is paused, longer each time, and then
+A request goes to the server with the fewest completions in progress. A server that does not answer is paused, longer each time, and then
 tried again, so it returns to use without intervention. A failed request goes to another server; if there is none, it waits. After
 `patience` seconds without any answer the run ends, with the last error.
 """
@@ -10,17 +10,20 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import httpx2
 
 from groupwise.api.openai_client.client import Client, Endpoint
 from groupwise.api.openai_client.waiting import backoff
 from groupwise.core.errors import EndpointError
+from groupwise.core.loopback import direct_transport
 from groupwise.core.retry import Backoff, Timing
+from groupwise.core.types import Policy, SamplingParams
+from groupwise.engine.sampler.vllm.wire import refuse_what_differs
 
 logger = logging.getLogger(__name__)
 
@@ -30,21 +33,36 @@ CLOSE_TIMEOUT = 5.0
 T = TypeVar("T")
 
 
+@dataclass(frozen=True, slots=True)
+class Served:
+    """The weights that all servers must serve now."""
+
+    name: str
+    """Name of the model in each request."""
+    version: int
+    fingerprint: str
+    folder: str | None = None
+    """Folder of the published files, as a path on the servers; None: the base as it is."""
+    policy: Policy | None = None
+
+
 @dataclass(slots=True, eq=False)
 class Server:
-    """One address, and the state of the server at it."""
+    """One address, and the state of the server of vLLM at it; `sglang.py` has one of SGLang."""
 
     endpoint: Endpoint
     concurrency: int
     timing: Timing
     load: int = 0
-    """Requests that are running or queued."""
+    """Completions that are running or queued."""
     waits: Backoff | None = None
     """The pauses since its first failure; None: it answers."""
     alone_until: float = -math.inf
     """Time on `timing.clock` until which it is paused."""
-    ready: str | None = None
-    """Name of the model that has been checked on it; None: not yet, or not since its last failure."""
+    ready: Served | None = None
+    """The weights that have been checked on it; None: not yet, or not since its last failure."""
+    loaded: dict[str, str] = field(default_factory=dict[str, str])
+    """Folders of the adapters that were loaded into it from here, by name; older releases of SGLang list none."""
     _clients: dict[asyncio.AbstractEventLoop, tuple[Client, asyncio.Lock]] = field(
         default_factory=dict[asyncio.AbstractEventLoop, tuple[Client, asyncio.Lock]]
     )
@@ -75,6 +93,24 @@ class Server:
             self._clients = {loop: (client, asyncio.Lock())}
         return self._clients[loop]
 
+    @property
+    def adapters_url(self) -> str:
+        """Address above the routes that load and unload adapters."""
+        return self.url
+
+    def refuse(self, params: SamplingParams, end_id: int | None) -> None:
+        """Raise for parameters that the engine interprets differently; `end_id`: the tokenizer's end-of-text token."""
+        refuse_what_differs(params, end_id)
+
+    async def complete(self, body: Mapping[str, Any], read: Callable[[bytes], T]) -> T:
+        """`read` of the answer to a body of `wire.request_body` or `wire.prompt_body`. Raises EndpointError."""
+        return await self.client.ask("POST", "/completions", body, read, 0)
+
+    async def post(self, path: str, body: Mapping[str, Any] | None = None) -> None:
+        """POST to a route of vLLM's own, which is beside those of OpenAI's API. Raises EndpointError."""
+        address = self.url.removesuffix("/v1") + path
+        await self.client.ask("POST", address, body, len, 0)
+
     def note_answer(self) -> None:
         """Record that the server answers."""
         if self.waits is not None:
@@ -91,12 +127,15 @@ class Server:
         self.alone_until = self.timing.clock() + wait
         logger.warning("%s; it is left alone for %.1f s", error, wait)
 
-    def tell(self, path: str, body: dict[str, str]) -> None:
+    def tell(self, url: str, body: dict[str, str]) -> None:
         """POST a message from code that is not async; failures are ignored."""
         key = self.endpoint.key()
         headers = {"Authorization": f"Bearer {key}"} if key else {}
-        with suppress(httpx2.HTTPError):
-            httpx2.post(self.url + path, json=body, headers=headers, timeout=CLOSE_TIMEOUT)
+        with (
+            suppress(httpx2.HTTPError),
+            httpx2.Client(transport=direct_transport(self.url), timeout=CLOSE_TIMEOUT) as http,
+        ):
+            http.post(url, json=body, headers=headers)
 
 
 class Servers:
@@ -107,7 +146,7 @@ class Servers:
         servers: Sequence[Server],
         patience: float,
         timing: Timing,
-        remedy: str = "Start vLLM there (sampler.url)",
+        remedy: str = "Start one there (sampler.url)",
     ) -> None:
         """`patience`: seconds without an answer from any server after which a request is given up; `remedy`: advice for that error."""
         self.all = tuple(servers)
@@ -115,12 +154,13 @@ class Servers:
         self._timing = timing
         self._remedy = remedy
 
-    async def ask(self, work: Callable[[Server], Awaitable[T]]) -> T:
-        """Result of `work` on one of the servers; it is retried while it raises an EndpointError that may be temporary."""
+    async def ask(self, work: Callable[[Server], Awaitable[T]], completions: int = 1) -> T:
+        """Result of `work` on one of the servers; it is retried while it raises an EndpointError that may be temporary. `completions`:
+        how many it asks for."""
         deadline, last_error = math.inf, None
         while True:
             server = await self._least_loaded(deadline, last_error)
-            server.load += 1
+            server.load += completions
             try:
                 result = await work(server)
             except EndpointError as error:
@@ -134,7 +174,7 @@ class Servers:
                 server.note_answer()
                 return result
             finally:
-                server.load -= 1
+                server.load -= completions
 
     async def _least_loaded(self, deadline: float, last_error: EndpointError | None) -> Server:
         """The least loaded server that is not paused; if all are paused, wait for the first one, at most until `until`."""
@@ -153,7 +193,7 @@ class Servers:
         urls = ", ".join(server.url for server in self.all)
         last_words = "" if last_error is None else f" The last word: {last_error}"
         return EndpointError(
-            f"None of the servers of vLLM ({urls}) has answered for {self._patience:g} s (sampler.patience). {self._remedy}, then go on "
+            f"None of the servers ({urls}) has answered for {self._patience:g} s (sampler.patience). {self._remedy}, then go on "
             f"with --resume.{last_words}",
             None if last_error is None else last_error.status,
         )

@@ -18,6 +18,7 @@ from groupwise.api.openai_client.response_parsing import excerpt, read_json
 from groupwise.core.errors import EndpointError, PolicyMismatchError, RunError, UsageError
 from groupwise.core.types import (
     FinishReason,
+    GroupRequest,
     LogitsProcessing,
     PromptLogprobs,
     SamplingParams,
@@ -27,6 +28,8 @@ from groupwise.engine.sampler.rules import ends_with_stop
 
 SEEDS = (1 << 63) - 1
 """vLLM's seeds are signed, and -1 means none, so only the lower 63 bits of ours are sent."""
+ANSWER_TOKENS = 1 << 18
+"""Most tokens in one answer, whose JSON has about 100 bytes for each, so that it stays well below the client's limit."""
 COLDEST = 0.01
 """vLLM silently raises lower temperatures to this; 0 is greedy."""
 LEAST_LOGPROB = -9999.0
@@ -62,12 +65,7 @@ def refuse_what_differs(params: SamplingParams, end_id: int | None) -> None:
             f"top_p is {params.top_p:g} and min_p is {params.min_p:g}; vLLM applies min_p first, this project top_p, which leaves other "
             "tokens. Give one of them."
         )
-    if params.min_tokens and params.stop_token_ids and end_id not in (None, *params.stop_token_ids):
-        raise RunError(
-            f"min_tokens is {params.min_tokens}, in which vLLM withholds the tokenizer's own end of text ({end_id}), too, which is none of "
-            f"the stop tokens {list(params.stop_token_ids)}. Add it to sampler.stop_token_ids, or leave "
-            "sampler.min_completion_length out."
-        )
+    refuse_withheld_end("vLLM", params, end_id)
     if params.processing is not None and params.processing.tool_calls is not None:
         raise UsageError(
             "tool_calls: a required call (tool_choice), and response_format beside tools, cannot be had with vLLM, whose servers read "
@@ -81,15 +79,47 @@ def refuse_what_differs(params: SamplingParams, end_id: int | None) -> None:
         )
 
 
+def refuse_withheld_end(engine: str, params: SamplingParams, end_id: int | None) -> None:
+    """Raise RunError if the engine withholds, in the least tokens of a completion, an end of text that is no stop token."""
+    if params.min_tokens and params.stop_token_ids and end_id not in (None, *params.stop_token_ids):
+        raise RunError(
+            f"min_tokens is {params.min_tokens}, in which {engine} withholds the tokenizer's own end of text ({end_id}), too, which is "
+            f"none of the stop tokens {list(params.stop_token_ids)}. Add it to sampler.stop_token_ids, or leave "
+            "sampler.min_completion_length out."
+        )
+
+
+def divide_group(request: GroupRequest, seeded: bool) -> list[GroupRequest]:
+    """The parts of a group that one request each may ask for: vLLM adds 1 to the seed for each further completion, gives only one if it
+    is greedy, and an answer has at most `ANSWER_TOKENS`. `seeded`: whether each member must be drawn with its own seed."""
+    params = request.params
+    length = len(request.prompt_ids) + params.max_tokens * (1 + request.top_logprobs)
+    most = 1 if params.temperature == 0 else max(1, ANSWER_TOKENS // length)
+    parts: list[list[int]] = []
+    for seed in request.seeds:
+        last = parts[-1] if parts else []
+        if 0 < len(last) < most and (not seeded or seed & SEEDS == (last[-1] & SEEDS) + 1):
+            last.append(seed)
+        else:
+            parts.append([seed])
+    return [replace(request, seeds=tuple(seeds)) for seeds in parts]
+
+
 def request_body(
-    name: str, prompt_ids: Sequence[int], seed: int, params: SamplingParams, top: int = 0
+    name: str,
+    prompts: Sequence[Sequence[int]],
+    count: int,
+    seed: int | None,
+    params: SamplingParams,
+    top: int = 0,
 ) -> dict[str, Any]:
-    """The body of a POST to /v1/completions for one completion by the model `name`, with the `top` most probable tokens beside each."""
+    """The body of a POST to /v1/completions for `count` completions of each prompt by the model `name`, with the `top` most probable
+    tokens beside each. vLLM draws completion i of a prompt with the seed `seed` + i; None: with random numbers of the server."""
     processing = params.processing or LogitsProcessing()
     body: dict[str, Any] = {
         "model": name,
-        "prompt": [*prompt_ids],
-        "n": 1,
+        "prompt": [[*prompt_ids] for prompt_ids in prompts],
+        "n": count,
         "max_tokens": params.max_tokens,
         "temperature": params.temperature,
         "top_p": 1.0 if params.top_p is None else params.top_p,
@@ -98,7 +128,7 @@ def request_body(
         "presence_penalty": processing.presence_penalty,
         "frequency_penalty": processing.frequency_penalty,
         "repetition_penalty": processing.repetition_penalty,
-        "seed": seed & SEEDS,
+        "seed": None if seed is None else seed & SEEDS,
         "ignore_eos": True,
         "stop_token_ids": [*params.stop_token_ids],
         "logprobs": top,
@@ -118,18 +148,32 @@ def request_body(
     return body
 
 
-def read_completion(
+def read_completions(
     answer: bytes,
     name: str,
-    prompt_ids: Sequence[int],
+    prompts: Sequence[Sequence[int]],
+    count: int,
     params: SamplingParams,
     vocabulary: int,
     text_of: Callable[[Sequence[int]], str],
     top: int = 0,
+) -> tuple[Drawn, ...]:
+    """Parse the completions of an answer to `request_body`, prompt by prompt. Raises EndpointError for an answer that does not match the
+    request, PolicyMismatchError if another model answered."""
+    choices = _read_choices(answer, name, prompts, count)
+    return tuple(
+        _read_completion(choice, answer, params, vocabulary, text_of, top) for choice in choices
+    )
+
+
+def _read_completion(
+    choice: Mapping[str, Any],
+    answer: bytes,
+    params: SamplingParams,
+    vocabulary: int,
+    text_of: Callable[[Sequence[int]], str],
+    top: int,
 ) -> Drawn:
-    """Parse the one completion of an answer. Raises EndpointError for an answer that does not match the request, PolicyMismatchError if
-    another model answered."""
-    choice = _read_choice(answer, name, prompt_ids)
     ids, logprobs = _read_tokens(choice, answer, vocabulary)
     if not 1 <= len(ids) <= params.max_tokens:
         raise EndpointError(
@@ -151,12 +195,12 @@ def read_completion(
 def prompt_body(name: str, prompt_ids: Sequence[int], top: int) -> dict[str, Any]:
     """The body of a POST to /v1/completions for the log-probabilities of a prompt; the one token that is drawn for it is left aside."""
     params = SamplingParams(1, temperature=0.0)
-    return request_body(name, prompt_ids, 0, params) | {"prompt_logprobs": top}
+    return request_body(name, [prompt_ids], 1, None, params) | {"prompt_logprobs": top}
 
 
 def read_prompt(answer: bytes, name: str, prompt_ids: Sequence[int], top: int) -> PromptLogprobs:
-    """Parse the answer to `prompt_body`. Raises as `read_completion` does."""
-    choice = _read_choice(answer, name, prompt_ids)
+    """Parse the answer to `prompt_body`. Raises as `read_completions` does."""
+    (choice,) = _read_choices(answer, name, [prompt_ids], 1)
     positions = _as_list(choice.get("prompt_logprobs"))
     if len(positions) != len(prompt_ids):
         raise EndpointError(
@@ -188,26 +232,32 @@ def _most_probable(position: object, count: int, id_of: Callable[[str], int | No
     return tuple(sorted(possible, key=lambda pair: (-pair[1], pair[0]))[:count])
 
 
-def _read_choice(answer: bytes, name: str, prompt_ids: Sequence[int]) -> Mapping[str, Any]:
+def _read_choices(
+    answer: bytes, name: str, prompts: Sequence[Sequence[int]], wanted: int
+) -> list[Mapping[str, Any]]:
+    """The choices of an answer, `wanted` for each prompt, in the order of their indices."""
     value = read_json(answer)
     if value.get("model") != name:
         raise PolicyMismatchError(
             f"{name} was asked, but {value.get('model')!r} has answered: what it drew is not the policy's."
         )
-    choices: object = value.get("choices")
-    count = len(cast("list[Any]", choices)) if isinstance(choices, list) else 0
-    if count != 1:
-        raise EndpointError(f"answered {count} choices, where one was asked for: {excerpt(answer)}")
-    (choice,) = cast("list[Any]", choices)
-    if not isinstance(choice, Mapping):
-        raise EndpointError(f"answered a choice that is none: {excerpt(answer)}")
-    choice = cast("Mapping[str, Any]", choice)
-    seen = choice.get("prompt_token_ids") or value.get("prompt_token_ids")
-    if seen is not None and seen != [*prompt_ids]:
+    choices = _as_list(value.get("choices"))
+    if len(choices) != wanted * len(prompts):
         raise EndpointError(
-            f"was given a prompt of {len(prompt_ids)} tokens and used another one of {len(seen)}"
+            f"answered {len(choices)} choices, where {wanted * len(prompts)} were asked for: {excerpt(answer)}"
         )
-    return choice
+    for number, choice in enumerate(choices):
+        if not isinstance(choice, Mapping) or choice.get("index") != number:
+            raise EndpointError(
+                f"answered no choice with the index {number} in its place: {excerpt(answer)}"
+            )
+        prompt_ids = prompts[number // wanted]
+        seen = choice.get("prompt_token_ids") or value.get("prompt_token_ids")
+        if seen is not None and seen != [*prompt_ids]:
+            raise EndpointError(
+                f"was given a prompt of {len(prompt_ids)} tokens and used another one of {len(seen)}"
+            )
+    return choices
 
 
 def _read_tokens(

@@ -2,16 +2,26 @@
 
 from __future__ import annotations
 
+import pickle
+from base64 import b64encode
 from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any, cast
 
 import torch
+from torch.multiprocessing.reductions import reduce_tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from groupwise.engine.models.lora import fingerprint
 from groupwise.engine.models.memory import explaining_out_of_memory
+from groupwise.engine.sampler.vllm.probe import Answer
 from groupwise.engine.sampler.weights import ServedAdapter, ServedWeights
+
+
+def gpu_uuid(device: torch.device) -> str:
+    """A GPU's identity, by which vLLM finds the handles of the GPU on which it computes."""
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 class Witness:
@@ -26,10 +36,12 @@ class Witness:
         return int(cast("Any", self._weights.model.get_input_embeddings()).weight.shape[0])
 
     @property
-    def rank(self) -> int:
-        """Rank of the adapter; 1 if there is none."""
+    def rank(self) -> int | None:
+        """Rank of the adapter; None if there is none."""
         weights = self._weights
-        return weights.adapted.configs[weights.name].r if isinstance(weights, ServedAdapter) else 1
+        if not isinstance(weights, ServedAdapter):
+            return None
+        return weights.adapted.configs[weights.name].r
 
     def read(self, folder: str) -> None:
         """Load a publication. Raises `ModelError` unless all names and shapes match."""
@@ -39,16 +51,36 @@ class Witness:
         """Fingerprint of the weights in memory."""
         return fingerprint(self._weights.tensors())
 
+    def give_back_memory(self) -> None:
+        """Free the GPU's memory that torch keeps for later tensors."""
+        if self._weights.model.device.type == "cuda":
+            torch.cuda.ipc_collect()
+            torch.cuda.empty_cache()
+
+    def ipc_handles(self) -> dict[str, Any]:
+        """The weights, for another process on the same GPU that maps them: the fields of vLLM's `IPCWeightTransferUpdateInfo`."""
+        tensors = {name: tensor.detach() for name, tensor in self._weights.tensors().items()}
+        assert all(tensor.is_contiguous() for tensor in tensors.values())
+        gpu = gpu_uuid(self._weights.model.device)
+        handles = [{gpu: reduce_tensor(tensor)[1]} for tensor in tensors.values()]
+        return {
+            "names": [*tensors],
+            "dtype_names": [
+                str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()
+            ],
+            "shapes": [[*tensor.shape] for tensor in tensors.values()],
+            "ipc_handles_pickled": b64encode(pickle.dumps(handles)).decode(),
+        }
+
     def logprobs(
-        self,
-        prompt_ids: Sequence[int],
-        token_ids: Sequence[int],
-        temperature: float,
-        plain: bool = False,
-    ) -> list[float]:
-        """Log-probabilities (nats) of the tokens after the prompt; with `plain`, under the base without its adapter."""
-        model, start = self._weights.model, len(prompt_ids) - 1
-        ids_BT = torch.tensor([[*prompt_ids, *token_ids]], device=model.device)
+        self, answers: Sequence[Answer], temperatures: Sequence[float], plain: bool = False
+    ) -> list[list[float]]:
+        """For each temperature the log-probabilities (nats) of all tokens after the prompts, one answer after the other; with `plain`,
+        under the base without its adapter."""
+        model = self._weights.model
+        rows = [torch.tensor([*prompt, *tokens]) for prompt, tokens in answers]
+        # Tokens after the end of a row change nothing before it.
+        ids_BT = pad_sequence(rows, batch_first=True).to(model.device)
         acting = self._weights.acting()
         if plain:
             weights = self._weights
@@ -56,6 +88,13 @@ class Witness:
                 weights.adapted.using(None) if isinstance(weights, ServedAdapter) else nullcontext()
             )
         with explaining_out_of_memory("comparing with the server"), torch.inference_mode(), acting:
-            logits_TV = model(input_ids=ids_BT, use_cache=False).logits[0, start:-1].float()
-        logprobs_TV = (logits_TV / temperature).log_softmax(-1)
-        return logprobs_TV.gather(-1, ids_BT[0, start + 1 :, None])[:, 0].tolist()
+            logits_BTV = model(input_ids=ids_BT, use_cache=False).logits[:, :-1].float()
+        after_BT = torch.zeros(ids_BT[:, 1:].shape, dtype=torch.bool)
+        for row, (prompt, tokens) in enumerate(answers):
+            after_BT[row, len(prompt) - 1 : len(prompt) + len(tokens) - 1] = True
+        found: list[list[float]] = []
+        for temperature in temperatures:
+            logprobs_BTV = (logits_BTV / temperature).log_softmax(-1)
+            logprobs_BT = logprobs_BTV.gather(-1, ids_BT[:, 1:, None])[..., 0]
+            found.append(logprobs_BT.cpu()[after_BT].tolist())
+        return found

@@ -7,10 +7,12 @@ store).
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from typing import Any
 
 from groupwise.core.errors import UsageError
+from groupwise.core.terminal.quantities import counted
 from groupwise.jobs.clouds.backend import Capabilities, Cost, Handle, Order, Plan
 from groupwise.jobs.clouds.machine import MachineBackend
 from groupwise.jobs.clouds.modal.port import MOST_SECONDS, NAMED, SPARE_SECONDS, Call, Image, app_of
@@ -21,27 +23,14 @@ from groupwise.jobs.hosts.spec import FileEntry
 
 ENVIRONMENTS = "/opt/groupwise/environments"
 """The folder in images that holds the jobs' Python environments."""
-PRICED_AT = "May 2026"
-"""Date of the prices below: modal.com/pricing, list prices of the base region."""
-DOLLARS_PER_SECOND = {
-    "T4": 0.000164,
-    "L4": 0.000222,
-    "A10G": 0.000306,
-    "L40S": 0.000542,
-    "A100": 0.000583,
-    "A100-80GB": 0.000694,
-    "H100": 0.001097,
-    "H200": 0.001261,
-    "B200": 0.001736,
-}
-"""Dollars per GPU second by Modal's GPU names, for estimates; A100 is the 40 GB model. CPU and memory are billed in addition. Modal's own
-bill is authoritative."""
+GPU_RATE = "gpu_hour_cost_"
+"""What the names of GPUs begin with in Modal's list of rates."""
 
 
 class ModalBackend(MachineBackend):
     """A `Backend` that runs jobs at Modal."""
 
-    capabilities = Capabilities(paid=True, queues=True)
+    capabilities = Capabilities(paid=True)
 
     def __init__(
         self,
@@ -63,6 +52,7 @@ class ModalBackend(MachineBackend):
         files = {entry.sha256: entry.size for entry in order.spec.files.values()}
         with self._cloud_errors():
             owner = await self._modal.port.workspace()
+            price = await self._price_per_hour(order)
         token = (
             "there is no token of Modal here, which launching needs: `modal token new` gets one"
             if owner is None
@@ -85,11 +75,12 @@ class ModalBackend(MachineBackend):
         steps = (
             token,
             image_step,
-            f"send what it lacks of {len(files)} files ({sum(files.values())} bytes) to its volume",
+            f"send what it lacks of {counted(len(files), 'file')} ({counted(sum(files.values()), 'byte')}) to its volume",
             f"spawn a call with {call.gpu or 'no GPU'}{secrets_text}, ended by Modal after {call.timeout / 3600:.3g} h{continuation}",
-            f"prices as of {PRICED_AT}, of GPUs alone",
+            "the price is that of the GPUs alone, by Modal's rates for this workspace"
+            if price is not None or call.gpu is None
+            else f"what {call.gpu} costs is not known: that takes a token which may ask for the rates of its workspace",
         )
-        price = per_hour(order.place_options.get("gpu"), order.gpus)
         return Plan(self._where, steps, order.spec.arguments, price, paid=True)
 
     async def submit(self, order: Order, store: BlobStore) -> Handle:
@@ -109,9 +100,10 @@ class ModalBackend(MachineBackend):
         return await super().resume(name, secrets, store)
 
     async def cost(self, handle: Handle) -> Cost | None:
-        """See `Priced.cost`: an estimate from the duration of the attempts and the list prices."""
+        """See `Priced.cost`: an estimate from the duration of the attempts and the present rates."""
         order = await self.order(handle)
-        price = per_hour(order.place_options.get("gpu"), order.gpus)
+        with self._cloud_errors():
+            price = await self._price_per_hour(order)
         if price is None:
             return None
         attempts = await self._started_attempts(handle.name)
@@ -127,9 +119,15 @@ class ModalBackend(MachineBackend):
         )
         return Cost(
             round(price * seconds / 3600, 2),
-            f"{seconds:.0f} s of {max(1, order.gpus)} {order.place_options['gpu']} at list prices of {PRICED_AT}, from the first call's "
+            f"{seconds:.0f} s of {max(1, order.gpus)} {order.place_options['gpu']} at the rates of now, from the first call's "
             f"beginning to each attempt's end, without processors and memory{uncounted}; Modal's bill is what counts",
         )
+
+    async def _price_per_hour(self, order: Order) -> float | None:
+        """Dollars an hour for the order's GPUs; None if it has none, or if Modal does not say. Raises UsageError for an unknown GPU."""
+        gpu = order.place_options.get("gpu")
+        rates = None if gpu is None else await self._modal.port.rates()
+        return None if gpu is None or rates is None else gpu_rate(rates, gpu) * max(1, order.gpus)
 
     async def _deploy(self, order: Order, store: BlobStore) -> None:
         """Have Modal build the order's image if Modal does not have it yet."""
@@ -177,15 +175,21 @@ class ModalBackend(MachineBackend):
         )
 
 
-def check_gpu(name: str) -> str:
-    """Return the name. Raises UsageError if this GPU is not in the price list."""
-    if name not in DOLLARS_PER_SECOND:
-        raise UsageError(
-            f"--gpu-model {name}: Modal's GPUs that are known here are {', '.join(DOLLARS_PER_SECOND)}."
-        )
-    return name
+def gpu_rate(rates: Mapping[str, float], gpu: str) -> float:
+    """Dollars an hour for one GPU, by the workspace's rates. Raises UsageError if they do not list it.
 
-
-def per_hour(gpu: str | None, count: int) -> float | None:
-    """Dollars per hour for `count` GPUs; None if no GPU is requested."""
-    return None if gpu is None else DOLLARS_PER_SECOND[check_gpu(gpu)] * 3600 * max(1, count)
+    The list has a10g, a100_40gb, a100_80gb, rtx6000 for what functions name A10, A100, A100-80GB, RTX-PRO-6000; `H100!` and `B200+` say
+    which others Modal may give instead, at the same price."""
+    listed = {
+        name.removeprefix(GPU_RATE): rate
+        for name, rate in rates.items()
+        if name.startswith(GPU_RATE)
+    }
+    name = gpu.lower().rstrip("!+").replace("-", "_").replace("rtx_pro_", "rtx")
+    matching = [
+        rate for key, rate in listed.items() if re.fullmatch(rf"{re.escape(name)}(g|_\d+gb)?", key)
+    ]
+    if not matching:
+        names = ", ".join(key.upper().replace("_", "-") for key in listed)
+        raise UsageError(f"--gpu-model {gpu}: Modal's list of rates has {names}.")
+    return min(matching)

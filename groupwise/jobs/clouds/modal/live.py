@@ -52,6 +52,20 @@ class LiveModal:
             await client.hello.aio()  # pyright: ignore[reportUnknownMemberType]
         return f"profile {self._profile}" if self._profile else "the token of this machine"
 
+    async def rates(self) -> Mapping[str, float] | None:
+        """See `ModalPort.rates`."""
+        if find_spec("modal") is None or self._token is None:
+            return None
+        import modal
+
+        workspace = modal.Workspace.from_context(client=await self._open_client())
+        with _host_errors("rates"):
+            try:
+                rates = await workspace.billing.rates.aio()
+            except modal.exception.PermissionDeniedError:
+                return None
+        return {name: float(rate) for name, rate in rates.items()}
+
     async def _open_client(self) -> Client:
         if self._client is None:
             if self._token is None:
@@ -59,7 +73,10 @@ class LiveModal:
             import modal
 
             with _host_errors("token"):
-                self._client = await modal.Client.from_credentials.aio(*self._token)
+                try:
+                    self._client = await modal.Client.from_credentials.aio(*self._token)
+                except modal.exception.ConnectionError as error:
+                    raise HostUnreachable(str(error)) from None
         return self._client
 
     async def has_app(self, name: str) -> bool:
@@ -178,15 +195,14 @@ class LiveModal:
 
 @contextmanager
 def _host_errors(code: str) -> Generator[None]:
-    """Turn Modal's exceptions into those of `groupwise.jobs.hosts.port`."""
+    """Turn Modal's exceptions into those of `groupwise.jobs.hosts.port`. A ConnectionError too leaves the outcome unknown: Modal raises it
+    if the last of several tries of a request got no answer."""
     from modal import exception
 
     try:
         yield
     except exception.AuthError as error:
         raise RunnerRefused(code, f"Modal does not take the token: {error}") from None
-    except exception.ConnectionError as error:
-        raise HostUnreachable(str(error)) from None
     except (
         exception.InvalidError,
         exception.NotFoundError,

@@ -83,6 +83,10 @@ class ModalPort(Protocol):
         """The token's owner; None if there is no token. Raises RunnerRefused if Modal rejects the token."""
         ...
 
+    async def rates(self) -> Mapping[str, float] | None:
+        """What the workspace pays in dollars an hour, by Modal's names: `gpu_hour_cost_a100_80gb`. None without a token that may ask."""
+        ...
+
     async def has_app(self, name: str) -> bool:
         """True if this app is deployed already."""
         ...

@@ -64,7 +64,7 @@ class CoordinatorHost:
             raise OutcomeUnknown(timeout_message(request, "Modal", seconds)) from None
         reader = AnswerReader(request)
         if not reader.feed(answer):
-            raise incomplete_answer_error(reader, None, "")
+            raise incomplete_answer_error(reader, None, "", is_sent=True)
         assert reader.answer is not None, "it is whole"
         return checked_answer(reader.answer)
 
@@ -196,7 +196,7 @@ class ModalRunner(SchedulerRunner[ModalTurn]):
                 "end", job, epoch, "cancelled while it waited for a container"
             )
             return await self.status(job, epoch)
-        return await self._judge_one(state)
+        return await self._judge_changed(state)
 
     # --- judging --------------------------------------------------------------------------------
 

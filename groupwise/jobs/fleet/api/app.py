@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from functools import cache
+from urllib.parse import unquote
 
 from fastapi import FastAPI
 from sqlalchemy import select
@@ -18,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from groupwise.api.http.app import ApiInfo, assemble
 from groupwise.api.http.middleware import RouteTable
 from groupwise.api.http.route import Route
+from groupwise.api.schemas.fleet import ACTS_FOR
 from groupwise.api.schemas.keys import LOCAL, Caller, Keyring, Role, StoredKey, id_in, presented_key
 from groupwise.api.schemas.problems import Refusal
 from groupwise.jobs.fleet.api.routes import files, jobs, machines, people, state
@@ -44,8 +46,6 @@ ABOUT = ApiInfo(
     "Jobs on many machines: submit one, watch it, cancel it, fetch what it left. A job is a command, an environment, files and resources. "
     "Every refusal is a problem (RFC 9457) with a `code` that never changes its meaning.",
 )
-ACTS_FOR = "X-Acts-For"
-"""Header of `make_local_app` only: the actor of the request instead of the local user."""
 
 
 def make_app(
@@ -68,15 +68,14 @@ def make_app(
     return assemble(ABOUT, ROUTES, serving, identify, local_only=open_to_this_machine)
 
 
-def make_local_app(serving: Serving, user: str) -> ASGIApp:
-    """The application for callers in this process, who need no key.
+def make_local_app(serving: Serving) -> ASGIApp:
+    """The application for commands of this machine (`groupwise.jobs.fleet.local`). They need no key: the header `ACTS_FOR` names the actor.
 
-    `user` is the name in events (`user:ada`); the header `ACTS_FOR` replaces it for one request. A route is built when it is first
-    requested: building all of them takes a tenth of a second, and a command needs one or two.
+    A route is built when it is first requested: building all of them takes a tenth of a second, and a command needs one or two.
     """
 
     async def identify(headers: Mapping[str, str]) -> Caller:
-        return Caller(headers.get(ACTS_FOR, user), Role.ADMIN)
+        return Caller(unquote(headers.get(ACTS_FOR, LOCAL.key_id)), Role.ADMIN)
 
     table = RouteTable(ROUTES)
 

@@ -23,7 +23,7 @@ from groupwise.api.schemas.keys import Caller, Role
 from groupwise.api.schemas.problems import Refusal
 from groupwise.jobs.fleet.notify.base import Doorbell
 from groupwise.jobs.fleet.retry import AwayError
-from groupwise.jobs.fleet.secrets import UNLESS_TOLD, AllowedSecrets
+from groupwise.jobs.fleet.secrets import DEFAULT_SECRETS, AllowedSecrets
 from groupwise.jobs.fleet.store.database import Database, DatabaseFailure
 from groupwise.jobs.fleet.text_validation import json_safe
 from groupwise.jobs.fleet.verbs.actor import Actor
@@ -66,7 +66,7 @@ class Serving(Shared):
         database: Database,
         folders: Folders,
         doorbell: Doorbell,
-        allowed: AllowedSecrets = UNLESS_TOLD,
+        allowed: AllowedSecrets = DEFAULT_SECRETS,
     ) -> None:
         super().__init__(Limits(MOST_BODY, max_json_bytes=self.most_json))
         self.database = database
@@ -94,7 +94,7 @@ class LocalServing(Serving):
     def refusal_of(self, error: Exception) -> Refusal | None:
         """Like `Serving.refusal_of`, but with the messages of the database and of the file system."""
         if isinstance(error, AwayError):
-            return Refusal("database_away" if error.passing else "internal", error.message)
+            return Refusal("database_away" if error.temporary else "internal", error.message)
         if isinstance(error, OSError):
             return Refusal("internal", f"{type(error).__name__}: {error}")
         return super().refusal_of(error)
@@ -110,8 +110,10 @@ class RequestContext:
     @property
     def actor(self) -> Actor:
         """The caller as an actor of verbs."""
-        name = self.caller.key_id  # a local caller is named with its kind, as `user:ada`
-        return Actor(name if ":" in name else f"key:{name}", self.caller.projects)
+        caller = self.caller
+        name = caller.key_id  # a local caller is named with its kind, as `user:ada`
+        is_operator = caller.role >= Role.ADMIN and caller.projects is None
+        return Actor(name if ":" in name else f"key:{name}", caller.projects, is_operator)
 
     async def run(
         self, verb: Callable[Concatenate[Session, Actor, P], T], *args: P.args, **kwargs: P.kwargs

@@ -18,6 +18,7 @@ import random
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, Protocol
 
 from groupwise.core.errors import RunError
@@ -51,6 +52,7 @@ from groupwise.jobs.fleet.attempts.launching import (
 from groupwise.jobs.fleet.attempts.records import Machine, MemberRow, Snapshot, Stale
 from groupwise.jobs.fleet.attempts.watching import CHANGEABLE, Pauses, Watch, Watches
 from groupwise.jobs.fleet.attempts.write_batching import Reads
+from groupwise.jobs.fleet.queue.placement import is_oversubscribed
 from groupwise.jobs.fleet.secrets import SecretMissing, Secrets
 from groupwise.jobs.fleet.states import AttemptState
 from groupwise.jobs.fleet.tasks import wait_at_most
@@ -181,7 +183,7 @@ class _MemberMonitor:
     ) -> None:
         self.name = (job_id, epoch)
         self.last: MemberState | None = None
-        self.hearing = False
+        self.machine_answers = False
         self.reachable = True
         self.place: str | None = None
         """The root folder in which it started, as the machine names it."""
@@ -208,12 +210,12 @@ class _MemberMonitor:
         self._wake = wake
         self._clock = clock
 
-    def heard(self, state: MemberState) -> None:
-        self.learn(state)
+    def on_state(self, state: MemberState) -> None:
+        self.update(state)
         if not self.elsewhere:  # otherwise the member is asked again after a pause
             self._wake()
 
-    def learn(self, state: MemberState) -> None:
+    def update(self, state: MemberState) -> None:
         """Store an answer without waking the controller: it asked for the answer, and checks by itself whether anything changed."""
         self.elsewhere = self.place not in (None, state.place)
         if self.elsewhere:
@@ -224,11 +226,11 @@ class _MemberMonitor:
             self.ended = self._clock() - state.exit.age
         self.last, self.reachable, self.asked = state, True, True
 
-    def lost_contact(self, reason: str) -> None:
-        self.last, self.reachable, self.hearing, self.elsewhere = None, False, False, False
+    def on_contact_lost(self, reason: str) -> None:
+        self.last, self.reachable, self.machine_answers, self.elsewhere = None, False, False, False
         self._wake()
 
-    def contact_again(self) -> None:
+    def on_contact(self) -> None:
         self.last, self.reachable, self.asked = None, True, False
         self._wake()
 
@@ -272,7 +274,7 @@ class AttemptController:
         self._has_news = asyncio.Event()
         self._backoff = Backoff(deps.pauses.first, deps.pauses.longest, deps.chance.random)
 
-    def poke(self) -> None:
+    def wake(self) -> None:
         """Wake the controller: the attempt has changed in the database."""
         self._has_news.set()
 
@@ -347,8 +349,7 @@ class AttemptController:
                 row.job_id, self.epoch, self._has_news.set
             )
             monitor.provided = len(row.members) == 1 or not files_of(row)
-            runner = self._deps.runner(member.machine)
-            monitor.watch = self._deps.watches.listen(member.machine.vm_id, runner, monitor)
+            monitor.watch = self._deps.watches.listen(member.machine, monitor)
         monitor.place = member.handle.get("place", monitor.place)
         return monitor
 
@@ -361,7 +362,7 @@ class AttemptController:
         """Ask the member's runner a question whose answer is a state. Without an answer, the last reading is discarded."""
         monitor = self._monitor(row, member)
         try:
-            monitor.learn(await question(self._deps.runner(member.machine), member))
+            monitor.update(await question(self._deps.runner(member.machine), member))
         except HostUnreachable as error:
             self._note_silence(monitor, error)
         except RunnerRefused as error:  # the last reading still holds
@@ -379,7 +380,7 @@ class AttemptController:
 
     def _note_silence(self, monitor: _MemberMonitor, error: Exception) -> None:
         """Count the machine as silent, until its watch reaches it again."""
-        monitor.lost_contact(str(error))
+        monitor.on_contact_lost(str(error))
         if monitor.watch is not None:
             monitor.watch.is_silent = True
             monitor.watch.look_again()
@@ -402,18 +403,20 @@ class AttemptController:
 
             def note(session: Any) -> None:
                 for rank, silent, elsewhere in changed_members:
-                    records.contact(session, epoch, owner, rank, silent=silent, elsewhere=elsewhere)
+                    records.record_contact(
+                        session, epoch, owner, rank, silent=silent, elsewhere=elsewhere
+                    )
 
             await self._deps.gateway.commit("attempt.contact", note)
             row = await self._read_snapshot()
         for member in row.members:
             if (monitor := self._monitors.get(member.rank)) is None:
                 continue
-            is_hearing = (
+            is_answering = (
                 monitor.reachable and monitor.last is not None and monitor.last.state in CHANGEABLE
             )
-            if is_hearing != monitor.hearing:
-                monitor.hearing = is_hearing
+            if is_answering != monitor.machine_answers:
+                monitor.machine_answers = is_answering
                 if monitor.watch is not None:
                     monitor.watch.look_again()
         return row
@@ -436,7 +439,7 @@ class AttemptController:
             exit=m.exit,
             lost=m.machine.lost,
             deadman_over=self._deadman_is_over(row, m),
-            drained=not m.machine.takes_new,
+            drained=not (m.machine.takes_new or is_oversubscribed(m.slot)),
             released=m.released,
             abandoned=m.is_abandoned,
             gpu_problems=m.gpu_problems,
@@ -494,7 +497,7 @@ class AttemptController:
 
             def write(session: Any) -> None:
                 for rank, state in unwritten_states:
-                    records.record(session, epoch, owner, state, rank)
+                    records.record_state(session, epoch, owner, state, rank)
 
             await self._deps.gateway.commit_of(epoch, "attempt.record", write)
         states_before = {rank: monitor.decision_state for rank, monitor in self._monitors.items()}
@@ -527,7 +530,16 @@ class AttemptController:
                 case CheckRelease():
                     await self._check_release(row, member)
                 case Abandon():
-                    await self._abandon(member)
+                    await self._deps.gateway.commit(
+                        "attempt.abandon",
+                        partial(
+                            ending.abandon,
+                            epoch=self.epoch,
+                            owner=self._deps.owner,
+                            rank=member.rank,
+                        ),
+                    )
+                    self._has_news.set()
                 case Move():
                     raise AssertionError("a move stands alone")
 
@@ -541,9 +553,9 @@ class AttemptController:
                 # Recorded before a machine receives them; the attempt keeps this deadman even if its machine's row changes.
                 for member in row.members:
                     if (deadman := member.machine.deadman) is not None:
-                        records.sending(session, epoch, owner, member.rank, deadman)
+                        records.record_deadman(session, epoch, owner, member.rank, deadman)
             for rank, state in unwritten_states:
-                records.record(session, epoch, owner, state, rank)
+                records.record_state(session, epoch, owner, state, rank)
             if ends_attempt:
                 ending.end(session, epoch, owner, move, chance)
             else:
@@ -561,7 +573,8 @@ class AttemptController:
             if (monitor := self._monitors.get(m.rank))
             and monitor.last
             and monitor.last.state is not RunnerState.ABSENT
-            and (m.recorded, m.waits) != (monitor.last.state, records.waits_for(monitor.last))
+            and (m.recorded, m.waits)
+            != (monitor.last.state, records.engine_wait_reason(monitor.last))
         ]
 
     async def _launch_member(self, row: Snapshot, member: MemberRow) -> None:
@@ -649,15 +662,8 @@ class AttemptController:
             return
         holders = [{"what": h.what, "detail": h.detail, "pid": h.pid} for h in release.holders]
         await self._deps.gateway.commit(
-            "attempt.leaking", lambda s: records.leaking(s, epoch, owner, rank, holders)
+            "attempt.leaking", lambda s: records.record_leaking(s, epoch, owner, rank, holders)
         )
-
-    async def _abandon(self, member: MemberRow) -> None:
-        owner, epoch, rank = self._deps.owner, self.epoch, member.rank
-        await self._deps.gateway.commit(
-            "attempt.abandon", lambda s: ending.abandon(s, epoch, owner, rank)
-        )
-        self._has_news.set()
 
     # Fetching
 
@@ -764,7 +770,9 @@ class AttemptController:
             return
         owner, epoch = self._deps.owner, self.epoch
         await self._deps.gateway.commit_of(
-            epoch, "attempt.stuck", lambda s: records.stuck(s, epoch, owner, member.rank, reason)
+            epoch,
+            "attempt.stuck",
+            lambda s: records.record_stuck(s, epoch, owner, member.rank, reason),
         )
 
     async def _fetch_remainder(self, row: Snapshot) -> None:

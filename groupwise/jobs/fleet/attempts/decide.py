@@ -519,7 +519,7 @@ class Stray(StrEnum):
     LEAVE = "leave"
     """It is live, or over on the machine too."""
     KILL = "kill"
-    QUARANTINE = "quarantine"
+    REPORT = "report"
     """Recorded and shown; it may belong to another control plane, or to this one before its database was restored to an older state."""
 
 
@@ -539,7 +539,7 @@ def stray(epoch: int, reading: Reading, known: Known | None, survivors: int = 0)
     if not runs and not survivors:
         return Stray.LEAVE
     if known is None or epoch > known.highest_epoch:
-        return Stray.QUARANTINE
+        return Stray.REPORT
     if epoch == known.live_epoch or not runs:
         return Stray.LEAVE
     return Stray.KILL

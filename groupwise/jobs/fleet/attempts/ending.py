@@ -1,6 +1,6 @@
 """The end of an attempt, and the release of its reservations: one transaction each.
 
-`end` writes the end of the attempt, the job's next status, the quarantine of a broken GPU or the cordoning of a machine that fails
+`end` writes the end of the attempt, the job's next status, the quarantine of a broken GPU or the draining of a machine that fails
 launches, and the events of all that, together or not at all. So there is no moment at which a job is running without a live attempt.
 
 Reservations stay open until the machine was seen to hold nothing of the attempt (`release`), or an operator has declared the machine lost
@@ -21,7 +21,7 @@ from groupwise.jobs.fleet.attempts import refusals
 from groupwise.jobs.fleet.attempts.decide import Move
 from groupwise.jobs.fleet.attempts.records import job_of, locked_attempt, members_of
 from groupwise.jobs.fleet.queue import requeue_pending
-from groupwise.jobs.fleet.queue.failures import JobFacts, Verdict, after_end
+from groupwise.jobs.fleet.queue.failures import REFUSED_LAUNCH, JobFacts, Verdict, after_end
 from groupwise.jobs.fleet.queue.request import RequestDocument
 from groupwise.jobs.fleet.queue.resources import Resources
 from groupwise.jobs.fleet.states import (
@@ -49,12 +49,10 @@ from groupwise.jobs.fleet.store.tables import (
 )
 from groupwise.jobs.hosts.failures import FailureClass
 
-ACCUSATION_SECONDS = 86_400.0
-"""Seconds for which a job's accusation of a GPU counts."""
-CORDONED_AFTER = 3
-"""Refused launches in a row, each of another job, after which a machine is cordoned."""
-REFUSED = frozenset({FailureClass.LAUNCH_FAILURE, FailureClass.NOT_PROVIDED})
-"""Failures before the command started, with a refusal that gives the reason."""
+FAULT_REPORT_SECONDS = 86_400.0
+"""Seconds for which a job's report that a GPU is broken counts."""
+DRAINED_AFTER = 3
+"""Refused launches in a row, each of another job, after which a machine is drained."""
 
 
 @in_steps
@@ -173,28 +171,28 @@ def _member_at_fault(move: Move) -> Mapping[str, Any]:
 def _quarantine(session: Session, attempt: Attempt, owner: str, move: Move) -> None:
     """Quarantine the failed member's GPUs (those that the reason names, else all) until an operator has checked them.
 
-    Output of a job is no evidence by itself, or one job could disable a whole fleet. It only accuses the GPU: an operator sees the event,
-    other jobs still get the GPU, and it is quarantined once another job accuses it too.
+    Output of a job is no evidence by itself, or one job could disable a whole fleet. It is only recorded as a report: an operator sees the
+    event, other jobs still get the GPU, and it is quarantined once another job reports it too.
     """
     member = _member_at_fault(move)
     is_proven = bool(member.get("gpu_problems"))
     for gpu in _gpus_meant(session, attempt, member, move.because):
-        if gpu.quarantined is not None:
+        if gpu.quarantine_reason is not None:
             continue
-        if not is_proven and not _accused_before(session, attempt, gpu):
-            accusation_before, now = gpu.accused, seconds(session)
-            accuser = {"job_id": attempt.job_id, "epoch": attempt.epoch}
-            gpu.accused = {**accuser, "at": now, "said": move.because}
+        if not is_proven and not _reported_before(session, attempt, gpu):
+            report_before, now = gpu.fault_report, seconds(session)
+            reporter = {"job_id": attempt.job_id, "epoch": attempt.epoch}
+            gpu.fault_report = {**reporter, "at": now, "message": move.because}
             _append_event(
-                session, attempt, owner, events.GPU_ACCUSED, vm_id=gpu.vm_id,
-                before={"accused": accusation_before}, after={"accused": gpu.accused},
+                session, attempt, owner, events.GPU_REPORTED, vm_id=gpu.vm_id,
+                before={"fault_report": report_before}, after={"fault_report": gpu.fault_report},
                 detail={"index": gpu.index, "uuid": gpu.uuid},
             )  # fmt: skip
             continue
-        gpu.quarantined = f"{move.because} (attempt {attempt.job_id}.{attempt.epoch})"
+        gpu.quarantine_reason = f"{move.because} (attempt {attempt.job_id}.{attempt.epoch})"
         _append_event(
-            session, attempt, owner, "gpu.quarantined", vm_id=gpu.vm_id,
-            before={"quarantined": None}, after={"quarantined": gpu.quarantined},
+            session, attempt, owner, events.GPU_QUARANTINED, vm_id=gpu.vm_id,
+            before={"quarantine_reason": None}, after={"quarantine_reason": gpu.quarantine_reason},
             detail={"index": gpu.index, "uuid": gpu.uuid},
         )  # fmt: skip
 
@@ -213,16 +211,16 @@ def _gpus_meant(
     return [gpu for gpu in gpus if gpu.uuid in text] or gpus
 
 
-def _accused_before(session: Session, attempt: Attempt, gpu: GPU) -> bool:
-    """True if another job accused the GPU within ACCUSATION_SECONDS."""
-    accusation = gpu.accused
-    if accusation is None or accusation["job_id"] == attempt.job_id:
+def _reported_before(session: Session, attempt: Attempt, gpu: GPU) -> bool:
+    """True if another job reported the GPU as broken within FAULT_REPORT_SECONDS."""
+    report = gpu.fault_report
+    if report is None or report["job_id"] == attempt.job_id:
         return False
-    return accusation["at"] > seconds(session) - ACCUSATION_SECONDS
+    return report["at"] > seconds(session) - FAULT_REPORT_SECONDS
 
 
 def _blame_machine(session: Session, attempt: Attempt, owner: str, move: Move) -> None:
-    """Count a refused launch, and cordon the machine after a few in a row. Each job counts once, since it may be the job's fault."""
+    """Count a refused launch, and drain the machine after a few in a row. Each job counts once, since it may be the job's fault."""
     vm_id = _machine_to_blame(move)
     if vm_id is None:
         return
@@ -230,11 +228,11 @@ def _blame_machine(session: Session, attempt: Attempt, owner: str, move: Move) -
     if _was_refused_here_before(session, attempt, vm_id):
         return
     vm.launch_failures += 1
-    if vm.launch_failures >= CORDONED_AFTER and vm.cordoned is None:
-        vm.cordoned = f"{vm.launch_failures} launches in a row failed; the last one: {_member_at_fault(move)['refusal']}"
+    if vm.launch_failures >= DRAINED_AFTER and vm.drain_reason is None:
+        vm.drain_reason = f"{vm.launch_failures} launches in a row failed; the last one: {_member_at_fault(move)['refusal']}"
         _append_event(
-            session, attempt, owner, "vm.cordoned", vm_id=vm_id,
-            before={"cordoned": None}, after={"cordoned": vm.cordoned},
+            session, attempt, owner, events.VM_DRAINING, vm_id=vm_id,
+            before={"reason": None}, after={"reason": vm.drain_reason},
         )  # fmt: skip
 
 
@@ -268,7 +266,7 @@ def _note_gpus(session: Session, attempt: Attempt, owner: str, move: Move) -> No
 def _is_hopeless(session: Session, job: Job, move: Move) -> bool:
     """True if every machine would refuse the job, also later. A program that one machine lacks may exist on another that the job can use; a
     secret or a disk of the control machine may be available again later."""
-    if move.failure not in REFUSED:
+    if move.failure not in REFUSED_LAUNCH:
         return False
     code = refusals.code_of(_member_at_fault(move).get("refusal"))
     if code != "unknown_program":

@@ -77,7 +77,7 @@ class Machine:
     idle_memory_mb: int
     lost: bool
     takes_new: bool
-    """False if the machine is draining or cordoned."""
+    """False if the machine is draining."""
     engine: Elastic | None = None
     """The engine that starts jobs instead of the machine, if any."""
 
@@ -293,7 +293,7 @@ def machine(vm: VM) -> Machine:
         probe=None if probe is None else tuple(probe),
         idle_memory_mb=vm.idle_memory_mb,
         lost=vm.lost_at is not None,
-        takes_new=vm.active and not vm.draining and vm.cordoned is None and vm.lost_at is None,
+        takes_new=vm.active and not vm.draining and vm.drain_reason is None and vm.lost_at is None,
         engine=engine,
     )
 
@@ -330,16 +330,15 @@ def pending_requests(session: Session, owner: str) -> dict[int, tuple[bool, tupl
     return requests
 
 
-def boot_observations(session: Session, owner: str) -> dict[str, tuple[str | None, bool]]:
-    """The poller's observations of machines on which this owner has open attempts: by machine, its boot id and whether it answers."""
-    rows = session.execute(
-        select(VM.vm_id, VM.boot_id, VM.contact)
-        .join(Member, Member.vm_id == VM.vm_id)
+def boot_observations(session: Session, owner: str) -> dict[str, tuple[Machine, str | None, bool]]:
+    """The machines on which this owner has open attempts, each with the poller's observation: its boot id, and whether it answers."""
+    used = (
+        select(Member.vm_id)
         .join(Attempt, Attempt.epoch == Member.epoch)
         .where(Attempt.owner == owner, _is_open())
-        .distinct()
     )
-    return {vm_id: (boot, contact == Contact.OK) for vm_id, boot, contact in rows}
+    rows = session.scalars(select(VM).where(VM.vm_id.in_(used)))
+    return {vm.vm_id: (machine(vm), vm.boot_id, vm.contact == Contact.OK) for vm in rows}
 
 
 def known_jobs(session: Session, vm_id: str, jobs: Iterable[str]) -> dict[str, Known]:
@@ -515,12 +514,12 @@ _LAUNCHES = (
 )
 
 
-def record(session: Session, epoch: int, owner: str, state: MemberState, rank: int) -> None:
+def record_state(session: Session, epoch: int, owner: str, state: MemberState, rank: int) -> None:
     """Record a runner's report about a member."""
     locked_attempt(session, epoch, owner)
     member = session.get_one(Member, (epoch, rank))
     member.state = str(state.state)
-    wait_reason = waits_for(state)
+    wait_reason = engine_wait_reason(state)
     member.handle = {
         **{name: value for name, value in member.handle.items() if name != WAITS},
         **({} if wait_reason is None else {WAITS: wait_reason}),
@@ -529,19 +528,19 @@ def record(session: Session, epoch: int, owner: str, state: MemberState, rank: i
     }
 
 
-def waits_for(state: MemberState) -> str | None:
+def engine_wait_reason(state: MemberState) -> str | None:
     """The reason why a member waits in the queue of its engine, in words; None: it does not wait."""
     return state.engine_says or None if state.state is RunnerState.QUEUED else None
 
 
-def sending(session: Session, epoch: int, owner: str, rank: int, deadman: float) -> None:
+def record_deadman(session: Session, epoch: int, owner: str, rank: int, deadman: float) -> None:
     """Record the deadman timeout before the first launch request is sent."""
     locked_attempt(session, epoch, owner)
     member = session.get_one(Member, (epoch, rank))
     member.handle = {**member.handle, "deadman": deadman}
 
 
-def contact(
+def record_contact(
     session: Session, epoch: int, owner: str, rank: int, *, silent: bool, elsewhere: bool = False
 ) -> None:
     """Record that the machine fell silent, or answers again. The time of falling silent is written once, by the database's clock.
@@ -574,7 +573,7 @@ def contact(
         )  # fmt: skip
 
 
-def stuck(session: Session, epoch: int, owner: str, rank: int, reason: str) -> None:
+def record_stuck(session: Session, epoch: int, owner: str, rank: int, reason: str) -> None:
     """Mark an attempt as stuck for a reason that is not the job's; the operator is alerted once for each reason."""
     attempt = locked_attempt(session, epoch, owner)
     member = session.get_one(Member, (epoch, rank))
@@ -587,7 +586,7 @@ def stuck(session: Session, epoch: int, owner: str, rank: int, reason: str) -> N
     )  # fmt: skip
 
 
-def not_mirrored(
+def record_not_mirrored(
     session: Session, epoch: int, owner: str, rank: int, reason: str, *, gone: bool
 ) -> None:
     """Record that a checkpoint could not be fetched. The operator is alerted once, until one arrives again: at once if it can never be
@@ -608,7 +607,7 @@ def not_mirrored(
         )  # fmt: skip
 
 
-def note_mirrored(session: Session, epoch: int, rank: int) -> None:
+def record_mirrored(session: Session, epoch: int, rank: int) -> None:
     """A checkpoint has arrived, so earlier failures no longer matter. The attempt's row is locked."""
     member = session.get_one(Member, (epoch, rank))
     if "missed" in member.handle:
@@ -616,7 +615,7 @@ def note_mirrored(session: Session, epoch: int, rank: int) -> None:
         member.handle = {k: v for k, v in member.handle.items() if k not in cleared}
 
 
-def leaking(
+def record_leaking(
     session: Session, epoch: int, owner: str, rank: int, holders: Sequence[Mapping[str, Any]]
 ) -> None:
     """The machine still holds resources of an ended attempt. The operator is alerted once, and these resources are not used."""
@@ -637,9 +636,9 @@ def leaking(
 # ---------------------------------------------------------------------------------------------------------------------------------------
 
 
-def quarantine(session: Session, owner: str, vm_id: str, job_id: str, epoch: int) -> bool:
+def record_untracked(session: Session, owner: str, vm_id: str, job_id: str, epoch: int) -> bool:
     """Record once that a machine runs an attempt that the database does not know. True if it was not recorded before."""
-    kind = events.ATTEMPT_QUARANTINED
+    kind = events.ATTEMPT_UNTRACKED
     reported = select(Event.event_id).where(
         Event.job_id == job_id, Event.kind == kind, Event.vm_id == vm_id, Event.epoch == epoch
     )
@@ -653,7 +652,7 @@ def quarantine(session: Session, owner: str, vm_id: str, job_id: str, epoch: int
 
 
 @dataclass(frozen=True, slots=True)
-class LeftBehind:
+class UnreleasedMember:
     """A member that was given up when its machine was declared lost."""
 
     job_id: str
@@ -678,12 +677,12 @@ def unobserved_machines(session: Session, started_at: float, *, lately: bool = T
     return [
         vm_id
         for vm_id, observed, facts in rows
-        if _asked_at(observed, facts, now)
+        if _last_request_at(observed, facts, now)
         < started_at - (capacity.stale_after(facts) if lately else 0.0)
     ]
 
 
-def _asked_at(observed: float, facts: Mapping[str, Any], now: float) -> float:
+def _last_request_at(observed: float, facts: Mapping[str, Any], now: float) -> float:
     """When a machine was asked last. Times in the future are ignored, since they come from another clock."""
     times = (observed, missed_at(facts))
     return max((time for time in times if time <= now + AHEAD), default=0.0)
@@ -695,7 +694,7 @@ def missed_at(facts: Mapping[str, Any]) -> float:
     return time if isinstance(time, int | float) else 0.0
 
 
-def left_behind(session: Session, vm_id: str) -> list[LeftBehind]:
+def unreleased_members(session: Session, vm_id: str) -> list[UnreleasedMember]:
     """Members of ended attempts that may still run on this machine, because it was declared lost."""
     rows = session.execute(
         select(Attempt.job_id, Member.epoch, Member.rank)
@@ -708,28 +707,28 @@ def left_behind(session: Session, vm_id: str) -> list[LeftBehind]:
         )
         .order_by(Member.epoch, Member.rank)
     )
-    members: list[LeftBehind] = []
+    members: list[UnreleasedMember] = []
     for job_id, epoch, rank in rows:
         reservations = _reservations_held(session, [epoch]).get((epoch, rank), [])
         gpus = tuple(
             reservation.uuid for reservation in reservations if reservation.uuid is not None
         )
         members.append(
-            LeftBehind(
+            UnreleasedMember(
                 job_id, epoch, rank, gpus, reservations[0].share_mb if reservations else None
             )
         )
     return members
 
 
-def left_nothing(session: Session, epoch: int, rank: int) -> None:
+def record_released(session: Session, epoch: int, rank: int) -> None:
     """Record that a machine that had been lost holds nothing of this member."""
     session.execute(
         update(Member).where(Member.epoch == epoch, Member.rank == rank).values(released=True)
     )
 
 
-def use_again(session: Session, owner: str, vm_id: str) -> bool:
+def return_to_use(session: Session, owner: str, vm_id: str) -> bool:
     """Use a machine again that was declared lost, if it holds nothing of earlier attempts. Returns whether it does not."""
     vm = session.get_one(VM, vm_id, with_for_update=True)
     open_epoch = session.scalar(

@@ -2,11 +2,11 @@
 
 A controller asks the machine itself when it needs to know something; a `Watch` notifies it of changes. It keeps one `wait` request open per
 machine that names every attempt that may change, and passes each state to its listener. A `wait` also resets the runner's deadman.
-So an attempt is named only while its controller has recorded in the database that the machine answers (`hearing`): the deadman of an
+So an attempt is named only while the database says that its machine answers (`machine_answers`): the deadman of an
 attempt on a machine recorded as silent keeps running, no matter how many of our requests still reach it.
 
 A machine that does not answer is asked again with growing pauses, by `status`, which resets no deadman. As soon as it answers, all
-listeners are notified.
+listeners are notified. Each contact goes to where the machine's row says now: a machine may move, or get another key, while jobs run there.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from groupwise.core.retry import Backoff
+from groupwise.jobs.fleet.attempts.records import Machine
 from groupwise.jobs.fleet.tasks import wait_at_most
 from groupwise.jobs.hosts.answers import MemberState, RunnerState
 from groupwise.jobs.hosts.driver import KnownState, Runner
@@ -43,19 +44,19 @@ class Listener(Protocol):
         ...
 
     @property
-    def hearing(self) -> bool:
+    def machine_answers(self) -> bool:
         """True if the database records that its machine answers."""
         ...
 
-    def heard(self, state: MemberState) -> None:
+    def on_state(self, state: MemberState) -> None:
         """Its state may have changed to this one."""
         ...
 
-    def lost_contact(self, reason: str) -> None:
+    def on_contact_lost(self, reason: str) -> None:
         """Its machine does not answer."""
         ...
 
-    def contact_again(self) -> None:
+    def on_contact(self) -> None:
         """Its machine answers again."""
         ...
 
@@ -77,8 +78,10 @@ class Pauses:
 class Watch:
     """The long poll of one machine; `run` continues as long as there are listeners."""
 
-    vm_id: str
-    runner: Runner
+    machine: Machine
+    """Its row, as last read; `Watches.update_machine` replaces it."""
+    runner: Callable[[Machine], Runner]
+    """Returns the runner of a machine, over a connection that fits its row."""
     pauses: Pauses = field(default_factory=Pauses)
     listeners: dict[tuple[str, int], Listener] = field(
         default_factory=dict[tuple[str, int], Listener]
@@ -122,18 +125,18 @@ class Watch:
 
     def _silence(self, reason: str) -> None:
         if not self.is_silent:
-            log.warning("%s does not answer: %s", self.vm_id, reason)
+            log.warning("%s does not answer: %s", self.machine.vm_id, reason)
         self.is_silent = True
         for listener in list(self.listeners.values()):
-            listener.lost_contact(reason)
+            listener.on_contact_lost(reason)
 
     async def _try_contact(self) -> None:
         job, epoch = next(iter(self.listeners))
-        await self.runner.status(job, epoch)
-        log.info("%s answers again", self.vm_id)
+        await self.runner(self.machine).status(job, epoch)
+        log.info("%s answers again", self.machine.vm_id)
         self.is_silent = False
         for listener in list(self.listeners.values()):
-            listener.contact_again()
+            listener.on_contact()
 
     async def _poll(self) -> None:
         """Send one `wait` request, and cancel it as soon as other attempts should be named."""
@@ -146,14 +149,18 @@ class Watch:
                 last_state.clock,
             )
             for name, listener in self.listeners.items()
-            if listener.hearing and (last_state := listener.last) and last_state.state in CHANGEABLE
+            if listener.machine_answers
+            and (last_state := listener.last)
+            and last_state.state in CHANGEABLE
         }
         if not known:
             await self.changed.wait()
             return
         asked_at, has_news = time.monotonic(), False
         states: tuple[MemberState, ...] | None = None
-        wait_task = asyncio.ensure_future(self.runner.wait(known, seconds=self.pauses.poll))
+        wait_task = asyncio.ensure_future(
+            self.runner(self.machine).wait(known, seconds=self.pauses.poll)
+        )
         changed_task = asyncio.ensure_future(self.changed.wait())
         try:
             await asyncio.wait({wait_task, changed_task}, return_when=asyncio.FIRST_COMPLETED)
@@ -165,40 +172,52 @@ class Watch:
             await asyncio.gather(wait_task, changed_task, return_exceptions=True)
         for state in states or ():
             name = (state.job, state.epoch)
-            has_news |= name in known and _has_changed(state, known[name])
+            before = known.get(name)
+            has_news |= before is not None and (
+                (state.state, state.log_size, state.checkpoints, state.step)
+                != (before.state, before.log_size, before.checkpoints, before.step)
+            )
             if listener := self.listeners.get(name):
-                listener.heard(state)
+                listener.on_state(state)
         if states is not None:
             # a machine that answers every `wait` at once is not asked again at once
             pause = self.pauses.first / (10 if has_news else 1)
             await self._pause(max(0.0, asked_at + pause - time.monotonic()))
 
 
-def _has_changed(state: MemberState, known: KnownState) -> bool:
-    current = (state.state, state.log_size, state.checkpoints, state.step)
-    return current != (known.state, known.log_size, known.checkpoints, known.step)
-
-
 class Watches:
     """The watches of all machines on which this dispatcher drives attempts."""
 
-    def __init__(self, spawn: Callable[[str, Watch], None], pauses: Pauses | None = None) -> None:
-        """`spawn` runs the watch in the background, and calls `ended` after it."""
+    def __init__(
+        self,
+        spawn: Callable[[str, Watch], None],
+        runner: Callable[[Machine], Runner],
+        pauses: Pauses | None = None,
+    ) -> None:
+        """`spawn` runs the watch in the background, and calls `note_end` after it."""
         self._spawn = spawn
+        self._runner = runner
         self._pauses = pauses or Pauses()
         self._by_machine: dict[str, Watch] = {}
 
-    def listen(self, vm_id: str, runner: Runner, listener: Listener) -> Watch:
+    def listen(self, machine: Machine, listener: Listener) -> Watch:
         """Notify the listener of news of its attempt on this machine, until it is removed from the watch."""
-        watch = self._by_machine.get(vm_id)
+        watch = self._by_machine.get(machine.vm_id)
         if watch is None:
-            watch = self._by_machine[vm_id] = Watch(vm_id, runner, self._pauses)
+            watch = self._by_machine[machine.vm_id] = Watch(machine, self._runner, self._pauses)
             watch.add(listener)
-            self._spawn(vm_id, watch)
+            self._spawn(machine.vm_id, watch)
         else:
-            watch.runner = runner
             watch.add(listener)
         return watch
+
+    def update_machine(self, machine: Machine) -> None:
+        """Use this row of the machine from now on. If it has changed, the machine is contacted again at once."""
+        watch = self._by_machine.get(machine.vm_id)
+        if watch is not None and watch.machine != machine:
+            watch.machine = machine
+            watch.changed.set()
+            watch.contacted.set()
 
     def note_answer(self, vm_id: str) -> None:
         """The machine answers other requests: end the pause before the next poll."""
@@ -211,7 +230,7 @@ class Watches:
             return
         del self._by_machine[vm_id]
         for listener in list(watch.listeners.values()):
-            self.listen(vm_id, watch.runner, listener)
+            self.listen(watch.machine, listener)
 
     def clear(self) -> None:
         """Forget all watches; their tasks are being cancelled."""

@@ -164,7 +164,7 @@ class Reads(Generic[One, Result]):
 
     async def _read_batch(self, keys: Sequence[One]) -> Sequence[Result | BaseException | None]:
         try:
-            results = await self._read_keys(keys)
+            results = await self._database.read_in_thread(lambda session: self._fn(session, keys))
             return [results.get(key) for key in keys]
         except DatabaseFailure as error:
             return [error] * len(keys)
@@ -172,9 +172,6 @@ class Reads(Generic[One, Result]):
             if len(keys) == 1:
                 return [error]
         return [result for key in keys for result in await self._read_batch([key])]
-
-    async def _read_keys(self, keys: Sequence[One]) -> Mapping[One, Result]:
-        return await self._database.read_in_thread(lambda session: self._fn(session, keys))
 
 
 class _SeparateWrites(Exception):

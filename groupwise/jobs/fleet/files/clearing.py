@@ -72,7 +72,10 @@ def clear_away(
         jobs = {name for name in names if JOB_ID.fullmatch(name)}
         for job_id in database.read(lambda s: pruned_jobs(s, jobs)):
             remove_files(folders, job_id)
-        database.run(forget_processes)
+        is_silent = (
+            ControlProcess.seen_at < clock() - SILENT
+        )  # one that ends normally deletes its row
+        database.run(lambda s: s.execute(delete(ControlProcess).where(is_silent)) and None)
         forget_history(database)
         now, needed_hashes = store.now(), store.all_needed()
         blobs = database.read(named_blobs)
@@ -96,11 +99,6 @@ def _clearing_lock(store: BlobStore, after: float) -> Generator[bool]:
         yield is_due
         if is_due:
             os.utime(lock.fileno())
-
-
-def forget_processes(session: Session) -> None:
-    """Delete the rows of processes that were killed; a process that ends normally deletes its own."""
-    session.execute(delete(ControlProcess).where(ControlProcess.seen_at < clock() - SILENT))
 
 
 def forget_history(database: Database) -> None:

@@ -38,6 +38,7 @@ from sqlalchemy import literal, select, tuple_, update
 from sqlalchemy.orm import Session
 
 from groupwise.core.errors import RunError
+from groupwise.core.loopback import async_direct_transport
 from groupwise.core.retry import Backoff
 from groupwise.jobs.fleet.files.logs import log_path
 from groupwise.jobs.fleet.states import AttemptState
@@ -222,7 +223,8 @@ class Address:
 
     async def take(self, lines: bytes) -> None:
         """See `Sink`."""
-        async with httpx2.AsyncClient(timeout=30.0, transport=self._transport) as http:
+        transport = self._transport or async_direct_transport(self._url)
+        async with httpx2.AsyncClient(timeout=30.0, transport=transport) as http:
             response = await http.post(
                 self._url, content=lines, headers={"Content-Type": "application/x-ndjson"}
             )

@@ -3,7 +3,7 @@
 A retried job starts from it, on any machine. A checkpoint is a folder whose `manifest.json` was written last and names step, files, sizes
 and hashes. Only blobs that are not in the store are fetched; each is hashed here. A checkpoint that is torn, or that its job removed while
 it was read, is skipped: the one before still exists, and a later one will come. The row in the table is written when all of the blobs are
-on the disk, so a checkpoint with a row is complete. If none can be mirrored, the operator gets an alarm (`records.not_mirrored`): otherwise
+on the disk, so a checkpoint with a row is complete. If none can be mirrored, the operator gets an alarm (`record_not_mirrored`): otherwise
 it would go unnoticed until the machine is lost and its job starts over.
 
 Jobs of a sweep save the same tokenizer at the same moment. A blob is fetched once for all jobs of a project: if another task is fetching
@@ -32,7 +32,11 @@ from sqlalchemy.orm import Session
 
 from groupwise.jobs.fleet.attempts.controller import Part
 from groupwise.jobs.fleet.attempts.effects import Gateway
-from groupwise.jobs.fleet.attempts.records import locked_attempt, not_mirrored, note_mirrored
+from groupwise.jobs.fleet.attempts.records import (
+    locked_attempt,
+    record_mirrored,
+    record_not_mirrored,
+)
 from groupwise.jobs.fleet.disk_full import no_room
 from groupwise.jobs.fleet.store import rights
 from groupwise.jobs.fleet.store.database import seconds
@@ -114,7 +118,7 @@ class CheckpointMirror:
         log.info("%s.%s: %s", part.job_id, part.epoch, reason)
         await self._gateway.commit(
             "checkpoint.missed",
-            lambda session: not_mirrored(
+            lambda session: record_not_mirrored(
                 session, part.epoch, part.owner, part.rank, reason, gone=is_gone
             ),
         )
@@ -190,7 +194,7 @@ class CheckpointMirror:
 def _write_row(session: Session, part: Part, checkpoint: CheckpointTree, keep: int) -> None:
     """Write the row, from which the job can now resume, and delete rows beyond `keep`: damaged ones first, then the oldest."""
     locked_attempt(session, part.epoch, part.owner)
-    note_mirrored(session, part.epoch, part.rank)
+    record_mirrored(session, part.epoch, part.rank)
     session.merge(
         Checkpoint(
             job_id=part.job_id,

@@ -15,6 +15,7 @@ only in the environment of pip; they, and passwords in addresses, are removed fr
 
 from __future__ import annotations
 
+import base64
 import contextlib
 import errno
 import fcntl
@@ -26,6 +27,11 @@ import subprocess
 import sys
 import time
 from collections import deque
+from functools import partial
+from http.client import HTTPException
+from urllib.error import HTTPError
+from urllib.parse import unquote, urljoin, urlsplit, urlunsplit
+from urllib.request import Request, urlopen
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -36,21 +42,27 @@ MARKER = "environment.json"
 NAME = re.compile(r"[0-9a-f]{20}")
 TEMPORARY = ".tmp"
 """Suffix of the folder in which pip unpacks: /tmp is often too small for it."""
-KEPT_LINES = 60
+MAX_OUTPUT_LINES = 60
 """Lines of pip's output that are kept, to find the cause of a failure."""
-SPARED = 3600.0
+PRUNE_AFTER_SECONDS = 3600.0
 """Seconds for which an environment that was just made or found is not pruned; the caller records it well before, or builds again."""
-LITTLE_MB = 4
+DISK_FULL_MB = 4
 """A disk with less free space than this many MiB counts as full."""
-TRIED = 300.0
+IMPORT_TIMEOUT = 300.0
 """Timeout in seconds of the trial import, which is slow on a slow disk."""
+SURVEY_SECONDS = 5.0
+"""Timeout in seconds of one request to the package index in a survey."""
+PINNED_REQUIREMENT = re.compile(
+    r"^Requires-Dist: ([A-Za-z0-9._-]+)==([A-Za-z0-9.!]+)\s*;?\s*(.*)$", re.MULTILINE
+)
+"""A line of a wheel's metadata that requires one release: name, release, marker."""
 PASSWORD = re.compile(r"(://)[^/@\s]+@")
 PROBE = "import sys; print('.'.join(map(str, sys.version_info[:3])), sys.prefix != sys.base_prefix)"
-WORKS = (
+IMPORT_PROGRAM = (
     "import json, sys, importlib.metadata as m, groupwise;"
     "json.dump({'groupwise': groupwise.__version__, 'installed': m.version('groupwise')}, sys.stdout)"
 )
-COMPLAINTS = (
+FAILURE_ADVICE = (
     (
         r"No space left on device|Errno 28|Disk quota exceeded",
         "the disk there is full: {free} MB are free in {folder}. Make room (pip's own cache is ~/.cache/pip; "
@@ -118,6 +130,8 @@ class Order:
         """Install from the folder `wheelhouse` only."""
         self.index_url: str | None = document.get("index_url")
         self.extra_index_urls: list[str] = document.get("extra_index_urls", [])
+        self.releases: dict[str, str] = document.get("releases", {})
+        """Release of each distribution in the lock that names one, for `survey`."""
         self.secrets: list[str] = document.get("secrets", [])
         """Names of variables whose values are hidden in the output."""
 
@@ -277,10 +291,14 @@ def make(order: Order, path: str, lock: int) -> dict[str, Any]:
 
 def import_groupwise(path: str) -> tuple[str | None, str]:
     """Import groupwise there: its release and "", or None and the reason."""
-    command = [os.path.join(path, "bin", "python"), "-I", "-c", WORKS]
+    command = [os.path.join(path, "bin", "python"), "-I", "-c", IMPORT_PROGRAM]
     try:
         process = subprocess.run(
-            command, stdin=subprocess.DEVNULL, capture_output=True, timeout=TRIED, check=False
+            command,
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            timeout=IMPORT_TIMEOUT,
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return None, str(error)
@@ -329,6 +347,107 @@ def version_of(program: str) -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return output[0].decode("ascii", "replace") if len(output) == 2 else None
+
+
+# --- what a build would do ----------------------------------------------------------------------
+
+
+def survey(order: Order) -> dict[str, Any]:
+    """Report what `build` would find here and download; change nothing. `files`: size in bytes of each file that pip would download, by
+    its name; empty if the index does not say."""
+    existing = folder = os.path.expanduser(order.folder)
+    while not os.path.exists(existing):
+        existing = os.path.dirname(existing)
+    found: dict[str, Any] = {
+        "made": os.path.isfile(os.path.join(folder, order.name, MARKER)),
+        "free": shutil.disk_usage(existing).free,
+        "folder": folder,
+        "files": {},
+    }
+    try:
+        program, version = interpreter(order)
+    except Problem as problem:
+        return {**found, "problem": str(problem)}
+    found.update(python=program, version=version)
+    trial = [program, "-I", "-c", "import ensurepip, venv"]
+    if subprocess.run(trial, stdin=subprocess.DEVNULL, capture_output=True, check=False).returncode:
+        found["problem"] = advice("No module named ensurepip", order)
+    if "PIP_INDEX_URL" in order.secrets:
+        found["unknown"] = "the address of its package index is a secret"
+    elif not found["made"] and not order.offline:
+        index = order.index_url or os.environ.get("PIP_INDEX_URL") or "https://pypi.org/simple"
+        found["index"] = PASSWORD.sub(r"\1****@", index)
+        try:
+            found["files"] = download_sizes(index, order.releases, version)
+        except (OSError, HTTPException, ValueError, LookupError, TypeError) as error:
+            found["unknown"] = str(getattr(error, "reason", error))
+    return found
+
+
+def download_sizes(index: str, releases: dict[str, str], python: str) -> dict[str, int]:
+    """Sizes in bytes, by name, of the files that pip would download for these releases, and for those that the index's build of torch
+    requires."""
+    from concurrent.futures import ThreadPoolExecutor
+
+    choose = partial(choose_file, index, python)
+    with ThreadPoolExecutor(16) as pool:
+        files = [file for file in pool.map(choose, releases, releases.values()) if file]
+        torch = next((file for file in files if file["filename"].startswith("torch-")), None)
+        if torch and (torch.get("core-metadata") or torch.get("dist-info-metadata")):
+            address = urljoin(f"{index.rstrip('/')}/torch/", torch["url"]) + ".metadata"
+            with open_url(address) as response:
+                metadata = response.read(1 << 20).decode("utf-8", "replace")
+            machine = os.uname().machine
+            required = {
+                name: release
+                for name, release, marker in PINNED_REQUIREMENT.findall(metadata)
+                if name not in releases
+                and "extra" not in marker
+                and ("machine" not in marker or machine in marker)
+                and ("Linux" in marker or "linux" in marker or not marker)
+            }
+            files += [file for file in pool.map(choose, required, required.values()) if file]
+    return {file["filename"]: file["size"] for file in files if file.get("size")}
+
+
+def open_url(url: str) -> Any:
+    """Open an address of the index. A login in it goes into a header, as pip has it: urllib takes it for a part of the host, and repeats
+    it in its error."""
+    parts = urlsplit(url)
+    login, _, host = parts.netloc.rpartition("@")
+    request = Request(urlunsplit(parts._replace(netloc=host)))
+    request.add_header("Accept", "application/vnd.pypi.simple.v1+json, */*;q=0.1")
+    if login:
+        encoded = base64.b64encode(unquote(login).encode()).decode("ascii")
+        request.add_unredirected_header("Authorization", f"Basic {encoded}")
+    return urlopen(request, timeout=SURVEY_SECONDS)
+
+
+def choose_file(index: str, python: str, name: str, release: str) -> dict[str, Any] | None:
+    """The index's entry for the file of a release that fits this machine best: a wheel, else the source; None if there is none."""
+    try:
+        with open_url(f"{index.rstrip('/')}/{name}/") as response:
+            files: list[dict[str, Any]] = json.load(response)["files"]
+    except HTTPError as error:
+        if error.code == 404:
+            return None
+        raise
+    major, minor = python.split(".")[:2]
+    ranked: list[tuple[int, str, dict[str, Any]]] = []
+    for file in files:
+        stem, is_wheel, _ = file["filename"].partition(".whl")
+        parts = stem.split("-")
+        if not is_wheel:
+            if stem.endswith(f"-{release}.tar.gz"):
+                ranked.append((0, stem, file))
+            continue
+        tag, abi, platform = parts[-3:]
+        fits = platform == "any" or ("manylinux" in platform and os.uname().machine in platform)
+        stable = abi == "abi3" and tag.startswith("cp3") and int(tag[3:]) <= int(minor)
+        rank = 3 if tag == f"cp{major}{minor}" else 2 if stable else 1 if "py3" in tag else 0
+        if len(parts) >= 5 and parts[1].partition("+")[0] == release and fits and rank:
+            ranked.append((rank, stem, file))
+    return max(ranked, key=lambda each: each[:2])[2] if ranked else None
 
 
 # --- pip ----------------------------------------------------------------------------------------
@@ -386,7 +505,7 @@ class Pip:
 
     def output_of(self, command: Sequence[str]) -> tuple[int, list[str]]:
         """The command's exit code, and the last lines of its output. It inherits the lock: no other build starts while it lives."""
-        last_lines: deque[str] = deque(maxlen=KEPT_LINES)
+        last_lines: deque[str] = deque(maxlen=MAX_OUTPUT_LINES)
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
@@ -420,9 +539,9 @@ def advice(text: str, order: Order) -> str | None:
         )
     disk = os.statvfs(order.folder)
     free_mib = disk.f_bavail * disk.f_frsize >> 20  # MiB
-    if free_mib < LITTLE_MB:
+    if free_mib < DISK_FULL_MB:
         text = "No space left on device"  # not every program reports that
-    for pattern, message in COMPLAINTS:
+    for pattern, message in FAILURE_ADVICE:
         if re.search(pattern, text):
             return message.format(free=free_mib, folder=order.folder)
     return None
@@ -467,7 +586,7 @@ def prune(order: Order) -> None:
 def is_recent(path: str, asked_at: float) -> bool:
     """True if it is complete, and so new that its user may not have recorded it yet when the names to keep were read."""
     try:
-        return os.stat(os.path.join(path, MARKER)).st_mtime + SPARED > asked_at
+        return os.stat(os.path.join(path, MARKER)).st_mtime + PRUNE_AFTER_SECONDS > asked_at
     except FileNotFoundError:
         return False
 

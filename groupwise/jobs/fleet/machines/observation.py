@@ -6,9 +6,10 @@ it is gone, it does not answer properly, it is split by MIG), and remove the mar
 Attempts that run there and are in no table are recorded with the machine while any of their processes lives there, even without a
 supervisor or a folder, and are left alone.
 
-Absence proves nothing by itself. Only a probe with a complete answer can show that a GPU is missing; a probe that failed, hung or gave
-unreadable lines makes the machine `degraded` and leaves its GPUs as last observed. A machine that does not answer is `unreachable`
-after several misses in a row, and nothing more follows from that.
+Absence proves nothing by itself. Only a probe with a complete answer can show that a GPU is missing. A probe that failed, hung or gave only
+unreadable lines makes the machine `degraded` and leaves its GPUs as last observed. If it reports some GPUs, these are used, and the others
+are out of use, with what it said as the reason. A machine that does not answer is `unreachable` after several misses in a row, and nothing
+more follows from that.
 
 Each observation carries the time at which it was requested, by the database's clock. An older one never overwrites a newer one.
 """
@@ -83,8 +84,8 @@ def apply(
     was_fresh = asked_at - vm.observed_round <= capacity.stale_after(vm.facts)
     was_usable = _is_usable(vm) and was_fresh
     _record_answer(session, vm, observation)
-    trouble = None if vm.engine else _probe_problem(session, vm, observation)
-    vm.degraded, vm.problem = trouble is not None, trouble
+    known = session.scalar(select(func.count(GPU.gpu_id)).where(GPU.vm_id == vm_id)) or 0
+    vm.degraded, vm.problem = (False, None) if vm.engine else probe_problem(observation, known)
     vm.observed_round = asked_at
     holding_before, unknown_before = untracked_processes.holding(vm.facts), _unknown_jobs(vm)
     facts = _machine_facts(vm, observation, strays, now)
@@ -227,12 +228,12 @@ def _record_answer(session: Session, vm: VM, observation: Observation) -> None:
 def _machine_facts(
     vm: VM, observation: Observation, strays: Iterable[MemberState], now: float
 ) -> dict[str, Any]:
-    """The facts to store for the machine itself. `quarantined`: the runner's own findings, and living attempts that are in no table, each
+    """The facts to store for the machine itself. `untracked`: the runner's own findings, and living attempts that are in no table, each
     with the time when it was first seen."""
     since_by_name = {
-        entry["detail"]: entry["since"] for entry in untracked_processes.in_quarantine(vm)
+        entry["detail"]: entry["since"] for entry in untracked_processes.on_machine(vm)
     }
-    quarantined: list[dict[str, Any]] = [
+    untracked: list[dict[str, Any]] = [
         asdict(stray_state) for stray_state in observation.quarantined
     ]
     for stray_state in strays:
@@ -247,7 +248,7 @@ def _machine_facts(
             "share_mb": stray_state.share_mb,
             "slot": stray_state.slot,
         }
-        quarantined.append(
+        untracked.append(
             {"what": untracked_processes.ATTEMPT, "detail": name, **fields, **resources}
         )
     return {
@@ -259,7 +260,7 @@ def _machine_facts(
         "unremoved": list(observation.unremoved),
         "machine_time": observation.time,
         "missed_at": None,
-        "quarantined": quarantined,
+        "untracked": untracked,
     }
 
 
@@ -282,7 +283,7 @@ def _find_strays(session: Session, vm_id: str, observation: Observation) -> list
     for state in candidates:
         reading, survivors = Reading(state.state), state.survivors or 0
         verdict = stray(state.epoch, reading, known_jobs.get(state.job), survivors)
-        if verdict is Stray.QUARANTINE and not is_doctors(state.job, state.epoch):
+        if verdict is Stray.REPORT and not is_doctors(state.job, state.epoch):
             strays.append(state)
     return strays
 
@@ -302,33 +303,37 @@ def _hold_back_jobs(session: Session, vm: VM, jobs: set[str], unknown_before: se
 
 
 def _unknown_jobs(vm: VM) -> set[str]:
-    return {entry["job_id"] for entry in untracked_processes.in_quarantine(vm)}
+    return {entry["job_id"] for entry in untracked_processes.on_machine(vm)}
 
 
-def _probe_problem(session: Session, vm: VM, seen: Observation) -> str | None:
-    """The reason why the GPUs of a machine, or the processes on them, are unknown. None: they are known, or it has no GPU."""
-    probe = seen.probe
-    if probe.status is ProbeStatus.ABSENT:
-        any_gpu = select(GPU.gpu_id).where(GPU.vm_id == vm.vm_id).limit(1)
-        if session.scalar(any_gpu) is None:
-            return None
-    problem = _PROBE_TROUBLE.get(probe.status)
-    if problem is None and probe.lines_not_read:
-        problem = "nvidia-smi gives lines that cannot be read"
-    if problem is None and probe.apps in _PROBE_TROUBLE and probe.apps is not ProbeStatus.ABSENT:
+def probe_problem(seen: Observation, known: int) -> tuple[bool, str | None]:
+    """Return True if the GPUs of a machine, or the processes on them, are unknown, and the problem to show. `known`: how many GPUs the
+    fleet has seen there before. A machine without GPUs has no problem. If some GPUs cannot be read, the others stay in use."""
+    probe, is_unknown = seen.probe, True
+    if probe.status is ProbeStatus.ABSENT and not known:
+        return False, None
+    if probe.status in _PROBE_TROUBLE:
+        problem = _PROBE_TROUBLE[probe.status]
+    elif probe.apps in _PROBE_TROUBLE and probe.apps is not ProbeStatus.ABSENT:
         problem = f"who is on its GPUs is not known: {_PROBE_TROUBLE[probe.apps]}"
-    if problem is None:
-        return None
+    elif probe.lost:
+        problem = "{tool} cannot reach some of its GPUs"
+        is_unknown = not seen.gpus and len(probe.lost) < known
+    elif probe.lines_not_read:
+        problem, is_unknown = "{tool} gives lines that cannot be read", not seen.gpus
+    else:
+        return False, None
     code = f" (exit {probe.exit})" if probe.exit else ""
-    output = "; ".join(probe.lines_not_read[:3]) or probe.said.strip()
-    return (problem + code + (f": {output}" if output else ""))[:LONGEST_PROBLEM]
+    output = "; ".join([*probe.lost, *probe.lines_not_read][:3]) or probe.said.strip()
+    text = problem.format(tool=probe.tool) + code + (f": {output}" if output else "")
+    return is_unknown, text[:LONGEST_PROBLEM]
 
 
 _PROBE_TROUBLE = {
-    ProbeStatus.ABSENT: "it had GPUs, and now there is no nvidia-smi: see that the driver is installed and on PATH",
-    ProbeStatus.FAILED: "nvidia-smi failed",
-    ProbeStatus.HUNG: "nvidia-smi hangs",
-    ProbeStatus.GARBAGE: "nvidia-smi gives an answer that cannot be read",
+    ProbeStatus.ABSENT: "it had GPUs, and now there is no {tool}: see that the driver is installed and on PATH",
+    ProbeStatus.FAILED: "{tool} failed",
+    ProbeStatus.HUNG: "{tool} hangs",
+    ProbeStatus.GARBAGE: "{tool} gives an answer that cannot be read",
 }
 
 
@@ -414,12 +419,24 @@ def _write_gpus(
             note_observed(session, gpu, *verdict, actor=ACTOR) and verdict[0] is Observed.OK
         )
         has_available |= seen_gpu.uuid in new_uuids and verdict[0] is Observed.OK
-    if observation.probe.status is ProbeStatus.OK and not observation.probe.lines_not_read:
-        for uuid in rows.keys() - set(uuids):
-            reason = "the machine shows it no more"
-            note_observed(session, rows[uuid], Observed.MISSING, reason, actor=ACTOR)
+    for uuid in rows.keys() - set(uuids):
+        verdict = _judge_absent_gpu(observation, len(rows.keys() - set(uuids)))
+        if verdict is not None:
+            note_observed(session, rows[uuid], *verdict, actor=ACTOR)
     _keep_history(session, [rows[uuid] for uuid in uuids], now)
     return has_available
+
+
+def _judge_absent_gpu(seen: Observation, count: int) -> tuple[Observed, str] | None:
+    """Judge from an observation that leaves out `count` known GPUs whether they may be used. None: it does not show that."""
+    probe = seen.probe
+    if not probe.lines_not_read and not probe.lost:
+        return Observed.MISSING, "the machine no longer shows it"
+    lines = "; ".join([*probe.lost, *probe.lines_not_read][:3])
+    reason = f"{probe.tool} does not list it, and says: {lines}"[:LONGEST_PROBLEM]
+    if len(probe.lost) >= count:
+        return Observed.MISSING, reason
+    return (Observed.DEGRADED, reason) if seen.gpus else None
 
 
 def _find_twins(session: Session, vm: VM, uuids: Sequence[str]) -> dict[int, str]:
@@ -453,9 +470,10 @@ def _judge_gpu(
 ) -> tuple[Observed, str | None]:
     """Judge from an observation whether a GPU may be used. `own_attempts`: names of our attempts that may be running on it."""
     if seen_gpu.mig:
-        return Observed.MIG, f"{len(seen_gpu.mig_devices)} MIG devices"
+        return Observed.MIG, None
     if seen_gpu.problems:
         return Observed.DEGRADED, "; ".join(seen_gpu.problems)[:LONGEST_PROBLEM]
+    apps = [app for app in apps if not app.graphics]
     foreign = [app for app in apps if app.attempt not in own_attempts]
     if foreign:
         # Without amounts of memory, which differ in every observation.
@@ -464,7 +482,10 @@ def _judge_gpu(
         return Observed.FOREIGN_BUSY, f"in use by {', '.join(users[:5])}{rest_note}"
     used_mb = seen_gpu.memory_used_mb
     if not apps and not own_attempts and used_mb is not None and used_mb > idle_memory_mb:
-        return Observed.FOREIGN_BUSY, "memory is in use by no process that can be seen"
+        return Observed.FOREIGN_BUSY, (
+            f"more than {idle_memory_mb} MB of its memory is in use, by no computing process that can be seen. If it is a display's: "
+            "`groupwise fleet vm set` with a larger --idle-memory-mb"
+        )
     return Observed.OK, None
 
 

@@ -35,7 +35,7 @@ from sqlalchemy.orm import Session
 
 from groupwise.core.errors import RunError, UsageError
 from groupwise.jobs.fleet.attempts.records import Machine
-from groupwise.jobs.fleet.machines.builder import SPARED
+from groupwise.jobs.fleet.machines.builder import PRUNE_AFTER_SECONDS
 from groupwise.jobs.fleet.machines.plans import DIGITS, Plan, as_bytes, sent_files, with_builder
 from groupwise.jobs.fleet.machines.reaching import LOCAL, host_of
 from groupwise.jobs.fleet.states import AttemptState
@@ -70,7 +70,7 @@ KEPT_SECONDS = 600.0
 """Minimum time in seconds that the folder of a build stays, for other callers that follow it."""
 LAUNCHES = 5
 """Launches to try: other callers may start builds of the same environment meanwhile."""
-TAKEN_IN = SPARED / 2
+TAKEN_IN = PRUNE_AFTER_SECONDS / 2
 """Seconds after which a new environment is checked once more before it is taken in."""
 RESULT_BYTES = 1 << 16
 

@@ -6,17 +6,22 @@ can only read the key.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
-from groupwise.jobs.clouds.schedulers import SCHEDULERS, SchedulerClient, SchedulerKind
-from groupwise.jobs.clouds.schedulers import SchedulerAddress as WayToEngine
+from groupwise.jobs.clouds.schedulers import (
+    SCHEDULERS,
+    SchedulerAddress,
+    SchedulerClient,
+    SchedulerKind,
+)
 from groupwise.jobs.fleet.attempts.records import Machine
 from groupwise.jobs.hosts.driver import Runner
 from groupwise.jobs.hosts.keys import HostKey
 from groupwise.jobs.hosts.local import LocalHost
 from groupwise.jobs.hosts.port import Host, HostUnreachable
-from groupwise.jobs.hosts.ssh import Address, SshHost, SshTimeouts, read_host_key
+from groupwise.jobs.hosts.ssh import AGENT, Address, SshHost, SshTimeouts, read_host_key
 
 LOCAL = "local"
 """The transport of the machine that the control plane itself runs on."""
@@ -27,24 +32,28 @@ def host_of(machine: Machine, timeouts: SshTimeouts | None = None) -> Host:
     if machine.transport == LOCAL:
         kind = _engine_kind(machine)
         return LocalHost(extra_variables=() if kind is None else kind.credential_variables)
-    return SshHost(_address(machine), jump=jump_address(machine.jump), timeouts=timeouts)
+    agent_path = os.environ.get(AGENT)
+    jump = jump_address(machine.jump)
+    return SshHost(_address(machine), jump=jump, agent_path=agent_path, timeouts=timeouts)
 
 
 def runner_of(machine: Machine, host: Host) -> Runner:
     """The runner there, reached through the machine's engine if it has one. Lost jobs of an engine are known only by their files."""
-    door = door_of(machine, host)
+    scheduler = scheduler_of(machine, host)
     return (
-        Runner(host, root=machine.workdir, python=machine.python) if door is None else door.runner
+        Runner(host, root=machine.workdir, python=machine.python)
+        if scheduler is None
+        else scheduler.runner
     )
 
 
-def door_of(machine: Machine, host: Host) -> SchedulerClient | None:
+def scheduler_of(machine: Machine, host: Host) -> SchedulerClient | None:
     """The client of the machine's engine; None: it has none, or one that this fleet does not know."""
     kind = _engine_kind(machine)
     if kind is None or machine.engine is None:
         return None
     settings = machine.engine.body
-    return kind.connect(WayToEngine(host, machine.workdir, machine.python, settings.address))
+    return kind.connect(SchedulerAddress(host, machine.workdir, machine.python, settings.address))
 
 
 def _engine_kind(machine: Machine) -> SchedulerKind | None:
@@ -53,7 +62,12 @@ def _engine_kind(machine: Machine) -> SchedulerKind | None:
 
 async def shown_key(machine: Machine) -> HostKey:
     """The host key that a machine shows. Raises HostUnreachable, or HostKeyError if the key of its jump host is wrong."""
-    return await read_host_key(machine.ip_address, machine.port, jump=jump_address(machine.jump))
+    return await read_host_key(
+        machine.ip_address,
+        machine.port,
+        jump=jump_address(machine.jump),
+        agent_path=os.environ.get(AGENT),
+    )
 
 
 def same_route(one: Machine, other: Machine) -> bool:

@@ -68,9 +68,18 @@ class SeveralDoorbells:
                 reported = False
             except Exception as error:  # noqa: BLE001 — the others still ring, and the sweep finds the jobs that this one misses
                 if not reported:
-                    logger.warning("%s cannot be heard: %s", type(doorbell).__name__, error)
+                    logger.warning("%s receives nothing: %s", type(doorbell).__name__, error)
                 reported = True
                 await asyncio.sleep(self._after_an_error)
+
+
+class LazyDoorbells(SeveralDoorbells):
+    """Connects at the first ring, so that commands that only read make no connection. It is rung by routes, on the event loop."""
+
+    def ring(self, job_ids: Iterable[str]) -> None:
+        """See `Doorbell`."""
+        self.open()
+        super().ring(job_ids)
 
 
 def doorbell_of(

@@ -43,7 +43,7 @@ class LocalDoorbell:
         self._folder = folder / FOLDER if folder is not None else None
         self._received = PendingIds()
         self._socket: socket.socket | None = None
-        self._system = _system_id()
+        self._system = system_id()
         self._name = f"{self._system}-{os.getpid()}-{secrets.token_hex(4)}.sock"
         self._listening = False
 
@@ -87,7 +87,7 @@ class LocalDoorbell:
         ear = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK)
         try:
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with _OpenFolder(self._folder) as opened:
+            with OpenFolder(self._folder) as opened:
                 ear.bind(opened.address(self._name))
         except OSError as error:
             ear.close()
@@ -107,7 +107,7 @@ class LocalDoorbell:
                 self._received.put(ids_in(listener.recv(LARGEST + 1)))
 
 
-def _system_id() -> str:
+def system_id() -> str:
     """Identifies this machine since its last boot, in eight hexadecimal digits."""
     try:
         system = BOOT_ID.read_bytes()
@@ -116,13 +116,20 @@ def _system_id() -> str:
     return hashlib.sha256(system).hexdigest()[:8]
 
 
-class _OpenFolder:
+def command_socket(release: str, database: str | None) -> str:
+    """Name of the socket in the fleet's folder at which a process of this machine answers commands (`api/serve.py`). It is another name for
+    another release of Groupwise, and for another database than the folder's own (None)."""
+    served = hashlib.sha256(f"{release} {database}".encode()).hexdigest()[:8]
+    return f"commands-{system_id()}-{served}.sock"
+
+
+class OpenFolder:
     """A folder held open, to keep the addresses of sockets in it short."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def __enter__(self) -> _OpenFolder:
+    def __enter__(self) -> OpenFolder:
         self._descriptor = os.open(self._folder, os.O_RDONLY | os.O_DIRECTORY)
         return self
 
@@ -135,10 +142,19 @@ class _OpenFolder:
             return str(DESCRIPTORS / str(self._descriptor) / name)
         return str(self._folder / name)
 
+    def has_listener(self, name: str) -> bool:
+        """True if a process of this machine listens at the stream socket `name`."""
+        with socket.socket(socket.AF_UNIX) as connection:
+            try:
+                connection.connect(self.address(name))
+            except OSError:
+                return False
+        return True
+
 
 def _send_datagrams(folder: Path, names: list[str], texts: list[bytes]) -> None:
     with (
-        _OpenFolder(folder) as open_folder,
+        OpenFolder(folder) as open_folder,
         socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK) as sender,
     ):
         for name in names:

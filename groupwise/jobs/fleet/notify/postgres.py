@@ -92,8 +92,8 @@ class PostgresDoorbell:
             except (psycopg.Error, OSError, TimeoutError) as error:
                 if not self._silent:
                     logger.warning(
-                        "notifications of PostgreSQL are not heard (%s). It is tried again until it comes; "
-                        "the database is looked at regularly, so that no job waits for it",
+                        "no notifications of PostgreSQL arrive (%s). The connection is tried again; until then "
+                        "dispatchers find new jobs by looking every few seconds",
                         str(error).strip() or type(error).__name__,
                     )
                 self._silent = True
@@ -106,7 +106,7 @@ class PostgresDoorbell:
         await connection.execute(SQL("LISTEN {}").format(Identifier(self._channel)))
         self.is_listening = True
         if self._silent:
-            logger.info("notifications of PostgreSQL are heard again")
+            logger.info("notifications of PostgreSQL arrive again")
             self._silent = False
         try:
             while True:

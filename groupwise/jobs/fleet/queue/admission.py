@@ -22,6 +22,7 @@ import secrets
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from functools import cached_property
 from typing import Any, cast
 from weakref import WeakKeyDictionary
 
@@ -43,6 +44,7 @@ from sqlalchemy.orm import Session
 
 from groupwise.api.schemas.problems import Refusal
 from groupwise.core.errors import UsageError
+from groupwise.core.terminal.quantities import counted
 from groupwise.jobs.fleet.queue import kinds
 from groupwise.jobs.fleet.queue.elastic import elastic_of
 from groupwise.jobs.fleet.queue.fair_share import (
@@ -63,7 +65,7 @@ from groupwise.jobs.fleet.queue.request import (
     request_document_from,
 )
 from groupwise.jobs.fleet.queue.resources import Resources
-from groupwise.jobs.fleet.secrets import UNLESS_TOLD, AllowedSecrets
+from groupwise.jobs.fleet.secrets import DEFAULT_SECRETS, AllowedSecrets
 from groupwise.jobs.fleet.states import JobStatus
 from groupwise.jobs.fleet.store import events, rights
 from groupwise.jobs.fleet.store.database import seconds
@@ -106,7 +108,7 @@ def submit(
     project: str,
     job_id: str | None = None,
     idempotency_key: str | None = None,
-    allowed: AllowedSecrets = UNLESS_TOLD,
+    allowed: AllowedSecrets = DEFAULT_SECRETS,
 ) -> Job:
     """Write the row of this request and admit it. An invalid job is returned as failed, with its reason.
 
@@ -154,7 +156,7 @@ def submit_array(
     actor: str,
     project: str,
     idempotency_key: str | None = None,
-    allowed: AllowedSecrets = UNLESS_TOLD,
+    allowed: AllowedSecrets = DEFAULT_SECRETS,
 ) -> Iterator[Job]:
     """Submit many requests, in order, with few statements. One `idempotency_key` covers the whole array.
 
@@ -302,16 +304,16 @@ def _invalid_id_message(job_id: str) -> str:
 # --- admitting ------------------------------------------------------------------------------------
 
 
-def admit(session: Session, ids: Sequence[str], allowed: AllowedSecrets = UNLESS_TOLD) -> None:
+def admit(session: Session, ids: Sequence[str], allowed: AllowedSecrets = DEFAULT_SECRETS) -> None:
     """Check, expand and rank new jobs; their rows then hold the result of each.
 
-    A job without a GPU count is left unadmitted until a machine has been observed, since the default depends on the fleet.
+    A job of a kind without a GPU count is left unadmitted until a machine has been observed, since the default depends on the fleet.
     """
     session.flush()
     _admit(session, ids, allowed)
 
 
-def admit_new(session: Session, limit: int, allowed: AllowedSecrets = UNLESS_TOLD) -> int:
+def admit_new(session: Session, limit: int, allowed: AllowedSecrets = DEFAULT_SECRETS) -> int:
     """Admit up to `limit` rows that are not admitted yet, oldest first; returns how many were admitted or refused.
 
     Rows that can be neither admitted nor refused are skipped, and so do not block younger ones.
@@ -459,7 +461,7 @@ class _Fleet:
     def __init__(self, session: Session, rows: Iterable[_Row], allowed: AllowedSecrets) -> None:
         self.allowed = allowed
         self.now = seconds(session)
-        self.gpus_by_default = _gpus_by_default(session)
+        self._session = session
         self.projects = _lock_projects(
             session, {row.values["project"] for row in rows if "project" not in row.unreadable}
         )
@@ -475,6 +477,30 @@ class _Fleet:
                 }
         query = select(Job.job_id, Job.project).where(Job.job_id.in_(predecessor_ids))
         self.projects_of_jobs = dict(session.execute(query).all()) if predecessor_ids else {}
+
+    def gpus_by_default(self, wanted: Resources) -> int | None:
+        """Default number of GPUs of a training job: 1 if a machine that it may run on has one, else 0; None before any was observed."""
+        rows = self._machines
+        allowed = [
+            row
+            for row in rows
+            if wanted.vm in (None, row.vm_id)
+            and wanted.labels.items() <= (row.labels or {}).items()
+        ]
+        for row in allowed or rows:  # if there is no such machine, one may be added
+            engine = elastic_of(row.engine)
+            if row.vm_id in self._vms_with_gpus or (engine is not None and engine.body.gpus > 0):
+                return 1
+        return 0 if any(row.observed_round > 0 or row.last_polled for row in rows) else None
+
+    @cached_property
+    def _machines(self) -> Sequence[Any]:
+        columns = (VM.vm_id, VM.labels, VM.engine, VM.observed_round, VM.last_polled)
+        return self._session.execute(select(*columns).where(VM.active)).all()
+
+    @cached_property
+    def _vms_with_gpus(self) -> frozenset[str]:
+        return frozenset(self._session.scalars(select(GPU.vm_id).distinct()))
 
 
 def _decide(row: _Row, fleet: _Fleet) -> _Admitted | list[str]:
@@ -538,33 +564,19 @@ def _admit_row(
 ) -> _Admitted | list[str]:
     """The decision on a valid row; an empty list while the default number of GPUs is unknown."""
     resources = beyond.resources
-    if resources.settled(0) != resources.settled(1):
-        if fleet.gpus_by_default is None:
-            return []
-        resources = resources.settled(fleet.gpus_by_default)
-    else:
+    is_command = row.values["job_type"] == COMMAND
+    if is_command or resources.settled(0) == resources.settled(1):
         resources = resources.settled(0)
-    if row.values["job_type"] != COMMAND and spec.arguments[0].startswith(OWN_PROGRAMS):
+    elif (gpus := fleet.gpus_by_default(resources)) is None:
+        return []
+    else:
+        resources = resources.settled(gpus)
+    if not is_command and spec.arguments[0].startswith(OWN_PROGRAMS):
         resources = resources.model_copy(update={"prepared": True})
     # `hold` holds a job once: a retried one, which was released before, is not held again.
     to_be_held = beyond.hold and row.values["generation"] == 0
     is_held = to_be_held or row.values["status"] == JobStatus.HELD
     return _Admitted(row, spec, resources, is_held, beyond.after)
-
-
-def _gpus_by_default(session: Session) -> int | None:
-    """GPUs of a job that gives no number: 1, or 0 in a fleet without GPUs. None if no machine was observed yet."""
-    of_fleet = select(GPU.gpu_id).join(VM, VM.vm_id == GPU.vm_id).where(VM.active).limit(1)
-    if session.scalar(of_fleet) is not None:
-        return 1
-    documents = session.scalars(select(VM.engine).where(VM.active, VM.engine.is_not(None)))
-    engines = (elastic_of(document) for document in documents)
-    if any(engine is not None and engine.body.gpus > 0 for engine in engines):
-        return 1
-    observed_machines = select(VM.vm_id).where(
-        VM.active, (VM.observed_round > 0) | VM.last_polled.is_not(None)
-    )
-    return None if session.scalar(observed_machines.limit(1)) is None else 0
 
 
 # --- rows as the database holds them --------------------------------------------------------------
@@ -767,8 +779,8 @@ class _ProjectShare:
         if self.max_waiting is None or waiting_count < self.max_waiting:
             return None
         return (
-            f"project {self.name} has {waiting_count} jobs waiting and may have {self.max_waiting}: {remedy} when some have begun, "
-            "or ask for a higher max_waiting"
+            f"project {self.name} has {counted(waiting_count, 'job')} waiting and may have {self.max_waiting}: {remedy} when some "
+            "have begun, or ask for a higher max_waiting"
         )
 
 

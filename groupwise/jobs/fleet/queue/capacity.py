@@ -16,12 +16,13 @@ from sqlalchemy import case, func, or_, select
 from sqlalchemy.orm import Session
 
 from groupwise.api.schemas.fleet import UNPREPARED
+from groupwise.core.terminal.quantities import counted
 from groupwise.jobs.fleet.queue import untracked_processes
 from groupwise.jobs.fleet.queue.elastic import elastic_of
 from groupwise.jobs.fleet.queue.placement import (
+    LONG_WAIT_SECONDS,
     NOTHING_AVOIDED,
     NOTHING_HELD,
-    PATIENCE_SECONDS,
     Avoid,
     Blocked,
     Held,
@@ -30,6 +31,7 @@ from groupwise.jobs.fleet.queue.placement import (
     Placement,
     apply,
     has_room,
+    is_oversubscribed,
     place,
     room,
     withhold,
@@ -39,6 +41,7 @@ from groupwise.jobs.fleet.queue.resources import Resources
 from groupwise.jobs.fleet.states import AttemptState, Contact, Observed
 from groupwise.jobs.fleet.store.database import seconds
 from groupwise.jobs.fleet.store.tables import GPU, VM, Attempt, Job, Project, Reservation
+from groupwise.jobs.hosts.answers import vendor_of
 
 STALE_SECONDS = 120.0
 """A machine that was not observed for this many seconds gets no new job; by default it is polled every 15 seconds."""
@@ -46,7 +49,7 @@ STALE_LOOKS = 4
 """For a machine that is polled more rarely, the limit is this many polling intervals without an observation."""
 LOOK_SECONDS = "look_seconds"
 """Key in the facts of a machine: its polling interval in seconds."""
-MOST_PATIENT = 16
+MAX_LONG_WAITING = 16
 """Long-waiting jobs for which capacity is withheld at once; those for which none could be withheld do not count."""
 MOST_ASKED = 256
 """Maximum of long-waiting jobs that are considered for that."""
@@ -114,7 +117,8 @@ class View:
         """The same placement without reasons. Faster: machines with nothing free, which are most of a full fleet, are skipped."""
         if self.over_quota(resources, project):
             return None
-        open_to_it = self._machines_open_to(resources, project, self._machines_with_room())
+        machines = self.machines.values() if resources.oversubscribe else self._machines_with_room()
+        open_to_it = self._machines_open_to(resources, project, machines)
         return room(resources, open_to_it, self.held_before(key), avoid)
 
     def take(self, placement: Placement, resources: Resources, project: str) -> None:
@@ -152,14 +156,14 @@ class View:
 
     def _quota_use(self, project: str) -> str:
         quota = self.quotas[project]
-        return f"project {project} uses {quota.used} of its {quota.most} GPUs"
+        return f"project {project} uses {quota.used} of its {counted(quota.most, 'GPU')}"
 
     def _exceeds_quota(self, resources: Resources, project: str) -> bool:
         quota = self.quotas.get(project)
         return quota is not None and not quota.has_room_for(resources)
 
     def _gpus_shared_by(self, project: str) -> frozenset[int]:
-        """gpu_id of each GPU of which the project holds shares."""
+        """gpu_id of each GPU that the project holds shares of."""
         held_gpus = self.quotas[project].held
         return frozenset(
             gpu.gpu_id
@@ -192,12 +196,12 @@ class View:
         """Capacity withheld for jobs before this one in the queue."""
         while self.long_waiting and self.long_waiting[0][0] < key:
             other_key, resources, project = self.long_waiting.popleft()
-            if len(self.held) < MOST_PATIENT and self.over_quota(resources, project) is None:
+            if len(self.held) < MAX_LONG_WAITING and self.over_quota(resources, project) is None:
                 self.withhold_for(resources, project, other_key)
         total = NOTHING_HELD
         for other_key, withheld in self.held:
             if other_key < key:
-                total = total.and_also(withheld)
+                total = total.union(withheld)
         return total
 
     def withhold_for(self, resources: Resources, project: str, key: RankKey) -> None:
@@ -253,21 +257,20 @@ def _read_machines(
             if engine
             else tuple(_without_untracked(gpu, strays) for gpu in gpus.get(row.vm_id, ()))
         )
-        slots = (
-            engine.body.slots
-            if engine
-            else (int(not usable_gpus) if row.cpu_slots is None else row.cpu_slots)
-        )
+        own_slots = 1 if row.cpu_slots is None else row.cpu_slots
+        slots = engine.body.slots if engine else own_slots
         labels: Mapping[str, Any] = row.labels or {}
+        unreachable_reason, other_reason = _machine_problems(row, now)
         by_name[row.vm_id] = Machine(
             vm_id=row.vm_id,
             gpus=usable_gpus,
-            trouble=_machine_problem(row, now) or (engine and engine.problem),
+            trouble=unreachable_reason or other_reason or (engine and engine.problem),
+            unreachable_reason=unreachable_reason or (engine and engine.problem),
             projects=kept_for(row.projects),
             slots=slots,
-            taken_slots=strays.slots.intersection(range(slots)).union(
-                in_use.slots.get(row.vm_id, ())
-            ),
+            taken_slots=frozenset(
+                n for n in strays.slots if n < slots or is_oversubscribed(n)
+            ).union(in_use.slots.get(row.vm_id, ())),
             labels={name: str(value) for name, value in labels.items()},
             prepared=row.python != UNPREPARED,
             cpus=_as_integer(facts.get("cpus")),
@@ -301,7 +304,7 @@ _VM_COLUMNS = (
     VM.contact,
     VM.problem,
     VM.draining,
-    VM.cordoned,
+    VM.drain_reason,
     VM.degraded,
     VM.observed_round,
 )
@@ -315,25 +318,34 @@ def kept_for(column: Any) -> frozenset[str] | None:
     return frozenset(map(str, projects))
 
 
-def _machine_problem(row: Any, now: float) -> str | None:
-    """The reason why no new job is placed on a machine; None: there is none."""
+def _machine_problems(row: Any, now: float) -> tuple[str | None, str | None]:
+    """The reason why nothing can start on a machine, and the reason why only commands of `fleet exec` can; None: there is none."""
     problem = f": {row.problem}" if row.problem else ""
+    cause = f": {row.drain_reason}" if row.drain_reason else ""
     age, stale = now - row.observed_round, stale_after(row.facts)
     minutes = "two minutes" if stale == STALE_SECONDS else f"{stale / 60:.0f} minutes"
-    reasons = (
+    unreachable_reasons = (
         (row.lost_at is not None, "given up as lost"),
-        (row.contact == Contact.NEW, "not observed yet (is a poller running?)"),
+        (row.contact == Contact.NEW, f"not observed yet{problem or ' (is a poller running?)'}"),
         (
             row.contact == Contact.UNTRUSTED,
-            f"its host key is not trusted: `groupwise fleet vm trust {row.vm_id}`",
+            row.problem or f"its host key is not trusted: `groupwise fleet vm trust {row.vm_id}`",
         ),
         (row.contact != Contact.OK, f"unreachable{problem}"),
-        (row.draining, "draining"),
-        (row.cordoned is not None, f"cordoned: {row.cordoned}"),
-        (row.degraded, f"its GPUs cannot be read{problem}"),
         (age > stale, f"not observed for over {minutes} (is a poller running?)"),
     )
-    return next((reason for applies, reason in reasons if applies), None)
+    other_reasons = (
+        (
+            row.draining or row.drain_reason is not None,
+            f"draining{cause}; `groupwise fleet vm undrain` ends that",
+        ),
+        (row.degraded, f"its GPUs cannot be read{problem}"),
+    )
+    unreachable, other = (
+        next((reason for applies, reason in reasons if applies), None)
+        for reasons in (unreachable_reasons, other_reasons)
+    )
+    return unreachable, other
 
 
 def stale_after(facts: Mapping[str, Any] | None) -> float:
@@ -425,13 +437,13 @@ def _read_gpus(
         GPU.memory_mb,
         GPU.observed,
         GPU.detail,
-        GPU.quarantined,
+        GPU.quarantine_reason,
     ).order_by(GPU.vm_id, GPU.index, GPU.gpu_id)
     if vm_ids is not None:
         query = query.where(GPU.vm_id.in_(vm_ids))
     by_machine: dict[str, list[MachineGPU]] = {}
     for row in session.execute(query):
-        vm_id, gpu_id, index, uuid, model, memory_mb, observed, detail, quarantined = row
+        vm_id, gpu_id, index, uuid, model, memory_mb, observed, detail, quarantine_reason = row
         by_machine.setdefault(vm_id, []).append(
             MachineGPU(
                 gpu_id,
@@ -439,9 +451,10 @@ def _read_gpus(
                 uuid,
                 model,
                 memory_mb,
-                trouble=_gpu_problem(observed, detail, quarantined),
+                trouble=_gpu_problem(observed, detail, quarantine_reason),
                 whole=gpu_id in in_use.whole,
                 shares_mb=in_use.shares.get(gpu_id, 0),
+                vendor=vendor_of(uuid),
             )
         )
     return by_machine
@@ -451,14 +464,14 @@ _OBSERVED: Mapping[str, str] = {
     Observed.FOREIGN_BUSY: "is in use by somebody outside of the fleet",
     Observed.MISSING: "is not there any more",
     Observed.DEGRADED: "does not answer as it should",
-    Observed.MIG: "is split by MIG, which is not placed on",
+    Observed.MIG: "is split into MIG devices, which are GPUs of their own, named by their UUIDs",
 }
 
 
-def _gpu_problem(observed: str, detail: str | None, quarantined: str | None) -> str | None:
+def _gpu_problem(observed: str, detail: str | None, quarantine_reason: str | None) -> str | None:
     """The reason why a GPU is given to no new job; None: there is none."""
-    if quarantined is not None:
-        return f"is quarantined: {quarantined}"
+    if quarantine_reason is not None:
+        return f"is quarantined: {quarantine_reason}"
     if observed == Observed.OK:
         return None
     state = _OBSERVED.get(observed, f"is {observed}")
@@ -522,7 +535,7 @@ def _long_waiting_jobs(session: Session, now: float) -> list[tuple[RankKey, Reso
 
     Queued jobs that need only one GPU or slot are left out: they simply get the next one that becomes free.
     """
-    waiting_before = now - PATIENCE_SECONDS
+    waiting_before = now - LONG_WAIT_SECONDS
     by_job: dict[str, tuple[RankKey, Resources, str]] = {}
     for best in best_of_shapes(session):
         is_held_back = best.not_before > now

@@ -38,11 +38,11 @@ from sqlalchemy import (
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
-from groupwise.api.http.origins import is_loopback
 from groupwise.core.errors import UsageError
+from groupwise.core.loopback import is_loopback
 from groupwise.jobs.fleet.queue import capacity, kinds, pending_reasons, requeue_pending
 from groupwise.jobs.fleet.queue.capacity import Quota, View
-from groupwise.jobs.fleet.queue.placement import PATIENCE_SECONDS, Avoid, Blocked, Placement, Seat
+from groupwise.jobs.fleet.queue.placement import LONG_WAIT_SECONDS, Avoid, Blocked, Placement, Seat
 from groupwise.jobs.fleet.queue.request import Columns
 from groupwise.jobs.fleet.queue.resource_shapes import QUEUED, RankKey
 from groupwise.jobs.fleet.queue.resources import Resources
@@ -403,7 +403,7 @@ def _place_jobs(view: View, plan: _Plan, jobs: Sequence[_Candidate]) -> None:
             continue
         plan.blocked[job.shape] = job
         waits_long = (
-            job.waiting_since is not None and view.now - job.waiting_since >= PATIENCE_SECONDS
+            job.waiting_since is not None and view.now - job.waiting_since >= LONG_WAIT_SECONDS
         )
         if waits_long and not view.over_quota(job.resources, job.project):
             view.withhold_for(job.resources, job.project, job.key)

@@ -21,7 +21,7 @@ from groupwise.api.schemas.fleet import EngineBody
 from groupwise.core.errors import UsageError
 from groupwise.core.settings.field_errors import field_errors
 from groupwise.jobs.clouds.schedulers import SCHEDULERS, SchedulerRequest
-from groupwise.jobs.fleet.queue.resources import Resources
+from groupwise.jobs.fleet.queue.resources import Resources, fits_model
 from groupwise.jobs.hosts.driver import Scheduler
 from groupwise.jobs.hosts.spec import Limits
 
@@ -102,8 +102,9 @@ def unfit(resources: Resources, elastic: Elastic) -> str | None:
         limit = f"at most {body.gpus}" if body.gpus else "none"
         return f"GPUs that a job may have there: {limit}, {resources.gpu_count} wanted"
     model, memory = resources.gpu_model, resources.gpu_memory_mb
-    if model and model.casefold() not in (body.gpu_model or "").casefold():
-        return f"its GPUs are {body.gpu_model or 'of unknown model'}, not {model}"
+    if resources.gpus and not fits_model(model, body.gpu_model, body.gpu_memory_mb):
+        other = f"not {model}" if model else "which a job gets if --gpu-model names their profile"
+        return f"its GPUs are {body.gpu_model or 'of unknown model'}, {other}"
     if memory and (body.gpu_memory_mb or 0) < memory:
         memory_text = f"{body.gpu_memory_mb} MB" if body.gpu_memory_mb else "unknown memory"
         return f"its GPUs have {memory_text}, {memory} MB wanted"

@@ -50,6 +50,8 @@ BUDGETS: Mapping[FailureClass, Budget] = {
 CHARGED_RETRIES = 2
 FREE_RETRIES = 30
 """Failures of machines within one generation after which the job is taken to be their cause."""
+REFUSED_LAUNCH = frozenset({FailureClass.LAUNCH_FAILURE, FailureClass.NOT_PROVIDED})
+"""Failures to launch: nothing has run, so even a job that is to run once may be launched again."""
 TAKEN = "taken"
 """Key in `jobs.spent` in addition to the classes: launches that found their GPUs taken. Their number is not limited; it sets the delay."""
 BACKOFF_BASE, BACKOFF_CAP = 10.0, 600.0
@@ -200,7 +202,8 @@ def _budget_exhausted(
             if policy.charged == 1
             else f"retries: all {policy.charged} used"
         )
-    if not budget.charged and spent["free"] > FREE_RETRIES:
+    free_limits = (most for name, most in policy.per_class.items() if not BUDGETS[name].charged)
+    if not budget.charged and spent["free"] > max(FREE_RETRIES, *free_limits, 0):
         return f"machines have failed under it {spent['free']} times; it is taken to be the cause"
     return None
 

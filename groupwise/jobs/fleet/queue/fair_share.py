@@ -74,7 +74,7 @@ class ProjectQueue:
     def __init__(self, session: Session, project: str, weight: float) -> None:
         self._session = session
         self._project = project
-        self._weight = max(weight, 1e-3)
+        self._weight = weight
         self._gaps: list[_Gap] = []
         self._placed: list[QueuePosition] = []
         """Positions that are not in the database yet, in order."""

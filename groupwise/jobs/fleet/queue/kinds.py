@@ -44,6 +44,19 @@ class Kind(Protocol):
         ...
 
 
+OF_TRAINING: Mapping[str, Any] = {
+    **dict.fromkeys(("model", "dataset", "reward_function")),
+    "hyperparams": {},
+    "preprocessing_pipeline": "generic",
+    "use_unsloth": False,
+    "max_steps": 500,
+    "learning_rate": 5e-6,
+    "batch_size": 1,
+    "num_generations": 4,
+}
+"""Columns that only kinds of training read, with the database's defaults."""
+
+
 class Command:
     """The built-in kind: the arguments are the command."""
 
@@ -51,8 +64,8 @@ class Command:
         """The arguments as a command. Columns that are for training are refused."""
         problems = [
             f"{name} is given, but a job of kind {COMMAND} runs its arguments alone: leave {name} out, or give its job_type"
-            for name in ("model", "dataset", "reward_function", "hyperparams")
-            if row[name]
+            for name, default in OF_TRAINING.items()
+            if row[name] != default
         ]
         if not row["request"].get("arguments"):
             problems.append("there is no command: give the program and its arguments")

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from sqlalchemy import and_, func, or_, select
 from sqlalchemy.orm import Session
 
+from groupwise.core.terminal.quantities import counted
 from groupwise.jobs.fleet.queue import untracked_processes
 from groupwise.jobs.fleet.queue.capacity import view
 from groupwise.jobs.fleet.queue.placement import Blocked, Placement
@@ -70,6 +71,15 @@ def outlook(session: Session, job: Job) -> Placement | Blocked:
     return fleet_view.look(resources, job.project, (job.rank or 0.0, job.job_id))
 
 
+def _last_end(session: Session, job: Job) -> str:
+    """Why the newest attempt ended, to be added to a sentence; empty if nothing is known."""
+    newest = select(Attempt.evidence).where(
+        Attempt.job_id == job.job_id, Attempt.generation == job.generation
+    )
+    evidence = session.scalars(newest.order_by(Attempt.epoch.desc()).limit(1)).first() or {}
+    return f"; its last attempt ended: {evidence['because']}" if evidence.get("because") else ""
+
+
 def explain(session: Session, job: Job) -> list[str]:
     """The reasons why a job waits now, as messages; empty if it does not wait."""
     if job.status == JobStatus.HELD:
@@ -100,7 +110,7 @@ def explain(session: Session, job: Job) -> list[str]:
     reasons += held_back
     pause = job.not_before - seconds(session)
     if pause > 0 and not held_back:
-        reasons.append(f"it is tried again in {pause:.0f} s")
+        reasons.append(f"it is tried again in {pause:.0f} s{_last_end(session, job)}")
     placement = outlook(session, job)
     if isinstance(placement, Blocked):
         return [*reasons, *placement.reasons]
@@ -112,5 +122,5 @@ def explain(session: Session, job: Job) -> list[str]:
     count = session.scalar(select(func.count()).select_from(jobs_ahead)) or 0
     if not count:
         return ["there is room for it, and it is the next in the queue"]
-    at_least = " or more" if count == _MOST_COUNTED else ""
-    return [f"there is room for it; {count}{at_least} jobs stand before it in the queue"]
+    at_least = "at least " if count == _MOST_COUNTED else ""
+    return [f"there is room for it; before it in the queue: {at_least}{counted(count, 'job')}"]

@@ -8,7 +8,7 @@ GPUs are given whole or in shares of their memory, never both at once. A job wit
 engine (`elastic.py`) every job takes a slot and the engine assigns the GPUs, so the machine's own free capacity does not matter.
 
 A large job would starve while small ones take each GPU as it becomes free. So GPUs are withheld for a job that has waited longer than
-`PATIENCE_SECONDS`: `withhold` chooses the machines where least is missing for it, and no later job gets the chosen GPUs. As GPUs become
+`LONG_WAIT_SECONDS`: `withhold` chooses the machines where least is missing for it, and no later job gets the chosen GPUs. As GPUs become
 free, less and less is missing, so the choice converges.
 """
 
@@ -16,12 +16,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count
 
+from groupwise.api.schemas.fleet import MOST_SLOTS
+from groupwise.core.terminal.quantities import counted
 from groupwise.jobs.fleet.queue import elastic
 from groupwise.jobs.fleet.queue.elastic import Elastic
-from groupwise.jobs.fleet.queue.resources import Resources
+from groupwise.jobs.fleet.queue.resources import Resources, fits_model, model_words
 
-PATIENCE_SECONDS = 600.0
+LONG_WAIT_SECONDS = 600.0
 """GPUs are withheld for a job that has waited for room longer than this many seconds."""
 MOST_REASONS = 12
 """Maximum lines of reasons why there is no room; the rest are only counted."""
@@ -44,6 +47,12 @@ class MachineGPU:
     """True if one job holds the whole GPU."""
     shares_mb: int = 0
     """MB of its memory that shares hold."""
+    vendor: str = "NVIDIA"
+
+    @property
+    def is_mig(self) -> bool:
+        """True for a MIG device, which is a part of a card."""
+        return "mig" in model_words(self.model or "")
 
     @property
     def idle(self) -> bool:
@@ -59,6 +68,8 @@ class Machine:
     gpus: tuple[MachineGPU, ...] = ()
     trouble: str | None = None
     """The reason why nothing new is placed there: `draining`, `unreachable …`."""
+    unreachable_reason: str | None = None
+    """The reason if not even a command of `fleet exec` can run there: `unreachable …`, but not `draining`."""
     projects: frozenset[str] | None = None
     """Only jobs of these projects are placed there; None: jobs of any project."""
     closed: bool = False
@@ -118,7 +129,7 @@ class Held:
     slots: Mapping[tuple[str, int], str] = field(default_factory=dict[tuple[str, int], str])
     """(vm_id, slot) → job_id."""
 
-    def and_also(self, other: Held) -> Held:
+    def union(self, other: Held) -> Held:
         """Merge both; an entry of `self` wins."""
         return Held({**other.gpus, **self.gpus}, {**other.slots, **self.slots})
 
@@ -149,28 +160,51 @@ def place(
 ) -> Placement | Blocked:
     """Find room for the job, or return the reasons why there is none. Entries of `avoid` are used only if nothing else is free."""
     ordered = sorted(machines, key=lambda machine: machine.vm_id)
-    if (placement := room(resources, ordered, held_for_others, avoid)) is not None:
-        return placement
-    seats_or_reasons = [
-        (m.vm_id, _find_seat(resources, m, held_for_others, avoid)) for m in ordered
-    ]
-    refusals = [(vm_id, seat) for vm_id, seat in seats_or_reasons if isinstance(seat, str)]
-    return _blocked_reasons(resources, ordered, len(seats_or_reasons) - len(refusals), refusals)
+    placement = room(resources, ordered, held_for_others, avoid)
+    return placement or _blocked_reasons(resources, ordered, held_for_others, avoid)
 
 
 def room(
     resources: Resources, machines: Iterable[Machine], held_for_others: Held, avoid: Avoid
 ) -> Placement | None:
     """Like `place`, without reasons."""
-    seats: list[tuple[tuple[object, ...], Seat]] = []
-    for machine in filter(has_room, machines):
-        seat = _find_seat(resources, machine, held_for_others, avoid)
-        if isinstance(seat, Seat):
-            seats.append((_seat_cost(resources, machine, seat, avoid), seat))
-    if len(seats) < resources.machines:
+    choices: list[list[tuple[tuple[object, ...], Seat]]] = []
+    for of_vendor in _by_vendor(resources, machines):
+        seats: list[tuple[tuple[object, ...], Seat]] = []
+        for machine in of_vendor:
+            if not (resources.oversubscribe or has_room(machine)):
+                continue
+            seat = _find_seat(resources, machine, held_for_others, avoid)
+            if isinstance(seat, Seat):
+                seats.append((_seat_cost(resources, machine, seat, avoid), seat))
+        if len(seats) >= resources.machines:
+            choices.append(sorted(seats, key=lambda rated: rated[0])[: resources.machines])
+    if not choices:
         return None
-    best = sorted(seats, key=lambda rated: rated[0])[: resources.machines]
+    best = min(choices, key=lambda seats: [cost for cost, _ in seats])
     return Placement(tuple(sorted((s for _, s in best), key=lambda seat: seat.vm_id)))
+
+
+def _by_vendor(resources: Resources, machines: Iterable[Machine]) -> list[list[Machine]]:
+    """The machines, once for each vendor of their GPUs and with its GPUs alone, as one job cannot compute with CUDA and with ROCm.
+
+    Only once if there is one vendor, or if the job gets one GPU or names them. A machine with GPUs of the other vendor alone is left out.
+    """
+    machines = list(machines)
+    if resources.named or resources.gpu_count * resources.machines < 2:
+        return [machines]
+    vendors = sorted({gpu.vendor for machine in machines for gpu in machine.gpus})
+    if len(vendors) < 2:
+        return [machines]
+    return [
+        [
+            replace(machine, gpus=gpus)
+            for machine in machines
+            if (gpus := tuple(gpu for gpu in machine.gpus if gpu.vendor == vendor))
+            or not machine.gpus
+        ]
+        for vendor in vendors
+    ]
 
 
 def apply(placement: Placement, resources: Resources, machines: dict[str, Machine]) -> None:
@@ -193,11 +227,16 @@ def apply(placement: Placement, resources: Resources, machines: dict[str, Machin
         )
 
 
+def is_oversubscribed(slot: int | None) -> bool:
+    """True for the number of a CPU slot beyond those that a machine can have (`Resources.oversubscribe`)."""
+    return slot is not None and slot >= MOST_SLOTS
+
+
 def has_room(machine: Machine, held: Held = NOTHING_HELD) -> bool:
     """False only if no job at all could find room there, apart from withheld capacity. A quick check: True may still be wrong."""
     if machine.trouble:
         return False
-    if len(machine.taken_slots) < machine.slots and any(
+    if any(
         n not in machine.taken_slots and (machine.vm_id, n) not in held.slots
         for n in range(machine.slots)
     ):
@@ -223,22 +262,25 @@ def withhold(
 
     Machines are chosen where least is missing. As no later job gets the chosen capacity, the missing amount never rises.
     """
-    candidates: list[tuple[tuple[int, int, str], Seat]] = []
-    for machine in machines:
-        seat = _nearest_seat(resources, machine, held)
-        if seat is not None:
-            missing_count = sum(not _is_free(gpu, resources) for gpu in seat.gpus)
-            missing_count += seat.slot in machine.taken_slots
-            missing_count += _promised_shortage(resources, machine) is not None
-            shared_mb = sum(gpu.shares_mb for gpu in seat.gpus)
-            candidates.append(((missing_count, shared_mb, machine.vm_id), seat))
-    if len(candidates) < resources.machines:
+    choices: list[list[tuple[tuple[int, int, str], Seat]]] = []
+    for of_vendor in _by_vendor(resources, machines):
+        seats: list[tuple[tuple[int, int, str], Seat]] = []
+        for machine in of_vendor:
+            seat = _nearest_seat(resources, machine, held)
+            if seat is not None:
+                missing_count = sum(not _is_free(gpu, resources) for gpu in seat.gpus)
+                missing_count += seat.slot in machine.taken_slots
+                missing_count += _promised_shortage(resources, machine) is not None
+                shared_mb = sum(gpu.shares_mb for gpu in seat.gpus)
+                seats.append(((missing_count, shared_mb, machine.vm_id), seat))
+        if len(seats) >= resources.machines:
+            choices.append(sorted(seats, key=lambda rated: rated[0])[: resources.machines])
+    if not choices:
         return NOTHING_HELD
-    seats = [seat for _, seat in sorted(candidates, key=lambda rated: rated[0])]
-    withheld = seats[: resources.machines]
+    best = min(choices, key=lambda seats: sum(missing for (missing, _, _), _ in seats))
     return Held(
-        {gpu.gpu_id: job_id for seat in withheld for gpu in seat.gpus},
-        {(seat.vm_id, seat.slot): job_id for seat in withheld if seat.slot is not None},
+        {gpu.gpu_id: job_id for _, seat in best for gpu in seat.gpus},
+        {(seat.vm_id, seat.slot): job_id for _, seat in best if seat.slot is not None},
     )
 
 
@@ -250,7 +292,7 @@ def _find_seat(resources: Resources, machine: Machine, held: Held, avoid: Avoid)
     if reason := _unfit_reason(resources, machine) or _promised_shortage(resources, machine):
         return reason
     if not machine.gives_gpus_for(resources):
-        return _find_slot(machine, held, avoid)
+        return _find_slot(resources, machine, held, avoid)
     fitting = _fitting_gpus(resources, machine)
     if isinstance(fitting, str):
         return fitting
@@ -272,8 +314,8 @@ def _unfit_reason(resources: Resources, machine: Machine) -> str | None:
     """The reason why the machine could not run the job even if it were idle; None: it could."""
     if resources.vm is not None and machine.vm_id != resources.vm:
         return f"the job asks for {resources.vm}"
-    if machine.trouble:
-        return machine.trouble
+    if trouble := machine.unreachable_reason if resources.oversubscribe else machine.trouble:
+        return trouble
     if machine.closed:
         return "it is kept for other projects"
     for name, value in sorted(resources.labels.items()):
@@ -304,9 +346,7 @@ def _promised_shortage(resources: Resources, machine: Machine) -> str | None:
         return None
     cpus = (machine.cpus or 0) - machine.promised_cpus
     if resources.cpus is not None and cpus < resources.cpus:
-        return (
-            f"{max(cpus, 0)} of {machine.cpus} CPUs not promised to jobs, {resources.cpus} wanted"
-        )
+        return f"{max(cpus, 0)} of {counted(machine.cpus or 0, 'CPU')} not promised to jobs, {resources.cpus} wanted"
     ram = (machine.ram_mb or 0) - machine.promised_ram_mb
     if resources.ram_mb is not None and ram < resources.ram_mb:
         return (
@@ -316,8 +356,12 @@ def _promised_shortage(resources: Resources, machine: Machine) -> str | None:
     return None
 
 
-def _find_slot(machine: Machine, held: Held, avoid: Avoid) -> Seat | str:
+def _find_slot(resources: Resources, machine: Machine, held: Held, avoid: Avoid) -> Seat | str:
     """A free slot of the machine, or why there is none."""
+    if resources.oversubscribe:  # numbers that no slot of a machine has
+        avoided = {slot for vm_id, slot in avoid.slots if vm_id == machine.vm_id}
+        taken = machine.taken_slots | avoided
+        return Seat(machine.vm_id, slot=next(n for n in count(MOST_SLOTS) if n not in taken))
     if not machine.slots:
         return f"no CPU slots, and the job asks for no GPU (`groupwise fleet vm set {machine.vm_id} --cpu-slots 1` gives it one)"
     kind = "CPU slot" if machine.engine is None else f"place for jobs of {machine.engine.title}"
@@ -346,7 +390,9 @@ def _fitting_gpus(resources: Resources, machine: Machine) -> list[MachineGPU] | 
     fitting = [gpu for gpu in healthy_gpus if _mismatch(resources, gpu) is None]
     if len(fitting) >= resources.gpu_count:
         return fitting
-    summary = f"{len(fitting)} of {len(machine.gpus)} GPUs fit, {resources.gpu_count} wanted"
+    summary = (
+        f"{len(fitting)} of {counted(len(machine.gpus), 'GPU')} fit, {resources.gpu_count} wanted"
+    )
     reasons = {f"GPU {g.index} {g.trouble}" for g in machine.gpus if g.trouble}
     reasons |= {reason for g in healthy_gpus if (reason := _mismatch(resources, g))}
     return f"{summary}: {'; '.join(sorted(reasons))}" if reasons else summary
@@ -356,7 +402,12 @@ def _gpus_by_name(resources: Resources, machine: Machine) -> list[MachineGPU] | 
     """The GPUs that the job names by index or UUID, or the reason why one of them is unusable."""
     gpus: list[MachineGPU] = []
     for name in resources.named:
-        gpu = next((g for g in machine.gpus if name in (g.index, g.uuid)), None)
+        # An index may be that of an earlier card, too, and is that of the MIG devices of a card. Each vendor's GPUs are counted from 0.
+        named = [g for g in machine.gpus if g.uuid == name or (g.index == name and not g.is_mig)]
+        usable = [g for g in named if g.trouble is None]
+        if len(usable) > 1 or len({g.vendor for g in named}) > 1:
+            return f"GPU {name} may be {' or '.join(g.uuid for g in named)}: name its UUID"
+        gpu = next(iter(usable or named), None)
         if gpu is None:
             return f"no GPU {name}"
         if reason := gpu.trouble or _mismatch(resources, gpu):
@@ -364,14 +415,17 @@ def _gpus_by_name(resources: Resources, machine: Machine) -> list[MachineGPU] | 
         gpus.append(gpu)
     if len({gpu.gpu_id for gpu in gpus}) < len(gpus):
         return "one of its GPUs is named by index and by UUID"
+    if len({gpu.vendor for gpu in gpus}) > 1:
+        return "a job gets GPUs of NVIDIA or of AMD, and some of both are named"
     return gpus
 
 
 def _mismatch(resources: Resources, gpu: MachineGPU) -> str | None:
     """The reason why the GPU does not suit the job, whether it is free or not; None: it does."""
     model, memory = resources.gpu_model, resources.gpu_memory_mb or resources.share_mb
-    if model and model.casefold() not in (gpu.model or "").casefold():
-        return f"is a {gpu.model or 'GPU of unknown model'}, not {model}"
+    if not ((resources.named and model is None) or fits_model(model, gpu.model, gpu.memory_mb)):
+        other = f"not {model}" if model else "which a job gets if --gpu-model names its profile"
+        return f"is a {gpu.model or 'GPU of unknown model'}, {other}"
     if memory and (gpu.memory_mb is None or gpu.memory_mb < memory):
         memory_text = "unknown memory" if gpu.memory_mb is None else f"{gpu.memory_mb} MB"
         return f"has {memory_text}, {memory} MB wanted"
@@ -400,7 +454,7 @@ def _too_few_reason(
         return (
             f"at most {max_share} MB of a GPU free to share, {resources.share_mb} wanted{withheld}"
         )
-    return f"{len(free_gpus)} of {len(fitting)} fitting GPUs free, {resources.gpu_count} wanted{withheld}"
+    return f"{len(free_gpus)} of {counted(len(fitting), 'fitting GPU')} free, {resources.gpu_count} wanted{withheld}"
 
 
 def _seat_cost(
@@ -451,34 +505,41 @@ def _nearest_seat(resources: Resources, machine: Machine, held: Held) -> Seat | 
 
 
 def _blocked_reasons(
-    resources: Resources,
-    machines: Sequence[Machine],
-    willing_count: int,
-    refusals: Sequence[tuple[str, str]],
+    resources: Resources, machines: Sequence[Machine], held: Held, avoid: Avoid
 ) -> Blocked:
     """Summarise why there is no room: a line for each reason with the machines that have it, the most frequent first."""
     if not machines:
         return Blocked(("the fleet has no machine: `groupwise fleet vm add` adds one",), never=True)
-    fitting_count = sum(
-        _nearest_seat(resources, machine, NOTHING_HELD) is not None for machine in machines
-    )
-    is_never = fitting_count < resources.machines
-    lines: list[str] = []
     if resources.vm is not None and all(m.vm_id != resources.vm for m in machines):
         return Blocked((f"the fleet has no machine {resources.vm}",), never=True)
+    fitting_count = willing_count = 0
+    refusals: list[tuple[str, str]] = []
+    fleets = _by_vendor(resources, machines)
+    for of_vendor in fleets:
+        seats = [_find_seat(resources, machine, held, avoid) for machine in of_vendor]
+        willing_count = max(willing_count, sum(isinstance(seat, Seat) for seat in seats))
+        nearest = [_nearest_seat(resources, machine, NOTHING_HELD) for machine in of_vendor]
+        fitting_count = max(fitting_count, sum(seat is not None for seat in nearest))
+        refusals += [
+            (machine.vm_id, seat)
+            for machine, seat in zip(of_vendor, seats, strict=True)
+            if isinstance(seat, str) and resources.vm in (None, machine.vm_id)
+        ]
+    is_never = fitting_count < resources.machines
+    lines: list[str] = []
     if is_never:
         subject = (
-            f"only {fitting_count} of the {_machine_count(resources.machines)} wanted"
+            f"only {fitting_count} of the {counted(resources.machines, 'machine')} wanted"
             if fitting_count
             else "no machine"
         )
-        lines.append(f"{subject} could run it, even if everything were free")
+        lines.append(f"{subject} could run it now, even if everything were free")
     elif resources.machines > 1:
         lines.append(f"{willing_count} of the {resources.machines} machines wanted have room now")
-    if resources.vm is not None:
-        refusals = [(vm_id, reason) for vm_id, reason in refusals if vm_id == resources.vm]
+    if len(fleets) > 1:
+        lines.append("a job gets GPUs of one vendor, so those of each are counted by themselves")
     by_reason: dict[str, list[str]] = {}
-    for vm_id, reason in refusals:
+    for vm_id, reason in dict.fromkeys(refusals):
         by_reason.setdefault(reason, []).append(vm_id)
     ordered = sorted(by_reason.items(), key=lambda entry: (-len(entry[1]), entry[0]))
     for reason, names in ordered[:MOST_REASONS]:
@@ -487,9 +548,7 @@ def _blocked_reasons(
         lines.append(f"{', '.join(names[:_NAMED_MACHINES])}{rest_note}: {reason}")
     if other_reasons := ordered[MOST_REASONS:]:
         count = sum(len(names) for _, names in other_reasons)
-        lines.append(f"{_machine_count(count)} more, for {len(other_reasons)} other reasons")
+        lines.append(
+            f"{counted(count, 'machine')} more, for {counted(len(other_reasons), 'other reason')}"
+        )
     return Blocked(tuple(lines), is_never)
-
-
-def _machine_count(count: int) -> str:
-    return f"{count} machine{'s' if count != 1 else ''}"

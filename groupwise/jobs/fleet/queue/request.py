@@ -20,7 +20,12 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, m
 from groupwise.api.schemas.fail_fast import FailFast
 from groupwise.core.errors import UsageError
 from groupwise.core.settings.field_errors import field_errors
-from groupwise.jobs.fleet.queue.failures import CHARGED_RETRIES, RetryPolicy
+from groupwise.jobs.fleet.queue.failures import (
+    BUDGETS,
+    CHARGED_RETRIES,
+    REFUSED_LAUNCH,
+    RetryPolicy,
+)
 from groupwise.jobs.fleet.queue.resources import MOST_MB, Resources
 from groupwise.jobs.fleet.queue.resources import problems as resource_problems
 from groupwise.jobs.hosts.failures import FailureClass
@@ -69,10 +74,16 @@ class RequestedRetries(_Strict):
     """How often it is tried again after which failure; what is left out is as by default."""
 
     charged: Retries | None = None
-    """For all failures together that may be its own fault."""
+    """For all failures together that may be its own fault; None: 2, or as many as `per_class` allows after one of them. All others together
+    have 30, or as many as `per_class` allows after one of them."""
     per_class: dict[Annotated[FailureClass, Field(strict=False)], Retries] = {}
     once: bool = False
     """Once its command has begun it is never begun again, whatever became of it."""
+
+    @property
+    def charged_limits(self) -> dict[FailureClass, int]:
+        """The limits of classes that count for `charged`."""
+        return {name: most for name, most in self.per_class.items() if BUDGETS[name].charged}
 
 
 class RequestDocument(_Strict):
@@ -113,7 +124,9 @@ class RequestDocument(_Strict):
 
     def retry_policy(self) -> RetryPolicy:
         """The retry policy, for the decision after a failure."""
-        charged = CHARGED_RETRIES if self.retry.charged is None else self.retry.charged
+        charged = self.retry.charged
+        if charged is None:
+            charged = max([CHARGED_RETRIES, *self.retry.charged_limits.values()])
         return RetryPolicy(charged, self.retry.per_class, self.allow_smaller_batch, self.retry.once)
 
     def manifest(self) -> dict[str, FileEntry]:
@@ -223,7 +236,11 @@ def problems(request: RequestDocument) -> list[str]:
     retry, max_files = request.retry, request.limits.artefact_files
     retry_fields = [
         *(["retry.charged"] if retry.charged else []),
-        *(["retry.per_class"] if any(retry.per_class.values()) else []),
+        *(
+            f"retry.per_class.{name}"
+            for name, most in retry.per_class.items()
+            if most and name not in REFUSED_LAUNCH
+        ),
         *(["allow_smaller_batch"] if request.allow_smaller_batch else []),
     ]
     messages = [
@@ -248,6 +265,20 @@ def problems(request: RequestDocument) -> list[str]:
     if retry.once and retry_fields:
         messages.append(
             f"{retry_fields[0]} has no effect on a job that is to run once: leave it or retry.once out"
+        )
+    messages += [
+        f"retry.per_class.{name} is {most}, but failures of this class count for retry.charged, which is {retry.charged}: raise that"
+        for name, most in retry.charged_limits.items()
+        if retry.charged is not None and most > retry.charged
+    ]
+    gpu_oom_retries = retry.per_class.get(FailureClass.GPU_OOM)
+    if gpu_oom_retries and not request.allow_smaller_batch:
+        messages.append(
+            "retry.per_class.gpu_oom: the same batch would not fit either; allow a smaller one (allow_smaller_batch)"
+        )
+    if request.allow_smaller_batch and not retry.once and 0 in (retry.charged, gpu_oom_retries):
+        messages.append(
+            "allow_smaller_batch has no effect on a job without retries: allow some (retry.charged, retry.per_class.gpu_oom)"
         )
     if max_files is not None and max_files > MOST_ARTEFACTS:
         messages.append(

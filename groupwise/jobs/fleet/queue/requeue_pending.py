@@ -23,7 +23,7 @@ from sqlalchemy import func, select, update
 from sqlalchemy.orm import Session
 
 from groupwise.jobs.fleet.queue.capacity import View, machines, quotas, view
-from groupwise.jobs.fleet.queue.placement import PATIENCE_SECONDS
+from groupwise.jobs.fleet.queue.placement import LONG_WAIT_SECONDS
 from groupwise.jobs.fleet.queue.resource_shapes import (
     PENDING,
     Waiting,
@@ -80,7 +80,7 @@ def wake(
     # long-waiting job.
     patient_or_gang = any(
         job.resources.machines > 1
-        or (job.waiting_since is not None and now - job.waiting_since >= PATIENCE_SECONDS)
+        or (job.waiting_since is not None and now - job.waiting_since >= LONG_WAIT_SECONDS)
         for job in waiting_jobs
     )
     if vm_ids is not None and not quotas(session, projects) and not patient_or_gang:

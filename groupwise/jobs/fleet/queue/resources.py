@@ -1,6 +1,6 @@
 """`Resources`: the requirements of a job, read from command-line words, stored as JSON, compared by a hash.
 
-A submitter gives them in words (`parse`: `--gpus 2`, `--gpus vm-3:0,1`, `--disk 64GB`) or as JSON; admission settles open values and
+A submitter gives them in words (`parse`: `--gpus 2`, `--gpus vm-3:0,1`) or as JSON; admission settles open values and
 stores the result with the job; placement reads it. Jobs of one project with equal resources have one `shape`: placement looks for room once
 for all of them.
 """
@@ -11,6 +11,7 @@ import hashlib
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -19,6 +20,8 @@ from groupwise.api.schemas.fail_fast import FailFast
 from groupwise.api.schemas.fleet import MOST_GPUS
 from groupwise.core.errors import UsageError
 from groupwise.core.settings.field_errors import field_errors
+from groupwise.core.terminal.quantities import counted
+from groupwise.jobs.hosts.answers import vendor_of
 
 MOST_MACHINES = 1024
 MOST_MB = 2**31 - 1
@@ -27,11 +30,14 @@ MOST_MB = 2**31 - 1
 Megabytes = Annotated[int, Field(gt=0, le=MOST_MB)]
 Name = Annotated[str, Field(min_length=1, max_length=256)]
 
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([kmgt]?)(i?)b?", re.IGNORECASE)
-_DECIMAL = {"": 1.0, "m": 1.0, "g": 1e3, "t": 1e6}
-_BINARY = {"m": 1.048576, "g": 1073.741824, "t": 1099511.627776}
 _COUNT = re.compile(r"\d+")
-_UUID = re.compile(r"(GPU|MIG)-.+", re.IGNORECASE)
+_PROFILE = r"(?:\d+c\.)?\d+g\.\d+gb(?:[+.][a-z.]+)?"
+"""Profile of a MIG device: `3g.20gb`, `1c.3g.20gb`, `1g.10gb+me`."""
+_UUID = re.compile(rf"(?:GPU|MIG)-(?!{_PROFILE}$).+", re.IGNORECASE)
+_MODEL_WORD = re.compile(rf"{_PROFILE}|[^\W_]+")
+_GIGABYTES = re.compile(r"(\d+)gi?b?")
+_VARIANTS = frozenset({"ti", "super", "d", "xt", "xtx", "ada", "laptop"})
+"""Words that make another card of the same number: an `RTX 4070 Ti` is no `RTX 4070`."""
 
 
 class Resources(FailFast, BaseModel):
@@ -40,13 +46,13 @@ class Resources(FailFast, BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
 
     gpus: Annotated[int, Field(ge=0, le=MOST_GPUS)] | None = None
-    """On each machine. None is settled at admission: 1, or 0 in a fleet without GPUs. 0: a CPU slot."""
+    """On each machine. None is settled at admission: 0 for a command, 1 for a job of a kind if the fleet has a GPU. 0: a CPU slot."""
     named: Annotated[tuple[int | str, ...], Field(strict=False)] = ()
     """These GPUs and no others: indices on `vm`, or UUIDs."""
     vm: Name | None = None
     """This machine and no other."""
     gpu_model: Name | None = None
-    """Part of the model's name, in any case: `a100`, `H100 80GB`."""
+    """Words of the model's name, in any case: `a100`, `RTX4090`, `H100-80GB`, `MIG-3g.20gb`; `fits_model` says which model has them."""
     gpu_memory_mb: Megabytes | None = None
     """That a GPU has at least."""
     share_mb: Megabytes | None = None
@@ -59,6 +65,8 @@ class Resources(FailFast, BaseModel):
     """Free on the machine's disk before it starts."""
     labels: dict[str, str] = {}
     """That a machine has."""
+    oversubscribe: bool = False
+    """For commands of `fleet exec`: use a CPU slot beyond those of the machine, so that it runs on a full or drained one too."""
     prepared: bool = False
     """An environment that an operator has named for the machine; admission says so of training kinds, which need Groupwise there."""
 
@@ -86,27 +94,86 @@ class Resources(FailFast, BaseModel):
         return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()[:24]
 
 
+@lru_cache(maxsize=4096)
+def fits_model(wanted: str | None, model: str | None, memory_mb: int | None) -> bool:
+    """True if a job that asks for the model `wanted`, or for none, may get a GPU of this model.
+
+    Each word of `wanted` must be one of the name, in any order, or several of them joined: `RTX4090` is `NVIDIA GeForce RTX 4090`. Letters
+    may lack their number (`A100-SXM` is `A100-SXM4-80GB`) and AMD's MI numbers their letter (`MI300` is `MI300X`). Nothing else is left
+    out: `L4` is neither `L40` nor `L40S`, `RTX4070` no `RTX 4070 Ti`. A size that the name does not say is compared with the memory.
+
+    A MIG device is found only by its profile or the word MIG, and does not have the size of its card.
+    """
+    words, asked = model_words(model or ""), model_words(wanted or "")
+    if "mig" in words:
+        words = [word for word in words if not _GIGABYTES.fullmatch(word)]
+    elif "hbm3" in words:  # an H100 SXM5 calls itself `NVIDIA H100 80GB HBM3`
+        words.append("sxm5")
+    if ("mig" in words) != ("mig" in asked):
+        return False
+    spans = [(i, j) for i in range(len(words)) for j in range(i + 1, min(i + 4, len(words)) + 1)]
+    sizes = [word for word in words if _GIGABYTES.fullmatch(word)]
+    found: set[str] = set()
+    for word in asked:
+        size = _GIGABYTES.fullmatch(word)
+        if size and not sizes:
+            mib = 1024 * int(size[1])
+            if abs((memory_mb or 0) - mib) >= 0.1 * mib:
+                return False
+            continue
+        rest = "[a-z]?" if re.fullmatch(r"mi\d+", word) else r"\d*" if word[-1].isalpha() else ""
+        name = rf"{size[1]}gi?b?" if size else re.escape(word) + rest
+        matches = [words[i:j] for i, j in spans if re.fullmatch(name, "".join(words[i:j]))]
+        if not matches:
+            return False
+        found.update(matches[0])
+    names_a_number = any(re.search(r"\d", word) for word in found)
+    return not (names_a_number and _VARIANTS.intersection(words) - found)
+
+
+def model_words(name: str) -> list[str]:
+    """The words of a GPU's name in small letters; `mig` is one of them if it has the profile of a MIG device."""
+    words = [word.replace("+", ".") for word in _MODEL_WORD.findall(name.casefold())]
+    has_profile = any(re.fullmatch(_PROFILE, word) for word in words)
+    return [*words, "mig"] if has_profile and "mig" not in words else words
+
+
 def problems(resources: Resources) -> list[str]:
     """Values that are valid by themselves but contradict each other, as messages for the submitter."""
-    messages: list[str] = []
-    indices = [name for name in resources.named if isinstance(name, int)]
-    if any(index < 0 for index in indices):
-        messages.append("the index of a GPU is 0 or more")
-    if indices and resources.vm is None:
-        messages.append("a GPU that is named by its index needs the machine too: --gpus VM:0,1")
-    if len(set(resources.named)) < len(resources.named):
-        messages.append("a GPU is named twice")
-    if resources.named and resources.gpus not in (None, len(resources.named)):
-        messages.append(f"{len(resources.named)} GPUs are named, but gpus says {resources.gpus}")
-    if resources.share_mb and (resources.gpus not in (None, 1) or len(resources.named) > 1):
+    messages = _problems_of_named_gpus(resources)
+    count, most = resources.gpus, max(resources.gpus or 0, len(resources.named))
+    if resources.share_mb and (count not in (None, 1) or most > 1):
         messages.append("a share is one of one GPU: leave gpus out, or ask for whole GPUs")
+    is_mig = [name for name in resources.named if str(name).startswith("MIG-")]
+    if most > 1 and (is_mig or "mig" in model_words(resources.gpu_model or "")):
+        messages.append("CUDA shows a process only one MIG device: ask for one, or for whole GPUs")
     min_memory, share = resources.gpu_memory_mb, resources.share_mb
-    if resources.gpus == 0 and (resources.gpu_model or min_memory or share or resources.named):
+    if count == 0 and (resources.gpu_model or min_memory or share or resources.named):
         messages.append("gpus is 0, so nothing can be said of the GPUs: leave one of the two out")
+    if resources.oversubscribe and (resources.vm is None or count != 0):
+        messages.append(
+            "oversubscribe is for a command on one machine without GPUs: say vm, and gpus 0"
+        )
     if resources.machines > 1 and (resources.vm or resources.named):
         messages.append("a job on several machines cannot name one, nor GPUs of it: use labels")
     if resources.machines > 1 and resources.share_mb:
         messages.append("a job on several machines gets whole GPUs: leave the share out")
+    return messages
+
+
+def _problems_of_named_gpus(resources: Resources) -> list[str]:
+    named, messages = resources.named, list[str]()
+    indices = [name for name in named if isinstance(name, int)]
+    if any(index < 0 for index in indices):
+        messages.append("the index of a GPU is 0 or more")
+    if indices and resources.vm is None:
+        messages.append("a GPU that is named by its index needs the machine too: --gpus VM:0,1")
+    if len(set(named)) < len(named):
+        messages.append("a GPU is named twice")
+    if named and resources.gpus not in (None, len(named)):
+        messages.append(f"{counted(len(named), 'GPU')} named, but gpus says {resources.gpus}")
+    if len({vendor_of(name) for name in named if isinstance(name, str)}) > 1:
+        messages.append("a job gets GPUs of NVIDIA or of AMD: name those of one vendor")
     return messages
 
 
@@ -126,17 +193,17 @@ def parse(
     gpus: str | None = None,
     vm: str | None = None,
     gpu_model: str | None = None,
-    gpu_memory: str | None = None,
-    share: str | None = None,
+    gpu_memory: int | None = None,
+    share: int | None = None,
     machines: int = 1,
     cpus: int | None = None,
-    ram: str | None = None,
-    disk: str | None = None,
+    ram: int | None = None,
+    disk: int | None = None,
     labels: Sequence[str] = (),
 ) -> Resources:
-    """Parse resources from the words of the command line; UsageError lists all their problems.
+    """The resources of the command line's options; UsageError lists all their problems.
 
-    `gpus` is a count, `VM:0,1`, `VM:GPU-uuid` or `GPU-uuid,GPU-uuid`; sizes are `40GB`, `512MB` or a plain number of MB.
+    `gpus` is a count, `VM:0,1`, `VM:GPU-uuid` or `GPU-uuid,GPU-uuid`; sizes are in MB.
     """
     errors: list[str] = []
     count, indices, vm_of_gpus = _parse_gpus(gpus, errors)
@@ -155,12 +222,12 @@ def parse(
         "named": indices,
         "vm": vm or vm_of_gpus,
         "gpu_model": gpu_model,
-        "gpu_memory_mb": _parse_size("--gpu-memory", gpu_memory, errors),
-        "share_mb": _parse_size("--share-mb", share, errors),
+        "gpu_memory_mb": gpu_memory,
+        "share_mb": share,
         "machines": machines,
         "cpus": cpus,
-        "ram_mb": _parse_size("--memory", ram, errors),
-        "disk_mb": _parse_size("--disk", disk, errors),
+        "ram_mb": ram,
+        "disk_mb": disk,
         "labels": wanted_labels,
     }
     try:
@@ -190,29 +257,3 @@ def _parse_gpus(
         )
         return None, [], None
     return None, [int(n) if _COUNT.fullmatch(n) else n for n in names], vm or None
-
-
-def megabytes(option: str, text: str) -> int:
-    """Parse a size from the command line into MB. UsageError if it is no size, or 0."""
-    errors: list[str] = []
-    size = _parse_size(option, text, errors)
-    if errors:
-        raise UsageError(errors[0])
-    if not size:
-        raise UsageError(f"{option} {text}: what is wanted is at least 1 MB, as {option} 40GB.")
-    return size
-
-
-def _parse_size(option: str, text: str | None, errors: list[str]) -> int | None:
-    """Parse `40GB` into decimal megabytes, the manufacturers' unit: a GPU sold with 80 GB then has 80 GB. None if no size is given."""
-    if text is None:
-        return None
-    match = _SIZE.fullmatch(text.strip())
-    factor = None
-    if match:
-        unit = match[2].lower()
-        factor = (_BINARY if match[3] else _DECIMAL).get(unit)
-    if match is None or factor is None:
-        errors.append(f"{option} {text!r}: a size such as 40GB, 64GiB, 512MB, or a number of MB")
-        return None
-    return round(float(match[1]) * factor)

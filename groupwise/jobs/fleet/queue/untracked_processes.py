@@ -20,24 +20,24 @@ from groupwise.jobs.fleet.store.database import seconds
 from groupwise.jobs.fleet.store.tables import VM, Job
 
 ATTEMPT = "attempt"
-"""Marks an attempt in a machine's quarantine list, in addition to the `folder` and `process` entries of its runner."""
+"""Marks an attempt in the list `untracked` of a machine's facts, in addition to the `folder` and `process` entries of its runner."""
 WRITTEN = {"job_id", "epoch", "detail", "since"}
 HELD_BACK = 180.0
 """Delay of such jobs in seconds, long enough for several rounds of the poller and the requeue manager."""
 
 
-def in_quarantine(vm: VM) -> list[dict[str, Any]]:
+def on_machine(vm: VM) -> list[dict[str, Any]]:
     """Attempts that the machine ran at its last observation and that are in no table: job_id, epoch, and since when."""
-    return _quarantined_attempts(vm.facts.get("quarantined"))
+    return _attempts_in(vm.facts.get("untracked"))
 
 
-def _quarantined_attempts(quarantine: object) -> list[dict[str, Any]]:
-    """The attempts in a quarantine list; the column may hold anything, since users can write it."""
-    if not isinstance(quarantine, list):
+def _attempts_in(untracked: object) -> list[dict[str, Any]]:
+    """The valid entries of the list. Users can write the column, so it may hold anything."""
+    if not isinstance(untracked, list):
         return []
     entries = [
         cast("dict[str, Any]", entry)
-        for entry in cast("list[Any]", quarantine)
+        for entry in cast("list[Any]", untracked)
         if isinstance(entry, dict)
     ]
     return [entry for entry in entries if entry.get("what") == ATTEMPT and entry.keys() >= WRITTEN]
@@ -57,7 +57,7 @@ class Holding:
 def holding(facts: Mapping[str, Any] | None) -> Holding:
     """The capacity that untracked attempts hold, from the facts of their machine."""
     whole_gpus, slots, shares = set[str](), set[int](), Counter[str]()
-    for attempt in _quarantined_attempts((facts or {}).get("quarantined")):
+    for attempt in _attempts_in((facts or {}).get("untracked")):
         gpus, share, slot = attempt.get("gpus"), attempt.get("share_mb"), attempt.get("slot")
         uuids = set(map(str, cast("list[Any]", gpus) if isinstance(gpus, list) else ()))
         if isinstance(share, int):
@@ -71,16 +71,14 @@ def holding(facts: Mapping[str, Any] | None) -> Holding:
 
 def on_machines(session: Session, *, silent: bool = False) -> list[tuple[str, dict[str, Any]]]:
     """Untracked attempts of all machines that were not given up, with the vm_id; `silent`: only of machines that do not answer."""
-    quarantine = VM.facts["quarantined"]
-    query = select(VM.vm_id, quarantine).where(
-        VM.active, VM.lost_at.is_(None), quarantine.is_not(None)
+    untracked = VM.facts["untracked"]
+    query = select(VM.vm_id, untracked).where(
+        VM.active, VM.lost_at.is_(None), untracked.is_not(None)
     )
     if silent:
         query = query.where(VM.contact != Contact.OK)
     rows = session.execute(query.order_by(VM.vm_id))
-    return [
-        (vm_id, attempt) for vm_id, entries in rows for attempt in _quarantined_attempts(entries)
-    ]
+    return [(vm_id, attempt) for vm_id, entries in rows for attempt in _attempts_in(entries)]
 
 
 def held_back_by(session: Session, job_id: str) -> list[str]:

@@ -102,7 +102,10 @@ class Database:
         """
         result, hooks = self._retry(lambda: self._write_once(fn))
         for hook in hooks:
-            _call_hook(hook)
+            try:
+                hook()
+            except Exception:  # the rows are committed, and the caller must learn that
+                log.exception("what was to follow a commit failed")
         return result
 
     def read(self, fn: Callable[[Session], T]) -> T:
@@ -111,7 +114,12 @@ class Database:
 
     def at_rest(self, work: Callable[[Connection], T]) -> T:
         """Work on the schema, which makes its own transactions, while no thread of this process writes. Failures become readable errors."""
-        return self._retry(lambda: self._run_at_rest(work))
+
+        def run_alone() -> T:
+            with self._writer, self._connection() as connection:
+                return work(connection)
+
+        return self._retry(run_alone)
 
     async def in_thread(self, fn: Callable[[Session], T]) -> T:
         """`run` in a thread. If the caller is cancelled meanwhile, this returns only once the transaction has ended."""
@@ -143,10 +151,6 @@ class Database:
             _commit(session, connection)
             return result, list(session.info.get(_HOOKS, ()))
 
-    def _run_at_rest(self, work: Callable[[Connection], T]) -> T:
-        with self._writer, self._connection() as connection:
-            return work(connection)
-
     def _read_once(self, fn: Callable[[Session], T]) -> T:
         with (
             self._connection() as connection,
@@ -163,7 +167,7 @@ class Database:
             # A wrong address is an error at once; a server that was reached before is given time to come back.
             if self._was_reached or isinstance(error.orig, sqlite3.Error):
                 raise
-            self._raise_for_people(error, passing=False)
+            self._raise_explained(error, temporary=False)
         self._was_reached = True
         self._inside.busy = True
         try:
@@ -182,9 +186,9 @@ class Database:
             try:
                 return once()
             except sql.DBAPIError as error:
-                passing = _nothing_lost_by_repeating(error)
-                if not passing or time.monotonic() >= end:
-                    self._raise_for_people(error, passing=passing)
+                temporary = _is_safe_to_repeat(error)
+                if not temporary or time.monotonic() >= end:
+                    self._raise_explained(error, temporary=temporary)
             except sql.TimeoutError as error:
                 raise DatabaseFailure(
                     f"{self.name}: all {engines.CONNECTIONS + engines.MORE_CONNECTIONS} connections of this process stayed in "
@@ -192,15 +196,15 @@ class Database:
                 ) from error
             self._sleep(backoff.next())
 
-    def _raise_for_people(self, error: sql.DBAPIError, *, passing: bool) -> NoReturn:
+    def _raise_explained(self, error: sql.DBAPIError, *, temporary: bool) -> NoReturn:
         """Raise constraint violations and faulty statements unchanged, and failures of the database itself as DatabaseFailure."""
         of_database = type(error) in (sql.OperationalError, sql.DatabaseError)
-        if not of_database and not _nothing_lost_by_repeating(error):
+        if not of_database and not _is_safe_to_repeat(error):
             raise error
         reason = str(error.orig).strip().partition("\n")[0].rstrip(".")
         raise DatabaseFailure(
             f"{self.name} does not do its work: {reason}. {_remedy(error, self._url)}",
-            passing=passing,
+            temporary=temporary,
         ) from error
 
     # --- threads ----------------------------------------------------------------------------------
@@ -355,7 +359,7 @@ def _answer_is_missing(error: sql.DBAPIError) -> bool:
     return _connection_is_lost(error)
 
 
-def _nothing_lost_by_repeating(error: sql.DBAPIError) -> bool:
+def _is_safe_to_repeat(error: sql.DBAPIError) -> bool:
     """True if the transaction may be repeated. Only valid for errors before, or instead of, a commit."""
     if isinstance(error.orig, sqlite3.Error):
         return _sqlite_code(error.orig) == sqlite3.SQLITE_BUSY
@@ -382,15 +386,6 @@ def _sqlite_code(error: sqlite3.Error) -> int:
     return getattr(error, "sqlite_errorcode", 0) & 0xFF
 
 
-def _call_hook(hook: Callable[[], None]) -> None:
-    try:
-        hook()
-    except (
-        Exception
-    ):  # the rows are committed, and the caller must learn that, even if a doorbell raises
-        log.exception("what was to follow a commit failed")
-
-
 # --- messages for users ---------------------------------------------------------------------------
 
 _SQLITE_REMEDIES = {
@@ -401,7 +396,7 @@ _SQLITE_REMEDIES = {
     sqlite3.SQLITE_NOTADB: "The file is no SQLite database: name another, or restore it from a copy.",
     sqlite3.SQLITE_IOERR: "Its disk fails to read or write; see the system's log.",
 }
-_SAID_OF_A_FULL_DISK = (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN)
+_FULL_DISK_ERRORS = (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN)
 """SQLite reports these when the disk is full, but also for other causes."""
 _POSTGRESQL_REMEDIES = {
     engines.READ_ONLY: "This server is read-only, as a standby is: see that host and port lead to the one that takes writes.",
@@ -418,7 +413,7 @@ def _remedy(error: sql.DBAPIError, url: URL) -> str:
     if isinstance(error.orig, sqlite3.Error):
         code = _sqlite_code(error.orig)
         folder = Path(str(url.database)).parent
-        is_probably_full = code in _SAID_OF_A_FULL_DISK and disk_full.is_full(folder)
+        is_probably_full = code in _FULL_DISK_ERRORS and disk_full.is_full(folder)
         if code == sqlite3.SQLITE_FULL or is_probably_full:
             message = disk_full.words(folder)
             return message[0].upper() + message[1:]

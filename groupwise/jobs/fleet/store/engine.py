@@ -14,6 +14,7 @@ import os
 import re
 import sqlite3
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -23,7 +24,7 @@ from sqlalchemy.exc import ArgumentError
 from sqlalchemy.pool import ConnectionPoolEntry
 
 from groupwise.core.errors import UsageError
-from groupwise.jobs.fleet.disk_full import told_in_words
+from groupwise.jobs.fleet.disk_full import explain_disk_errors
 
 CONNECTIONS = 8
 """Connections that one process keeps open; transactions take milliseconds, so more of them would only wait for the disk."""
@@ -153,7 +154,7 @@ UNREADABLE = {"unreadable": "no JSON, or a number of thousands of digits"}
 def _sqlite_engine(url: URL) -> Engine:
     path = Path(str(url.database))
     try:  # readable by its owner only: it holds users' prompts to models, and hashes of keys
-        with told_in_words(path.parent):
+        with explain_disk_errors(path.parent):
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     except OSError as error:
@@ -178,15 +179,11 @@ def _sqlite_engine(url: URL) -> Engine:
 def _prepare_sqlite(connection: DBAPIConnection, _: ConnectionPoolEntry) -> None:
     assert isinstance(connection, sqlite3.Connection)
     connection.isolation_level = None  # `_begin_sqlite` starts transactions, instead of Python
-    connection.text_factory = _text_of_sqlite
+    # SQLite stores any bytes as text: one row in another encoding must not hide all others
+    connection.text_factory = partial(str, encoding="utf-8", errors="replace")
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
     connection.execute("PRAGMA foreign_keys = ON")
-
-
-def _text_of_sqlite(data: bytes) -> str:
-    """Decode text of SQLite, which stores any bytes: one row in another encoding must not hide all others."""
-    return data.decode("utf-8", "replace")
 
 
 def _begin_sqlite(connection: Connection) -> None:

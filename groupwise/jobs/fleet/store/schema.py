@@ -65,8 +65,10 @@ def bring_up_to_date(connection: Connection, used_by: Callable[[], str | None]) 
         if _is_current(connection):
             return
         if _revision(connection) is None:
+            found = inspect(connection)
             existing = sorted(
-                set(inspect(connection).get_table_names()) & set(Base.metadata.tables)
+                {*found.get_table_names(), *found.get_view_names()}
+                & {*Base.metadata.tables, *views.NAMES}
             )
             if existing:
                 raise UsageError(
@@ -176,7 +178,7 @@ def _scripts() -> ScriptDirectory:
 
 def _derived_statements(dialect: str) -> Iterator[str]:
     yield from triggers.statements(dialect)
-    yield from views.statements()
+    yield from views.statements(dialect)
 
 
 def _own_fingerprint(dialect: str) -> str:

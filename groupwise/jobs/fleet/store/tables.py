@@ -7,7 +7,7 @@ plane.
 There are two kinds of time. Times for users are timestamps (`created_at`, `start_time`, `end_time`). Times for the control plane are
 seconds of the database's clock since 1970 (`lease_until`, `not_before`), because no other clock may decide who owns an attempt.
 
-No column stores how many GPUs are free: the view `vm_overview` counts the rows of `reservations`.
+No column stores how many GPUs are free: the view `vm` counts the rows of `reservations`.
 """
 
 from __future__ import annotations
@@ -143,20 +143,20 @@ class VM(Base):
     """The interpreter of the environment that jobs run in; its folder comes first on their PATH."""
     labels: Mapped[dict[str, Any]] = mapped_column(Document, server_default=text("'{}'"))
     cpu_slots: Mapped[int | None] = mapped_column(Integer)
-    """Number of jobs without GPUs that may run at once; NULL: 1 if there are no GPUs, else 0."""
+    """Number of jobs without GPUs that may run at once; NULL: 1."""
     projects: Mapped[list[str] | None] = mapped_column(Document)
     """Only jobs of these projects are placed there; NULL: jobs of any project."""
     deadman: Mapped[float | None] = mapped_column(Float)
     """Seconds without word from the control plane after which its runner ends a job; NULL: never."""
     probe: Mapped[list[str] | None] = mapped_column(Document)
-    """The command that reads the GPUs, as an argument list; NULL: nvidia-smi."""
+    """The command that reads the GPUs, as an argument list; NULL: the vendors' tools."""
     idle_memory_mb: Mapped[int] = mapped_column(Integer, server_default="500")
     """An idle GPU may still show this much memory as used."""
     active: Mapped[bool] = mapped_column(Boolean, server_default=true())
     """False: it was removed; the row stays for the history."""
     draining: Mapped[bool] = mapped_column(Boolean, server_default=false())
-    cordoned: Mapped[str | None] = mapped_column(Text)
-    """Why nothing new is placed there; NULL if it is not cordoned."""
+    drain_reason: Mapped[str | None] = mapped_column(Text)
+    """Why nothing new is placed there; NULL if it is not drained, or no reason was given."""
     lost_at: Mapped[float | None] = mapped_column(Float)
     """When an operator declared that it will not come back."""
     contact: Mapped[str] = mapped_column(Text, server_default="new")
@@ -173,7 +173,7 @@ class VM(Base):
     observed_round: Mapped[float] = mapped_column(Float, server_default="0")
     """When the stored observation was requested; an older one is dropped."""
     launch_failures: Mapped[int] = mapped_column(Integer, server_default="0")
-    """Refused launches in a row; at a limit the machine is cordoned."""
+    """Refused launches in a row; at a limit the machine is drained."""
     created_at: Mapped[datetime] = mapped_column(Moment, server_default=this_moment())
     last_polled: Mapped[datetime | None] = mapped_column(Moment)
     engine: Mapped[dict[str, Any] | None] = mapped_column(Document)
@@ -201,10 +201,10 @@ class GPU(Base):
     """Percent."""
     temperature: Mapped[int | None] = mapped_column(Integer)
     """Degrees Celsius."""
-    quarantined: Mapped[str | None] = mapped_column(Text)
+    quarantine_reason: Mapped[str | None] = mapped_column(Text)
     """The reason why no job gets it until an operator clears it."""
-    accused: Mapped[dict[str, Any] | None] = mapped_column(Document)
-    """The last report in a job's log that it is broken, which is no proof: job_id, epoch, at, said. NULL once an operator clears it."""
+    fault_report: Mapped[dict[str, Any] | None] = mapped_column(Document)
+    """The last report in a job's log that it is broken, which is no proof: job_id, epoch, at, message. NULL once an operator clears it."""
     observed_at: Mapped[float | None] = mapped_column(Float)
 
 

@@ -31,7 +31,14 @@ from sqlalchemy import (
 )
 from sqlalchemy.types import TypeEngine
 
-from groupwise.api.schemas.fleet import NAME
+from groupwise.api.schemas.fleet import (
+    LEAST_WEIGHT,
+    MOST_INTEGER,
+    MOST_SECONDS,
+    MOST_SLOTS,
+    MOST_WEIGHT,
+    NAME,
+)
 from groupwise.jobs.fleet import states
 from groupwise.jobs.fleet.store.tables import Attempt, Base, Event, Job, Member, Moment, Reservation
 
@@ -68,6 +75,7 @@ def rules() -> tuple[Rule, ...]:
         *_reservation_rules(),
         *_event_rules(),
         *_location_rules(),
+        *_range_rules(),
     )
 
 
@@ -347,6 +355,15 @@ def _location_rules() -> Iterator[Rule]:
         f"{', '.join(place_columns)} of a machine do not change while something runs there: drain it first, and wait for its jobs",
         about=has_changed,
     )
+    for operation, changes in (("INSERT", ""), ("UPDATE", "NEW.transport <~> OLD.transport")):
+        yield Rule(
+            f"vm_transport_{operation.lower()}",
+            "vms",
+            operation,
+            "NEW.transport NOT IN ('ssh', 'local')",
+            "transport of a machine: `ssh` or `local` is wanted",
+            about=changes,
+        )
 
 
 MACHINE_DOCUMENTS = {
@@ -406,13 +423,6 @@ def _machine_rules(dialect: str) -> Iterator[Rule]:
         about=_another_engine(dialect),
     )
     for operation in ("INSERT", "UPDATE"):
-        yield Rule(
-            f"vm_deadman_{operation.lower()}_finite",
-            "vms",
-            operation,
-            "NEW.deadman IS NOT NULL AND NOT (NEW.deadman > 0 AND NEW.deadman < 1e9)",
-            "deadman of a machine: seconds are wanted, or NULL for none",
-        )
         for column, condition in conditions.items():
             kind = MACHINE_DOCUMENTS.get(column)
             expected = f"a JSON {kind} is wanted" if kind else "this is no value for it"
@@ -448,13 +458,40 @@ def _no_name(dialect: str, value: str) -> str:
     )
 
 
-_WHOLE, _ANY = "('integer')", "('integer', 'real', 'null')"
 _NUMBERS = {
-    **dict.fromkeys(("port", "idle_memory_mb", "misses", "launch_failures"), _WHOLE),
-    **dict.fromkeys(("active", "draining", "degraded"), _WHOLE),
-    **dict.fromkeys(("deadman", "lost_at", "unreachable_since", "observed_round"), _ANY),
-    "cpu_slots": "('integer', 'null')",
+    **dict.fromkeys(("active", "draining", "degraded", "misses", "launch_failures"), "('integer')"),
+    **dict.fromkeys(
+        ("lost_at", "unreachable_since", "observed_round"), "('integer', 'real', 'null')"
+    ),
 }
+RANGES: Mapping[tuple[str, str], tuple[float, float]] = {
+    ("vms", "port"): (1, 65535),
+    ("vms", "cpu_slots"): (0, MOST_SLOTS),
+    ("vms", "idle_memory_mb"): (0, MOST_INTEGER),
+    ("vms", "deadman"): (1, MOST_SECONDS),
+    ("projects", "weight"): (LEAST_WEIGHT, MOST_WEIGHT),
+    ("projects", "max_gpus"): (0, MOST_INTEGER),
+    ("projects", "max_waiting"): (0, MOST_INTEGER),
+}
+"""Smallest and largest value of columns that people write by hand. The API's are the same, but for a longer least `deadman`."""
+
+
+def _range_rules() -> Iterator[Rule]:
+    for (table, column), (least, most) in RANGES.items():
+        is_whole = isinstance(Base.metadata.tables[table].columns[column].type, Integer)
+        value, kind = f"NEW.{column}", "whole number" if is_whole else "number"
+        fits = f"{value} BETWEEN {least:g} AND {most:.0f}"
+        if is_whole:  # SQLite stores 1.5 in such a column
+            fits += f" AND {value} = CAST({value} AS INTEGER)"
+        for operation, changes in (("INSERT", ""), ("UPDATE", f"{value} <~> OLD.{column}")):
+            yield Rule(
+                f"{table}_{column}_range_{operation.lower()}",
+                table,
+                operation,
+                f"{value} IS NOT NULL AND NOT ({fits})",
+                f"{column} of {table}: a {kind} from {least:g} to {most:.0f} is wanted",
+                about=changes,
+            )
 
 
 KEPT_WHOLE: tuple[Table, ...] = tuple(

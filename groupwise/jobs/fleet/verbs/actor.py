@@ -19,6 +19,8 @@ class Actor:
     """Name in events: `user:ada`, `key:k7f2`."""
     projects: frozenset[str] | None = None
     """None: all projects."""
+    is_operator: bool = True
+    """False for keys of the API, except those with the role `admin` and without projects."""
 
     def may_see(self, project: str) -> bool:
         """True if the actor may know of jobs of the project."""
@@ -32,4 +34,13 @@ class Actor:
                 "forbidden",
                 f"To {what} concerns jobs of every project, but {self.name} is bound to: {project_names}. "
                 "A key without projects may do it.",
+            )
+
+    def require_operator_to_oversubscribe(self) -> None:
+        """Raise `forbidden` if the actor may not run a command on a full or drained machine."""
+        if not self.is_operator:
+            raise Refusal(
+                "forbidden",
+                "Only a key with the role admin and without projects may run a command on a full or drained machine (oversubscribe), as "
+                "`groupwise fleet exec` does. `groupwise fleet submit --vm VM --gpus 0` waits for a free slot.",
             )

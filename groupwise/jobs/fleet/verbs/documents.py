@@ -39,11 +39,11 @@ LISTED_FIELDS = tuple(
 EVENT_FIELDS = tuple("event_id at actor kind job_id epoch vm_id before after detail".split())
 MACHINE_FIELDS = tuple(
     "vm_id ip_address port user ssh_key_path transport jump host_key seen_host_key workdir python labels cpu_slots projects deadman "
-    "probe idle_memory_mb engine active draining cordoned lost_at contact unreachable_since problem degraded boot_id facts "
+    "probe idle_memory_mb engine active draining drain_reason lost_at contact unreachable_since problem degraded boot_id facts "
     "launch_failures".split()
 )
 GPU_FIELDS = tuple(
-    "index uuid model memory_mb observed detail memory_used_mb utilisation temperature quarantined accused observed_at".split()
+    "index uuid model memory_mb observed detail memory_used_mb utilisation temperature quarantine_reason fault_report observed_at".split()
 )
 KEY_FIELDS = tuple("key_id role projects note created_at expires_at revoked_at".split())
 PROJECT_FIELDS = tuple("name weight max_gpus max_waiting".split())
@@ -154,9 +154,7 @@ def machine_state(vm: VM) -> str:
         return "lost"
     if vm.contact != "ok":
         return vm.contact
-    if vm.cordoned is not None:
-        return "cordoned"
-    if vm.draining:
+    if vm.draining or vm.drain_reason is not None:
         return "draining"
     return "degraded" if vm.degraded else "ok"
 

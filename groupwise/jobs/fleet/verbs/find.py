@@ -86,20 +86,21 @@ def active_machine(session: Session, vm_id: str, *, lock: bool = False) -> VM:
 
 
 def gpu(session: Session, vm_id: str, name: str, *, lock: bool = False) -> GPU:
-    """A GPU of a machine by its index or UUID. Raises `unknown_gpu`."""
+    """A GPU of a machine by its index or UUID. Raises `unknown_gpu`, also for an index that several have: cards of two vendors, MIG devices
+    of one card, or a card and the one that it replaced."""
     machine(session, vm_id)
-    condition = GPU.index == int(name) if _INDEX.fullmatch(name) else GPU.uuid == name
-    query = select(GPU).where(GPU.vm_id == vm_id, condition)
-    row = session.scalars(query.with_for_update() if lock else query).first()
-    if row is None:
-        rows = session.scalars(select(GPU).where(GPU.vm_id == vm_id).order_by(GPU.index)).all()
-        known_gpus = ", ".join(f"{row.index} ({row.uuid})" for row in rows[:MOST_NAMES])
-        raise Refusal(
-            "unknown_gpu",
-            f"machine {vm_id} has no GPU {name!r}; "
-            + (f"it has {known_gpus}." if known_gpus else "none has been seen there."),
-        )
-    return row
+    query = select(GPU).where(GPU.vm_id == vm_id).order_by(GPU.index, GPU.gpu_id)
+    rows = session.scalars(query).all()
+    is_index = _INDEX.fullmatch(name) is not None
+    found = [row for row in rows if (row.index == int(name) if is_index else row.uuid == name)]
+    if len(found) == 1:
+        return session.get_one(GPU, found[0].gpu_id, with_for_update=lock or None)
+    problem = f"has {len(found)} GPUs {name}: name the UUID" if found else f"has no GPU {name!r}"
+    known = ", ".join(
+        f"{row.index} ({row.uuid}, {row.model})" for row in (found or rows)[:MOST_NAMES]
+    )
+    choices = f"{'they are' if found else 'it has'} {known}" if known else "none was seen there"
+    raise Refusal("unknown_gpu", f"machine {vm_id} {problem}; {choices}.")
 
 
 def which_there_are(name: str, names: Sequence[str], otherwise: str) -> str:

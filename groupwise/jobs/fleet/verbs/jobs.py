@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import partial
+from typing import Any
 
 from sqlalchemy import and_, or_, select, update
 from sqlalchemy.orm import Session, aliased
@@ -23,8 +24,8 @@ from groupwise.jobs.fleet.queue import (
     requeue_pending,
     untracked_processes,
 )
-from groupwise.jobs.fleet.secrets import UNLESS_TOLD, AllowedSecrets
-from groupwise.jobs.fleet.states import FINAL, RETRIED_FROM, JobStatus
+from groupwise.jobs.fleet.secrets import DEFAULT_SECRETS, AllowedSecrets
+from groupwise.jobs.fleet.states import FINAL, RETRIED_FROM, JobStatus, Outcome
 from groupwise.jobs.fleet.store import events
 from groupwise.jobs.fleet.store.database import at_one_moment, seconds
 from groupwise.jobs.fleet.store.tables import (
@@ -169,8 +170,28 @@ def listing(session: Session, actor: Actor, job_filter: JobFilter) -> list[Docum
         same_time = and_(Job.created_at == created, Job.job_id < last_id)
         query = query.where(or_(Job.created_at < created, same_time))
     newest_first = query.order_by(Job.created_at.desc(), Job.job_id.desc()).limit(job_filter.limit)
-    jobs = session.scalars(newest_first)
-    return [visibility.job(session, actor, job_summary(job)) for job in jobs]
+    jobs = session.scalars(newest_first).all()
+    warnings = _memory_warnings(
+        session, [j.job_id for j in jobs if j.status == JobStatus.COMPLETED]
+    )
+    return [
+        visibility.job(session, actor, job_summary(job) | {"warning": warnings.get(job.job_id)})
+        for job in jobs
+    ]
+
+
+def _memory_warnings(session: Session, completed: Sequence[str]) -> dict[str, str]:
+    """Completed jobs that lost processes to the kernel for lack of memory: what they computed may be incomplete."""
+    query = select(Attempt.job_id, Attempt.evidence).where(
+        Attempt.job_id.in_(completed), Attempt.outcome == Outcome.SUCCEEDED
+    )
+    warnings: dict[str, str] = {}
+    for job_id, evidence in session.execute(query) if completed else ():
+        members: list[Document] = evidence.get("members") or []
+        records: list[Document] = [m["exit"] for m in members if m.get("exit")]
+        if count := sum(record.get("oom_kill") or 0 for record in records):
+            warnings[job_id] = f"the kernel ended {count} of its processes for lack of memory"
+    return warnings
 
 
 def show(session: Session, actor: Actor, job_id: str) -> Document:
@@ -266,7 +287,7 @@ def release(session: Session, actor: Actor, job_id: str) -> Document:
 
 
 def retry(
-    session: Session, actor: Actor, job_id: str, *, allowed: AllowedSecrets = UNLESS_TOLD
+    session: Session, actor: Actor, job_id: str, *, allowed: AllowedSecrets = DEFAULT_SECRETS
 ) -> Document:
     """Start a failed or cancelled job again, with its failure budgets restored. Raises `job_state` for any other job, and if the maximum of
     waiting jobs of its project is reached.
@@ -390,7 +411,7 @@ releasing = Change(_release_job)
 """The change made by `release`."""
 
 
-def retrying(allowed: AllowedSecrets = UNLESS_TOLD) -> Change:
+def retrying(allowed: AllowedSecrets = DEFAULT_SECRETS) -> Change:
     """The change made by `retry`."""
     return Change(_retry_job, partial(_admit_again, allowed=allowed))
 
@@ -404,6 +425,10 @@ def _retry_job(session: Session, actor: Actor, job: Job, ahead: int) -> None:
         }
         default_reason = f"is {job.status}: it is going to run anyway."
         raise Refusal("job_state", f"{job.job_id} {reasons.get(job.status, default_reason)}")
+    # Any JSON, if the row was written by hand.
+    resources: Document | list[Any] | None = job.request.get("resources")
+    if isinstance(resources, dict) and resources.get("oversubscribe"):
+        actor.require_operator_to_oversubscribe()
     if (problem := admission.no_room(session, job.project, ahead)) is not None:
         raise Refusal("job_state", f"{job.job_id} stays {job.status}: {problem}.")
     before = {"status": job.status, "generation": job.generation}

@@ -1,9 +1,9 @@
 """The verbs for the machines of a fleet: add one, show it, keep new work away, give one up.
 
-    drain      nothing new is placed there; running jobs continue cordon     the same, with a reason; the fleet itself cordons a machine
-    that fails every launch lost       an operator declares that it will not come back: its attempts end as `host_lost`, and their GPUs are
-    free again. If it answers
-               after all, a dispatcher ends the given-up attempts there, and then it takes work again by itself
+    drain      nothing new is placed there, and running jobs continue. A reason may be given; the fleet itself drains a machine that fails
+               every launch
+    lost       an operator declares that it will not come back: its attempts end as `host_lost`, and their GPUs are free again. If it
+               answers after all, a dispatcher ends the given-up attempts there, and then it takes work again by itself
     remove     it leaves the fleet, once nothing runs there; its row stays for the history. If it is added again while a given-up attempt
                may be left there, it counts as lost until a dispatcher has ended that
     trust      pins the host key that it shows
@@ -34,6 +34,7 @@ from groupwise.api.schemas.fleet import (
 from groupwise.api.schemas.problems import Refusal
 from groupwise.core.errors import UsageError
 from groupwise.jobs.fleet.queue import elastic, requeue_pending, untracked_processes
+from groupwise.jobs.fleet.queue.fair_share import WAITING
 from groupwise.jobs.fleet.states import AttemptState, Cleanup, Contact, Observed
 from groupwise.jobs.fleet.store import events
 from groupwise.jobs.fleet.store.database import seconds
@@ -51,6 +52,8 @@ from groupwise.jobs.fleet.verbs.documents import (
 
 VM_ID = re.compile(NAME)
 """Names of machines; a trigger refuses others in rows that are written by hand."""
+MOST_NAMED = 20
+"""Maximum jobs named that wait for a removed machine."""
 MOST_EVENTS = 20
 """Maximum events shown for one machine, the newest."""
 LOCAL = "local"
@@ -108,7 +111,7 @@ class NewMachine:
         if self.projects is not None and not all(self.projects):
             yield "projects: an empty name"
         if self.probe is not None and (not self.probe or not self.probe[0]):
-            yield "probe is empty: the command that is asked for the GPUs, as nvidia-smi"
+            yield "probe is empty: a command that lists the GPUs is wanted, as nvidia-smi"
         if self.idle_memory_mb is not None and not 0 <= self.idle_memory_mb <= MOST_INTEGER:
             yield f"idle_memory_mb {self.idle_memory_mb}: 0 to {MOST_INTEGER} MB"
         if self.deadman is not None and not LEAST_DEADMAN <= self.deadman <= MOST_SECONDS:
@@ -252,7 +255,7 @@ def _set_columns(vm: VM, new: NewMachine) -> None:
         vm.python = new.python
     if new.idle_memory_mb is not None:
         vm.idle_memory_mb = new.idle_memory_mb
-    vm.active, vm.draining, vm.cordoned = True, False, None
+    vm.active, vm.draining, vm.drain_reason = True, False, None
     vm.contact, vm.unreachable_since, vm.misses = Contact.NEW, None, 0
     vm.problem, vm.launch_failures, vm.boot_id = None, 0, None
 
@@ -305,7 +308,7 @@ def _with_gpus(session: Session, actor: Actor, vm: VM) -> Document:
         gpu
         for gpu in documents
         if gpu["observed"] == Observed.OK
-        and gpu["quarantined"] is None
+        and gpu["quarantine_reason"] is None
         and gpu["uuid"] not in strays.whole | strays.shares_mb.keys()
     ]
     return visibility.machine(actor, machine_document(vm)) | {
@@ -365,67 +368,28 @@ def fingerprint(key: str | None) -> str | None:
 # New work
 
 
-def drain(session: Session, actor: Actor, vm_id: str) -> Document:
-    """Place nothing new there; running jobs continue. Safe to repeat."""
-    return _set_draining(session, actor, vm_id, True)
-
-
-def undrain(session: Session, actor: Actor, vm_id: str) -> Document:
-    """Place work there again."""
-    return _set_draining(session, actor, vm_id, False)
-
-
-def _set_draining(session: Session, actor: Actor, vm_id: str, draining: bool) -> Document:
+def drain(session: Session, actor: Actor, vm_id: str, reason: str | None = None) -> Document:
+    """Place nothing new there; running jobs continue. Safe to repeat; a given `reason` replaces the earlier one."""
     actor.require_all_projects("drain a machine")
     vm = find.active_machine(session, vm_id, lock=True)
-    if vm.draining != draining:
-        vm.draining = draining
-        kind = events.VM_DRAINING if draining else events.VM_UNDRAINED
-        _append_event(
-            session,
-            actor,
-            kind,
-            vm,
-            before={"draining": not draining},
-            after={"draining": draining},
-        )
+    before = {"draining": vm.draining, "reason": vm.drain_reason}
+    after = {"draining": True, "reason": reason or vm.drain_reason}
+    if before != after:
+        vm.draining, vm.drain_reason = True, reason or vm.drain_reason
+        _append_event(session, actor, events.VM_DRAINING, vm, before=before, after=after)
         requeue_pending.wake(session, vm_ids=[vm_id], actor=actor.name)
     return _with_gpus(session, actor, vm)
 
 
-def cordon(session: Session, actor: Actor, vm_id: str, reason: str) -> Document:
-    """Place nothing new there, and record the reason."""
-    actor.require_all_projects("cordon a machine")
-    if not reason.strip():
-        raise Refusal("invalid_request", "a cordon needs a reason, which its events keep.")
+def undrain(session: Session, actor: Actor, vm_id: str) -> Document:
+    """Place work there again, whether an operator or failed launches had stopped that; the failed launches are forgotten."""
+    actor.require_all_projects("undrain a machine")
     vm = find.active_machine(session, vm_id, lock=True)
-    if vm.cordoned != reason:
-        before, vm.cordoned = vm.cordoned, reason
-        _append_event(
-            session,
-            actor,
-            events.VM_CORDONED,
-            vm,
-            before={"cordoned": before},
-            after={"cordoned": reason},
-        )
-    return _with_gpus(session, actor, vm)
-
-
-def uncordon(session: Session, actor: Actor, vm_id: str) -> Document:
-    """Place work there again, and reset its count of failed launches."""
-    actor.require_all_projects("uncordon a machine")
-    vm = find.active_machine(session, vm_id, lock=True)
-    if vm.cordoned is not None:
-        before, vm.cordoned, vm.launch_failures = vm.cordoned, None, 0
-        _append_event(
-            session,
-            actor,
-            events.VM_UNCORDONED,
-            vm,
-            before={"cordoned": before},
-            after={"cordoned": None},
-        )
+    before = {"draining": vm.draining, "reason": vm.drain_reason}
+    after = {"draining": False, "reason": None}
+    if before != after:
+        vm.draining, vm.drain_reason, vm.launch_failures = False, None, 0
+        _append_event(session, actor, events.VM_UNDRAINED, vm, before=before, after=after)
         requeue_pending.wake(session, vm_ids=[vm_id], actor=actor.name)
     return _with_gpus(session, actor, vm)
 
@@ -466,7 +430,9 @@ def remove(session: Session, actor: Actor, vm_id: str) -> Document:
     _append_event(
         session, actor, events.VM_REMOVED, vm, before={"active": True}, after={"active": False}
     )
-    return machine_document(vm)
+    names_it = Job.resources["vm"].as_string() == vm_id
+    waiting = select(Job.job_id).where(WAITING, names_it).order_by(Job.created_at)
+    return machine_document(vm) | {"waiting_jobs": list(session.scalars(waiting.limit(MOST_NAMED)))}
 
 
 def _require_unused(session: Session, vm: VM, consequence: str = "", next_step: str = "") -> None:
@@ -691,13 +657,13 @@ def _require_empty(session: Session, vm: VM, consequence: str) -> None:
 
 
 def clear_quarantine(session: Session, actor: Actor, vm_id: str, gpu: str) -> Document:
-    """Clear the quarantine and accusation of a GPU: jobs may use it again. `gpu`: index or UUID. Raises `unknown_gpu`."""
+    """Clear the quarantine of a GPU, or the report that it is broken: jobs may use it again. `gpu`: index or UUID. Raises `unknown_gpu`."""
     actor.require_all_projects("clear the quarantine of a GPU")
     row = find.gpu(session, vm_id, gpu, lock=True)
     vm = find.machine(session, vm_id)
-    before = {"quarantined": row.quarantined, "accused": row.accused}
+    before = {"quarantine_reason": row.quarantine_reason, "fault_report": row.fault_report}
     if any(before.values()):
-        row.quarantined = row.accused = None
+        row.quarantine_reason = row.fault_report = None
         _append_event(
             session,
             actor,

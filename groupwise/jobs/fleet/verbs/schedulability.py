@@ -1,4 +1,4 @@
-"""Finds requirements of a job that no machine of the fleet meets: a machine's name, a label, a model of GPU.
+"""Finds requirements of a job that no machine of the fleet meets: a machine's name, a label, a GPU, a model of GPU.
 
 Such a job is accepted, since the machine may be added later, and waits silently until then; so the response has a note. The fleet is read
 once for all jobs of a submission, and only if one of them has such a requirement. An index of what its machines have is built once as well:
@@ -13,16 +13,20 @@ from dataclasses import dataclass
 from sqlalchemy import select
 from sqlalchemy.orm import Session
 
+from groupwise.api.schemas.problems import Refusal
 from groupwise.jobs.fleet.queue.elastic import Elastic, elastic_of
-from groupwise.jobs.fleet.queue.resources import Resources
+from groupwise.jobs.fleet.queue.resources import Resources, fits_model
 from groupwise.jobs.fleet.store.tables import GPU, VM
 from groupwise.jobs.fleet.verbs.find import which_there_are
+from groupwise.jobs.hosts.answers import vendor_of
 
 MOST_COMPARED = 20
 """Maximum of different requirements in one submission for which similar names are searched, since that is slow."""
 
-Wish = tuple[str | None, tuple[tuple[str, str], ...], str | None, tuple[int | str, ...]]
-"""What a job requires: machine, labels, GPU model, GPUs by index or UUID."""
+Requirements = tuple[
+    str | None, tuple[tuple[str, str], ...], str | None, tuple[int | str, ...], bool
+]
+"""What a job requires: machine, labels, GPU model, GPUs by index or UUID, any GPU."""
 _Unmet = tuple[str, str, Sequence[str], str]
 """The unmet requirement in words; a name (if any), the existing names, and the verb that adds more."""
 
@@ -32,17 +36,17 @@ class _Machine:
     """A machine of the fleet: its properties that a job can require."""
 
     labels: Mapping[str, str]
-    gpus: Sequence[tuple[int, str, str]]
-    """Index, UUID, model."""
+    gpus: Sequence[tuple[int, str, str, int | None]]
+    """Index, UUID, model, memory in MB."""
     engine: Elastic | None = None
     """An engine, which has its own GPUs."""
 
     @property
-    def models(self) -> Iterator[str]:
-        """Models of all GPUs that it has or that its engine gives to jobs."""
-        yield from (model for _, _, model in self.gpus if model)
+    def models(self) -> Iterator[tuple[str, int | None]]:
+        """Model and memory of all GPUs that it has or that its engine gives to jobs."""
+        yield from (gpu[2:] for gpu in self.gpus if gpu[2])
         if self.engine is not None and self.engine.body.gpu_model is not None:
-            yield self.engine.body.gpu_model
+            yield self.engine.body.gpu_model, self.engine.body.gpu_memory_mb
 
 
 class _Existing:
@@ -55,8 +59,11 @@ class _Existing:
             for label in machine.labels.items():
                 self.machines_by_label.setdefault(label, set()).add(number)
         self.labels = sorted(f"{name}={value}" for name, value in self.machines_by_label)
-        self.models = sorted({model for machine in machines for model in machine.models})
+        self.models = {model for machine in machines for model in machine.models}
         self.gpus = {name for machine in machines for gpu in machine.gpus for name in gpu[:2]}
+        self.has_gpus = bool(self.gpus) or any(
+            machine.engine and machine.engine.body.gpus for machine in machines
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,40 +77,42 @@ class _Fleet:
 
 def unmet_requirements(session: Session, jobs: Sequence[Resources]) -> list[list[str]]:
     """Notes on the requirements of each job that the fleet cannot meet at present."""
-    wishes: list[Wish] = [
+    requirements: list[Requirements] = [
         (
             resources.vm,
             tuple(sorted(resources.labels.items())),
             resources.gpu_model,
             resources.named,
+            bool(resources.gpus),
         )
         for resources in jobs
     ]
-    notes: dict[Wish, list[str]] = {_NONE: []}
-    if any(wish != _NONE for wish in wishes):
+    notes: dict[Requirements, list[str]] = {_NONE: []}
+    if any(required != _NONE for required in requirements):
         machines = _machines_by_name(session)
         fleet = _Fleet(machines, _Existing([*machines.values()]), [*machines])
-        for wish in wishes:
-            if wish not in notes:
+        for required in requirements:
+            if required not in notes:
                 compare = len(notes) <= MOST_COMPARED  # with similar names that exist
-                notes[wish] = []
-                for problem, name, names, otherwise in _unmet_wishes(fleet, wish):
+                notes[required] = []
+                for problem, name, names, otherwise in _unmet_requirements(fleet, required):
                     similar = compare and name
                     suggestion = f"; {which_there_are(name, names, otherwise)}" if similar else ""
-                    notes[wish].append(
+                    notes[required].append(
                         f"{problem}, so the job waits until that changes{suggestion}"
                     )
-    return [notes[wish] for wish in wishes]
+    return [notes[required] for required in requirements]
 
 
-_NONE: Wish = (None, (), None, ())
+_NONE: Requirements = (None, (), None, (), False)
 
 
 def _machines_by_name(session: Session) -> dict[str, _Machine]:
-    gpus: dict[str, list[tuple[int, str, str]]] = {}
-    of_gpus = (GPU.vm_id, GPU.index, GPU.uuid, GPU.model)
-    for vm_id, index, uuid, model in session.execute(select(*of_gpus).order_by(*of_gpus[:2])):
-        gpus.setdefault(vm_id, []).append((index, uuid, model or ""))
+    gpus: dict[str, list[tuple[int, str, str, int | None]]] = {}
+    of_gpus = (GPU.vm_id, GPU.index, GPU.uuid, GPU.model, GPU.memory_mb)
+    rows = session.execute(select(*of_gpus).order_by(*of_gpus[:2]))
+    for vm_id, index, uuid, model, memory_mb in rows:
+        gpus.setdefault(vm_id, []).append((index, uuid, model or "", memory_mb))
     columns = (VM.vm_id, VM.labels, VM.engine)
     machines = session.execute(select(*columns).where(VM.active).order_by(VM.vm_id))
     return {
@@ -114,11 +123,11 @@ def _machines_by_name(session: Session) -> dict[str, _Machine]:
     }
 
 
-def _unmet_wishes(fleet: _Fleet, wish: Wish) -> Iterator[_Unmet]:
-    vm, labels, model, named_gpus = wish
+def _unmet_requirements(fleet: _Fleet, required: Requirements) -> Iterator[_Unmet]:
+    vm, labels, model, named_gpus, wants_gpus = required
     if vm is not None and vm not in fleet.machines:
         gpu_note = (
-            f" (GPU {', '.join(map(str, named_gpus))} of it is asked for)" if named_gpus else ""
+            f" (the job asks for its GPU {', '.join(map(str, named_gpus))})" if named_gpus else ""
         )
         yield f"no machine is called {vm!r}{gpu_note}", vm, fleet.names, "vm add"
         return
@@ -134,9 +143,26 @@ def _unmet_wishes(fleet: _Fleet, wish: Wish) -> Iterator[_Unmet]:
     if machine_sets and not missing_labels and not set[int].intersection(*machine_sets):
         label_texts = " and ".join(f"{name}={value}" for name, value in labels)
         yield f"{subject} {label_texts} together", "", (), ""
-    if model is not None and all(model.casefold() not in m.casefold() for m in existing.models):
-        machine_note = "" if vm is None else f" of machine {vm}"
-        yield f"no GPU{machine_note} that was seen is a {model}", model, existing.models, "vm add"
+    owner = "the fleet" if vm is None else f"machine {vm}"
+    if model is not None and not any(fits_model(model, *seen) for seen in existing.models):
+        names = sorted({name for name, _ in existing.models})
+        yield f"{owner} has no GPU {model}", model, names, "vm add"
+    elif wants_gpus and not existing.has_gpus:
+        yield f"{owner} has no GPU", "", (), ""
     for name in named_gpus:
         if name not in existing.gpus:
             yield f"{subject} a GPU {name} that was seen", "", (), ""
+    if vm is not None:
+        _refuse_ambiguous_index(vm, fleet.machines[vm], named_gpus)
+
+
+def _refuse_ambiguous_index(vm: str, machine: _Machine, named: Sequence[int | str]) -> None:
+    """Raise `invalid_request` for an index that a GPU of NVIDIA and one of AMD have: the tools of both vendors count from 0."""
+    for name in named:
+        cards = [(uuid, model) for index, uuid, model, _ in machine.gpus if index == name]
+        if len({vendor_of(uuid) for uuid, _ in cards}) > 1:
+            choices = ", ".join(f"--gpus {vm}:{uuid} ({model})" for uuid, model in cards)
+            raise Refusal(
+                "invalid_request",
+                f"machine {vm} has a GPU {name} of NVIDIA and one of AMD; name the one that you mean: {choices}.",
+            )

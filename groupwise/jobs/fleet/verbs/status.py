@@ -13,8 +13,8 @@ from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from groupwise.core.terminal.quantities import byte_size, duration
-from groupwise.jobs.fleet.attempts.ending import ACCUSATION_SECONDS
-from groupwise.jobs.fleet.processes import FOLDER, NEWS, NOT_ASKED, RELEASE, TELLING
+from groupwise.jobs.fleet.attempts.ending import FAULT_REPORT_SECONDS
+from groupwise.jobs.fleet.processes import FOLDER, NATS_CURSOR, PUBLISHING, RELEASE, UNOBSERVED
 from groupwise.jobs.fleet.queue import untracked_processes
 from groupwise.jobs.fleet.states import AttemptState, Cleanup, Contact, JobStatus
 from groupwise.jobs.fleet.store import events
@@ -42,7 +42,7 @@ LARGE_LOG = 10_000_000_000
 """Bytes from which a running log is reported: logs are kept completely, on the machine and here, and fill both disks."""
 DAMAGE_SECONDS = 24 * 3600.0
 """Seconds for which a damaged checkpoint is reported."""
-LATE_NEWS_SECONDS = 300.0
+MAX_PUBLISHING_DELAY = 300.0
 """Seconds that the announcement of a job's end to NATS may be late before there is an alarm."""
 
 LEAST_FREE = 1_000_000_000
@@ -104,8 +104,10 @@ def why_nothing_starts(session: Session) -> str | None:
     ]
     if not dispatchers:
         return NO_DISPATCHER
-    not_asked: list[list[str]] = [row["facts"].get(NOT_ASKED) or [] for row in dispatchers]
-    machine, *other_machines = min(not_asked, key=len) or [None]
+    unobserved_machines: list[list[str]] = [
+        row["facts"].get(UNOBSERVED) or [] for row in dispatchers
+    ]
+    machine, *other_machines = min(unobserved_machines, key=len) or [None]
     if machine is None:
         return None
     rest_note = f" and {len(other_machines)} more" if other_machines else ""
@@ -119,11 +121,10 @@ def alarms(session: Session, actor: Actor, folders: Sequence[Path] = ()) -> Iter
     yield from _role_alarms(session)
     if actor.projects is None:
         yield from _mixed_process_alarms(session)
-        yield from _late_news_alarms(session)
+        yield from _publishing_alarms(session)
         yield from _machine_alarms(session)
         yield from _stray_alarms(session)
         yield from _gpu_alarms(session)
-        yield from _accused_gpu_alarms(session)
     yield from _attempt_alarms(session, actor)
     yield from _not_mirrored_alarms(session, actor)
     yield from _damaged_checkpoint_alarms(session, actor)
@@ -181,20 +182,20 @@ def _processes_by(alive: Sequence[Document], fact: str) -> dict[str, str]:
     return {value: ", ".join(sorted(names)) for value, names in sorted(names_by_value.items())}
 
 
-def _late_news_alarms(session: Session) -> Iterator[Document]:
+def _publishing_alarms(session: Session) -> Iterator[Document]:
     """An alarm if the ends of jobs are announced to NATS too late."""
     nats_links = [
-        process["facts"].get(TELLING) for process in processes(session) if process["alive"]
+        process["facts"].get(PUBLISHING) for process in processes(session) if process["alive"]
     ]
     troubles: list[str | None] = [link["trouble"] for link in nats_links if link]
-    since = events.first_end_after(session, NEWS) if troubles else None
-    if since is not None and (delay := seconds(session) - since) >= LATE_NEWS_SECONDS:
+    since = events.first_end_after(session, NATS_CURSOR) if troubles else None
+    if since is not None and (delay := seconds(session) - since) >= MAX_PUBLISHING_DELAY:
         trouble = next(filter(None, troubles), "the log of the tracker says why")
         yield _alarm(
-            "not_told",
-            f"NATS has not been told of jobs that ended {duration(delay)} ago: {trouble}",
-            "nothing is lost, and listeners are told as soon as it works: start NATS, or let its user publish on jobs.completed and "
-            "jobs.errored; nats_url: off if there are no listeners",
+            "ends_not_published",
+            f"the ends of jobs have not been published to NATS for {duration(delay)}: {trouble}",
+            "nothing is lost, and subscribers get them as soon as it works: start NATS, or let its user publish on jobs.completed and "
+            "jobs.errored; nats_url: off if there are no subscribers",
         )
 
 
@@ -230,17 +231,12 @@ def _machine_alarms(session: Session) -> Iterator[Document]:
         if vm.lost_at is not None:
             continue
         if vm.contact == Contact.UNTRUSTED:
-            key_note = (
-                ""
-                if vm.seen_host_key is None
-                else f", which shows {machines.fingerprint(vm.seen_host_key)}"
-            )
-            problem = (
-                "its host key has CHANGED" if vm.host_key else "its host key is not trusted yet"
-            )
+            shown = machines.fingerprint(vm.seen_host_key)
+            key = "a host key" if shown is None else f"the host key {shown}"
+            problem = "which is ANOTHER than before" if vm.host_key else "which is not trusted yet"
             yield _alarm(
                 "untrusted",
-                f"{vm.vm_id}: {problem}{key_note}",
+                f"{vm.vm_id} shows {key}, {problem}",
                 f"compare it with the machine's own, then `groupwise fleet vm trust {vm.vm_id} FINGERPRINT`",
                 **vm_field,
             )
@@ -256,18 +252,20 @@ def _machine_alarms(session: Session) -> Iterator[Document]:
                 f"its jobs are left as they are; `groupwise fleet vm mark-lost {vm.vm_id}` if it never comes back",
                 **vm_field,
             )
-        if vm.degraded:
+        some_gpus_lost = vm.contact == Contact.OK and not vm.misses and vm.problem
+        if vm.degraded or some_gpus_lost:
+            use = "nothing new is placed on it" if vm.degraded else "only its other GPUs get jobs"
             yield _alarm(
                 "degraded",
                 f"{vm.vm_id}: {vm.problem or 'its GPUs cannot be read'}",
-                "run nvidia-smi there; nothing new is placed on it until it can be read",
+                f"run nvidia-smi there, or amd-smi; {use} until that can be read",
                 **vm_field,
             )
-        if vm.cordoned is not None:
+        if vm.drain_reason is not None:
             yield _alarm(
-                "cordoned",
-                f"{vm.vm_id} is cordoned: {vm.cordoned}",
-                f"`groupwise fleet vm uncordon {vm.vm_id}` once it is mended",
+                "draining",
+                f"{vm.vm_id} takes no new jobs: {vm.drain_reason}",
+                f"`groupwise fleet vm undrain {vm.vm_id}` once it is mended",
                 **vm_field,
             )
 
@@ -276,7 +274,7 @@ def _stray_alarms(session: Session) -> Iterator[Document]:
     now = seconds(session)
     for vm_id, attempt in untracked_processes.on_machines(session):
         yield _alarm(
-            "attempt_quarantined",
+            "attempt_untracked",
             f"{vm_id} runs {attempt['detail']}, which stands in no table, for {duration(now - attempt['since'])} or longer",
             f"nothing is done to it, and its job does not begin meanwhile: end its processes on {vm_id} if it is not wanted any more; it "
             "belongs to a database of before, or to another fleet",
@@ -288,45 +286,33 @@ def _stray_alarms(session: Session) -> Iterator[Document]:
 
 
 def _gpu_alarms(session: Session) -> Iterator[Document]:
-    rows = session.scalars(
-        select(GPU)
-        .join(VM, VM.vm_id == GPU.vm_id)
-        .where(VM.active, GPU.quarantined.is_not(None))
-        .order_by(GPU.vm_id, GPU.index)
-    )
-    for gpu in rows:
-        yield _alarm(
-            "quarantined",
-            f"GPU {gpu.index} of {gpu.vm_id} is in quarantine: {gpu.quarantined}",
-            f"`groupwise fleet vm clear-quarantine {gpu.vm_id} {gpu.index}` once it is sound",
-            vm_id=gpu.vm_id,
-            gpu=gpu.index,
-        )
-
-
-def _accused_gpu_alarms(session: Session) -> Iterator[Document]:
-    """Alarms of GPUs that only one job's log has recently accused."""
+    """Alarms of GPUs in quarantine, and of those that one job's log has recently called broken."""
     now = seconds(session)
     rows = session.scalars(
         select(GPU)
         .join(VM, VM.vm_id == GPU.vm_id)
-        .where(VM.active, GPU.quarantined.is_(None), GPU.accused.is_not(None))
+        .where(VM.active, GPU.quarantine_reason.is_not(None) | GPU.fault_report.is_not(None))
         .order_by(GPU.vm_id, GPU.index)
     )
     for gpu in rows:
-        accusation = gpu.accused or {}
-        if now - accusation["at"] >= ACCUSATION_SECONDS:
+        name, report = f"GPU {gpu.index} of {gpu.vm_id}", gpu.fault_report or {}
+        clear = f"`groupwise fleet vm clear-quarantine {gpu.vm_id} {gpu.index}`"
+        facts: Document = {"vm_id": gpu.vm_id, "gpu": gpu.index}
+        if gpu.quarantine_reason is not None:
+            message, remedy = (
+                f"{name} is in quarantine: {gpu.quarantine_reason}",
+                f"{clear} once it is sound",
+            )
+        elif (age := now - report["at"]) < FAULT_REPORT_SECONDS:
+            message = (
+                f"{name} may be broken: {report['message']} (attempt {report['job_id']}.{report['epoch']}, {duration(age)} ago); "
+                "jobs still get it"
+            )
+            remedy = f"look at it; it is put in quarantine when another job says so too. {clear} if it is sound"
+            facts["job_id"] = report["job_id"]
+        else:
             continue
-        yield _alarm(
-            "accused",
-            f"GPU {gpu.index} of {gpu.vm_id} may be broken: {accusation['said']} (attempt {accusation['job_id']}.{accusation['epoch']}, "
-            f"{duration(now - accusation['at'])} ago); jobs still get it",
-            f"look at it; it is put in quarantine when another job says so too. `groupwise fleet vm clear-quarantine {gpu.vm_id} "
-            f"{gpu.index}` if it is sound",
-            vm_id=gpu.vm_id,
-            gpu=gpu.index,
-            job_id=accusation["job_id"],
-        )
+        yield _alarm("gpu_faulty", message, remedy, **facts)
 
 
 def _attempt_alarms(session: Session, actor: Actor) -> Iterator[Document]:
@@ -373,7 +359,8 @@ def _attempt_alarms(session: Session, actor: Actor) -> Iterator[Document]:
             yield _alarm(
                 "attempt_unreachable",
                 f"{attempt.job_id} may be running on {vm_id}, which does not answer",
-                "nothing is done to it until the machine answers, or is declared lost",
+                "nothing is done to it until the machine answers, or is declared lost; if its address, user or key has changed: "
+                f"`groupwise fleet vm set {vm_id} --host … --port …`",
                 **about,
             )
         else:

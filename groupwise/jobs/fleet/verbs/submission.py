@@ -18,8 +18,8 @@ from groupwise.core.settings.field_errors import LONGEST_MESSAGE
 from groupwise.jobs.fleet.queue import admission
 from groupwise.jobs.fleet.queue import pending_reasons as waits
 from groupwise.jobs.fleet.queue.placement import Placement
-from groupwise.jobs.fleet.queue.request import JobRequest
-from groupwise.jobs.fleet.secrets import UNLESS_TOLD, AllowedSecrets
+from groupwise.jobs.fleet.queue.request import COMMAND, JobRequest
+from groupwise.jobs.fleet.secrets import DEFAULT_SECRETS, AllowedSecrets
 from groupwise.jobs.fleet.states import JobStatus
 from groupwise.jobs.fleet.store import rights
 from groupwise.jobs.fleet.store.tables import Job
@@ -37,7 +37,7 @@ def submit_all(
     *,
     project: str | None = None,
     key: str | None = None,
-    allowed: AllowedSecrets = UNLESS_TOLD,
+    allowed: AllowedSecrets = DEFAULT_SECRETS,
 ) -> list[Document]:
     """Make a job for each request, in one transaction. `key`: submitting again with the same key returns the same jobs.
 
@@ -46,6 +46,8 @@ def submit_all(
     written by hand cannot be refused: it fails, with its reason.)
     """
     name = project_for(actor, project)
+    if any(request.resources.oversubscribe for request in requests):
+        actor.require_operator_to_oversubscribe()
     if key is not None and (problem := key_problem(key)) is not None:
         raise Refusal("invalid_request", f"The idempotency key {problem}.")
     unsent = _missing_blobs(session, actor, requests)
@@ -82,7 +84,7 @@ def plan(
     request: JobRequest,
     *,
     project: str | None = None,
-    allowed: AllowedSecrets = UNLESS_TOLD,
+    allowed: AllowedSecrets = DEFAULT_SECRETS,
 ) -> Document:
     """Describe the job, and where it could start now or why it would wait; nothing is stored. Raises like `submit_all`."""
     name = project_for(actor, project)
@@ -143,8 +145,10 @@ def _submission_notes(request: JobRequest, job: Job) -> list[str]:
     ):
         return []
     if settled.get("gpus"):
-        return ["--gpus was not given: the job gets 1 GPU"]
-    return ["--gpus was not given: the job gets no GPU, as the fleet has none"]
+        return ["--gpus was not given: the job gets 1 GPU; --gpus 0 runs it without one"]
+    if job.job_type == COMMAND:
+        return ["--gpus was not given: the job gets no GPU; --gpus 1 asks for one"]
+    return ["--gpus was not given: the job gets no GPU, as no machine that it may run on has one"]
 
 
 def _placement_outlook(session: Session, job: Job) -> Document:

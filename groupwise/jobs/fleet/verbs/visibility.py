@@ -19,25 +19,33 @@ from groupwise.jobs.fleet.verbs.actor import Actor
 
 Document = dict[str, Any]
 
-UNTOLD = "why is told to keys that are bound to no project"
-OTHERS = "jobs of other projects"
-FACTS = ("load", "cpus", "ram_mb", "ram_free_mb", "disk_free_mb", "machine_time", "missed_at")
+HIDDEN = "only keys without projects may read the reason"
+OTHER_PROJECTS = "jobs of other projects"
+VISIBLE_FACTS = (
+    "load",
+    "cpus",
+    "ram_mb",
+    "ram_free_mb",
+    "disk_free_mb",
+    "machine_time",
+    "missed_at",
+)
 """Facts of a machine that all actors may see; the others name attempts."""
-OF_OPERATORS = ("options", "address")
+HIDDEN_ENGINE_FIELDS = ("options", "address")
 """Settings of an engine that only operators see."""
-TOLD_OF_GPU = ("quarantined", "accused", "detail")
-REASONS = ("blocked_reasons", "waiting", "waits")
+HIDDEN_GPU_FIELDS = ("quarantine_reason", "fault_report", "detail")
+REASON_FIELDS = ("blocked_reasons", "waiting", "waits")
 """Fields of a job's document that say why it waits."""
 
 _OF_MACHINE = re.compile(
-    r"(: (?:unreachable|cordoned|its GPUs cannot be read|its engine)): .*", re.DOTALL
+    r"(: (?:unreachable|draining|its GPUs cannot be read|its engine)): .*", re.DOTALL
 )
 _OF_GPU = re.compile(
-    r"(is quarantined|is in use by somebody outside of the fleet|is not there any more|does not answer as it should"
-    r"|is split by MIG, which is not placed on)(?:: | \().*",
+    r"(is quarantined|is in use by somebody outside of the fleet|is not there any more|does not answer as it should)"
+    r"(?:: | \().*",
     re.DOTALL,
 )
-_KEPT = re.compile(r"(kept for )((?:(?!kept for ).)+?)(, waiting for long)", re.DOTALL)
+_KEPT_FOR = re.compile(r"(kept for )((?:(?!kept for ).)+?)(, waiting for long)", re.DOTALL)
 
 
 def machine(actor: Actor, document: Document) -> Document:
@@ -47,13 +55,13 @@ def machine(actor: Actor, document: Document) -> Document:
     kept_for: Sequence[str] | None = document["projects"]
     visible_projects = kept_for and [name for name in kept_for if actor.may_see(name)]
     hidden_fields: Document = dict.fromkeys(("user", "ssh_key_path", "jump", "workdir", "probe"))
-    redacted_fields = {name: document[name] and UNTOLD for name in ("cordoned", "problem")}
+    redacted_fields = {name: document[name] and HIDDEN for name in ("drain_reason", "problem")}
     engine: Mapping[str, Any] = document["engine"] or {}
     hidden_fields["engine"] = {
-        name: engine[name] for name in engine if name not in OF_OPERATORS
+        name: engine[name] for name in engine if name not in HIDDEN_ENGINE_FIELDS
     } or None
     facts_in_row: Mapping[str, Any] = document["facts"] or {}
-    facts = {name: facts_in_row[name] for name in FACTS if name in facts_in_row}
+    facts = {name: facts_in_row[name] for name in VISIBLE_FACTS if name in facts_in_row}
     return {
         **document,
         **hidden_fields,
@@ -67,15 +75,15 @@ def gpu(actor: Actor, document: Document) -> Document:
     """A GPU's document with the fields that the actor may see."""
     if actor.projects is None:
         return document
-    return {**document, **{name: document[name] and UNTOLD for name in TOLD_OF_GPU}}
+    return {**document, **{name: document[name] and HIDDEN for name in HIDDEN_GPU_FIELDS}}
 
 
 def event(actor: Actor, document: Document) -> Document:
     """An event of a machine; actors bound to projects see only that it happened, and when."""
     if actor.projects is None:
         return document
-    untold = dict.fromkeys(("epoch", "before", "after", "detail"))
-    return {**document, **untold, "actor": "somebody"}
+    hidden = dict.fromkeys(("epoch", "before", "after", "detail"))
+    return {**document, **hidden, "actor": "somebody"}
 
 
 def job(session: Session, actor: Actor, document: Document) -> Document:
@@ -83,7 +91,7 @@ def job(session: Session, actor: Actor, document: Document) -> Document:
     if actor.projects is None:
         return document
     visible = dict(document)
-    for name in REASONS:
+    for name in REASON_FIELDS:
         if document.get(name):
             visible[name] = reasons(session, actor, document[name])
     if "events" in document:
@@ -103,9 +111,11 @@ def reasons(session: Session, actor: Actor, lines: Sequence[Any]) -> list[str]:
     """The reasons why a job waits, in the words of `queue`, without those that concern other projects."""
     visible_reasons: list[str] = []
     for line in lines:
-        text = _OF_MACHINE.sub(rf"\1 ({UNTOLD})", str(line))
-        text = _OF_GPU.sub(rf"\1 ({UNTOLD})", text)
-        visible_reasons.append(_KEPT.sub(lambda match: _visible_names(session, actor, match), text))
+        text = _OF_MACHINE.sub(rf"\1 ({HIDDEN})", str(line))
+        text = _OF_GPU.sub(rf"\1 ({HIDDEN})", text)
+        visible_reasons.append(
+            _KEPT_FOR.sub(lambda match: _visible_names(session, actor, match), text)
+        )
     return visible_reasons
 
 
@@ -115,6 +125,8 @@ def _visible_names(session: Session, actor: Actor, match: re.Match[str]) -> str:
     visible_names = sorted(session.scalars(query))
     return (
         match[1]
-        + ", ".join(visible_names if len(visible_names) == len(names) else [*visible_names, OTHERS])
+        + ", ".join(
+            visible_names if len(visible_names) == len(names) else [*visible_names, OTHER_PROJECTS]
+        )
         + match[3]
     )

@@ -35,7 +35,9 @@ def prctl(option: int, value: object) -> None:
         pass
 
 
-def command_environment(request: LaunchRequest, visible: str, user: str) -> dict[str, str]:
+def command_environment(
+    request: LaunchRequest, gpu_variables: dict[str, str], user: str
+) -> dict[str, str]:
     """The command's environment: a few of the machine's variables, then the job's, its secrets, and the runner's own variables."""
     attempt = request.attempt
     outer = os.environ.items() if request.engine else ()
@@ -51,7 +53,7 @@ def command_environment(request: LaunchRequest, visible: str, user: str) -> dict
         **request.secrets,
         "PATH": request.path,
         "CUDA_DEVICE_ORDER": "PCI_BUS_ID",
-        "CUDA_VISIBLE_DEVICES": visible,
+        **gpu_variables,
         ATTEMPT_VARIABLE: attempt.name,
         FOLDER_VARIABLE: attempt.path,
     }

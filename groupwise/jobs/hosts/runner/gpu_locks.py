@@ -8,8 +8,8 @@ import os
 from typing import TYPE_CHECKING
 
 from groupwise.jobs.hosts.runner.files import cell_words, number_in, read_text, remove_file
+from groupwise.jobs.hosts.runner.gpu_probe import device_variables, probe_gpus
 from groupwise.jobs.hosts.runner.locks import HeldLock, is_locked, take_lock
-from groupwise.jobs.hosts.runner.nvidia_smi import probe_gpus
 from groupwise.jobs.hosts.runner.processes import AttemptProcesses, command_of, read_process
 from groupwise.jobs.hosts.runner.protocol import LaunchRefused, gpus_of
 from groupwise.jobs.hosts.runner.root import attempt_of
@@ -20,19 +20,19 @@ if TYPE_CHECKING:
     from typing import Any, BinaryIO
 
     from groupwise.jobs.hosts.runner.launch_request import LaunchRequest
-    from groupwise.jobs.hosts.runner.nvidia_smi import GpuReport
     from groupwise.jobs.hosts.runner.protocol import VerbAnswer
     from groupwise.jobs.hosts.runner.root import Root
+    from groupwise.jobs.hosts.runner.smi import GpuReport
 
 GPU_LOCK_TIMEOUT = 1.0
 """Seconds to wait for a GPU's lock: a release check holds it for an instant."""
 GHOST_LOOKS = 3
 
 
-def resolve_gpus(request: LaunchRequest) -> str:
-    """The value of CUDA_VISIBLE_DEVICES: current GPU indices in PCI bus order; names for MIG devices."""
+def resolve_gpus(request: LaunchRequest) -> dict[str, str]:
+    """The variables that show the command its GPUs: by their current indices in PCI bus order, MIG devices and AMD's by their names."""
     if not request.gpus:
-        return ""
+        return device_variables([])
     report = probe_gpus(request.root, request.body)
     for _ in range(GHOST_LOOKS):
         if not any(
@@ -42,39 +42,35 @@ def resolve_gpus(request: LaunchRequest) -> str:
         # The listed process does not exist: it ended since nvidia-smi ran, or its pid belongs to another container. Only the first kind
         # disappears on another look.
         report = probe_gpus(request.root, request.body)
-    return ",".join(resolve_gpu(request, report, uuid) for uuid in request.gpus)
+    return device_variables([resolve_gpu(request, report, uuid) for uuid in request.gpus])
 
 
-def resolve_gpu(request: LaunchRequest, report: GpuReport, uuid: str) -> str:
-    """One GPU's index or MIG name. Raises LaunchRefused if the GPU is missing, faulty, or in use."""
-    device = next((d for g in report.gpus for d in g["mig_devices"] if d["uuid"] == uuid), None)
+def resolve_gpu(request: LaunchRequest, report: GpuReport, uuid: str) -> dict[str, Any]:
+    """One GPU of the report. Raises LaunchRefused if the GPU is missing, faulty, or in use."""
     gpu = report.gpu(uuid)
-    if gpu is None and device is None:
-        message = f"no GPU {uuid} here: nvidia-smi {report.status}"
+    if gpu is None:
+        said = "; ".join(report.lost) or report.stderr.strip()[:500]
+        message = f"no GPU {uuid} here: {report.tool} {report.status}"
+        raise LaunchRefused("gpu_missing", message + (f" ({said})" if said else ""))
+    if gpu["problems"]:
         raise LaunchRefused(
-            "gpu_missing", message + (f" ({report.stderr})" if report.stderr else "")
+            "gpu_missing", "{} is faulty: {}".format(uuid, "; ".join(gpu["problems"]))
         )
-    if gpu is not None and gpu["problems"]:
-        raise LaunchRefused("gpu_missing", "{} is ill: {}".format(uuid, "; ".join(gpu["problems"])))
-    if gpu is not None and gpu["mig"]:
+    if gpu["mig"]:
         raise LaunchRefused("gpu_missing", f"{uuid} is divided by MIG; name one of its devices")
     if report.apps_status != "ok":
         raise LaunchRefused("gpu_missing", f"who uses {uuid} cannot be read: {report.apps_status}")
     for app in report.apps:
-        if app["uuid"] == uuid:
+        if app["uuid"] == uuid and not app.get("graphics"):
             # The only process allowed here is one of another share of the same GPU.
             attempt, pid = app["attempt"], app["pid"]
             holder = attempt or f"{command_of(pid) or 'a process'} (pid {pid})"
             if attempt is None:
-                raise LaunchRefused(
-                    "foreign_busy", "{} is used by {}".format(app["uuid"], holder), holder
-                )
+                raise LaunchRefused("foreign_busy", f"{uuid} is used by {holder}", holder)
             if request.share_mb is None:
-                raise LaunchRefused(
-                    "gpu_busy", "{} is still used by {}".format(app["uuid"], holder), holder
-                )
-    request.memory_mb[uuid] = (gpu or device or {})["memory_mb"]
-    return uuid if gpu is None else str(gpu["index"])
+                raise LaunchRefused("gpu_busy", f"{uuid} is still used by {holder}", holder)
+    request.memory_mb[uuid] = gpu["memory_mb"]
+    return gpu
 
 
 def take_gpus(request: LaunchRequest) -> list[int]:
@@ -176,14 +172,16 @@ def memory_holders(root: Root, body: dict[str, Any], uuids: Sequence[str]) -> li
     for uuid in uuids:
         gpu = report.gpu(uuid)
         used_mb = gpu["memory_used_mb"] if gpu else None
-        if used_mb is None and not uuid.startswith("MIG-"):
+        if gpu is None or (
+            used_mb is None and not gpu["integrated"] and not uuid.startswith("MIG-")
+        ):
             detail = f"{uuid} cannot be read ({report.status})"
             holders.append({"what": "memory", "detail": detail})
         elif idle_mb is not None and used_mb is not None and used_mb > idle_mb:
             detail = f"{uuid} has {used_mb} MiB in use; idle is {idle_mb}"
             holders.append({"what": "memory", "detail": detail})
         for app in report.apps:
-            if app["uuid"] == uuid:
+            if app["uuid"] == uuid and not app.get("graphics"):
                 detail = "{} is used by {}".format(uuid, command_of(app["pid"]) or "a process")
                 holders.append({"what": "memory", "detail": detail, "pid": app["pid"]})
     return holders

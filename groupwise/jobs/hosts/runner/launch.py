@@ -58,7 +58,7 @@ def verb_launch(root: Root, body: dict[str, Any], _: BinaryIO) -> VerbAnswer:
     if os.path.isdir(attempt.path) and not never_started(attempt):
         record_contact(attempt, request.last_contact)
         return member(attempt), b""
-    visible: str | None = None
+    gpu_variables: dict[str, str] = {}
     refused: LaunchRefused | None = None
     try:
         request.check()
@@ -70,7 +70,7 @@ def verb_launch(root: Root, body: dict[str, Any], _: BinaryIO) -> VerbAnswer:
         check_free_space(request)
         if not request.engine:
             check_program(request)
-            visible = resolve_gpus(request)
+            gpu_variables = resolve_gpus(request)
     except LaunchRefused as error:
         refused = error
     keep_spare(root)
@@ -85,7 +85,9 @@ def verb_launch(root: Root, body: dict[str, Any], _: BinaryIO) -> VerbAnswer:
         try:
             if refused:
                 raise refused
-            ready_fd = enqueue(request) if request.engine else start_supervisor(request, visible)
+            ready_fd = (
+                enqueue(request) if request.engine else start_supervisor(request, gpu_variables)
+            )
         except LaunchRefused as error:
             claim(attempt, {"phase": "refused", "refused": error.record, **request.first_state()})
             return member(attempt), b""
@@ -146,7 +148,7 @@ def fill_queued(request: LaunchRequest, folder: str) -> None:
     write_file(os.path.join(folder, "supervisor.lock"), b"")
 
 
-def start_supervisor(request: LaunchRequest, visible: str | None) -> int:
+def start_supervisor(request: LaunchRequest, gpu_variables: dict[str, str]) -> int:
     """Take locks, create the folder, fork the supervisor. Returns a pipe that becomes readable once the attempt's state is known. Raises
     LaunchRefused."""
     locks = take_gpus(request)
@@ -158,7 +160,7 @@ def start_supervisor(request: LaunchRequest, visible: str | None) -> int:
     ready_r, ready_w = os.pipe()
     child = os.fork()
     if child == 0:
-        detach(request, visible or "", [lock, *locks], blobs_lock, ready_w)
+        detach(request, gpu_variables, [lock, *locks], blobs_lock, ready_w)
     for fd in (lock, *locks, blobs_lock, ready_w):
         os.close(fd)
     os.waitpid(child, 0)
@@ -166,13 +168,17 @@ def start_supervisor(request: LaunchRequest, visible: str | None) -> int:
 
 
 def detach(
-    request: LaunchRequest, visible: str, locks: list[int], blobs_lock: int, ready_fd: int
+    request: LaunchRequest,
+    gpu_variables: dict[str, str],
+    locks: list[int],
+    blobs_lock: int,
+    ready_fd: int,
 ) -> NoReturn:
     """Fork a grandchild in its own session, which init or a subreaper adopts. It becomes the supervisor."""
     try:
         os.setsid()
         if os.fork() == 0:
-            Supervisor(request, visible, locks, blobs_lock, ready_fd).run()
+            Supervisor(request, gpu_variables, locks, blobs_lock, ready_fd).run()
     except BaseException as error:  # noqa: BLE001
         # This process is a copy of the one that answers the request. After any error it must exit and not return into that code.
         text = f"{type(error).__name__} at {traceback_summary(error)}: {error}\n"
@@ -203,9 +209,13 @@ def supervise(folder: str) -> int:
     body = read_json(token, LARGEST_TOKEN) or {}
     remove_file(token)
     request = LaunchRequest(attempt.root, body)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = ("CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES", "HIP_VISIBLE_DEVICES")
+    gpu_variables = {
+        "CUDA_VISIBLE_DEVICES": "",
+        **{n: os.environ[n] for n in names if n in os.environ},
+    }
     devnulls = [os.open(os.devnull, os.O_RDWR) for _ in range(2)]
-    Supervisor(request, visible, [lock], *devnulls).run()
+    Supervisor(request, gpu_variables, [lock], *devnulls).run()
     exit_record = exit_of(attempt, "exit.json") or {}
     if exit_record.get("signal") is not None:
         return 128 + int(exit_record["signal"])

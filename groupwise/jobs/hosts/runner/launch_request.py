@@ -7,9 +7,14 @@ import re
 from typing import TYPE_CHECKING
 
 from groupwise.jobs.hosts.runner.blobs import has_blob, lay_out
-from groupwise.jobs.hosts.runner.files import LARGEST_RECORD, make_folder
+from groupwise.jobs.hosts.runner.files import LARGEST_RECORD, make_folder, write_file
 from groupwise.jobs.hosts.runner.observe import load_of
-from groupwise.jobs.hosts.runner.processes import boot_clock, find_program, path_of
+from groupwise.jobs.hosts.runner.processes import (
+    boot_clock,
+    find_program,
+    path_of,
+    python_of,
+)
 from groupwise.jobs.hosts.runner.protocol import (
     SHA256,
     LaunchRefused,
@@ -42,7 +47,8 @@ RESERVED_NAMES = frozenset(
     "JAVA_TOOL_OPTIONS _JAVA_OPTIONS JDK_JAVA_OPTIONS CLASSPATH PYTHON_PRESITE PHPRC PHP_INI_SCAN_DIR TCLLIBPATH "
     "R_ENVIRON R_ENVIRON_USER R_PROFILE R_PROFILE_USER R_LIBS R_LIBS_SITE R_LIBS_USER JULIA_LOAD_PATH JULIA_DEPOT_PATH "
     "DOTNET_STARTUP_HOOKS CORECLR_PROFILER CORECLR_PROFILER_PATH OMP_TOOL_LIBRARIES OCL_ICD_FILENAMES OCL_ICD_VENDORS "
-    "CUDA_VISIBLE_DEVICES CUDA_DEVICE_ORDER NVIDIA_VISIBLE_DEVICES CUDA_INJECTION32_PATH CUDA_INJECTION64_PATH "
+    "CUDA_VISIBLE_DEVICES CUDA_DEVICE_ORDER NVIDIA_VISIBLE_DEVICES ROCR_VISIBLE_DEVICES HIP_VISIBLE_DEVICES GPU_DEVICE_ORDINAL "
+    "CUDA_INJECTION32_PATH CUDA_INJECTION64_PATH "
     "NVTX_INJECTION32_PATH NVTX_INJECTION64_PATH NCCL_CONF_FILE NCCL_NET_PLUGIN NCCL_TUNER_PLUGIN NCCL_PROFILER_PLUGIN "
     "NCCL_ENV_PLUGIN NCCL_GIN_PLUGIN UCX_MODULE_DIR FI_PROVIDER_PATH HWLOC_PLUGINS_PATH "
     "RESUME_FROM ATTEMPT PREVIOUS_FAILURE MASTER_ADDR MASTER_PORT NNODES NODE_RANK "
@@ -95,6 +101,11 @@ class LaunchRequest:
         self.environment: dict[str, str] = dict(body.get("environment") or {})
         self.secrets: dict[str, str] = dict(body.pop("secrets", None) or {})
         self.path = path_of(body.get("python"))
+        self.python = python_of(body.get("python"), self.path)
+        self.aliases = [name for name in ("python", "python3") if not self._means_python(name)]
+        """Names that would find another interpreter than the machine's, or none: stock Debian has no `python`."""
+        if self.aliases:
+            self.path = self.attempt.at("bin") + ":" + self.path
         self.memory_mb: dict[str, int | None] = {}
         """Memory of each GPU in MiB, filled in by the GPU probe."""
         if len(as_bytes(self.first_state())) > LARGEST_RECORD // 2:
@@ -176,6 +187,24 @@ class LaunchRequest:
         hashes = {str(e[0]) for e in (*self.files.values(), *self.resume_files.values())}
         return sorted(sha for sha in hashes if not has_blob(self.root, sha))
 
+    def _means_python(self, name: str) -> bool:
+        """True if this name on PATH is the machine's interpreter. It must be in the same folder, too: links to one interpreter in two
+        folders belong to different environments."""
+        found = find_program(name, self.path)
+        return (
+            found is not None
+            and os.path.dirname(found) == os.path.dirname(self.python)
+            and os.path.realpath(found) == os.path.realpath(self.python)
+        )
+
+    def write_aliases(self) -> None:
+        """Write a script for each alias. Not links: through a link elsewhere, Python does not find its virtual environment."""
+        quoted = self.python.replace("'", "'\\''")
+        for name in self.aliases:
+            path = os.path.join(make_folder(self.attempt.at("bin")), name)
+            write_file(path, os.fsencode(f"#!/bin/sh\nexec '{quoted}' \"$@\"\n"))
+            os.chmod(path, 0o700)
+
     def lay_out(self, work: str) -> Iterator[None]:
         """Copy the job's files into a working folder, and create the parent folder of its output. Yields regularly, so the caller can stop
         it."""
@@ -219,6 +248,8 @@ def check_program(request: LaunchRequest) -> None:
     """Check that the command's program exists; raises LaunchRefused if not. A relative path is not checked: it names one of the job's
     files."""
     program = request.spec["arguments"][0]
+    if program in request.aliases:
+        program = request.python
     if "/" in program and not os.path.isabs(program):
         return
     if not find_program(program, request.path):

@@ -15,7 +15,7 @@ from groupwise.jobs.hosts.runner.cgroups import (
     supervision_methods,
 )
 from groupwise.jobs.hosts.runner.files import make_folder, read_text
-from groupwise.jobs.hosts.runner.nvidia_smi import probe_gpus
+from groupwise.jobs.hosts.runner.gpu_probe import probe_gpus
 from groupwise.jobs.hosts.runner.processes import boot_id, list_processes, marker_of
 from groupwise.jobs.hosts.runner.protocol import SPOKEN, as_object, seconds_of
 from groupwise.jobs.hosts.runner.root import (

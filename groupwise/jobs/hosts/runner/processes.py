@@ -20,6 +20,7 @@ ATTEMPT_VARIABLE = "GROUPWISE_ATTEMPT"
 FOLDER_VARIABLE = "GROUPWISE_RUNNER_FOLDER"
 """Needed in addition to the attempt's name: two roots on one machine may have members of the same attempt."""
 LONGEST_MARK = 200
+USUAL_PATH = "/usr/local/sbin /usr/local/bin /usr/sbin /usr/bin /sbin /bin".split()
 
 
 def boot_clock() -> float:
@@ -115,7 +116,7 @@ def send_signal(pid: int, ticks: int, signum: int) -> None:
         if fd is None:
             os.kill(pid, signum)
         else:
-            signal.pidfd_send_signal(fd, signum)
+            signal.pidfd_send_signal(fd, signum)  # novermin: Python 3.9 has both
     except (ProcessLookupError, PermissionError):
         pass
     finally:
@@ -217,12 +218,18 @@ def find_program(program: str, path: str) -> str | None:
 
 
 def path_of(python: object) -> str:
-    """PATH of the command: first the folder of the machine's Python, then the runner's own PATH or a usual default."""
-    path = os.environ.get("PATH") or "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+    """PATH of the command: first the folder of the machine's Python, then the runner's own PATH, at last the usual folders, which a
+    start-up file of the login shell may have left out."""
+    folders = [folder for folder in os.environ.get("PATH", "").split(":") if folder]
     if isinstance(python, str) and "/" in python:
-        return (
-            os.path.dirname(os.path.join(os.path.expanduser("~"), os.path.expanduser(python)))
-            + ":"
-            + path
-        )
-    return path
+        home = os.path.expanduser("~")
+        folders.insert(0, os.path.dirname(os.path.join(home, os.path.expanduser(python))))
+    return ":".join([*folders, *(folder for folder in USUAL_PATH if folder not in folders)])
+
+
+def python_of(python: object, path: str) -> str:
+    """The machine's interpreter for jobs, by its path; None in the row, or a bare name, is looked up."""
+    name = python if isinstance(python, str) and python else "python3"
+    if "/" in name:
+        return os.path.join(os.path.expanduser("~"), os.path.expanduser(name))
+    return find_program(name, path) or name

@@ -41,14 +41,17 @@ Requests and answers
 
     hello     → protocols, python, hostname, user, boot_id, home, root, filesystem, cpus, ram_mb, disk_free_mb, cgroup {v2, memory},
                 methods, time. Locks are unreliable on a network file system (`filesystem` "nfs4" or the like): choose another root there
-    observe   probe? (argument list, default ["nvidia-smi"]), probe_timeout? → boot_id, time, load, cpus, ram_mb, ram_free_mb,
-                disk_free_mb, gpus [{index, uuid, model, memory_mb, memory_used_mb, utilisation, temperature, mig, mig_devices, problems}],
-                apps [{uuid, pid, memory_mb, attempt}], probe {status, apps, lines_not_read, exit, said}, attempts [member], quarantined,
+    observe   probe? (argument list; without it nvidia-smi or tegrastats, and amd-smi or rocm-smi, are looked for), probe_timeout? →
+                boot_id, time, load, cpus, ram_mb, ram_free_mb, disk_free_mb, gpus [{vendor, index, uuid, visible, model, memory_mb,
+                memory_used_mb, utilisation, temperature, mig, integrated, problems}], apps [{uuid, pid, memory_mb, attempt, graphics?}],
+                probe {tool, status, apps, lines_not_read, lost, exit, said}, attempts [member], quarantined,
                 unremoved [path]: folders of forgotten attempts that this user cannot remove completely.
-                A value that could not be read is null, never 0. status (of the GPUs) and apps (of the processes on them) ∈ ok, absent,
-                failed, hung, garbage. An app with `attempt` null does not belong to this root. Here `survivors` is counted for exited
-                attempts too: those processes could not be killed. quarantined [{what: "folder"|"process", detail, pid?}]: unknown to
-                this root; never touched
+                A value that could not be read is null, never 0. A MIG device is a GPU with the index of its card. An integrated GPU has
+                the machine's memory, and how much of it is used is null. `graphics`: a process that draws and computes, as of a desktop.
+                status (of the GPUs) and apps (of the processes on them) ∈ ok, absent, failed, hung, garbage. lost: lines that say that a
+                GPU cannot be reached; the status is that of the others. An app with `attempt` null does not belong to this root. Here
+                `survivors` is counted for exited attempts too: those processes could not be killed. quarantined [{what:
+                "folder"|"process", detail, pid?}]: unknown to this root; never touched
     missing   sha256 [...] → missing [...]
     put       blobs [[sha256, size], ...], payload: the bytes of all, in order → stored
     join      blob [sha256, size], parts [[sha256, size], ...] → stored. For a blob that is too large for one put; the parts are removed

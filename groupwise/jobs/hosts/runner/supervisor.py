@@ -89,12 +89,12 @@ class Supervisor:
     def __init__(
         self,
         request: LaunchRequest,
-        visible: str,
+        gpu_variables: dict[str, str],
         locks: list[int],
         blobs_lock_fd: int,
         ready_fd: int,
     ) -> None:
-        self.request, self.visible = request, visible
+        self.request, self.gpu_variables = request, gpu_variables
         self.attempt = request.attempt
         self.lock_fd, self.inherited_fds = locks[0], locks[1:]
         self.blobs_lock_fd, self.ready_fd = blobs_lock_fd, ready_fd
@@ -117,6 +117,7 @@ class Supervisor:
         """Run the attempt, from laying out its files to writing its exit record."""
         self.daemonize()
         try:
+            self.request.write_aliases()
             if self.request.engine:
                 # Another machine may have laid it out. From now on the attempt belongs to this one.
                 self.state.update(
@@ -220,7 +221,7 @@ class Supervisor:
         try:
             write_json(self.attempt.at("state.json"), self.state)
         except OSError:
-            return self.finish(StopRequest("spawn_failed", record["message"], 0.0, code=126), None)
+            return self.finish(StopRequest("spawn_failed", record["message"], 0.0, code=125), None)
         self.cgroups.remove()
         return self.signal_ready()
 
@@ -232,7 +233,7 @@ class Supervisor:
         """Fork the child, record it, then let it run the program. Returns why the program could not start, or None."""
         start_r, start_w = os.pipe()
         exec_error_r, exec_error_w = os.pipe()
-        environment = command_environment(self.request, self.visible, self.user)
+        environment = command_environment(self.request, self.gpu_variables, self.user)
         tether = os.open(self.attempt.at("tether"), os.O_RDONLY)
         step = "its log cannot be opened"
         try:
@@ -240,7 +241,7 @@ class Supervisor:
             step = "no process can be made"
             self.child = os.fork()
         except OSError as error:
-            return StopRequest("spawn_failed", f"{step}: {error.strerror}", 0.0, code=126)
+            return StopRequest("spawn_failed", f"{step}: {error.strerror}", 0.0, code=125)
         if self.child == 0:
             for fd in (start_w, exec_error_r, self.lock_fd, self.ready_fd):
                 os.close(fd)
@@ -266,7 +267,7 @@ class Supervisor:
             os.close(start_w)
             os.waitpid(self.child, 0)
             message = f"its record cannot be written: {error.strerror}"
-            return StopRequest("spawn_failed", message, 0.0, code=126)
+            return StopRequest("spawn_failed", message, 0.0, code=125)
         os.close(start_w)
         return self.spawn_failure(exec_error_r)
 
@@ -295,10 +296,15 @@ class Supervisor:
             return None
         os.waitpid(self.child, 0)
         error_number = int(fields[0])
-        code = 127 if error_number in (errno.ENOENT, errno.ENOTDIR) else 126
+        # As shells and containers have it: not found, cannot be executed, or a fault of the machine.
+        code = 127 if error_number in (errno.ENOENT, errno.ENOTDIR) else 125
+        if error_number in (errno.EACCES, errno.ENOEXEC, errno.E2BIG, errno.EISDIR, errno.ELOOP):
+            code = 126
         program = self.request.spec["arguments"][0]
+        hint = " (a script needs a first line such as #!/bin/sh, and that program)"
+        hint = hint if error_number in (errno.ENOENT, errno.ENOEXEC) else ""
         return StopRequest(
-            "spawn_failed", f"{program:.200}: {os.strerror(error_number)}", 0.0, code=code
+            "spawn_failed", f"{program:.200}: {os.strerror(error_number)}{hint}", 0.0, code=code
         )
 
     # - while it runs
@@ -489,7 +495,10 @@ class Supervisor:
             "max_rss_mb": usage.ru_maxrss >> 10,
             "finished_at": time.time(),
             "tail": self.log.tail() if self.log else "",
-            "gpus": len(self.request.gpus) or len([gpu for gpu in self.visible.split(",") if gpu]),
+            "gpus": len(self.request.gpus)
+            or max(
+                len(list(filter(None, gpus.split(",")))) for gpus in self.gpu_variables.values()
+            ),
             "checkpoints": count,
             "step": step,
             "leftovers": self.leftover_count,

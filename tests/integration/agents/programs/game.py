@@ -1,6 +1,6 @@
 """What the programs share: they play a game with a tool, reward each trajectory once, and say what they see, a JSON line each.
 
-It has nothing of Groupwise but the address: rewards are posted by the standard library, as an agent in any language would.
+They have nothing of Groupwise but the address: rewards are posted by the standard library, as an agent in any language would.
 """
 
 import asyncio
@@ -9,7 +9,11 @@ import json
 import os
 import urllib.request
 
+import openai
+
 URL = os.environ["GROUPWISE_URL"]
+IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/a.png"}}
+LONG = "Hello " * 3000
 STEPS, TRAJECTORIES = int(os.environ["STEPS"]), int(os.environ["TRAJECTORIES"])
 TURNS, RIGHT = 4, 8
 QUESTION, INSTRUCTIONS = "Guess.", "You guess a number."
@@ -60,9 +64,33 @@ def show(name, seen):
     say(feature=name, seen=seen)
 
 
-def refused(name, error):
-    """Say which exception the client made of a refusal."""
-    say(refusal=name, kinds=[kind.__name__ for kind in type(error).__mro__], message=str(error))
+@contextlib.contextmanager
+def expect_refusal(name, kinds=openai.APIError):
+    """Say which exception, of `kinds`, the client makes of a refusal."""
+    try:
+        yield
+    except kinds as error:
+        say(refusal=name, kinds=[kind.__name__ for kind in type(error).__mro__], message=str(error))
+
+
+def show_refusals(ask, cases, kinds=openai.APIError):
+    """The same of several: `ask(**case)` of each."""
+    for name, case in cases.items():
+        with expect_refusal(name, kinds):
+            ask(**case)
+
+
+async def chat(player, ask):
+    """Play one trajectory by chats: `ask(turn, messages)` is the model's message."""
+    messages = [{"role": "user", "content": QUESTION}]
+    for turn in range(TURNS):
+        message = await ask(turn, messages)
+        messages.append(message)
+        if not message.tool_calls:
+            return
+        for call in message.tool_calls:
+            result = player.check_json(call.function.arguments)
+            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
 
 
 def metadata(name, group):

@@ -39,8 +39,8 @@ async def play(player, name, group):
         stored = {"store": True, "metadata": game.metadata(name, group)}
         model = ChatOpenAI(**usual, extra_body=stored)
     agent = create_agent(model, [tool_of(player)], system_prompt=game.INSTRUCTIONS)
-    asked = {"messages": [("user", game.QUESTION)]}
-    await agent.ainvoke(asked, {"recursion_limit": 2 * game.TURNS})
+    state = {"messages": [("user", game.QUESTION)]}
+    await agent.ainvoke(state, {"recursion_limit": 2 * game.TURNS})
 
 
 def features():
@@ -61,22 +61,17 @@ def features():
         for piece in tools.stream(game.QUESTION):
             whole = piece if whole is None else whole + piece
     game.show("streamed tools", whole.tool_calls[0]["type"])
-    answer = model.with_structured_output(Answer).invoke("As JSON.")
-    game.show("structured output", type(answer).__name__)
+    for method in ("json_schema", "function_calling"):
+        answer = model.with_structured_output(Answer, method=method).invoke("As JSON.")
+        game.show(f"structured output by {method}", type(answer).__name__)
     game.show("usage", called.usage_metadata["total_tokens"] > 0)
-    image = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/a.png"}}
-    for name, asked in {
-        "too long, as langchain says": "Hello " * 3000,
-        "image": [("user", [image])],
-    }.items():
-        try:
-            model.invoke(asked)
-        except (openai.APIError, ContextOverflowError) as error:
-            game.refused(name, error)
-    try:
-        ChatOpenAI(**{**usual, "model": "gpt-5"}).invoke("Hello.")
-    except openai.APIError as error:
-        game.refused("unknown model", error)
+    cases = {
+        "too long, as langchain says": {"input": game.LONG},
+        "image": {"input": [("user", [game.IMAGE])]},
+    }
+    game.show_refusals(model.invoke, cases, (openai.APIError, ContextOverflowError))
+    unknown = ChatOpenAI(**{**usual, "model": "gpt-5"})
+    game.show_refusals(unknown.invoke, {"unknown model": {"input": "Hello."}})
 
 
 features()

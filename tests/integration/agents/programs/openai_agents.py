@@ -1,6 +1,8 @@
-"""Agents of openai-agents: `responses`, its default, or `chat`. Every second trajectory is streamed, and every second one hands over."""
+"""Agents of openai-agents: `responses`, its default, or `chat`. Every second trajectory is streamed, and in every second step they hand
+over."""
 
 import asyncio
+import contextlib
 import itertools
 import sys
 
@@ -53,50 +55,55 @@ async def run(agent, question, streamed=False, **more):
     return result
 
 
+async def until(holds, agent, question):
+    """Run again until this holds of a result: the model writes freely, and may do something else."""
+    while True:
+        with contextlib.suppress(ModelBehaviorError, MaxTurnsExceeded):
+            if holds(result := await run(agent, question)):
+                return result
+
+
 async def play(player, name, group):
     first, other = agents_of(player)
-    number = next(played)
     stored = ModelSettings(store=True, metadata=game.metadata(name, group))
     config = {"run_config": RunConfig(model_settings=stored), "max_turns": game.TURNS}
-    if number % 4 < 2:
-        await run(other, game.QUESTION, number % 2 == 1, **config)
-    else:
-        await run(first, "Guess, other.", number % 2 == 1, **config)
+    # The trajectories of a group are compared, so that they all hand over, or none does.
+    hands_over = int(group.removeprefix("step-")) % 2
+    start = (first, "Guess, other.") if hands_over else (other, game.QUESTION)
+    await run(*start, next(played) % 2 == 1, **config)
 
 
 async def features():
     player = game.Game()
     first, other = agents_of(player)
-    while True:  # the model writes freely, and may do something else
-        try:
-            result = await run(first, "Guess, other.")
-        except (ModelBehaviorError, MaxTurnsExceeded):
-            continue
-        if result.last_agent.name == "other":
-            break
+    result = await until(lambda result: result.last_agent is other, first, "Guess, other.")
     game.show("handoff", [item.type for item in result.new_items][:2])
     form = Agent(name="form", model=model, output_type=Answer)
     game.show("output_type", type((await run(form, "As JSON.")).final_output).__name__)
+    called = await until(
+        lambda result: len(result.new_items) > 1,
+        other.clone(output_type=Answer),
+        game.QUESTION,
+    )
+    game.show("output_type after calls of tools", type(called.final_output).__name__)
     session = SQLiteSession("session")
     hello = Agent(name="hello", model=model)
     for _ in range(2):
-        said = await run(hello, "Hello.", session=session)
+        session_result = await run(hello, "Hello.", session=session)
     game.show("session", len(await session.get_items()))
     streamed = await run(hello, "Hello.", streamed=True)
     game.show("stream", bool(streamed.final_output))
-    game.show("usage", said.context_wrapper.usage.total_tokens > 0)
+    game.show("usage", session_result.context_wrapper.usage.total_tokens > 0)
     if kind is OpenAIResponsesModel:
-        again = await run(hello, "Hello.", previous_response_id=said.last_response_id)
+        again = await run(hello, "Hello.", previous_response_id=session_result.last_response_id)
         game.show("previous_response_id", again.last_response_id.startswith("resp_"))
-    for name, asked in {"too long": "Hello " * 3000, "image": [IMAGE]}.items():
-        try:
-            await run(other, asked)
-        except openai.APIError as error:
-            game.refused(name, error)
-
-
-part = {"type": "input_image", "image_url": "http://127.0.0.1/a.png", "detail": "auto"}
-IMAGE = {"role": "user", "content": [part]}
+    part = {"type": "input_image", "image_url": "http://127.0.0.1/a.png", "detail": "auto"}
+    for name, prompt in {
+        "too long": game.LONG,
+        "image": [{"role": "user", "content": [part]}],
+    }.items():
+        with game.expect_refusal(name):
+            await run(other, prompt)
 
 
 async def main():

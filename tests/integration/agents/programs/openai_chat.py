@@ -10,22 +10,18 @@ client = openai.AsyncOpenAI(base_url=f"{game.URL}/v1", api_key="none")
 
 
 async def play(player, name, group):
-    messages = [{"role": "user", "content": game.QUESTION}]
     more = {"store": True, "metadata": game.metadata(name, group)}
-    for turn in range(game.TURNS):
-        asked = {"model": "latest", "messages": messages, "tools": TOOLS, **more}
+
+    async def ask(turn, messages):
+        request = {"model": "latest", "messages": messages, "tools": TOOLS, **more}
         if turn % 2:
-            async with client.chat.completions.stream(**asked) as stream:
+            async with client.chat.completions.stream(**request) as stream:
                 answer = await stream.get_final_completion()
         else:
-            answer = await client.chat.completions.create(**asked)
-        message = answer.choices[0].message
-        messages.append(message)
-        if not message.tool_calls:
-            return
-        for call in message.tool_calls:
-            result = player.check_json(call.function.arguments)
-            messages.append({"role": "tool", "tool_call_id": call.id, "content": result})
+            answer = await client.chat.completions.create(**request)
+        return answer.choices[0].message
+
+    await game.chat(player, ask)
 
 
 def features():
@@ -37,19 +33,14 @@ def features():
         text = "".join(piece.choices[0].delta.content or "" for piece in pieces[:-1])
         game.show("stream", text == answer.choices[0].message.content)
         game.show("usage", pieces[-1].usage == answer.usage)
-        for name, given in {
+        cases = {
             "unknown model": {**hello, "model": "gpt-5"},
-            "too long": {**hello, "messages": [{"role": "user", "content": "Hello " * 3000}]},
-            "image": {**hello, "messages": [{"role": "user", "content": [IMAGE]}]},
+            "too long": {**hello, "messages": [{"role": "user", "content": game.LONG}]},
+            "image": {**hello, "messages": [{"role": "user", "content": [game.IMAGE]}]},
             "unknown field": {**hello, "extra_body": {"beam_width": 3}},
-        }.items():
-            try:
-                ask(**given)
-            except openai.APIError as error:
-                game.refused(name, error)
+        }
+        game.show_refusals(ask, cases)
 
-
-IMAGE = {"type": "image_url", "image_url": {"url": "http://127.0.0.1/a.png"}}
 
 features()
 # The helper for streams raises it where a completion is cut off, because the tool is strict.

@@ -42,15 +42,13 @@ def features():
             pieces = [event.delta for event in stream if event.type == "response.output_text.delta"]
             game.show("stream", "".join(pieces) == stream.get_final_response().output_text)
         plain.responses.delete(first.id)
-        for name, given in {
-            "unknown response": {"input": "Hello.", "previous_response_id": first.id},
-            "tool of OpenAI": {"input": "Hello.", "tools": [{"type": "web_search"}]},
-            "too long": {"input": "Hello " * 3000},
-        }.items():
-            try:
-                plain.responses.create(model="latest", **given)
-            except openai.APIError as error:
-                game.refused(name, error)
+        hello = {"model": "latest", "input": "Hello."}
+        cases = {
+            "unknown response": {**hello, "previous_response_id": first.id},
+            "tool of OpenAI": {**hello, "tools": [{"type": "web_search"}]},
+            "too long": {**hello, "input": game.LONG},
+        }
+        game.show_refusals(plain.responses.create, cases)
 
 
 features()

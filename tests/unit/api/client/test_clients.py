@@ -24,6 +24,7 @@ import httpx2
 import pytest
 
 from groupwise.api.client.async_training_client import AsyncTrainingClient
+from groupwise.api.client.connection import NO_SERVER_TIMEOUT
 from groupwise.api.client.errors import (
     BY_CODE,
     AlreadyRewarded,
@@ -31,6 +32,7 @@ from groupwise.api.client.errors import (
     GroupGone,
     InvalidRequest,
     NoAnswer,
+    NoServer,
     NotAuthorised,
     NotStarted,
     StrangeAnswer,
@@ -69,6 +71,7 @@ class Server:
         self.requests: list[httpx2.Request] = []
         self.slept: list[float] = []
         self.now = 0.0
+        self.retry_timeout = 100.0
 
     def answer(self, request: httpx2.Request) -> httpx2.Response:
         self.requests.append(request)
@@ -94,7 +97,12 @@ class Server:
             chance=lambda: 1.0,
         )
         transport = httpx2.MockTransport(self.answer)
-        return {"timing": timing, "transport": transport, "retry_timeout": 100.0, "api_key": KEY}
+        return {
+            "timing": timing,
+            "transport": transport,
+            "retry_timeout": self.retry_timeout,
+            "api_key": KEY,
+        }
 
 
 Ask = Callable[..., Any]
@@ -149,6 +157,24 @@ def test_patience_ends_and_a_server_that_does_not_answer_is_told_once_and_once_w
     assert sum(server.slept) <= 100 < sum(server.slept) + 34
     with pytest.raises(NoAnswer, match="http://server"):
         ask(Server(lost()), "status")
+
+
+def test_where_nothing_listens_a_call_ends_sooner(ask: Ask) -> None:
+    refused = httpx2.ConnectError("connection refused")
+    refused.__cause__ = ConnectionRefusedError()
+    for first in ([], [lost()] * 6):  # counted from the first refusal
+        server = Server(*first, refused)
+        server.retry_timeout = 900.0
+        with pytest.raises(NoServer, match="Nothing listens at http://server"):
+            ask(server, "stop")
+        since = sum(server.slept[len(first) :])
+        assert since <= NO_SERVER_TIMEOUT < since + 30
+    patient = Server(refused)
+    patient.retry_timeout = 3600.0
+    with pytest.raises(NoServer, match="within 3600 seconds"):
+        ask(patient, "stop")
+    assert sum(patient.slept) > 3500
+    assert ask(Server(*[refused] * 5, {"status": "stopped"}), "stop").status == "stopped"
 
 
 def test_mistakes_are_told_before_anything_is_sent_and_garbage_is_no_answer(ask: Ask) -> None:

@@ -115,7 +115,7 @@ def test_a_list_that_is_read_in_slices_is_the_same(
 
 def test_a_long_list_lets_other_threads_run_all_the_time() -> None:
     body = b'{"a": [[' + b"12345," * (MOST_ENTRIES - 9) + b"1]]}"
-    assert longest_hold(body) < 0.15
+    assert longest_hold(body) < 0.4
 
 
 def test_keys_are_counted_before_they_are_parsed() -> None:

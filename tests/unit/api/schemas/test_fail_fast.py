@@ -5,10 +5,11 @@ from typing import Any
 import pytest
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
+from groupwise.api.schemas.fail_fast import SLICE
 from groupwise.api.schemas.fleet import JobsBody
 from groupwise.api.schemas.openai import ChatRequest
 from groupwise.api.schemas.parts import CallRequest
-from groupwise.api.schemas.training import StepRequest
+from groupwise.api.schemas.training import CompletionsRequest, StepRequest
 from groupwise.jobs.fleet.queue.request import JobRequest
 from groupwise.server.tinker.requests import CreateSession
 
@@ -28,3 +29,13 @@ def test_it_is_told_once(model: type[BaseModel], body: dict[str, Any]) -> None:
         with pytest.raises(ValidationError) as refused:
             read(body)
         assert refused.value.error_count() < 20
+
+
+def test_a_long_list_is_validated_in_slices_and_a_mistake_keeps_its_place() -> None:
+    tokens = [*range(3 * SLICE + 1)]
+    body = {"prompt": "a", "prompt_tokens": tokens}
+    assert CompletionsRequest.model_validate(body).prompt_tokens == tokens
+    tokens[2 * SLICE + 5] = -1
+    with pytest.raises(ValidationError) as refused:
+        CompletionsRequest.model_validate(body)
+    assert [error["loc"] for error in refused.value.errors()] == [("prompt_tokens", 2 * SLICE + 5)]

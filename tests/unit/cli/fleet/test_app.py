@@ -6,19 +6,25 @@ Those that only look, or are refused, share one fleet (`still`), and look that i
 import json
 import os
 import signal
-import sys
 from contextlib import closing
 from pathlib import Path
 
 import pytest
+from sqlalchemy.orm import Session
 
 from groupwise.api.schemas.fleet import MOST_LINES
 from groupwise.cli.fleet import follow
-from groupwise.jobs.fleet.processes import alone
+from groupwise.cli.fleet.machines import LOCATION
+from groupwise.jobs.fleet.local import LocalFleet
+from groupwise.jobs.fleet.processes import hold_role
 from groupwise.jobs.fleet.store import schema, triggers
 from groupwise.jobs.fleet.store.database import connect
+from groupwise.jobs.fleet.store.tables import GPU, VM
 from groupwise.jobs.hosts.files import hash_of
+from tests.fleet_api import place_in
 from tests.unit.cli.conftest import Command
+
+AMD, NVIDIA = f"GPU-{'a' * 16}", "GPU-11111111-2222-3333-4444-555555555555"
 
 
 def submitted(fleet: Command, *words: str) -> str:
@@ -41,7 +47,7 @@ def test_looking_makes_no_fleet(fleet: Command, folder: Path) -> None:
 def test_no_command_changes_the_tables_of_a_fleet_that_runs(
     seen: Command, folder: Path, monkeypatch: pytest.MonkeyPatch, words: str
 ) -> None:
-    with monkeypatch.context() as other_version, alone(folder, "dispatcher"):
+    with monkeypatch.context() as other_version, hold_role(folder, "dispatcher"):
         other_version.setattr(triggers, "rules", lambda: ())
         code, _, err = seen(words)
     assert code == 2
@@ -51,18 +57,40 @@ def test_no_command_changes_the_tables_of_a_fleet_that_runs(
         assert database.at_rest(schema.is_current)
 
 
-def test_help_loads_nothing_heavy() -> None:
-    import subprocess
-
-    code = (
-        "import sys; from groupwise.cli.main import main; main(['fleet', 'submit', '--help']);"
-        "print([n for n in ('torch', 'sqlalchemy', 'asyncssh', 'alembic', 'fastapi') if n in sys.modules])"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines()[-1] == "[]"
-
-
 # --- submitting
+
+
+def test_what_gpus_may_name(seen: Command, folder: Path) -> None:
+    def write(session: Session) -> None:
+        for uuid, model in ((AMD, "AMD Instinct MI300X"), (NVIDIA, "NVIDIA H100 PCIe")):
+            session.add(GPU(vm_id="vm-1", index=0, uuid=uuid, model=model))
+        session.add(VM(vm_id="slurm", user="u", engine={"name": "slurm", "gpu_model": "a100"}))
+
+    with closing(connect(f"sqlite:///{folder / 'fleet.db'}")) as database:
+        database.run(write)
+    for given, needs in (
+        ("A100:2", {"gpus": 2, "gpu_model": "A100"}),
+        ("H100", {"gpus": 1, "gpu_model": "H100"}),
+        ("vm-1:1", {"named": [1], "vm": "vm-1", "gpus": 1}),
+        ("vm-9:0", {"named": [0], "vm": "vm-9", "gpus": 1}),
+        (f"vm-1:{AMD}", {"named": [AMD], "vm": "vm-1", "gpus": 1}),
+    ):
+        plan = json.loads(seen("submit", "--dry-run", "--json", "--gpus", given, "true")[1])
+        assert plan["resources"] == needs
+    for given, told in (
+        ("vm-11:1", "did you mean vm-1?"),
+        ("L40:2", "models: AMD Instinct MI300X, NVIDIA H100 PCIe, a100. To wait"),
+        ("MIG-3g.20gb", "--gpus 1 --gpu-model MIG-3g.20gb"),
+        ("vm-1:0", f"--gpus vm-1:{AMD} (AMD Instinct MI300X), --gpus vm-1:{NVIDIA} (NVIDIA H100 "),
+        (f"{AMD},{NVIDIA}", "of one vendor"),
+    ):
+        code, out, err = seen("submit", "--gpus", given, "true")
+        assert (code, out, told in err) == (2, "", True), err
+    code, _, err = seen("submit", "--gpus", "2", "--gpu-model", "L40", "true")
+    assert (code, "the fleet has no GPU L40, so the job waits" in err) == (0, True)
+    code, _, err = seen("vm", "clear-quarantine", "vm-1", "0")
+    assert code == 2
+    assert f"has 2 GPUs 0: name the UUID; they are 0 ({AMD}, AMD Instinct MI300X), 0 " in err
 
 
 def test_the_id_stands_alone_on_standard_output(seen: Command) -> None:
@@ -73,6 +101,7 @@ def test_the_id_stands_alone_on_standard_output(seen: Command) -> None:
         assert out.startswith("job-")
         assert len(out.split()) == 1
         assert "--gpus was not given" in err
+        assert "has no GPU" in seen("submit", "--vm", "vm-1", "--gpus", "1", *dashes, "true")[2]
         found = json.loads(seen("show", out.strip(), "--json")[1])
         assert found["arguments"] == ["python", "x.py", "--priority", "9"]
         assert found["priority"] == 0
@@ -217,6 +246,40 @@ def test_a_folder_travels_under_its_name_or_as_its_contents(seen: Command, tmp_p
     assert "there is a link" in err
 
 
+def test_a_project_travels_as_git_has_it(
+    seen: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    project = tmp_path / "project"
+    for name in ("src/a b.py", "data/x.bin", "data/y.bin", "__pycache__/z.pyc", "big.ckpt"):
+        (project / name).parent.mkdir(parents=True, exist_ok=True)
+        (project / name).write_text(name)
+    (project / "src/a b.py").chmod(0o755)
+    (project / ".gitignore").write_text("data\n")
+    (project / "code").symlink_to("src")
+    (project / "away").symlink_to(tmp_path)
+    (tmp_path / "other.py").write_text("1")
+    monkeypatch.chdir(tmp_path)
+    words = (
+        "--project-dir",
+        "project",
+        "--exclude",
+        "*.ckpt",
+        "--file",
+        "project/data/x.bin",
+        "--file",
+        "other.py:z.py",
+    )
+    code, out, err = seen("submit", "--gpus", "0", *words, "--", "true")
+    assert code == 0, err
+    sent = json.loads(seen("show", out.strip(), "--json")[1])["request"]["files"]
+    assert sorted(sent) == [".gitignore", "code/a b.py", "data/x.bin", "src/a b.py", "z.py"]
+    assert (sent["code/a b.py"], sent["src/a b.py"][1]) == (sent["src/a b.py"], 0o755)
+    assert "4 files of " in err
+    assert "away is not sent: a link to what is outside" in err
+    code, _, err = seen("submit", "--gpus", "0", "--exclude", "*", "--", "true")
+    assert (code, "--project-dir" in err) == (2, True)
+
+
 def test_a_submission_that_cannot_be(still: Command) -> None:
     length = ("--max-completion-length", "64")
     refused: tuple[tuple[tuple[str, ...], str], ...] = (
@@ -234,13 +297,37 @@ def test_a_submission_that_cannot_be(still: Command) -> None:
         ((*length, "--kind", "EVAL"), "sampler.max_completion_length=64"), ((*length, "true"), "Leave one of the two out"),
         (("--learning-rate", "nan", "--kind", "GRPO"), "learning_rate"),
         ((*TRAINING, "--machines", "2", "--dry-run"), "each machine would do the same"),
-        ((*TRAINING, "--gpus", "vm-1:0,1"), "GRPO computes on one"),
+        ((*TRAINING, "--gpus", "vm-1:0,1"), "GRPO computes on one"), (("--memory", "12 apples", "true"), "e.g. 40GB, 64GiB"),
+        (("--gpu-memory", "1B", "true"), "at least 1 MB"),
+        (("--gpus", "A100:2", "--gpu-model", "H100", "true"), "give one"), (("--gpus", "0", "python train.py"), "words apart"),
+        (("--gpus", "0", "--retries", "0", "--allow-smaller-batch", "true"), "without retries"),
     )  # fmt: skip
     for words, told in refused:
         code, out, err = still("submit", *words)
         assert (code, out, told in err) == (2, "", True), (words, err)
         assert "hunter2" not in err
     assert "no jobs" in still("list")[2]
+
+
+# --- machines
+
+
+def test_a_removed_machine_is_added_again_by_its_name(seen: Command, folder: Path) -> None:
+    """With its login; and the jobs that wait for it are named when it is removed."""
+    with LocalFleet(place_in(folder), "user:ada") as access:
+        access.add_machine({"vm_id": "local", "transport": "local", "workdir": "/srv/work"})
+    for name in ("local", "vm-1"):
+        job = submitted(seen, "--vm", name, "--", "true")
+        before = json.loads(seen("vm", "show", name, "--json")[1])
+        assert f"waits for it: {job}" in seen("vm", "remove", name)[2]
+        assert seen("vm", "add", name)[0] == 0
+        after = json.loads(seen("vm", "show", name, "--json")[1])
+        for field in (*LOCATION, "workdir", "active"):
+            assert after[field] == before[field], field
+    seen("vm", "drain", "vm-1", "--reason", "new disk on Friday " * 9)
+    assert ("new disk on Friday " * 9).strip() in seen("vm", "list")[1], "no terminal, nothing cut"
+    code, _, err = seen("vm", "add", "never")
+    assert (code, "where is the machine?" in err) == (2, True)
 
 
 # --- jobs
@@ -276,17 +363,19 @@ def test_mistakes_are_told(still: Command) -> None:
         (("list", "--limit", "1001"), "less than or equal to 1000"),
         (("stop",), "name the jobs, or choose them"),
         (("hold", "job-1", "--label", "a=1"), "ids and by --label"),
+        (("exec", "vm-1", "--gpus", "1", "--", "ls", "-l"), "exec --gpus 1 vm-1 -- ls -l`"),
+        (("exec", "vm-1", "--gpus", "1", "ls"), "exec --gpus vm-1 -- …`"),
         (("remove", "--older-than", "long"), "a time is expected"),
         (("remove", "--older-than", "1d", "--status", "running"), "only jobs that have ended"),
         (
             ("logs", "job-none", "--tail", str(MOST_LINES + 1)),
             f"less than or equal to {MOST_LINES}",
         ),
-        (add, "--host ADDRESS"),
-        ((*add, "--host", "h"), "--user"),
+        (add, "NAME as `ssh NAME` has it"),
+        ((*add, "--host", "h h"), "is no name of a host"),
         ((*add, "--host", "h", "--from-ssh-config", "y"), "contradict"),
         ((*add, "--host", "h", "--trust", "MD5:1"), "begins with SHA256:"),
-        ((*add, "--slots", "2"), "say which, as --engine slurm"),
+        ((*add, "--slots", "2"), "name it, as --engine slurm"),
         (("vm", "mark-lost", "vm-1"), "say --yes"),
         (("project", "set", "p", "--weight", "0"), "weight: must be a number"),
         (("key", "new", "train"), "there are read, act, admin"),

@@ -76,7 +76,7 @@ def reached(
     place = place_in(folder)
     database = connect(place.database_url)
     try:
-        with LocalFleet(place, database, "user:ada") as local:
+        with LocalFleet(place, "user:ada", database=database) as local:
             jobs = jobs_of(local)
         with api(database, place, {"GROUPWISE_API_KEY": KEY}) as url:
             yield Reached(place, url, jobs)
@@ -151,7 +151,7 @@ def test_looking(ways: BothWays, jobs: dict[str, str]) -> None:
 def test_logs(ways: BothWays, jobs: dict[str, str]) -> None:
     text = "one\ntwo\nthree\n"
     for options, shown in (
-        *(("", text), ("--tail 1", "three\n"), ("--tail 0", ""), ("--epoch {epoch}", text)),
+        *(("", text), ("--tail 1", "three\n"), ("--tail 0", ""), ("--attempt {epoch}", text)),
         *(("-f", text), ("-f --tail 2", "two\nthree\n")),
     ):
         code, out, _ = ways.both("logs", jobs["done"], *options.format(**jobs).split())
@@ -185,8 +185,8 @@ def test_what_is_done_twice_says_the_same(ways: BothWays, jobs: dict[str, str]) 
     for words in (
         f"hold {jobs['held']}",
         f"stop {jobs['cancelled']}",
-        "vm cordon vm-1 --reason noisy",
-        "vm uncordon vm-1",
+        "vm drain vm-1 --reason noisy",
+        "vm undrain vm-1",
         "vm set vm-1 --cpu-slots 3",
         "vm set vm-1 --label disk=fast --deadman 10min --probe /opt/smi --idle-memory-mb 40",
         "vm set vm-1 --unlabel disk --deadman off",
@@ -231,8 +231,8 @@ def test_an_array_is_one_transaction_from_afar_too(ways: BothWays, tmp_path: Pat
 def test_mistakes_are_told_in_the_same_words(ways: BothWays, jobs: dict[str, str]) -> None:
     mistakes = (
         *("show job-none", "stop {done}", "release {held} {done} --label a=1", "hold {done}"),
-        *("fetch {waits}", "fetch {done} nothing.txt", "fetch {done} --epoch 99999"),
-        *("logs {done} --epoch 99999", "list --older-than job-none", "vm drain vm-2"),
+        *("fetch {waits}", "fetch {done} nothing.txt", "fetch {done} --attempt 99999"),
+        *("logs {done} --attempt 99999", "list --older-than job-none", "vm drain vm-2"),
         *("vm clear-quarantine vm-1 7", "vm trust vm-1 SHA256:{a43}", "vm set vm-1"),
         *("vm set vm-1 --deadman 5", "project set p --max-gpus few", "key revoke nobody"),
         *("stop {cancelled} {done} job-none", "resume --name done --status completed"),

@@ -93,7 +93,7 @@ def test_all_attempts_to_the_end(said: Said) -> None:
 
     fleet.later = [again, ends]
     assert follow(fleet)["status"] == "completed"
-    assert said() == ("first\nsecond\nand last\n", "— job-1 is tried again: epoch 7 —\n")
+    assert said() == ("first\nsecond\nand last\n", "— job-1 is tried again: attempt 7 —\n")
 
 
 @pytest.fixture
@@ -140,7 +140,7 @@ def test_one_attempt_is_printed_as_far_as_it_is(said: Said) -> None:
     assert said() == ("second log\n", "")
     assert follow(fleet, epoch=3)["status"] == "running"
     assert said() == ("first log\n", "")
-    with pytest.raises(UsageError, match="epoch 4"):
+    with pytest.raises(UsageError, match="attempt 4"):
         follow(fleet, epoch=4)
     fleet.of_rank_1[7], fleet.status = b"rank 1\n", "completed"
     print_log(cast("Any", fleet), "job-1", epoch=None, tail=None, rank=1)
@@ -171,6 +171,23 @@ def test_a_long_array_is_asked_for_in_portions_and_one_that_was_removed_is_told(
     fleet.removed = "job-7"
     with pytest.raises(Refusal, match="no job 'job-7'"):
         until_ended(cast("Any", fleet), ids, lambda _: None)
+
+
+def test_a_reason_to_wait_is_said_once_whatever_the_status(said: Said) -> None:
+    """A job that cannot run is `queued` for a moment, which means that it can."""
+    statuses = ["queued", "pending", "cancelled"]
+
+    class Waiting(Fleet):
+        def jobs(self, *, ids: list[str], limit: int) -> list[dict[str, Any]]:
+            return [{"job_id": each, "status": statuses.pop(0)} | NOTHING_SAID for each in ids]
+
+    fleet = Waiting()
+    fleet.waiting = ["no machine could run it now", "beta: no GPU"]
+    until_ended(cast("Any", fleet), ["job-1"], lambda _: None)
+    told = said()[1].splitlines()
+    assert told[:2] == [
+        *("job-1 waits: no machine could run it now; beta: no GPU", "job-1 was cancelled")
+    ]
 
 
 class Restarted(Fleet):

@@ -99,7 +99,7 @@ def test_what_any_row_names_is_kept(
     [made] = json.loads(out)
     assert (code, made["removed"], made["used"]) == (0, ["a"], ["b", "c"])
     assert kept == [{made["environment"], other}]
-    assert "removed, 2 are still used, 1 " in err
+    assert "1 removed, 2 still used, 1 kept" in err
 
 
 def test_a_dry_run_prints_a_lock_and_does_nothing(trusted: Command, builds: list[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -56,8 +57,8 @@ def test_a_vllm_of_its_own_holds_as_many_bits() -> None:
         gpus=None,
     )
     four = "--quantization=bitsandbytes"
-    assert four not in wanted.arguments(1)
-    assert four in replace(wanted, in_4bit=True).arguments(1)
+    assert four not in wanted.arguments(Path("socket"))
+    assert four in replace(wanted, in_4bit=True).arguments(Path("socket"))
 
 
 @pytest.mark.parametrize("load", [load_config, load_sft_config])

@@ -47,9 +47,13 @@ def test_the_environment_says_what_a_process_is():
 
 
 def test_each_rank_sees_its_own_gpu(monkeypatch):
+    # torch's mesh takes the GPU of this number, of which each rank sees one.
+    first = {"LOCAL_RANK": "0"}
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
-    assert visible_gpu(1) == {"CUDA_VISIBLE_DEVICES": "6"}
+    assert visible_gpu(1) == {"CUDA_VISIBLE_DEVICES": "6", **first}
     assert visible_gpu(2) == {}
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    assert visible_gpu(1) == {"CUDA_VISIBLE_DEVICES": "1", **first}, "with any device files"
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     assert visible_gpu(0) == {}
 
@@ -69,6 +73,7 @@ TUNIX = {"model": {"name": "tiny", "backend": "tunix"}}
     (APART, {"sampler": {"engine": "vllm", "url": "http://x"}}, r"vllm, but distributed\.samplers"),
     (TWO, {"distributed": {**DIVIDED, "learners": 1}}, r"fsdp2(.|\n)*learners is 1"),
     (TWO, {"distributed": {**DIVIDED, "samplers": 0}}, r"distributed\.samplers is 0"),
+    (TWO, {"distributed": DIVIDED, "lora": None, "model": {"name": "tiny", "dtype": "bfloat16"}}, r"dtype is bfloat16(.|\n)*fsdp2"),
 ])  # fmt: skip
 def test_what_does_not_go_together(given, more, words):
     with pytest.raises(ConfigError, match=words):

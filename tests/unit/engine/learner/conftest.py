@@ -56,16 +56,17 @@ def _row(chance: random.Random, prompt: tuple[int, ...], index: int, reference: 
 
 @pytest.fixture
 def make_learner(tmp_path: Path) -> MakeLearner:
-    """A learner of an adapter that already changes something, natively or by the model's modules, or of all weights."""
+    """A learner of an adapter that already changes something, natively or by the model's modules, or of all weights; `rounded` computes
+    with those in bfloat16."""
 
     def make(kind: str = "adapter", *, max_tokens: int = 4096, dropout: float = 0.0, **more: Any):
         model = more.pop("model", None) or tiny_model(seed=4)
-        if kind != "full":
+        if kind not in ("full", "rounded"):
             settings = LoraConfig(r=4, alpha=8, dropout=dropout)
             weights: Any = TrainedAdapter(AdaptedModel(model, new_lora_config(settings)), seed=1)
             _fill(weights.parameters())
         else:
-            weights = TrainedModel(model)
+            weights = TrainedModel(model, dtype="bfloat16" if kind == "rounded" else "float32")
         return TorchLearner(
             weights,
             run="r",

@@ -18,7 +18,8 @@ from groupwise.engine.learner.forward import (
     whole_rows,
 )
 from groupwise.engine.learner.layout import MicroBatch, microbatches, pack_rows
-from groupwise.engine.models.decoder import Decoder, causal_mask
+from groupwise.engine.models.decoder import Decoder
+from groupwise.engine.models.text_mask import TextMask
 from tests.unit.engine.models.native.families import SMALL
 
 SIZES: dict[str, Any] = {**SMALL, "vocab_size": 102, "head_dim": 8}
@@ -158,12 +159,12 @@ def test_packed_rows_equal_whole_rows_in_values_and_gradients(decoder, make_rows
 
 
 def test_packing_is_refused_where_rows_see_each_other(decoder, monkeypatch, caplog):
-    def everything(owners_SL):
-        return causal_mask(owners_SL.shape[1], 0, owners_SL.device)
+    def everything(queries, *, past=0, lengths=None):
+        return TextMask(queries, past=past)
 
     assert packing_is_exact(decoder)
     assert choose_paths(decoder, packing=True, sharing=True).packing
-    monkeypatch.setattr(forward, "same_owner_mask", everything)
+    monkeypatch.setattr(forward, "TextMask", everything)
     assert not packing_is_exact(decoder)
     assert not choose_paths(decoder, packing=True, sharing=True).packing
     assert "training.packing" in caplog.text

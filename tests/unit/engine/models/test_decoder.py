@@ -23,8 +23,8 @@ from groupwise.engine.models.decoder import (
     PromptCache,
     SharedPrefixCache,
     SlotCache,
-    causal_mask,
 )
+from groupwise.engine.models.text_mask import TextMask
 from groupwise.engine.models.tiny import tiny_model
 from tests.unit.engine.models.native.families import SMALL
 
@@ -46,7 +46,6 @@ CONFIGS = {
     "cohere": lambda: CohereConfig(**SIZES, logit_scale=0.3),
 }
 LENGTH = 20
-CPU = torch.device("cpu")
 
 
 @pytest.fixture(params=CONFIGS)
@@ -78,7 +77,7 @@ def positions(first, last):
 
 def test_hidden_states_and_logits(decoder):
     batch = ids(3)
-    hidden = decoder.hidden(batch, positions(0, LENGTH), causal_mask(LENGTH, 0, CPU), None)
+    hidden = decoder.hidden(batch, positions(0, LENGTH), TextMask(LENGTH), None)
     close(decoder.logits(hidden.flatten(0, 1)).view(3, LENGTH, -1), own_logits(decoder, batch))
 
 
@@ -87,13 +86,11 @@ def test_rows_that_share_a_prompt(decoder):
     batch = ids(4)
     batch[:, :prompt] = batch[:1, :prompt]
     cache = PromptCache()
-    before = decoder.hidden(
-        batch[:1, :prompt], positions(0, prompt), causal_mask(prompt, 0, CPU), cache
-    )
+    before = decoder.hidden(batch[:1, :prompt], positions(0, prompt), TextMask(prompt), cache)
     after = decoder.hidden(
         batch[:, prompt:],
         positions(prompt, LENGTH),
-        causal_mask(LENGTH - prompt, prompt, CPU),
+        TextMask(LENGTH - prompt, past=prompt),
         SharedPrefixCache(cache),
     )
     hidden = torch.cat((before.expand(4, -1, -1), after), dim=1)
@@ -109,9 +106,7 @@ def test_slots_at_their_own_positions(decoder):
     slots = (2, 7)
     for row, (slot, start) in enumerate(zip(slots, starts, strict=True)):
         prompt = PromptCache()
-        decoder.hidden(
-            batch[row : row + 1, :start], positions(0, start), causal_mask(start, 0, CPU), prompt
-        )
+        decoder.hidden(batch[row : row + 1, :start], positions(0, start), TextMask(start), prompt)
         cache.place(slot, prompt)
     for step in range(LENGTH - max(starts)):
         tokens, where = torch.zeros(8, dtype=torch.long), torch.zeros(8, dtype=torch.long)
@@ -132,9 +127,7 @@ def test_a_used_slot_forgets_its_last_occupant():
     def place(tokens):
         prompt = PromptCache()
         count = len(tokens)
-        decoder.hidden(
-            torch.tensor([tokens]), positions(0, count), causal_mask(count, 0, CPU), prompt
-        )
+        decoder.hidden(torch.tensor([tokens]), positions(0, count), TextMask(count), prompt)
         cache.place(0, prompt)
 
     def next_hidden(position):

@@ -64,6 +64,9 @@ def test_all_weights_are_there_for_the_learner_for_the_sampler_and_as_reference(
     assert found.memory.reference == pytest.approx(all_once)
     assert found.memory.weights == pytest.approx(all_once + copies(4))
     assert found.memory.process == 600 < found.memory.total
+    rounded = planned(bare, None, needs_reference=True, dtype="bfloat16").memory
+    assert rounded.reference == found.memory.reference
+    assert rounded.trained == pytest.approx(4.5 * all_once), "rounded for a pass"
     assert memory(bare, None).reference == 0
     assert memory(bare, LoraConfig(r=4), needs_reference=True).reference == 0
 
@@ -79,6 +82,19 @@ def test_without_a_sampler_nothing_is_kept_for_decoding(bare):
     with_sampler = memory(bare, LoraConfig(r=4))
     assert with_sampler.weights - adapter.weights == pytest.approx(copies(4) - copies(0))
     assert adapter.trained < with_sampler.trained
+
+
+def test_a_server_on_the_learners_gpu_counts_only_while_the_run_samples_if_it_sleeps(bare):
+    lora = LoraConfig(r=4)
+    alone, held, asleep = memory(bare, lora, device="cuda"), 10_000 * MIB, 2 * MIB
+    beside = memory(bare, lora, device="cuda", server=(held, held))
+    assert beside.total == pytest.approx(alone.total + 10_000)
+    in_turn = memory(bare, lora, device="cuda", server=(held, asleep))
+    assert in_turn.total == pytest.approx(
+        alone.total - max(alone.activations, alone.update) + 10_000
+    )
+    small = memory(bare, lora, device="cuda", server=(asleep, asleep))
+    assert small.total == pytest.approx(alone.total + 2), "the larger of both times counts"
 
 
 def test_processes_share_what_is_frozen(bare):

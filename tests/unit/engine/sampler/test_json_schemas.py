@@ -19,7 +19,7 @@ import torch
 from groupwise.core.errors import UsageError
 from groupwise.core.types import GroupRequest, LogitsProcessing, SamplingParams
 from groupwise.engine.models.tiny import tiny_model, tiny_tokenizer
-from groupwise.engine.sampler.json_schemas import SchemaMask, SchemaMasks, check_schema
+from groupwise.engine.sampler.json_schemas import SchemaMask, SchemaMasks, compile_schema
 
 TOKENIZER: Any = tiny_tokenizer()
 EOS = 1
@@ -124,11 +124,43 @@ async def test_a_schema_that_grows_too_complex_fails_its_own_group(make_sampler,
 )
 async def test_what_cannot_be_enforced_is_refused(make_sampler, schema, said):
     with pytest.raises(UsageError, match=said):
-        check_schema(json.dumps(schema))
+        compile_schema(json.dumps(schema))
     sampler = make_sampler()
     with pytest.raises(UsageError, match=said):
         await sampler.generate(request(schema=schema, max_tokens=8))
     assert await sampler.generate(request(schema={"type": "object"}, max_tokens=4))
+
+
+@pytest.mark.parametrize(
+    ("schema", "said"),
+    [
+        ({"const": "aö, b"}, "goes on with 'ö, b\"'"),
+        ({"enum": ["中文", "é"]}, "goes on with characters, which"),
+        (
+            {
+                "type": "object",
+                "properties": {"名": {}},
+                "required": ["名"],
+                "additionalProperties": False,
+            },
+            "goes on with '名\"",
+        ),
+    ],
+)
+async def test_a_text_that_the_tokenizer_cannot_write_is_named(make_sampler, schema, said):
+    with pytest.raises(UsageError, match=said) as refused:
+        await make_sampler(key_length=128).generate(request(schema=schema))
+    assert len(str(refused.value)) < 300
+
+
+def test_a_schema_is_compiled_once():
+    compile_schema.cache_clear()
+    schema = json.dumps({"const": "once"})
+    masks = SchemaMasks(TOKENIZER)
+    for _ in range(2):
+        compile_schema(schema)
+        masks.masks(schema, (EOS,), 2)
+    assert compile_schema.cache_info().misses == 1
 
 
 def test_white_space_ends():

@@ -1,8 +1,9 @@
 """The weights that a sampler serves, from whatever folder they come."""
 
 import asyncio
+import copy
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from groupwise.engine.learner.gradient_flow import trained_slopes
 from groupwise.engine.learner.torch_learner import TorchLearner
 from groupwise.engine.learner.weights import TrainedAdapter, TrainedModel
 from groupwise.engine.models.config import LoraConfig
-from groupwise.engine.models.lora import AdaptedModel, new_lora_config
+from groupwise.engine.models.lora import AdaptedModel, fingerprint, new_lora_config
 from groupwise.engine.models.tiny import tiny_model
 from groupwise.engine.sampler.weights import ServedAdapter, ServedModel
 from groupwise.training import build, placement
@@ -76,17 +77,25 @@ def learnt(weights, folder, rate):
     return asyncio.run(step())
 
 
-def test_tied_embeddings_stay_tied_and_are_published_once(tmp_path):
-    trained = TrainedModel(tiny_model())
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_all_weights_are_published_once_in_the_format_of_the_sampler(tmp_path, dtype):
+    """Tied embeddings stay tied, and the sampler finds the fingerprint of the learner."""
+    trained, format = TrainedModel(tiny_model(), dtype=dtype), getattr(torch, dtype)
     policy = learnt(trained, tmp_path, rate=0.01)
-    assert "lm_head.weight" not in load_file(f"{policy.path}/model.safetensors")
-    served = ServedModel(tiny_model())
+    published = load_file(f"{policy.path}/model.safetensors")
+    assert "lm_head.weight" not in published
+    assert {each.dtype for each in published.values()} == {format}
+    served = ServedModel(cast("Any", tiny_model()).to(format))
     served.read(Path(policy.path))
-    reloaded: Any = AutoModelForCausalLM.from_pretrained(policy.path)
+    assert fingerprint(served.tensors()) == policy.fingerprint
+    reloaded: Any = AutoModelForCausalLM.from_pretrained(policy.path, dtype="auto")
+    assert reloaded.dtype == format
+    assert trained.model.dtype == torch.float32
     ids = torch.tensor([[40, 41, 50]])
     with torch.no_grad():
-        wanted = trained.model(ids).logits
-        assert not torch.allclose(wanted, tiny_model()(ids).logits, atol=1e-3)
+        wanted = copy.deepcopy(trained.model).to(format)(ids).logits
+        untrained = cast("Any", tiny_model()).to(format)
+        assert not torch.allclose(wanted, untrained(ids).logits, atol=1e-3)
         for model in (served.model, reloaded):
             assert torch.equal(model(ids).logits, wanted)
             head: Any = model.get_output_embeddings()

@@ -7,11 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from groupwise.jobs.clouds.boot import ARM, MOST_USER_DATA, host_key_in, user_data
+from groupwise.jobs.clouds.boot import ARM, host_key_in, user_data
+from tests.fake_aws import said_on_console
 from tests.processes import wait_until
 
 KEY = "ssh-ed25519 AAAAC3NzaC1lZDI1NTE5AAAAIKQAN3IRuil4D+PIQj7TMMs4z2sex5PNlpcvc8rj/TKP"
 HOURS = 3600.0
+MOST_USER_DATA = 16384
+"""Most bytes that EC2 accepts."""
 
 
 def ran(script: str, tmp_path: Path, *, broken: str = "") -> list[str]:
@@ -19,7 +22,7 @@ def ran(script: str, tmp_path: Path, *, broken: str = "") -> list[str]:
     programs, root, said = (tmp_path / each for each in ("bin", "root", "said"))
     for folder in (programs, root / "etc/ssh", root / "dev"):
         folder.mkdir(parents=True, exist_ok=True)
-    for name in ("shutdown", "python3", "apt-get", "setsid", "ssh-keygen", "chmod"):
+    for name in ("shutdown", "python3", "apt-get", "setsid", "ssh-keygen", "chmod", "sleep"):
         fails = "exit 1" if name == broken else ""
         real = '/bin/chmod "$@"' if name == "chmod" else ""
         (programs / name).write_text(f'#!/bin/sh\necho "{name} $*" >> {said}\n{fails}\n{real}\n')
@@ -47,7 +50,8 @@ def script(hours: float = 2.0, *, spot: bool = False) -> str:
 def test_the_end_is_armed_first_and_the_key_said_last(tmp_path: Path) -> None:
     said = ran(script(), tmp_path)
     assert said[0] == "shutdown --no-wall -P +120"
-    assert host_key_in((tmp_path / "root/dev/console").read_text()) == KEY
+    console = (tmp_path / "root/dev/console").read_text()
+    assert (host_key_in(console), console.count(KEY)) == (KEY, 4)
     assert "shutdown --no-wall -P now" not in said
 
 
@@ -97,7 +101,26 @@ def test_only_a_spot_machine_asks_whether_it_is_wanted_back(tmp_path: Path) -> N
     assert len(script(spot=True).encode()) < MOST_USER_DATA
 
 
-def test_a_key_that_is_not_whole_yet_is_none() -> None:
-    assert host_key_in(f"x\r\ngroupwise-host-key: {KEY}\r\n") == KEY
-    assert host_key_in(f"groupwise-host-key: {KEY[:-1]}") is None
-    assert host_key_in(f"{KEY} somebody@else") is None
+OTHER_KEY = KEY.replace("TKP", "TKQ")
+LINE = said_on_console(KEY)
+KERNEL = "[   21.345678] audit: type=1400 apparmor=<STATUS>\r\n"
+
+
+@pytest.mark.parametrize("console", [
+    f"boot\r\n{LINE}\r\n",
+    f"{LINE[:50]}{KERNEL}{LINE[50:]}",
+    f"{LINE[:80]}\r\n{LINE[80:]}",
+    f"\x1b[0;32m{LINE[:30]}\x1b[0m{LINE[30:]}",
+    f"{LINE[:60]}cloud-init[812]: Generating{LINE[60:]}\n{LINE}\n{LINE[:99]}",
+    f"{said_on_console(OTHER_KEY)}\n-----BEGIN SSH HOST KEY KEYS-----\n{OTHER_KEY} root@ip\n{LINE}\n{LINE}",
+], ids=["CR", "kernel", "wrapped", "colours", "spoilt, whole, cut", "several keys"])  # fmt: skip
+def test_the_key_is_read_whatever_else_is_on_the_console(console: str) -> None:
+    assert host_key_in(console) == KEY
+
+
+@pytest.mark.parametrize("console", [
+    "", LINE[:-1], f"{KEY} somebody@else", LINE.replace("KQAN", "abcd"),
+    f"{LINE[:60]}systemd{LINE[60:]}", f"{LINE[:60]}systemd{LINE[67:]}",
+])  # fmt: skip
+def test_a_key_that_is_not_whole_is_none(console: str) -> None:
+    assert host_key_in(console) is None

@@ -1,5 +1,8 @@
 """AWS's own error codes: which calls are repeated, how often, and which error the user gets for the others."""
 
+import hashlib
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,6 +11,7 @@ from botocore.exceptions import ClientError, EndpointConnectionError, NoCredenti
 from groupwise.jobs.clouds import ec2
 from groupwise.jobs.clouds.backend import CloudError, Unreachable
 from groupwise.jobs.clouds.ec2 import AwsRefused, Ec2, NoCredentials
+from tests.fake_aws import SUPPORTED
 
 
 class Scripted:
@@ -68,3 +72,44 @@ def test_one_that_is_gone_or_not_there_yet_is_told_from_one_that_is_ended() -> N
     assert not aws(refusal("InvalidInstanceID.NotFound"))[0].terminate("i-1")
     with pytest.raises(AwsRefused):
         aws(refusal("OperationNotPermitted"))[0].terminate("i-1")
+
+
+def test_a_login_by_aws_login_signs_and_one_that_does_not_hold_says_what_to_do(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = "arn:aws:iam::123456789012:user/me"
+    (tmp_path / "config").write_text(f"[profile mine]\nlogin_session = {session}\n")
+    for variable in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_LOGIN_CACHE_DIRECTORY", str(tmp_path))
+    with pytest.raises(NoCredentials, match="`aws login`"):
+        Ec2("us-east-1", "mine", pause=0.0).account()
+    keys = {
+        "accessKeyId": "AKIALOGIN",
+        "secretAccessKey": "s",
+        "sessionToken": "t",
+        "accountId": "7",
+    }
+    login = {
+        "accessToken": {**keys, "expiresAt": "2999-01-01T00:00:00Z"},
+        "refreshToken": "r", "dpopKey": "k", "clientId": "c",
+    }  # fmt: skip
+    name = hashlib.sha256(session.encode()).hexdigest()
+    (tmp_path / f"{name}.json").write_text(json.dumps(login))
+    client = Ec2("us-east-1", "mine")._client("ec2", "us-east-1")
+    assert client._request_signer._credentials.access_key == "AKIALOGIN"
+
+
+@pytest.mark.parametrize(("described", "supported", "others"), [
+    (SUPPORTED, ("g4dn", "g6e", "p4de", "p5", "p5en", "p6-b200"), ("p3", "p3dn", "g5g", "g6f", "p6e-gb200", "g4ad")),
+    ("Supported EC2 instances: G4dn, P4, P6. PyTorch-2.1", ("p4d", "p6-b200"), ("p5", "p3")),
+    (None, ("p3", "p5"), ()),
+])  # fmt: skip
+def test_an_image_supports_the_families_that_it_names(
+    described: str | None, supported: tuple[str, ...], others: tuple[str, ...]
+) -> None:
+    image = {"RootDeviceName": "/dev/sda1", "Architecture": "x86_64", "BlockDeviceMappings": []}
+    found = aws({"Images": [{**image, "Description": described}]})[0].image("ami-1")
+    assert [found.supports(family) for family in supported] == [True] * len(supported)
+    assert [found.supports(family) for family in others] == [False] * len(others)

@@ -59,6 +59,27 @@ async def test_gpus_are_a_jobs_alone_and_free_after_it(sitter: Sitter) -> None:
     [busy, *_] = fake_gpus(machine, "here", 3)
     fake_gpus(machine, "here", 3, apps=[{"uuid": busy, "pid": 4711, "used_mb": 900}])
     assert await sitter.gpus(1, "third") == "1", "on the first somebody else computes"
+    fake_gpus(machine, "here", 2, lost={"1": "Unable to determine the device handle for GPU1"})
+    with pytest.raises(CloudError, match=r"1 GPU, 1 of them free.*the device handle for GPU1"):
+        await sitter.gpus(2, "fourth")
+
+
+async def test_gpus_of_one_vendor_and_whole_ones_first(sitter: Sitter) -> None:
+    machine = sitter.folder / "home" / "bin"
+    card = {"model": "NVIDIA A100-SXM4-80GB", "memory_mb": 81920, "used_mb": 4, "utilisation": 0}
+    card |= {"temperature": 31, "mig": None, "cells": {}}
+    split = card | {"uuid": "GPU-split"}
+    split["mig"] = [{"uuid": "MIG-a", "profile": "3g.40gb", "memory_mb": 40192}]
+    amd = card | {"uuid": f"GPU-{'a' * 16}"}
+    fake_gpus(machine, "here", gpus=[card | {"uuid": "GPU-whole"}, amd])
+    with pytest.raises(CloudError, match="2 GPUs, 1 of them free"):
+        await sitter.gpus(2, "both-vendors")
+    fake_gpus(machine, "here", gpus=[card | {"uuid": "GPU-whole"}, split])
+    assert await sitter.gpus(1, "whole") == "GPU-whole"
+    with pytest.raises(CloudError, match="2 GPUs, 0 of them free"):
+        await sitter.gpus(1, "no-slice")
+    fake_gpus(machine, "here", gpus=[split])
+    assert await sitter.gpus(1, "slice") == "MIG-a"
 
 
 async def test_placed_by_two_at_once_under_a_name_that_was_free_again_it_runs_once(

@@ -1,5 +1,6 @@
 """A spot machine that AWS wants back tells its jobs, once it is told itself, and by a metadata service that wants a token."""
 
+import os
 import subprocess
 import sys
 import threading
@@ -9,6 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from groupwise.jobs.clouds import spot_notice
+from tests.ports import free_port
 from tests.processes import wait_until
 
 
@@ -54,7 +56,8 @@ def test_jobs_are_told_when_there_is_one(tmp_path: Path) -> None:
     attempt.mkdir(parents=True)
     with service() as (url, kind):
         words = [sys.executable, "-I", spot_notice.__file__, str(tmp_path / "root"), url, "0.01"]
-        with subprocess.Popen(words) as watching:
+        proxy = {"http_proxy": f"http://127.0.0.1:{free_port()}"}
+        with subprocess.Popen(words, env={**os.environ, **proxy}) as watching:
             try:
                 assert kind.asked.acquire(timeout=30)
                 assert kind.asked.acquire(timeout=30)

@@ -6,6 +6,7 @@ import shutil
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from typing import Any
 import httpx2
 import pytest
 
+from groupwise.api.http.strict_json import MOST_KEYS
 from groupwise.api.schemas.fleet import (
     ENDED_HEADER,
     EPOCH_HEADER,
@@ -21,6 +23,7 @@ from groupwise.api.schemas.fleet import (
     LogPart,
 )
 from groupwise.api.schemas.problems import Refusal
+from groupwise.core.errors import UsageError
 from groupwise.jobs.fleet import client
 from groupwise.jobs.fleet.client import FleetClient
 from groupwise.jobs.fleet.download import DownloadError
@@ -76,6 +79,24 @@ def test_files_travel_once_and_only_what_is_missing(
     assert fleet.upload({"again": folder / "b.bin"})["again"][0] == sent["code/b.bin"][0]
 
 
+def test_a_file_that_changes_while_it_is_sent_is_sent_as_it_is_then(
+    fleet: FleetClient, tmp_path: Path
+) -> None:
+    file = tmp_path / "f"
+    file.write_text("before")
+    texts = iter(("AFTERW", "a"))
+
+    def writes(_: int, __: int, label: str) -> None:
+        if label.startswith("looking at") and (text := next(texts, None)) is not None:
+            file.write_text(text)
+
+    assert fleet.upload([file], on_progress=writes)["f"][0] == hashlib.sha256(b"a").hexdigest()
+    file.write_text("again")
+    texts = iter(f"{n}" for n in range(9))
+    with pytest.raises(UsageError, match="was changed while it was sent"):
+        fleet.upload([file], on_progress=writes)
+
+
 def test_an_upload_that_was_cut_off_goes_on(
     url: str, fleet: FleetClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -104,6 +125,11 @@ def test_a_job_is_no_data_and_only_files_may_be_large(url: str) -> None:
         json_type = {"Content-Type": "application/json"}
         larger = http.post("/jobs/plan", content=b" " * (17 << 20), headers=json_type)
         assert (larger.status_code, larger.json()["code"]) == (413, "too_large")
+        sha256 = hashlib.sha256(b"x").hexdigest()
+        http.put(f"/blobs/{sha256}?size=1", content=b"x")
+        files = {f"{n}": [sha256, 0o644, 1] for n in range(MOST_KEYS + 1)}
+        planned = http.post("/jobs/plan", json={"arguments": ["true"], "files": files})
+        assert planned.status_code == 200, planned.text[:300]
 
 
 # The same file, sent by several at once
@@ -126,6 +152,26 @@ def test_many_send_the_same_file_at_once(
         first, *others = pool.map(sent, range(4))
     assert others == [first] * 3
     assert BlobStore(place.blobs).read(first["f"][0]) == data
+
+
+# Rights
+
+
+@pytest.mark.parametrize(("role", "projects", "is_allowed"), [
+    ("act", None, False), ("admin", ["red"], False), ("admin", None, True),
+])  # fmt: skip
+def test_only_an_operator_may_use_a_full_machine(
+    url: str, fleet: FleetClient, role: str, projects: list[str] | None, is_allowed: bool
+) -> None:
+    command = {**COMMAND, "resources": {"gpus": 0, "vm": "vm-1", "oversubscribe": True}}
+    operators_job = fleet.submit(command, project="red")["job_id"]
+    fleet.cancel(operators_job)
+    with FleetClient(url, fleet.make_key(role, projects=projects)["key"]) as client:
+        client.submit(COMMAND)
+        with nullcontext() if is_allowed else refused("forbidden"):
+            client.submit_all([COMMAND, command])
+        with nullcontext() if is_allowed else refused("forbidden"):
+            client.retry(operators_job)
 
 
 # Files of other projects

@@ -192,7 +192,7 @@ async def test_after_a_restore_numbers_that_machines_have_seen_are_passed_over(
         assert last.epoch > 40 + number
         assert not any(attempt.charged for attempt in refused)
     assert value(fleet, VM.launch_failures, VM.vm_id == "a") == 0
-    assert value(fleet, VM.cordoned, VM.vm_id == "a") is None
+    assert value(fleet, VM.drain_reason, VM.vm_id == "a") is None
 
 
 async def test_after_a_standstill_nothing_begins_before_all_that_answered_were_looked_at(
@@ -202,9 +202,9 @@ async def test_after_a_standstill_nothing_begins_before_all_that_answered_were_l
     looked_at(fleet, "a", observed_round=lambda s: seconds(s) - 1000)
     fleet.submit("job")
     dispatcher = fleet.dispatcher()
-    assert dispatcher.not_asked is None
+    assert dispatcher.unobserved_machines is None
     assert not await dispatcher.knows_what_runs()
-    assert dispatcher.not_asked == ["a"]
+    assert dispatcher.unobserved_machines == ["a"]
     looked_at(fleet, "a", observed_round=lambda s: seconds(s) + 1000)
     assert not await dispatcher.knows_what_runs()  # that was another clock
     looked_at(fleet, "a", contact=lambda _: "unreachable")
@@ -253,7 +253,7 @@ def looked_at(fleet: InProcessFleet, vm_id: str, **columns: Callable[[Session], 
     fleet.database.run(write)
 
 
-async def test_a_machine_that_launches_nothing_is_cordoned_and_the_queue_is_not_drained_into_it(
+async def test_a_machine_that_launches_nothing_is_drained_and_the_queue_is_not_drained_into_it(
     fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A job that was refused waits a moment, as in life: else it would be the next to go there, again and again."""
@@ -261,16 +261,16 @@ async def test_a_machine_that_launches_nothing_is_cordoned_and_the_queue_is_not_
     fleet.rack["a"].refuses = "disk_full"
     async with running(fleet.dispatcher()):
         for number in range(5):
-            fleet.submit(f"job-{number}")
+            fleet.submit(f"job-{number}", resources={"gpus": 1})
         await fleet.until(
             lambda: all(fleet.job(f"job-{n}").status == "completed" for n in range(5))
         )
         await over(fleet)
-    assert value(fleet, VM.cordoned, VM.vm_id == "a").startswith("3 launches in a row failed")
-    assert value(fleet, VM.cordoned, VM.vm_id == "b") is None
+    assert value(fleet, VM.drain_reason, VM.vm_id == "a").startswith("3 launches in a row failed")
+    assert value(fleet, VM.drain_reason, VM.vm_id == "b") is None
 
 
-async def test_one_job_that_nobody_can_launch_cordons_no_machine_and_comes_to_an_end(
+async def test_one_job_that_nobody_can_launch_drains_no_machine_and_comes_to_an_end(
     fleet: InProcessFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(failures, "FREE_RETRIES", 8)
@@ -280,7 +280,7 @@ async def test_one_job_that_nobody_can_launch_cordons_no_machine_and_comes_to_an
         await over(fleet, "job", "failed")
     assert len(fleet.attempts("job")) == failures.FREE_RETRIES + 1
     for vm_id in ("a", "b"):
-        assert value(fleet, VM.cordoned, VM.vm_id == vm_id) is None
+        assert value(fleet, VM.drain_reason, VM.vm_id == vm_id) is None
         assert value(fleet, VM.launch_failures, VM.vm_id == vm_id) == 1
 
 
@@ -501,7 +501,7 @@ async def test_what_a_machine_runs_of_a_lower_epoch_is_killed_and_foreign_work_i
     fleet.rack.scripts["stranger"] = [LONG]
     fleet.rack["a"].perform(Request("launch", _launch("stranger", 5)))
     async with running(fleet.dispatcher()):
-        await fleet.until(lambda: bool(said(fleet, "attempt.quarantined")))
+        await fleet.until(lambda: bool(said(fleet, "attempt.untracked")))
         fleet.database.run(
             lambda s: s.execute(update(VM).where(VM.vm_id == "a").values(draining=True))
         )
@@ -513,7 +513,7 @@ async def test_what_a_machine_runs_of_a_lower_epoch_is_killed_and_foreign_work_i
         await fleet.until(lambda: ("job", 0) not in fleet.rack.running())
         assert ("job", epoch) in fleet.rack.running()
         assert ("stranger", 5) in fleet.rack.running()
-        assert len(said(fleet, "attempt.quarantined")) == 1
+        assert len(said(fleet, "attempt.untracked")) == 1
 
 
 def _launch(job: str, epoch: int) -> dict[str, Any]:

@@ -129,7 +129,7 @@ def test_what_is_torn_comes_again_from_the_beginning(tmp_path: Path, torn: bytes
 def test_what_comes_and_is_wrong_is_not_kept(tmp_path: Path, wrong: bytes) -> None:
     left = Left(b=bytes(range(50)))
     left.bytes["b"] = wrong
-    with pytest.raises(DownloadError, match="1 of 1 files"):
+    with pytest.raises(DownloadError, match="1 of 1 file did"):
         left.bring(tmp_path)
     assert list(tmp_path.iterdir()) == []
 

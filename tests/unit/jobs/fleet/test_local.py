@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 import threading
 from collections.abc import Iterator
 from contextlib import closing
@@ -12,10 +13,12 @@ import pytest
 
 from groupwise.api.schemas.problems import Refusal
 from groupwise.jobs.fleet.local import LocalFleet
-from groupwise.jobs.fleet.notify.local import LocalDoorbell
+from groupwise.jobs.fleet.machines import packing
+from groupwise.jobs.fleet.notify.local import LocalDoorbell, OpenFolder, command_socket
 from groupwise.jobs.fleet.notify.postgres import PostgresDoorbell
+from groupwise.jobs.fleet.settings import FleetPlace, FleetSettings
 from groupwise.jobs.fleet.store.database import CommitUnknown, Database, DatabaseFailure
-from tests.fleet_api import place_in
+from tests.fleet_api import commands_answered, place_in
 
 COMMAND = {"arguments": ["true"], "resources": {"gpus": 0}}
 MACHINE = {"vm_id": "here", "transport": "local"}
@@ -29,7 +32,7 @@ def told() -> list[str]:
 @pytest.fixture
 def fleet(database: Database, tmp_path: Path, told: list[str]) -> Iterator[LocalFleet]:
     place = place_in(tmp_path / "fleet")
-    with LocalFleet(place, database, "user:ada", warn=told.append) as found:
+    with LocalFleet(place, "user:ada", database=database, warn=told.append) as found:
         yield found
 
 
@@ -52,7 +55,7 @@ async def test_a_dispatcher_is_woken(database: Database, tmp_path: Path) -> None
         await asyncio.sleep(0.01)
     try:
         # The fleet stays open: a command that goes on after it has submitted wakes dispatchers at once.
-        with LocalFleet(place, database, "user:ada") as fleet:
+        with LocalFleet(place, "user:ada", database=database) as fleet:
             job = (await asyncio.to_thread(fleet.submit, COMMAND))["job_id"]
             assert await asyncio.gather(*heard) == [{job}] * len(bells)
     finally:
@@ -109,8 +112,49 @@ def test_a_failure_of_the_database_is_told_in_its_own_words(
     fleet: LocalFleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def failing(fn: Any) -> Any:
-        raise DatabaseFailure("fleet.db does not do its work: disk I/O error.", passing=False)
+        raise DatabaseFailure("fleet.db does not do its work: disk I/O error.", temporary=False)
 
     monkeypatch.setattr(fleet.database, "read", failing)
     with pytest.raises(Refusal, match="disk I/O error"):
         fleet.jobs()
+
+
+def place_of(database: Database, folder: Path) -> FleetPlace:
+    """Of a fleet that names this database in its settings."""
+    url = database.engine.url.render_as_string(hide_password=False)
+    return FleetPlace(place_in(folder / "fleet").folder, FleetSettings(database=url))
+
+
+def test_a_client_goes_on_by_itself_when_the_process_that_answers_it_ends(
+    database: Database, tmp_path: Path
+) -> None:
+    place = place_of(database, tmp_path / ("long" * 40))
+    with commands_answered(database, place):
+        fleet = LocalFleet(place, "user:jörg")
+        held = fleet.submit({**COMMAND, "hold": True})["job_id"]
+        with commands_answered(database, place), LocalFleet(place, "user:ada") as second:
+            second.release(held)  # a second process leaves the socket to the first
+        fleet.hold(held)
+    with fleet:
+        assert fleet.show(held)["submitted_by"] == "user:jörg"
+        fleet.release(held)
+        assert fleet.upload([Path(__file__)])
+
+
+@pytest.mark.parametrize("listens", [False, True], ids=["killed", "hung"])
+def test_a_process_that_does_not_answer_is_not_waited_for(
+    database: Database, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, listens: bool
+) -> None:
+    monkeypatch.setattr("groupwise.jobs.fleet.local.PROBE_SECONDS", 0.05)
+    place = place_of(database, tmp_path)
+    name = command_socket(packing.version(), place.settings.database)
+    with socket.socket(socket.AF_UNIX) as left, OpenFolder(place.folder) as folder:
+        left.bind(folder.address(name))
+        if listens:
+            left.listen()
+        with LocalFleet(place, "user:ada") as fleet:
+            assert fleet.jobs() == []
+    if not listens:
+        with commands_answered(database, place), LocalFleet(place, "user:ada") as fleet:
+            assert fleet.jobs() == []
+            assert fleet._database is None

@@ -211,7 +211,7 @@ async def test_where_its_engine_does_not_answer_nothing_is_placed_there(
         if away:
             raise HostUnreachable("Slurm does not answer there: timed out")
 
-    def door(machine: Machine, host: Any) -> SchedulerClient | None:
+    def scheduler(machine: Machine, host: Any) -> SchedulerClient | None:
         return (
             None
             if machine.engine is None
@@ -221,7 +221,7 @@ async def test_where_its_engine_does_not_answer_nothing_is_placed_there(
     async def never() -> str:
         raise AssertionError("no options are tried")
 
-    monkeypatch.setattr(pollers, "door_of", door)
+    monkeypatch.setattr(pollers, "scheduler_of", scheduler)
     fleet.add("own")
     fleet.add("slurm", engine={"name": "slurm"})
     async with fleet.polled():

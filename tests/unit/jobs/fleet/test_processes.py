@@ -19,7 +19,13 @@ from sqlalchemy import select
 from sqlalchemy.orm import Session
 
 from groupwise.core.errors import UsageError
-from groupwise.jobs.fleet.processes import alone, forget_gone, identity, is_gone, who_plays
+from groupwise.jobs.fleet.processes import (
+    delete_ended_processes,
+    hold_role,
+    identity,
+    is_gone,
+    role_holder,
+)
 from groupwise.jobs.fleet.store.database import Database
 from groupwise.jobs.fleet.store.tables import ControlProcess
 
@@ -91,21 +97,21 @@ def test_whoever_begins_takes_away_what_is_left(
             session.add(ControlProcess(owner=owner, role=role, facts=known, **about))
 
     database.run(write)
-    database.run(lambda s: forget_gone(s, "dispatcher", alone=alone))
+    database.run(lambda s: delete_ended_processes(s, "dispatcher", alone=alone))
     found = database.read(lambda s: list(s.scalars(select(ControlProcess.owner))))
     assert sorted(found) == left
 
 
 def test_a_lock_says_who_plays_a_role(tmp_path: Path) -> None:
-    assert who_plays(tmp_path) is None
-    with alone(tmp_path, "poller"):
-        assert who_plays(tmp_path) == f"its poller (process {os.getpid()})"
-        assert who_plays(tmp_path, but=["poller"]) is None
+    assert role_holder(tmp_path) is None
+    with hold_role(tmp_path, "poller"):
+        assert role_holder(tmp_path) == f"its poller (process {os.getpid()})"
+        assert role_holder(tmp_path, but=["poller"]) is None
         with (
             pytest.raises(UsageError, match=f"has its poller already: process {os.getpid()}"),
-            alone(tmp_path, "poller"),
+            hold_role(tmp_path, "poller"),
         ):
             pytest.fail("two play one role")
-        with alone(tmp_path, "tracker"):
-            assert "tracker" in str(who_plays(tmp_path, but=["poller"]))
-    assert who_plays(tmp_path) is None
+        with hold_role(tmp_path, "tracker"):
+            assert "tracker" in str(role_holder(tmp_path, but=["poller"]))
+    assert role_holder(tmp_path) is None

@@ -7,7 +7,7 @@ import pytest
 
 from groupwise.core.errors import ConfigError
 from groupwise.jobs.fleet.secrets import (
-    BY_DEFAULT,
+    DEFAULT_PATTERNS,
     MOST_BYTES,
     AllowedSecrets,
     SecretMissing,
@@ -64,7 +64,7 @@ def test_nothing_else(folder: Path, reference: str, monkeypatch: pytest.MonkeyPa
     allowed = FleetPlace(folder, FleetSettings()).secrets
     said = refused(allowed, reference.format(folder=folder))
     assert f"{folder}/fleet.yaml" in said
-    assert all(pattern in said for pattern in BY_DEFAULT)
+    assert all(pattern in said for pattern in DEFAULT_PATTERNS)
 
 
 def test_a_link_is_followed_within_the_folder_and_not_out_of_it(folder: Path) -> None:
@@ -100,7 +100,7 @@ def test_the_operator_names_others(folder: Path, monkeypatch: pytest.MonkeyPatch
     assert allowed.read(references) == {"A": "a", "B": CANARY}
     assert "env:TEAM_*" in refused(allowed, "env:HF_TOKEN")
     refused(AllowedSecrets((), folder), "env:HF_TOKEN")
-    for without_settings in (AllowedSecrets(), AllowedSecrets(BY_DEFAULT)):
+    for without_settings in (AllowedSecrets(), AllowedSecrets(DEFAULT_PATTERNS)):
         refused(without_settings, f"file:{folder}/secrets/token")
 
 

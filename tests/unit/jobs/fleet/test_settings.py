@@ -6,10 +6,12 @@ from pathlib import Path
 import pytest
 
 from groupwise.core.errors import ConfigError
+from groupwise.core.settings.schema import keys_of
 from groupwise.jobs.fleet.files.logs import make
 from groupwise.jobs.fleet.settings import (
     ENVIRONMENT,
     FleetPlace,
+    FleetSettings,
     find,
 )
 from groupwise.jobs.hosts.files import BlobStore
@@ -46,6 +48,12 @@ def test_a_file_is_read_strictly(tmp_path: Path) -> None:
     for text, told in (
         ("poll_seconds: 0\n", "poll_seconds"),
         ("lease_seconds: 0.5\n", "lease_seconds"),
+        *(
+            (f"{key}: {odd}\n", key)
+            for key, setting in keys_of(FleetSettings).items()
+            for odd in ("-1", "1.0e300", ".inf", ".nan", "''", "{}")
+            if setting.annotation is not bool
+        ),
         ("pol_seconds: 3\n", "poll_seconds"),
         ("folder: /x\n", "where fleet.yaml lies"),
     ):

@@ -21,7 +21,7 @@ class Outlet:
     """Takes what it is told, unless it is away or refuses single ones."""
 
     name = "outlet"
-    tells_history = True
+    announces_history = True
 
     def __init__(self) -> None:
         self.told: list[JobEnd] = []
@@ -102,9 +102,9 @@ async def test_news_that_are_new_begin_with_the_last_hour_and_say_so(
     """NATS in a fleet that did without it: nobody wants to hear of a year's jobs at once."""
     for name in ("long-ago", "yesterday"):
         end(database, name)
-    monkeypatch.setattr(tracker, "RECENT", -3600.0)  # an hour later
+    monkeypatch.setattr(tracker, "HISTORY_SECONDS", -3600.0)  # an hour later
     news = Outlet()
-    news.tells_history = False
+    news.announces_history = False
     await Tracker(database, news).round()
     assert news.names == []
     [record] = caplog.records
@@ -172,12 +172,12 @@ async def test_news_of_a_fleet_that_is_new_lose_nothing(
     """Also where nobody listens yet, and the tracker begins again long before anybody does; or where it was begun last of all roles."""
     end(database, "before-the-tracker")
     away = Outlet()
-    away.tells_history, away.away = False, True
+    away.announces_history, away.away = False, True
     await Tracker(database, away).round()
     end(database, "first")
-    monkeypatch.setattr(tracker, "RECENT", -1.0)  # all of it is old by now
+    monkeypatch.setattr(tracker, "HISTORY_SECONDS", -1.0)  # all of it is old by now
     news = Outlet()
-    news.tells_history = False
+    news.announces_history = False
     await Tracker(database, news).round()
     assert (news.names, caplog.records) == (["before-the-tracker", "first"], [])
 
@@ -185,7 +185,7 @@ async def test_news_of_a_fleet_that_is_new_lose_nothing(
 async def test_many_that_wait_at_one_place_keep_none_of_the_others_from_being_read(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ):
-    for name, number in (("READ", 5), ("MOST_UNTOLD", 5), ("MOST_TO_ONE", 2)):
+    for name, number in (("READ", 5), ("MAX_PENDING", 5), ("MAX_PER_DESTINATION", 2)):
         monkeypatch.setattr(tracker, name, number)
     outlet = Outlet()
     dead = [f"dead-{number}" for number in range(7)]

@@ -69,9 +69,9 @@ async def test_the_second_signal_does_not_wait_unless_it_is_the_first_once_more(
     monkeypatch.setattr(os, "_exit", ended.append)
     place = FleetPlace(tmp_path, FleetSettings())
     control = up._ControlPlane(place, database, ("requeue",), lambda text: None)
-    for later, expected in ((0.0, []), (0.1, []), (up.ONE_WISH + 0.1, [143])):
+    for later, expected in ((0.0, []), (0.1, []), (up.SAME_SIGNAL_SECONDS + 0.1, [143])):
         now[0] = 100.0 + later
-        control._asked_to_stop(15)
+        control._on_stop_signal(15)
         assert control._stopping.is_set()
         assert ended == expected
 
@@ -126,12 +126,12 @@ def test_who_changed_the_tables_before_it_saw_the_lock_has_not_done_so_for_long(
     @contextmanager
     def alone_too_late(folder: Path, role: str) -> Generator[None, None, None]:
         with other_version():
-            migrate(database, lambda: processes.who_plays(folder))
+            migrate(database, lambda: processes.role_holder(folder))
         with alone(folder, role):
             yield
 
-    alone = processes.alone
-    monkeypatch.setattr(processes, "alone", alone_too_late)
+    alone = processes.hold_role
+    monkeypatch.setattr(processes, "hold_role", alone_too_late)
     with ExitStack() as locks:
         up._take_locks(locks, database, tmp_path, ["dispatcher"])
         assert is_current(database)

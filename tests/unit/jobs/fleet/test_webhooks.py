@@ -90,7 +90,7 @@ async def test_it_posts_what_nats_is_told_with_a_number_to_know_it_by(
     assert request.headers["Groupwise-Event"] == "5"
     assert request.headers["Idempotency-Key"] == "groupwise-5"
     assert request.extensions["sni_hostname"] == "hooks.example.org"
-    assert request.extensions["timeout"]["read"] == webhooks.ANSWERED
+    assert request.extensions["timeout"]["read"] == webhooks.ANSWER_TIMEOUT
     assert json.loads(request.content) == json.loads(ended().message())
     assert told(database) == [
         ("webhook.delivered", {"event_id": 5, "attempts": 1, "because": "HTTP 200"})
@@ -119,7 +119,7 @@ async def test_what_fails_is_tried_again_with_growing_pauses_and_given_up(
 async def test_a_place_that_never_answers_holds_up_no_other(
     world: World, outlet: WebhookOutlet, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(webhooks, "LISTENED", 0.5)
+    monkeypatch.setattr(webhooks, "ROUND_SECONDS", 0.5)
     world.names["dead.example.org"] = ["93.184.215.15"]
     world.hanging = {"dead.example.org"}
     dead = [ended("https://dead.example.org/", number) for number in range(200)]

@@ -74,7 +74,6 @@ OBSERVATION: dict[str, Any] = {
             "index": 1,
             "uuid": "GPU-2",
             "mig": True,
-            "mig_devices": [{"uuid": "MIG-1"}],
             "problems": ["ERR!"],
         },
     ],

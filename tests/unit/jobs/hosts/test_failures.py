@@ -38,6 +38,8 @@ def record(
         (record(0, reason=ExitReason.TIME_LIMIT), FailureClass.TIME_LIMIT),
         (record(None, signal=15, reason=ExitReason.DEADMAN), FailureClass.HOST_LOST),
         (record(None, reason=ExitReason.SPAWN_FAILED), FailureClass.LAUNCH_FAILURE),
+        (record(125, reason=ExitReason.SPAWN_FAILED), FailureClass.LAUNCH_FAILURE),
+        (record(126, reason=ExitReason.SPAWN_FAILED), FailureClass.USER_ERROR),
         (record(None, signal=9, reason=ExitReason.CANCELLED), FailureClass.KILLED),
         (record(tail="torch.OutOfMemoryError: CUDA out of memory. Tried"), FailureClass.GPU_OOM),
         (record(tail="MemoryError\n"), FailureClass.HOST_OOM),

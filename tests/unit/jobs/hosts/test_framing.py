@@ -14,7 +14,14 @@ from groupwise.jobs.hosts.framing import (
     answer_bytes,
     incomplete_answer_error,
 )
-from groupwise.jobs.hosts.port import OutcomeUnknown, Request, RunnerRefused, RunnerResponse
+from groupwise.jobs.hosts.port import (
+    HostError,
+    HostUnreachable,
+    OutcomeUnknown,
+    Request,
+    RunnerRefused,
+    RunnerResponse,
+)
 
 ASKED = Request("log", most_body=4000, most_payload=200)
 
@@ -111,22 +118,37 @@ def test_what_no_database_takes_does_not_come_through() -> None:
     }
 
 
-def test_an_end_without_an_answer_leaves_it_open_what_happened() -> None:
-    """But for a machine without Python, which has done nothing. Of a runner that broke only its last words are told."""
-    error = incomplete_answer_error(AnswerReader(ASKED), 127, "sh: 1: exec: python3: not found\n")
-    assert isinstance(error, RunnerRefused)
-    assert (error.code, "python3: not found" in error.message) == ("no_python", True)
-    for status in (None, 0, 1, -9):
-        reader = AnswerReader(ASKED)
-        reader.feed(b"Welcome\nof many\nwords")
-        error = incomplete_answer_error(reader, status, " \n ")
-        assert isinstance(error, OutcomeUnknown)
-        assert str(error).endswith("whole: words")
+def ended(
+    status: int | None, complaints: str, output: bytes = b"", *, is_sent: bool = True
+) -> HostError:
+    reader = AnswerReader(ASKED)
+    reader.feed(output)
+    return incomplete_answer_error(reader, status, complaints, is_sent=is_sent)
+
+
+def test_an_end_without_an_answer_leaves_it_open_what_happened_once_it_was_sent() -> None:
+    for status, said, is_sent in (
+        (127, "sh: 1: python3: not found\n", True),
+        (127, "sh: 1: python3: not found\n", False),
+        (1, "python3: Command not found.\n", False),
+    ):
+        error = ended(status, said, is_sent=is_sent)
+        assert isinstance(error, RunnerRefused)
+        assert (error.code, said.strip() in error.message) == ("no_python", True)
+    for status in (0, 1, -9):
+        greeting = b"Welcome\nof many\nwords"
+        error = ended(status, " \n ", greeting, is_sent=False)
+        assert isinstance(error, HostUnreachable)
+        assert str(error).endswith("ran nothing: words")
+        assert isinstance(ended(status, " \n ", greeting), OutcomeUnknown), "READY may be lost"
+    began = b"Welcome\nGROUPWISE-READY\n"
     trace = 'Traceback (most recent call last):\n  File "x", line 7, in look\nKeyError: 7\n\n'
-    assert str(incomplete_answer_error(AnswerReader(ASKED), 1, trace)).endswith(
-        "whole: KeyError: 7"
-    )
-    assert len(str(incomplete_answer_error(AnswerReader(ASKED), 1, "first\n" + "x" * 4000))) < 500
+    for status, output in ((None, b""), (None, began), (0, began), (1, began), (127, began)):
+        for is_sent in (True, False):
+            error = ended(status, trace, output, is_sent=is_sent)
+            assert isinstance(error, OutcomeUnknown)
+            assert str(error).endswith("whole: KeyError: 7")
+    assert len(str(ended(1, "first\n" + "x" * 4000, began))) < 500
 
 
 def test_noise_may_look_like_an_answer_and_stand_behind_one() -> None:

@@ -10,6 +10,7 @@ import asyncssh
 import pytest
 
 from groupwise.core.errors import UsageError
+from groupwise.jobs.hosts import keys
 from groupwise.jobs.hosts.keys import (
     Alias,
     key_of,
@@ -112,6 +113,15 @@ def jump_of(found: Alias) -> tuple[str, int, str | None]:
 def test_what_cannot_be_followed_is_refused(text: str, why: str, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=why):
         resolve_alias("x", config=config(tmp_path, text))
+
+
+@with_ssh
+def test_a_config_that_waits_is_not_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(keys, "CONFIG_TIMEOUT", 0.05)
+    with pytest.raises(UsageError, match="Match exec"):
+        resolve_alias("x", config=config(tmp_path, 'Match exec "sleep 1"\n Port 23\n'))
 
 
 @pytest.mark.parametrize("name", ["", "-oProxyCommand=true", "a b", "a\0b"])

@@ -8,7 +8,7 @@ import pytest
 
 from groupwise.jobs.hosts.answers import RunnerState
 from groupwise.jobs.hosts.driver import Launch, Scheduler
-from groupwise.jobs.hosts.port import HostUnreachable, RunnerRefused
+from groupwise.jobs.hosts.port import HostUnreachable, OutcomeUnknown, RunnerRefused
 from groupwise.jobs.hosts.ray import ADDRESS, RayRunner
 from groupwise.jobs.hosts.schedulers import MAX_HEARTBEAT_AGE
 from groupwise.jobs.hosts.spec import JobSpec
@@ -113,7 +113,7 @@ async def test_what_ray_would_not_have_leaves_nothing_and_no_answer_may_have_bee
     assert (refusal.value.code, head.voided is None, head.forgotten) == ("engine", False, True)
     head = RaysHead()
     head.answers["POST"] = (500, "No available agent to submit job, please try again later.")
-    with pytest.raises(HostUnreachable, match="please try again later"):
+    with pytest.raises(OutcomeUnknown, match="please try again later"):
         await head().launch(LAUNCH)
     assert (head.voided, head.forgotten) == (None, False)
 
@@ -121,8 +121,11 @@ async def test_what_ray_would_not_have_leaves_nothing_and_no_answer_may_have_bee
 async def test_a_head_that_is_away_or_says_something_else_is_no_end() -> None:
     head = RaysHead()
     head.dead = "[Errno 111] Connection refused"
-    for ask in (head().launch(LAUNCH), head().status("j", 1)):
-        with pytest.raises(HostUnreachable, match=r"http.*refused"):
+    for ask, kind in (
+        (head().launch(LAUNCH), OutcomeUnknown),
+        (head().status("j", 1), HostUnreachable),
+    ):
+        with pytest.raises(kind, match=r"http.*refused"):
             await ask
     head.dead = None
     for answer in ((404, "<html>Not Found</html>"), (500, "down"), (200, "[]"), (401, "no")):

@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -236,7 +237,12 @@ def test_the_environment_of_a_command(either: Machine) -> None:
     either.comes_to("exited")
     entries = (either.folder() / "log").read_text().split("\0")
     seen = dict(entry.split("=", 1) for entry in entries if entry)
-    assert seen.pop("PATH").split(":")[0] == str(program.parent)
+    folders = [
+        str(either.folder() / "bin"),
+        str(program.parent),
+        *either.environment["PATH"].split(":"),
+    ]
+    assert seen.pop("PATH").split(":")[: len(folders)] == folders
     for name in ("USER", "LOGNAME"):
         assert seen.pop(name)
     seen.pop("PWD", None)  # the shell's own
@@ -250,6 +256,38 @@ def test_the_environment_of_a_command(either: Machine) -> None:
     assert (either.work() / "results").is_dir()
     ours = set(seen) - {"MINE", "LANG", "PYTHONUNBUFFERED"}
     assert {n for n in ours if not spec.problems(spec.JobSpec(("x",), {n: ""}))} == set()
+
+
+SHOWS = 'import sys; print(sys.prefix, sys.executable, *sys.argv[1:], sep="|")'
+
+
+def test_python_and_python3_are_the_interpreter_of_the_machine(here: Machine) -> None:
+    """Also where its folder has only one of the two or neither, where PATH has others, and where it is a virtual environment."""
+    plain = here.home / "it's plain" / "python3.x"
+    plain.parent.mkdir()
+    plain.write_text(f'#!/bin/sh\nexec {sys.executable} "$@"\n')
+    plain.chmod(0o755)
+    plain.with_name("python3").symlink_to("/bin/false")
+    venv = here.home / "venv"
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", venv], check=True)
+    (venv / "bin" / "python3").unlink()
+    script = here.home / "script"
+    script.write_text(f"#!/usr/bin/env python3\n{SHOWS}\n")
+    script.chmod(0o755)
+    words = f"python -c '{SHOWS}' 'a b'; python3 -c '{SHOWS}'; {script}"
+    for number, (python, prefix) in enumerate(
+        ((plain, sys.prefix), (venv / "bin" / "python", str(venv)))
+    ):
+        for command, count in ((("sh", "-c", words), 3), (("python", "-c", SHOWS, "a b"), 1)):
+            epoch = 10 * number + 4 - count
+            here.launch(*command, python=str(python), epoch=epoch)
+            here.comes_to("exited", epoch=epoch)
+            lines = (here.folder(epoch=epoch) / "log").read_text().splitlines()
+            assert [line.split("|")[0] for line in lines] == [prefix] * count, lines
+            assert lines[0].endswith("|a b"), lines
+    missing = here.launch("python3", python="/nowhere/python", epoch=20)
+    assert missing["refused"]["code"] == "unknown_program"
+    assert "/nowhere/python" in missing["refused"]["message"]
 
 
 def test_secrets_are_in_no_file_and_no_argument(either: Machine) -> None:

@@ -451,7 +451,7 @@ def test_a_machine_that_slept_through_its_deadman_kills_at_once(
     limits = {"grace_seconds": 600}
     here.sh(FOR_EVER, deadman=3600, limits=limits)
     body = here.body("launch", **here.order("true", deadman=3600, limits=limits))
-    slept = Supervisor(LaunchRequest(Root(str(here.root)), body), "", [0], 0, 0)
+    slept = Supervisor(LaunchRequest(Root(str(here.root)), body), {}, [0], 0, 0)
     true = time.time
     for hours in (0, -2):
         heard = boot_clock() + hours * 3600

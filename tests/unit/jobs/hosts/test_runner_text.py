@@ -1,9 +1,18 @@
+import ast
 import re
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+from groupwise.jobs.clouds import spot_notice
+from groupwise.jobs.fleet.machines import builder
+from groupwise.jobs.hosts import ray_call, ray_gang, seal
+from groupwise.jobs.hosts.bootstrap import BOOTSTRAP
 from groupwise.jobs.hosts.runner_text import PACKAGE, PIECES, assemble, runner_text
+from groupwise.jobs.launch import bootstrap
 
 ENTRY = f"""\"\"\"Answers.\"\"\"
 import os
@@ -50,6 +59,20 @@ def test_what_would_be_missing_on_the_machine_is_refused(pieces: Path, module: s
     (pieces / "below.py").write_text(f"from {module} import dumps\n{BELOW}")
     with pytest.raises(ValueError, match=rf"from {re.escape(module)} import dumps: .*left out"):
         assemble(pieces)
+
+
+def test_programs_that_are_sent_to_machines_keep_to_python_3_8(tmp_path: Path) -> None:
+    (tmp_path / "runner.py").write_text(runner_text().source)
+    (tmp_path / "hosts_bootstrap.py").write_text(BOOTSTRAP)
+    for module in (seal, ray_call, ray_gang, spot_notice, bootstrap, builder):
+        path = Path(str(module.__file__))
+        shutil.copy(path, tmp_path / f"{path.parent.name}_{path.name}")
+    for path in tmp_path.iterdir():
+        ast.parse(path.read_text(), path.name, feature_version=(3, 8))
+    vermin = Path(sys.executable).with_name("vermin")
+    command = [vermin, "--violations", "--target=3.8-", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
 
 
 def test_all_pieces_are_sent() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from groupwise.jobs.hosts.answers import RunnerState
 from groupwise.jobs.hosts.driver import Launch, Scheduler
-from groupwise.jobs.hosts.port import HostUnreachable, RunnerRefused
+from groupwise.jobs.hosts.port import HostUnreachable, OutcomeUnknown, RunnerRefused
 from groupwise.jobs.hosts.schedulers import MAX_HEARTBEAT_AGE
 from groupwise.jobs.hosts.slurm import SUBMISSION_GRACE, SlurmRunner
 from groupwise.jobs.hosts.spec import JobSpec
@@ -79,11 +79,13 @@ async def test_a_controller_that_is_away_is_no_end(program: str, words: dict[str
     """And a submission without an answer may have been one."""
     cluster = Cluster()
     cluster.answers[program] = words
-    with pytest.raises(HostUnreachable):
+    with pytest.raises(OutcomeUnknown):
         await cluster().launch(LAUNCH)
     if program == "squeue":
         with pytest.raises(HostUnreachable):
             await cluster().status("j", 1)
+        with pytest.raises(OutcomeUnknown):
+            await cluster().kill("j", 1, grace=1.0)
     assert (cluster.voided, cluster.forgotten) == (None, False)
 
 

@@ -67,6 +67,14 @@ def test_paths_that_leave_the_folder(path: str) -> None:
         (JobSpec(("echo",) * (MOST_ARGUMENTS + 1)), "at most"),
         (JobSpec(("echo", "x" * (LONGEST_ARGUMENT + 1))), "a file"),
         (JobSpec(("true",), environment={"A": "a\0b"}), "NUL"),
+        (JobSpec(("true",), environment={"A": "x" * LONGEST_ARGUMENT}), "its value into a file"),
+        (JobSpec(("echo", *["x" * 100_000] * 30)), "3,000,004 bytes"),
+        (JobSpec(("python train.py --lr 1",)), "`-- python train.py --lr 1`"),
+        (JobSpec(("echo $USER; it's 1",)), """`-- sh -c 'echo $USER; it'"'"'s 1'`"""),
+        (JobSpec(("my run.sh",), files={"my run.sh": FileEntry("0" * 64, 0o755, 3)}), "apart"),
+        (JobSpec(("./run.sh",)), "--file run.sh"),
+        (JobSpec(("bin/run", "a"), files={"run": FileEntry("0" * 64, 0o755, 3)}), "--file bin/run"),
+        (JobSpec(("./run.sh",), files={"run.sh": FileEntry("0" * 64, 0o644, 3)}), "chmod +x"),
         (JobSpec(("true",), environment={"A": "1"}, secrets=("A",)), "one of the two"),
     ],
 )
@@ -81,3 +89,14 @@ def test_what_is_right_has_no_problems_and_the_same_hash_once_it_was_json() -> N
     assert (again, spec_hash(again)) == (RIGHT, spec_hash(RIGHT))
     other = from_json(as_json(RIGHT) | {"arguments": ["python"]})
     assert spec_hash(other) != spec_hash(RIGHT)
+
+
+def test_programs_that_only_the_machine_knows() -> None:
+    script = {"my run.sh": FileEntry("0" * 64, 0o755, 3)}
+    for arguments in (
+        ("/opt/run",),
+        ("../x/run",),
+        ("nvidia-smi",),
+        ("./my run.sh",),
+    ):
+        assert problems(JobSpec(arguments, files=script)) == []

@@ -1,6 +1,5 @@
 """The first program of a launched job, beside a builder that stands in."""
 
-import ast
 import json
 import os
 import subprocess
@@ -67,7 +66,3 @@ def test_without_an_environment_the_command_does_not_run(work: Path) -> None:
     done = begun(work, "tell")
     assert (done.returncode, done.stdout) == (bootstrap.UNAVAILABLE, b"no room\n")
     assert not (work / "told").exists()
-
-
-def test_python_3_8_can_read_it() -> None:
-    ast.parse(BEGIN.read_text(), feature_version=(3, 8))

@@ -130,11 +130,15 @@ def test_runs_stay_here_with_all_that_is_in_them_and_no_link_takes_one_or_a_secr
     write(tmp_path, {"outside.txt": "not ours"})
     more = {"runs/one/checkpoints/step-1/a": "y", "runs/notes.md": "z"}
     write(project, {**RUNS, **more, ".env": f"TOKEN={CANARY}\n", ".aws/config": "x"})
+    write(project, {"scratch/.gitignore": "*", "scratch/big": "x"})
     links = {
         "again.py": ("task.py", ""),
         "out.txt": (tmp_path / "outside.txt", "a link to what is outside of the project"),
-        "folder": ("pack", "a link to a folder"),
-        "gone": ("nowhere", "no file"),
+        "folder": ("pack", ""),
+        "above": (".", "a link that leads back to itself"),
+        "pack/to-data": ("../data", "a link to data/, from which no file is sent"),
+        "gone": ("nowhere", "a link to nothing"),
+        "big": ("scratch/big", "a link to scratch/big, which does not travel"),
         "settings.txt": (".env", "a link to .env: credentials, by its name"),
         "again.txt": ("settings.txt", "a link to .env: credentials, by its name"),
         "cloud.txt": (".aws/config", "a link to .aws/config: in a folder of credentials"),
@@ -143,13 +147,18 @@ def test_runs_stay_here_with_all_that_is_in_them_and_no_link_takes_one_or_a_secr
     for name, (to, _) in links.items():
         (project / name).symlink_to(to)
     found = bundle(project)
-    assert set(found.files) == {*USUAL, "runs/notes.md", "again.py"}
+    assert set(found.files) == {*USUAL, "runs/notes.md", "again.py", "folder/inner.py"}
     assert found.left_out["runs/one/"] == "the folder of a run"
     told = {path: why for path, why in found.left_out.items() if (project / path).is_symlink()}
     assert told == {name: why for name, (_, why) in links.items() if why}
-    named = bundle(project, take=["log.txt", "settings.txt"])
+    named = bundle(project, take=["log.txt"], exclude=["inner.py", "task.py"])
     assert "log.txt" in named.files, "a run may be taken along by name, a secret may not"
-    assert "link to .env: credentials" in named.left_out["settings.txt"]
+    assert not {"again.py", "folder/inner.py"} & {*named.files}, (
+        "nor what --exclude names, by a link"
+    )
+    for name in ("settings.txt", "out.txt"):
+        with pytest.raises(UsageError, match=f"--file {name} cannot travel: a link to"):
+            bundle(project, take=[name])
 
 
 def test_submodules_travel_with_their_own_rules(project: Path, tmp_path: Path) -> None:
@@ -165,6 +174,32 @@ def test_submodules_travel_with_their_own_rules(project: Path, tmp_path: Path) -
     assert {"vendor/other/lib.py", "vendor/other/.gitignore", ".gitmodules"} <= set(found.files)
     assert "vendor/other/scratch.tmp" not in found.files
     assert found.left_out == {"vendor/other/.env": "credentials, by its name"}
+    git(project, "submodule", "-q", "deinit", "-f", "vendor/other")
+    assert "not checked out" in bundle(project).left_out["vendor/other/"]
+
+
+def test_patterns_leave_files_out_and_the_summary_says_what_is_sent(project: Path) -> None:
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 5\n"
+    names = [
+        "a.ckpt",
+        "pack/b.ckpt",
+        "sub/pack/c",
+        "out/deep/x.bin",
+        "data/more.bin",
+        "node_modules/m.js",
+    ]
+    write(project, {**dict.fromkeys(names, "x"), "weights.bin": pointer, "l\nine": "y" * 2000})
+    (project / "inner").symlink_to("sub")
+    (project / os.fsdecode(b"\xff.txt")).touch()
+    asked = ("*.ckpt", "/pack/", "out/*.bin", "*.none")
+    found = bundle(project, take=["a.ckpt", "inner"], exclude=asked)
+    sent = {"task.py", ".gitignore", "new.yaml", "weights.bin", "l\nine", "a.ckpt"}
+    assert set(found.files) == {*sent, "sub/pack/c", "inner/pack/c"}
+    assert found.left_out["pack/b.ckpt"] == "--exclude *.ckpt"
+    assert (found.unmatched, found.lfs_pointers) == (("*.none",), ("weights.bin",))
+    text = "\n".join(found.summary())
+    for told in ("8 files", "l⏎ine 2 kB", "not UTF-8", "--exclude *.none matches", "git lfs pull"):
+        assert told in text
 
 
 def test_a_project_without_git_travels_but_for_what_tools_make(
@@ -183,7 +218,24 @@ def test_a_project_without_git_travels_but_for_what_tools_make(
         monkeypatch.setenv("PATH", path)
         found = bundle(tmp_path)
         assert set(found.files) == {*here}
-        assert set(found.left_out) == {".env", "runs/one/", "my-env/", "pipe", "round", "there/"}
+        assert found.left_out.keys() - {"pipe"} == {
+            ".env",
+            "runs/one/",
+            "my-env/",
+            "round",
+            "there/",
+        }
+    shutil.rmtree(tmp_path / "runs")
+    write(
+        tmp_path, {".gitignore": "db/\n", "down/CACHEDIR.TAG": "", "down/x": "", "models--a/x": ""}
+    )
+    with pytest.raises(UsageError, match="no git here"):
+        bundle(tmp_path)
+    monkeypatch.undo()
+    assert set(bundle(tmp_path).files) == {*here, ".gitignore"} - {"db/run.db", "db/code.py"}
+    git(tmp_path, "init", "-q", str(tmp_path))
+    (tmp_path / ".git/info/exclude").write_text("pack\n")
+    assert set(bundle(tmp_path / "pack").files) == {"z.py"}, "its repository ignores all of it"
 
 
 def test_what_git_cannot_say_is_not_guessed(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,10 +259,10 @@ def test_too_much_is_refused_with_what_is_largest(
     write(project, {"weights.bin": "x" * 5000})
     with pytest.raises(UsageError, match="is no folder"):
         bundle(project / "none")
-    monkeypatch.setattr(room, "LARGEST", 4000)
-    with pytest.raises(UsageError, match=r"weights\.bin: 0 MB"):
+    monkeypatch.setattr(room, "MAX_BUNDLE_BYTES", 4000)
+    with pytest.raises(UsageError, match=r"weights\.bin: 5 kB"):
         bundle(project)
-    monkeypatch.setattr(room, "LARGEST", 1 << 30)
+    monkeypatch.setattr(room, "MAX_BUNDLE_BYTES", 1 << 30)
     monkeypatch.setattr(room, "MOST_FILES", 2)
     with pytest.raises(UsageError, match="5 files"):
         bundle(project)

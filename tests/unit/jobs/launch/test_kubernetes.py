@@ -11,7 +11,14 @@ import yaml  # noqa: TID251 — as kubectl reads it
 from ruamel.yaml import YAML
 
 from groupwise.core.errors import UsageError
-from groupwise.jobs.launch.kubernetes import RANK, ManifestOptions, as_yaml, command, manifests
+from groupwise.jobs.launch.kubernetes import (
+    RANK,
+    RenderOptions,
+    Toleration,
+    as_yaml,
+    command,
+    manifests,
+)
 
 VERSION = "1.37"
 ODD = (
@@ -19,12 +26,18 @@ ODD = (
     *("two\nlines\n", "\ttab", "\\", "é→😀", "*", "~", "#no", "yes", "1e5", "0o7", "12:30", "null"),
     *("{a: b}", "[x]", "- x", "&a", "!b", "\x85\u2028\x7f", "$", "$$", "a$"),
 )
-ASKED = ManifestOptions(
+ASKED = RenderOptions(
     "sums", ("groupwise", "rl", *ODD), "registry.example/me/groupwise:1@sha256:ab", 1.5
 )
 SECRET: dict[str, Any] = {"secret": "sums-env", "variables": ("TOKEN", "OTHER")}
-ROOM: dict[str, Any] = {"gpus": 8, "cpus": "8", "memory": "64Gi", "pvc": "runs"}
-WHOLE = replace(ASKED, nodes=4, namespace="research", **SECRET, **ROOM)
+ROOM: dict[str, Any] = {"gpus": 8, "cpus": "8", "memory": "64Gi", "disk_gb": 200, "volume": "runs"}
+TAINTS = ("nvidia.com/gpu", "dedicated=ml:NoSchedule", "idle:NoExecute", "empty=")
+NODES: dict[str, Any] = {
+    "node_selector": {"nvidia.com/gpu.product": "NVIDIA-H100-80GB-HBM3", "pool": ""},
+    "toleration": tuple(map(Toleration.parse, TAINTS)),
+    "image_pull_secret": ("registry", "other.registry"),
+}
+WHOLE = replace(ASKED, nodes=4, namespace="research", **SECRET, **ROOM, **NODES)
 
 
 def expanded(word: str, variables: dict[str, str]) -> str:
@@ -62,8 +75,25 @@ def test_a_job_is_tried_once_and_ended_in_time() -> None:
     assert container(job)["resources"] == {"limits": {"nvidia.com/gpu": "1"}}
 
 
+def test_a_cluster_is_told_which_nodes_and_how_the_image_is_pulled() -> None:
+    _, job = manifests(WHOLE)
+    pod = job["spec"]["template"]["spec"]
+    assert pod["nodeSelector"] == NODES["node_selector"]
+    exists, equal = {"operator": "Exists"}, {"operator": "Equal"}
+    assert pod["tolerations"] == [
+        {"key": "nvidia.com/gpu", **exists},
+        {"key": "dedicated", **equal, "value": "ml", "effect": "NoSchedule"},
+        {"key": "idle", **exists, "effect": "NoExecute"},
+        {"key": "empty", **equal, "value": ""},
+    ]
+    assert pod["imagePullSecrets"] == [{"name": "registry"}, {"name": "other.registry"}]
+    assert container(job)["resources"]["limits"]["ephemeral-storage"] == "200G"
+    assert {"name": "shared-memory", "emptyDir": {"medium": "Memory"}} in pod["volumes"]
+    assert {"name": "shared-memory", "mountPath": "/dev/shm"} in container(job)["volumeMounts"]
+
+
 @pytest.mark.parametrize("asked", [ASKED, WHOLE])
-def test_arguments_arrive_exactly_whoever_reads_the_yaml(asked: ManifestOptions) -> None:
+def test_arguments_arrive_exactly_whoever_reads_the_yaml(asked: RenderOptions) -> None:
     text = as_yaml(manifests(asked))
     old = list(yaml.safe_load_all(text))
     new = list(YAML(typ="safe").load_all(io.StringIO(text)))
@@ -94,6 +124,9 @@ def test_nodes_meet_at_the_first_of_them_secrets_are_named_and_results_have_a_cl
 @pytest.mark.parametrize(("change", "why"), [
     ({"name": "Sums"}, "name 'Sums'"), ({"image": "a b"}, "image 'a b'"), ({"secret": "s", "variables": ("a-b",)}, "a-b"),
     ({"command": ("groupwise", "a\0b")}, "NUL"), ({"nodes": 100_001}, "100001"),
+    ({"node_selector": {"a b": "c"}}, "a b"), ({"node_selector": {"a": "c/d"}}, "c/d"),
+    ({"image_pull_secret": ("A",)}, "image_pull_secret"),
+    ({"toleration": (Toleration.parse("a=b:Never"),)}, "Never"), ({"gpu_model": "H100"}, "--node-selector"), ({"spot": True}, "--spot"),
 ])  # fmt: skip
 def test_what_kubernetes_would_not_take_is_told(change: dict[str, Any], why: str) -> None:
     with pytest.raises(UsageError, match=why):

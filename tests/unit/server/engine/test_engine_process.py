@@ -29,8 +29,8 @@ from tests.unit.server.engine.toy_engine import FACTORY
 
 
 @asynccontextmanager
-async def served(factory=FACTORY, **given):
-    engine = await EngineProcess(factory, **given).start()
+async def served(factory=FACTORY, **options):
+    engine = await EngineProcess(factory, **options).start()
     try:
         yield engine
     finally:
@@ -69,7 +69,7 @@ async def test_each_call_has_its_own_answer_or_error_and_what_it_says_is_logged(
             for error in (NonFiniteError("too fast"), ConfigError("a key"), EngineLost("gone")):
                 with pytest.raises(type(error), match=str(error)):
                     await engine.call("fail", error)
-            for verb, given, kind, said in (
+            for verb, arguments, kind, message in (
                 ("divide", [0], RunError, r"in divide\n.*1 / by\n.*ZeroDivisionError"),
                 ("fail", [MemoryError()], RunError, "no memory left"),
                 ("echo", [lambda: 0], (AttributeError, TypeError), "pickle"),
@@ -77,16 +77,16 @@ async def test_each_call_has_its_own_answer_or_error_and_what_it_says_is_logged(
                 ("fail_here", [], RunError, r"cannot be read here(.|\n)*No module named"),
                 ("no_such_verb", [], RunError, "no_such_verb"),
             ):
-                with pytest.raises(kind, match=said):
-                    await engine.call(verb, *given)
+                with pytest.raises(kind, match=message):
+                    await engine.call(verb, *arguments)
             assert not waiting.done()
             await engine.call("let_go")
             assert await waiting is None
             assert engine.reason is None
-    told = [(each.levelname, each.getMessage()) for each in caplog.records]
+    records = [(each.levelname, each.getMessage()) for each in caplog.records]
     expected = {("WARNING", "made"), ("INFO", "said hello"), ("INFO", "engine: printed")}
-    assert expected <= {*told}
-    bugs = [said for _, said in told if "Traceback" in said]
+    assert expected <= {*records}
+    bugs = [message for _, message in records if "Traceback" in message]
     assert any("`divide` failed" in each for each in bugs)
     assert not any("a key" in each for each in bugs), "what is raised on purpose is no bug"
     assert capfd.readouterr() == ("", "")
@@ -266,15 +266,15 @@ async def test_an_engine_that_ends_fails_every_call_with_the_reason(how):
             os.kill(near, signal.SIGTERM)
             assert all_gone([near]), "what it starts heeds them"
             os.kill(engine.process, signal.SIGKILL)
-            said = "ended: SIGKILL"
+            ending = "ended: SIGKILL"
         else:
             children += [near, await engine.call("hold_the_socket")]
-            said = "ended: exit code 4."
+            ending = "ended: exit code 4."
             assert "disk is on fire" in await lost(engine.call("die", 4, "the disk is on fire"))
         for task in waiting:
-            assert said in await lost(task)
+            assert ending in await lost(task)
             assert all_gone(children), "before anybody hears of it"
         assert await watching[0] == engine.reason == str(await engine.lost())
         assert await lost(engine.call("echo", 0)) == engine.reason
         await engine.close()
-        assert said in str(engine.reason)
+        assert ending in str(engine.reason)

@@ -17,8 +17,8 @@ def order(tmp_path):
     return OpenRun({"training": training, "run": {"dir": str(tmp_path), "save_steps": 2}}, 16)
 
 
-async def opened(order, *faults, **given):
-    engine = FakeEngine(faults, **given)
+async def opened(order, *faults, **options):
+    engine = FakeEngine(faults, **options)
     await engine.open(order)
     return engine
 

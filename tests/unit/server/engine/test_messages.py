@@ -16,8 +16,12 @@ def test_values_and_errors_of_ours_come_back_as_they_are_and_others_are_explaine
     assert unpack(pack((1, {"a": None}))) == (1, {"a": None})
     for error in (ConfigError("a key"), EndpointError("busy", 503)):
         error.add_note("where")
-        found = crossed(error)
-        assert (type(found), str(found), vars(found)) == (type(error), str(error), vars(error))
+        received = crossed(error)
+        assert (type(received), str(received), vars(received)) == (
+            type(error),
+            str(error),
+            vars(error),
+        )
     for error, kind in (
         (ZeroDivisionError("by zero"), RunError),
         (MemoryError("by zero"), OutOfMemoryError),

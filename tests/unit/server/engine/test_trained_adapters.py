@@ -258,32 +258,36 @@ async def test_what_cannot_be(models: EngineModels, tmp_path: Path) -> None:
     def drawn(most: int, *prompt: int) -> VerbSample:
         return VerbSample(prompt or PROMPT, (1,), SamplingParams(max_tokens=most))
 
-    async def refused(said: str, call: Awaitable[Any]) -> None:
-        with pytest.raises(UsageError, match=said):
+    async def expect_refusal(message: str, call: Awaitable[Any]) -> None:
+        with pytest.raises(UsageError, match=message):
             await call
 
     unknown, negative = [ROWS[0], row(1, 900, 2)], [row(1, -5, 2)]
-    await refused(r"data\[1\] has the token 900", models.forward_backward(MODEL, unknown, LOSS))
-    await refused(r"data\[0\] has the token -5", models.forward_backward(MODEL, negative, LOSS))
-    await refused("3000 tokens", models.forward(MODEL, [row(*[5] * 3000)], LOSS))
+    await expect_refusal(
+        r"data\[1\] has the token 900", models.forward_backward(MODEL, unknown, LOSS)
+    )
+    await expect_refusal(
+        r"data\[0\] has the token -5", models.forward_backward(MODEL, negative, LOSS)
+    )
+    await expect_refusal("3000 tokens", models.forward(MODEL, [row(*[5] * 3000)], LOSS))
     assert (await models.optim_step(MODEL, STEP)).grad_norm == 0
-    await refused("there is room for 128", models.sample(None, drawn(126)))
-    await refused("prompt has the token 900", models.sample(None, drawn(1, 900)))
+    await expect_refusal("there is room for 128", models.sample(None, drawn(126)))
+    await expect_refusal("prompt has the token 900", models.sample(None, drawn(1, 900)))
     other = OpenModels("smollm2-135m-instruct", str(tmp_path), 2, 128)
-    await refused("tiny is in memory", models.open(other))
+    await expect_refusal("tiny is in memory", models.open(other))
     await models.create_model("other", HEAD)
-    await refused("End the session", models.create_model("third", SPEC))
+    await expect_refusal("End the session", models.create_model("third", SPEC))
     await models.save_state("other", "head", False, 1)
     head = Stored("other", "weights", "head")
-    await refused("They must be equal", models.load_state(MODEL, head, True))
+    await expect_refusal("They must be equal", models.load_state(MODEL, head, True))
     await models.save_for_sampler("other", "head", 2)
     for_samplers = Stored("other", "sampler_weights", "head")
-    await refused("for samplers alone", models.load_state("other", for_samplers, True))
-    await refused("head already", models.save_state("other", "head", False, 3))
+    await expect_refusal("for samplers alone", models.load_state("other", for_samplers, True))
+    await expect_refusal("head already", models.save_state("other", "head", False, 3))
     await models.save_state("other", "head", True, 3)
     await models.drop("other")
     await models.drop("other")
-    await refused("no model 'other'", models.forward("other", ROWS, LOSS))
+    await expect_refusal("no model 'other'", models.forward("other", ROWS, LOSS))
     assert len((await models.sample(head, ASKED)).completions) == 2
 
 

@@ -73,8 +73,8 @@ def test_a_session_that_ends_takes_all_with_it_but_the_record(opened):
     calls.add_sampler(opened, "s-1:sample:0", SESSION, "tiny", None)
     id = done(opened, 1, step=StepRow(0.1, None, {}))
     calls.end_session(opened, SESSION)
-    found = (calls.all_sessions, calls.all_models, calls.all_samplers, calls.all_calls)
-    assert [read(opened) for read in found] == [[], [], [], []]
+    tables = (calls.all_sessions, calls.all_models, calls.all_samplers, calls.all_calls)
+    assert [read(opened) for read in tables] == [[], [], [], []]
     assert len(calls.steps_of(opened, MODEL)) == 1
     calls.record_outcome(opened, id, Outcome("failed", "user", b"late"))
     calls.insert_call(opened, call(2))

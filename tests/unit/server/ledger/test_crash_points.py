@@ -156,8 +156,8 @@ def live(path: Path, first: int, acknowledged: Callable[[], object]) -> None:
         time = FakeTime()
         ledger = Ledger.open(path, time.timing)
         acknowledged()
-        for operation, *given in LIFE[first:]:
-            await ledger.do(operation, *given)
+        for operation, *arguments in LIFE[first:]:
+            await ledger.do(operation, *arguments)
             acknowledged()
         time.pass_(LEASE)
         await ledger.do(expire_overdue)
@@ -178,8 +178,8 @@ def die_at(number: int, path: Path, log: Path) -> int:
     try:
         left = iter(range(number))
         atomic_files.on_write = lambda name: os._exit(17) if next(left, None) is None else None
-        with log.open("ab", buffering=0) as told:
-            live(path, 0, lambda: told.write(b"."))
+        with log.open("ab", buffering=0) as acknowledgements:
+            live(path, 0, lambda: acknowledgements.write(b"."))
     except BaseException:  # noqa: BLE001 — a child must never return into the tests
         traceback.print_exc()
         os._exit(1)

@@ -33,9 +33,9 @@ def begin(ledger, draw=0, step=0, where=WHERE):
 
 def following(ledger, oldest=0) -> Member:
     """The next member, which there is."""
-    found = next_member(ledger, WHERE, oldest)
-    assert found is not None
-    return found
+    member = next_member(ledger, WHERE, oldest)
+    assert member is not None
+    return member
 
 
 def both(ledger, draw=0):
@@ -49,7 +49,7 @@ def post(ledger, name, *rewards, include: Include = "next", step=0):
     return accept_post(ledger, RUN, Post(name, rewards, answer, include))
 
 
-def refused(code, work, *args, **kwargs):
+def expect_refusal(code, work, *args, **kwargs):
     with pytest.raises(Refusal) as raised:
         work(*args, **kwargs)
     assert raised.value.code == code
@@ -77,12 +77,12 @@ def test_an_acknowledged_reward_outlives_the_lease(run):
     post(run, "g-0-1", 0.5)
     assert members.settle_overdue(run) == []
     later = replace(run, uptime=run.uptime + LEASE)
-    refused("lease_expired", post, later, "g-0-0", 1.0)
+    expect_refusal("lease_expired", post, later, "g-0-0", 1.0)
     (settled,) = members.settle_overdue(later)
     assert (settled.id, settled.state, settled.rewards) == ("g-0", "rewarded", (None, 0.5))
     assert members.settle_overdue(later) == []
     assert post(later, "g-0-1", 0.5).accepted is False
-    refused("already_rewarded", post, later, "g-0-0", 1.0)
+    expect_refusal("already_rewarded", post, later, "g-0-0", 1.0)
     assert read_group(later, "g-1").state == "open"
 
 
@@ -91,7 +91,7 @@ def test_each_call_gets_a_member_until_all_are_given_apart_by_run_key_and_name(r
     assert begin(run).index == 0
     for key, value in {"run": "other", "key_id": "other", "name": "name:b"}.items():
         assert next_member(run, replace(WHERE, **{key: value}), 0) is None
-    refused("settings_conflict", next_member, run, replace(WHERE, common="other"), 0)
+    expect_refusal("settings_conflict", next_member, run, replace(WHERE, common="other"), 0)
     second = following(run)
     assert (second.row.id, second.index) == ("g-0", 1)
     assert hand_out(run, second)
@@ -106,9 +106,9 @@ def test_held_members_hold_the_group_and_those_of_what_has_ended_are_refused(run
     assert post(run, "g-0-1", 0.0).state == "held"
     assert post(run, "g-0", 1.0, 0.0).state == "rewarded"
     give_up(run, "g-1")
-    refused("group_given_up", post, run, "g-1-1", 1.0)
+    expect_refusal("group_given_up", post, run, "g-1-1", 1.0)
     set_run_state(run, RUN, "stopped")
-    refused("finished", post, run, "g-2-1", 1.0)
+    expect_refusal("finished", post, run, "g-2-1", 1.0)
     assert post(run, "g-2-0", 1.0).accepted is False
     assert members.settle_overdue(replace(run, uptime=run.uptime + LEASE)) == []
 
@@ -136,12 +136,12 @@ def test_what_is_no_given_member_and_other_rewards_are_refused(run):
     begin(run)
     add_groups(run, RUN, [new(1)], key_id="k", lease=LEASE)
     for name in ("g-0-1", "g-0-7", "g-1-0", "g-9-0", "g-9"):
-        refused("unknown_group", post, run, name, 1.0)
-    refused("invalid_request", post, run, "g-0-0", 1.0, 2.0)
+        expect_refusal("unknown_group", post, run, name, 1.0)
+    expect_refusal("invalid_request", post, run, "g-0-0", 1.0, 2.0)
     hand_out(run, following(run))
     post(run, "g-0-0", 1.0)
     for name, rewards in {"g-0-0": [2.0], "chatcmpl-g-0": [None, 0.0]}.items():
-        assert "g-0-0" in refused("already_rewarded", post, run, name, *rewards).detail
+        assert "g-0-0" in expect_refusal("already_rewarded", post, run, name, *rewards).detail
     assert post(run, "g-0", 1.0, 0.0).state == "rewarded"
     assert post(run, "g-0-1", 0.0).accepted is False
-    refused("already_rewarded", post, run, "g-0-1", 1.0)
+    expect_refusal("already_rewarded", post, run, "g-0-1", 1.0)

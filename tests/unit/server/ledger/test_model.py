@@ -84,9 +84,11 @@ class Machine(RuleBasedStateMachine):
     @rule(draw=DRAWS, lease=st.sampled_from([5.0, 50.0]))
     def sample(self, draw: int, lease: float) -> None:
         name = f"g-{len(self.groups):03}"
-        told = self.do(add_groups, RUN, [new(draw, self.steps, name=name)], key_id="k", lease=lease)
+        outcome = self.do(
+            add_groups, RUN, [new(draw, self.steps, name=name)], key_id="k", lease=lease
+        )
         taken = {each.draw for each in self.groups.values() if each.state not in _FREE}
-        assert (told == "draw_taken") == (draw in taken)
+        assert (outcome == "draw_taken") == (draw in taken)
         if draw not in taken:
             self.groups[name] = Known(draw, self.steps, self.uptime + lease)
 
@@ -95,30 +97,30 @@ class Machine(RuleBasedStateMachine):
     def post(self, pick: int, rewards: Any, include: Any) -> None:
         name, known = self.named(pick)
         self.posts += 1
-        told = self.do(accept_rewards, RUN, Post(name, rewards, {"n": self.posts}, include))
+        outcome = self.do(accept_rewards, RUN, Post(name, rewards, {"n": self.posts}, include))
         if known.state == "given_up":
-            assert told == "group_given_up"
+            assert outcome == "group_given_up"
         elif known.rewards is None and (known.state == "expired" or known.lease_end <= self.uptime):
-            assert told == "lease_expired"
+            assert outcome == "lease_expired"
         elif known.rewards not in (None, rewards):
-            assert told == "already_rewarded"
+            assert outcome == "already_rewarded"
         else:
             now = known.rewards is None or (known.state, include) == ("held", "next")
             if now:
                 known.state = "held" if include == "hold" else "rewarded"
                 known.rewards, known.answer = rewards, self.posts
-            assert (told.accepted, told.answer) == (now, {"n": known.answer})
+            assert (outcome.accepted, outcome.answer) == (now, {"n": known.answer})
 
     @precondition(lambda self: self.groups)
     @rule(pick=PICKS)
     def leave(self, pick: int) -> None:
         name, known = self.named(pick)
-        told = self.do(give_up, name)
+        outcome = self.do(give_up, name)
         if known.state in ("open", "held", "given_up"):
             known.state = "given_up"
-            assert told.state == "given_up"
+            assert outcome.state == "given_up"
         else:
-            assert told == ("lease_expired" if known.state == "expired" else "group_in_use")
+            assert outcome == ("lease_expired" if known.state == "expired" else "group_in_use")
 
     @rule(seconds=st.sampled_from([1.0, 4.0, 50.0]))
     def wait(self, seconds: float) -> None:
@@ -152,17 +154,17 @@ class Machine(RuleBasedStateMachine):
     @rule(picks=st.lists(PICKS, min_size=1, max_size=3))
     def plan(self, picks: list[int]) -> None:
         names = [self.named(pick)[0] for pick in picks]
-        told = self.do(make_plan, RUN, self.steps, names, {})
+        outcome = self.do(make_plan, RUN, self.steps, names, {})
         free = all(self.groups[name].state in ("rewarded", "held") for name in names)
-        if isinstance(told, str):
+        if isinstance(outcome, str):
             assert not free or len(set(names)) < len(names)
             return
         assert free
-        assert told.groups == tuple(names)
-        self.living[self.steps] = told.id
-        self.plans[told.id] = told.groups
+        assert outcome.groups == tuple(names)
+        self.living[self.steps] = outcome.id
+        self.plans[outcome.id] = outcome.groups
         for name in names:
-            self.groups[name].state, self.groups[name].plan = "planned", told.id
+            self.groups[name].state, self.groups[name].plan = "planned", outcome.id
 
     def untrained(self) -> list[int]:
         return [

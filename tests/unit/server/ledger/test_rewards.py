@@ -27,7 +27,7 @@ from groupwise.server.ledger.runs import set_run_state
 from tests.unit.server.ledger.making import LEASE, REWARDS, RUN, group, open_groups, post
 
 
-def refused(transaction, name, rewards=REWARDS, **more) -> Refusal:
+def expect_refusal(transaction, name, rewards=REWARDS, **more) -> Refusal:
     before = transaction.all("SELECT * FROM groups")
     with pytest.raises(Refusal) as refusal:
         post(transaction, name, rewards, **more)
@@ -69,8 +69,8 @@ def test_the_long_form_takes_the_oldest_open_group_then_repeats_the_last_answer(
     open_groups(run, 0, 1)
     echo = echo_of(group(0))
     posted = [accept_rewards(run, RUN, Post(echo, REWARDS, {"n": n})) for n in range(3)]
-    found = [(each.group, each.accepted, each.answer["n"]) for each in posted]
-    assert found == [("g-0", True, 0), ("g-1", True, 1), ("g-1", False, 1)]
+    outcomes = [(each.group, each.accepted, each.answer["n"]) for each in posted]
+    assert outcomes == [("g-0", True, 0), ("g-1", True, 1), ("g-1", False, 1)]
     for other, rewards, code in (
         (echo, (0.0, 0.0), "already_rewarded"),
         (Echo("abc", (), ()), REWARDS, "unknown_group"),
@@ -87,8 +87,8 @@ def test_rewards_are_kept_to_the_last_bit_in_the_order_of_their_acceptance(run, 
         posted = post(run, name, rewards)
     assert (posted.group, posted.accepted, posted.state) == ("g-1", False, "rewarded")
     assert not post(run, "g-0", tuple(r if r is None else float(r) for r in rewards)).accepted
-    found = [read_group(run, f"g-{draw}") for draw in range(3)]
-    assert [(each.accepted, each.rewards) for each in found] == [
+    rows = [read_group(run, f"g-{draw}") for draw in range(3)]
+    assert [(each.accepted, each.rewards) for each in rows] == [
         (place, rewards) for place in (2, 1, 3)
     ]
 
@@ -103,7 +103,7 @@ def test_a_duplicate_gets_the_first_answer_whatever_has_become_of_the_group(run,
     for include in ("next", "hold"):
         again = post(much_later, "g-0", include=include)
         assert (again.accepted, again.answer, again.state) == (False, first.answer, state)
-    assert refused(much_later, "g-0", (1.0, None)).code == "already_rewarded"
+    assert expect_refusal(much_later, "g-0", (1.0, None)).code == "already_rewarded"
 
 
 def test_what_takes_no_rewards_says_why(run):
@@ -111,11 +111,11 @@ def test_what_takes_no_rewards_says_why(run):
     give_up(run, "g-0")
     post(run, "g-2", include="hold")
     late = replace(run, uptime=run.uptime + LEASE)
-    assert refused(late, "g-1").code == "lease_expired"
+    assert expect_refusal(late, "g-1").code == "lease_expired"
     jumped = replace(run, uptime=run.uptime + LEASE - 0.01, now=run.now + 1e7)
     assert post(jumped, "g-3").accepted, "whatever the machine's clock says"
     expire_overdue(replace(late, now=run.now - 1e7))
-    codes = [refused(run, f"g-{draw}").code for draw in (0, 1, 9)]
+    codes = [expect_refusal(run, f"g-{draw}").code for draw in (0, 1, 9)]
     set_run_state(run, RUN, "replaced")
-    codes.append(refused(run, "g-2").code)
+    codes.append(expect_refusal(run, "g-2").code)
     assert codes == ["group_given_up", "lease_expired", "unknown_group", "finished"]

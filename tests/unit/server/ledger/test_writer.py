@@ -125,8 +125,8 @@ async def test_a_full_disk_fails_and_writing_goes_on_with_room_again(tmp_path):
         ballast = fill(disk)
         outcomes = []
         while not any(isinstance(outcome, DiskFull) for outcome in outcomes):
-            told = {"text": "x" * 100_000}  # until the log's own room is used up too
-            outcomes += await together(opened, (add_event, "r", "full", told), (count, "r", "a"))
+            data = {"text": "x" * 100_000}  # until the log's own room is used up too
+            outcomes += await together(opened, (add_event, "r", "full", data), (count, "r", "a"))
         assert [type(outcome) for outcome in outcomes[-2:]] == [DiskFull, DiskFull]
         told_of = [event for event in outcomes[::2] if isinstance(event, int)]
         stand = await opened.do(events_after, 0, 1000)
@@ -140,10 +140,10 @@ async def test_a_full_disk_fails_and_writing_goes_on_with_room_again(tmp_path):
 
 async def test_many_callers_share_a_commit_and_who_fails_is_undone_alone(opened, points):
     calls = [(count, "r", f"c{number}") for number in range(40)]
-    *found, failed = await together(
+    *results, failed = await together(
         opened, *calls, (add_event, "r", "told", {}), (nothing,), (fails,)
     )
-    assert found == [*[None] * 40, 1, "nothing"]
+    assert results == [*[None] * 40, 1, "nothing"]
     assert isinstance(failed, ValueError)
     assert points == ["commit:add_event+count:before", "commit:add_event+count:after"]
     assert on_disk(opened.path) == {f"c{number}": 1 for number in range(40)}
@@ -175,7 +175,7 @@ async def test_a_failed_commit_fails_everybody_and_nothing_stays(opened, monkeyp
         transaction.execute("ROLLBACK")
         raise sqlite3.OperationalError("database or disk is full")
 
-    found = [await together(opened, (count, "r", "a"), (ends,), (count, "r", "b"))]
+    results = [await together(opened, (count, "r", "a"), (ends,), (count, "r", "b"))]
     for error in (sqlite3.OperationalError("disk I/O error"), RuntimeError("?")):
 
         def refuse(name: str, error: Exception = error) -> None:
@@ -183,9 +183,9 @@ async def test_a_failed_commit_fails_everybody_and_nothing_stays(opened, monkeyp
 
         with monkeypatch.context() as patch:
             patch.setattr(atomic_files, "on_write", refuse)
-            found.append(await together(opened, (count, "r", "a"), (fails,), (nothing,)))
+            results.append(await together(opened, (count, "r", "a"), (fails,), (nothing,)))
     kinds = (StoreError, StoreError, RuntimeError)
-    assert [[*map(type, each)] for each in found] == [[kind] * 3 for kind in kinds]
+    assert [[*map(type, each)] for each in results] == [[kind] * 3 for kind in kinds]
     assert on_disk(opened.path) == {}
     await opened.do(count, "r", "b")
     assert on_disk(opened.path) == {"b": 1}

@@ -50,9 +50,11 @@ class Open(Served):
 
 
 @asynccontextmanager
-async def opened(folder: Path, kind: type[Open] = Open, **given: Any) -> AsyncGenerator[Open]:
+async def open_service(
+    folder: Path, kind: type[Open] = Open, **options: Any
+) -> AsyncGenerator[Open]:
     """A service that has begun."""
-    made = kind(folder, **given)
+    made = kind(folder, **options)
     await made.service.begin()
     try:
         yield made
@@ -78,14 +80,14 @@ class Client:
         assert answer.status_code == 200, answer.text
         return answer.json()
 
-    async def refused(self, status: int, path: str, body: Any, **more: Any) -> Any:
+    async def expect_refusal(self, status: int, path: str, body: Any, **more: Any) -> Any:
         answer = await self.http.post(path, json=body, **more)
         assert answer.status_code == status, answer.text
         return answer.json()["error"] if path.startswith("/v1") else answer.json()
 
-    async def streamed(self, path: str, body: Any) -> list[Any]:
-        """The pieces, without the word that ends them."""
-        answer = await self.http.post(path, json={**body, "stream": True})
+    async def stream_chunks(self, path: str, body: Any, **more: Any) -> list[Any]:
+        """The chunks, without the word that ends them."""
+        answer = await self.http.post(path, json={**body, "stream": True}, **more)
         assert answer.status_code == 200, answer.text
         assert answer.headers["content-type"].startswith("text/event-stream")
         lines = [line.removeprefix("data: ") for line in answer.text.split("\n\n") if line]
@@ -97,10 +99,10 @@ class Client:
 
 
 @asynccontextmanager
-async def asking(folder: Path, **given: Any) -> AsyncGenerator[tuple[Open, Client]]:
+async def asking(folder: Path, **options: Any) -> AsyncGenerator[tuple[Open, Client]]:
     """A run that takes requests, and a client of it."""
-    settings = {key: given.pop(key) for key in ("settings",) if key in given}
-    async with opened(folder, **given) as served:
+    settings = {key: options.pop(key) for key in ("settings",) if key in options}
+    async with open_service(folder, **options) as served:
         await served.start(**settings.get("settings", {}))
         async with client_of(served.app()) as http:
             yield served, Client(http)

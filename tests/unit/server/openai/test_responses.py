@@ -12,7 +12,7 @@ from groupwise.server.ledger.idempotency import RETENTION_SECONDS
 from groupwise.server.openai.responses import chat_request, messages_of_input
 from groupwise.testing import END_ID, FakeTokenizer
 from tests.unit.server.http_client import client_of, keyring
-from tests.unit.server.openai.opening import asking, opened, record
+from tests.unit.server.openai.opening import asking, open_service, record
 
 PATH = "/v1/responses"
 ASKED: dict[str, Any] = {"model": "latest", "input": "abc"}
@@ -102,7 +102,9 @@ async def test_a_conversation_goes_on_from_a_kept_response(tmp_path, monkeypatch
         assert third["usage"]["input_tokens"] == second["usage"]["input_tokens"]
         assert (await client.http.get(f"{PATH}/{first['id']}")).json() == first
         for missing in (third["id"], "resp_none"):
-            error = await client.refused(404, PATH, {**ASKED, "previous_response_id": missing})
+            error = await client.expect_refusal(
+                404, PATH, {**ASKED, "previous_response_id": missing}
+            )
             assert (error["code"], error["param"]) == ("unknown_response", "previous_response_id")
         assert (await client.http.delete(f"{PATH}/{first['id']}")).json()["deleted"] is True
         assert (await client.http.get(f"{PATH}/{first['id']}")).status_code == 404
@@ -111,7 +113,7 @@ async def test_a_conversation_goes_on_from_a_kept_response(tmp_path, monkeypatch
 
 async def test_only_the_key_that_asked_sees_a_response(tmp_path) -> None:
     ring, keys = keyring()
-    async with opened(tmp_path) as served, client_of(served.app(ring)) as http:
+    async with open_service(tmp_path) as served, client_of(served.app(ring)) as http:
         await served.start()
         own, other = ({"X-API-Key": keys[role]} for role in (Role.TRAIN, Role.ADMIN))
         id = (await http.post(PATH, json=ASKED, headers=own)).json()["id"]
@@ -142,8 +144,14 @@ async def test_the_response_of_a_key_is_answered_once_and_kept_once(tmp_path) ->
         first = await client.ok(PATH, ASKED, headers=key)
         assert await client.ok(PATH, ASKED, headers=key) == first
         assert await client.ok(PATH, {**ASKED, "previous_response_id": first["id"]})
-        error = await client.refused(400, PATH, {**ASKED, "stream": True}, headers=key)
-        assert error["param"] == "Idempotency-Key"
+        streams = [
+            await client.http.post(
+                PATH, json={**ASKED, "stream": True}, headers={"Idempotency-Key": "s"}
+            )
+            for _ in range(2)
+        ]
+        last_events = [stream.text.split("event: ")[-1] for stream in streams]
+        assert last_events[0].split('"response":')[1] == last_events[1].split('"response":')[1]
 
 
 async def test_what_is_stored_is_rewarded_by_its_id(tmp_path) -> None:
@@ -183,14 +191,16 @@ async def test_a_stream_has_the_events_of_the_response(tmp_path, monkeypatch, te
             *kinds,
             final["status"],
         ]
-        said = "".join(e["delta"] for e in events if e["type"].endswith("output_text.delta"))
+        streamed_text = "".join(
+            e["delta"] for e in events if e["type"].endswith("output_text.delta")
+        )
         ends = [event for event in events if event["type"].endswith("output_item.done")]
         assert [event["item"] for event in ends] == final["output"]
         assert [event["output_index"] for event in ends] == [*range(len(ends))]
         words = [
             item["content"][0]["text"] for item in final["output"] if item["type"] == "message"
         ]
-        assert said == "".join(words) == text.partition("<")[0]
+        assert streamed_text == "".join(words) == text.partition("<")[0]
         assert events[0]["response"]["id"] == final["id"]
         assert (await client.http.get(f"{PATH}/{final['id']}")).json() == final
 
@@ -207,7 +217,7 @@ async def test_what_cannot_be_honoured_is_refused_by_its_own_name(tmp_path) -> N
     async with asking(tmp_path) as (_, client):
         for key, value in NEVER.items():
             store = {"store": True} if key == "top_p" else {}
-            error = await client.refused(
+            error = await client.expect_refusal(
                 400, PATH, {**ASKED, **store, key.partition(".")[0]: value}
             )
             assert error["type"] == "invalid_request_error"
@@ -216,14 +226,17 @@ async def test_what_cannot_be_honoured_is_refused_by_its_own_name(tmp_path) -> N
             )
             assert named == key, error
         image = [{"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}]
-        error = await client.refused(400, PATH, {**ASKED, "input": image})
+        error = await client.expect_refusal(400, PATH, {**ASKED, "input": image})
         assert error["param"].startswith("input.0.content.0"), error
         assert "reads no images" in error["message"]
-        error = await client.refused(400, PATH, {**ASKED, "tools": [{"type": "web_search"}]})
+        error = await client.expect_refusal(400, PATH, {**ASKED, "tools": [{"type": "web_search"}]})
         assert "runs no tools by itself" in error["message"]
         bad = {**TOOL, "parameters": {"type": "strange"}}
-        error = await client.refused(400, PATH, {**ASKED, "tools": [bad]})
+        error = await client.expect_refusal(400, PATH, {**ASKED, "tools": [bad]})
         assert error["param"] == "tools.0.parameters"
+        nameless = {"format": {"type": "json_schema", "schema": {}}}
+        error = await client.expect_refusal(400, PATH, {**ASKED, "text": nameless})
+        assert error["param"] == "text.format.name"
 
 
 async def test_what_openais_clients_send_is_taken(tmp_path) -> None:

@@ -17,12 +17,12 @@ from groupwise.api.schemas.openai import ChatRequest, TextRequest
 from groupwise.api.schemas.problems import KINDS
 from groupwise.api.schemas.responses import ResponsesRequest
 from groupwise.server.ledger.file import DiskFull, LedgerClosed
-from groupwise.server.openai import storing
+from groupwise.server.openai import service, storing
 from groupwise.server.openai.service import MOST_SAMPLING
 from groupwise.testing import ALPHABET, END_ID, FakeTokenizer
 from tests.processes import wait_until_async
 from tests.unit.server.http_client import HERE, client_of, keyring, listening
-from tests.unit.server.openai.opening import CHAT, TEXT, Client, asking, opened, record
+from tests.unit.server.openai.opening import CHAT, TEXT, Client, asking, open_service, record
 from tests.unit.server.test_schema_walk import RAW, WRONG
 
 PATHS = {"/v1/chat/completions": CHAT, "/v1/completions": TEXT}
@@ -30,12 +30,12 @@ PATHS = {"/v1/chat/completions": CHAT, "/v1/completions": TEXT}
 
 def texts_of(pieces: list[Any], choices: int = 1) -> list[str]:
     """The text of each choice, put together."""
-    found = [""] * choices
+    texts = [""] * choices
     for piece in pieces:
         for choice in piece["choices"]:
-            said = choice.get("text", choice.get("delta", {}).get("content", ""))
-            found[choice["index"]] += said
-    return found
+            delta = choice.get("text", choice.get("delta", {}).get("content", ""))
+            texts[choice["index"]] += delta
+    return texts
 
 
 def shown(answer: Any) -> list[str]:
@@ -48,15 +48,15 @@ def shown(answer: Any) -> list[str]:
 
 
 async def test_models(tmp_path) -> None:
-    async with opened(tmp_path) as served, client_of(served.app()) as http:
+    async with open_service(tmp_path) as served, client_of(served.app()) as http:
         client = Client(http)
         assert (await http.get("/v1/models")).json() == {"object": "list", "data": []}
         run = await served.start()
         names = [each["id"] for each in (await http.get("/v1/models")).json()["data"]]
         assert names == [f"{run}@0", "latest"]
         one = (await http.get(f"/v1/models/{run}@0")).json()
-        told = (await served.service.status()).fingerprint
-        assert (one["owned_by"], one["fingerprint"]) == (run, told)
+        fingerprint = (await served.service.status()).fingerprint
+        assert (one["owned_by"], one["fingerprint"]) == (run, fingerprint)
         for unknown in (f"{run}@1", "gpt-4o"):
             answer = await http.get(f"/v1/models/{unknown}")
             assert (answer.status_code, answer.json()["error"]["code"]) == (404, "unknown_model")
@@ -64,7 +64,7 @@ async def test_models(tmp_path) -> None:
         old = await client.text(model=f"{run}@0")
         assert (old["model"], old["policy_version"]) == (f"{run}@0", [run, 0])
         await served.round(0)
-        await client.refused(404, "/v1/completions", {**TEXT, "model": f"{run}@0"})
+        await client.expect_refusal(404, "/v1/completions", {**TEXT, "model": f"{run}@0"})
         new = await client.text(model=f"{run}@1")
         assert new["policy_version"] == [run, 1]
         assert new["system_fingerprint"] != old["system_fingerprint"]
@@ -97,9 +97,9 @@ async def test_the_shapes_of_chats_and_texts(tmp_path) -> None:
         assert (answer["object"], answer["id"].partition("-")[0]) == ("text_completion", "cmpl")
         assert (answer["usage"]["prompt_tokens"], len(answer["choices"])) == (5, 4)
         for choice in answer["choices"]:
-            told, count = choice["logprobs"], len(choice["token_ids"])
-            assert len(told["tokens"]) == len(told["token_logprobs"]) == count <= 5
-            assert told["text_offset"] == [*range(count)]
+            logprobs, count = choice["logprobs"], len(choice["token_ids"])
+            assert len(logprobs["tokens"]) == len(logprobs["token_logprobs"]) == count <= 5
+            assert logprobs["text_offset"] == [*range(count)]
         (alone,) = shown(await client.text(prompt="abc", seed=4, max_tokens=5))
         assert alone == shown(answer)[0]
         assert len({*[tuple(shown(await client.text(n=4))) for _ in range(3)]}) == 3
@@ -116,8 +116,8 @@ async def test_a_stream_becomes_the_whole_answer(tmp_path, path) -> None:
         body = {**PATHS[path], "n": 2, "seed": 3, "temperature": 1.2}
         usage = {"stream_options": {"include_usage": True}}
         pieces, other, whole = await asyncio.gather(
-            client.streamed(path, {**body, **usage}),
-            client.streamed(path, {**body, "seed": 5}),
+            client.stream_chunks(path, {**body, **usage}),
+            client.stream_chunks(path, {**body, "seed": 5}),
             client.ok(path, body),
         )
     assert texts_of(pieces, 2) == shown(whole)
@@ -133,20 +133,28 @@ async def test_a_stream_becomes_the_whole_answer(tmp_path, path) -> None:
     assert len({piece["id"] for piece in pieces}) == 1
 
 
+async def test_streams_beyond_a_number_are_polled_less_often(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(service, "POLLED_AT_ONCE", 0.001)  # as if this stream were a thousand
+    async with asking(tmp_path, pace=0.02, settings={"max_completion_length": 12}) as (served, client):  # fmt: skip
+        pieces = await client.stream_chunks("/v1/completions", {**TEXT, "seed": 3})
+        assert served.engine.calls["partial"] <= 1
+        assert texts_of(pieces) == shown(await client.text(seed=3))
+
+
 @pytest.mark.parametrize("path", PATHS)
 async def test_stops_are_never_seen(tmp_path, path) -> None:
     async with asking(tmp_path, pace=0.002, settings={"max_completion_length": 12}) as (_, client):
-        found = shown(await client.ok(path, {**PATHS[path], "n": 8, "seed": 3}))
-        stop = next(text[2:4] for text in found if len(text) > 6)
-        for given in (stop, [stop, "zzz"]):
-            body = {**PATHS[path], "n": 8, "seed": 3, "stop": given}
+        texts = shown(await client.ok(path, {**PATHS[path], "n": 8, "seed": 3}))
+        stop = next(text[2:4] for text in texts if len(text) > 6)
+        for stops in (stop, [stop, "zzz"]):
+            body = {**PATHS[path], "n": 8, "seed": 3, "stop": stops}
             whole = shown(await client.ok(path, body))
-            assert whole == [text.partition(stop)[0] for text in found]
-            assert texts_of(await client.streamed(path, body), 8) == whole
+            assert whole == [text.partition(stop)[0] for text in texts]
+            assert texts_of(await client.stream_chunks(path, body), 8) == whole
 
 
-CALL = '<tool_call>\n{"name": "add", "arguments": {"a": "é\\ud83d"}}\n</tool_call>'
-ADD = ("add", {"a": "é\ud83d"})
+CALL = '<tool_call>\n{"name": "add", "arguments": {"a": "é"}}\n</tool_call>'
+ADD = ("add", {"a": "é"})
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"default": None}}}
 
 
@@ -154,6 +162,7 @@ TOOL = {"type": "function", "function": {"name": "add", "parameters": {"default"
     (f"I add.\n{CALL}\n{CALL}", {}, "I add.", [ADD, ADD]), (f"\n{CALL}{CALL}", {"parallel_tool_calls": False}, None, [ADD]),
     (f"<tool_call>no JSON</tool_call>{CALL}", {"tool_choice": "auto"}, "<tool_call>no JSON</tool_call>", [ADD]),
     (f" a < b {CALL[:30]} ", {}, ..., []), (f"I add. {CALL}", {"tool_choice": "none"}, ..., []), (CALL, {"tools": None}, ..., []),
+    (CALL.replace("é", r"\ud83d"), {}, ..., []),  # a call that no request could repeat
 ])  # fmt: skip
 async def test_calls_of_tools_are_read_from_the_text(
     tmp_path, monkeypatch, text, more, content, calls
@@ -174,7 +183,7 @@ async def test_calls_of_tools_are_read_from_the_text(
     body = {**CHAT, "messages": messages, "store": True, "tools": [TOOL], **more}
     async with asking(tmp_path, pace=0.001, settings={"max_completion_length": 60}) as (served, c):
         whole = await c.chat(**{**body, "n": 2, "logprobs": True})
-        pieces = await c.streamed("/v1/chat/completions", {**body, "n": 2})
+        pieces = await c.stream_chunks("/v1/chat/completions", {**body, "n": 2})
         kept: Any = await record(served, whole["group_id"])
     offered = [] if body["tools"] is None or more.get("tool_choice") == "none" else [TOOL]
     assert kept.example.columns.get("tools", []) == offered
@@ -185,15 +194,15 @@ async def test_calls_of_tools_are_read_from_the_text(
     for place, (choice, rollout) in enumerate(zip(whole["choices"], kept.rollouts, strict=True)):
         assert choice["token_ids"] == list(rollout.completion_ids)
         assert len(choice["logprobs"]["content"]) == len(rollout.completion_ids)
-        said = choice["message"]
+        message = choice["message"]
         pieced = [each for piece in pieces for each in piece["choices"] if each["index"] == place]
-        assert said["content"] == (text if content is ... else content)
-        assert texts_of(pieces, 2)[place] == (said["content"] or "")
+        assert message["content"] == (text if content is ... else content)
+        assert texts_of(pieces, 2)[place] == (message["content"] or "")
         sent = [call for each in pieced for call in each["delta"].get("tool_calls", [])]
         assert [each["index"] for each in sent] == list(range(len(calls)))
-        for several in (said.get("tool_calls", []), sent):
-            found = [each["function"] for each in several]
-            assert [(each["name"], json.loads(each["arguments"])) for each in found] == calls
+        for several in (message.get("tool_calls", []), sent):
+            functions = [each["function"] for each in several]
+            assert [(each["name"], json.loads(each["arguments"])) for each in functions] == calls
             assert len({each["id"] for each in several}) == len(calls)
         for end in (choice["finish_reason"], pieced[-1]["finish_reason"]):
             assert (end == "tool_calls") is bool(calls)
@@ -223,6 +232,11 @@ IMAGE: dict[str, Any] = {"type": "image_url", "image_url": {"url": "http://127.0
 OTHER_TYPES = [
     ("messages", [{"role": "user", "content": [IMAGE]}], "reads no images"),
     ("tools", [{"type": "custom", "custom": {"name": "f"}}], "runs no tools by itself"),
+    (
+        "messages",
+        [{"role": "assistant", "tool_calls": [{"type": "custom"}]}],
+        "is no call of a function",
+    ),
 ]
 
 
@@ -231,7 +245,7 @@ async def test_an_object_of_another_type_is_refused_by_one_message(
     tmp_path, field: str, value: Any, words: str
 ) -> None:
     async with asking(tmp_path) as (_, client):
-        error = await client.refused(400, "/v1/chat/completions", {**CHAT, field: value})
+        error = await client.expect_refusal(400, "/v1/chat/completions", {**CHAT, field: value})
     assert error["param"].split(".")[0] == field
     assert words in error["message"]
     assert "more" not in error["message"]
@@ -240,7 +254,7 @@ async def test_an_object_of_another_type_is_refused_by_one_message(
 async def test_a_prompt_that_is_too_long_is_what_other_clients_know_as_such(tmp_path) -> None:
     async with asking(tmp_path) as (_, client):
         for prompt in ("a" * 600, [5] * 600):
-            error = await client.refused(400, "/v1/completions", {**TEXT, "prompt": prompt})
+            error = await client.expect_refusal(400, "/v1/completions", {**TEXT, "prompt": prompt})
             assert error["code"] == "context_length_exceeded"
             assert error["param"] == "prompt"
             assert "prompt is too long" in error["message"]  # langchain and litellm look for it
@@ -260,23 +274,20 @@ LIMITS = [
 async def test_what_cannot_be_honoured_is_refused_by_name(tmp_path) -> None:
     async with asking(tmp_path) as (_, client):
         for path, key, value in CASES:
-            error = await client.refused(400, path, {**PATHS[path], key: value})
+            error = await client.expect_refusal(400, path, {**PATHS[path], key: value})
             assert error["type"] == "invalid_request_error"
             assert error["param"].split(".")[0] == key, error
             assert key == "max_tokens" or key in error["message"]
             assert key != "reasoning_effort" or "chat_template_kwargs" in error["message"]
         for path, field, value in LIMITS:
-            error = await client.refused(400, path, {**PATHS[path], field: value})
+            error = await client.expect_refusal(400, path, {**PATHS[path], field: value})
             assert error["param"] == field, error
-        error = await client.refused(400, "/v1/completions", {**TEXT, "n": 0, "top_p": 2})
-        assert [each["field"] for each in error["errors"]] == ["n", "top_p"]
+        error = await client.expect_refusal(400, "/v1/completions", {**TEXT, "n": 0, "top_p": 2})
+        assert {each["field"] for each in error["errors"]} == {"n", "top_p"}
         assert "1 more under `errors`" in error["message"]
         for wrong in ({"max_tokens": 1000}, {"model": "no"}, {"temperature": -1}):
             body = {**TEXT, "stream": True, **wrong}
-            await client.refused(404 if "model" in wrong else 400, "/v1/completions", body)
-        key = {"Idempotency-Key": "k"}
-        error = await client.refused(400, "/v1/completions", {**TEXT, "stream": True}, headers=key)
-        assert error["param"] == "Idempotency-Key"
+            await client.expect_refusal(404 if "model" in wrong else 400, "/v1/completions", body)
 
 
 HARMLESS = {
@@ -320,30 +331,30 @@ async def test_the_template_or_the_setting_says_how_calls_are_written(
         (choice,) = (await client.chat(tools=[TOOL]))["choices"]
         (call,) = choice["message"]["tool_calls"]
         assert (call["function"]["name"], choice["finish_reason"]) == ("add", "tool_calls")
-        pieces = await client.streamed("/v1/chat/completions", {**CHAT, "tools": [TOOL]})
+        pieces = await client.stream_chunks("/v1/chat/completions", {**CHAT, "tools": [TOOL]})
         assert texts_of(pieces) == [""]
 
 
 async def test_the_effort_of_reasoning_is_the_templates_matter(tmp_path, monkeypatch) -> None:
-    asked = {**CHAT, "reasoning_effort": "low"}
+    body = {**CHAT, "reasoning_effort": "low"}
     async with asking(tmp_path) as (_, client):
-        error = await client.refused(400, "/v1/chat/completions", asked)
+        error = await client.expect_refusal(400, "/v1/chat/completions", body)
         assert (error["param"], error["code"]) == ("reasoning_effort", "invalid_request")
     monkeypatch.setattr(FakeTokenizer, "chat_template", "{{ reasoning_effort }}")
     async with asking(tmp_path / "other") as (served, client):
         answer = await client.chat(reasoning_effort="low", store=True, n=2)
         kept: Any = await record(served, answer["group_id"])
         assert kept.example.columns == {"chat_template_kwargs": {"reasoning_effort": "low"}}
-        both = {**asked, "chat_template_kwargs": {"reasoning_effort": "high"}}
-        await client.refused(400, "/v1/chat/completions", both)
+        both = {**body, "chat_template_kwargs": {"reasoning_effort": "high"}}
+        await client.expect_refusal(400, "/v1/chat/completions", both)
 
 
 async def test_what_changes_nothing_is_taken(tmp_path) -> None:
     async with asking(tmp_path) as (_, client):
-        given = {"/v1/chat/completions": HARMLESS_CHAT, "/v1/completions": HARMLESS_TEXT}
+        harmless = {"/v1/chat/completions": HARMLESS_CHAT, "/v1/completions": HARMLESS_TEXT}
         for path, body in PATHS.items():
             plain = await client.ok(path, {**body, "seed": 1})
-            answer = await client.ok(path, {**body, **HARMLESS, **given[path], "seed": 1})
+            answer = await client.ok(path, {**body, **HARMLESS, **harmless[path], "seed": 1})
             assert shown(answer) == shown(plain)
         restricted = {"top_p": 0.5, "top_k": 3, "min_p": 0.1}
         assert await client.text(**restricted)
@@ -354,12 +365,15 @@ async def test_what_changes_nothing_is_taken(tmp_path) -> None:
 
 async def test_every_refusal_has_the_form(tmp_path) -> None:
     ring, keys = keyring()
-    async with opened(tmp_path, max_body_bytes=2000) as served, client_of(served.app(ring)) as http:
+    async with (
+        open_service(tmp_path, max_body_bytes=2000) as served,
+        client_of(served.app(ring)) as http,
+    ):
 
-        async def refused(status: int, code: str, body: Any = TEXT, **given: Any) -> None:
-            headers = {"Authorization": f"Bearer {keys[given.pop('role', Role.TRAIN)]}"}
-            headers |= {"Content-Type": "application/json"} | given.pop("headers", {})
-            method, path = given.pop("method", "POST"), given.pop("path", "/v1/completions")
+        async def expect_refusal(status: int, code: str, body: Any = TEXT, **options: Any) -> None:
+            headers = {"Authorization": f"Bearer {keys[options.pop('role', Role.TRAIN)]}"}
+            headers |= {"Content-Type": "application/json"} | options.pop("headers", {})
+            method, path = options.pop("method", "POST"), options.pop("path", "/v1/completions")
             content = body if isinstance(body, bytes) else json.dumps(body).encode()
             answer = await http.request(method, path, headers=headers, content=content)
             assert answer.status_code == status, answer.text
@@ -371,19 +385,19 @@ async def test_every_refusal_has_the_form(tmp_path) -> None:
             assert answer.headers["x-should-retry"] == ("true" if KINDS[code].retry else "false")
             assert answer.headers["x-request-id"]
 
-        await refused(401, "unauthorised", headers={"Authorization": "Bearer x"})
-        await refused(403, "forbidden", role=Role.READ)
-        await refused(404, "not_found", path="/v1/embeddings")
-        await refused(405, "method_not_allowed", method="GET")
-        await refused(413, "too_large", {**TEXT, "prompt": "a" * 3000})
-        await refused(415, "unsupported_media_type", headers={"Content-Type": "text/plain"})
-        await refused(400, "invalid_request", b"{")
-        await refused(400, "invalid_request", {"model": "latest"})
-        await refused(409, "not_started")
+        await expect_refusal(401, "unauthorised", headers={"Authorization": "Bearer x"})
+        await expect_refusal(403, "forbidden", role=Role.READ)
+        await expect_refusal(404, "not_found", path="/v1/embeddings")
+        await expect_refusal(405, "method_not_allowed", method="GET")
+        await expect_refusal(413, "too_large", {**TEXT, "prompt": "a" * 3000})
+        await expect_refusal(415, "unsupported_media_type", headers={"Content-Type": "text/plain"})
+        await expect_refusal(400, "invalid_request", b"{")
+        await expect_refusal(400, "invalid_request", {"model": "latest"})
+        await expect_refusal(409, "not_started")
         await served.start()
-        await refused(404, "unknown_model", {**TEXT, "model": "gpt-4o"})
+        await expect_refusal(404, "unknown_model", {**TEXT, "model": "gpt-4o"})
         await served.service.stop()
-        await refused(409, "finished")
+        await expect_refusal(409, "finished")
         other = await http.get("/nothing", headers={"api-key": keys[Role.READ]})
         assert other.headers["content-type"] == "application/problem+json"
 
@@ -410,7 +424,7 @@ async def test_only_so_much_is_sampled_at_once(tmp_path) -> None:
         gate = served.engine.hold("sample")
         waiting = [asyncio.create_task(client.text(n=128)) for _ in range(MOST_SAMPLING // 128)]
         await wait_until_async(lambda: served.engine.calls["sample"] == len(waiting))
-        error = await client.refused(429, "/v1/completions", TEXT)
+        error = await client.expect_refusal(429, "/v1/completions", TEXT)
         assert (error["code"], error["type"]) == ("rate_limited", "rate_limit_error")
         gate.set()
         await asyncio.gather(*waiting)
@@ -435,7 +449,7 @@ async def test_an_engine_that_is_lost_breaks_a_stream_off_with_an_error(tmp_path
 @pytest.mark.parametrize(
     ("error", "code"),
     [(DiskFull("no room"), "disk_full"), (LedgerClosed("it ends"), "shutting_down"), (KeyError("a detail"), "internal")],
-    ids=lambda given: given if isinstance(given, str) else "",
+    ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions", "/v1/responses"])
 async def test_a_stream_that_fails_midway_ends_with_an_error(
@@ -450,9 +464,9 @@ async def test_a_stream_that_fails_midway_ends_with_an_error(
     async with asking(tmp_path, pace=0.02) as (_, client):
         answer = await client.http.post(path, json={**body, "stream": True, "store": True})
         assert (answer.status_code, "[DONE]" in answer.text) == (200, False)
-        told = json.loads(answer.text.strip().rpartition("data: ")[2])
-        found = told["code"] if path == "/v1/responses" else told["error"]["code"]
-        assert found == code
+        event = json.loads(answer.text.strip().rpartition("data: ")[2])
+        shown_code = event["code"] if path == "/v1/responses" else event["error"]["code"]
+        assert shown_code == code
         assert "a detail" not in answer.text
 
 
@@ -479,12 +493,20 @@ async def test_a_client_that_goes_away_ends_the_sampling(tmp_path) -> None:
 
 async def test_the_same_key_is_answered_once(tmp_path) -> None:
     async with asking(tmp_path, settings={"max_completion_length": 20}) as (_, client):
-        for body in (TEXT, {**TEXT, "store": True, "n": 2}):
+        for choices, body in ((1, TEXT), (2, {**TEXT, "store": True, "n": 2})):
             key, path = {"Idempotency-Key": str(len(body))}, "/v1/completions"
             first = await client.ok(path, body, headers=key)
             assert await client.ok(path, body, headers=key) == first
-            error = await client.refused(400, path, {**body, "prompt": "b"}, headers=key)
+            error = await client.expect_refusal(400, path, {**body, "prompt": "b"}, headers=key)
             assert error["code"] == "idempotency_key_reused"
+            chunks, repeated = [
+                await client.stream_chunks(
+                    path, body, headers={"Idempotency-Key": f"stream-{len(body)}"}
+                )
+                for _ in range(2)
+            ]
+            assert repeated[-1] == chunks[-1]
+            assert texts_of(repeated, choices) == texts_of(chunks, choices)
 
 
 SHARES = 5

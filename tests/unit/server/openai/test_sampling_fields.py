@@ -15,9 +15,11 @@ from typing import Any
 import pytest
 
 from groupwise.api.schemas.openai import ChatRequest, TextRequest
-from groupwise.api.schemas.responses import ResponsesRequest
+from groupwise.api.schemas.responses import OutputMessage, ResponsesRequest
 from groupwise.core.types import CallGrammar, LogitsProcessing
-from groupwise.server.openai.responses import chat_request
+from groupwise.server.openai.answers import INCOMPLETE, full_response
+from groupwise.server.openai.completed import Completed, CompletionChoice, TokenDetails
+from groupwise.server.openai.responses import chat_request, response_of
 from groupwise.server.openai.sampling_fields import processing_of
 from groupwise.testing import ALPHABET, END_ID
 from tests.unit.server.openai.opening import CHAT, TEXT, asking, record
@@ -40,14 +42,16 @@ async def test_alternatives_of_chats(tmp_path) -> None:
                 )
                 named = {one["token"]: one["logprob"] for one in best}
                 assert named.get(each["token"], each["logprob"]) == each["logprob"]
-        pieces = await client.streamed("/v1/chat/completions", body)
+        pieces = await client.stream_chunks("/v1/chat/completions", body)
         sent = [each["logprobs"] for piece in pieces for each in piece["choices"]]
         answer_logprobs = [choice["logprobs"] for choice in answer["choices"]]
         assert [each for each in sent if each] == answer_logprobs
         plain = await client.chat(seed=1, n=2, logprobs=True)
         for choice in plain["choices"]:
             assert not any(each["top_logprobs"] for each in choice["logprobs"]["content"])
-        error = await client.refused(400, "/v1/chat/completions", {**CHAT, "top_logprobs": 2})
+        error = await client.expect_refusal(
+            400, "/v1/chat/completions", {**CHAT, "top_logprobs": 2}
+        )
         assert error["param"] == "top_logprobs"
 
 
@@ -68,6 +72,20 @@ async def test_alternatives_of_texts_include_the_drawn_token(tmp_path) -> None:
         assert choice["logprobs"]["top_logprobs"] is None
 
 
+def test_tokens_that_are_parts_of_characters_have_the_same_text_but_the_drawn_one_is_seen() -> None:
+    part, tops = INCOMPLETE, ((INCOMPLETE, -0.5), ("a", -1.0), (INCOMPLETE, -2.0))
+    details = TokenDetails((part,), (-2.0,), (tops,))
+    choice = CompletionChoice(part, (7,), (-2.0,), "stop", details)
+    completed = Completed("x", None, "run", 0, "", 0.0, 1, (choice,))
+    answer: Any = full_response("text", completed)
+    assert answer.choices[0].logprobs.top_logprobs == [{part: -2.0, "a": -1.0}]
+    response = response_of(ResponsesRequest(model="latest", input="a"), "", "", 0.0, completed)
+    (message,) = response.output
+    assert isinstance(message, OutputMessage)
+    (token,) = message.content[0].logprobs
+    assert [token.bytes, *(each.bytes for each in token.top_logprobs)] == [[], [], [97], []]
+
+
 # 2
 
 
@@ -82,7 +100,7 @@ async def test_prompts_of_tokens(tmp_path) -> None:
             assert answer["usage"] == text["usage"]
         two = await client.text(prompt=[ids, ids[:2]], seed=3, return_token_ids=True)
         assert [each["prompt_token_ids"] for each in two["choices"]] == [ids, ids[:2]]
-        pieces = await client.streamed(
+        pieces = await client.stream_chunks(
             "/v1/completions", {**TEXT, "prompt": ids, "seed": 3, "return_token_ids": True}
         )
         assert texts_of(pieces) == shown(text)[:1]
@@ -90,7 +108,7 @@ async def test_prompts_of_tokens(tmp_path) -> None:
         assert [each["prompt_token_ids"] for each in last] == [ids]
         chat = await client.chat(seed=3, return_token_ids=True)
         assert chat["prompt_token_ids"] == ids
-        pieces = await client.streamed(
+        pieces = await client.stream_chunks(
             "/v1/chat/completions", {**CHAT, "seed": 3, "return_token_ids": True}
         )
         assert pieces[-1]["prompt_token_ids"] == ids
@@ -99,7 +117,7 @@ async def test_prompts_of_tokens(tmp_path) -> None:
         group = await record(served, kept["group_id"])
         assert (group.example.prompt, group.rollouts[0].prompt_ids) == ("abc", tuple(ids))
         for wrong in ([ids[0], 99], [[]], [], [1, "a"], [True], [-1], [[1], "a"]):
-            error = await client.refused(400, "/v1/completions", {**TEXT, "prompt": wrong})
+            error = await client.expect_refusal(400, "/v1/completions", {**TEXT, "prompt": wrong})
             assert error["param"].split(".")[0] == "prompt"
 
 
@@ -115,16 +133,16 @@ async def test_stops_of_tokens_and_fewest_tokens(tmp_path, path) -> None:
 
         plain = await ids()
         cut = await ids(stop_token_ids=[stop])
-        for given, found in zip(plain, cut, strict=True):
-            end = given.index(stop) + 1 if stop in given else len(given)
-            assert found == given[:end]
+        for whole_ids, cut_ids in zip(plain, cut, strict=True):
+            end = whole_ids.index(stop) + 1 if stop in whole_ids else len(whole_ids)
+            assert cut_ids == whole_ids[:end]
         assert any(END_ID in each for each in plain)
         assert {len(each) for each in await ids(ignore_eos=True)} == {12}
         for each in await ids(min_tokens=6, stop_token_ids=[stop]):
             assert not {stop, END_ID} & {*each[:6]}
         kept = {"stop_token_ids": [stop], "min_tokens": 2, "ignore_eos": True, "store": True}
         assert await client.ok(path, {**PATHS[path], **kept})
-        error = await client.refused(400, path, {**body, "stop_token_ids": [77]})
+        error = await client.expect_refusal(400, path, {**body, "stop_token_ids": [77]})
         assert (error["param"], "77" in error["message"]) == ("stop_token_ids", True)
 
 
@@ -155,7 +173,7 @@ async def test_echo(tmp_path) -> None:
             ):
                 assert best[token] == logprob == pytest.approx(-math.log(len(ALPHABET)))
             assert answer_logprobs["text_offset"] == [*range(len(answer_logprobs["tokens"]))]
-            pieces = await client.streamed("/v1/completions", body)
+            pieces = await client.stream_chunks("/v1/completions", body)
             assert texts_of(pieces) == [echoed["text"]]
             scored = await client.ok("/v1/completions", {**body, "max_tokens": 0})
             (only,) = scored["choices"]
@@ -164,7 +182,7 @@ async def test_echo(tmp_path) -> None:
             assert scored["usage"]["completion_tokens"] == 0
         (bare,) = (await client.text(echo=True, max_tokens=0))["choices"]
         assert (bare["text"], bare["logprobs"]) == ("abc", None)
-        error = await client.refused(400, "/v1/completions", {**TEXT, "max_tokens": 0})
+        error = await client.expect_refusal(400, "/v1/completions", {**TEXT, "max_tokens": 0})
         assert error["param"] == "max_tokens"
 
 
@@ -180,16 +198,16 @@ async def test_what_changes_the_draws_is_never_stored(tmp_path) -> None:
         for path, body in PATHS.items():
             for name, value in CHANGING.items():
                 assert await client.ok(path, {**body, name: value})
-                error = await client.refused(400, path, {**body, name: value, "store": True})
+                error = await client.expect_refusal(400, path, {**body, name: value, "store": True})
                 assert error["param"] == name
-            error = await client.refused(400, path, {**body, "logit_bias": {"77": 1}})
+            error = await client.expect_refusal(400, path, {**body, "logit_bias": {"77": 1}})
             assert error["param"] == "logit_bias"
         for path, name, more in (
             ("/v1/completions", "echo", {"echo": True}),
             ("/v1/completions", "logprobs", {"logprobs": 1}),
             ("/v1/chat/completions", "top_logprobs", {"logprobs": True, "top_logprobs": 1}),
         ):
-            error = await client.refused(400, path, {**PATHS[path], **more, "store": True})
+            error = await client.expect_refusal(400, path, {**PATHS[path], **more, "store": True})
             assert error["param"] == name
 
 
@@ -221,16 +239,20 @@ async def test_the_form_of_an_answer_reaches_the_engine_or_is_refused_by_name(tm
                 {"store": True},
                 {"ignore_eos": True},
             ):
-                error = await client.refused(400, path, {**CHAT, "response_format": form, **more})
+                error = await client.expect_refusal(
+                    400, path, {**CHAT, "response_format": form, **more}
+                )
                 assert error["param"] == "response_format"
         for choice in ("none", "auto", "required"):
             assert await client.chat(response_format=JSON, tools=tools, tool_choice=choice)
-        error = await client.refused(
+        error = await client.expect_refusal(
             400, path, {**CHAT, "response_format": JSON, "tools": tools, "store": True}
         )
         assert error["param"] == "response_format"
         assert await client.chat(response_format=JSON, ignore_eos=True, stop_token_ids=[3])
-        error = await client.refused(400, path, {**CHAT, "response_format": JSON, "min_tokens": 3})
+        error = await client.expect_refusal(
+            400, path, {**CHAT, "response_format": JSON, "min_tokens": 3}
+        )
         assert error["param"] == "min_tokens"
         wrong: Any = [
             {"type": "json_schema"},
@@ -243,26 +265,26 @@ async def test_the_form_of_an_answer_reaches_the_engine_or_is_refused_by_name(tm
             },
         ]
         for form in wrong:
-            error = await client.refused(400, path, {**CHAT, "response_format": form})
+            error = await client.expect_refusal(400, path, {**CHAT, "response_format": form})
             assert error["param"].split(".")[0] == "response_format"
 
 
 def test_schemas_as_the_engine_gets_them() -> None:
-    def given(**form: Any) -> str | None:
+    def schema_for_engine(**form: Any) -> str | None:
         processing = processing_of(ChatRequest.model_validate({**CHAT, "response_format": form}))
         return None if processing is None else processing.json_schema
 
-    assert given(type="text") is None
-    assert given(type="json_object") == '{"type": "object"}'
-    assert given(**JSON) == json.dumps(SCHEMA), "in the order of the request"
+    assert schema_for_engine(type="text") is None
+    assert schema_for_engine(type="json_object") == '{"type": "object"}'
+    assert schema_for_engine(**JSON) == json.dumps(SCHEMA), "in the order of the request"
 
 
-def named(name: str) -> Any:
+def named_choice(name: str) -> Any:
     return {"type": "function", "function": {"name": name}}
 
 
 def allowed(mode: str, *names: str) -> Any:
-    tools = [named(name) for name in names]
+    tools = [named_choice(name) for name in names]
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
 
@@ -276,7 +298,7 @@ F, G = ("f", json.dumps(SCHEMA)), ("g", "{}")
 @pytest.mark.parametrize(("more", "calls"), [
     ({"tool_choice": "required"}, CallGrammar((F, G))), ({"tool_choice": "auto"}, None), ({"tool_choice": "none"}, None),
     ({"tool_choice": "required", "parallel_tool_calls": False}, CallGrammar((F, G), is_single=True)),
-    ({"tool_choice": named("g")}, CallGrammar((G,), is_single=True)), ({"tool_choice": allowed("auto", "f")}, None),
+    ({"tool_choice": named_choice("g")}, CallGrammar((G,), is_single=True)), ({"tool_choice": allowed("auto", "f")}, None),
     ({"tool_choice": allowed("required", "f")}, CallGrammar((F,))), ({"tool_choice": "none", "response_format": JSON}, None),
     ({"tool_choice": allowed("auto", "f"), "response_format": JSON}, CallGrammar((F,))),
     ({"tool_choice": "required", "response_format": JSON}, CallGrammar((F, G))),
@@ -303,31 +325,38 @@ async def test_forced_calls_reach_the_engine_or_are_refused_by_name(tmp_path) ->
     path = "/v1/chat/completions"
     bad: Any = {"type": "function", "function": {"name": "bad", "parameters": {"not": {}}}}
     async with asking(tmp_path) as (_, client):
-        for choice in ("required", named("f"), allowed("required", "f"), allowed("auto", "g")):
+        for choice in (
+            "required",
+            named_choice("f"),
+            allowed("required", "f"),
+            allowed("auto", "g"),
+        ):
             body = {**CHAT, "tools": TOOLS, "tool_choice": choice}
             assert await client.ok(path, body)
             if choice != allowed("auto", "g"):
-                error = await client.refused(400, path, {**body, "store": True})
+                error = await client.expect_refusal(400, path, {**body, "store": True})
                 assert error["param"] == "tool_choice"
         assert await client.chat(tools=TOOLS, tool_choice=allowed("auto", "g"), store=True)
         wrong: Any = [
-            "any", named("h"), allowed("required", "f", "h"), allowed("none", "f"), allowed("auto"), {"type": "function"},
-            {**named("f"), "more": 1}, {"type": "function", "function": {"name": "f", "more": 1}}, {"type": "custom", "name": "f"},
+            "any", named_choice("h"), allowed("required", "f", "h"), allowed("none", "f"), allowed("auto"), {"type": "function"},
+            {**named_choice("f"), "more": 1}, {"type": "function", "function": {"name": "f", "more": 1}}, {"type": "custom", "name": "f"},
         ]  # fmt: skip
         for choice in wrong:
-            error = await client.refused(400, path, {**CHAT, "tools": TOOLS, "tool_choice": choice})
+            error = await client.expect_refusal(
+                400, path, {**CHAT, "tools": TOOLS, "tool_choice": choice}
+            )
             assert error["param"] == "tool_choice", error
-        error = await client.refused(400, path, {**CHAT, "tool_choice": "required"})
+        error = await client.expect_refusal(400, path, {**CHAT, "tool_choice": "required"})
         assert error["param"] == "tool_choice"
         long: Any = {"type": "function", "function": {"name": "f", "parameters": {"title": "x" * 70_000}}}  # fmt: skip
         for tool in (bad, long):
             assert await client.chat(tools=[tool])
-            error = await client.refused(
+            error = await client.expect_refusal(
                 400, path, {**CHAT, "tools": [tool], "tool_choice": "required"}
             )
             assert error["param"] == "tools"
             forms = {**CHAT, "tools": [tool], "response_format": JSON}
-            assert (await client.refused(400, path, forms))["param"] == "tools"
+            assert (await client.expect_refusal(400, path, forms))["param"] == "tools"
 
 
 async def test_responses_have_them_under_their_own_names(tmp_path) -> None:
@@ -340,12 +369,12 @@ async def test_responses_have_them_under_their_own_names(tmp_path) -> None:
         form = {"type": "json_schema", "name": "it", "schema": SCHEMA, "strict": True}
         body = {"model": "latest", "input": "abc", "text": {"format": form}}
         assert await client.ok("/v1/responses", body)
-        error = await client.refused(400, "/v1/responses", {**body, "store": True})
+        error = await client.expect_refusal(400, "/v1/responses", {**body, "store": True})
         assert error["param"] == "text.format"
 
 
 async def test_a_trajectory_is_shown_by_text(tmp_path) -> None:
     async with asking(tmp_path) as (_, client):
         body = {**TEXT, "prompt": [1, 2], "store": True, "metadata": {"trajectory": "t"}}
-        error = await client.refused(400, "/v1/completions", body)
+        error = await client.expect_refusal(400, "/v1/completions", body)
         assert error["param"] == "prompt"

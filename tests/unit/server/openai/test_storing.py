@@ -6,12 +6,15 @@ import asyncio
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
+from starlette.types import Message, Receive, Scope, Send
 
 from groupwise.api.schemas.problems import Refusal
 from groupwise.server.ledger import groups
+from groupwise.server.routes.context import REPLAYED
 from tests.processes import wait_until_async
 from tests.unit.server.http_client import client_of
-from tests.unit.server.openai.opening import CHAT, TEXT, Client, Open, asking, opened, record
+from tests.unit.server.openai.opening import CHAT, TEXT, Client, Open, asking, open_service, record
 from tests.unit.server.openai.test_routes import PATHS, shown, texts_of
 
 KEPT = {**TEXT, "store": True}
@@ -19,8 +22,8 @@ KEPT = {**TEXT, "store": True}
 
 async def counts(served: Open) -> dict[str, int]:
     run = (await served.service.status()).run_id or ""
-    found = await served.ledger.do(groups.count_groups, run)
-    return {state: number for state, number in found.items() if number}
+    groups_by_state = await served.ledger.do(groups.count_groups, run)
+    return {state: number for state, number in groups_by_state.items() if number}
 
 
 async def test_several_completions_are_a_group_also_streamed(tmp_path) -> None:
@@ -38,7 +41,7 @@ async def test_several_completions_are_a_group_also_streamed(tmp_path) -> None:
                 assert (posted["group_id"], posted["status"]) == (group, "accepted")
                 assert (await client.reward(group, 1, 0, None)) == posted
         assert await counts(served) == {"rewarded": 1, "open": 1}
-        pieces = await client.streamed("/v1/chat/completions", {**CHAT, "n": 2, "store": True})
+        pieces = await client.stream_chunks("/v1/chat/completions", {**CHAT, "n": 2, "store": True})
         group = pieces[-1]["group_id"]
         assert {piece["id"] for piece in pieces} == {f"chatcmpl-{group}"}
         kept = await record(served, group)
@@ -57,7 +60,7 @@ async def test_what_cannot_be_kept_has_no_end(tmp_path, monkeypatch) -> None:
             assert '"code": "disk_full"' in answer.text
             assert '"finish_reason": "' not in answer.text
             assert "[DONE]" not in answer.text
-            await client.refused(503, "/v1/completions", {**KEPT, "n": n})
+            await client.expect_refusal(503, "/v1/completions", {**KEPT, "n": n})
 
 
 @pytest.mark.parametrize("how", ["body", "headers", "unnamed"])
@@ -106,8 +109,8 @@ async def test_calls_at_once_share_a_group(tmp_path) -> None:
     async with asking(tmp_path, pace=0.01) as (served, client):
         gate = served.engine.hold("sample")
         calls = [asyncio.create_task(client.ok("/v1/completions", KEPT)) for _ in range(6)]
-        calls.append(asyncio.create_task(client.streamed("/v1/completions", KEPT)))
-        calls.append(asyncio.create_task(client.streamed("/v1/completions", KEPT)))
+        calls.append(asyncio.create_task(client.stream_chunks("/v1/completions", KEPT)))
+        calls.append(asyncio.create_task(client.stream_chunks("/v1/completions", KEPT)))
         await wait_until_async(lambda: served.engine.calls["sample"] == 1)
         gate.set()
         *whole, one, two = await asyncio.gather(*calls)
@@ -118,13 +121,105 @@ async def test_calls_at_once_share_a_group(tmp_path) -> None:
         assert await counts(served) == {"open": 2}
 
 
+def retry(count: int) -> dict[str, str]:
+    return {"x-stainless-retry-count": str(count)}
+
+
+LOST = {"x-lost": "true"}
+"""The client of a request with this header disconnects while its whole response is sent."""
+
+
+def losing_answers(app: FastAPI) -> Any:
+    async def receive_what_comes(scope: Scope, receive: Receive, send: Send) -> None:
+        if (b"x-lost", b"true") not in scope["headers"]:
+            await app(scope, receive, send)
+            return
+        gone, is_read = asyncio.Event(), False
+
+        async def receive_until_gone() -> Message:
+            nonlocal is_read
+            if not is_read:
+                message = await receive()
+                is_read = not message.get("more_body", False)
+                return message
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def lose(message: Message) -> None:
+            if message["type"] == "http.response.body" and not message.get("more_body", False):
+                gone.set()
+                await asyncio.Event().wait()  # until the request is cancelled
+
+        await app(scope, receive_until_gone, lose)
+        await send({"type": "http.response.start", "status": 499, "headers": []})
+        await send({"type": "http.response.body"})
+
+    return receive_what_comes
+
+
+@pytest.mark.parametrize("path", [*PATHS, "/v1/responses"])
+async def test_retries_get_the_lost_answers_once_each(tmp_path, path) -> None:
+    """Never the answer of a call that runs beside them, also after the server was killed."""
+    body = {**PATHS.get(path, {"model": "latest", "input": "abc"}), "store": True}
+    async with open_service(tmp_path) as served:
+        await served.start()
+        async with client_of(losing_answers(served.app())) as http:
+            client = Client(http)
+            answers = [await client.ok(path, body)]
+            for count in (0, 0, 1):
+                answer = await http.post(path, json=body, headers={**retry(count), **LOST})
+                assert answer.status_code == 499
+            answers += [  # lost twice; lost once; never arrived
+                await client.ok(path, body, headers=retry(count)) for count in (2, 1, 1)
+            ]
+            prefix = answers[0]["id"].removesuffix("-0")
+            assert [each["id"] for each in answers] == [f"{prefix}-{place}" for place in range(4)]
+            assert served.engine.calls["sample"] == 1
+            answers.append(await client.ok(path, body))
+        await served.kill()
+        await served.engine.close()
+    async with open_service(tmp_path) as served:
+        await served.until(lambda status: status.phase == "running")
+        async with client_of(served.app()) as http:
+            answers += [await Client(http).ok(path, body, headers=retry(1)) for _ in range(2)]
+            assert len({each["id"] for each in answers}) == len(answers)
+
+
+async def test_a_retry_gets_the_whole_answer_that_was_lost(tmp_path) -> None:
+    """Streamed, or of several completions."""
+    async with open_service(tmp_path) as served:
+        await served.start(groups_per_step=8)
+        async with client_of(losing_answers(served.app())) as http:
+            for more in ({"stream": True}, {"n": 2}, {"n": 2, "stream": True}):
+                for path, body in PATHS.items():
+                    stored = {**body, **more, "store": True}
+                    sampled = served.engine.calls["sample"]
+                    await http.post(path, json=stored, headers=LOST)
+                    answer = await http.post(path, json=stored, headers=retry(1))
+                    assert (answer.status_code, answer.headers[REPLAYED]) == (200, "true")
+                    assert served.engine.calls["sample"] == sampled + 1
+
+
+async def test_a_retry_takes_the_place_of_a_refused_attempt(tmp_path, monkeypatch) -> None:
+    def full(*_: object) -> None:
+        raise Refusal("disk_full")
+
+    async with asking(tmp_path) as (_, client):
+        answered = await client.ok("/v1/completions", KEPT)
+        with monkeypatch.context() as patch:
+            patch.setattr("groupwise.server.openai.storing.give_member", full)
+            await client.expect_refusal(503, "/v1/completions", KEPT, headers=retry(0))
+        answer = await client.ok("/v1/completions", KEPT, headers=retry(1))
+        assert answer["id"] == answered["id"].replace("-0", "-1")
+
+
 async def test_what_differs_cannot_share(tmp_path) -> None:
     async with asking(tmp_path, settings={"groups_per_step": 4}) as (_, client):
         named = {**KEPT, "metadata": {"group": "a"}}
         await client.ok("/v1/completions", named)
         size = {"metadata": {"group": "a", "size": "2"}}
         for other in ({"prompt": "b"}, {"temperature": 0.5}, size):
-            error = await client.refused(400, "/v1/completions", {**named, **other})
+            error = await client.expect_refusal(400, "/v1/completions", {**named, **other})
             assert error["code"] == "settings_conflict"
         first = await client.ok("/v1/completions", {**KEPT, "max_tokens": 2})
         second = await client.ok("/v1/completions", KEPT)
@@ -141,19 +236,19 @@ WRONG: dict[str, dict[str, Any]] = {
 async def test_what_cannot_be_kept_is_refused_by_its_field(tmp_path) -> None:
     async with asking(tmp_path) as (served, client):
         for field, wrong in WRONG.items():
-            error = await client.refused(400, "/v1/completions", {**KEPT, **wrong})
+            error = await client.expect_refusal(400, "/v1/completions", {**KEPT, **wrong})
             assert error["param"] == field
             assert field in error["message"]
         named = {"metadata": {"group": "a"}}
         for body in ({**TEXT, **named}, {**KEPT, **named, "n": 2}):
-            await client.refused(400, "/v1/completions", body)
+            await client.expect_refusal(400, "/v1/completions", body)
         headers = {"X-Groupwise-Group": "a"}
-        await client.refused(400, "/v1/completions", TEXT, headers=headers)
+        await client.expect_refusal(400, "/v1/completions", TEXT, headers=headers)
         assert served.engine.calls["sample"] == 0
 
 
 async def test_rewards_of_members_survive_the_server(tmp_path) -> None:
-    async with opened(tmp_path) as served:
+    async with open_service(tmp_path) as served:
         await served.start()
         async with client_of(served.app()) as http:
             client = Client(http)
@@ -161,7 +256,7 @@ async def test_rewards_of_members_survive_the_server(tmp_path) -> None:
             posted = await client.reward(answers[0]["id"], 1)
         await served.kill()
         await served.engine.close()
-    async with opened(tmp_path) as served:
+    async with open_service(tmp_path) as served:
         await served.until(lambda status: status.phase == "running")
         async with client_of(served.app()) as http:
             client = Client(http)

@@ -36,7 +36,7 @@ LLAMA_TWICE = LLAMA + '; {"name": "look_up", "parameters": {"a": 2}}'
 MISTRAL = '[{"name": "add", "arguments": {"a": 1}, "id": "x"}, {"name": "look_up", "arguments": {"a": 2}}]'
 
 
-def found(text, call_format, tools=TOOLS):
+def split_text(text, call_format, tools=TOOLS):
     rest, calls = split_calls(text, call_format, tools)
     return rest, [(call.name, call.arguments) for call in calls]
 
@@ -53,7 +53,7 @@ def found(text, call_format, tools=TOOLS):
     ("mistral", 'add{"a": 1}look_up{"a": 2}', "", [ADD, LOOK]),
 ])  # fmt: skip
 def test_calls_of_each_family(call_format, text, rest, calls):
-    assert found(text, call_format) == (rest, calls)
+    assert split_text(text, call_format) == (rest, calls)
 
 
 @pytest.mark.parametrize(("call_format", "text"), [
@@ -62,14 +62,16 @@ def test_calls_of_each_family(call_format, text, rest, calls):
     ("llama3_json", LLAMA.replace("1", "NaN")), ("llama3_json", "[" * 100_000), ("llama3_json", '{"name": "add", "parameters": 1}'),
     ("mistral", "[TOOL_CALLS] []"), ("mistral", "[1, 2]"), ("mistral", f"{MISTRAL} and"), ("mistral", "[TOOL_CALLS]add[ARGS]{"),
     ("mistral", '[{"name": "Ada", "arguments": {}}]'), ("mistral", 'Ada {"a": 1}'), ("mistral", "[TOOL_CALLS]add 1"),
-    ("hermes", LLAMA), ("hermes", "<tool_call>{</tool_call>"),
+    ("hermes", LLAMA), ("hermes", "<tool_call>{</tool_call>"), ("mistral", MISTRAL.replace("1", '"\\ud800"')),
+    *(("hermes", HERMES.replace("1", value)) for value in ("NaN", "-Infinity", "1e999", '"\\ud800"')),
 ])  # fmt: skip
 def test_what_is_no_call_stays_text(call_format, text):
-    assert found(text, call_format) == (text, [])
+    assert split_text(text, call_format) == (text, [])
 
 
 @pytest.mark.parametrize("call_format", ["hermes", "llama3_json", "mistral"])
-@pytest.mark.parametrize("text", [f"I add.\n{HERMES}", f"I add. <|python_tag|>{LLAMA}", LLAMA, f"a [TOOL_CALLS]{MISTRAL}", MISTRAL,
+@pytest.mark.parametrize("text", [f"I add.\n{HERMES}", f"I add. <|python_tag|>{LLAMA}", LLAMA, f";{LLAMA}", f"a [TOOL_CALLS]{MISTRAL}",
+    MISTRAL,
     'add{"a": 1}', "add it up", "[1, 2]", " {", "a < b", "\n", "look", "add"])  # fmt: skip
 def test_what_is_streamed_begins_the_final_text(call_format, text):
     final, _ = split_calls(text, call_format, TOOLS)
@@ -84,11 +86,11 @@ def test_what_is_streamed_begins_the_final_text(call_format, text):
 
 def test_a_mark_within_a_string_ends_no_call():
     text = HERMES.replace("1}}", '"</tool_call> <tool_call> \\" {"}}') + HERMES
-    said = ("add", {"a": '</tool_call> <tool_call> " {'})
-    assert found(text, "hermes") == ("", [said, ADD])
+    call = ("add", {"a": '</tool_call> <tool_call> " {'})
+    assert split_text(text, "hermes") == ("", [call, ADD])
     broken = HERMES.replace("1}}", '"never ends}}')
-    assert found(broken + HERMES, "hermes") == (broken, [ADD])
-    assert not found("<tool_call>{" + '"a": ' * 20_000, "hermes")[1]
+    assert split_text(broken + HERMES, "hermes") == (broken, [ADD])
+    assert not split_text("<tool_call>{" + '"a": ' * 20_000, "hermes")[1]
 
 
 def test_only_tools_that_may_be_called_are_called():
@@ -109,15 +111,15 @@ def test_half_a_call_is_seen():
 def test_strict_tools_get_arguments_that_fit():
     strict = [tool("add", strict=True)]
     fits = HERMES.replace("1}}", '1, "pattern": "x"}}')
-    assert found(fits, "hermes", strict) == ("", [("add", {"a": 1, "pattern": "x"})])
+    assert split_text(fits, "hermes", strict) == ("", [("add", {"a": 1, "pattern": "x"})])
     for wrong in ('"one"', '1, "b": 2', '1, "pattern": 3'):
         text = HERMES.replace("1}}", wrong + "}}")
-        assert found(text, "hermes", strict) == (text, [])
-        assert found(text, "hermes")[1]
-    assert found(LLAMA.replace("1", "1.5"), "llama3_json", strict)[1] == []
+        assert split_text(text, "hermes", strict) == (text, [])
+        assert split_text(text, "hermes")[1]
+    assert split_text(LLAMA.replace("1", "1.5"), "llama3_json", strict)[1] == []
     circle = [tool("add", strict=True)]
     circle[0]["function"]["parameters"] = {"$ref": "#"}
-    assert found(HERMES, "hermes", circle) == (HERMES, [])
+    assert split_text(HERMES, "hermes", circle) == (HERMES, [])
 
 
 def doubling(levels):

@@ -13,7 +13,7 @@ from groupwise.server.ledger import events, groups
 from groupwise.server.run import ledger_operations
 from tests.processes import wait_until_async
 from tests.unit.server.http_client import client_of
-from tests.unit.server.openai.opening import Client, asking, opened, record
+from tests.unit.server.openai.opening import Client, asking, open_service, record
 from tests.unit.server.openai.test_storing import counts
 
 USER = {"role": "user", "content": "abc"}
@@ -80,12 +80,12 @@ async def test_later_calls_never_wait_for_room(tmp_path) -> None:
         tmp_path, settings={"groups_per_step": 1, "staleness": 0}, completions_wait=0.05
     ) as (_, client):
         await turn(client, "t-1")
-        await client.refused(429, "/v1/chat/completions",
+        await client.expect_refusal(429, "/v1/chat/completions",
                              {"model": "latest", "messages": [USER], "store": True})  # fmt: skip
         for _ in range(3):
             await turn(client, "t-1")
         await turn(client, "t-2")  # which has a place in the same group
-        await client.refused(429, "/v1/chat/completions",
+        await client.expect_refusal(429, "/v1/chat/completions",
                              {"model": "latest", "messages": [USER], "store": True,
                               "metadata": {"trajectory": "t-3", "group": "s", "size": "2"}})  # fmt: skip
 
@@ -119,7 +119,7 @@ async def test_calls_are_listed_by_their_ids(tmp_path) -> None:
         posted = await client.ok("/rewards", body)
         assert await client.ok("/rewards", body) == posted
         mixed = {"completion_ids": [ids[0][0], ids[1][0]], "reward": 1.0}
-        assert (await client.refused(409, "/rewards", mixed))["code"] == "already_rewarded"
+        assert (await client.expect_refusal(409, "/rewards", mixed))["code"] == "already_rewarded"
         await client.ok("/rewards", {"completion_ids": ids[1], "reward": 0.5})
         stored_group = await record(served, posted["group_id"])
         assert [sampled(each) for each in stored_group.rollouts] == [token_ids(one), token_ids(two)]
@@ -132,7 +132,7 @@ async def test_a_list_chooses_among_the_calls_of_a_trajectory(tmp_path) -> None:
         first, unused, second = [await turn(client, "t-1") for _ in range(3)]
         other = await turn(client, "t-2")
         wrong = {"completion_ids": [first["id"], other["id"]], "reward": 1.0}
-        error = await client.refused(422, "/rewards", wrong)
+        error = await client.expect_refusal(422, "/rewards", wrong)
         assert "completion_ids" in str(error["errors"])
         listed = {"completion_ids": [second["id"], first["id"]], "reward": 1.0}
         await client.ok("/rewards", {**listed, "trajectory": "t-1"})
@@ -146,14 +146,27 @@ async def test_a_call_that_is_sent_again_is_sampled_once(tmp_path) -> None:
     async with asking(tmp_path) as (served, client):
         first = await turn(client, "t-1")
         again = await turn(client, "t-1", headers={"x-stainless-retry-count": "1"})
-        assert {**again, "created": 0} == {**first, "created": 0}
+        assert again == first
         assert served.engine.calls["sample"] == 1
         keyed = {"Idempotency-Key": "k-2"}
         second = await turn(client, "t-1", headers=keyed)
         assert await turn(client, "t-1", headers=keyed) == second
         assert (second["id"] != first["id"], served.engine.calls["sample"]) == (True, 2)
-        new = await turn(client, "t-2", headers={"x-stainless-retry-count": "2"})
-        assert new["id"] != first["id"]
+        gate = served.engine.hold("sample")
+        calls = [
+            asyncio.create_task(
+                turn(client, "t-2", headers={"x-stainless-retry-count": f"{count}"})
+            )
+            for count in (2, 3)  # its first attempts did not arrive
+        ]
+        await wait_until_async(lambda: served.engine.calls["sample"] == 3)
+        gate.set()
+        new, retried = await asyncio.gather(*calls)
+        assert retried == new
+        assert (new["id"] != first["id"], served.engine.calls["sample"]) == (True, 3)
+        await served.start(replace=True)  # a run that uses the name again
+        other = await turn(client, "t-1", headers={"x-stainless-retry-count": "2"})
+        assert other["group_id"] != first["group_id"]
 
 
 async def test_groups_are_closed_by_name(tmp_path) -> None:
@@ -169,7 +182,7 @@ async def test_groups_are_closed_by_name(tmp_path) -> None:
         assert row.rewards == (None, 1.0)
         event_list = await served.ledger.do(events.events_after, 0, 100)
         assert any("t-1" in str(event.data) for event in event_list)
-        late = await client.refused(410, "/rewards", {"trajectory": "t-1", "reward": 1.0})
+        late = await client.expect_refusal(410, "/rewards", {"trajectory": "t-1", "reward": 1.0})
         assert late["code"] == "lease_expired"
         alone = await turn(client, "t-3")
         empty = await client.ok("/trajectories/close", {"group": "s"})
@@ -202,7 +215,7 @@ async def test_a_lease_ends_after_the_last_call(tmp_path) -> None:
         assert "t-1" in str(event_list[-1].data)
         body = {"model": "latest", "messages": [USER], "store": True,
                 "metadata": {"trajectory": "t-1", "group": "s", "size": "2"}}  # fmt: skip
-        error = await client.refused(410, "/v1/chat/completions", body)
+        error = await client.expect_refusal(410, "/v1/chat/completions", body)
         assert error["code"] == "lease_expired"
 
 
@@ -214,11 +227,11 @@ async def test_a_first_call_that_fails_leaves_nothing(tmp_path) -> None:
         body = {"model": "latest", "messages": [USER], "store": True,
                 "metadata": {"trajectory": "t-1", "group": "s"}}  # fmt: skip
         long = {**body, "messages": [{"role": "user", "content": "a" * 5000}]}
-        error = await client.refused(400, "/v1/chat/completions", long)
+        error = await client.expect_refusal(400, "/v1/chat/completions", long)
         assert error["code"] == "context_length_exceeded"
         assert await counts(served) == {}, "the engine was not asked"
         for failures in (1, 2):
-            await client.refused(400, "/v1/chat/completions", {**body, "max_tokens": 9999})
+            await client.expect_refusal(400, "/v1/chat/completions", {**body, "max_tokens": 9999})
             assert await counts(served) == {"given_up": failures}
         await turn(client, "t-1")
         assert await counts(served) == {"given_up": 2, "open": 1}
@@ -230,7 +243,7 @@ async def test_calls_at_once_share_one_group(tmp_path) -> None:
         answers = await asyncio.gather(*calls)
         assert len({answer["group_id"] for answer in answers}) == 2
         assert await counts(served) == {"open": 2}
-        pieces = await client.streamed(
+        pieces = await client.stream_chunks(
             "/v1/chat/completions",
             {"model": "latest", "messages": [USER], "store": True,
              "metadata": {"trajectory": "t-0"}},
@@ -268,18 +281,18 @@ async def test_a_trajectory_that_has_its_reward_takes_no_call(tmp_path) -> None:
         await reward(client, "t-1", 1.0)
         body = {"model": "latest", "messages": [USER], "store": True,
                 "metadata": {"trajectory": "t-1", "group": "s", "size": "2"}}  # fmt: skip
-        error = await client.refused(409, "/v1/chat/completions", body)
+        error = await client.expect_refusal(409, "/v1/chat/completions", body)
         assert error["code"] == "already_rewarded"
         other = {"trajectory": "t-1", "reward": 0.0}
-        assert (await client.refused(409, "/rewards", other))["code"] == "already_rewarded"
+        assert (await client.expect_refusal(409, "/rewards", other))["code"] == "already_rewarded"
         unknown = {"trajectory": "t-9", "reward": 0.0}
-        assert (await client.refused(404, "/rewards", unknown))["code"] == "unknown_group"
+        assert (await client.expect_refusal(404, "/rewards", unknown))["code"] == "unknown_group"
         whole = {"group_id": group, "rewards": [1.0, 0.0]}
-        assert (await client.refused(422, "/rewards", whole))["code"] == "invalid_request"
+        assert (await client.expect_refusal(422, "/rewards", whole))["code"] == "invalid_request"
 
 
 async def test_trajectories_survive_the_server(tmp_path) -> None:
-    async with opened(tmp_path) as served:
+    async with open_service(tmp_path) as served:
         await served.start()
         async with client_of(served.app()) as http:
             client = Client(http)
@@ -287,7 +300,7 @@ async def test_trajectories_survive_the_server(tmp_path) -> None:
             posted = await reward(client, "t-1", 1.0)
         await served.kill()
         await served.engine.close()
-    async with opened(tmp_path) as served:
+    async with open_service(tmp_path) as served:
         await served.until(lambda status: status.phase == "running")
         async with client_of(served.app()) as http:
             client = Client(http)

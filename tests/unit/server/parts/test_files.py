@@ -39,11 +39,11 @@ def test_paths_that_lead_elsewhere_are_refused(files: Files, path: str) -> None:
 
 def test_pieces_make_a_file_and_may_come_again(files: Files) -> None:
     for offset, piece in ((0, b"abc"), (3, b"def"), (3, b"dEf"), (6, b"")):
-        told = files.write("a/b.bin", offset, piece)
-    assert [(each.path, each.size) for each in told.files] == [("b.bin", 6)]
+        receipt = files.write("a/b.bin", offset, piece)
+    assert [(each.path, each.size) for each in receipt.files] == [("b.bin", 6)]
     assert [(each.path, each.size) for each in files.list("a").files] == [("b.bin", 6)]
-    found = [files.read("a/b.bin", offset) for offset in (0, 4, 60, 2**52)]
-    assert found == [b"abcdEf", b"Ef", b"", b""]
+    contents = [files.read("a/b.bin", offset) for offset in (0, 4, 60, 2**52)]
+    assert contents == [b"abcdEf", b"Ef", b"", b""]
     with pytest.raises(Refusal, match="6 bytes"):
         files.write("a/b.bin", 7, b"x")
     files.write("a/b.bin", 0, b"new")

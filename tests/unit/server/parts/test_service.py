@@ -81,11 +81,11 @@ class Clock:
 @asynccontextmanager
 async def asking(folder: Path, *, opened: bool = True, **more: Any) -> AsyncGenerator[Asking]:
     server = PartsServer(folder, make_core=FakeCore, **more)
-    found = Asking(server)
+    client = Asking(server)
     if opened:
-        assert (await found.open()).status_code == 200
-    yield found
-    await found.http.aclose()
+        assert (await client.open()).status_code == 200
+    yield client
+    await client.http.aclose()
     await server.service.shut_down()
 
 
@@ -177,11 +177,11 @@ class Busy(NoRuns):
         self.run: object | None = None
         self.models = False
 
-    def conducted(self) -> Any:
+    def active_conductor(self) -> Any:
         return self.run
 
-    async def make_room(self, whom: str) -> None:
-        assert whom == "parts"
+    async def make_room(self, for_user: str) -> None:
+        assert for_user == "parts"
         if self.models:
             raise Refusal("run_active", "models are in memory")
 
@@ -223,8 +223,8 @@ async def test_the_engine_hears_what_it_needs_and_no_more(tmp_path: Path) -> Non
         (order,) = ask.parts.orders
         mine = str((tmp_path / "models" / "mine").resolve())
         gone = dict.fromkeys(("adapter", "adapter_revision", "chat_template"))
-        told = {"model": {"name": mine, "dtype": "float32", **gone}, **kept}
-        assert json.loads(json.dumps(order.config)) == told
+        expected_config = {"model": {"name": mine, "dtype": "float32", **gone}, **kept}
+        assert json.loads(json.dumps(order.config)) == expected_config
         assert order.folder == str(tmp_path / "parts" / ID)
         await ask.http.put(f"/parts/{ID}/files/sent/adapter_config.json", content=b"{}")
         await ask.call(3, {**OPEN, "adapter": "sent", "model": "sent"})
@@ -242,9 +242,9 @@ async def test_the_engine_hears_what_it_needs_and_no_more(tmp_path: Path) -> Non
 async def test_so_much_and_no_more(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(calls, "MOST_CALLS", 64)
     async with asking(tmp_path / "impatient", longest_wait=0.01) as ask:
-        found = (await ask.call(9, DISCARD, after=8)).json()
-        assert found["state"] == "failed", "it waits for the one before it only so long"
-        assert "The call 8" in found["error"]["message"]
+        outcome = (await ask.call(9, DISCARD, after=8)).json()
+        assert outcome["state"] == "failed", "it waits for the one before it only so long"
+        assert "The call 8" in outcome["error"]["message"]
     async with asking(tmp_path / "small", most_bytes=1 << 16) as ask:
         rows = [ROW] * 500
         sent = [
@@ -320,7 +320,7 @@ async def test_all_who_wait_hear_of_an_engine_that_ends_while_others_have_the_tu
         _ = ask.parts.held["update"]
         waiting = asyncio.create_task(ask.call(1, UPDATE))
         await wait_until_async(lambda: ask.parts.begun)
-        async with runs.turn:
+        async with runs.machine_lock:
             ask.server.engines[0].lost = "it was killed"
             ask.parts.held["update"].set()
             lost = await waiting
@@ -346,7 +346,7 @@ async def test_an_engine_that_cannot_be_begun_is_told_and_tried_again(tmp_path: 
 
 async def test_models_that_may_not_be_loaded(tmp_path: Path) -> None:
     async with asking(tmp_path) as ask:
-        for number, (said, model) in enumerate(
+        for number, (message, model) in enumerate(
             (
                 ("may not be loaded", {"name": "/etc"}),
                 ("may not be loaded", {"name": "../models"}),
@@ -355,10 +355,10 @@ async def test_models_that_may_not_be_loaded(tmp_path: Path) -> None:
             ),
             1,
         ):
-            found = await ask.call(number, {**OPEN, "config": {"model": model}})
+            response = await ask.call(number, {**OPEN, "config": {"model": model}})
             plan = {"kind": "training", "config": {"model": model}}
             planned = await ask.http.post("/parts/plan", json=plan)
-            assert (said in found.text, said in planned.text) == (True, True)
+            assert (message in response.text, message in planned.text) == (True, True)
         plan = {"kind": "training", "config": {}, "described": ""}
         planned = await ask.http.post("/parts/plan", json=plan)
         assert planned.json()["detail"] == "the model: its config.json is empty."

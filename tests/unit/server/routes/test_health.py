@@ -36,5 +36,10 @@ def test_every_line_is_of_the_format_and_every_name_is_declared_once() -> None:
     assert ("groupwise_step_seconds 1.5" in text, "process_cpu_seconds_total" in text) == (1, 1)
     counts = re.findall(r'http_request_seconds_bucket\{[^}]*le="([^"]+)"\} (\d+)', text)
     assert len(counts) == len(LATENCIES) + 1
-    found = dict(counts)
-    assert [found[each] for each in ("0.002", "0.5", "300", "+Inf")] == ["2", "3", "3", "4"]
+    counts_by_bound = dict(counts)
+    assert [counts_by_bound[each] for each in ("0.002", "0.5", "300", "+Inf")] == [
+        "2",
+        "3",
+        "3",
+        "4",
+    ]

@@ -15,7 +15,7 @@ TIMEOUT_S = 30.0
 
 
 def admission(size: int = 2, staleness: int = 1, manual: bool = False, **state: int) -> Admission:
-    room = Capacity(groups_per_step=size, staleness=staleness, manual=manual, most=5)
+    room = Capacity(groups_per_step=size, staleness=staleness, manual=manual, max_open_groups=5)
     return Admission(room, Traffic(**state), next_draw=0)
 
 
@@ -83,7 +83,9 @@ async def test_named_draws_wait_for_their_step_and_hold_nobody_up() -> None:
     await later.leave()
 
 
-async def told(room: Admission, draws: Sequence[int | None], limit: float = TIMEOUT_S) -> Refusal:
+async def refusal_of(
+    room: Admission, draws: Sequence[int | None], limit: float = TIMEOUT_S
+) -> Refusal:
     """What is said to somebody who is not let in."""
     with pytest.raises(Refusal) as refused:
         async with room.admit(draws, limit, "somebody"):
@@ -95,20 +97,20 @@ async def test_who_is_not_let_in_is_told_why_and_when_to_ask_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(admission_module, "IDLE_SECONDS", 0.01)
-    many = await told(admission(), [None] * 5)
+    many = await refusal_of(admission(), [None] * 5)
     assert (many.code, [error.field for error in many.errors]) == ("invalid_request", ["prompts"])
     room = admission(size=1, staleness=0, under_way=1)
-    refusal = await told(room, [None], 0.01)
+    refusal = await refusal_of(room, [None], 0.01)
     assert (refusal.code, refusal.headers["Retry-After"], room.waiting) == ("too_busy", "2", 0)
     room = admission(size=1, staleness=1)
     async with asyncio.timeout(TIMEOUT_S / 2):
-        refusal = await told(room, [3])
+        refusal = await refusal_of(room, [3])
     assert "draw 3: 0 steps" in refusal.detail
     assert (refusal.code, refusal.retry_after, room.waiting) == ("too_busy", 2, 0)
     room.update(Traffic(under_way=1))  # somebody is about to post rewards
     waiting = Client(room, [3])  # whose idle time is over before the next one's limit
     await settled()
-    assert "1 of their groups" in (await told(room, [3], 0.05)).detail
+    assert "1 of their groups" in (await refusal_of(room, [3], 0.05)).detail
     assert not waiting.task.done()
     room.update(Traffic(steps_done=2))
     await settled()
@@ -120,7 +122,7 @@ async def test_who_is_not_let_in_is_told_why_and_when_to_ask_again(
     room.end(Refusal("finished"))
     with pytest.raises(Refusal) as ended:
         await waiting.task
-    assert ended.value.code == (await told(room, [None])).code == "finished"
+    assert ended.value.code == (await refusal_of(room, [None])).code == "finished"
 
 
 async def test_a_request_that_fails_or_is_given_up_leaves_its_room_to_others() -> None:

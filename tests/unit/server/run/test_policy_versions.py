@@ -43,13 +43,13 @@ def run(tmp_path: Path) -> Versions:
 
 
 def read(run: Versions, version: str | None) -> tuple[str, str, Sequence[str], bytes]:
-    found = run.open(version)
+    opened = run.open(version)
     try:
-        weights = next(each for each in found.files if each.name.endswith(".safetensors"))
-        names = [each.name for each in found.files]
-        return found.address, found.fingerprint, names, weights.file.read()
+        weights = next(each for each in opened.files if each.name.endswith(".safetensors"))
+        names = [each.name for each in opened.files]
+        return opened.address, opened.fingerprint, names, weights.file.read()
     finally:
-        found.close()
+        opened.close()
 
 
 def test_what_is_published_saved_or_named_can_be_read(run: Versions) -> None:

@@ -48,14 +48,14 @@ CASES: list[tuple[dict[str, Any], str, list[str], str]] = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "code", "fields", "said"), CASES)
+@pytest.mark.parametrize(("settings", "code", "fields", "message"), CASES)
 def test_each_setting_is_named_as_its_client_knows_it(
-    settings: dict[str, Any], code: str, fields: list[str], said: str, tmp_path: Path
+    settings: dict[str, Any], code: str, fields: list[str], message: str, tmp_path: Path
 ) -> None:
     with pytest.raises(Refusal) as refused:
         open_order(StartRequest.model_validate(settings), ALLOWED, tmp_path)
     assert (refused.value.code, [error.field for error in refused.value.errors]) == (code, fields)
-    assert said in refused.value.detail
+    assert message in refused.value.detail
     assert "config" not in refused.value.detail
     advised = refused.value.detail.partition("did you mean ")[2]
     assert not any(name in advised for name in FLAT if "." in name)

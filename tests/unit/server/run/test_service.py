@@ -16,22 +16,22 @@ from groupwise.api.schemas.training import (
     StepRequest,
 )
 from tests.fake_engine import FakeEngine, Fault
-from tests.unit.server.serving import ME, SETTINGS, Served, letters, refused, served
+from tests.unit.server.serving import ME, SETTINGS, Served, expect_refusal, letters, served
 
 
 async def test_a_run_from_start_to_finish(tmp_path: Path) -> None:
     async with served(tmp_path) as server:
-        await refused("not_started", server.ask())
+        await expect_refusal("not_started", server.ask())
         assert await server.start(run_name="first") == "first"
         for step in range(5):
             answers = await server.round(step)
-            told = {(each.status, each.step, each.model_version) for each in answers}
-            assert told == {("trained", step, ("first", step + 1))}
+            statuses = {(each.status, each.step, each.model_version) for each in answers}
+            assert statuses == {("trained", step, ("first", step + 1))}
             assert all(answer.metrics and "reward" in answer.metrics for answer in answers)
         status = await server.until(lambda seen: seen.phase == "finished")
         assert (status.step, status.counters.trained, status.counters.served) == (5, 10, 10)
         assert (status.completion_requests_served, status.reward_requests_served) == (10, 10)
-        await refused("finished", server.ask())
+        await expect_refusal("finished", server.ask())
         assert (tmp_path / "runs" / "first" / "final").is_dir()
         kinds = [event.kind for event in await server.service.events(0, 100)]
         saved = ["step", "step", "checkpoint"]
@@ -48,8 +48,8 @@ async def test_the_same_rewards_are_accepted_once_and_others_are_refused(tmp_pat
         first = await server.reward(group, wait=True, timeout=0.01)
         assert (first.status, first.step) == ("accepted", None)
         assert (await server.reward(group)).status == "accepted"
-        await refused("already_rewarded", server.reward(group, [9.0] * 4))
-        await refused("invalid_request", server.reward(await server.ask(), [1.0]))
+        await expect_refusal("already_rewarded", server.reward(group, [9.0] * 4))
+        await expect_refusal("invalid_request", server.reward(await server.ask(), [1.0]))
         status = await server.service.status()
         assert (status.counters.rewarded, status.counters.open) == (1, 1)
 
@@ -63,7 +63,7 @@ async def test_of_several_posts_all_or_none_are_accepted(tmp_path: Path) -> None
             {"group_id": "g-unknown", "rewards": letters(other)},
         ]
         request = RewardsOfSeveral.model_validate({"groups": entries})
-        await refused("unknown_group", server.service.rewards(request, ME))
+        await expect_refusal("unknown_group", server.service.rewards(request, ME))
         assert (await server.service.status()).counters.open == 2
 
 
@@ -77,11 +77,11 @@ async def test_rewards_find_their_group_by_its_echo_alone(tmp_path: Path) -> Non
             request = RewardsOfOne.model_validate({**body, **more})
             return await server.service.rewards(request, ME)
 
-        await refused("echo_mismatch", post("else", group_id=group.group_id))
+        await expect_refusal("echo_mismatch", post("else", group_id=group.group_id))
         (answer,) = await post()
         assert answer.group_id == group.group_id
         assert await post() == [answer]
-        await refused("unknown_group", post("never asked"))
+        await expect_refusal("unknown_group", post("never asked"))
 
 
 async def test_a_held_group_waits_until_it_is_released_or_named(tmp_path: Path) -> None:
@@ -106,15 +106,15 @@ async def test_a_held_group_becomes_too_old(tmp_path: Path) -> None:
         later = [await server.ask(), await server.ask()]
         await asyncio.gather(*(server.reward(each, wait=True) for each in later))
         await server.until(lambda seen: seen.counters.stale == 1)
-        await refused("group_stale", server.reward(held, wait=True))
+        await expect_refusal("group_stale", server.reward(held, wait=True))
 
 
 async def test_steps_by_hand_take_what_is_named_or_what_waits(tmp_path: Path) -> None:
     async with served(tmp_path) as server:
         run = await server.start(steps="manual", staleness=1)
-        await refused("nothing_to_train", server.service.step(StepRequest(), ME))
+        await expect_refusal("nothing_to_train", server.service.step(StepRequest(), ME))
         groups = [await server.ask() for _ in range(5)]
-        await refused("manual_mode", server.reward(groups[0], wait=True))
+        await expect_refusal("manual_mode", server.reward(groups[0], wait=True))
         for group in groups[:4]:
             await server.reward(group)
         await server.reward(groups[4], include="hold")
@@ -124,9 +124,9 @@ async def test_steps_by_hand_take_what_is_named_or_what_waits(tmp_path: Path) ->
         assert answer.model_version == (run, 1)
         answer = await server.service.step(StepRequest(), ME)
         assert answer.group_ids == [group.group_id for group in groups[1:3]]
-        await refused("group_in_use", server.service.step(StepRequest(group_ids=named), ME))
+        await expect_refusal("group_in_use", server.service.step(StepRequest(group_ids=named), ME))
         await server.start(replace=True)
-        await refused("auto_mode", server.service.step(StepRequest(), ME))
+        await expect_refusal("auto_mode", server.service.step(StepRequest(), ME))
         held = await server.ask()
         await server.reward(held, include="hold")
         answer = await server.service.step(StepRequest(group_ids=[held.group_id]), ME)
@@ -138,15 +138,15 @@ async def test_what_is_given_up_frees_its_room_and_its_draw(tmp_path: Path) -> N
         await server.start()
         group = await server.ask(draw=0)
         await server.ask(draw=1)
-        await refused("draw_taken", server.ask(draw=1, prompt="other"))
-        await refused("too_busy", server.ask())
+        await expect_refusal("draw_taken", server.ask(draw=1, prompt="other"))
+        await expect_refusal("too_busy", server.ask())
         await server.service.give_up(group.group_id)
         await server.service.give_up(group.group_id)
-        await refused("group_given_up", server.reward(group))
+        await expect_refusal("group_given_up", server.reward(group))
         again = await server.ask(draw=0)
         assert again.completions == group.completions
         await server.reward(again)
-        await refused("group_in_use", server.service.give_up(again.group_id))
+        await expect_refusal("group_in_use", server.service.give_up(again.group_id))
 
 
 async def test_null_rewards_do_not_teach_and_stop_nothing(tmp_path: Path) -> None:
@@ -166,14 +166,14 @@ async def test_only_one_run_at_a_time_and_a_stopped_one_can_be_gone_on_with(
     async with served(tmp_path) as server:
         run = await server.start()
         await server.round(0)
-        await refused("run_active", server.start())
+        await expect_refusal("run_active", server.start())
         second = await server.start(replace=True)
         assert second != run
         stopped = await server.service.stop()
         assert (stopped.run_id, stopped.step) == (second, 0)
         assert await server.service.stop() == stopped
-        await refused("finished", server.ask())
-        await refused("unknown_checkpoint", server.start(resume_from="nobody"))
+        await expect_refusal("finished", server.ask())
+        await expect_refusal("unknown_checkpoint", server.start(resume_from="nobody"))
         assert await server.start(resume_from=run) == run
         assert (await server.service.status()).step == 1
         answers = await server.round(1)
@@ -195,7 +195,7 @@ async def test_a_rewarded_group_takes_room_until_it_is_trained(tmp_path: Path) -
         await server.start()
         await server.reward(await server.ask())
         second = await server.ask()
-        await refused("too_busy", server.ask())
+        await expect_refusal("too_busy", server.ask())
         await server.reward(second, wait=True)
         assert (await server.ask()).draw == 2
 
@@ -215,12 +215,14 @@ async def test_checkpoints_by_name_outlive_their_run(tmp_path: Path) -> None:
         saved = await server.service.save_checkpoint("kept", ME)
         assert (saved.run_id, saved.step, saved.address) == (run, 1, "kept")
         assert await checkpoints_told(server) == [(1, f"{run}@1"), (1, "kept")]
-        await refused("checkpoint_exists", server.service.save_checkpoint("kept", ME))
+        await expect_refusal("checkpoint_exists", server.service.save_checkpoint("kept", ME))
         await server.round(1)
         assert await checkpoints_told(server) == [(1, f"{run}@1"), (1, "kept"), (2, f"{run}@2")]
         listed = (await server.service.checkpoints()).checkpoints
         assert {each.address for each in listed} >= {"kept", f"{run}@2"}
-        await refused("unknown_checkpoint", server.start(resume_from=f"{run}@7", replace=True))
+        await expect_refusal(
+            "unknown_checkpoint", server.start(resume_from=f"{run}@7", replace=True)
+        )
         again = await server.start(resume_from="kept", replace=True)
         assert again != run
 
@@ -254,31 +256,31 @@ async def test_settings_that_cannot_be_are_refused_and_leave_nothing(tmp_path: P
     broken = Fault("open", "raise", message="there is no room for the model")
     async with served(tmp_path, [broken]) as server:
         for code, settings in wrong:
-            await refused(code, server.start(**settings))
-        await refused("not_started", server.service.tokenizer())
-        await refused("not_started", server.service.open_version(None))
+            await expect_refusal(code, server.start(**settings))
+        await expect_refusal("not_started", server.service.tokenizer())
+        await expect_refusal("not_started", server.service.open_version(None))
         assert (await server.service.stop()).run_id is None
         assert not (tmp_path / "runs").exists()
-        refusal = await refused("engine_failed", server.start())
+        refusal = await expect_refusal("engine_failed", server.start())
         assert "no room for" in refusal.detail
         assert (await server.service.status()).phase == "idle"
 
 
 async def test_what_cannot_be_completed_is_refused_with_its_field(tmp_path: Path) -> None:
-    too_long, given = "a" * 600, {"prompt": "a"}
+    too_long, fields = "a" * 600, {"prompt": "a"}
     wrong: list[tuple[dict[str, Any], str, str]] = [
         ({"prompt": too_long}, "prompt_too_long", "prompt"),
         ({"prompts": ["a", too_long]}, "prompt_too_long", "prompts.1"),
-        ({**given, "prompt_tokens": [1, 2]}, "tokenizer_mismatch", "prompt_tokens"),
-        ({**given, "tokenizer_hash": "another"}, "tokenizer_mismatch", "tokenizer_hash"),
-        ({**given, "max_completion_length": 7}, "invalid_request", "max_completion_length"),
-        ({**given, "min_completion_length": 7}, "invalid_request", "min_completion_length"),
+        ({**fields, "prompt_tokens": [1, 2]}, "tokenizer_mismatch", "prompt_tokens"),
+        ({**fields, "tokenizer_hash": "another"}, "tokenizer_mismatch", "tokenizer_hash"),
+        ({**fields, "max_completion_length": 7}, "invalid_request", "max_completion_length"),
+        ({**fields, "min_completion_length": 7}, "invalid_request", "min_completion_length"),
     ]
     async with served(tmp_path) as server:
         await server.start()
         for body, code, field in wrong:
-            asked = server.service.completions(CompletionsRequest.model_validate(body), ME)
-            refusal = await refused(code, asked)
+            completing = server.service.completions(CompletionsRequest.model_validate(body), ME)
+            refusal = await expect_refusal(code, completing)
             assert [error.field for error in refusal.errors] == [field]
 
 
@@ -318,17 +320,17 @@ async def test_a_start_that_fails_leaves_the_run_that_it_was_to_replace(tmp_path
     group = await server.ask(draw=2)
     starting = asyncio.create_task(server.start(run_name="second", replace=True))
     await server.until(lambda seen: seen.phase == "stopping")
-    assert (await refused("engine_recovering", server.ask(draw=3))).kind.retry
+    assert (await expect_refusal("engine_recovering", server.ask(draw=3))).kind.retry
     assert (await server.reward(group)).status == "accepted"
-    await refused("engine_failed", starting)
+    await expect_refusal("engine_failed", starting)
     status = await server.until(lambda seen: seen.phase == "running")
     assert (status.run_id, status.step) == (first, 1)
     assert (await server.reward(await server.ask(draw=3), wait=True)).status == "trained"
     kinds = {event.kind for event in await server.service.events(0, 100)}
     assert not kinds & {"stopped", "failed"}
     second = await server.start(run_name="second", replace=True)
-    told = [(each.kind, each.run_id) for each in await server.service.events(0, 100)]
-    assert told[-2:] == [("stopped", first), ("started", second)]
+    event_kinds = [(each.kind, each.run_id) for each in await server.service.events(0, 100)]
+    assert event_kinds[-2:] == [("stopped", first), ("started", second)]
     assert (await server.service.status()).run_id == second
     await server.service.shut_down(5)
     await server.ledger.close()
@@ -347,7 +349,9 @@ async def test_the_engine_never_receives_a_prompt_that_is_too_long(tmp_path: Pat
     async with served(tmp_path) as server:
         await server.start()
         messages = [{"role": "user", "content": "a" * (4 << 20)}]
-        for prompt in ("a" * (4 << 20), messages):
+        calls = [{"function": {"name": "f", "arguments": "{}"}}] * 100_000
+        called = [{"role": "assistant", "content": None, "tool_calls": calls}]
+        for prompt in ("a" * (4 << 20), messages, called):
             request = CompletionsRequest.model_validate({"prompt": prompt})
-            await refused("prompt_too_long", server.service.completions(request, ME))
+            await expect_refusal("prompt_too_long", server.service.completions(request, ME))
         assert server.engines[0].calls["sample"] == 0

@@ -121,8 +121,8 @@ async def test_the_time_to_live_is_set_and_taken_away(asking: Asking) -> None:
     address = f"training_runs/{saving.model}/checkpoints/weights/a/ttl"
     assert (await asking.http.put(address, json={"ttl_seconds": None})).status_code == 200
     asking.date += 1000
-    (found,) = await saving.listed()
-    assert ("expires_at" in found, found["user_metadata"]) == (False, {"note": "x"})
+    (checkpoint,) = await saving.listed()
+    assert ("expires_at" in checkpoint, checkpoint["user_metadata"]) == (False, {"note": "x"})
     assert (await asking.http.put(address, json={"ttl_seconds": 5})).status_code == 200
     asking.date += 5
     assert await saving.ids() == []
@@ -166,5 +166,5 @@ async def test_addresses_cannot_leave_the_folder(asking: Asking, tmp_path: Path)
         answer = await asking.http.delete(f"training_runs/{address}")
         assert answer.status_code in (400, 404)
     assert outside.exists()
-    found = await asking.http.get("training_runs/%2E%2E/checkpoints")
-    assert found.status_code == 400, found.text
+    response = await asking.http.get("training_runs/%2E%2E/checkpoints")
+    assert response.status_code == 400, response.text

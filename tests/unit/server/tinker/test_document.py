@@ -31,9 +31,9 @@ async def document_of(folder: Path) -> dict[str, Any]:
         _, app = Services(server.service, openai, verbs).application(server.config, None)
         transport = httpx2.ASGITransport(app)
         async with httpx2.AsyncClient(transport=transport, base_url=HERE) as client:
-            found = (await client.get("/openapi.json")).json()
+            document = (await client.get("/openapi.json")).json()
         await verbs.shut_down()
-        return found
+        return document
 
 
 async def test_every_route_stands_there_with_body_answer_and_refusals(tmp_path: Path) -> None:
@@ -46,9 +46,11 @@ async def test_every_route_stands_there_with_body_answer_and_refusals(tmp_path: 
         assert operation["security"], route.path
         assert ("requestBody" in operation) == bool(route.reads or route.bytes), route.path
         for code in route.all_codes:
-            told = operation["responses"][str(CODES[code].status)]
-            assert CODES[code].meaning in told["description"]
-            assert told["content"]["application/json"]["examples"][code]["value"]["code"] == code
+            response = operation["responses"][str(CODES[code].status)]
+            assert CODES[code].meaning in response["description"]
+            assert (
+                response["content"]["application/json"]["examples"][code]["value"]["code"] == code
+            )
     assert {code for route in ROUTES for code in route.all_codes} == {*CODES} - {"unsupported"}
     for code, each in CODES.items():  # those that the client sends again
         again = each.status in (408, 409, 429) or each.status >= 500

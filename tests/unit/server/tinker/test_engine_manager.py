@@ -209,7 +209,7 @@ async def test_a_refused_call_of_a_model_that_was_never_made_keeps_no_server_fro
         assert answer is not None
         assert answer.state == "failed"
         wrong = json.dumps({"model_id": model, "seq_id": 5, "no_such_field": 1}).encode()
-        await service.use_up_number(wrong, UsageError("no_such_field is no field"))
+        service.use_up_number(wrong, UsageError("no_such_field is no field"))
         assert service.futures.waiting == 1, "for those before it"
         await service.registry.create_session(None)  # written down behind it
     async with serving(tmp_path, disk) as server:
@@ -251,8 +251,8 @@ async def test_bases_have_the_names_by_which_clients_know_their_tokenizers(
         assert (base.name, base.tokenizer) == ("org/name", "org/name"), "no folder of the server's"
         with zipfile.ZipFile(
             io.BytesIO(await server.service.zipped_tokenizer("org/name"))
-        ) as found:
-            assert found.namelist() == ["config.json", "tokenizer.json"]
+        ) as archive:
+            assert archive.namelist() == ["config.json", "tokenizer.json"]
         assert (await server.host.base(hub_id)).name == hub_id
         assert (await server.host.base("smollm2-135m-instruct")).longest == 64
         with pytest.raises(UsageError, match="from the hub"):

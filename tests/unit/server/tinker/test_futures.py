@@ -108,9 +108,9 @@ async def test_failures_are_told_and_hold_up_nobody(
         after = _submit(line, 4, _saying("after"))
         assert await _outcome(futures, usage) == failed_outcome("yours", "user")
         assert await _outcome(futures, run) == failed_outcome("ours", "server")
-        found = await _outcome(futures, bug)
-    assert (found.state, found.media_type) == ("failed", "server")
-    assert b"secret" not in found.body
+        outcome = await _outcome(futures, bug)
+    assert (outcome.state, outcome.media_type) == ("failed", "server")
+    assert b"secret" not in outcome.body
     assert "secret" in caplog.text
     assert await _outcome(futures, refused) == failed_outcome("refused before", "user")
     assert await _text(futures, after) == "after"

@@ -26,12 +26,12 @@ async def test_requests_need_a_key_of_the_role_and_have_ids_and_metrics(tmp_path
         transport = httpx2.ASGITransport(answers)
         async with httpx2.AsyncClient(transport=transport, base_url=f"{HERE}/api/v1/") as client:
             headers = {"X-API-Key": keys[Role.TRAIN], "X-Request-ID": "mine"}
-            asked = {"request_id": "nonsense"}
-            found = await client.post("retrieve_future", json=asked, headers=headers)
-            assert (found.status_code, found.headers["X-Request-ID"]) == (404, "mine")
+            body = {"request_id": "nonsense"}
+            response = await client.post("retrieve_future", json=body, headers=headers)
+            assert (response.status_code, response.headers["X-Request-ID"]) == (404, "mine")
             for role, status in ((Role.READ, 403), (None, 401)):
-                given = {} if role is None else {"X-API-Key": keys[role]}
-                assert (await client.post("telemetry", headers=given)).status_code == status
+                key_headers = {} if role is None else {"X-API-Key": keys[role]}
+                assert (await client.post("telemetry", headers=key_headers)).status_code == status
             serving.end()
             ended = await client.post("telemetry", headers=headers)
             assert (ended.status_code, ended.headers["Retry-After"]) == (503, "5")
@@ -43,9 +43,9 @@ async def test_requests_need_a_key_of_the_role_and_have_ids_and_metrics(tmp_path
         transport = httpx2.ASGITransport(answers)
         async with httpx2.AsyncClient(transport=transport, base_url=HERE) as client:
             headers = {"X-API-Key": keys[Role.TRAIN]}
-            asked = [await client.get("/status", headers=headers)]
-            asked += [await client.post("/api/v1/telemetry", headers=headers) for _ in range(2)]
-        assert [each.status_code for each in asked] == [200, 200, 429], "one bucket for both"
+            responses = [await client.get("/status", headers=headers)]
+            responses += [await client.post("/api/v1/telemetry", headers=headers) for _ in range(2)]
+        assert [each.status_code for each in responses] == [200, 200, 429], "one bucket for both"
         await verbs.shut_down()
 
 

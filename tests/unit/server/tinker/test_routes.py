@@ -65,12 +65,12 @@ class Asking:
 
     async def sampler(self) -> str:
         body = {"session_id": await self.session(), "sampling_session_seq_id": 0}
-        found = [
+        answers = [
             await self.post("create_sampling_session", **body, base_model="letters")
             for _ in range(2)
         ]
-        assert found[0] == found[1]
-        return found[0]["sampling_session_id"]
+        assert answers[0] == answers[1]
+        return answers[0]["sampling_session_id"]
 
     async def step(self, model: str, number: Any, status: int = 200) -> Any:
         body = {"model_id": model, "seq_id": number, "adam_params": ADAM}
@@ -81,8 +81,8 @@ class Asking:
 
     async def poll(self, promise: Any) -> httpx2.Response:
         for _ in range(100):
-            asked = {"request_id": promise["request_id"]}
-            answer = await self.http.post("retrieve_future", json=asked)
+            body = {"request_id": promise["request_id"]}
+            answer = await self.http.post("retrieve_future", json=body)
             if answer.status_code != 408:
                 return answer
         raise AssertionError("no answer")
@@ -226,8 +226,8 @@ async def test_a_client_that_is_silent_makes_way_when_its_room_is_needed(asking:
     asking.now = 12
     failed = await asking.result(await asking.create(second))
     assert failed["category"] == "user"
-    for told in ("1 models already", f"{first}:train:0: heard of 12 seconds ago", "in 48 seconds", "ServiceClient.close"):  # fmt: skip
-        assert told in failed["error"]
+    for part in ("1 models already", f"{first}:train:0: heard of 12 seconds ago", "in 48 seconds", "ServiceClient.close"):  # fmt: skip
+        assert part in failed["error"]
     answer = await asking.http.post(f"sessions/{first}/finish", json={"reason": {}})
     assert answer.status_code == 200
     await asking.post("session_heartbeat", 404, session_id=first)
@@ -282,10 +282,11 @@ async def test_samples_are_drawn_once_and_those_that_cannot_be_are_refused(askin
         ("it must be", {"target_prompt_logprobs": {"data": [1], "dtype": "int64", "shape": [9, 1]}}),
         ("or neither", {"target_prompt_logprobs": {"data": [], "dtype": "int64", "shape": [1, 1], "sparse_crow_indices": [0, 0]}}),
         ("record_stability_info", {"record_stability_info": True}), ("num_samples", {"num_samples": 0}),
+        ("at least 1 character", {"sampling_params": {"max_tokens": 2, "stop": ["a", ""]}}),
     ]  # fmt: skip
-    for number, (said, changes) in enumerate(wrong, 1):
+    for number, (message, changes) in enumerate(wrong, 1):
         refused = await asking.post("asample", 400, **_sample(sampler, number, **changes))
-        assert said in refused["message"]
+        assert message in refused["message"]
 
 
 @pytest.mark.parametrize(("tokens", "shape"), [([1, 2, 3], [2, 1]), ([1], [0, 1])])
@@ -326,8 +327,8 @@ async def test_weights_of_the_last_few_samplers_are_kept(asking: Asking) -> None
     failed = await asking.result(await asking.post("asample", **_sample(samplers[0])))
     assert failed["category"] == "user"
     for named in (f"{model}/weights/_", f"{model}/weights/..", "../weights/x", "a\0b/weights/x"):
-        found = await asking.post("weights_info", 400, tinker_path=f"tinker://{named}")
-        assert found["code"] == "usage"
+        error = await asking.post("weights_info", 400, tinker_path=f"tinker://{named}")
+        assert error["code"] == "usage"
 
 
 @with_(limits=Limits(waiting=1))
@@ -372,8 +373,8 @@ async def test_a_body_that_is_large_or_still_comes_at_the_end_is_refused(asking:
     coming = Bodies(100)
     asking.http = client_of(app(asking.service, bodies=coming))
     assert (await asking.post("telemetry", 413, text="x" * 100))["code"] == "too_large"
-    asked = asyncio.create_task(asking.http.post("optim_step", content=half()))
+    request = asyncio.create_task(asking.http.post("optim_step", content=half()))
     await wait_until_async(lambda: coming.coming)
     coming.give_up()
-    answer = await asked
+    answer = await request
     assert (answer.status_code, answer.json()["code"]) == (503, "shutting_down")

@@ -126,7 +126,7 @@ def _sparse(
     tensor.sparse_csr.col_indices = struct.pack(f"<{len(columns)}q", *columns)
 
 
-PPO = "clip_low_threshold"
+PPO, LONG = "clip_low_threshold", "a" * 5_000
 NAN, MINUS = struct.pack("<f", math.nan), struct.pack("<q", -100)
 WRONG: list[tuple[str, Callable[[Any], Any]]] = [
     ("'custom' is not supported by", lambda r: setattr(r, "loss_fn", "custom")),
@@ -149,6 +149,11 @@ WRONG: list[tuple[str, Callable[[Any], Any]]] = [
         r"no sparse tensor of the shape \[1, 2\]",
         lambda r: _sparse(_weights(r), [1, 2], [1], [0, 1], [2]),
     ),
+    ("has 5,001 dimensions", lambda r: _targets(r).shape.extend([1] * 5_000)),
+    ("model_id has 5,000", lambda r: setattr(r, "model_id", LONG)),
+    (f"'{'a' * 79} is not supported", lambda r: setattr(r, "loss_fn", LONG)),
+    (f"'{'a' * 79} in loss_fn_config", lambda r: r.loss_fn_config.update({LONG: 1.0})),
+    (f"'{'a' * 79}, which", lambda r: r.data[0].loss_fn_inputs[LONG].CopyFrom(_weights(r))),
     ("none twice in a row", lambda r: _sparse(_weights(r), [1, 2], [1, 1], [0, 2], [0, 0])),
     ("2 row starts that rise", lambda r: _sparse(_weights(r), [1, 2], [1], [1, 1], [0])),
     ("for each token 2 and one", lambda r: _sparse(_weights(r), [1, 2], [1], [0, 1], [0])),
@@ -170,12 +175,13 @@ def test_what_cannot_be_is_refused_by_name(message: str, change: Callable[[Any],
     _add(request, [5], [6], **floats)
     translate.forward_of(request)
     change(request)
-    with pytest.raises(UsageError, match=message):
+    with pytest.raises(UsageError, match=message) as refused:
         translate.forward_of(translate.parse_forward_backward(request.SerializeToString()))
+    assert len(str(refused.value)) < 1_000  # it is stored, and sent
 
 
 def test_targets_other_than_the_tokens_that_follow() -> None:
-    """Targets may differ from the next input token; the context stays the input. A negative target means the input's next token."""
+    """A target may differ from the next input token, but what precedes it is always the input. A negative target means the next token."""
     request = _request()
     _add(request, [5, 6, 7], [0, 9, 8], weights=[0.0, 0.5, -2.0])
     _add(request, [5, 6, 7], [-100, -100, 8], weights=[0.0, 0.0, 1.0])

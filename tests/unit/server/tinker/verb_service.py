@@ -73,11 +73,11 @@ class FakeEngine:
         if ends == "before" or name == self._disk.poison:
             self._gone = True
             raise EngineLost("It ended before.")
-        found = getattr(self, name)(*arguments)
+        result = getattr(self, name)(*arguments)
         if ends == "after":
             self._gone = True
             raise EngineLost("It ended after.")
-        return found
+        return result
 
     async def close(self) -> None:
         self._gone = True
@@ -150,12 +150,12 @@ class NoRuns:
     """There is none."""
 
     def __init__(self) -> None:
-        self.turn = asyncio.Lock()
+        self.machine_lock = asyncio.Lock()
 
-    async def make_room(self, whom: str) -> None:
+    async def make_room(self, for_user: str) -> None:
         """Nothing else is there."""
 
-    def conducted(self) -> None:
+    def active_conductor(self) -> None:
         return None
 
 

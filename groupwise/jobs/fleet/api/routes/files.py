@@ -78,7 +78,7 @@ class MissingBody(FleetBody):
 
 
 async def missing_blobs(context: Context, body: MissingBody) -> Response:
-    """Which of these are to be sent. The others are kept for a day, in which a job may name them."""
+    """The blobs that the client must send. The others are stored for another day, so that a job can name them."""
 
     def missing() -> list[str]:
         hashes = body.sha256
@@ -91,7 +91,7 @@ async def missing_blobs(context: Context, body: MissingBody) -> Response:
 
 
 async def blob_received(context: Context, sha256: str, size: Size) -> Response:
-    """How many bytes of a blob are here already."""
+    """The number of bytes of a blob that the fleet has already."""
 
     def received() -> int:
         _check_hash(sha256)
@@ -112,7 +112,7 @@ async def put_blob(
         int, Query(ge=0, le=LARGEST_BLOB, description="Where this piece belongs.")
     ] = 0,
 ) -> Response:
-    """A piece of a file, or all of it. `stored` is true once all of it is on disk and is what its name says."""
+    """Send a file, or a piece of it. `stored` is true once the whole file is on disk and its hash is right."""
     data = await request.body()
     return document(await asyncio.to_thread(_store_piece, context, sha256, size, offset, data))
 
@@ -193,7 +193,7 @@ async def read_log(
         Query(ge=0, le=LONGEST_WAIT, description="Seconds to wait for more, if there is none yet."),
     ] = 0.0,
 ) -> Response:
-    """The next piece of a job's log, as bytes; empty where nothing has come within `wait` seconds."""
+    """The next piece of a job's log, as bytes; empty if nothing new came within `wait` seconds."""
     job = await _read_progress(context, job_id)
     logs = context.serving.folders.logs
     follower = await asyncio.to_thread(
@@ -229,7 +229,7 @@ async def _read_progress(context: RequestContext, job_id: str) -> dict[str, Any]
 async def list_artefacts(
     context: Context, job_id: str, epoch: Epoch = None, rank: Rank = 0
 ) -> Response:
-    """What an attempt left: path, sha256, mode and bytes of each file; and what was left out, with the reason."""
+    """The outputs of an attempt: path, sha256, mode and bytes of each file; and what was left out, with the reason."""
     job = await _job_with_outputs(context, job_id)
     folder = context.serving.folders.artefacts
     return document(await asyncio.to_thread(outputs.artefacts, folder, job, epoch, rank))
@@ -238,7 +238,7 @@ async def list_artefacts(
 async def read_artefact(
     context: Context, job_id: str, path: str, epoch: Epoch = None, rank: Rank = 0
 ) -> Response:
-    """One of these files, or the `Range` of it that is asked for."""
+    """One of these files, or the requested `Range` of it."""
     job = await _job_with_outputs(context, job_id)
     folder = context.serving.folders.artefacts
     file = await asyncio.to_thread(outputs.artefact, folder, job, path, epoch, rank)
@@ -255,7 +255,7 @@ async def list_checkpoints(context: Context, job_id: str) -> Response:
 
 
 async def read_checkpoint_file(context: Context, job_id: str, sha256: str) -> Response:
-    """A file of one of these, by its sha256, or the `Range` of it that is asked for."""
+    """A file of one of these, by its sha256, or the requested `Range` of it."""
     path = await context.read(outputs.checkpoint_file, job_id, sha256)
     store = context.serving.folders.blobs
     if not await asyncio.to_thread(store.missing, [path], marked=True):

@@ -13,11 +13,11 @@ from pydantic import Field
 
 from groupwise.api.schemas.fleet import (
     MOST_JOBS,
-    CancelBody,
     CancelJobsBody,
     FleetBody,
     JobsBody,
     PruneBody,
+    ReasonBody,
 )
 from groupwise.api.schemas.idempotency import idempotency_key
 from groupwise.api.schemas.keys import Role
@@ -31,7 +31,7 @@ from groupwise.jobs.fleet.api.serving import (
     document,
     reads,
 )
-from groupwise.jobs.fleet.queue.request import JobRequest
+from groupwise.jobs.fleet.queue.request import MOST_FILES, JobRequest
 from groupwise.jobs.fleet.states import JobStatus
 from groupwise.jobs.fleet.verbs import jobs, prune, submission
 
@@ -83,7 +83,7 @@ async def _submit_jobs(
 
 
 async def plan_job(context: Context, body: JobRequest, project: Project = None) -> Response:
-    """What it would be, where it could run now, and why it would wait; nothing is submitted."""
+    """The job that would be submitted, where it could run now, and why it would wait; nothing is submitted."""
     with _callers_mistakes():
         planned = await context.run(
             submission.plan, body, project=project, allowed=context.serving.allowed
@@ -141,12 +141,12 @@ async def show_job(context: Context, job_id: str) -> Response:
 
 
 async def follow_job(context: Context, job_id: str) -> Response:
-    """How far it is: status, exit code, reason, and the epochs of its attempts; little, for who asks often."""
+    """Its status, exit code, reason, and the epochs of its attempts: a short answer for clients that poll."""
     return document(await context.read(jobs.progress, job_id))
 
 
-async def cancel_job(context: Context, job_id: str, body: CancelBody | None = None) -> Response:
-    """Have it end, in whatever state it is: 202, and `cancelled` once nothing of it is left; asked twice, it is the same."""
+async def cancel_job(context: Context, job_id: str, body: ReasonBody | None = None) -> Response:
+    """Cancel it in any state. Answers 202; the status is `cancelled` once nothing of the job is left. Safe to repeat."""
     reason = None if body is None else body.reason
     job = await context.run(jobs.cancel, job_id, reason)
     context.serving.doorbell.ring([job_id])
@@ -154,12 +154,12 @@ async def cancel_job(context: Context, job_id: str, body: CancelBody | None = No
 
 
 async def hold_job(context: Context, job_id: str) -> Response:
-    """Have a waiting job wait until it is released."""
+    """Keep a waiting job from starting until it is released."""
     return document(await context.run(jobs.hold, job_id))
 
 
 async def release_job(context: Context, job_id: str) -> Response:
-    """Let a held job go on."""
+    """Release a held job."""
     job = await context.run(jobs.release, job_id)
     context.serving.doorbell.ring([job_id])
     return document(job)
@@ -173,22 +173,22 @@ async def retry_job(context: Context, job_id: str) -> Response:
 
 
 async def cancel_jobs(context: Context, body: CancelJobsBody) -> Response:
-    """Have many end: each as it is then, or `job_id` and `error` where it was refused."""
+    """Cancel several jobs. Answers with each as it is then, or with its `job_id` and `error` if it was refused."""
     return await _change_jobs(context, body, jobs.cancelling(body.reason))
 
 
 async def hold_jobs(context: Context, body: JobsBody) -> Response:
-    """Have many wait until they are released, answered likewise."""
+    """Hold several jobs; the answer has the same form."""
     return await _change_jobs(context, body, jobs.holding)
 
 
 async def release_jobs(context: Context, body: JobsBody) -> Response:
-    """Let many go on that are held, answered likewise."""
+    """Release several jobs; the answer has the same form."""
     return await _change_jobs(context, body, jobs.releasing)
 
 
 async def retry_jobs(context: Context, body: JobsBody) -> Response:
-    """Start many again that failed or were cancelled, answered likewise."""
+    """Start several failed or cancelled jobs again; the answer has the same form."""
     return await _change_jobs(context, body, jobs.retrying(context.serving.allowed))
 
 
@@ -199,7 +199,7 @@ async def _change_jobs(context: RequestContext, body: JobsBody, change: jobs.Cha
 
 
 async def prune_jobs(context: Context, body: PruneBody) -> Response:
-    """Remove jobs that ended long ago, with their logs and artefacts: their ids, and how many bytes that frees."""
+    """Remove jobs that ended long ago, with logs and artefacts. Answers with their ids and the number of bytes freed."""
     folders = context.serving.folders
     result = await asyncio.to_thread(
         prune.clear_away,
@@ -226,6 +226,7 @@ ROUTES = (
         tag=TAG,
         role=Role.ACT,
         takes_body=True,
+        max_keys=MOST_FILES,
         status=201,
         named=True,
     ),
@@ -237,10 +238,19 @@ ROUTES = (
         role=Role.ACT,
         answer=DOCUMENTS,
         takes_body=True,
+        max_keys=MOST_FILES,
         status=201,
         named=True,
     ),
-    changes("/jobs/plan", plan_job, tag=TAG, role=Role.READ, works=False, takes_body=True),
+    changes(
+        "/jobs/plan",
+        plan_job,
+        tag=TAG,
+        role=Role.READ,
+        works=False,
+        takes_body=True,
+        max_keys=MOST_FILES,
+    ),
     reads("/jobs", list_jobs, "unknown_job", tag=TAG, answer=DOCUMENTS),
     reads("/jobs/{job_id}", show_job, "unknown_job", tag=TAG),
     reads("/jobs/{job_id}/progress", follow_job, "unknown_job", tag=TAG),
@@ -252,7 +262,7 @@ ROUTES = (
         role=Role.ACT,
         takes_body=True,
         status=202,
-        later="It was heard. The status is `cancelled` once nothing of it is left: at once where it waited.",
+        later="The request is stored. The status is `cancelled` once nothing of the job is left: at once if it was waiting.",
     ),
     changes("/jobs/{job_id}/hold", hold_job, *CHANGED, tag=TAG, role=Role.ACT),
     changes("/jobs/{job_id}/release", release_job, *CHANGED, tag=TAG, role=Role.ACT),

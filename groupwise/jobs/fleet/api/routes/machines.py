@@ -24,53 +24,43 @@ async def list_machines(
 
 
 async def add_machine(context: Context, body: MachineBody) -> Response:
-    """Take one in, or back in."""
+    """Add a machine, or add a removed one again."""
     machine = machines.NewMachine(**body.model_dump())
     return document(await context.run(machines.add, machine), 201)
 
 
 async def show_machine(context: Context, vm_id: str) -> Response:
-    """One machine, and what was done with it."""
+    """One machine, and its history."""
     return document(await context.read(machines.show, vm_id))
 
 
 async def change_machine(context: Context, vm_id: str, body: MachineChangeBody) -> Response:
-    """Change how it is reached, and what jobs there are run with."""
+    """Change its address, and the settings of its jobs."""
     return document(await context.run(machines.change, vm_id, **body.model_dump()))
 
 
-async def drain_machine(context: Context, vm_id: str) -> Response:
-    """Place nothing new there."""
-    return document(await context.run(machines.drain, vm_id))
+async def drain_machine(context: Context, vm_id: str, body: ReasonBody | None = None) -> Response:
+    """Place no new jobs there; a reason is stored."""
+    return document(await context.run(machines.drain, vm_id, None if body is None else body.reason))
 
 
 async def undrain_machine(context: Context, vm_id: str) -> Response:
-    """Place work there again."""
+    """Place jobs there again; its failed launches are forgotten."""
     return document(await context.run(machines.undrain, vm_id))
 
 
-async def cordon_machine(context: Context, vm_id: str, body: ReasonBody) -> Response:
-    """Place nothing new there, and say why."""
-    return document(await context.run(machines.cordon, vm_id, body.reason))
-
-
-async def uncordon_machine(context: Context, vm_id: str) -> Response:
-    """Place work there again; failed launches are forgotten."""
-    return document(await context.run(machines.uncordon, vm_id))
-
-
 async def lose_machine(context: Context, vm_id: str) -> Response:
-    """It will not come back: its attempts end, and its jobs go elsewhere."""
+    """Declare it lost: its attempts end, and its jobs run elsewhere."""
     return document(await context.run(machines.lost, vm_id))
 
 
 async def remove_machine(context: Context, vm_id: str) -> Response:
-    """Take it out; it must hold nothing."""
+    """Remove it; no job may run there."""
     return document(await context.run(machines.remove, vm_id))
 
 
 async def trust_machine(context: Context, vm_id: str, body: TrustBody) -> Response:
-    """Pin the host key that it showed last, which must have this fingerprint, if one is given."""
+    """Trust the host key that it showed last; it must have this fingerprint if one is given."""
     return document(await context.run(machines.trust, vm_id, body.fingerprint))
 
 
@@ -97,14 +87,8 @@ ROUTES = (
         method="PUT",
     ),
     changes(
-        "/vms/{vm_id}/drain", drain_machine, "unknown_vm", "vm_state", tag=TAG, role=Role.ADMIN
-    ),
-    changes(
-        "/vms/{vm_id}/undrain", undrain_machine, "unknown_vm", "vm_state", tag=TAG, role=Role.ADMIN
-    ),
-    changes(
-        "/vms/{vm_id}/cordon",
-        cordon_machine,
+        "/vms/{vm_id}/drain",
+        drain_machine,
         "unknown_vm",
         "vm_state",
         tag=TAG,
@@ -112,12 +96,7 @@ ROUTES = (
         takes_body=True,
     ),
     changes(
-        "/vms/{vm_id}/uncordon",
-        uncordon_machine,
-        "unknown_vm",
-        "vm_state",
-        tag=TAG,
-        role=Role.ADMIN,
+        "/vms/{vm_id}/undrain", undrain_machine, "unknown_vm", "vm_state", tag=TAG, role=Role.ADMIN
     ),
     changes("/vms/{vm_id}/lost", lose_machine, "unknown_vm", "vm_state", tag=TAG, role=Role.ADMIN),
     changes(

@@ -14,12 +14,12 @@ TAG = "people"
 
 
 async def list_projects(context: Context) -> Response:
-    """Those that the key may see, with what of them waits and runs."""
+    """The projects that the key may see, with their waiting and running jobs."""
     return document(await context.read(projects.listing))
 
 
 async def change_project(context: Context, name: str, body: ProjectBody) -> Response:
-    """Set weight and quotas; a project that is not there yet is made."""
+    """Set weight and quotas; a new project is created."""
     changed_fields = {field: getattr(body, field) for field in body.model_fields_set}
     return document(
         await context.run(
@@ -33,12 +33,12 @@ async def change_project(context: Context, name: str, body: ProjectBody) -> Resp
 
 
 async def list_keys(context: Context) -> Response:
-    """All keys, by what is known of them; none can be used by it."""
+    """All keys with their properties, but not their texts."""
     return document(await context.read(keys.listing))
 
 
 async def make_key(context: Context, body: KeyBody) -> Response:
-    """Make one. Its text stands in this answer and nowhere else."""
+    """Create a key. Only this answer contains its text."""
     key = await context.run(
         keys.make, body.role, projects=body.projects, lasts=body.seconds, note=body.note
     )

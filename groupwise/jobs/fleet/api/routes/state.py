@@ -27,12 +27,12 @@ EVERYTHING = Actor("metrics")
 
 
 async def healthz() -> Response:
-    """Whether the process lives: it answers."""
+    """Answers while the process lives."""
     return document({"status": "ok"})
 
 
 async def readyz(request: Request) -> Response:
-    """Whether requests are answered; 503 with the reason where they are not."""
+    """Whether requests can be answered; 503 with the reason if not."""
     serving: Serving = request.app.state.shared
     if serving.ending.is_set():
         return document({"status": "not_ready", "detail": "the server is shutting down"}, 503)

@@ -13,7 +13,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.bias import causal_lower_right
 
 from groupwise.engine.learner.native import piece_attention as pieces
 from groupwise.engine.learner.native.attention import Attention
@@ -100,16 +99,21 @@ def varlen_attn(
     *_: int,
     window_size: tuple[int, int],
     enable_gqa: bool,
+    scale: float | None,
 ) -> Tensor:
     """What torch's function of this name computes on a GPU: the last query of each text sees its last key."""
-    assert window_size == (-1, 0)
+    assert window_size[1] == 0
     assert enable_gqa
     found: list[Tensor] = []
     for number in range(len(ends) - 1):
         here, there = (slice(*each[number : number + 2].tolist()) for each in (ends, key_ends))
         given = (x[None].transpose(1, 2) for x in (queries[here], keys[there], values[there]))
-        mask = causal_lower_right(here.stop - here.start, there.stop - there.start)
-        each = F.scaled_dot_product_attention(*given, attn_mask=mask, enable_gqa=True)
+        queries_keys = here.stop - here.start, there.stop - there.start
+        past = queries_keys[1] - queries_keys[0]
+        mask = torch.ones(queries_keys, dtype=torch.bool).tril(past)
+        if window_size[0] >= 0:
+            mask = mask.triu(past - window_size[0])
+        each = F.scaled_dot_product_attention(*given, attn_mask=mask, enable_gqa=True, scale=scale)
         found.append(each[0].transpose(0, 1))
     return torch.cat(found)
 

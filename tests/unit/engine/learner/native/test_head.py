@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -60,13 +61,33 @@ def by_graph(model, residual_NH, wanted: Targets):
     )
 
 
-@pytest.mark.parametrize(("chunk", "rows"), [(5, 2), (256, 16)])
+def head_numbers(logits_CV, temperatures_C, targets_C, *, gradient, slopes_CV):
+    """What the kernel of this name computes on a GPU; `tests/device_checks.py` holds that against torch."""
+    scaled = logits_CV / temperatures_C[:, None]
+    p, normaliser = scaled.softmax(-1), scaled.logsumexp(-1)
+    logs = torch.where(p > 0, scaled - normaliser[:, None], 0.0)
+    entropies = -(p * logs).sum(-1)
+    if gradient:
+        if slopes_CV is not None:
+            slopes_CV.copy_(p * (logs + entropies[:, None]))
+        logits_CV.copy_(p)
+        if targets_C is not None:
+            logits_CV[torch.arange(len(p)), targets_C] -= 1
+    return normaliser, entropies, scaled.argmax(-1)
+
+
+@pytest.mark.parametrize(("chunk", "rows"), [(5, 2), (256, 16), (5, None)])
 @pytest.mark.parametrize("withheld", [False, True])
 @pytest.mark.parametrize("entropy_gradient", [False, True])
 @pytest.mark.parametrize("several", [None, 3])
 def test_values_and_gradients(monkeypatch, model, several, entropy_gradient, withheld, chunk, rows):
     monkeypatch.setattr(head, "CHUNK", chunk)
-    monkeypatch.setattr(head, "ROWS_IN_CACHE", rows)
+    if rows is None:  # as on a GPU
+        monkeypatch.setattr(
+            head, "kernels_for", lambda _: SimpleNamespace(head_numbers=head_numbers)
+        )
+    else:
+        monkeypatch.setattr(head, "ROWS_IN_CACHE", rows)
     wanted = asked(
         entropy_gradient=entropy_gradient, withheld=withheld, accuracy=True, several=several
     )

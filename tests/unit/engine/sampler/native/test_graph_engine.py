@@ -1,7 +1,7 @@
 """What a recording may depend on, shown with recordings that are as strict as a GPU's (`tests/fake_cuda_graph.py`):
 
 1. A replay depends on memory that is changed in place alone: tokens, positions, keys and values, the adapter.
-2. An adapter's new numbers are taken in place, and recordings stay; other weights or another shape of adapter make new ones.
+2. New numbers of an adapter or of a whole model are taken in place, and recordings stay; another shape of adapter makes new ones.
 3. What a caller was given is not overwritten by the next token.
 """
 
@@ -91,20 +91,24 @@ def test_an_adapter_of_another_shape_makes_new_recordings():
     assert graph.recordings == 2
 
 
-def test_new_weights_of_a_whole_model_make_new_recordings():
-    weights = ServedModel(family("llama"))
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [("llama", torch.float32), ("qwen3-biases", torch.float32), ("llama-biases", torch.bfloat16)],
+)
+def test_new_weights_of_a_whole_model_are_taken_in_place_and_recordings_stay(name, dtype):
+    weights, other = (ServedModel(family(name, dtype=dtype)) for _ in range(2))
     graph = FakeCudaGraph()
     engine = engine_of(weights, graph)
     before = decoded(engine)
     with torch.no_grad():
-        for each in weights.tensors().values():
+        for each in (*weights.tensors().values(), *other.tensors().values()):
             each += 0.05
     weights._changed = True
     engine.refresh()
     after = decoded(engine)
-    assert graph.recordings == 2
+    assert graph.recordings == 1
     assert not torch.equal(after, before)
-    assert torch.equal(after, decoded(engine_of(weights, run_eagerly)))
+    assert torch.equal(after, decoded(engine_of(other, run_eagerly))), "as if built with them"
 
 
 def test_what_a_caller_holds_is_not_overwritten_by_the_next_token():

@@ -22,7 +22,7 @@ from groupwise.core.types import GroupRequest, LogitsProcessing, Row, SamplingPa
 from groupwise.engine.models.tiny import tiny_tokenizer
 from groupwise.engine.sampler.vllm.adapters import SharedFolder, adapter_name
 from tests.fake_vllm_server import VllmServer, refusal
-from tests.vllm_pair import KEY, Clock, learner_of_tiny, trained, vllm_sampler
+from tests.vllm_pair import KEY, Clock, disturb, learner_of, vllm_sampler
 
 PROCESSED = "processed_logprobs"
 
@@ -31,7 +31,7 @@ PROCESSED = "processed_logprobs"
 def made(tmp_path_factory):
     """A learner with an adapter that changes something, its beginning, and two servers: for all tests of the file."""
     torch.set_num_threads(1)
-    found = learner_of_tiny(tmp_path_factory.mktemp("published") / "run")
+    found = learner_of(tmp_path_factory.mktemp("published") / "run")
     disturb(found)
     beginning = tmp_path_factory.mktemp("beginning")
     found.save(str(beginning))
@@ -58,13 +58,6 @@ def two(made, server):
     return server, made[3]
 
 
-def disturb(learner, size=0.3):
-    generator = torch.Generator().manual_seed(7)
-    with torch.no_grad():
-        for parameter in trained(learner).parameters().values():
-            parameter.add_(torch.randn(parameter.shape, generator=generator) * size)
-
-
 def request(members=4, **params) -> GroupRequest:
     tokenizer = tiny_tokenizer()
     ids = tuple(tokenizer("sort these")["input_ids"])
@@ -73,8 +66,14 @@ def request(members=4, **params) -> GroupRequest:
 
 
 def completions(server) -> int:
-    """Requests of groups."""
-    return len([body for body in server.bodies("/completions") if body["prompt"] == [*request().prompt_ids]])  # fmt: skip
+    """Number of completions that the server was asked for as members of groups."""
+    prompts = [[*request().prompt_ids]]
+    return sum(body["n"] for body in server.bodies("/completions") if body["prompt"] == prompts)
+
+
+async def groups(sampler, *members):
+    """Several at once."""
+    return await asyncio.gather(*(sampler.generate(request(count)) for count in members))
 
 
 # --- adapters
@@ -143,7 +142,7 @@ async def test_nothing_is_drawn_before_weights_or_loaded_while_drawing(learner, 
     with pytest.raises(RunError, match="of the old ones"):
         await sampler.load(policy)
     await under_way
-    with pytest.raises(UsageError, match="take adapters alone"):
+    with pytest.raises(UsageError, match="holds all weights"):
         await sampler.load(replace(policy, kind="full"))
 
 
@@ -231,15 +230,16 @@ async def test_without_any_server_the_run_ends_after_its_patience(learner, serve
 
 
 async def test_what_takes_too_long_is_asked_for_again(learner, server):
-    sampler = vllm_sampler([server.url], learner, timeout=0.6)
+    sampler = vllm_sampler([server.url], learner, timeout=3.0)
     await sampler.load(await learner.publish(0))
-    hung = []
+    hung, asked_again = [], asyncio.Event()
 
     async def hangs(path, body):
         if path == "/completions" and not hung:
             hung.append(body)
-            await asyncio.sleep(0.9)
-        return
+            await asked_again.wait()
+        elif hung and body.get("prompt") == hung[0]["prompt"]:
+            asked_again.set()
 
     server.interfere = hangs
     assert len(await sampler.generate(request(1))) == 1
@@ -254,11 +254,11 @@ async def test_what_takes_too_long_is_asked_for_again(learner, server):
 async def test_several_servers_share_the_work(learner, two):
     sampler = vllm_sampler([each.url for each in two], learner)
     await sampler.load(await learner.publish(0))
-    together = await sampler.generate(request(10))
-    assert [*map(completions, two)] == [5, 5]
+    together = await groups(sampler, 6, 3, 4)
+    assert [*map(completions, two)] == [6, 7]
     alone = vllm_sampler([two[0].url], learner)
     await alone.load(await learner.publish(0))
-    assert await alone.generate(request(10)) == together
+    assert await groups(alone, 6, 3, 4) == together
 
 
 async def test_a_dead_one_is_left_alone_and_comes_back_with_the_newest_weights(learner, two):
@@ -275,10 +275,23 @@ async def test_a_dead_one_is_left_alone_and_comes_back_with_the_newest_weights(l
     await sampler.generate(request(6))
     assert completions(dead) == 0, "left alone for a while"
     clock.now += 100
-    await sampler.generate(request(6))
+    await groups(sampler, 6, 3)
     assert completions(dead) == 3
     assert dead.adapters == [adapter_name(policy)]
     assert clock.slept == []
+
+
+async def test_a_group_is_one_request_whose_seeds_may_be_left_to_the_server(learner, server):
+    seeded, other = (vllm_sampler([server.url], learner, seeded=seeded) for seeded in (True, False))
+    policy = await learner.publish(0)
+    for sampler in (seeded, other):
+        await sampler.load(policy)
+        server.asked.clear()
+        assert len({each.token_ids for each in await sampler.generate(request(8))}) > 1
+        (asked,) = server.bodies("/completions")
+        assert (asked["n"], asked["seed"]) == (8, 0 if sampler is seeded else None)
+    cold = replace(request(3), params=replace(request().params, temperature=0.0))
+    assert len({each.token_ids for each in await seeded.generate(cold)}) == 1
 
 
 # --- what is no answer
@@ -314,7 +327,7 @@ async def test_no_more_than_the_limit_is_asked_at_once(learner, server):
         there -= 1
 
     server.interfere = counted
-    await sampler.generate(request(12))
+    await groups(sampler, *[1] * 12)
     assert 1 < most <= 3
 
 

@@ -16,12 +16,13 @@ from typing import Any
 import pytest
 
 from groupwise.core.errors import EndpointError, PolicyMismatchError, RunError
-from groupwise.core.types import LogitsProcessing, PromptLogprobs, SamplingParams
+from groupwise.core.types import GroupRequest, LogitsProcessing, PromptLogprobs, SamplingParams
 from groupwise.engine.sampler.vllm.wire import (
     SEEDS,
     Drawn,
+    divide_group,
     prompt_body,
-    read_completion,
+    read_completions,
     read_prompt,
     refuse_what_differs,
     request_body,
@@ -49,15 +50,16 @@ def answer(ids=(3, 4, END), **changes: Any) -> dict[str, Any]:
 
 def read(value: Any, params: SamplingParams = PARAMS) -> Drawn:
     content = value if isinstance(value, bytes) else json.dumps(value).encode()
-    return read_completion(content, "m", PROMPT, params, 27, text_of)
+    (found,) = read_completions(content, "m", [PROMPT], 1, params, 27, text_of)
+    return found
 
 
 # --- what is sent
 
 
 def test_every_parameter_is_sent_so_that_no_default_of_the_server_acts():
-    assert request_body("m", PROMPT, 7, PARAMS) == {
-        "model": "m", "prompt": [5, 6], "n": 1, "max_tokens": 4, "temperature": 1.0, "top_p": 1.0,
+    assert request_body("m", [PROMPT], 3, 7, PARAMS) == {
+        "model": "m", "prompt": [[5, 6]], "n": 3, "max_tokens": 4, "temperature": 1.0, "top_p": 1.0,
         "top_k": 0, "min_p": 0.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
         "repetition_penalty": 1.0, "seed": 7, "ignore_eos": True, "stop_token_ids": [END],
         "logprobs": 0, "return_token_ids": True, "return_tokens_as_token_ids": True,
@@ -66,25 +68,42 @@ def test_every_parameter_is_sent_so_that_no_default_of_the_server_acts():
 
 def test_parameters_reach_the_fields_that_mean_them():
     params = SamplingParams(9, 0.5, (END, 2), ("ab",), min_tokens=3, top_k=5, top_p=0.9)
-    body = request_body("m", PROMPT, 7, params)
+    body = request_body("m", [PROMPT], 1, 7, params)
     expected = {
         "max_tokens": 9, "temperature": 0.5, "stop_token_ids": [END, 2], "stop": ["ab"], "min_tokens": 3, "top_k": 5,
         "top_p": 0.9, "skip_special_tokens": False,
     }  # fmt: skip
     assert {key: body[key] for key in expected} == expected
-    assert request_body("m", PROMPT, 7, SamplingParams(9, min_p=0.2))["min_p"] == 0.2
+    assert request_body("m", [PROMPT], 1, 7, SamplingParams(9, min_p=0.2))["min_p"] == 0.2
 
 
 @pytest.mark.parametrize("seed", [0, 7, (1 << 63) - 1, 1 << 63, (1 << 64) - 1])
 def test_seeds_of_64_bits_are_sent_as_numbers_that_are_seeds_to_vllm(seed):
-    sent_seed = request_body("m", PROMPT, seed, PARAMS)["seed"]
+    sent_seed = request_body("m", [PROMPT], 1, seed, PARAMS)["seed"]
     assert 0 <= sent_seed <= SEEDS
     assert sent_seed == seed % (1 << 63)
 
 
+@pytest.mark.parametrize(
+    ("seeds", "params", "seeded", "parts"),
+    [
+        ((7, 1, 9), PARAMS, False, [3]),
+        ((7, 1, 2, 4), PARAMS, True, [1, 2, 1]),
+        ((SEEDS - 1, SEEDS, SEEDS + 1), PARAMS, True, [2, 1]),
+        ((1, 2, 3), SamplingParams(4, 0.0), False, [1, 1, 1]),
+        ((1, 2, 3), SamplingParams(1 << 17), False, [1, 1, 1]),
+        ((1, 2, 3), SamplingParams(1 << 16), False, [3]),
+    ],
+)
+def test_a_group_is_divided_only_as_seeds_and_sizes_require(seeds, params, seeded, parts):
+    found = divide_group(GroupRequest(0, PROMPT, seeds, params), seeded)
+    assert [len(part.seeds) for part in found] == parts
+    assert tuple(seed for part in found for seed in part.seeds) == seeds
+
+
 def test_nothing_is_withheld_where_there_is_nothing_to_withhold():
     """vLLM would withhold the end of the text by itself; a stop text is then looked for here."""
-    body = request_body("m", PROMPT, 7, SamplingParams(4, min_tokens=2, stop=("a",)))
+    body = request_body("m", [PROMPT], 1, 7, SamplingParams(4, min_tokens=2, stop=("a",)))
     assert "min_tokens" not in body
     assert "stop" not in body
 
@@ -124,6 +143,7 @@ def test_ids_and_log_probabilities_are_taken_verbatim():
         (b"oops", "oops"),
         ({"model": "m", "choices": answer()["choices"] * 2}, "2 choices"),
         (answer(prompt_token_ids=[0, 5, 6]), "of 3"),
+        (answer(index=1), "index 0"),
         (answer(logprobs=[-0.5, -0.5]), "2 log-prob"),
         (answer(logprobs=[-0.5, None, -0.5]), "None"),
         (answer(logprobs=[-0.5, math.nan, -0.5]), "nan"),
@@ -153,6 +173,25 @@ def test_without_ids_nothing_is_made_of_the_text():
     del given["choices"][0]["logprobs"]
     with pytest.raises(EndpointError, match="without token ids"):
         read(given)
+
+
+def test_several_completions_of_several_prompts_are_read_in_their_order():
+    other = (7,)
+    asked = [(PROMPT, 3), (PROMPT, 4), (other, 5), (other, 6)]
+    choices = [
+        answer((first, END), index=number, prompt_token_ids=[*prompt])["choices"][0]
+        for number, (prompt, first) in enumerate(asked)
+    ]
+
+    def read_all(choices: list[Any]) -> list[int]:
+        content = json.dumps({"model": "m", "choices": choices}).encode()
+        found = read_completions(content, "m", [PROMPT, other], 2, PARAMS, 27, text_of)
+        return [each.token_ids[0] for each in found]
+
+    assert read_all(choices) == [3, 4, 5, 6]
+    for wrong in (choices[:3], choices[::-1]):
+        with pytest.raises(EndpointError):
+            read_all(wrong)
 
 
 def test_another_model_than_was_asked_is_no_policy():
@@ -189,13 +228,13 @@ def test_a_stop_text_that_the_server_found_alone_is_believed_by_its_name():
 
 def test_penalties_biases_and_schemas_are_sent_and_the_rest_stays():
     changes = LogitsProcessing(0.5, -0.5, 1.2, ((3, 2.0), (4, -1.0)), '{"type": "object"}')
-    body = request_body("m", PROMPT, 7, replace(PARAMS, processing=changes), 4)
+    body = request_body("m", [PROMPT], 1, 7, replace(PARAMS, processing=changes), 4)
     expected = {
         "presence_penalty": 0.5, "frequency_penalty": -0.5, "repetition_penalty": 1.2, "logprobs": 4,
         "logit_bias": {"3": 2.0, "4": -1.0},
         "response_format": {"type": "json_schema", "json_schema": {"name": "schema", "schema": {"type": "object"}}},
     }  # fmt: skip
-    assert body == request_body("m", PROMPT, 7, PARAMS) | expected
+    assert body == request_body("m", [PROMPT], 1, 7, PARAMS) | expected
     refuse_what_differs(replace(PARAMS, processing=changes), END)
     with pytest.raises(RunError, match="end of text"):
         refuse_what_differs(replace(PARAMS, processing=changes), 2)
@@ -207,11 +246,13 @@ def test_the_most_probable_tokens_are_read_without_the_drawn_one_and_the_impossi
         {"token_id:3": -2.5, "token_id:7": -0.1, "token_id:8": -1.0},
         {f"token_id:{END}": -0.5, "token_id:9": -9999.0},
     ]
-    found = read_completion(json.dumps(given).encode(), "m", PROMPT, PARAMS, 27, text_of, 2)
+    (found,) = read_completions(
+        json.dumps(given).encode(), "m", [PROMPT], 1, PARAMS, 27, text_of, 2
+    )
     assert found.top_logprobs == (((7, -0.1), (8, -1.0)), ((END, -0.5),))
     del given["choices"][0]["logprobs"]["top_logprobs"][1]
     with pytest.raises(EndpointError, match="1 positions for 2"):
-        read_completion(json.dumps(given).encode(), "m", PROMPT, PARAMS, 27, text_of, 2)
+        read_completions(json.dumps(given).encode(), "m", [PROMPT], 1, PARAMS, 27, text_of, 2)
 
 
 def test_the_log_probabilities_of_a_prompt():

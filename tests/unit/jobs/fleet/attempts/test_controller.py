@@ -104,5 +104,5 @@ def test_of_what_an_engine_has_begun_the_files_say_something_else(
     state: RunnerState, engine: str | None, pid: int | None, reading: Reading
 ) -> None:
     ear = controller._MemberMonitor("job", 1, lambda: None)  # pyright: ignore[reportPrivateUsage]
-    ear.heard(MemberState("job", 1, state, engine=engine, pid=pid))
+    ear.on_state(MemberState("job", 1, state, engine=engine, pid=pid))
     assert ear.reading is reading

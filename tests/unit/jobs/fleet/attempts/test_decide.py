@@ -343,9 +343,9 @@ def test_it_is_over_when_everything_is_clean() -> None:
     (4, Reading.RUNNING, Known(live_epoch=5, highest_epoch=5), Stray.KILL),
     (5, Reading.RUNNING, Known(live_epoch=None, highest_epoch=5), Stray.KILL),
     (5, Reading.CLAIMED, Known(live_epoch=None, highest_epoch=6), Stray.KILL),
-    (5, Reading.EXITED, Known(live_epoch=None, highest_epoch=6), Stray.LEAVE), (5, Reading.RUNNING, None, Stray.QUARANTINE),
-    (5, Reading.EXITED, None, Stray.LEAVE), (6, Reading.RUNNING, Known(live_epoch=5, highest_epoch=5), Stray.QUARANTINE),
-    (7, Reading.QUEUED, None, Stray.QUARANTINE), (7, Reading.QUEUED, Known(7, 7), Stray.LEAVE),
+    (5, Reading.EXITED, Known(live_epoch=None, highest_epoch=6), Stray.LEAVE), (5, Reading.RUNNING, None, Stray.REPORT),
+    (5, Reading.EXITED, None, Stray.LEAVE), (6, Reading.RUNNING, Known(live_epoch=5, highest_epoch=5), Stray.REPORT),
+    (7, Reading.QUEUED, None, Stray.REPORT), (7, Reading.QUEUED, Known(7, 7), Stray.LEAVE),
     (6, Reading.QUEUED, Known(7, 7), Stray.KILL),
 ])  # fmt: skip
 def test_strays(epoch: int, reading: Reading, known: Known | None, what: Stray) -> None:
@@ -354,7 +354,7 @@ def test_strays(epoch: int, reading: Reading, known: Known | None, what: Stray) 
 
 @pytest.mark.parametrize("reading", [Reading.LOST, Reading.EXITED])
 @pytest.mark.parametrize(("known", "what"), [
-    (None, Stray.QUARANTINE), (Known(live_epoch=4, highest_epoch=4), Stray.QUARANTINE),
+    (None, Stray.REPORT), (Known(live_epoch=4, highest_epoch=4), Stray.REPORT),
     (Known(live_epoch=5, highest_epoch=5), Stray.LEAVE), (Known(live_epoch=None, highest_epoch=6), Stray.LEAVE),
 ])  # fmt: skip
 def test_what_outlives_its_supervisor(reading: Reading, known: Known | None, what: Stray) -> None:

@@ -85,10 +85,10 @@ def state_of(word: RunnerState) -> MemberState:
 
 WRITES: dict[str, Callable[[Session, int, str], object]] = {
     "move": lambda s, e, me: records.move(s, e, me, AttemptState.LAUNCHING),
-    "record": lambda s, e, me: records.record(s, e, me, state_of(RunnerState.RUNNING), 0),
-    "sending": lambda s, e, me: records.sending(s, e, me, 0, 60.0),
-    "contact": lambda s, e, me: records.contact(s, e, me, 0, silent=True),
-    "leaking": lambda s, e, me: records.leaking(s, e, me, 0, []),
+    "record": lambda s, e, me: records.record_state(s, e, me, state_of(RunnerState.RUNNING), 0),
+    "sending": lambda s, e, me: records.record_deadman(s, e, me, 0, 60.0),
+    "contact": lambda s, e, me: records.record_contact(s, e, me, 0, silent=True),
+    "leaking": lambda s, e, me: records.record_leaking(s, e, me, 0, []),
     "end": lambda s, e, me: ending.end(s, e, me, SUCCESS, random.Random()),
     "release": lambda s, e, me: ending.release(s, e, me, 0),
     "abandon": lambda s, e, me: ending.abandon(s, e, me, 0),
@@ -224,17 +224,17 @@ def test_a_gpu_fault_puts_the_gpus_that_it_names_out_of_use(fleet: InProcessFlee
         {"rank": 0, "members": [{"rank": 0, "vm": "a", "gpu_problems": ["GPU-a1 has fallen off"]}]},
     )  # fmt: skip
     end(fleet, made.epoch, fault)
-    assert row(fleet, GPU, GPU.uuid == "GPU-a0").quarantined is None
-    assert "fallen off" in row(fleet, GPU, GPU.uuid == "GPU-a1").quarantined
+    assert row(fleet, GPU, GPU.uuid == "GPU-a0").quarantine_reason is None
+    assert "fallen off" in row(fleet, GPU, GPU.uuid == "GPU-a1").quarantine_reason
 
 
 def test_what_one_job_says_of_a_gpu_puts_none_out_of_use(fleet: InProcessFleet) -> None:
     """It may print what it likes; a second one is believed."""
     for job in ("one", "one", "two"):
         if job == "two":
-            assert row(fleet, GPU, GPU.uuid == "GPU-a0").quarantined is None
+            assert row(fleet, GPU, GPU.uuid == "GPU-a0").quarantine_reason is None
         _fails_with_words_about_its_gpu(fleet, job)
-    assert "fallen off" in row(fleet, GPU, GPU.uuid == "GPU-a0").quarantined
+    assert "fallen off" in row(fleet, GPU, GPU.uuid == "GPU-a0").quarantine_reason
 
 
 def test_what_one_job_says_of_a_gpu_is_told_until_an_operator_clears_it_or_a_day_is_over(
@@ -242,27 +242,27 @@ def test_what_one_job_says_of_a_gpu_is_told_until_an_operator_clears_it_or_a_day
 ) -> None:
     def told() -> list[Any]:
         found = fleet.database.read(lambda s: list(status.alarms(s, ADA)))
-        return [each for each in found if each["kind"] == "accused"]
+        return [each for each in found if each["kind"] == "gpu_faulty"]
 
     _fails_with_words_about_its_gpu(fleet, "one")
     (alarm,) = told()
     assert "bus (attempt one.1, " in alarm["message"]
     assert (alarm["vm_id"], alarm["gpu"], alarm["job_id"]) == ("a", 0, "one")
-    assert row(fleet, Event, Event.kind == "gpu.accused").after["accused"]["job_id"] == "one"
+    assert row(fleet, Event, Event.kind == "gpu.reported").after["fault_report"]["job_id"] == "one"
     fleet.database.run(lambda s: machines.clear_quarantine(s, ADA, "a", "0"))
     assert told() == []
-    assert row(fleet, Event, Event.kind == "gpu.cleared").before["accused"]["job_id"] == "one"
+    assert row(fleet, Event, Event.kind == "gpu.cleared").before["fault_report"]["job_id"] == "one"
     _fails_with_words_about_its_gpu(fleet, "two")
-    assert row(fleet, GPU, GPU.uuid == "GPU-a0").quarantined is None
+    assert row(fleet, GPU, GPU.uuid == "GPU-a0").quarantine_reason is None
     assert [each["job_id"] for each in told()] == ["two"]
-    long_ago = {**row(fleet, GPU, GPU.uuid == "GPU-a0").accused, "at": 0.0}
-    fleet.database.run(lambda s: s.execute(update(GPU).values(accused=long_ago)))
+    long_ago = {**row(fleet, GPU, GPU.uuid == "GPU-a0").fault_report, "at": 0.0}
+    fleet.database.run(lambda s: s.execute(update(GPU).values(fault_report=long_ago)))
     assert told() == []
     _fails_with_words_about_its_gpu(fleet, "three")
-    assert row(fleet, GPU, GPU.uuid == "GPU-a0").quarantined is None
+    assert row(fleet, GPU, GPU.uuid == "GPU-a0").quarantine_reason is None
     _fails_with_words_about_its_gpu(fleet, "four")
-    assert row(fleet, GPU, GPU.uuid == "GPU-a0").quarantined is not None
-    assert told() == []
+    assert row(fleet, GPU, GPU.uuid == "GPU-a0").quarantine_reason is not None
+    assert ["is in quarantine" in each["message"] for each in told()] == [True]
 
 
 def _fails_with_words_about_its_gpu(fleet: InProcessFleet, job: str) -> None:
@@ -326,7 +326,7 @@ def test_a_refusal_for_the_sake_of_a_gpu_is_that_gpus(
     assert (gpu.observed, uuid in gpu.detail) == (observed, True)
     assert events(fleet).count("gpu.observed") == 1
     machine = row(fleet, VM, VM.vm_id == gpu.vm_id)
-    assert (machine.launch_failures, machine.cordoned) == (0, None)
+    assert (machine.launch_failures, machine.drain_reason) == (0, None)
     other = value_of(fleet, GPU.uuid, GPU.vm_id == "a", GPU.uuid != uuid)
     fleet.submit("next", resources={"gpus": 1, "vm": "a"})
     fleet.submit("last", resources={"gpus": 1, "vm": "a"})
@@ -393,7 +393,7 @@ def test_a_machine_is_welcome_back_when_nothing_is_left_there(
     fleet.lose(vm_id)
 
     def welcome() -> bool:
-        return fleet.database.run(lambda s: records.use_again(s, "me", vm_id))
+        return fleet.database.run(lambda s: records.return_to_use(s, "me", vm_id))
 
     assert not welcome()
     end(fleet, epoch, failed(FailureClass.HOST_LOST))
@@ -401,10 +401,10 @@ def test_a_machine_is_welcome_back_when_nothing_is_left_there(
     assert fleet.open_reservations() == []
     assert row(fleet, Attempt).cleanup == Cleanup.CLEAN
     assert not welcome()
-    (left,) = fleet.database.read(lambda s: records.left_behind(s, vm_id))
+    (left,) = fleet.database.read(lambda s: records.unreleased_members(s, vm_id))
     assert (left.job_id, left.epoch, left.rank) == ("job", epoch, 0)
     assert left.gpus == (row(fleet, GPU, GPU.vm_id == vm_id).uuid,)
-    fleet.database.run(lambda s: records.left_nothing(s, epoch, 0))
+    fleet.database.run(lambda s: records.record_released(s, epoch, 0))
     assert (welcome(), welcome()) == (True, False)
     assert row(fleet, VM, VM.vm_id == vm_id).lost_at is None
 

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
+from groupwise.jobs.fleet.attempts.records import Machine
 from groupwise.jobs.fleet.attempts.watching import Pauses, Watch
 from groupwise.jobs.hosts.answers import MemberState, RunnerState
 from groupwise.jobs.hosts.driver import Runner
@@ -17,21 +18,21 @@ QUICK = Pauses(poll=5.0, first=0.005, longest=0.01)
 class Ear:
     """A listener that writes down what it is told."""
 
-    def __init__(self, job: str, epoch: int, hearing: bool = True) -> None:
+    def __init__(self, job: str, epoch: int, machine_answers: bool = True) -> None:
         self.name = (job, epoch)
         self.last: MemberState | None = MemberState(job, epoch, RunnerState.RUNNING)
-        self.hearing = hearing
+        self.machine_answers = machine_answers
         self.told: list[str] = []
         self.news = asyncio.Event()
 
-    def heard(self, state: MemberState) -> None:
+    def on_state(self, state: MemberState) -> None:
         self.last = state
         self._tell(str(state.state))
 
-    def lost_contact(self, reason: str) -> None:
+    def on_contact_lost(self, reason: str) -> None:
         self._tell("silent")
 
-    def contact_again(self) -> None:
+    def on_contact(self) -> None:
         self._tell("again")
 
     def _tell(self, word: str) -> None:
@@ -60,14 +61,16 @@ def rack() -> FakeHosts:
 
 @pytest.fixture
 async def watch(rack: FakeHosts) -> AsyncIterator[Watch]:
-    made = Watch("a", Runner(rack["a"]), QUICK)
+    machine = Machine("a", "local", "", 22, None, None, None, None, "fleet", "python3", None, None, 500, False, True)  # fmt: skip
+    runner = Runner(rack["a"])
+    made = Watch(machine, lambda _: runner, QUICK)
     yield made
     for listener in list(made.listeners.values()):
         made.remove(listener)
 
 
 async def test_silence_is_told_to_all_and_so_is_its_end(rack: FakeHosts, watch: Watch) -> None:
-    one, two = Ear("job-1", 1), Ear("job-2", 2, hearing=False)
+    one, two = Ear("job-1", 1), Ear("job-2", 2, machine_answers=False)
     watch.add(one)
     watch.add(two)
     running = asyncio.create_task(watch.run())
@@ -94,7 +97,7 @@ async def test_a_machine_that_answers_at_once_is_not_asked_at_once_again(
         asked += 1
         return (MemberState("job-1", 1, RunnerState.RUNNING, log_size=asked * news),)
 
-    watch.runner.wait = at_once  # type: ignore[method-assign]
+    watch.runner(watch.machine).wait = at_once  # type: ignore[method-assign]
     watch.pauses = Pauses(first=1000.0)
     watch.add(Ear("job-1", 1))
     running = asyncio.create_task(watch.run())
@@ -107,7 +110,7 @@ async def test_a_machine_that_answers_at_once_is_not_asked_at_once_again(
 async def test_the_deadman_of_an_attempt_that_is_written_down_as_silent_is_not_kept_quiet(
     rack: FakeHosts, watch: Watch
 ) -> None:
-    heard, unheard = Ear("job-1", 1), Ear("job-2", 2, hearing=False)
+    heard, unheard = Ear("job-1", 1), Ear("job-2", 2, machine_answers=False)
     watch.add(heard)
     watch.add(unheard)
     rack.advance(90.0)

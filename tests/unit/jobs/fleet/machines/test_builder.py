@@ -2,18 +2,21 @@
 
 import ast
 import fcntl
+import json
 import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 
 from groupwise.jobs.fleet.machines import builder
-from groupwise.jobs.fleet.machines.builder import MARKER, SPARED, Order, Pip, users_of
+from groupwise.jobs.fleet.machines.builder import MARKER, PRUNE_AFTER_SECONDS, Order, Pip, users_of
 from tests.processes import wait_until
 from tests.unit.jobs.fleet.machines.builder_desk import NAME, Desk
 
@@ -165,7 +168,7 @@ def test_one_that_was_just_made_or_found_is_not_removed_before_a_row_names_it(de
     desk.build()  # it is found
     said = desk.build(prune=True)
     assert (said["removed"], said["used"], said["recent"]) == ([], [], [NAME])
-    later = time.time() + 2 * SPARED
+    later = time.time() + 2 * PRUNE_AFTER_SECONDS
     assert desk.build(prune=True, asked_at=later)["removed"] == [NAME]
 
 
@@ -198,3 +201,76 @@ def test_longer_secrets_are_hidden_first(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("B", "abcdef")
     pip = Pip(Order({"folder": str(tmp_path), "secrets": ["A", "B"]}), str(tmp_path / "x"), 0)
     assert pip.redact("abcdef abc") == "**** ****"
+
+
+# A survey
+
+
+def test_a_survey_says_what_pip_would_fetch_and_changes_nothing(desk: Desk) -> None:
+    machine, asked, logins = os.uname().machine, list[str](), set[str | None]()
+    needs = (
+        f'nvidia-x-cu13==13.1; platform_system == "Linux" and platform_machine == "{machine}"',
+        'triton==9.9; platform_system == "Linux" and platform_machine == "none"', "six==1.0",
+    )  # fmt: skip
+    pages = {
+        "torch": {f"torch-2.1.0-cp312-cp312-manylinux_2_28_{machine}.whl": 900, "torch-2.1.0-cp312-cp312-win_amd64.whl": 1},
+        "numpy": {
+            f"numpy-2.0-cp311-cp311-manylinux_{machine}.whl": 1, f"numpy-2.0-cp39-abi3-manylinux_{machine}.whl": 50,
+            "numpy-2.0.tar.gz": 2, "numpy-1.9-py3-none-any.whl": 3,
+        },
+        "six": {"six-1.17.0.tar.gz": 7},
+        "nvidia-x-cu13": {f"nvidia_x_cu13-13.1-py3-none-manylinux_{machine}.whl": 2000},
+    }  # fmt: skip
+
+    class Index(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            name = self.path.split("/")[2]
+            asked.append(name)
+            logins.add(self.headers["Authorization"])
+            files = [
+                {
+                    "filename": file,
+                    "url": f"../../files/{file}",
+                    "size": size,
+                    "core-metadata": True,
+                }
+                for file, size in pages.get(name, {}).items()
+            ]
+            body = json.dumps({"files": files})
+            if self.path.endswith(".metadata"):
+                body = "".join(f"Requires-Dist: {need}\n" for need in needs)
+            self.send_response(200 if files or self.path.endswith(".metadata") else 404)
+            self.end_headers()
+            self.wfile.write(body.encode())
+
+        def log_message(self, format: str, *args: object) -> None: ...
+
+    releases = {"torch": "2.1.0", "numpy": "2.0", "six": "1.17.0", "not-there": "1"}
+    before = sorted(desk.folder.rglob("*"))
+    with ThreadingHTTPServer(("127.0.0.1", 0), Index) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        url = f"http://me:word@127.0.0.1:{server.server_port}/simple"
+        order = Order(desk.order(releases=releases, index_url=url))
+        found = builder.survey(order)
+        server.shutdown()
+    assert found["files"] == {
+        f"torch-2.1.0-cp312-cp312-manylinux_2_28_{machine}.whl": 900,
+        f"numpy-2.0-cp39-abi3-manylinux_{machine}.whl": 50,
+        "six-1.17.0.tar.gz": 7,
+        f"nvidia_x_cu13-13.1-py3-none-manylinux_{machine}.whl": 2000,
+    }
+    assert (found["made"], found["python"], found["version"]) == (False, str(desk.python), "3.12.1")
+    assert "triton" not in asked
+    assert logins == {"Basic bWU6d29yZA=="}  # me:word
+    no_port = "http://me:word@127.0.0.1/simple"
+    unreachable = builder.survey(Order(desk.order(releases=releases, index_url=no_port)))
+    assert (unreachable["files"], "word" in json.dumps(unreachable)) == ({}, False)
+    assert unreachable["unknown"]
+    hidden = builder.survey(Order(desk.order(releases=releases, secrets=["PIP_INDEX_URL"])))
+    assert (hidden["files"], "secret" in hidden["unknown"]) == ({}, True)
+    assert set(desk.folder.rglob("*")) - {desk.folder / "calls"} == {*before}
+    desk.behaves('case "$*" in *ensurepip*) exit 1 ;; esac')
+    assert "python3-venv" in builder.survey(Order(desk.order(offline=True)))["problem"]
+    assert (
+        "none of these is there" in builder.survey(Order(desk.order(pythons=["gone"])))["problem"]
+    )

@@ -24,7 +24,7 @@ from groupwise.jobs.fleet.store.tables import (
     Member,
     Reservation,
 )
-from groupwise.jobs.fleet.verbs import jobs
+from groupwise.jobs.fleet.verbs import jobs, status
 from groupwise.jobs.fleet.verbs.actor import Actor
 from groupwise.jobs.hosts import answers, keys
 from groupwise.jobs.hosts.answers import Observation
@@ -218,7 +218,7 @@ def test_what_no_database_keeps_is_no_answer(fleet: Fleet):
 
 
 def strays(fleet: Fleet) -> list[tuple[str, int, float]]:
-    found = untracked_processes.in_quarantine(fleet.vm)
+    found = untracked_processes.on_machine(fleet.vm)
     return [(each["job_id"], each["epoch"], each["since"]) for each in found]
 
 
@@ -378,6 +378,39 @@ def test_absence_proves_nothing_where_the_probe_was_not_answered_whole(fleet: Fl
         assert fleet.observed() == {"GPU-0": "ok", "GPU-1": "mig"}
         assert fleet.vm.degraded
         assert "nvidia-smi" in (fleet.vm.problem or "")
+
+
+def test_one_gpu_that_is_lost_leaves_the_others_in_use(fleet: Fleet):
+    line = "Unable to determine the device handle for GPU1: 0000:0B:00.0: Unknown Error"
+    fleet.look(gpu(0), gpu(1), gpu(2))
+    fleet.look(gpu(0), gpu(2), probe={"status": "ok", "lost": [line]})
+    assert fleet.observed() == {"GPU-0": "ok", "GPU-1": "missing", "GPU-2": "ok"}
+    assert line in (fleet.gpus()["GPU-1"].detail or "")
+    assert (fleet.vm.degraded, line in (fleet.vm.problem or "")) == (False, True)
+    told = fleet.database.read(lambda s: list(status.alarms(s, Actor("user:x"))))
+    assert [line in alarm["message"] for alarm in told if alarm["kind"] == "degraded"] == [True]
+    submit(fleet.database, "waits", gpus=3)
+    now = fleet.database.run(databases.seconds)
+    fleet.look(gpu(0), probe={"status": "ok", "lines_not_read": ["%%%"]}, at=now)
+    assert fleet.observed() == {"GPU-0": "ok", "GPU-1": "degraded", "GPU-2": "degraded"}
+    assert "%%%" in (fleet.gpus()["GPU-2"].detail or "")
+    assert claimed_ids(fleet.database) == []
+    waiting = fleet.database.run(lambda s: jobs.show(s, Actor("user:x"), "waits"))["waiting"]
+    assert any("GPU 2" in reason and "%%%" in reason for reason in waiting)
+    fleet.look(gpu(0), gpu(1), gpu(2), at=now + 1)
+    assert (fleet.vm.problem, {*fleet.observed().values()}) == (None, {"ok"})
+
+
+def test_a_display_uses_a_gpu_only_by_its_memory(fleet: Fleet):
+    display = app("GPU-0") | {"graphics": True}
+    fleet.look(gpu(0, memory_used_mb=701), apps=[display])
+    assert fleet.observed() == {"GPU-0": "foreign_busy"}
+    assert "--idle-memory-mb" in (fleet.gpus()["GPU-0"].detail or "")
+    fleet.set(idle_memory_mb=900)
+    fleet.look(gpu(0, memory_used_mb=701), apps=[display])
+    assert fleet.observed() == {"GPU-0": "ok"}
+    fleet.look(gpu(0, memory_used_mb=701), apps=[display, app("GPU-0")])
+    assert fleet.observed() == {"GPU-0": "foreign_busy"}
 
 
 def test_a_gpu_is_not_free_because_nobody_said_who_is_on_it(fleet: Fleet):

@@ -93,7 +93,7 @@ async def test_what_was_made_long_ago_is_looked_at_before_it_is_taken_in(
         if len(said) != 2:
             return found
         shutil.rmtree(place.environment())
-        return replace(found, time=said[0] + 2 * preparing.SPARED)
+        return replace(found, time=said[0] + 2 * preparing.PRUNE_AFTER_SECONDS)
 
     monkeypatch.setattr(preparing.Runner, "hello", after_a_night)
     made = await place.prepare()

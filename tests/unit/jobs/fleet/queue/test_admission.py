@@ -85,17 +85,21 @@ def test_a_row_by_hand_becomes_what_a_request_becomes(database: Database) -> Non
     assert admit_new(database) == 0
 
 
-def test_four_columns_are_a_full_submission(
-    database: Database, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """What runs groupwise waits for a machine that has it."""
+class Training:
+    def expand(self, row: kinds.Row) -> JobSpec:
+        return JobSpec(("groupwise", row["model"], str(row["max_steps"]), row["output_dir"]))
 
-    class Training:
-        def expand(self, row: kinds.Row) -> JobSpec:
-            return JobSpec(("groupwise", row["model"], str(row["max_steps"]), row["output_dir"]))
 
+@pytest.fixture
+def training(monkeypatch: pytest.MonkeyPatch) -> None:
+    """GRPO, without what trains."""
     monkeypatch.setattr(kinds, "_entry_points", lambda: {"GRPO": "somewhere"})
     monkeypatch.setattr(kinds, "_load_entry_point", lambda place: Training())
+
+
+@pytest.mark.usefixtures("training")
+def test_four_columns_are_a_full_submission(database: Database) -> None:
+    """What runs groupwise waits for a machine that has it."""
     add_machine(database, "vm-1", 1)
     execute(
         database,
@@ -114,6 +118,24 @@ def test_four_columns_are_a_full_submission(
     assert claimed_ids(database) == ["j"]
 
 
+@pytest.mark.usefixtures("training")
+@pytest.mark.parametrize(("kind", "needs", "gpus"), [
+    ("COMMAND", {}, 0), ("COMMAND", {"vm": "gpu-1"}, 0), ("COMMAND", {"gpu_model": "A100"}, 1),
+    ("GRPO", {}, 1), ("GRPO", {"vm": "cpu-1"}, 0), ("GRPO", {"vm": "gpu-1"}, 1), ("GRPO", {"vm": "later"}, 1),
+    ("GRPO", {"labels": {"disk": "fast"}}, 0), ("GRPO", {"vm": "slurm"}, 1), ("GRPO", {"gpus": 0}, 0),
+])  # fmt: skip
+def test_gpus_of_a_job_that_gives_no_number(
+    database: Database, kind: str, needs: dict[str, Any], gpus: int
+) -> None:
+    """A command gets none, a kind of job one if a machine that it may run on has one."""
+    add_machine(database, "gpu-1", 1)
+    add_machine(database, "cpu-1", labels={"disk": "fast"})
+    add_machine(database, "slurm", engine={"name": "slurm", "slots": 2, "gpus": 4})
+    work = {"arguments": ["true"]} if kind == "COMMAND" else TRAINING
+    job = submit_with(database, from_document({"job_type": kind, "resources": needs, **work}))
+    assert (job.resources or {}).get("gpus") == gpus, job.failure_reason
+
+
 TRAINING = {"model": "tiny", "dataset": "org/d", "reward_function": "correctness"}
 """A row of a training kind, but for the kind."""
 
@@ -126,6 +148,29 @@ def test_a_secret_that_the_operator_has_not_named_is_refused(database: Database)
     assert "TOKEN" in failure(database, "j")
     made = submit_with(database, from_document({"arguments": ["true"], "secrets": secrets}))
     assert made.status == "failed"
+
+
+def test_a_command_heeds_no_column_of_training_and_takes_none(database: Database) -> None:
+    given: dict[str, Any] = {
+        "model": "m",
+        "dataset": "d",
+        "reward_function": "r",
+        "preprocessing_pipeline": "x",
+        "hyperparams": '{"a": 1}',
+        "use_unsloth": True,
+        "max_steps": 7,
+        "learning_rate": 0.0,
+        "batch_size": 2,
+        "num_generations": 1,
+    }
+    assert given.keys() == kinds.OF_TRAINING.keys()
+    insert(database, "all", **given)
+    for column, value in given.items():
+        insert(database, column, **{column: value})
+    admit_new(database)
+    for column in given:
+        assert f"leave {column} out" in failure(database, column)
+        assert f"leave {column} out" in failure(database, "all")
 
 
 def test_ids_that_could_not_name_a_folder(database: Database) -> None:
@@ -219,7 +264,7 @@ VARIED = [
     {"arguments": ["true"], "resources": {"gpus": 1}, "hold": True},
     {"arguments": ["true", "it"], "resources": {"gpus": 2, "machines": 2}, "priority": 3},
     {"arguments": ["true"], "name": "nobody knows how many GPUs"},
-    {"arguments": ["true"], "resources": {"gpus": 0}, "max_steps": 7, "labels": {"a": "b"}},
+    {"arguments": ["true"], "resources": {"gpus": 0}, "output_dir": "out", "labels": {"a": "b"}},
     {"arguments": ["true"], "resources": {"gpus": 1}, "after": ["there:ok"]},
     {"job_type": "DANCE", "resources": {"gpus": 1}},
     {"arguments": ["true"], "resources": {"gpus": 1}, "environment": {"A": "1"}},

@@ -84,7 +84,7 @@ def test_a_machine_that_comes_back_and_a_quota_that_is_raised(database: Database
     for before, after in (
         ("vms SET draining = true", "vms SET draining = false"),
         ("vms SET contact = 'unreachable'", "vms SET contact = 'ok'"),
-        ("vms SET cordoned = 'x'", "vms SET cordoned = NULL"),
+        ("vms SET drain_reason = 'x'", "vms SET drain_reason = NULL"),
         ("vms SET active = false", "vms SET active = true"),
         ("projects SET max_gpus = 0", "projects SET max_gpus = 1"),
     ):
@@ -114,7 +114,7 @@ def test_a_quota_does_not_count_what_is_over_on_a_machine_that_fell_silent(
     assert wake(database) == 1
     assert claimed_ids(database) == ["two"]
     submit(database, "three", project="p", gpus=1)
-    assert "uses 1 of its 1 GPUs" in str(explain(database, "three"))
+    assert "uses 1 of its 1 GPU," in str(explain(database, "three"))
 
 
 def test_capacity_that_nobody_told_of_is_found_by_the_next_claim(database: Database) -> None:
@@ -170,5 +170,7 @@ def test_why_a_job_waits(database: Database) -> None:
     later = database.run(seconds) + 100
     execute(database, "UPDATE jobs SET not_before = :t WHERE job_id = 'r0'", t=later)
     assert explain(database, "r0")[0].startswith("it is tried again in ")
+    execute(database, """UPDATE attempts SET evidence = '{"because": "exit code 1"}'""")
+    assert explain(database, "r0")[0].endswith(" s; its last attempt ended: exit code 1")
     finish(database, "r1")
     assert explain(database, "w0") == ["there is room for it, and it is the next in the queue"]

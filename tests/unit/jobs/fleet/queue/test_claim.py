@@ -1,5 +1,6 @@
 """Jobs from the queue onto machines, one dispatcher at a time. Several at once: `tests/integration/fleet/test_claim_races.py`."""
 
+import json
 import random
 from collections.abc import Sequence
 from typing import Any
@@ -9,6 +10,7 @@ from sqlalchemy import select, update
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
+from groupwise.api.schemas.fleet import MOST_SLOTS
 from groupwise.jobs.fleet.attempts import ending
 from groupwise.jobs.fleet.attempts.decide import Move
 from groupwise.jobs.fleet.queue import claim, kinds, requeue_pending
@@ -195,11 +197,12 @@ def test_what_may_not_begin_does_not(database: Database) -> None:
 def test_machines_that_get_nothing(database: Database) -> None:
     long_looks = """facts = '{"look_seconds": 300}'"""
     changes = {
-        "draining = true": "draining",
-        "cordoned = 'it burns'": "cordoned: it burns",
+        "draining = true": "draining; `groupwise fleet vm undrain` ends that",
+        "drain_reason = 'it burns'": "draining: it burns",
         "contact = 'unreachable'": "unreachable",
         "contact = 'untrusted'": "vm trust",
         "contact = 'new'": "not observed yet",
+        "contact = 'new', problem = 'no key fits'": "no key fits",
         "lost_at = 1": "lost",
         "degraded = true": "cannot be read",
         "observed_round = observed_round - 1000": "not observed for",
@@ -216,9 +219,35 @@ def test_machines_that_get_nothing(database: Database) -> None:
         assert why in "\n".join(job_of(database, name).blocked_reasons or [])
 
 
+def test_a_command_of_exec_waits_for_nothing_but_the_machine(database: Database) -> None:
+    add_machine(database, "vm-1", cpu_slots=1)
+    first, second = submit(database, gpus=0), submit(database, gpus=0)
+    assert claimed_ids(database) == [first]
+    command: dict[str, Any] = {"gpus": 0, "vm": "vm-1", "oversubscribe": True, "priority": 1000}
+    commands = [submit(database, **command) for _ in range(2)]
+    execute(database, "UPDATE vms SET draining = true")
+    assert set(claimed_ids(database)) == set(commands)
+    execute(database, "UPDATE vms SET draining = false, contact = 'unreachable', problem = 'off'")
+    third = submit(database, **command)
+    assert claimed_ids(database) == []
+    assert "unreachable: off" in "\n".join(job_of(database, third).blocked_reasons or [])
+    assert job_of(database, second).status == "pending"
+
+
+def test_a_command_of_exec_takes_no_slot_of_an_untracked_one(database: Database) -> None:
+    add_machine(database, "vm-1")
+    stray = {"what": "attempt", "job_id": "other", "epoch": 1, "detail": "", "since": 0, "gpus": []}
+    facts = json.dumps({"untracked": [{**stray, "slot": MOST_SLOTS}]})
+    execute(database, f"UPDATE vms SET facts = '{facts}'")
+    command = submit(database, gpus=0, vm="vm-1", oversubscribe=True)
+    assert claimed_ids(database) == [command]
+    slots = select(Reservation.slot)
+    assert database.read(lambda s: s.scalars(slots).all()) == [MOST_SLOTS + 1]
+
+
 def test_gpus_that_are_not_given(database: Database) -> None:
     add_machine(database, "vm-1", 2)
-    execute(database, "UPDATE gpus SET quarantined = 'Xid 79' WHERE \"index\" = 1")
+    execute(database, "UPDATE gpus SET quarantine_reason = 'Xid 79' WHERE \"index\" = 1")
     submit(database, "one", gpus=1)
     for state in ("foreign_busy", "missing", "degraded", "mig"):
         execute(database, f"UPDATE gpus SET observed = '{state}' WHERE \"index\" = 0")

@@ -45,6 +45,8 @@ def test_what_cannot_be_used_hides_nothing_and_takes_nothing(document: Any, word
     ({"gpus": 1, "gpu_memory_mb": 40_000}, {"gpus": 1, "gpu_memory_mb": 80_000}, None),
     ({"gpus": 1, "gpu_memory_mb": 40_000}, {"gpus": 1, "gpu_memory_mb": 24_000}, "24000 MB"),
     ({"gpus": 1, "gpu_memory_mb": 40_000}, {"gpus": 1}, "unknown memory"),
+    ({"gpus": 1}, {"gpus": 1, "gpu_model": "a100_3g.20gb"}, "names their profile"), ({"gpus": 0}, {"gpu_model": "a100_3g.20gb"}, None),
+    ({"gpus": 1, "gpu_model": "MIG-3g.20gb"}, {"gpus": 1, "gpu_model": "a100_3g.20gb"}, None),
 ])  # fmt: skip
 def test_what_a_job_may_ask_for(asked: dict[str, Any], said: dict[str, Any], word: str) -> None:
     found = elastic.unfit(Resources(**asked), slurm(**said))

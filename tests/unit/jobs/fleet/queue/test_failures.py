@@ -81,6 +81,10 @@ def test_a_job_may_say_how_often() -> None:
     assert tries(FailureClass.CRASHED, RetryPolicy(charged=0)) == 1
     assert tries(FailureClass.CRASHED, RetryPolicy(charged=5)) == 6
     assert tries(FailureClass.NETWORK, RetryPolicy(per_class={FailureClass.NETWORK: 1})) == 2
+    often = RetryPolicy(per_class={FailureClass.NETWORK: 40})
+    assert tries(FailureClass.NETWORK, often) == 41
+    many = {FailureClass.NETWORK: 35, "free": 35}
+    assert follows(FailureClass.PREEMPTION, policy=often, spent=many).status is JobStatus.QUEUED
 
 
 def test_charged_failures_of_different_kinds_come_out_of_one_budget() -> None:

@@ -81,6 +81,11 @@ def test_named_gpus_and_machines() -> None:
     assert "GPU 3 in use" in reasons(place(Resources(gpus=1, named=(3,), vm="b"), fleet))
     assert "no machine c" in reasons(place(Resources(gpus=1, vm="c"), fleet))
     assert "no GPU 9" in reasons(place(Resources(gpus=1, named=(9,), vm="b"), fleet))
+    two_vendors = [Machine("c", (gpu(30, 0), gpu(31, 0)))]
+    asked = Resources(gpus=1, named=(0,), vm="c")
+    assert "GPU-30 or GPU-31: name its UUID" in reasons(place(asked, two_vendors))
+    replaced = Machine("c", (gpu(30, 0, trouble="is not there any more"), gpu(31, 0)))
+    assert placed(place(asked, [replaced])) == {"c": [0]}
 
 
 def test_labels_cpus_ram_and_disk() -> None:
@@ -99,6 +104,71 @@ def test_labels_cpus_ram_and_disk() -> None:
         assert why in reasons(place(Resources.model_validate({"gpus": 1, **asked}), [one]))
     unknown = place(Resources(gpus=1, ram_mb=1), [machine("a", 1)])
     assert "unknown MB of RAM" in reasons(unknown)
+
+
+def test_only_a_job_that_asks_for_a_mig_device_gets_one() -> None:
+    split = with_gpu(machine("a", 3), 0, trouble="is split into MIG devices")
+    profile = "NVIDIA A100-SXM4-80GB MIG 3g.40gb"
+    parts = (replace(g, uuid=f"MIG-{g.index}", index=0, model=profile) for g in split.gpus[1:])
+    split = replace(split, gpus=(split.gpus[0], *parts))
+    for asked, uuid in (
+        (Resources(gpus=1, gpu_model="MIG-3g.40gb"), "MIG-1"),
+        (Resources(gpus=1, gpu_model="A100 MIG 3g.40gb", share_mb=100), "MIG-1"),
+        (Resources(gpus=1, named=("MIG-2",)), "MIG-2"),
+    ):
+        answer = place(asked, [split])
+        assert isinstance(answer, Placement)
+        assert [gpu.uuid for gpu in answer.seats[0].gpus] == [uuid]
+    for asked, told in (
+        (Resources(gpus=1), "which a job gets if --gpu-model names its profile"),
+        (Resources(gpus=1, share_mb=100), "if --gpu-model names its profile"),
+        (Resources(gpus=1, gpu_model="A100"), "not A100"),
+        (Resources(gpus=1, gpu_model="MIG-1g.10gb"), "not MIG-1g.10gb"),
+        (Resources(gpus=1, named=(0,), vm="a"), "split into"),
+    ):
+        assert told in reasons(place(asked, [split]))
+
+
+def test_a_job_gets_gpus_of_one_vendor() -> None:
+    def amd(gpu_id: int, index: int) -> MachineGPU:
+        return gpu(gpu_id, index, vendor="AMD", model="AMD Instinct MI300X")
+
+    mixed = Machine("a", (gpu(1, 0), gpu(2, 1), amd(3, 0), amd(4, 1), amd(5, 2)))
+    other = Machine("b", (gpu(6, 0), gpu(7, 1)))
+
+    def given(fleet: list[Machine], **asked: Any) -> set[int]:
+        answer = place(Resources(**asked), fleet)
+        assert isinstance(answer, Placement)
+        return {gpu.gpu_id for seat in answer.seats for gpu in seat.gpus}
+
+    assert given([mixed], gpus=3) == {3, 4, 5}
+    assert given([mixed], gpus=2, gpu_model="A100") == {1, 2}
+    assert given([mixed, other], gpus=2, machines=2) == {1, 2, 6, 7}
+    waits = withhold(Resources(gpus=3), [with_gpu(mixed, 2, whole=True)], job_id="j")
+    assert set(waits.gpus) == {3, 4, 5}
+    for asked, told in (
+        (Resources(gpus=4), "a: 3 of 3 GPUs fit, 4 wanted"),
+        (Resources(gpus=4), "those of each are counted by themselves"),
+        (Resources(gpus=1, named=(0,), vm="a"), "GPU-1 or GPU-3: name its UUID"),
+        (Resources(gpus=2, named=("GPU-1", 2), vm="a"), "some of both are named"),
+    ):
+        assert told in reasons(place(asked, [mixed]))
+    unseen = with_gpu(Machine("a", (gpu(1, 0), amd(3, 1))), 0, trouble="is quarantined")
+    same_index = replace(unseen, gpus=(unseen.gpus[0], amd(3, 0)))
+    assert "name its UUID" in reasons(place(Resources(gpus=1, named=(0,), vm="a"), [same_index]))
+
+
+def test_a_command_of_exec_runs_beside_all_others() -> None:
+    command = Resources(gpus=0, vm="a", oversubscribe=True)
+    machines = {"a": machine("a", 1, slots=1, taken_slots=frozenset({0}), trouble="draining")}
+    for _ in range(2):
+        answer = place(command, machines.values())
+        assert isinstance(answer, Placement)
+        apply(answer, command, machines)
+    assert len(machines["a"].taken_slots) == 3
+    assert has_room(replace(machines["a"], slots=2, trouble=None)), "its slots stay those of jobs"
+    gone = replace(machines["a"], unreachable_reason="unreachable: no key")
+    assert "unreachable: no key" in reasons(place(command, [gone]))
 
 
 def test_machines_to_avoid_are_the_last_resort() -> None:

@@ -19,13 +19,26 @@ from groupwise.jobs.fleet.queue.request import (
     ({"webhook": "http://example.org:0/"}, "no place on any network"), ({"webhook": "http://example.org:70000/"}, "webhook"),
     ({"webhook": "https://user:pw@x/"}, "webhook"), ({"resources": {"gpus": 0, "share_mb": 1}}, "resources: "),
     ({"retry": {"once": True, "charged": 1}}, "retry.charged has no effect"),
-    ({"retry": {"once": True, "per_class": {"reboot": 1}}}, "retry.per_class has no effect"),
+    ({"retry": {"once": True, "per_class": {"reboot": 1}}}, "retry.per_class.reboot has no effect"),
     ({"retry": {"once": True}, "allow_smaller_batch": True}, "allow_smaller_batch has no"),
+    ({"retry": {"charged": 0}, "allow_smaller_batch": True}, "allow_smaller_batch has no"),
+    ({"retry": {"per_class": {"gpu_oom": 0}}, "allow_smaller_batch": True}, "allow_smaller_batch has no"),
+    ({"retry": {"per_class": {"gpu_oom": 2}}}, "allow a smaller one"),
+    ({"retry": {"charged": 1, "per_class": {"crashed": 2}}}, "raise that"),
+    ({"resources": {"oversubscribe": True}}, "say vm, and gpus 0"),
 ])  # fmt: skip
 def test_values_that_cannot_be_meant(document: dict[str, object], said: str) -> None:
     found = problems(from_document(document))
     assert any(said in problem for problem in found)
     assert "hunter2" not in "".join(found)
+
+
+def test_more_retries_after_one_class_raise_the_total_that_would_forbid_them() -> None:
+    policy = from_document({"retry": {"per_class": {"crashed": 5, "network": 40}}}).retry_policy()
+    assert (policy.charged, policy.per_class) == (5, {"crashed": 5, "network": 40})
+    once = {"once": True, "per_class": {"launch_failure": 9, "not_provided": 0, "crashed": 0}}
+    assert problems(from_document({"retry": once})) == [], "what has not begun begins elsewhere"
+    assert from_document({"retry": {"per_class": {"crashed": 1}}}).retry_policy().charged == 2
 
 
 def test_what_was_admitted_under_a_higher_limit_comes_to_its_end() -> None:

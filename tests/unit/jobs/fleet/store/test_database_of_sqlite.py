@@ -88,7 +88,7 @@ def test_patience_ends(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     try:
         with pytest.raises(DatabaseFailure, match=r"busy.*locked.*end that") as raised:
             database.run(put("a"))
-        assert raised.value.passing
+        assert raised.value.temporary
     finally:
         database.close()
         other.close()

@@ -7,14 +7,14 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from alembic.autogenerate import compare_metadata
 from alembic.migration import MigrationContext
-from sqlalchemy import Connection, text
+from sqlalchemy import Connection, select, text
 from sqlalchemy.event import listen
 from sqlalchemy.orm import Session
 
 from groupwise.core.errors import UsageError
 from groupwise.jobs.fleet.store import schema, triggers
 from groupwise.jobs.fleet.store.database import Database, check_schema, connect, migrate
-from groupwise.jobs.fleet.store.tables import Base
+from groupwise.jobs.fleet.store.tables import GPU, VM, Base
 from groupwise.jobs.fleet.store.triggers import Rule
 
 SQLITE_OBJECTS = "SELECT type, name FROM sqlite_master WHERE name NOT LIKE 'sqlite_%'"
@@ -136,8 +136,8 @@ def test_newer_rules_are_left_alone(database: Database, monkeypatch: pytest.Monk
 
 
 RULES_MADE = {
-    "sqlite": "1:72ef3b55e6a0cad2",
-    "postgresql": "1:5f84f1077cb9725c",
+    "sqlite": "1:1a2c58bfefd1916a",
+    "postgresql": "1:72be9852c4e5c0e5",
 }
 """By `schema.RULES` of now."""
 
@@ -207,10 +207,35 @@ def test_a_database_of_before_is_brought_up_to_date_with_what_is_in_it(empty: Da
     before = objects(empty)
     with empty.engine.begin() as connection:
         schema._drop_derived(connection)
-        connection.exec_driver_sql("ALTER TABLE vms DROP COLUMN engine")
-        connection.exec_driver_sql(f"UPDATE {schema.VERSION_TABLE} SET version_num = '0001'")
-        connection.exec_driver_sql("INSERT INTO vms (vm_id, workdir) VALUES ('old', 'w')")
+        for statement in (
+            "ALTER TABLE vms DROP COLUMN engine",
+            "ALTER TABLE vms RENAME COLUMN drain_reason TO cordoned",
+            "ALTER TABLE gpus RENAME COLUMN quarantine_reason TO quarantined",
+            "ALTER TABLE gpus RENAME COLUMN fault_report TO accused",
+            f"UPDATE {schema.VERSION_TABLE} SET version_num = '0001'",
+            "INSERT INTO vms (vm_id, workdir, cordoned, facts) "
+            """VALUES ('old', 'w', 'fan', '{"cpus": 8, "quarantined": [{"what": "folder"}]}')""",
+            "INSERT INTO vms (vm_id) VALUES ('new')",
+            'INSERT INTO gpus (vm_id, "index", uuid, quarantined, accused) '
+            """VALUES ('old', 0, 'GPU-0', 'Xid 79', '{"job_id": "one", "said": "Xid"}')""",
+            "INSERT INTO gpus (vm_id, \"index\", uuid) VALUES ('old', 1, 'GPU-1')",
+            "INSERT INTO projects (name, weight, max_gpus) VALUES ('p', 0, -1)",
+            "CREATE VIEW gpu_free AS SELECT * FROM gpus",
+            "CREATE VIEW vm_overview AS SELECT * FROM gpu_free",
+        ):
+            connection.exec_driver_sql(statement)
     migrate(empty)
     assert objects(empty) == before
     execute(empty, "UPDATE vms SET engine = '{\"name\": \"slurm\"}' WHERE vm_id = 'old'")
-    assert empty.read(lambda s: s.execute(text("SELECT workdir FROM vms")).scalar()) == "w"
+    machines = select(VM.vm_id, VM.workdir, VM.drain_reason, VM.facts).order_by(VM.vm_id.desc())
+    assert empty.read(lambda s: [tuple(row) for row in s.execute(machines)]) == [
+        ("old", "w", "fan", {"cpus": 8, "untracked": [{"what": "folder"}]}),
+        ("new", "groupwise-fleet", None, {}),
+    ]
+    gpus = select(GPU.quarantine_reason, GPU.fault_report).order_by(GPU.index)
+    assert empty.read(lambda s: [tuple(row) for row in s.execute(gpus)]) == [
+        ("Xid 79", {"job_id": "one", "message": "Xid"}),
+        (None, None),
+    ]
+    query = text("SELECT weight, max_gpus, max_waiting FROM projects")
+    assert empty.read(lambda s: tuple(s.execute(query).one())) == (0.001, 0, None)

@@ -24,6 +24,7 @@ import pytest
 from sqlalchemy import text
 from sqlalchemy.exc import IntegrityError
 
+from groupwise.api.schemas.fleet import MOST_INTEGER
 from groupwise.jobs.fleet.store import triggers
 from groupwise.jobs.fleet.store.database import Database
 from groupwise.jobs.fleet.verbs.machines import VM_ID
@@ -358,6 +359,27 @@ def test_a_machine_that_could_not_be_read_hides_no_others(database: Database) ->
         execute(database, insert, said=right)
 
 
+@pytest.mark.parametrize(("table", "column"), triggers.RANGES)
+def test_a_number_that_cannot_be_heeded_is_no_value_of_a_column(
+    database: Database, table: str, column: str
+) -> None:
+    least, most = triggers.RANGES[table, column]
+    key, words = "vm_id" if table == "vms" else "name", f"{column} of {table}: a "
+    insert = f"INSERT INTO {table} ({key}, {column}) VALUES (:key, :given)"
+    wrong: list[object] = [0 if least else -1, -1]
+    wrong += [] if most == MOST_INTEGER else [most + 1]  # PostgreSQL itself refuses a larger one
+    if database.dialect == "sqlite":
+        wrong += ["", "x", b"5"]
+        wrong += [] if column in ("weight", "deadman") else [1.5]
+    elif column in ("weight", "deadman"):
+        wrong += [float("nan"), float("inf")]
+    for number, given in enumerate((least, most)):
+        execute(database, insert, key=f"right-{number}", given=given)
+    for given in wrong:
+        refused(database, words, insert, key="wrong", given=given)
+        refused(database, words, f"UPDATE {table} SET {column} = :given", given=given)
+
+
 NO_NAMES = [
     *("", " ", "odd name; x", "-rf", ".hidden", "_x", "a b", "a/b", "a\n", "\na", "a\x1b", "a\x7f"),
     *("é", "aé", "a:b", "a,b", "a'b", 'a"b', "a%b", "a[b", "a]b", "a^b", "a\\b"),
@@ -463,7 +485,10 @@ def test_a_card_that_two_machines_show_is_held_once(
 def test_a_machine_stays_the_place_where_something_runs(
     database: Database, gpu: int, epochs: list[int]
 ) -> None:
-    changes = [f"UPDATE vms SET \"{c}\" = 'other'" for c in ("transport", "user", "workdir")]
+    refused(database, "`ssh` or `local`", "UPDATE vms SET transport = 'other'")
+    refused(database, "`ssh` or `local`", "INSERT INTO vms (vm_id, transport) VALUES ('x', '')")
+    other = {"transport": "local", "user": "other", "workdir": "other"}
+    changes = [f"UPDATE vms SET \"{column}\" = '{value}'" for column, value in other.items()]
     execute(database, RESERVE, **reservation(epochs[0], gpu))
     for change in changes:
         refused(database, "drain it first", change)

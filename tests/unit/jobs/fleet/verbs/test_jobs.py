@@ -14,7 +14,7 @@ from sqlalchemy.orm import Session
 
 from groupwise.api.schemas.problems import Refusal
 from groupwise.jobs.fleet.states import JobStatus
-from groupwise.jobs.fleet.store.tables import Job
+from groupwise.jobs.fleet.store.tables import Attempt, Job
 from groupwise.jobs.fleet.verbs import jobs
 from groupwise.jobs.fleet.verbs.jobs import JobFilter
 
@@ -31,6 +31,20 @@ def test_the_newest_come_first_and_a_page_leads_to_the_next(small: Any) -> None:
     second = small.do(jobs.listing, JobFilter(limit=2, older_than=first[-1]["job_id"]))
     third = small.do(jobs.listing, JobFilter(limit=2, older_than=second[-1]["job_id"]))
     assert [each["job_id"] for each in (*first, *second, *third)] == ids[::-1]
+
+
+def test_a_job_that_completed_without_some_of_its_processes_says_so_in_the_list(small: Any) -> None:
+    vm = small.machine()
+    made = {ended: small.job(status) for ended, status in ((0, "completed"), (2, "completed"))}
+    for kills, job in made.items():
+        epoch = small.attempt(job, vm, cleanup="clean", state="collecting")
+        evidence = {"members": [{"rank": 0, "exit": {"code": 0, "oom_kill": kills}}]}
+        ended = {"state": "ended", "outcome": "succeeded", "evidence": evidence}
+        change = update(Attempt).where(Attempt.epoch == epoch).values(**ended)
+        small.database.run(lambda s, change=change: s.execute(change))
+    listed = {each["job_id"]: each["warning"] for each in small.do(jobs.listing, JobFilter())}
+    assert listed.pop(made[0]) is None
+    assert "2 of its processes" in listed.pop(made[2])
 
 
 def test_filters_are_laid_over_each_other(small: Any) -> None:
@@ -158,7 +172,7 @@ def test_retry_begins_a_new_generation(small: Any) -> None:
         found = (row.status, row.generation, row.spent, row.retry_count)
         assert found == ("queued", 1, {}, 0)
         assert row.failure_reason is row.end_time is row.cancel_requested_at is None
-    assert small.events() == [("user:ada", "job.retried")] * 2
+    assert small.events() == [("user:ada", "job.retried"), ("admission", "job.queued")] * 2
 
 
 def test_nothing_else_is_retried(small: Any) -> None:

@@ -30,14 +30,18 @@ def set_columns(small: Any, vm_id: str, **columns: Any) -> None:
 
 def test_a_removed_machine_may_come_back(small: Any) -> None:
     small.do(machines.add, NewMachine("gpu-1", "10.0.0.1", user="ada", host_key=host_key()))
-    small.do(machines.cordon, "gpu-1", "noisy")
+    small.do(machines.drain, "gpu-1", "noisy")
     assert small.do(machines.remove, "gpu-1")["active"] is False
     assert small.do(machines.listing) == []
     with pytest.raises(Refusal, match="was removed"):
         small.do(machines.drain, "gpu-1")
     small.do(machines.add, NewMachine("gpu-1", "10.0.0.9", user="ada"))
     (found,) = small.do(machines.listing)
-    assert (found["ip_address"], found["cordoned"], found["host_key"]) == ("10.0.0.9", None, None)
+    assert (found["ip_address"], found["drain_reason"], found["host_key"]) == (
+        "10.0.0.9",
+        None,
+        None,
+    )
 
 
 def given_up(small: Any, vm_id: str) -> int:
@@ -56,11 +60,11 @@ def test_a_machine_that_was_given_up_and_is_added_again_is_not_used_before_it_is
     small.do(machines.remove, "gpu-1")
     found = small.do(machines.add, NewMachine("gpu-1", "10.0.0.1", user="ada"))
     assert (found["lost_at"], found["active"]) == (lost_at, True)
-    (left,) = small.database.read(lambda s: records.left_behind(s, "gpu-1"))
+    (left,) = small.database.read(lambda s: records.unreleased_members(s, "gpu-1"))
     assert left.epoch == epoch
-    assert not small.database.run(lambda s: records.use_again(s, "me", "gpu-1"))
-    small.database.run(lambda s: records.left_nothing(s, epoch, 0))
-    assert small.database.run(lambda s: records.use_again(s, "me", "gpu-1"))
+    assert not small.database.run(lambda s: records.return_to_use(s, "me", "gpu-1"))
+    small.database.run(lambda s: records.record_released(s, epoch, 0))
+    assert small.database.run(lambda s: records.return_to_use(s, "me", "gpu-1"))
     assert small.vm("gpu-1").lost_at is None
     small.do(machines.lost, "gpu-1")
     small.do(machines.remove, "gpu-1")

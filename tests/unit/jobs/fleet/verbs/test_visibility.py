@@ -10,14 +10,14 @@ from groupwise.jobs.fleet.queue.request import from_document
 from groupwise.jobs.fleet.store import events
 from groupwise.jobs.fleet.store.tables import GPU, VM, Job
 from groupwise.jobs.fleet.verbs import jobs, machines, status, submission
-from groupwise.jobs.fleet.verbs.visibility import UNTOLD
+from groupwise.jobs.fleet.verbs.visibility import HIDDEN
 from tests.unit.jobs.fleet.queue_helpers import submit
 
 CANARY = "canary-of-others"
 REQUEST = from_document({"arguments": ["true"], "resources": {"gpus": 1}})
 REASONS = [
     "vm-1: unreachable: CANARY: CANARY",
-    "vm-1, vm-2 and 3 more: cordoned: 3 launches in a row failed; the last one: CANARY\nCANARY",
+    "vm-1, vm-2 and 3 more: draining: 3 launches in a row failed; the last one: CANARY\nCANARY",
     "vm-1: its GPUs cannot be read: CANARY",
     "vm-1: 1 of 2 GPUs fit, 2 wanted: GPU 0 is quarantined: CANARY; GPU 1 is quarantined: CANARY",
     "vm-1: GPU 1 is in use by somebody outside of the fleet (CANARY)",
@@ -40,17 +40,17 @@ def spoken_of(small: Any) -> Any:
 
     def write(session: Session) -> None:
         for vm_id, more in (
-            ("vm-1", {"cordoned": CANARY, "problem": CANARY}),
+            ("vm-1", {"drain_reason": CANARY, "problem": CANARY}),
             ("vm-2", {"contact": "unreachable", "problem": CANARY}),
             ("vm-3", {}),
         ):
             vm = session.get_one(VM, vm_id)
-            vm.facts = {"cpus": 8, "quarantined": [{"job_id": CANARY}], "other": CANARY}
+            vm.facts = {"cpus": 8, "untracked": [{"job_id": CANARY}], "other": CANARY}
             for name, value in more.items():
                 setattr(vm, name, value)
         for gpu in session.query(GPU):
-            gpu.quarantined, gpu.detail = f"{CANARY} (attempt {CANARY}.7)", CANARY
-            gpu.accused = {"job_id": CANARY, "epoch": 7, "at": 1.0, "said": CANARY}
+            gpu.quarantine_reason, gpu.detail = f"{CANARY} (attempt {CANARY}.7)", CANARY
+            gpu.fault_report = {"job_id": CANARY, "epoch": 7, "at": 1.0, "message": CANARY}
         for vm_id in ("vm-1", "vm-2", "vm-3"):
             said = {"user": CANARY}
             events.append(
@@ -97,11 +97,11 @@ def test_a_bound_key_does_not_see_through_machines(spoken_of: Any) -> None:
     seen = everything(spoken_of.as_("ours"), job_id)
     for name, found in seen.items():
         assert CANARY not in json.dumps(found), name
-    assert UNTOLD in json.dumps(seen["plan"]["waits"])
+    assert HIDDEN in json.dumps(seen["plan"]["waits"])
     assert "it is kept for other projects; GPUs are kept for" in json.dumps(seen["job"])
     vm = seen["shown"][0]
-    assert (vm["state"], vm["total_gpus"], vm["facts"]) == ("cordoned", 2, {"cpus": 8})
-    assert vm["cordoned"] == vm["gpus"][0]["quarantined"] == UNTOLD
+    assert (vm["state"], vm["total_gpus"], vm["facts"]) == ("draining", 2, {"cpus": 8})
+    assert vm["drain_reason"] == vm["gpus"][0]["quarantine_reason"] == HIDDEN
     assert [each["kind"] for each in vm["events"]] == ["vm.changed"]
     elastic = spoken_of.as_("ours").do(machines.show, "vm-4")
     assert elastic["engine"] == {"name": "slurm", "slots": 3}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
 
@@ -15,39 +16,67 @@ if TYPE_CHECKING:
     from groupwise.jobs.fleet.client import FleetClient
 
 
-def take_along(
+@dataclass(frozen=True, slots=True)
+class LocalFiles:
+    """The files that the options name."""
+
+    file_options: Sequence[str]
+    project: Path | None
+    """The folder of --project-dir."""
+    exclude: Sequence[str]
+
+    def by_name(self) -> dict[str, Path]:
+        """Local files by their names in the job's folder; what is sent of the project is reported."""
+        files: dict[str, Path] = {}
+        inside: dict[str, str] = {}
+        if self.project is not None:
+            from groupwise.jobs.launch.bundle import bundle, path_in_project
+
+            for option in self.file_options:
+                path = path_in_project(self.project, option)
+                if path is not None and (self.project / path).exists():
+                    inside[option] = path
+            project = bundle(self.project, take=[*inside.values()], exclude=self.exclude)
+            for line in project.summary():
+                say(line)
+            files |= project.files
+        elif self.exclude:
+            raise UsageError("--exclude is for the files of --project-dir, which is missing.")
+        for option in self.file_options:
+            if option not in inside:
+                _add_files(files, *_parse_file_option(option))
+        return files
+
+
+def attach_files(
     access: FleetClient,
     documents: Mapping[str, dict[str, Any]],
-    file_options: Sequence[str],
+    local_files: LocalFiles,
     dry_run: bool,
 ) -> None:
-    """Give each job the manifest of its files: those of `--file` (`words`), and its own dataset and reward function."""
-    of_all: dict[str, Path] = {}
-    for file_option in file_options:
-        _add_files(of_all, *_parse_file_option(file_option))
+    """Give each job the manifest of its files: those of the options, and its own dataset and reward function."""
+    shared_files = local_files.by_name()
     own_files: dict[str, dict[str, Path]] = {}
     for location, document in documents.items():
         try:
-            own_files[location] = _own_files(document, of_all)
+            own_files[location] = _own_files(document, shared_files)
         except UsageError as error:
             raise UsageError(at(location, error.message)) from error
     _check_documents(documents)  # before anything is sent
-    entries = _store_files(access, (of_all, *own_files.values()), dry_run)
-    shared = {name: entries[path] for name, path in of_all.items()}
+    entries = _store_files(access, (shared_files, *own_files.values()), dry_run)
+    shared = {name: entries[path] for name, path in shared_files.items()}
     for location, document in documents.items():
         its_own = {name: entries[path] for name, path in own_files[location].items()}
         request_files = document.get("files", {})
         # Jobs without their own files share one manifest, because each job of a long array may have thousands of files.
-        if (
-            manifest := {**shared, **request_files, **its_own}
-            if request_files or its_own
-            else shared
-        ):
-            document["files"] = manifest
-    _warn_of_left_behind(documents.values())
+        if request_files or its_own:
+            document["files"] = {**shared, **request_files, **its_own}
+        elif shared:
+            document["files"] = shared
+    _warn_of_missing_files(documents.values())
 
 
-def _warn_of_left_behind(documents: Iterable[Mapping[str, Any]]) -> None:
+def _warn_of_missing_files(documents: Iterable[Mapping[str, Any]]) -> None:
     """Warn if a word of a command is a local file that is not uploaded: usually the command expects it."""
     file_arguments = {
         name: argument
@@ -58,24 +87,24 @@ def _warn_of_left_behind(documents: Iterable[Mapping[str, Any]]) -> None:
     for name, argument in file_arguments.items():
         if not name.startswith(("/", "..")) and os.path.isfile(argument):
             say(
-                f"{argument} is a file here, but does not travel with the job, whose folder is empty: --file {argument} takes it along"
+                f"{argument} is a file here, but is not sent with the job: --file {argument} sends it"
             )
 
 
-def _own_files(document: dict[str, Any], of_all: Mapping[str, Path]) -> dict[str, Path]:
+def _own_files(document: dict[str, Any], shared_files: Mapping[str, Path]) -> dict[str, Path]:
     """The local files that a job's dataset and reward function name. Both are changed to the paths in the job's folder."""
     files: dict[str, Path] = {}
     dataset = document.get("dataset")
     if isinstance(dataset, str):  # anything else is refused later
         path = Path(dataset).expanduser()
         if path.is_file():
-            _add_files(files, path, path.name, of_all)
+            _add_files(files, path, path.name, shared_files)
             document["dataset"] = f"file:{path.name}"
         elif dataset.startswith(("./", "../", "~")):
             raise UsageError(f"dataset {dataset}: there is no such file here.")
     rewards = document.get("reward_function")
     if isinstance(rewards, str):
-        names = (_add_reward_file(files, name.strip(), of_all) for name in rewards.split(","))
+        names = (_add_reward_file(files, name.strip(), shared_files) for name in rewards.split(","))
         document["reward_function"] = ",".join(names)
     return files
 
@@ -141,13 +170,13 @@ def _add_files(
         files[name] = path
 
 
-def _add_reward_file(files: dict[str, Path], reward: str, of_all: Mapping[str, Path]) -> str:
+def _add_reward_file(files: dict[str, Path], reward: str, shared_files: Mapping[str, Path]) -> str:
     """Add the file of `rewards.py:score` and return its new name; any other word is returned unchanged."""
     name, colon, attribute = reward.partition(":")
     path = Path(name).expanduser()
     if path.suffix != ".py" or not path.is_file():
         return reward
-    _add_files(files, path, path.name, of_all)
+    _add_files(files, path, path.name, shared_files)
     return f"{path.name}{colon}{attribute}"
 
 

@@ -11,7 +11,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, cast
 
+from pydantic import BaseModel
+
 from groupwise.api.schemas.openai import (
+    BY_IDS,
     GROUP,
     SIZE,
     TRAJECTORY,
@@ -37,8 +40,13 @@ class StorageHeaders:
     group: str | None = None
     size: int | None = None
     trajectory: str | None = None
-    retry: int = 0
+    retries: int = 0
     """How often the client of OpenAI has sent this request before."""
+
+    def hash_with(self, body: BaseModel) -> str:
+        """Hash of the request that a retry shares with its first attempt (SHA-256, hex)."""
+        headers = asdict(replace(self, retries=0))
+        return hashlib.sha256(f"{json.dumps(headers)}{body.model_dump_json()}".encode()).hexdigest()
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +59,6 @@ class Gather:
     """Members per group; None: the run's group size."""
     trajectory: str | None = None
     """Name of the trajectory that the call belongs to, or `BY_IDS`; None: the call is a member by itself."""
-    is_retry: bool = False
-    """True if the client may have sent this call before."""
 
 
 ReadCalls = Literal["none", "first", "all"]
@@ -100,6 +106,11 @@ class GenerationRequest:
         return replace(self, call_format=call_format, sampling=sampling)
 
     @property
+    def names_trajectory(self) -> bool:
+        """True if it names its trajectory, so that calls of other trajectories have other bodies."""
+        return self.gather is not None and self.gather.trajectory not in (None, BY_IDS)
+
+    @property
     def stops(self) -> tuple[str, ...]:
         """Texts that end a completion; they are not part of the text sent to the client."""
         return self.sampling.stop or ()
@@ -128,11 +139,15 @@ def parse_request(request: ChatRequest | TextRequest, headers: StorageHeaders) -
     read_calls: ReadCalls = "none"
     if isinstance(request, ChatRequest):
         prompts: tuple[Prompt | tuple[int, ...], ...] = (
-            [_template_message(messages) for messages in request.messages],
+            [_template_message(number, each) for number, each in enumerate(request.messages)],
         )
         columns = columns_of(tools := request.offered_tools, request.template_arguments)
         for index, tool in enumerate(tools):
-            _check_strict(index, tool["function"])
+            function = tool["function"]
+            if function.get("strict") and (
+                problem := strict_schema_problem(function.get("parameters") or {})
+            ):
+                raise field_refusal(f"tools.{index}.function.parameters", problem)
         if tools:
             read_calls = "first" if request.parallel_tool_calls is False else "all"
     else:
@@ -176,30 +191,27 @@ def parse_request(request: ChatRequest | TextRequest, headers: StorageHeaders) -
     )
 
 
-def _check_strict(index: int, function: Mapping[str, Any]) -> None:
-    if not function.get("strict"):
-        return
-    problem = strict_schema_problem(function.get("parameters") or {})
-    if problem is not None:
-        raise field_refusal(f"tools.{index}.function.parameters", problem)
-
-
-def _template_message(chat_message: ChatMessage) -> dict[str, Any]:
+def _template_message(number: int, chat_message: ChatMessage) -> dict[str, Any]:
     message = chat_message.plain()
     if chat_message.tool_calls:
-        message["tool_calls"] = [with_arguments(_call(call)) for call in chat_message.tool_calls]
+        message["tool_calls"] = [
+            with_arguments(_call(call, f"messages.{number}.tool_calls.{index}"))
+            for index, call in enumerate(chat_message.tool_calls)
+        ]
     return message
 
 
-def _call(call: Mapping[str, Any]) -> dict[str, Any]:
+def _call(call: Mapping[str, Any], field: str) -> dict[str, Any]:
     """A call without what OpenAI's client adds to those that it has read: templates may show all that a call has."""
+    function = call.get("function")
+    fields = cast("dict[str, Any]", function) if isinstance(function, dict) else {}
+    if not isinstance(fields.get("name"), str):
+        raise field_refusal(
+            field,
+            'is no call of a function; one is {"id": "...", "type": "function", "function": {"name": "...", "arguments": "{...}"}}',
+        )
     plain = {name: value for name, value in call.items() if name != "index"}
-    if isinstance(call.get("function"), dict):
-        function = cast("dict[str, Any]", call["function"])
-        plain["function"] = {
-            name: value for name, value in function.items() if name != "parsed_arguments"
-        }
-    return plain
+    return {**plain, "function": {k: v for k, v in fields.items() if k != "parsed_arguments"}}
 
 
 def _parse_gathering(
@@ -235,7 +247,7 @@ def _parse_gathering(
     if trajectory == "":
         raise field_refusal(f"metadata.{TRAJECTORY}", "is empty; give a name, or leave it out")
     size = headers.size or _parse_group_size(metadata.get(SIZE))
-    return Gather(name, size, trajectory, headers.retry > 0)
+    return Gather(name, size, trajectory)
 
 
 def _parse_group_size(text: str | None) -> int | None:

@@ -1,0 +1,174 @@
+"""Causal attention for transformers' models: a batch holds several texts, and no mask of all queries and keys is made.
+
+A dense mask grows with the square of the length, and torch keeps a copy of it for each layer's backward pass. `TextMask` states only where
+texts begin and end. Transformers passes it unchanged to the attention function that this module registers in place of its own `sdpa`, which
+computes each text by a causal kernel. Other masks still go to transformers' function.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache, partial
+from itertools import accumulate
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.flex_attention import BlockMask
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from groupwise.engine.models.native import varlen
+
+QUERIES = 256
+"""Queries for which a piece of a mask is made, if a text needs one."""
+
+
+class TextMask(BlockMask):
+    """A token sees itself and the earlier tokens of its own text. It is a `BlockMask` because transformers leaves such masks alone."""
+
+    def __init__(
+        self,
+        queries: int,
+        *,
+        past: int = 0,
+        lengths: Sequence[int] | None = None,
+        window: int | None = None,
+    ) -> None:
+        """`queries` tokens in each sequence, which also see all of the `past` keys before them.
+
+        `lengths`: of all texts, one after another in one sequence after another, padding included; None: each sequence is one text.
+        `window`: number of latest tokens that a token sees; None: all.
+        """
+        self.queries, self.past, self.window = queries, past, window
+        self.lengths = None if lengths is None else tuple(lengths)
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """As of a mask for attention scores: of any sequence and head."""
+        return 1, 1, self.queries, self.past + self.queries
+
+    def __repr__(self) -> str:
+        return f"TextMask({self.queries}, past={self.past}, lengths={self.lengths}, window={self.window})"
+
+    def within(self, window: int | None) -> TextMask:
+        """The same with a window."""
+        return TextMask(self.queries, past=self.past, lengths=self.lengths, window=window)
+
+    def dense(self, device: torch.device) -> Tensor:
+        """Mask [B, T, K], for attention that is not torch's: True where a query sees a key; B is 1 without `lengths`."""
+        seen_TK = torch.ones(self.shape[2:], dtype=torch.bool, device=device).tril_(self.past)
+        if self.window is not None:
+            seen_TK.triu_(self.past - self.window + 1)
+        if self.lengths is None:
+            return seen_TK[None]
+        lengths = torch.tensor(self.lengths, device=device)
+        texts_BT = torch.arange(len(lengths), device=device).repeat_interleave(lengths)
+        texts_BT = texts_BT.view(-1, self.queries)
+        return seen_TK & (texts_BT[:, :, None] == texts_BT[:, None, :])
+
+
+def causal_attention(
+    queries_BHTD: Tensor,
+    keys_BJKD: Tensor,
+    values_BJKD: Tensor,
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+) -> Tensor:
+    """Attention [B, H, T, D] of queries that are the last of the keys; memory grows with their number and not with its square."""
+    count, keys = queries_BHTD.shape[2], keys_BJKD.shape[2]
+    on_cpu = queries_BHTD.device.type == "cpu"
+    grouped = queries_BHTD.shape[1] != keys_BJKD.shape[1]
+    if grouped and not on_cpu and values_BJKD.dtype == torch.float32:
+        # On a GPU no kernel takes fewer key heads in float32, and torch would compute all scores.
+        repeat = queries_BHTD.shape[1] // keys_BJKD.shape[1]
+        keys_BJKD, values_BJKD = (
+            each.repeat_interleave(repeat, dim=1) for each in (keys_BJKD, values_BJKD)
+        )
+        grouped = False
+    attend = partial(F.scaled_dot_product_attention, scale=scale, enable_gqa=grouped)
+    if window is None or window >= keys:
+        if count == keys:
+            return attend(queries_BHTD, keys_BJKD, values_BJKD, is_causal=True)
+        if not on_cpu:
+            last = causal_lower_right(count, keys)
+            return attend(queries_BHTD, keys_BJKD, values_BJKD, attn_mask=last)
+    band_QX = _band(min(QUERIES, count), keys, window, values_BJKD.dtype, values_BJKD.device)
+    pieces: list[Tensor] = []
+    for start in range(0, count, QUERIES):
+        end = min(start + QUERIES, count)
+        past = keys - count + start  # keys before the first query of the piece
+        first = 0 if window is None else max(0, past - window + 1)
+        visible = slice(first, past + end - start)
+        pieces.append(
+            attend(
+                queries_BHTD[:, :, start:end],
+                keys_BJKD[:, :, visible],
+                values_BJKD[:, :, visible],
+                attn_mask=band_QX[: end - start, keys - past + first : keys + end - start],
+            )
+        )
+    return torch.cat(pieces, dim=2)
+
+
+@lru_cache(maxsize=4)
+def _band(
+    queries: int, keys: int, window: int | None, dtype: torch.dtype, device: torch.device
+) -> Tensor:
+    """The mask of all pieces [Q, keys + Q], of which each takes some columns: column `keys` belongs to the piece's first query.
+
+    Torch keeps the mask for the backward pass, so all pieces and layers share the memory of this one.
+    """
+    distance_QX = torch.arange(queries)[:, None] - torch.arange(-keys, queries)
+    seen_QX = distance_QX >= 0
+    if window is not None:
+        seen_QX &= distance_QX < window
+    return torch.zeros(seen_QX.shape, dtype=dtype).masked_fill_(~seen_QX, -torch.inf).to(device)
+
+
+@lru_cache(maxsize=1)
+def _ends(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """Borders of the texts, from 0; all layers of a pass ask for the same."""
+    return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+
+
+def _attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | TextMask | None,
+    scaling: float | None = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """Attention as transformers calls it: query [B, H, T, D], key and value [B, J, K, D]; the result is [B, T, H, D]."""
+    if not isinstance(attention_mask, TextMask):
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, **options
+        )
+    query, key = query.to(value.dtype), key.to(value.dtype)
+    lengths, window = attention_mask.lengths, attention_mask.window
+    if lengths is None:
+        output_BHTD = causal_attention(query, key, value, scale=scaling, window=window)
+        return output_BHTD.transpose(1, 2), None
+    query, key, value = (each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
+    if varlen.suits(query.shape[-1], value.dtype, value.device):
+        ends, longest = _ends(lengths, value.device), max(lengths)
+        output_NHD = varlen.attention(
+            query, key, value, (ends, ends), (longest, longest), scale=scaling, window=window
+        )
+    else:
+        texts = (each.split(lengths) for each in (query, key, value))
+        outputs: list[Tensor] = []
+        for text in zip(*texts, strict=True):
+            q_1HLD, k_1JLD, v_1JLD = (each.transpose(0, 1)[None] for each in text)
+            found_1HLD = causal_attention(q_1HLD, k_1JLD, v_1JLD, scale=scaling, window=window)
+            outputs.append(found_1HLD[0].transpose(0, 1))
+        output_NHD = torch.cat(outputs)
+    return output_NHD.unflatten(0, (-1, attention_mask.queries)), None
+
+
+AttentionInterface.register("sdpa", _attention)

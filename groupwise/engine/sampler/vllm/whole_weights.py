@@ -1,0 +1,65 @@
+"""How all weights of a model get into the run's own server, for full fine-tuning.
+
+The server finishes what it computes, takes the weights, drops the keys and values of earlier ones, and goes on. On the learner's GPU it
+copies the weights from the learner's memory: CUDA IPC lets it map tensors of another process (vLLM's weight-transfer engine `ipc`).
+Otherwise it reads the published files, which are in this machine's memory. The routes are those of vLLM's developer mode, from 0.32 on.
+
+The model keeps its name, so a request cannot say which weights it wants. But only this run reaches the server, so nobody else changes its
+weights, and one that was started again is not asked before it has taken them again (`own.py`).
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any, Literal
+
+from groupwise.core.errors import EndpointError, UsageError
+from groupwise.core.types import Policy
+from groupwise.engine.sampler.vllm.adapters import ListedModel
+from groupwise.engine.sampler.vllm.servers import Served, Server
+
+
+class WholeWeights:
+    """A `groupwise.engine.sampler.vllm.sampler.WeightSync` for full fine-tuning."""
+
+    kind: Literal["adapter", "full"] = "full"
+
+    def __init__(self, base: str, ipc_handles: Callable[[], Mapping[str, Any]] | None) -> None:
+        """`base`: the server's name for the model. `ipc_handles`: see `Witness.ipc_handles`; None: the server reads the files."""
+        self._base = base
+        self._ipc_handles = ipc_handles
+
+    def offer(self, policy: Policy) -> Served:
+        """See `WeightSync.offer`."""
+        return Served(self._base, policy.version, policy.fingerprint, policy.path, policy)
+
+    async def serve(
+        self, server: Server, served: Served, models: Mapping[str, ListedModel]
+    ) -> None:
+        """See `WeightSync.serve`."""
+        try:
+            await server.post("/pause?mode=wait")
+            if self._ipc_handles is None:
+                reload = {"method": "reload_weights", "kwargs": {"weights_path": served.folder}}
+                await server.post("/collective_rpc", reload)
+            else:
+                await server.post("/init_weight_transfer_engine", {"init_info": {"packed": False}})
+                await server.post("/start_weight_update")
+                update = await asyncio.to_thread(self._ipc_handles)
+                await server.post("/update_weights", {"update_info": update})
+                await server.post("/finish_weight_update", {"weight_version": served.fingerprint})
+            await server.post("/resume")
+        except EndpointError as error:
+            if error.may_pass and error.status != 500:
+                raise
+            raise UsageError(
+                f"The vLLM of sampler.vllm_python could not take the weights of {served.folder}: {error}\nFull fine-tuning needs vLLM 0.32 "
+                "or newer there. Install it, train an adapter (lora), or leave sampler.engine out."
+            ) from None
+
+    def leave(self, server: Server, served: Served) -> None:
+        """Nothing: the server ends with the run."""
+
+    def withdraw(self, served: Served) -> None:
+        """Nothing: the publication is not copied."""
