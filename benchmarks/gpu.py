@@ -1,7 +1,8 @@
 """What a GPU does with models of three sizes: `python -m benchmarks.gpu`.
 
 Weights are random, so that nothing is downloaded; their shapes are those of SmolLM2-135M, Qwen2.5-1.5B and Llama-3.1-8B, in bfloat16 with
-a LoRA adapter of rank 16. Of each size a step is sampled, learnt from and published. Beside the seconds stand floors, by what this GPU was
+a LoRA adapter of rank 16. Of each size a step is sampled, learnt from and published; `--all-weights` also learns without an adapter, with
+float32 weights whose products are bfloat16. Beside the seconds stand floors, by what this GPU was
 seen to do just before with a large product and a large copy: a token is drawn no sooner than all weights and the keys and values of
 all rows are read, and learning takes no less than its products, forward and the gradient of their inputs. Results are kept as they
 come. Without a GPU, `--sizes tiny` shows that the program works.
@@ -29,7 +30,7 @@ from groupwise.core.atomic_files import write_json
 from groupwise.core.errors import OutOfMemoryError
 from groupwise.core.types import OptimiserParams, Row
 from groupwise.engine.learner.torch_learner import TorchLearner
-from groupwise.engine.learner.weights import TrainedAdapter
+from groupwise.engine.learner.weights import TrainedAdapter, TrainedModel, TrainedWeights
 from groupwise.engine.models.config import LoraConfig
 from groupwise.engine.models.lora import AdaptedModel, new_lora_config
 from groupwise.engine.models.machine import choose_device, prepare_process
@@ -109,8 +110,13 @@ class Size:
         return sum(self.work.prompts) + self.work.sampled
 
     def products_of_learning(self) -> float:
-        """Floating-point operations: 2 for each weight and token, twice; the head at completions alone."""
+        """Floating-point operations with an adapter: 2 for each weight and token, twice; the head at completions alone."""
         return 4.0 * (self.body * self.learnt_tokens() + self.output * self.work.sampled)
+
+    def products_of_all_weights(self) -> float:
+        """Likewise without an adapter: weights have gradients as well, and each completion computes its prompt again."""
+        prompts = sum(self.work.prompts) * self.work.members
+        return 6.0 * (self.body * (prompts + self.work.sampled) + self.output * self.work.sampled)
 
 
 SIZES = {
@@ -131,6 +137,8 @@ class Bench:
     """Tokens of a micro-batch."""
     eager: bool
     """Whether sampling without recordings is timed, too."""
+    all_weights: bool
+    """Whether learning without an adapter is timed, too."""
     profiles: Path | None
     """Folder for tables of what the kernels took."""
 
@@ -186,6 +194,9 @@ def main() -> None:
     parser.add_argument("--budgets", nargs="+", type=int, default=(4096, 16_384, 65_536))
     parser.add_argument("--repetitions", type=int, default=1)
     parser.add_argument("--eager", action="store_true", help="time sampling without CUDA graphs")
+    parser.add_argument(
+        "--all-weights", action="store_true", help="time learning without an adapter too"
+    )
     parser.add_argument("--profiles", type=Path, help="write tables of kernels to this folder")
     parser.add_argument(
         "--out", type=Path, help="write the result there, not to benchmarks/results"
@@ -193,7 +204,8 @@ def main() -> None:
     given = parser.parse_args()
     prepare_process(8)
     bench = Bench(
-        choose_device(), given.repetitions, tuple(given.budgets), given.eager, given.profiles
+        *(choose_device(), given.repetitions, tuple(given.budgets)),
+        *(given.eager, given.all_weights, given.profiles),
     )
     described = machine()
     file = given.out or RESULTS / f"gpu-{slug(described)}.json"
@@ -257,6 +269,15 @@ def measured(name: str, bench: Bench, folder: Path, ceilings: dict[str, float]) 
         numbers = learning(size, bench, _learner(trained, folder, budget), rows, profile=profile)
         note(f"learning, {budget} tokens", {**numbers, "floor_seconds": floor})
     note("publication", publication(bench, served, publisher))
+    del trained, served, publisher
+    if bench.all_weights:
+        bench.forget_peak()
+        whole = TrainedModel(size.model(bench.device).float(), dtype="bfloat16")
+        floor = size.products_of_all_weights() / ceilings["flops"]
+        for budget in bench.budgets:
+            profile = f"all-weights-{name}" if budget == bench.budgets[-1] else None
+            numbers = learning(size, bench, _learner(whole, folder, budget), rows, profile=profile)
+            note(f"all weights, {budget} tokens", {**numbers, "floor_seconds": floor})
     return found
 
 
@@ -322,7 +343,7 @@ def publication(bench: Bench, served: ServedAdapter, publisher: TorchLearner) ->
     return {"written": written - begin, "loaded": time.perf_counter() - written}
 
 
-def _learner(trained: TrainedAdapter, folder: Path, budget: int) -> TorchLearner:
+def _learner(trained: TrainedWeights, folder: Path, budget: int) -> TorchLearner:
     return TorchLearner(
         trained, run="bench", publish_folder=folder, max_tokens_per_microbatch=budget, seed=0
     )

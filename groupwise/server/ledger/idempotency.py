@@ -140,14 +140,23 @@ class InFlightRequests:
                 return await claim(replace(sent, key=key.key))
             if lost_only:
                 return None
+            # Taken before the claim: a request that ends while the claim is looked for is awaited too, and its response is then found.
+            repeated = self._repeated_by(caller, sent)
             if (claimed := await claim(replace(sent, key=""))) is not None:
                 return claimed
-            for id, (key, future) in self._requests.items():
-                if _is_repeated_by(id, key, caller, sent):
-                    await asyncio.shield(future)
-                    break
-            else:
+            under_way = repeated or self._repeated_by(caller, sent)
+            if under_way is None:
                 return None
+            await asyncio.shield(under_way)
+
+    def _repeated_by(
+        self, caller: Caller, sent: AnswerKey
+    ) -> asyncio.Future[StoredResponse | None] | None:
+        """The future response of the first request under way that `sent` repeats; None if there is none."""
+        for id, (key, future) in self._requests.items():
+            if _is_repeated_by(id, key, caller, sent):
+                return future
+        return None
 
     async def wait_for_first(self, caller: Caller) -> StoredResponse | None:
         """Wait for the response to a request in progress with this key; None if there is none, so the caller must do the work.

@@ -9,10 +9,11 @@ import pytest
 from benchmarks.small_requests import measure
 from tests.integration.server.server_process import running
 
-LONGEST = 0.5
-"""Seconds that the server may compute while one small request waits. Not seconds by the clock: the machine may be busy."""
-SAMPLED = "a completion of one token"
-"""It waits for the engine as well, and meanwhile the server goes on with the large bodies."""
+LONGEST = 2.0
+"""Seconds that the server may compute while one small request waits. Not seconds by the clock: the machine may be busy. A fast machine
+computes at most 0.3, a slow one 0.7; a body that is read in one piece takes several seconds. `python -m benchmarks.serving --only others`
+gives the figures.
+"""
 
 
 @pytest.mark.timeout(240)
@@ -22,4 +23,4 @@ def test_nobody_waits_for_the_large_bodies_of_others(tmp_path: Path) -> None:
     assert sent > 20
     assert len(waits) == 5
     for request, wait in waits.items():
-        assert wait.computing < (2 * LONGEST if request == SAMPLED else LONGEST), request
+        assert wait.computing < LONGEST, request

@@ -10,6 +10,7 @@ import pytest
 
 from groupwise.core.types import Rollout
 from groupwise.server.ledger import events, groups
+from groupwise.server.ledger.idempotency import InFlightRequests
 from groupwise.server.run import ledger_operations
 from tests.processes import wait_until_async
 from tests.unit.server.http_client import client_of
@@ -142,7 +143,15 @@ async def test_a_list_chooses_among_the_calls_of_a_trajectory(tmp_path) -> None:
         assert unused["id"] not in (first["id"], second["id"])
 
 
-async def test_a_call_that_is_sent_again_is_sampled_once(tmp_path) -> None:
+async def test_a_call_that_is_sent_again_is_sampled_once(tmp_path, monkeypatch) -> None:
+    looked_for: list[Any] = []
+    key_for = InFlightRequests.key_for
+
+    def counting(requests: InFlightRequests, caller: Any, sent: Any, *rest: Any, **options: Any):
+        looked_for.append(sent)
+        return key_for(requests, caller, sent, *rest, **options)
+
+    monkeypatch.setattr(InFlightRequests, "key_for", counting)
     async with asking(tmp_path) as (served, client):
         first = await turn(client, "t-1")
         again = await turn(client, "t-1", headers={"x-stainless-retry-count": "1"})
@@ -153,13 +162,12 @@ async def test_a_call_that_is_sent_again_is_sampled_once(tmp_path) -> None:
         assert await turn(client, "t-1", headers=keyed) == second
         assert (second["id"] != first["id"], served.engine.calls["sample"]) == (True, 2)
         gate = served.engine.hold("sample")
-        calls = [
-            asyncio.create_task(
-                turn(client, "t-2", headers={"x-stainless-retry-count": f"{count}"})
-            )
-            for count in (2, 3)  # its first attempts did not arrive
-        ]
-        await wait_until_async(lambda: served.engine.calls["sample"] == 3)
+        calls: list[asyncio.Task[Any]] = []
+        for count in (2, 3):  # its first attempts did not arrive
+            headers = {"x-stainless-retry-count": f"{count}"}
+            calls.append(asyncio.create_task(turn(client, "t-2", headers=headers)))
+            await wait_until_async(lambda: len(looked_for) == len(calls) + 1)
+            await wait_until_async(lambda: served.engine.calls["sample"] == 3)
         gate.set()
         new, retried = await asyncio.gather(*calls)
         assert retried == new
