@@ -9,13 +9,15 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from typing import Any, Protocol
 
+import torch
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from groupwise.core.types import PolicyRole, Row
 from groupwise.engine.learner.forward import ForwardOutputs, ForwardResult, Paths, choose_paths
-from groupwise.engine.learner.layout import Batch, MicroBatch, PackedBatch
+from groupwise.engine.learner.layout import Batch, MicroBatch, PackedBatch, PackedGroups
 from groupwise.engine.learner.weights import TrainedWeights
 from groupwise.engine.models.decoder import Decoder
+from groupwise.engine.models.native import varlen
 
 Compute = Callable[[Any, ForwardOutputs], ForwardResult]
 """Computes log-probabilities and entropies of a micro-batch that the same engine has cut."""
@@ -54,7 +56,10 @@ class TransformersEngine:
         self._decoder = Decoder(weights.model)
         self._reference_decoder: Decoder | None = None
         self.paths = choose_paths(
-            self._decoder, packing=packing, sharing=sharing and not gradient_checkpointing
+            self._decoder,
+            packing=packing,
+            sharing=sharing and not gradient_checkpointing,
+            whole_groups=sharing and self._takes_many_texts(),
         )
         if gradient_checkpointing:
             weights.model.activation_checkpointing_enable({"use_reentrant": False})
@@ -66,7 +71,7 @@ class TransformersEngine:
 
     def cut(
         self, rows: Sequence[Row], max_tokens: int, *, gradient: bool
-    ) -> list[MicroBatch | PackedBatch]:
+    ) -> Sequence[MicroBatch | PackedBatch | PackedGroups]:
         """See `LearnerEngine.cut`."""
         return self._paths_for(gradient=gradient).cut(rows, max_tokens)
 
@@ -77,7 +82,9 @@ class TransformersEngine:
         reference = role == "reference"
         decoder = self.reference() if reference else self._decoder
 
-        def compute(batch: MicroBatch | PackedBatch, outputs: ForwardOutputs) -> ForwardResult:
+        def compute(
+            batch: MicroBatch | PackedBatch | PackedGroups, outputs: ForwardOutputs
+        ) -> ForwardResult:
             return replace(paths, outputs=outputs).forward(decoder, batch)
 
         acting = (
@@ -102,6 +109,19 @@ class TransformersEngine:
     def _paths_for(self, *, gradient: bool) -> Paths:
         """Without a gradient nothing is recomputed, so prompts can be shared even with gradient checkpointing."""
         return self.paths if gradient else replace(self.paths, sharing=self._sharing)
+
+    def _takes_many_texts(self) -> bool:
+        """True if one kernel computes the attention of many texts here, in the format of this model's products."""
+        model = self._weights.model
+        with self._weights.acting(dropout=False):
+            rounding = torch.is_autocast_enabled(model.device.type)
+            dtype = torch.get_autocast_dtype(model.device.type) if rounding else model.dtype
+        heads = self._decoder.config.num_attention_heads
+        size = (
+            getattr(self._decoder.config, "head_dim", None)
+            or self._decoder.config.hidden_size // heads
+        )
+        return self._decoder.takes_text_masks and varlen.suits(size, dtype, model.device)
 
     def reference(self) -> Decoder:
         """The decoder of the reference policy."""

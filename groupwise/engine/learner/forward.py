@@ -1,10 +1,11 @@
-"""Log-probabilities of the completions of a micro-batch, computed in one of three ways that agree.
+"""Log-probabilities of the completions of a micro-batch, computed in one of four ways that agree.
 
 `shared_prompt` computes the prompt once, and every completion attends to its keys and values; gradients flow back through them.
 `packed_rows` computes rows of any prompts one after another in a sequence, each with its own positions and without attention to the others.
-`whole_rows` is the plain reference: each row is prompt and completion, padded. `Paths` selects the ways that a learner uses: sharing
-prompts needs a cache, which gradient checkpointing cannot recompute, and packing needs a model in which the other rows of a sequence have
-no effect on a row.
+`packed_groups` does both in one sequence, without a cache. `whole_rows` is the plain reference: each row is prompt and completion, padded.
+
+`Paths` selects the ways that a learner uses: `shared_prompt` needs a cache, which gradient checkpointing cannot recompute, and packing
+needs a model in which the other rows of a sequence have no effect on a row.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from groupwise.core.types import Row
-from groupwise.engine.learner.layout import MicroBatch, PackedBatch, cut
+from groupwise.engine.learner.layout import MicroBatch, PackedBatch, PackedGroups, cut
 from groupwise.engine.models.decoder import Decoder, PromptCache, SharedPrefixCache
 from groupwise.engine.models.logprobs import TokenNumbers, token_logprobs, withheld_between
 from groupwise.engine.models.text_mask import TextMask
@@ -66,22 +67,38 @@ class Paths:
     packing: bool
     """Rows of different prompts are computed one after another in one sequence."""
     sharing: bool
-    """A prompt is computed once for all its completions."""
+    """A prompt is computed once for all its completions, which may need a cache."""
+    whole_groups: bool = False
+    """With `packing`, prompts and their completions are computed one after another in one sequence, which needs no cache."""
     outputs: ForwardOutputs = DEFAULT_OUTPUTS
 
-    def cut(self, rows: Sequence[Row], max_tokens: int) -> list[MicroBatch | PackedBatch]:
+    def cut(
+        self, rows: Sequence[Row], max_tokens: int
+    ) -> Sequence[MicroBatch | PackedBatch | PackedGroups]:
         """Divide the rows into micro-batches of at most `max_tokens` tokens; a single longer row has its own."""
-        return cut(rows, max_tokens, packing=self.packing, prompt_shared=self.sharing)
+        return cut(
+            rows,
+            max_tokens,
+            packing=self.packing,
+            prompt_shared=self.sharing,
+            whole_groups=self.whole_groups,
+        )
 
-    def forward(self, decoder: Decoder, batch: MicroBatch | PackedBatch) -> ForwardResult:
+    def forward(
+        self, decoder: Decoder, batch: MicroBatch | PackedBatch | PackedGroups
+    ) -> ForwardResult:
         """Log-probabilities and entropies of a micro-batch."""
+        if isinstance(batch, PackedGroups):
+            return packed_groups(decoder, batch, self.outputs)
         if isinstance(batch, PackedBatch):
             return packed_rows(decoder, batch, self.outputs)
         compute = shared_prompt if self.sharing else whole_rows
         return compute(decoder, batch, self.outputs)
 
 
-def choose_paths(decoder: Decoder, *, packing: bool, sharing: bool) -> Paths:
+def choose_paths(
+    decoder: Decoder, *, packing: bool, sharing: bool, whole_groups: bool = False
+) -> Paths:
     """The ways that this model allows. Packing is disabled, with a warning, if rows in one sequence would affect each other."""
     exact = packing and packing_is_exact(decoder)
     if packing and not exact:
@@ -90,7 +107,7 @@ def choose_paths(decoder: Decoder, *, packing: bool, sharing: bool) -> Paths:
             "slower, the result is the same",
             decoder.config.model_type,
         )
-    return Paths(packing=exact, sharing=sharing)
+    return Paths(packing=exact, sharing=sharing, whole_groups=whole_groups)
 
 
 def shared_prompt(
@@ -158,6 +175,38 @@ def packed_rows(
     )
     at_hidden = hidden_SLH.flatten(0, 1)[torch.cat(token_indices)]
     return _at_tokens(decoder, batch.rows, at_hidden, outputs)
+
+
+def packed_groups(
+    decoder: Decoder, batch: PackedGroups, outputs: ForwardOutputs = DEFAULT_OUTPUTS
+) -> ForwardResult:
+    """Compute each prompt, and after it its completions: they see the prompt and themselves, and their positions follow the prompt's."""
+    tokens: list[int] = []
+    positions: list[int] = []
+    lengths: list[int] = []
+    prompts: list[int | None] = []
+    before: list[int] = []
+    """Place of the hidden state before each completion token, which predicts it."""
+
+    def add(text: Sequence[int], first: int, prompt: int | None) -> range:
+        places = range(len(tokens), len(tokens) + len(text))
+        tokens.extend(text)
+        positions.extend(range(first, first + len(text)))
+        if text:
+            lengths.append(len(text))
+            prompts.append(prompt)
+        return places
+
+    for prompt_ids, rows in batch.groups:
+        prompt = len(lengths)
+        end = add(prompt_ids, 0, None)[-1]
+        for row in rows:
+            before += [end, *add(row.completion_ids[:-1], len(prompt_ids), prompt)]
+    seen = TextMask(len(tokens), lengths=lengths, prompts=prompts)
+    device = decoder.device
+    ids_1N, positions_1N = (torch.tensor([each], device=device) for each in (tokens, positions))
+    hidden_NH = decoder.hidden(ids_1N, positions_1N, seen, None)[0]
+    return _at_tokens(decoder, batch.rows, hidden_NH[torch.tensor(before, device=device)], outputs)
 
 
 def packing_is_exact(decoder: Decoder) -> bool:

@@ -1,15 +1,19 @@
 """Lays rows out for the learner: divides them into micro-batches by a budget of tokens, in the layout that computes least.
 
-There are two layouts. A `MicroBatch` is one prompt and some of its completions. The prompt's tokens are computed once for all of them, so
-a group of G completions of length R after a prompt of length P costs P + G · R tokens instead of G · (P + R). A `PackedBatch` is rows of
+There are three layouts. A `MicroBatch` is one prompt and some of its completions. The prompt's tokens are computed once for all of them,
+so a group of G completions of length R after a prompt of length P costs P + G · R tokens instead of G · (P + R). A `PackedBatch` is rows of
 any prompts, several one after another in one sequence; each attends only to itself. A row then costs its own length and almost no padding.
-Only `cut` chooses between them; the caller decides whether packing is allowed at all.
+`PackedGroups` is both: prompts, each followed by its completions, in one sequence. That computes least, but attention takes one short text
+at a time, which is fast only by a GPU's kernel for many texts.
+
+Only `cut` chooses between them; the caller decides whether packing is allowed, and whether whole groups are packed.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Protocol
 
 from groupwise.core.types import Row
@@ -58,6 +62,32 @@ class PackedBatch:
         return self.shape[0] * self.shape[1]
 
 
+@dataclass(frozen=True, slots=True)
+class PackedGroups:
+    """Prompts with some of their completions, one after another in one sequence; each prompt is computed once, and nothing is padding."""
+
+    groups: tuple[tuple[tuple[int, ...], tuple[Row, ...]], ...]
+    """Each prompt's tokens, and the rows that continue it."""
+    indices: tuple[int, ...]
+    """Index of each row in the list that was divided, one group after another."""
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """The rows of all groups."""
+        return tuple(row for _, rows in self.groups for row in rows)
+
+    @property
+    def width(self) -> int:
+        """The largest number of targets of a row."""
+        return most_targets(self.rows)
+
+    @property
+    def tokens(self) -> int:
+        """Tokens computed."""
+        completions = sum(_inputs(row) for row in self.rows)
+        return completions + sum(len(prompt_ids) for prompt_ids, _ in self.groups)
+
+
 class Batch(Protocol):
     """Rows that are computed together, in any layout."""
 
@@ -86,12 +116,20 @@ def most_targets(rows: Sequence[Row]) -> int:
 
 
 def cut(
-    rows: Sequence[Row], max_tokens: int, *, packing: bool, prompt_shared: bool = True
-) -> list[MicroBatch | PackedBatch]:
-    """Divide all rows into micro-batches. With `packing`, prompts whose rows cost less packed than shared are packed together.
+    rows: Sequence[Row],
+    max_tokens: int,
+    *,
+    packing: bool,
+    prompt_shared: bool = True,
+    whole_groups: bool = False,
+) -> list[MicroBatch | PackedBatch] | list[PackedGroups]:
+    """Divide all rows into micro-batches. With `packing`, prompts whose rows cost less packed than shared are packed together; with
+    `whole_groups` too, all are.
 
     If the forward pass cannot share prompts, all rows are packed.
     """
+    if packing and whole_groups:
+        return pack_groups(rows, max_tokens)
     if not packing:
         return [*microbatches(rows, max_tokens, prompt_shared=prompt_shared)]
     sharing: list[int] = []
@@ -174,6 +212,47 @@ def pack_rows(rows: Sequence[Row], max_tokens: int) -> list[PackedBatch]:
             )
         )
     return batches
+
+
+def pack_groups(rows: Sequence[Row], max_tokens: int) -> list[PackedGroups]:
+    """Divide rows so that each batch has at most `max_tokens` tokens, or is a single longer row with its prompt.
+
+    Prompts keep the order of their first row, and rows their order within a prompt. A group that does not fit continues in the next batch,
+    with its prompt again.
+    """
+    batches: list[PackedGroups] = []
+    filled: dict[
+        tuple[int, ...], list[int]
+    ] = {}  # rows of each prompt in the batch that is being filled
+    tokens = 0
+
+    def end_batch() -> None:
+        nonlocal tokens
+        groups = tuple(
+            (prompt_ids, tuple(rows[index] for index in indices))
+            for prompt_ids, indices in filled.items()
+        )
+        batches.append(PackedGroups(groups, tuple(chain(*filled.values()))))
+        filled.clear()
+        tokens = 0
+
+    for prompt_ids, members in group_by_prompt(rows).items():
+        for index in members:
+            needed = _inputs(rows[index])
+            more = needed if prompt_ids in filled else needed + len(prompt_ids)
+            if filled and tokens + more > max_tokens:
+                end_batch()
+                more = needed + len(prompt_ids)
+            filled.setdefault(prompt_ids, []).append(index)
+            tokens += more
+    if filled:
+        end_batch()
+    return batches
+
+
+def _inputs(row: Row) -> int:
+    """Tokens of the completion that the forward pass reads: the last is never an input."""
+    return max(0, len(row.completion_ids) - 1)
 
 
 def _row_tokens(row: Row) -> int:

@@ -122,6 +122,11 @@ class Decoder:
     def device(self) -> torch.device:
         return self.model.device
 
+    @property
+    def takes_text_masks(self) -> bool:
+        """True if the model's attention is that of `groupwise.engine.models.text_mask`, which needs no dense mask."""
+        return self.config._attn_implementation == "sdpa" and self.model._supports_attention_backend
+
     def hidden(
         self, ids_BT: Tensor, positions_BT: Tensor, seen: TextMask | Tensor, cache: Cache | None
     ) -> Tensor:
@@ -158,10 +163,9 @@ class Decoder:
         self, seen: TextMask | Tensor, positions_BT: Tensor, window: int | None
     ) -> TextMask | Tensor:
         """The mask in the form that the model's attention takes: booleans for torch's SDPA, numbers to add to the scores otherwise."""
-        sdpa = self.config._attn_implementation == "sdpa"
         if isinstance(seen, TextMask):
             seen = seen.within(window)
-            if sdpa and self.model._supports_attention_backend:  # it calls `text_mask`
+            if self.takes_text_masks:
                 return seen
             mask_BTK = seen.dense(self.device)
         else:
@@ -170,7 +174,7 @@ class Decoder:
                 keys_K = torch.arange(seen.shape[-1], device=seen.device)
                 mask_BTK = seen & (positions_BT[:, :, None] - keys_K < window)
         mask_B1TK = mask_BTK[:, None]
-        if sdpa:
+        if self.config._attn_implementation == "sdpa":
             return mask_B1TK
         lowest = torch.finfo(self.model.dtype).min
         return torch.zeros_like(mask_B1TK, dtype=self.model.dtype).masked_fill(~mask_B1TK, lowest)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache, partial
-from itertools import accumulate
+from itertools import accumulate, chain, pairwise
 from typing import Any
 
 import torch
@@ -35,15 +35,18 @@ class TextMask(BlockMask):
         *,
         past: int = 0,
         lengths: Sequence[int] | None = None,
+        prompts: Sequence[int | None] | None = None,
         window: int | None = None,
     ) -> None:
         """`queries` tokens in each sequence, which also see all of the `past` keys before them.
 
         `lengths`: of all texts, one after another in one sequence after another, padding included; None: each sequence is one text.
+        `prompts`: for each text the index of one in the same sequence that it continues: it sees that text too; None: it continues none.
         `window`: number of latest tokens that a token sees; None: all.
         """
         self.queries, self.past, self.window = queries, past, window
         self.lengths = None if lengths is None else tuple(lengths)
+        self.prompts = None if prompts is None else tuple(prompts)
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -51,23 +54,38 @@ class TextMask(BlockMask):
         return 1, 1, self.queries, self.past + self.queries
 
     def __repr__(self) -> str:
-        return f"TextMask({self.queries}, past={self.past}, lengths={self.lengths}, window={self.window})"
+        texts = f"lengths={self.lengths}, prompts={self.prompts}"
+        return f"TextMask({self.queries}, past={self.past}, {texts}, window={self.window})"
 
     def within(self, window: int | None) -> TextMask:
         """The same with a window."""
-        return TextMask(self.queries, past=self.past, lengths=self.lengths, window=window)
+        return TextMask(
+            self.queries,
+            past=self.past,
+            lengths=self.lengths,
+            prompts=self.prompts,
+            window=window,
+        )
 
     def dense(self, device: torch.device) -> Tensor:
         """Mask [B, T, K], for attention that is not torch's: True where a query sees a key; B is 1 without `lengths`."""
-        seen_TK = torch.ones(self.shape[2:], dtype=torch.bool, device=device).tril_(self.past)
-        if self.window is not None:
-            seen_TK.triu_(self.past - self.window + 1)
         if self.lengths is None:
-            return seen_TK[None]
+            seen_TK = torch.ones(self.shape[2:], dtype=torch.bool, device=device).tril_(self.past)
+            return (seen_TK if self.window is None else seen_TK.triu_(self.past - self.window + 1))[
+                None
+            ]
+        prompts = self.prompts or (None,) * len(self.lengths)
+        firsts = [0 if prompt is None else self.lengths[prompt] for prompt in prompts]
+        places = [range(first, first + n) for first, n in zip(firsts, self.lengths, strict=True)]
+        place_BT = torch.tensor([*chain(*places)], device=device).view(-1, self.queries)
         lengths = torch.tensor(self.lengths, device=device)
-        texts_BT = torch.arange(len(lengths), device=device).repeat_interleave(lengths)
-        texts_BT = texts_BT.view(-1, self.queries)
-        return seen_TK & (texts_BT[:, :, None] == texts_BT[:, None, :])
+        text_BT = torch.arange(len(lengths), device=device).repeat_interleave(lengths)
+        text_BT = text_BT.view(-1, self.queries)
+        continued = torch.tensor([-1 if each is None else each for each in prompts], device=device)
+        distance_BTK = place_BT[:, :, None] - place_BT[:, None, :]
+        seen_BTK = (text_BT[:, :, None] == text_BT[:, None, :]) & (distance_BTK >= 0)
+        seen_BTK |= continued[text_BT][:, :, None] == text_BT[:, None, :]
+        return seen_BTK if self.window is None else seen_BTK & (distance_BTK < self.window)
 
 
 def causal_attention(
@@ -129,7 +147,39 @@ def _band(
     return torch.zeros(seen_QX.shape, dtype=dtype).masked_fill_(~seen_QX, -torch.inf).to(device)
 
 
+class _Copies(torch.autograd.Function):
+    """Keys [K, J, D] copied from [N, J, D]. The gradients of a key's copies are added in float32: a prompt may have hundreds."""
+
+    @staticmethod
+    def forward(ctx: Any, keys_NJD: Tensor, copied_K: Tensor) -> Tensor:
+        ctx.save_for_backward(copied_K)
+        ctx.count = len(keys_NJD)
+        return keys_NJD[copied_K]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient_KJD,), (copied_K,) = gradients, ctx.saved_tensors
+        precise = torch.promote_types(gradient_KJD.dtype, torch.float32)
+        sum_NJD = gradient_KJD.new_zeros((ctx.count, *gradient_KJD.shape[1:]), dtype=precise)
+        sum_NJD.index_add_(0, copied_K, gradient_KJD.to(precise))
+        return sum_NJD.to(gradient_KJD.dtype), None
+
+
 @lru_cache(maxsize=1)
+def _seen_keys(
+    lengths: tuple[int, ...], prompts: tuple[int | None, ...], device: torch.device
+) -> tuple[tuple[int, ...], Tensor]:
+    """How many keys each text sees, its prompt's first, and which they are, one text after another."""
+    starts = [0, *accumulate(lengths)]
+    texts = [range(*borders) for borders in pairwise(starts)]
+    seen = [
+        [*(() if prompt is None else texts[prompt]), *text]
+        for text, prompt in zip(texts, prompts, strict=True)
+    ]
+    return tuple(map(len, seen)), torch.tensor([*chain(*seen)], device=device)
+
+
+@lru_cache(maxsize=2)
 def _ends(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     """Borders of the texts, from 0; all layers of a pass ask for the same."""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
@@ -155,13 +205,17 @@ def _attention(
         output_BHTD = causal_attention(query, key, value, scale=scaling, window=window)
         return output_BHTD.transpose(1, 2), None
     query, key, value = (each.transpose(1, 2).flatten(0, 1) for each in (query, key, value))
+    seen = lengths
+    if attention_mask.prompts is not None:
+        seen, copied_K = _seen_keys(lengths, attention_mask.prompts, value.device)
+        key, value = _Copies.apply(key, copied_K), _Copies.apply(value, copied_K)
     if varlen.suits(query.shape[-1], value.dtype, value.device):
-        ends, longest = _ends(lengths, value.device), max(lengths)
+        ends = _ends(lengths, value.device), _ends(seen, value.device)
         output_NHD = varlen.attention(
-            query, key, value, (ends, ends), (longest, longest), scale=scaling, window=window
+            query, key, value, ends, (max(lengths), max(seen)), scale=scaling, window=window
         )
     else:
-        texts = (each.split(lengths) for each in (query, key, value))
+        texts = (query.split(lengths), key.split(seen), value.split(seen))
         outputs: list[Tensor] = []
         for text in zip(*texts, strict=True):
             q_1HLD, k_1JLD, v_1JLD = (each.transpose(0, 1)[None] for each in text)

@@ -12,12 +12,13 @@ from groupwise.engine.learner import forward
 from groupwise.engine.learner.forward import (
     ForwardOutputs,
     choose_paths,
+    packed_groups,
     packed_rows,
     packing_is_exact,
     shared_prompt,
     whole_rows,
 )
-from groupwise.engine.learner.layout import MicroBatch, microbatches, pack_rows
+from groupwise.engine.learner.layout import MicroBatch, microbatches, pack_groups, pack_rows
 from groupwise.engine.models.decoder import Decoder
 from groupwise.engine.models.text_mask import TextMask
 from tests.unit.engine.models.native.families import SMALL
@@ -28,6 +29,9 @@ CONFIGS = {
     "window": lambda: MistralConfig(**SIZES, sliding_window=4),
     "caps": lambda: Gemma2Config(**SIZES, sliding_window=4, final_logit_softcapping=5.0),
 }
+
+
+WAYS = (shared_prompt, whole_rows, packed_rows, packed_groups)
 
 
 @pytest.fixture(params=CONFIGS)
@@ -60,10 +64,15 @@ def plain_logits(decoder, row):
     return logits[len(row.prompt_ids) - 1 : -1] / row.temperature
 
 
+def batches_for(compute, rows, budget) -> list[Any]:
+    """In the layout that this way computes; padded ones hold any number of tokens."""
+    packs: dict[Any, Any] = {packed_rows: pack_rows, packed_groups: pack_groups}
+    return packs[compute](rows, budget) if compute in packs else microbatches(rows, 10_000)
+
+
 def assert_plain(decoder, compute, rows):
     """What is computed is what the plain model gives of each row; padding is 0."""
-    batches: Any = pack_rows(rows, 60) if compute is packed_rows else microbatches(rows, 10_000)
-    for batch in batches:
+    for batch in batches_for(compute, rows, 60):
         with torch.no_grad():
             found = compute(decoder, batch).logprobs_BT
         for row, mine in zip(batch.rows, found, strict=True):
@@ -91,7 +100,7 @@ def test_shared_prompts_equal_whole_rows_in_values_and_gradients(decoder, make_r
             close(shared_gradients[name], wanted)
 
 
-@pytest.mark.parametrize("compute", [shared_prompt, whole_rows, packed_rows])
+@pytest.mark.parametrize("compute", WAYS)
 def test_values_are_those_of_the_plain_model(decoder, make_rows, compute):
     rows = make_rows()
     assert min(len(row.completion_ids) for row in rows) == 1
@@ -110,7 +119,7 @@ def test_a_row_is_the_same_beside_any_other(decoder, make_rows, compute):
         close(together.entropies_BT[place, :length], alone.entropies_BT[0])
 
 
-@pytest.mark.parametrize("compute", [shared_prompt, whole_rows, packed_rows])
+@pytest.mark.parametrize("compute", WAYS)
 def test_padding_is_told_by_lengths_and_not_by_its_token(decoder, make_rows, compute):
     """Where the token that pads also ends a text, or stands within one, it is a token like any other."""
     padding = 0
@@ -124,7 +133,8 @@ def test_padding_is_told_by_lengths_and_not_by_its_token(decoder, make_rows, com
 
 
 @pytest.mark.parametrize("budget", [60, 10_000])
-def test_packed_rows_equal_whole_rows_in_values_and_gradients(decoder, make_rows, budget):
+@pytest.mark.parametrize("packed", [packed_rows, packed_groups])
+def test_packed_rows_equal_whole_rows_in_values_and_gradients(decoder, make_rows, packed, budget):
     """Each row's weights are its own, so that a gradient that reached a neighbour would show."""
     rows = make_rows(count=14, prompts=9)
     generator = torch.Generator().manual_seed(2)
@@ -146,9 +156,9 @@ def test_packed_rows_equal_whole_rows_in_values_and_gradients(decoder, make_rows
         named = decoder.model.named_parameters()
         return values, {name: p.grad.clone() for name, p in named if p.grad is not None}
 
-    packs = pack_rows(rows, budget)
+    packs = batches_for(packed, rows, budget)
     assert len(packs) < len(rows)
-    values, slopes = computed(packed_rows, packs)
+    values, slopes = computed(packed, packs)
     plain_values, plain_slopes = computed(whole_rows, microbatches(rows, 10_000))
     for index, wanted in plain_values.items():
         close(values[index][0], wanted[0])
@@ -170,7 +180,7 @@ def test_packing_is_refused_where_rows_see_each_other(decoder, monkeypatch, capl
     assert "training.packing" in caplog.text
 
 
-@pytest.mark.parametrize("compute", [shared_prompt, whole_rows, packed_rows])
+@pytest.mark.parametrize("compute", WAYS)
 def test_what_could_not_be_drawn_is_left_out_in_its_own_row_and_place(decoder, make_rows, compute):
     barred = (0, 1, 101)
     rows = [
@@ -181,7 +191,7 @@ def test_what_could_not_be_drawn_is_left_out_in_its_own_row_and_place(decoder, m
     assert_plain(decoder, compute, rows)
 
 
-@pytest.mark.parametrize("compute", [shared_prompt, whole_rows, packed_rows])
+@pytest.mark.parametrize("compute", WAYS)
 def test_given_targets_have_the_plain_models_numbers_and_gradients(decoder, make_rows, compute):
     """One target or several for each token, in one batch; the context stays the row's own tokens, and what could not be drawn counts."""
     generator = torch.Generator().manual_seed(7)
@@ -193,7 +203,7 @@ def test_given_targets_have_the_plain_models_numbers_and_gradients(decoder, make
             mask = torch.randint(0, 2, (len(targets),), generator=generator).tolist()
             row = replace(row, targets=tuple(targets), mask=tuple(mask))
         rows.append(replace(row, withheld=(MaskedTokens(0, length, (0, 1, 101)),)))
-    batches = pack_rows(rows, 200) if compute is packed_rows else microbatches(rows, 10_000)
+    batches = batches_for(compute, rows, 200)
     assert any(len({row.targets_per_token for row in batch.rows}) > 1 for batch in batches)
     for outputs in (
         ForwardOutputs(accuracy=True),

@@ -4,7 +4,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from groupwise.core.types import Row
-from groupwise.engine.learner.layout import MicroBatch, PackedBatch, cut, microbatches, pack_rows
+from groupwise.engine.learner.layout import (
+    MicroBatch,
+    PackedBatch,
+    PackedGroups,
+    cut,
+    microbatches,
+    pack_groups,
+    pack_rows,
+)
 
 
 def row(prompt: tuple[int, ...], length: int) -> Row:
@@ -71,14 +79,33 @@ def test_packs_keep_the_budget_but_for_a_single_long_row(rows, budget):
 
 
 @settings(max_examples=50)
-@given(ROWS, BUDGETS, st.booleans(), st.booleans())
-def test_every_layout_has_every_row_once(rows, budget, packing, shared):
-    batches = cut(rows, budget, packing=packing, prompt_shared=shared)
+@given(ROWS, BUDGETS)
+def test_groups_fill_the_budget_and_compute_each_prompt_once_in_a_batch(rows, budget):
+    packs = pack_groups(rows, budget)
+    for number, pack in enumerate(packs):
+        assert pack.rows == tuple(rows[index] for index in pack.indices)
+        prompts = [prompt_ids for prompt_ids, _ in pack.groups]
+        assert len(set(prompts)) == len(prompts)
+        for prompt_ids, members in pack.groups:
+            assert {each.prompt_ids for each in members} == {prompt_ids}
+        assert pack.tokens <= budget or len(pack.rows) == 1
+        if number:
+            before, first = packs[number - 1], pack.rows[0]
+            known = first.prompt_ids in dict(before.groups)
+            more = length(first) - (len(first.prompt_ids) if known else 0)
+            assert before.tokens + more > budget
+
+
+@settings(max_examples=50)
+@given(ROWS, BUDGETS, st.booleans(), st.booleans(), st.booleans())
+def test_every_layout_has_every_row_once(rows, budget, packing, shared, whole_groups):
+    batches = cut(rows, budget, packing=packing, prompt_shared=shared, whole_groups=whole_groups)
     assert sorted(index for batch in batches for index in batch.indices) == list(range(len(rows)))
     for batch in batches:
         assert batch.rows == tuple(rows[index] for index in batch.indices)
         assert packing or isinstance(batch, MicroBatch)
-        assert shared or not packing or isinstance(batch, PackedBatch)
+        assert isinstance(batch, PackedGroups) == (packing and whole_groups)
+        assert shared or not packing or isinstance(batch, PackedBatch | PackedGroups)
 
 
 def test_a_prompt_is_shared_where_that_computes_fewer_tokens():

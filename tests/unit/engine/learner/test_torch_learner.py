@@ -26,11 +26,13 @@ from groupwise.algorithms.registry import ALGORITHMS, make
 from groupwise.algorithms.sft import Sft
 from groupwise.core.errors import ModelError, NonFiniteError, OutOfMemoryError, StoreError
 from groupwise.core.types import OptimiserParams
-from groupwise.engine.learner.layout import PackedBatch
+from groupwise.engine.learner.layout import PackedBatch, PackedGroups
 from groupwise.engine.learner.native.layout import FlatBatch
 from groupwise.engine.models.lora import CONFIG, WEIGHTS
+from groupwise.engine.models.native import varlen
 from groupwise.engine.models.tiny import tiny_model
 from tests.disks import small_disk
+from tests.unit.engine.learner.native.test_attention import varlen_attn
 
 DR_GRPO = make("dr_grpo", {}).loss_spec()
 SFT = Sft().loss_spec()
@@ -162,6 +164,8 @@ FAST = {
     "packed": {"kind": "modules", "packing": True},
     "packed in small batches": {"kind": "modules", "packing": True, "max_tokens": 40},
     "packed and recomputed": {"kind": "modules", "packing": True, "gradient_checkpointing": True},
+    "whole groups": {"kind": "modules", "max_tokens": 100},
+    "whole groups, recomputed": {"kind": "modules", "gradient_checkpointing": True},
     "native": {"kind": "adapter"},
     "native in small batches": {"kind": "adapter", "max_tokens": 40},
     "native and recomputed": {"kind": "adapter", "gradient_checkpointing": True},
@@ -198,7 +202,7 @@ EVERY = [
 
 @pytest.mark.parametrize(("name", "way"), EVERY)
 async def test_every_fast_path_equals_the_plain_one_with_every_option(
-    make_learner, make_rows, plain, name, way
+    make_learner, make_rows, plain, name, way, monkeypatch
 ):
     loss = SFT if name == "sft" else make(name, EVERYTHING).loss_spec()
     totals = {"policy": 40.0, "kl": 30.0, "entropy": 20.0, "sft": 50.0}
@@ -206,9 +210,13 @@ async def test_every_fast_path_equals_the_plain_one_with_every_option(
         given = make_rows(count=14, prompts=9, reference=True)
         plain[name] = await computed_plainly(make_learner, given, loss, totals)
     rows, sums, wanted = plain[name]
+    if "whole groups" in way:
+        monkeypatch.setattr(varlen, "suits", lambda *_: True)
+        monkeypatch.setattr(varlen, "varlen_attn", varlen_attn)
     learner = make_learner(**FAST[way])
     batches = learner._engine.cut(rows, learner._max_tokens, gradient=True)
     assert any(isinstance(batch, PackedBatch) for batch in batches) == ("packed" in way)
+    assert any(isinstance(batch, PackedGroups) for batch in batches) == ("whole groups" in way)
     assert any(isinstance(batch, FlatBatch) for batch in batches) == ("native" in way)
     found_sums, found = await computed(learner, rows, loss, totals)
     assert any(bool(each.any()) for each in wanted.values())

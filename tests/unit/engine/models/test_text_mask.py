@@ -19,6 +19,12 @@ MASKS = {
     "a window after a prompt": TextMask(13, past=9, window=6),
     "packed": TextMask(20, lengths=(11, 9, 17, 1, 2)),
     "packed, with a window": TextMask(20, lengths=(11, 9, 17, 1, 2), window=4),
+    "after shared prompts": TextMask(
+        20, lengths=(7, 4, 9, 8, 5, 1, 6), prompts=(None, 0, 0, None, 3, 3, 3)
+    ),
+    "after shared prompts, with a window": TextMask(
+        20, lengths=(7, 4, 9, 8, 5, 1, 6), prompts=(None, 0, 0, None, 3, 3, 3), window=4
+    ),
 }
 
 
@@ -78,6 +84,7 @@ class LargestTensor(TorchDispatchMode):
         lambda length: TextMask(length, window=length // 2),
         lambda length: TextMask(length, past=length),
         lambda length: TextMask(length, lengths=(length // 2,) * 4),
+        lambda length: TextMask(length, lengths=(length // 2,) * 4, prompts=(None, 0, None, 2)),
     ],
 )
 def test_memory_grows_with_the_length_and_not_with_its_square(mask_of, dtype, monkeypatch):
