@@ -34,7 +34,7 @@ from groupwise.engine.learner.native.attention import attention_of
 from groupwise.engine.learner.native.body import residual_stream
 from groupwise.engine.learner.native.layout import Texts, cut
 from groupwise.engine.learner.torch_learner import TorchLearner
-from groupwise.engine.learner.weights import TrainedAdapter
+from groupwise.engine.learner.weights import TrainedAdapter, TrainedModel
 from groupwise.engine.models.bundled import bundled_folder
 from groupwise.engine.models.config import Dtype, LoraConfig, ModelConfig
 from groupwise.engine.models.files import write_tensors
@@ -320,6 +320,24 @@ def gradients_are_those_of_a_processor(case: DeviceCase, name: str) -> None:
         size = float(expected.abs().max())
         assert size > 0
         torch.testing.assert_close(found[key], expected, rtol=1e-3, atol=1e-4 * size)
+
+
+def all_weights_have_the_gradients_of_a_processor(case: DeviceCase, name: str) -> None:
+    """Of products in bfloat16, as far as its eight bits go, to those of float32."""
+
+    def computed(device: torch.device, dtype: Dtype) -> dict[str, Tensor]:
+        weights = TrainedModel(family(name).to(device), dtype=dtype)
+        learner = TorchLearner(
+            weights, run="r", publish_folder=case.folder, max_tokens_per_microbatch=200, seed=0
+        )
+        asyncio.run(learner.forward_backward(rows_of(below=90), EVERYTHING, TOTALS))
+        found = ((key, each.grad) for key, each in weights.parameters().items())
+        return {key: each.cpu() for key, each in found if each is not None}
+
+    found, wanted = computed(case.device, "bfloat16"), computed(torch.device("cpu"), "float32")
+    assert found.keys() == wanted.keys()
+    for key, expected in wanted.items():
+        assert float((found[key] - expected).norm()) < 0.1 * float(expected.norm()), key
 
 
 def attention_is_that_of_a_processor(

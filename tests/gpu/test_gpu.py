@@ -85,6 +85,7 @@ def cases(holds: Callable[..., None], **given: tuple[Any, ...]) -> list[Any]:
         *cases(device_checks.what_is_drawn_does_not_depend_on_the_device),
         *cases(device_checks.memory_does_not_grow, adapter=(True, False)),
         *cases(device_checks.gradients_are_those_of_a_processor, name=MODELS),
+        *cases(device_checks.all_weights_have_the_gradients_of_a_processor, name=(*SOME, "qwen2")),
         *cases(device_checks.updates_are_those_of_a_processor),
         *cases(device_checks.nothing_is_left_of_a_gradient),
         *cases(

@@ -66,6 +66,7 @@ def also(holds: Callable[..., None], **given: Any) -> Any:
         (device_checks.memory_does_not_grow, {"adapter": True}),
         also(device_checks.memory_does_not_grow, adapter=False),
         (device_checks.gradients_are_those_of_a_processor, {"name": "llama-biases"}),
+        also(device_checks.all_weights_have_the_gradients_of_a_processor, name="qwen3"),
         (device_checks.updates_are_those_of_a_processor, {}),
         (device_checks.nothing_is_left_of_a_gradient, {}),
         *(
