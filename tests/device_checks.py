@@ -24,6 +24,7 @@ from benchmarks.gpu import SIZES
 from groupwise.core.types import (
     Completion,
     GroupRequest,
+    LogitsProcessing,
     OptimiserParams,
     Policy,
     Row,
@@ -47,7 +48,7 @@ from groupwise.engine.sampler.draw import draw_tokens
 from groupwise.engine.sampler.native.graph_engine import GraphEngine
 from groupwise.engine.sampler.native.recording import Record
 from groupwise.engine.sampler.queued import DecodeLayout
-from groupwise.engine.sampler.torch_sampler import TorchSampler
+from groupwise.engine.sampler.torch_sampler import Drawing, TorchSampler
 from groupwise.engine.sampler.weights import ServedAdapter, ServedModel, ServedWeights
 from groupwise.runs.store import Store
 from tests.integration import toy_run
@@ -207,6 +208,52 @@ def sampling_again_gives_the_same(case: DeviceCase, name: str, dtype: torch.dtyp
     assert generated(first, asked) == wanted
     generated(second, asked[::-1][:2])
     assert generated(second, asked) == wanted
+
+
+def looking_ahead_draws_the_same(case: DeviceCase, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows that stop, that reach their length, that wait for a slot, that somebody gives up, and that need each token before the next."""
+    weights = served("llama", case.device, torch.float32, adapter=True)
+    penalised = LogitsProcessing(frequency_penalty=0.5)
+    asked = [
+        GroupRequest(
+            number,
+            tuple(text(3 + 60 * (number % 3)).tolist()),
+            tuple(range(10 * number, 10 * number + 4)),
+            SamplingParams(
+                (1, 2, 20, 90)[number % 4],
+                stop_token_ids=tuple(range(10)),
+                processing=penalised if number == 6 else None,
+            ),
+        )
+        for number in range(12)
+    ]
+    given_up = GroupRequest(99, (5, 6, 7), (1, 2), SamplingParams(200))
+    order: list[str] = []
+
+    def noted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any) -> Any:
+            order.append(name)
+            return function(*args)
+
+        return call
+
+    async def ask(sampler: TorchSampler) -> list[tuple[Completion, ...]]:
+        lost = asyncio.create_task(sampler.generate(given_up))
+        others = [asyncio.create_task(sampler.generate(each)) for each in asked]
+        while not sampler.so_far(99) or len(sampler.so_far(99)[0]) < 5:
+            await asyncio.sleep(0)
+        lost.cancel()
+        return await asyncio.gather(*others)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(GraphEngine, "decode_rows", noted("begin", GraphEngine.decode_rows))
+        patched.setattr(Drawing, "read", noted("read", Drawing.read))
+        found = asyncio.run(ask(sampler_of(case, weights)))
+        assert "bbrbrbr" in "".join(each[0] for each in order)
+    monkeypatch.setattr(TorchSampler, "_looks_ahead", lambda sampler: False)
+    wanted = asyncio.run(ask(sampler_of(case, weights)))
+    assert found == wanted
+    assert {each.finish_reason for group in found for each in group} == {"stop", "length"}
 
 
 def what_is_drawn_does_not_depend_on_the_device(case: DeviceCase) -> None:

@@ -127,6 +127,11 @@ def test_triton_kernels_give_what_torch_does(dtype):
     device_checks.numbers_of_the_head_are_those_of_torch(GPU, dtype)
 
 
+def test_looking_ahead_draws_the_same(monkeypatch, tmp_path):
+    case = DeviceCase(GPU, cuda_graphs, tmp_path, held)
+    device_checks.looking_ahead_draws_the_same(case, monkeypatch)
+
+
 @pytest.mark.parametrize("rate", [1e-6, 1e-5, 1e-4])
 def test_small_steps_act_in_full(monkeypatch, tmp_path, rate):
     monkeypatch.setattr(gradient_flow, "TOKENS", 1 << 15)

@@ -84,6 +84,10 @@ def test_as_on_a_gpu(case: DeviceCase, holds: Callable[..., None], given: dict[s
     holds(case, **given)
 
 
+def test_looking_ahead_draws_the_same(case, monkeypatch):
+    device_checks.looking_ahead_draws_the_same(case, monkeypatch)
+
+
 def test_the_fused_attention_gives_the_gradients_of_the_other(monkeypatch, tmp_path):
     pieces = device_checks.gradients("qwen3", CPU, tmp_path)
     monkeypatch.setattr(attention, "piece_attention", fused_attention)

@@ -246,22 +246,10 @@ def draw_members(
     members: Sequence[Member], logits_NV: Tensor, empty: int = 0, shift: float = 0.0
 ) -> tuple[list[int], list[float]]:
     """A token and its log-probability for each row of logits; the last `empty` rows are padding. See `DecodeEngine.shift`."""
-    params = [*(member.ticket.request.params for member in members), *[None] * empty]
-    lengths = [*(len(member.token_ids) for member in members), *[0] * empty]
-    uniforms = [uniform(member.seed, len(member.token_ids)) for member in members]
-    temperatures = [1.0 if row_params is None else row_params.temperature for row_params in params]
-    temperatures_N = torch.tensor(
-        [temperature and max(temperature, COLDEST) for temperature in temperatures]
-    )
-    logits_NV = mask_early_stops(logits_NV, params, lengths)
+    lengths = [len(member.token_ids) for member in members]
     logits_NV = _process_logits(members, logits_NV, shift)
-    logits_NV = truncate(logits_NV, temperatures_N, params)
-    tokens_N, logprobs_N = draw_tokens(
-        logits_NV,
-        temperatures_N,
-        torch.tensor(uniforms + [0.0] * empty, dtype=torch.float64),
-    )
-    tokens, logprobs = torch.stack((tokens_N.double(), logprobs_N.double())).tolist()  # one sync
+    numbers_2N, logits_NV, temperatures_N = draw_numbers(members, lengths, logits_NV, empty)
+    tokens, logprobs = numbers_2N.tolist()  # one sync
     tokens = [*map(int, tokens)]
     for row, member in enumerate(members):
         if count := member.ticket.request.top_logprobs:
@@ -269,6 +257,29 @@ def draw_members(
             best = top_logprobs(logits_NV[row], temperatures_N[row].item(), *sampled_tokens, count)
             member.top_logprobs.append(best)
     return tokens, logprobs
+
+
+def draw_numbers(
+    members: Sequence[Member], lengths: Sequence[int], logits_NV: Tensor, empty: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The next token of each member, which then has these lengths, and its log-probability, both as float64 [2, N]; nothing waits for them.
+
+    Also returns the logits that they were drawn from, and the temperatures [N].
+    """
+    params = [*(member.ticket.request.params for member in members), *[None] * empty]
+    uniforms = [uniform(each.seed, length) for each, length in zip(members, lengths, strict=True)]
+    temperatures = [1.0 if row_params is None else row_params.temperature for row_params in params]
+    temperatures_N = torch.tensor(
+        [temperature and max(temperature, COLDEST) for temperature in temperatures]
+    )
+    logits_NV = mask_early_stops(logits_NV, params, [*lengths, *[0] * empty])
+    logits_NV = truncate(logits_NV, temperatures_N, params)
+    tokens_N, logprobs_N = draw_tokens(
+        logits_NV,
+        temperatures_N,
+        torch.tensor(uniforms + [0.0] * empty, dtype=torch.float64),
+    )
+    return torch.stack((tokens_N.double(), logprobs_N.double())), logits_NV, temperatures_N
 
 
 def _process_logits(members: Sequence[Member], logits_NV: Tensor, shift: float) -> Tensor:

@@ -4,6 +4,9 @@ The driver computes a prompt once for its group, and for other groups with the s
 member while there is room, and then advances all rows by one token at a time. A finished row makes room at once. The driver yields to
 the event loop after every token, so scoring and cancelling continue.
 
+A GPU computes the next token while this process looks at the last one: rows that end with it are computed once for nothing. That needs
+no token to be known here, so it is not done while a completion has a schema, penalties or biases.
+
 An engine computes the rows (`groupwise.engine.sampler.engine`): a native one if the model is of a known family (one for CPUs, one for
 GPUs), otherwise one over transformers. A member's draw depends only on its seed and its own group.
 """
@@ -12,7 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -33,6 +36,7 @@ from groupwise.engine.sampler.queued import (
     QueuedSampler,
     Ticket,
     draw_members,
+    draw_numbers,
 )
 from groupwise.engine.sampler.rules import not_finite, refuse_long_prompt
 from groupwise.engine.sampler.weights import ServedWeights
@@ -57,6 +61,7 @@ class TorchSampler(QueuedSampler):
         super().__init__(weights, tokenizer, layout)
         self._engine = _make_engine(weights, layout, native=native, enforce_eager=enforce_eager)
         self._members: dict[DecodeRow, Member] = {}
+        self._drawing: Drawing | None = None
 
     async def prompt_logprobs(self, prompt_ids: tuple[int, ...], top: int) -> PromptLogprobs:
         """The log-probabilities of a prompt's tokens under the weights that serve now, with the `top` most probable at each position.
@@ -84,6 +89,7 @@ class TorchSampler(QueuedSampler):
                 if self._members:
                     self._decode_one_token()
             await asyncio.sleep(0)
+        self._drawing = None
 
     def _in_progress(self) -> Sequence[Member]:
         """See `QueuedSampler._in_progress`."""
@@ -96,6 +102,7 @@ class TorchSampler(QueuedSampler):
     def _reset(self) -> None:
         """See `QueuedSampler._reset`."""
         self._members.clear()
+        self._drawing = None
         self._engine.reset()
 
     def _refresh(self) -> None:
@@ -143,14 +150,31 @@ class TorchSampler(QueuedSampler):
                 self._deliver_if_finished(member.ticket)
 
     def _decode_one_token(self) -> None:
-        rows = self._engine.rows
-        members = [self._members[row] for row in rows]
-        self._draw_tokens(
-            members, self._engine.decode([member.token_ids[-1] for member in members])
-        )
+        drawing, self._drawing = self._drawing, None
+        if drawing is None and self._looks_ahead():
+            drawing = self._start_drawing(self._members, None)
+        if drawing is None:
+            rows = self._engine.rows
+            members = [self._members[row] for row in rows]
+            self._draw_tokens(
+                members, self._engine.decode([member.token_ids[-1] for member in members])
+            )
+        else:
+            if self._looks_ahead():
+                continuing = {
+                    row: member
+                    for row, member in self._members.items()
+                    if row not in drawing.lengths
+                    or drawing.lengths[row] + 1 < member.ticket.request.params.max_tokens
+                }
+                if continuing:
+                    self._drawing = self._start_drawing(continuing, drawing)
+            for row, token, logprob in drawing.read():
+                if row in self._members:  # nobody may wait for it any more
+                    self._append_token(self._members[row], token, logprob)
         finished = [
             (row, member)
-            for row, member in zip(rows, members, strict=True)
+            for row, member in self._members.items()
             if member.finish_reason is not None
         ]
         if finished:
@@ -158,14 +182,69 @@ class TorchSampler(QueuedSampler):
             for _, member in finished:
                 self._deliver_if_finished(member.ticket)
 
+    def _looks_ahead(self) -> bool:
+        """True if the GPU may draw the next tokens before the last ones are known here."""
+        return isinstance(self._engine, GraphEngine) and not any(
+            member.ticket.request.top_logprobs or member.ticket.request.params.processing
+            for member in self._members.values()
+        )
+
+    def _start_drawing(
+        self, members: Mapping[DecodeRow, Member], previous: Drawing | None
+    ) -> Drawing:
+        """Let the GPU draw a token for each of these rows, after the one that it still draws for the rows of `previous`."""
+        assert isinstance(self._engine, GraphEngine)
+        rows = [*members]
+        drawn = None
+        if previous is not None:
+            places = {row: place for place, row in enumerate(previous.lengths)}
+            again = [row for row in rows if row in places]
+            places_N = torch.tensor([places[row] for row in again])
+            drawn = again, previous.tokens_N[places_N.to(previous.tokens_N.device)]
+        lengths = {
+            row: len(member.token_ids) + (previous is not None and row in previous.lengths)
+            for row, member in members.items()
+        }
+        tokens = [member.token_ids[-1] for member in members.values()]
+        logits_NV = self._engine.decode_rows(rows, tokens, drawn)
+        logits_NV, empty = self._padded(logits_NV)
+        numbers_2N, _, _ = draw_numbers([*members.values()], [*lengths.values()], logits_NV, empty)
+        return Drawing(lengths, numbers_2N)
+
     def _draw_tokens(self, members: list[Member], logits_NV: Tensor) -> None:
-        # On a GPU torch splits sums over the vocabulary by the number of rows, so that number is kept constant.
-        by_row = logits_NV.device.type == "cpu" or kernels_for(logits_NV) is not None
-        empty = 0 if by_row else self.layout.slots - len(members)
-        logits_NV = F.pad(logits_NV, (0, 0, 0, empty)) if empty else logits_NV
+        logits_NV, empty = self._padded(logits_NV)
         tokens, logprobs = draw_members(members, logits_NV, empty, self._engine.shift)
         for member, token, logprob in zip(members, tokens, logprobs, strict=False):
             self._append_token(member, token, logprob)
+
+    def _padded(self, logits_NV: Tensor) -> tuple[Tensor, int]:
+        """The logits, with so many empty rows behind them as a draw on this device needs."""
+        # On a GPU torch splits sums over the vocabulary by the number of rows, so that number is kept constant.
+        by_row = logits_NV.device.type == "cpu" or kernels_for(logits_NV) is not None
+        empty = 0 if by_row else self.layout.slots - len(logits_NV)
+        return F.pad(logits_NV, (0, 0, 0, empty)) if empty else logits_NV, empty
+
+
+class Drawing:
+    """One more token of some rows, which a GPU may still be drawing."""
+
+    def __init__(self, lengths: Mapping[DecodeRow, int], numbers_2N: Tensor) -> None:
+        """`lengths`: of the rows' completions before this token. `numbers_2N`: tokens and log-probabilities, in the order of the rows."""
+        self.lengths = lengths
+        self.tokens_N = numbers_2N[0].long()
+        self._numbers_2N = numbers_2N.to("cpu", non_blocking=True)
+        self._drawn = torch.cuda.Event() if numbers_2N.device.type == "cuda" else None
+        if self._drawn is not None:
+            self._drawn.record()
+
+    def read(self) -> list[tuple[DecodeRow, int, float]]:
+        """Each row with its token and log-probability; waits until they are drawn."""
+        if self._drawn is not None:
+            self._drawn.synchronize()
+        tokens, logprobs = self._numbers_2N.tolist()
+        # The draw may have been padded.
+        numbers = zip(self.lengths, map(int, tokens), logprobs, strict=False)
+        return [*numbers]
 
 
 def _make_engine(

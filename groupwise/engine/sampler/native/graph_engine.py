@@ -133,8 +133,19 @@ class GraphEngine:
 
     def decode(self, tokens: Sequence[int]) -> Tensor:
         """See `DecodeEngine.decode`."""
+        return self.decode_rows(self.rows, tokens)
+
+    def decode_rows(
+        self,
+        rows: Sequence[DecodeRow],
+        tokens: Sequence[int],
+        drawn: tuple[Sequence[DecodeRow], Tensor] | None = None,
+    ) -> Tensor:
+        """Like `decode`, for some of the rows. `drawn`: rows whose token [N] the GPU may still be drawing; it is taken there, and for them
+        `tokens` has any number.
+        """
         inputs = [[0] * self._slots for _ in range(3)]
-        for row, token in zip(self.rows, tokens, strict=True):
+        for row, token in zip(rows, tokens, strict=True):
             slot, length = row.slot or 0, row.prompt.length
             if row.written % PAGE == 0:
                 page = self._free.pop()
@@ -145,12 +156,16 @@ class GraphEngine:
                 values[slot] = value
             row.written += 1
         self._inputs_3S.copy_(torch.tensor(inputs))
+        if drawn is not None:
+            drawn_rows, tokens_N = drawn
+            slots_N = torch.tensor([row.slot or 0 for row in drawn_rows]).to(tokens_N.device)
+            self._inputs_3S[0].index_copy_(0, slots_N, tokens_N)
         self._pages_SM.copy_(self._host_pages_SM)
         if self._recorded is None:
             self._recorded = self._record(self._logits)
         logits_SV = self._recorded()
         # Indexing copies: the next token overwrites these logits.
-        return logits_SV[[row.slot or 0 for row in self.rows]]
+        return logits_SV[[row.slot or 0 for row in rows]]
 
     def refresh(self) -> None:
         """See `DecodeEngine.refresh`."""
