@@ -141,9 +141,11 @@ class GraphEngine:
         tokens: Sequence[int],
         drawn: tuple[Sequence[DecodeRow], Tensor] | None = None,
     ) -> Tensor:
-        """Like `decode`, for some of the rows. `drawn`: rows whose token [N] the GPU may still be drawing; it is taken there, and for them
-        `tokens` has any number.
+        """Like `decode`, for some of the rows: the others have had their last token. `drawn`: rows whose token [N] the GPU may still be
+        drawing; it is taken there, and for them `tokens` has any number.
         """
+        for row in {*self.rows}.difference(rows):
+            self._host_pages_SM[row.slot or 0] = 0  # an empty slot writes to its first page
         inputs = [[0] * self._slots for _ in range(3)]
         for row, token in zip(rows, tokens, strict=True):
             slot, length = row.slot or 0, row.prompt.length
