@@ -10,7 +10,8 @@ READY := @$(PYTHON) scripts/bootstrap.py
 BIN := .venv/bin
 TESTING := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
 PYTEST := $(TESTING) $(BIN)/python -m pytest
-# `make gpu WHEELS=folder` asks no index: the wheels are unpacked beside the Python that is there, which brings its own torch.
+# `make gpu WHEELS=folder` asks no index: the wheels are unpacked beside the Python that is there, which brings its own torch. Its
+# pytest-benchmark, which images often have, would refuse `-n`.
 GPU_SITE := $(CURDIR)/build/gpu-site
 GPU_READY = $(if $(WHEELS),@$(PYTHON) -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target $(GPU_SITE) $(WHEELS)/*.whl,$(READY))
 GPU_PYTHON = $(if $(WHEELS),PYTHONPATH=$(GPU_SITE):$(CURDIR) $(PYTHON),$(BIN)/python)
@@ -68,7 +69,7 @@ bench: ## measure steps beside TRL's, for 45 minutes (ARGS="--cell W1 --check");
 soak: ## run a suite of long tests (SUITE=name; CONTRIBUTING.md lists them with their times and variables)
 	$(READY) && $(NEEDS_$(SUITE)) $(PYTEST) -m "soak(suite='$(SUITE)')" --timeout 7200 -o faulthandler_timeout=7300 $(ARGS)
 gpu: ## run the tests that need a GPU (WHEELS=build/gpu: by the torch that PYTHON has, without an index)
-	$(GPU_READY) && $(GPU_PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make gpu: torch finds no GPU here$(if $(WHEELS),, (TORCH=cuda sets up the build for one)), so nothing was tested.")' && $(TESTING) $(GPU_PYTHON) -m pytest -m gpu $(ARGS) tests/gpu
+	$(GPU_READY) && $(GPU_PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make gpu: torch finds no GPU here$(if $(WHEELS),, (TORCH=cuda sets up the build for one)), so nothing was tested.")' && $(TESTING) $(GPU_PYTHON) -m pytest -p no:benchmark -m gpu $(ARGS) tests/gpu
 gpu-bundle: ## collect in build/gpu what `make gpu` needs beside torch on a machine without an index (TARGET=3.12: its Python)
 	$(READY) && $(BIN)/python scripts/gpu_bundle.py --python $(or $(TARGET),3.12)
 sbom: ## write sbom.json: every package in .venv with its release, licence and source, in CycloneDX's format
