@@ -34,6 +34,7 @@ from groupwise.training.callbacks.base import Callbacks
 from groupwise.training.callbacks.registry import callbacks_of_task
 from groupwise.training.config import LoadedConfig, RunConfig, load_config, view
 from groupwise.training.evaluation.evaluate import EvalResult, compare_before_after, held_out
+from groupwise.training.loops.drawing import load_policy
 from groupwise.training.loops.held_out import (
     HELD_OUT_KEY,
     announce,
@@ -59,7 +60,7 @@ from groupwise.training.loops.resume import (
     check_folder,
     restore_checkpoint,
 )
-from groupwise.training.loops.rl import publish, train
+from groupwise.training.loops.rl import train
 from groupwise.training.loops.rl_prepare import RlPrepared, plan_rl, prepare_rl, warnings_of
 from groupwise.training.loops.run import TaskRun
 from groupwise.training.loops.start import (
@@ -220,7 +221,9 @@ async def run_in(
                     restore_checkpoint(run, prepared, resumption)
                     notice_changed_questions(run, prepared.facts[HELD_OUT_KEY])
                 log_start(run, prepared)
-                await publish(run, run.policy.version)
+                run.policy = await run.learner.publish(run.policy.version)
+                # A server of the run's own starts now, which may take minutes.
+                await interruption.allow(load_policy(run, run.policy))
                 await starting
                 return await run_to_completion(run, prepared, started_at)
     finally:
