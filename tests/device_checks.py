@@ -52,6 +52,7 @@ from groupwise.engine.sampler.torch_sampler import Drawing, TorchSampler
 from groupwise.engine.sampler.weights import ServedAdapter, ServedModel, ServedWeights
 from groupwise.runs.store import Store
 from tests.integration import toy_run
+from tests.processes import wait_until_async
 from tests.unit.engine.learner.native import test_attention
 from tests.unit.engine.learner.native.test_engine import EVERYTHING, TOTALS, rows_of
 from tests.unit.engine.models.native.families import adapted, family, own_logits, randomised, text
@@ -240,8 +241,7 @@ def looking_ahead_draws_the_same(case: DeviceCase, monkeypatch: pytest.MonkeyPat
     async def ask(sampler: TorchSampler) -> list[tuple[Completion, ...]]:
         lost = asyncio.create_task(sampler.generate(given_up))
         others = [asyncio.create_task(sampler.generate(each)) for each in asked]
-        while not sampler.so_far(99) or len(sampler.so_far(99)[0]) < 5:
-            await asyncio.sleep(0)
+        await wait_until_async(lambda: any(len(each) > 4 for each in sampler.so_far(99)))
         lost.cancel()
         return await asyncio.gather(*others)
 

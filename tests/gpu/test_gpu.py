@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from groupwise.core.types import GroupRequest, SamplingParams
 from groupwise.engine.distributed import prefork
 from groupwise.engine.learner import gradient_flow
 from groupwise.engine.models.machine import prepare_process
@@ -130,6 +131,28 @@ def test_triton_kernels_give_what_torch_does(dtype):
 def test_looking_ahead_draws_the_same(monkeypatch, tmp_path):
     case = DeviceCase(GPU, cuda_graphs, tmp_path, held)
     device_checks.looking_ahead_draws_the_same(case, monkeypatch)
+
+
+def test_the_next_token_is_begun_without_waiting(monkeypatch, tmp_path):
+    weights = device_checks.served("llama", GPU, torch.bfloat16, adapter=True)
+    sampler = device_checks.sampler_of(DeviceCase(GPU, cuda_graphs, tmp_path, held), weights)
+    start, ahead = TorchSampler._start_drawing, 0
+
+    def started(sampler: TorchSampler, members: Any, previous: Any) -> Any:
+        nonlocal ahead
+        if previous is None:
+            return start(sampler, members, previous)
+        ahead += 1
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            return start(sampler, members, previous)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(TorchSampler, "_start_drawing", started)
+    asked = [GroupRequest(0, (3, 4, 5), (1, 2, 3), SamplingParams(40, min_tokens=40))]
+    device_checks.generated(sampler, asked)
+    assert ahead > 20
 
 
 @pytest.mark.parametrize("rate", [1e-6, 1e-5, 1e-4])

@@ -20,8 +20,13 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from groupwise.engine.models.config import Dtype, ModelConfig
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
 
 CPUINFO = Path("/proc/cpuinfo")
 DEVICES = Path("/dev")
@@ -155,6 +160,16 @@ def prepare_process(threads: int) -> None:
         libc.mallopt(MMAP_THRESHOLD, 1 << 30)
         libc.mallopt(TRIM_THRESHOLD, -1)  # never return memory to the system
         libc.mallopt(TOP_PAD, 64 << 20)
+
+
+def send(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor of main memory on this device. A GPU goes on computing meanwhile, and this thread does not wait for it.
+
+    A copy from ordinary memory would wait until all that was started before is done.
+    """
+    if device.type != "cuda":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
 
 
 def give_back_memory() -> None:

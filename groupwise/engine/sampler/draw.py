@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from groupwise.core.types import SamplingParams
+from groupwise.engine.models.machine import send
 from groupwise.engine.models.native.fused import kernels_for
 
 BLOCK = 128
@@ -40,8 +41,8 @@ def draw_tokens(
     # Dividing by 1 changes nothing, but costs a pass over the logits.
     plain = bool((divisors_S == 1).all())
     device = logits_SV.device
-    greedy_S, divisors_S = greedy_S.to(device), divisors_S.to(device)
-    uniforms_S = uniforms_S.to(device)
+    greedy_S, divisors_S = send(greedy_S, device), send(divisors_S, device)
+    uniforms_S = send(uniforms_S, device)
     if kernels is not None:
         tokens_S, logprobs_S = kernels.drawn(logits_SV, divisors_S, uniforms_S, BLOCK)
         if some_greedy:
@@ -105,8 +106,8 @@ def mask_early_stops(
     ]
     if not early:
         return logits_SV
-    rows_X, tokens_X = torch.tensor(early, device=logits_SV.device).unbind(1)
-    never = torch.tensor(-math.inf, dtype=logits_SV.dtype, device=logits_SV.device)
+    rows_X, tokens_X = send(torch.tensor(early), logits_SV.device).unbind(1)
+    never = logits_SV.new_full((), -math.inf)
     return logits_SV.index_put((rows_X, tokens_X), never)
 
 
@@ -127,10 +128,9 @@ def truncate(
     ]
     divisors_S = temperatures_S.masked_fill(temperatures_S == 0, 1.0)
     for kind in dict.fromkeys(truncation for truncation in truncations if truncation is not None):
-        concerned_S = torch.tensor(
-            [truncation == kind for truncation in truncations], device=logits_SV.device
-        )
-        truncated_SV = logits_SV / divisors_S[:, None].to(logits_SV.device)
+        concerned_S = torch.tensor([truncation == kind for truncation in truncations])
+        concerned_S = send(concerned_S, logits_SV.device)
+        truncated_SV = logits_SV / send(divisors_S, logits_SV.device)[:, None]
         top_k, top_p, min_p = kind
         if top_k is not None:
             floor_S1 = _top_logits(truncated_SV, top_k)[:, -1:]

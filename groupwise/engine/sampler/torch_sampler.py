@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from groupwise.core.types import PromptLogprobs, TopLogprobs
+from groupwise.engine.models.machine import send
 from groupwise.engine.models.native.fused import kernels_for
 from groupwise.engine.sampler.engine import DecodeEngine, DecodeRow, SlotEngine
 from groupwise.engine.sampler.logits import prompt_logprobs
@@ -199,8 +200,8 @@ class TorchSampler(QueuedSampler):
         if previous is not None:
             places = {row: place for place, row in enumerate(previous.lengths)}
             again = [row for row in rows if row in places]
-            places_N = torch.tensor([places[row] for row in again])
-            drawn = again, previous.tokens_N[places_N.to(previous.tokens_N.device)]
+            places_N = torch.tensor([places[row] for row in again], dtype=torch.long)
+            drawn = again, previous.tokens_N[send(places_N, previous.tokens_N.device)]
         lengths = {
             row: len(member.token_ids) + (previous is not None and row in previous.lengths)
             for row, member in members.items()

@@ -21,6 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from groupwise.engine.models.machine import send
 from groupwise.engine.models.native.facts import PAGE, pages_of_a_row
 from groupwise.engine.models.native.forward import residual_after_layers
 from groupwise.engine.models.native.fused import kernels_for
@@ -157,17 +158,17 @@ class GraphEngine:
             for values, value in zip(inputs, (token, row.position, length), strict=True):
                 values[slot] = value
             row.written += 1
-        self._inputs_3S.copy_(torch.tensor(inputs))
+        device = self._model.device
+        self._inputs_3S.copy_(send(torch.tensor(inputs), device))
         if drawn is not None:
             drawn_rows, tokens_N = drawn
-            slots_N = torch.tensor([row.slot or 0 for row in drawn_rows]).to(tokens_N.device)
-            self._inputs_3S[0].index_copy_(0, slots_N, tokens_N)
-        self._pages_SM.copy_(self._host_pages_SM)
+            self._inputs_3S[0].index_copy_(0, _slots(drawn_rows, device), tokens_N)
+        self._pages_SM.copy_(send(self._host_pages_SM, device))
         if self._recorded is None:
             self._recorded = self._record(self._logits)
         logits_SV = self._recorded()
         # Indexing copies: the next token overwrites these logits.
-        return logits_SV[[row.slot or 0 for row in rows]]
+        return logits_SV[_slots(rows, device)]
 
     def refresh(self) -> None:
         """See `DecodeEngine.refresh`."""
@@ -257,6 +258,10 @@ class GraphEngine:
             queries_SJRD, *copies, attn_mask=mask_SC[:, None, None]
         )
         return output_SJRD.flatten(1)
+
+
+def _slots(rows: Sequence[DecodeRow], device: torch.device) -> Tensor:
+    return send(torch.tensor([row.slot or 0 for row in rows], dtype=torch.long), device)
 
 
 def _shapes(adapter: Sequence[LowRank | None]) -> list[tuple[torch.Size, torch.Size] | None]:
