@@ -114,9 +114,8 @@ class Size:
         return 4.0 * (self.body * self.learnt_tokens() + self.output * self.work.sampled)
 
     def products_of_all_weights(self) -> float:
-        """Likewise without an adapter: weights have gradients as well, and each completion computes its prompt again."""
-        prompts = sum(self.work.prompts) * self.work.members
-        return 6.0 * (self.body * (prompts + self.work.sampled) + self.output * self.work.sampled)
+        """Likewise without an adapter: weights have gradients, too."""
+        return 1.5 * self.products_of_learning()
 
 
 SIZES = {
