@@ -26,11 +26,11 @@ from typing import Any
 from benchmarks import groupwise_side, trl_side
 from benchmarks.memory import Watch
 from benchmarks.step import RESULTS, machine, quick_dtype, slug, spread, times
-from benchmarks.work import CORNERS, NATURAL, W1, Work
+from benchmarks.work import CORNERS, MODEL, NATURAL, ON_A_GPU, W1, Rules, Work
 
 SIDES = {"groupwise": groupwise_side.serve, "trl": trl_side.serve}
 PHASES = ("sampling", "learning", "step")
-CELLS = {"W1": W1, **CORNERS, "natural lengths": NATURAL}
+CELLS = {"W1": W1, **CORNERS, "natural lengths": NATURAL, "on a GPU": ON_A_GPU}
 WORSE = 0.85
 """A ratio below so much of the stored one is a regression; the machine's moods make a tenth."""
 MORE = 1.15
@@ -41,21 +41,32 @@ def main() -> None:
     """Measure, print, store."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repetitions", type=int, default=5, help="of W1; others have two")
-    parser.add_argument("--cell", choices=CELLS, help="this one alone; W1 takes five minutes")
+    parser.add_argument(
+        "--cell",
+        choices=CELLS,
+        help="this one alone, else all but that for a GPU; W1 takes five minutes",
+    )
+    parser.add_argument("--model", default=MODEL, help="another one: its name or folder")
+    parser.add_argument(
+        "--vllm", action="store_true", help="TRL samples by vLLM on the GPU on which it learns"
+    )
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default=quick_dtype())
     either = parser.add_mutually_exclusive_group()  # or the good figures were gone when it fails
     either.add_argument("--store", action="store_true", help="keep the result")
     either.add_argument("--check", action="store_true", help="fail where the stored one is better")
     given = parser.parse_args()
     described = machine()
-    file = RESULTS / f"against-trl-{slug(described)}-{given.dtype}.json"
+    rules = Rules(given.dtype, given.model, given.vllm)
+    compared = Path(given.model).name + ("-vllm" if given.vllm else "")
+    other = "" if compared == MODEL else f"-{compared}"
+    file = RESULTS / f"against-trl-{slug(described)}-{given.dtype}{other}.json"
     stored: dict[str, Any] = json.loads(file.read_text())["cells"] if file.exists() else {}
-    names = [given.cell] if given.cell else list(CELLS)
+    names = [given.cell] if given.cell else [name for name in CELLS if name != "on a GPU"]
     if given.check:
         expect_stored(names, stored, file)
     found: dict[str, Any] = {}
     for name in names:
-        found[name] = compare(CELLS[name], given.repetitions if name == "W1" else 2, given.dtype)
+        found[name] = compare(CELLS[name], given.repetitions if name == "W1" else 2, rules)
         show(name, found[name])
         if given.store:
             keep(file, described, {**stored, **found})
@@ -121,9 +132,9 @@ def _each(result: dict[str, Any], side: str, phase: str) -> list[float]:
     return [1000 * each / count for each, count in zip(seconds, tokens, strict=True)]
 
 
-def compare(work: Work, repetitions: int, dtype: str) -> dict[str, Any]:
+def compare(work: Work, repetitions: int, rules: Rules) -> dict[str, Any]:
     """Both sides' figures, step by step in turns. Before and after them is a step whose memory is watched, which takes time."""
-    sides = {name: Side(name, work, dtype) for name in SIDES}
+    sides = {name: Side(name, work, rules) for name in SIDES}
     try:
         for side in sides.values():
             side.watched_step()
@@ -141,10 +152,10 @@ def compare(work: Work, repetitions: int, dtype: str) -> dict[str, Any]:
 class Side:
     """One of the two, in its process."""
 
-    def __init__(self, name: str, work: Work, dtype: str) -> None:
+    def __init__(self, name: str, work: Work, rules: Rules) -> None:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=SIDES[name], args=(theirs, work, dtype))
+        self._process = context.Process(target=SIDES[name], args=(theirs, work, rules))
         started = time.perf_counter()
         self._process.start()
         theirs.close()

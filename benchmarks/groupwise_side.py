@@ -10,14 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.step import config_of, one_step, request
-from benchmarks.work import Work, prompts
+from benchmarks.work import Rules, Work, prompts
 from groupwise.engine.models.tokenizer import load_tokenizer
 from groupwise.training import build, placement
 
 
-def serve(connection: Connection, work: Work, dtype: str) -> None:
+def serve(connection: Connection, work: Work, rules: Rules) -> None:
     """Answer each message with the seconds of a step until one says `end`."""
-    config = config_of(work, dtype)
+    config = config_of(work, rules.dtype, model=rules.model)
     build.expect_ranks(config)  # as the command line does
     layout = placement.choose_layout(config, longest_prompt=work.longest)
     with (

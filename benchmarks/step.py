@@ -134,12 +134,16 @@ async def learn(learner: Learner, rows: Sequence[Row]) -> None:
 
 
 def config_of(
-    work: Work, dtype: str, threads: int | None = None, processes: int | None = None
+    work: Work,
+    dtype: str,
+    threads: int | None = None,
+    processes: int | None = None,
+    model: str = MODEL,
 ) -> RunConfig:
     """A run with the sizes of the work, which samples all its completions beside each other."""
     return load_config(
         {
-            "model": {"name": MODEL, "dtype": dtype},
+            "model": {"name": model, "dtype": dtype},
             "lora": {"r": RANK, "alpha": ALPHA},
             "sampler": {"max_completion_length": work.new_tokens},
             "training": {

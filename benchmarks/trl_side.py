@@ -1,6 +1,7 @@
 """TRL's half of the comparison: a `GRPOTrainer` that waits before each step until it is asked for it.
 
-Its best setting on a CPU: base in bfloat16, LoRA, one group as a micro-batch, memory that is freed kept for the next use.
+Its best setting on a CPU: base in bfloat16, LoRA, one group as a micro-batch, memory that is freed kept for the next use. On a GPU it may
+sample by vLLM in its own process (`vllm_mode="colocate"`).
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
 from benchmarks.step import config_of
-from benchmarks.work import MODEL, Work, prompts
+from benchmarks.work import MODEL, Rules, Work, prompts
 from groupwise.engine.models.config import ModelConfig
 from groupwise.engine.models.machine import prepare_process
 from groupwise.engine.models.tokenizer import resolve
@@ -27,7 +28,7 @@ class Ended(Exception):
     """No further step is asked for."""
 
 
-def serve(connection: Connection, work: Work, dtype: str) -> None:
+def serve(connection: Connection, work: Work, rules: Rules) -> None:
     """Answer each message with the seconds of a step until one says `end`."""
     from datasets import Dataset
     from transformers import TrainerCallback
@@ -36,10 +37,10 @@ def serve(connection: Connection, work: Work, dtype: str) -> None:
     from groupwise.engine.models.lora import new_lora_config
 
     prepare_process(os.cpu_count() or 1)
-    config = config_of(work, dtype)
+    config = config_of(work, rules.dtype, model=rules.model)
     assert config.lora is not None
     assert config.training.max_steps is not None
-    model, tokenizer = loaded(dtype)
+    model, tokenizer = loaded(rules.dtype, rules.model)
     steps = range(config.training.max_steps)  # more than are asked for
     texts = [text for step in steps for text in prompts(work, tokenizer, step)]
 
@@ -81,12 +82,26 @@ def serve(connection: Connection, work: Work, dtype: str) -> None:
             self.tokens += sum(map(len, found[1]))
             return found
 
-    exact_lengths = {} if work.natural else {"min_new_tokens": work.new_tokens}
+    exact_lengths: dict[str, Any] = {}
+    if not work.natural:
+        least = "min_tokens" if rules.vllm else "min_new_tokens"
+        exact_lengths = {least: work.new_tokens}
+    colocated = {
+        "use_vllm": True,
+        "vllm_mode": "colocate",
+        "vllm_max_model_length": work.longest + work.new_tokens,
+    }
     with tempfile.TemporaryDirectory() as folder:
         trainer = Timed(
             model=model,
             reward_funcs=_alternating,
-            args=settings(config, folder, generation_kwargs=exact_lengths, logging_strategy="no"),
+            args=settings(
+                config,
+                folder,
+                generation_kwargs=exact_lengths,
+                logging_strategy="no",
+                **(colocated if rules.vllm else {}),
+            ),
             train_dataset=Dataset.from_dict({"prompt": texts}),
             processing_class=tokenizer,
             peft_config=new_lora_config(config.lora),
@@ -96,12 +111,12 @@ def serve(connection: Connection, work: Work, dtype: str) -> None:
             trainer.train()
 
 
-def loaded(dtype: str) -> tuple[Any, Any]:
-    """The model of the benchmarks and its tokenizer, by transformers alone."""
+def loaded(dtype: str, name: str = MODEL) -> tuple[Any, Any]:
+    """The model and its tokenizer, by transformers alone."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    location = resolve(ModelConfig(name=MODEL)).location
+    location = resolve(ModelConfig(name=name)).location
     model = AutoModelForCausalLM.from_pretrained(location, dtype=getattr(torch, dtype))
     return model, AutoTokenizer.from_pretrained(location)
 

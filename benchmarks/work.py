@@ -50,6 +50,18 @@ class Work:
         return max(self.prompts)
 
 
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What both sides of a comparison keep to."""
+
+    dtype: str
+    """Number format of the base."""
+    model: str = MODEL
+    """Name or folder."""
+    vllm: bool = False
+    """Whether TRL samples by vLLM in its own process, on the GPU on which it learns."""
+
+
 W1 = Work((53, 73, 86, 91), 8, 48)
 CORNERS = {
     "short": Work((50,) * 4, 4, 48),
@@ -59,6 +71,7 @@ CORNERS = {
     "one long group": Work((200,), 16, 256),
     "long everything": Work((800, 800), 4, 256),
 }
+ON_A_GPU = Work((512,) * 32, 8, 256)
 NATURAL = Work((80,) * 4, 8, 128, natural=True)
 QUESTIONS = (
     "What is {} + {}? Answer with the number only.",
