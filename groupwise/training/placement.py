@@ -32,6 +32,8 @@ SLOT_BLOCK = 8
 MAX_GPU_SLOTS = 256
 SHARE_OF_CACHE = 0.3
 """Largest fraction of a GPU's memory for the keys and values of all slots; the rest is for weights and learning."""
+MICROBATCH = 4096
+"""Tokens of a micro-batch, if the config does not say, where its size is not chosen by free memory."""
 MIN_EXAMPLES = 2
 """Smallest number of examples of a supervised step per process, if the number of processes is chosen automatically."""
 SMALL_MODEL = 20_000_000
@@ -211,7 +213,7 @@ def _tunix_layout(config: RunConfig) -> Layout:
         threads=config.run.threads or available_cores(),
         slots=0,
         key_length=0,
-        max_tokens_per_microbatch=config.training.max_tokens_per_microbatch,
+        max_tokens_per_microbatch=config.training.max_tokens_per_microbatch or MICROBATCH,
         processor=devices.device,
         torch=f"jax {devices.jax}, tunix {devices.tunix}",
     )
@@ -227,7 +229,7 @@ def _tinker_layout(config: AnyConfig, key_length: int) -> Layout:
         threads=config.run.threads or 1,
         slots=0,
         key_length=key_length,
-        max_tokens_per_microbatch=config.training.max_tokens_per_microbatch,
+        max_tokens_per_microbatch=config.training.max_tokens_per_microbatch or MICROBATCH,
         processor=describe(config.model),
         torch=prefork.torch_version(),
     )
@@ -259,13 +261,15 @@ def _local_layout(config: AnyConfig) -> Layout:
         version = f"{prefork.torch_version()}, unsloth {library.installed_version()}"
     else:
         version = prefork.torch_version()
+    dtype = prefork.choose_dtype(config.model, config.lora is None, device)
     return Layout(
         device=device,
-        dtype=prefork.choose_dtype(config.model, config.lora is None, device),
+        dtype=dtype,
         threads=config.run.threads or max(_total_cores(), processes),
         slots=0,
         key_length=0,
-        max_tokens_per_microbatch=config.training.max_tokens_per_microbatch,
+        max_tokens_per_microbatch=config.training.max_tokens_per_microbatch
+        or _microbatch_tokens(config, device, dtype),
         processor=prefork.describe_processor(device),
         torch=version,
         processes=processes,
@@ -273,6 +277,30 @@ def _local_layout(config: AnyConfig) -> Layout:
         samplers=samplers,
         strategy=config.distributed.strategy,
     )
+
+
+def _microbatch_tokens(config: AnyConfig, device: str, dtype: Dtype) -> int:
+    """Tokens that a learner computes at once, if the config does not say: on a GPU by its free memory."""
+    if device == "cpu" or config.model.backend != "transformers":
+        return MICROBATCH
+    full, beta = config.lora is None, getattr(getattr(config, "algorithm", None), "beta", 0.0)
+    return prefork.fitting_microbatch(
+        config.model,
+        config.lora,
+        dtype,
+        device,
+        full and beta > 0,
+        config.training.gradient_checkpointing,
+        config.distributed.learners if config.distributed.strategy == "fsdp2" else 1,
+        int(_learners_share(config) * (prefork.free_memory(device) or 0)),
+    )
+
+
+def _learners_share(config: AnyConfig) -> float:
+    """The part of a GPU's free memory that its learner may take: what the sampler there leaves, but a tenth."""
+    if isinstance(config, SftConfig) or samplers_of(config) or config.sampler.url:
+        return 0.9
+    return 0.4 if config.sampler.vllm_python else 0.9 - SHARE_OF_CACHE
 
 
 def refuse_on_server(config: AnyConfig) -> None:

@@ -107,7 +107,7 @@ def tinker_conflicts(config: Any) -> Iterator[Conflict]:
         ("model.dtype", model.dtype, "auto"),
         ("model.revision", model.revision, None),
         ("model.adapter_revision", model.adapter_revision, None),
-        ("training.max_tokens_per_microbatch", training.max_tokens_per_microbatch, 4096),
+        ("training.max_tokens_per_microbatch", training.max_tokens_per_microbatch, None),
         ("training.gradient_checkpointing", training.gradient_checkpointing, False),
         ("training.packing", training.packing, True),
         ("run.server", run.server, None),

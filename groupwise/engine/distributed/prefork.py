@@ -84,6 +84,11 @@ def cache_bytes(config: ModelConfig, dtype: Dtype, tokens: int) -> int:
     return _ask_zygote("groupwise.engine.models.plan:cache_bytes", config, dtype, tokens)
 
 
+def fitting_microbatch(config: ModelConfig, lora: LoraConfig | None, *sizes: Any) -> int:
+    """See `groupwise.engine.models.plan.fitting_microbatch`."""
+    return _ask_zygote("groupwise.engine.models.plan:fitting_microbatch", config, lora, *sizes)
+
+
 def free_memory(device: str) -> int | None:
     """See `groupwise.engine.models.probes.free_memory`."""
     return _ask_zygote("groupwise.engine.models.probes:free_memory", device)

@@ -56,10 +56,10 @@ class OptimisationConfig(Strict):
         ge=0,
         le=2**63 - 1,
     )
-    max_tokens_per_microbatch: int = setting(
-        4096,
+    max_tokens_per_microbatch: int | None = setting(
+        None,
         "Tokens that the learner computes at once in each process (run.processes). Less needs less memory, more is faster on a "
-        "large GPU alone. The gradient stays the same.",
+        "GPU alone. The gradient stays the same. Null: 4096, on a GPU as many as its free memory holds, up to 65536.",
         on_resume="warn",
         ge=1,
     )

@@ -37,6 +37,8 @@ RANK_MIB = 150.0
 """MiB that each rank does not share with the zygote once it has computed; the rest is shared."""
 MAIN_MIB = 150.0
 """MiB of the main process of a run with ranks; it does not import torch."""
+MICROBATCHES = (65_536, 32_768, 16_384, 8192, 4096)
+"""Tokens that a learner on a GPU computes at once, if the config does not say: more would not be faster, fewer are slower."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +151,35 @@ def plan_model(
         server_learning=server[1] / MIB,
     )
     return ModelPlan(total, trained, memory)
+
+
+def fitting_microbatch(
+    config: ModelConfig,
+    lora: LoraConfig | None,
+    dtype: str,
+    device: str,
+    needs_reference: bool,
+    gradient_checkpointing: bool,
+    parts: int,
+    memory: int,
+) -> int:
+    """The largest of `MICROBATCHES` with which a learner takes at most `memory` bytes of its device, or the smallest; see `plan_model`."""
+
+    def fits(tokens: int) -> bool:
+        plan = plan_model(
+            config,
+            lora,
+            dtype=dtype,
+            decoding=None,
+            microbatch=tokens,
+            needs_reference=needs_reference,
+            device=device,
+            gradient_checkpointing=gradient_checkpointing,
+            parts=parts,
+        )
+        return plan.memory.total * MIB <= memory
+
+    return next(filter(fits, MICROBATCHES), MICROBATCHES[-1])
 
 
 def largest_microbatch(budget: int, longest: int, everything: int) -> int:

@@ -89,6 +89,17 @@ def test_a_gpu_has_slots_by_its_memory(monkeypatch, memory, rows, expected):
     assert placement.choose_layout(asked, 12).slots == 300
 
 
+@pytest.mark.parametrize(("mib", "sections", "expected"), [
+    (80 << 10, {}, 65_536), (80, {}, 16_384), (80, {"sampler": {"url": "http://127.0.0.1:1", "engine": "vllm"}}, 32_768),
+    (180, {}, 32_768), (180, {"training": {"gradient_checkpointing": True}}, 65_536), (1, {}, 4096),
+    (80 << 10, {"training": {"max_tokens_per_microbatch": 500}}, 500),
+])  # fmt: skip
+def test_a_gpu_has_micro_batches_by_its_memory(monkeypatch, mib, sections, expected):
+    give_device(monkeypatch, "cuda", mib << 20)
+    config = load_config({"model": {"name": "tiny"}, **sections}).config
+    assert placement.choose_layout(config, 12).max_tokens_per_microbatch == expected
+
+
 @pytest.mark.parametrize("backend", ["unsloth", "tunix", "tinker"])
 def test_a_training_server_computes_with_no_other_backend(backend: str) -> None:
     config = load_config({"model": {"name": "tiny", "backend": backend}}).config
