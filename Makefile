@@ -70,8 +70,8 @@ soak: ## run a suite of long tests (SUITE=name; CONTRIBUTING.md lists them with 
 	$(READY) && $(NEEDS_$(SUITE)) $(PYTEST) -m "soak(suite='$(SUITE)')" --timeout 7200 -o faulthandler_timeout=7300 $(ARGS)
 gpu: ## run the tests that need a GPU (WHEELS=build/gpu: by the torch that PYTHON has, without an index)
 	$(GPU_READY) && $(GPU_PYTHON) -c 'import sys, torch; torch.cuda.is_available() or sys.exit("make gpu: torch finds no GPU here$(if $(WHEELS),, (TORCH=cuda sets up the build for one)), so nothing was tested.")' && $(TESTING) $(GPU_PYTHON) -m pytest -p no:benchmark -m gpu $(ARGS) tests/gpu
-gpu-bundle: ## collect in build/gpu what `make gpu` needs beside torch on a machine without an index (TARGET=3.12: its Python)
-	$(READY) && $(BIN)/python scripts/gpu_bundle.py --python $(or $(TARGET),3.12)
+gpu-bundle: ## collect in build/gpu what `make gpu` needs beside torch on a machine without an index (TARGET=3.12: its Python; VLLM=1: a vLLM too, four minutes)
+	$(READY) && $(BIN)/python scripts/gpu_bundle.py --python $(or $(TARGET),3.12)$(if $(VLLM), && $(BIN)/python scripts/vllm_bundle.py --python $(or $(TARGET),3.12))
 sbom: ## write sbom.json: every package in .venv with its release, licence and source, in CycloneDX's format
 	$(READY) && $(BIN)/uv tool run --from cyclonedx-bom==7.5.0 cyclonedx-py environment --pyproject pyproject.toml --mc-type library --output-file sbom.json .venv
 audit: ## ask the list of known holes about every release in constraints.txt (needs the internet)
