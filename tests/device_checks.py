@@ -41,6 +41,7 @@ from groupwise.engine.models.config import Dtype, LoraConfig, ModelConfig
 from groupwise.engine.models.files import write_tensors
 from groupwise.engine.models.load import load_model
 from groupwise.engine.models.lora import AdaptedModel, fingerprint, new_lora_config
+from groupwise.engine.models.machine import set_tf32
 from groupwise.engine.models.native.weights import Shape, native_model
 from groupwise.engine.models.tiny import tiny_tokenizer
 from groupwise.engine.models.tokenizer import load_tokenizer
@@ -385,6 +386,28 @@ def all_weights_have_the_gradients_of_a_processor(case: DeviceCase, name: str) -
     assert found.keys() == wanted.keys()
     for key, expected in wanted.items():
         assert float((found[key] - expected).norm()) < 0.1 * float(expected.norm()), key
+
+
+def tf32_rounds_gradients_only_a_little(case: DeviceCase, name: str) -> None:
+    """Of every factor they are near those of a processor, and further from them than with exact products."""
+    wanted = gradients(name, torch.device("cpu"), case.folder)
+
+    def distances() -> dict[str, float]:
+        found = gradients(name, case.device, case.folder)
+        assert found.keys() == wanted.keys()
+        return {
+            key: float((found[key] - expected).norm() / expected.norm())
+            for key, expected in wanted.items()
+        }
+
+    exact = distances()
+    set_tf32(True)
+    try:
+        rounded = distances()
+    finally:
+        set_tf32(False)
+    assert max(rounded.values()) < 1e-2
+    assert sum(rounded.values()) > 3 * sum(exact.values()), "nothing was rounded"
 
 
 def attention_is_that_of_a_processor(

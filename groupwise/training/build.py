@@ -495,6 +495,7 @@ def _own_server(
             revision=source.revision,
             name=config.model.name,
             dtype=layout.dtype,
+            tf32=layout.tf32,
             rank=rank,
             longest=sampler_config.max_model_len or layout.key_length,
             memory=gpus.memory,
@@ -1052,9 +1053,13 @@ def _build_sampler(
 
 
 def _prepare_process(layout: Layout) -> None:
-    """Set the number of threads. With several processes, this one is the zygote, which keeps one thread: forks lose all others."""
-    from groupwise.engine.models.machine import prepare_process, set_threads
+    """Set the number of threads and the precision of products, also for runs without TF32: this process may have had one with it before.
 
+    With several processes, this one is the zygote, which keeps one thread: forks lose all others.
+    """
+    from groupwise.engine.models.machine import prepare_process, set_tf32, set_threads
+
+    set_tf32(layout.tf32)
     if layout.sharing == 1:
         prepare_process(layout.threads_each)
     else:

@@ -69,6 +69,13 @@ class Layout:
     """Each learner has all weights (`ddp`) or a part (`fsdp2`)."""
     seeded: bool = True
     """True if each completion is drawn with its own seed; false if servers draw with random numbers of their own."""
+    tf32: bool = False
+    """True if the GPU computes float32 matrix products in TF32."""
+
+    @property
+    def products_dtype(self) -> str:
+        """Number format of the factors of matrix products: `tf32`, or that of the weights."""
+        return "tf32" if self.tf32 else self.dtype
 
     @property
     def apart(self) -> bool:
@@ -113,7 +120,8 @@ class Layout:
 
 def with_layout_defaults(layout: Mapping[str, Any]) -> dict[str, Any]:
     """A recorded layout, with defaults for the fields that earlier versions did not record."""
-    return {"processes": 1, "learners": 1, "samplers": 0, "strategy": "ddp", **layout}
+    defaults = {"processes": 1, "learners": 1, "samplers": 0, "strategy": "ddp", "tf32": False}
+    return {**defaults, **layout}
 
 
 def choose_layout(config: RunConfig, longest_prompt: int) -> Layout:
@@ -265,6 +273,7 @@ def _local_layout(config: AnyConfig) -> Layout:
     return Layout(
         device=device,
         dtype=dtype,
+        tf32=prefork.choose_tf32(config.model, device),
         threads=config.run.threads or max(_total_cores(), processes),
         slots=0,
         key_length=0,

@@ -17,7 +17,7 @@ import torch
 from groupwise.core.types import GroupRequest, SamplingParams
 from groupwise.engine.distributed import prefork
 from groupwise.engine.learner import gradient_flow
-from groupwise.engine.models.machine import prepare_process
+from groupwise.engine.models.machine import has_tf32, prepare_process, set_tf32
 from groupwise.engine.sampler.native.graph_engine import GraphEngine
 from groupwise.engine.sampler.native.recording import cuda_graphs, run_eagerly
 from groupwise.engine.sampler.torch_sampler import TorchSampler
@@ -43,9 +43,9 @@ LORA = {"r": 4, "alpha": 8}
 
 @pytest.fixture(autouse=True)
 def exact() -> Iterator[None]:
-    """As a run sets the process up; products of float32 are float32, as torch has them where nobody says otherwise."""
+    """As a run sets the process up; products of float32 are float32."""
     prepare_process(1)
-    assert torch.backends.cuda.matmul.fp32_precision != "tf32"
+    set_tf32(False)
     yield
     torch.cuda.synchronize()
 
@@ -118,6 +118,30 @@ def cases(holds: Callable[..., None], **given: tuple[Any, ...]) -> list[Any]:
 )
 def test_on_a_gpu(tmp_path: Path, holds: Callable[..., None], given: dict[str, Any]) -> None:
     holds(DeviceCase(GPU, cuda_graphs, tmp_path, held), **given)
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_gradients_in_tf32(name, tmp_path):
+    if not has_tf32("cuda"):
+        pytest.skip("this GPU has no TF32")
+    device_checks.tf32_rounds_gradients_only_a_little(
+        DeviceCase(GPU, cuda_graphs, tmp_path, held), name
+    )
+
+
+def test_a_product_in_tf32_has_eleven_bits():
+    if not has_tf32("cuda"):
+        pytest.skip("this GPU has no TF32")
+    # 1 + 2⁻¹² needs 13 significant bits, so that TF32 makes 1 of it.
+    x_II = torch.full((512, 512), 1 + 2**-12, device=GPU)
+    one_II = torch.eye(512, device=GPU)
+    assert torch.equal(x_II @ one_II, x_II)
+    set_tf32(True)
+    try:
+        assert torch.equal(x_II @ one_II, torch.ones_like(x_II))
+    finally:
+        set_tf32(False)
+    assert torch.equal(x_II @ one_II, x_II)
 
 
 @pytest.mark.parametrize("dtype", BOTH)

@@ -16,7 +16,12 @@ from groupwise.core.errors import RunError, TaskError
 from groupwise.core.findings import Finding, Findings
 from groupwise.core.interruption import run_to_end
 from groupwise.core.types import Example, Group, Prompt, SamplingParams
-from groupwise.engine.models.machine import available_cores, describe_processor, has_bfloat16
+from groupwise.engine.models.machine import (
+    available_cores,
+    describe_processor,
+    has_bfloat16,
+    has_tf32,
+)
 from groupwise.engine.models.plan import ModelPlan, prompt_room
 from groupwise.engine.models.probes import free_memory, random_start
 from groupwise.engine.models.tokenizer import load_tokenizer
@@ -160,8 +165,9 @@ def _examine_machine(subject: DoctorSubject, load: float) -> Iterator[Finding]:
     yield doctor_machine.device(
         describe_processor(layout.device),
         layout.device,
-        layout.dtype,
+        layout.products_dtype,
         has_bfloat16(layout.device),
+        has_tf32(layout.device),
     )
     free_bytes = free_memory(layout.device)
     yield doctor_machine.memory(
@@ -247,7 +253,7 @@ async def engine_of(subject: DoctorSubject, parts: Parts) -> Engine:
         ),
         examples=tuple(examples),
         prompts=tuple(prompts),
-        dtype=subject.layout.dtype,
+        dtype=subject.layout.products_dtype,
         seed=config.training.seed,
     )
 

@@ -1,5 +1,6 @@
 """Where ranks are expected, and what a sampler is told."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 
 from groupwise.core.errors import UsageError
 from groupwise.engine.distributed import prefork
-from groupwise.engine.models import probes
+from groupwise.engine.models import machine, probes
 from groupwise.training import build, placement
 from groupwise.training.config import load_config
 
@@ -65,3 +66,13 @@ def test_one_process_learns_where_servers_sample(monkeypatch):
     monkeypatch.setattr(placement, "available_cores", lambda: 8)
     config, layout = by_servers()
     assert layout.processes == placement.most_processes(config) == 1
+
+
+def test_a_process_computes_in_tf32_only_for_runs_that_ask_for_it(monkeypatch):
+    monkeypatch.setattr(machine, "prepare_process", lambda threads: None)
+    _, layout = by_servers()
+    switched = []
+    monkeypatch.setattr(machine, "set_tf32", switched.append)
+    for tf32 in (True, False):
+        build._prepare_process(replace(layout, tf32=tf32))
+    assert switched == [True, False]

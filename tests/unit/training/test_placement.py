@@ -130,3 +130,14 @@ def test_an_own_server_on_a_gpu_and_sglang_are_sent_no_seeds(monkeypatch, device
     give_device(monkeypatch, device)
     given = {"model": {"name": "tiny"}, "sampler": {"engine": "vllm", **sampler}}
     assert placement.choose_layout(load_config(given).config, 100).seeded is seeded
+
+
+def test_tf32_keeps_weights_in_float32(monkeypatch):
+    config = load_config({"model": {"name": "tiny", "dtype": "tf32"}}).config
+    monkeypatch.setattr("torch.cuda.is_tf32_supported", lambda: True)
+    give_device(monkeypatch, "cuda")
+    layout = placement.choose_layout(config, 12)
+    assert (layout.dtype, layout.tf32, layout.products_dtype) == ("float32", True, "tf32")
+    give_device(monkeypatch, "cpu")
+    with pytest.raises(ConfigError, match=r"model\.dtype is tf32"):
+        placement.choose_layout(config, 12)

@@ -98,6 +98,8 @@ class ServerSpec:
     """Share of each GPU's memory, or without a GPU of the machine's memory, that it may use; None only without a GPU: `CACHE_GIB`."""
     gpus: tuple[str, ...] | None
     """Values for CUDA_VISIBLE_DEVICES; None: without a GPU."""
+    tf32: bool = False
+    """True to let it compute float32 matrix products in TF32."""
     in_turn: bool = False
     """True to let it sleep while the run learns on its GPU."""
     takes: Literal["adapters", "files", "ipc"] = "adapters"
@@ -140,6 +142,8 @@ class ServerSpec:
             found["VLLM_SERVER_DEV_MODE"] = (
                 "1"  # opens the routes to sleep and to take whole weights
             )
+        if self.tf32:
+            found["VLLM_FLOAT32_MATMUL_PRECISION"] = "high"  # by torch's name for it
         if self.takes == "ipc":
             found["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles are pickled
         if adapters is not None and self.rank is not None:
