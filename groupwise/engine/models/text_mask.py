@@ -1,8 +1,9 @@
 """Causal attention for transformers' models: a batch holds several texts, and no mask of all queries and keys is made.
 
 A dense mask grows with the square of the length, and torch keeps a copy of it for each layer's backward pass. `TextMask` states only where
-texts begin and end. Transformers passes it unchanged to the attention function that this module registers in place of its own `sdpa`, which
-computes each text by a causal kernel. Other masks still go to transformers' function.
+texts begin and end. Transformers passes it unchanged to the attention function that this module registers under the name `ATTENTION`, which
+computes each text by a causal kernel. Other masks go on to transformers' own `sdpa`, and are made as for it. Only models to which
+`groupwise.engine.models.decoder` gives this name use it: others in the same process, such as a user's judges, keep transformers' functions.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import BlockMask
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from groupwise.engine.models.native import varlen
 
+ATTENTION = "groupwise_text_mask"
+"""Name of this attention in transformers' registries and in a model's config; transformers writes it to no file."""
 QUERIES = 256
 """Queries for which a piece of a mask is made, if a text needs one."""
 
@@ -47,6 +51,9 @@ class TextMask(BlockMask):
         self.queries, self.past, self.window = queries, past, window
         self.lengths = None if lengths is None else tuple(lengths)
         self.prompts = None if prompts is None else tuple(prompts)
+
+    ndim = 4
+    """Some models look at it to leave a mask with four axes as it is."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -225,4 +232,5 @@ def _attention(
     return output_NHD.unflatten(0, (-1, attention_mask.queries)), None
 
 
-AttentionInterface.register("sdpa", _attention)
+AttentionInterface.register(ATTENTION, _attention)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)
