@@ -90,8 +90,10 @@ def engine_of(weights: ServedWeights, make_record: Callable[[], Record]) -> Grap
     return GraphEngine(model, weights, LAYOUT.slots, LAYOUT.key_length, make_record())
 
 
-def sampler_of(case: DeviceCase, weights: ServedWeights, tokenizer: Any = None) -> TorchSampler:
-    sampler = TorchSampler(weights, tokenizer or tiny_tokenizer(), LAYOUT)
+def sampler_of(
+    case: DeviceCase, weights: ServedWeights, tokenizer: Any = None, *, frees_cache: bool = False
+) -> TorchSampler:
+    sampler = TorchSampler(weights, tokenizer or tiny_tokenizer(), LAYOUT, frees_cache=frees_cache)
     if not isinstance(sampler._engine, GraphEngine):  # on a processor
         sampler._engine = engine_of(weights, case.make_record)
     return sampler
@@ -307,6 +309,24 @@ def memory_does_not_grow(case: DeviceCase, *, adapter: bool) -> None:
         generated(sampler, asked)
         seen.append(case.held())
     assert 0 < max(seen[2:]) <= seen[1], seen
+
+
+def a_cache_is_freed_while_nothing_is_sampled(case: DeviceCase, *, frees_cache: bool) -> None:
+    """If it is asked for; afterwards the same is drawn, and as much memory is held as before."""
+    weights = served("llama", case.device, torch.bfloat16, adapter=True)
+    sampler = sampler_of(case, weights, frees_cache=frees_cache)
+    engine = sampler._engine
+    assert isinstance(engine, GraphEngine)
+    cache = 2 * engine._keys_LGJTD.untyped_storage().nbytes()
+    asked = [GroupRequest(0, tuple(text(230).tolist()), (1, 2, 3), SamplingParams(40))]
+    wanted = generated(sampler, asked)
+    for _ in range(3):
+        full = case.held()
+        asyncio.run(sampler.rest())
+        freed = full - case.held()
+        assert freed >= cache if frees_cache else freed == 0
+        assert generated(sampler, asked) == wanted
+        assert case.held() == full
 
 
 # The learner

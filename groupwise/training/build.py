@@ -236,7 +236,7 @@ def training_parts(config: RunConfig, layout: Layout, run: str, publish_folder: 
             _close_halves(learners, samplers)
             raise
     return _training_parts(
-        _build_workers_now("training", config, layout, run=run, folder=str(publish_folder))
+        _build_workers_now("training", config, layout, run=run, folder=str(publish_folder)), layout
     )
 
 
@@ -282,7 +282,7 @@ async def start_training(
         except BaseException:
             workers.close()
             raise
-    return _training_parts(workers)
+    return _training_parts(workers, layout)
 
 
 def supervised_parts(config: SftConfig, layout: Layout, run: str, folder: Path) -> LearningParts:
@@ -358,10 +358,13 @@ def models_over(parts: Parts | BaseParts, max_models: int, run: str = "run") -> 
     return ModelRegistry(hosts, max_models, parts.stop_token_ids, first_model)
 
 
-def _training_parts(workers: WorkerCalls | WorkerState) -> Parts:
+def _training_parts(workers: WorkerCalls | WorkerState, layout: Layout) -> Parts:
     if isinstance(workers, WorkerCalls):
         return Parts(
-            RankSampler(workers), RankLearner(workers), _stop_token_ids(workers), ranks=workers
+            RankSampler(workers, frees_cache=layout.frees_cache),
+            RankLearner(workers),
+            _stop_token_ids(workers),
+            ranks=workers,
         )
     assert workers.sampler is not None
     assert workers.learner is not None
@@ -1049,6 +1052,7 @@ def _build_sampler(
         tokenizer,
         DecodeLayout(layout.slots, layout.key_length),
         enforce_eager=config.sampler.enforce_eager,
+        frees_cache=layout.frees_cache,
     )
 
 

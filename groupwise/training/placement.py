@@ -30,6 +30,10 @@ MIN_SLOTS = 8
 SLOT_BLOCK = 8
 """The number of slots of a GPU is a multiple of this; a GPU computes all slots at once."""
 MAX_GPU_SLOTS = 256
+USABLE = 0.9
+"""Largest fraction of a GPU's free memory that a run plans to take."""
+EXACT_FIELDS = frozenset({"frees_cache"})
+"""Fields of a layout that change no number of a run."""
 SHARE_OF_CACHE = 0.3
 """Largest fraction of a GPU's memory for the keys and values of all slots; the rest is for weights and learning."""
 MICROBATCH = 4096
@@ -69,6 +73,8 @@ class Layout:
     """Each learner has all weights (`ddp`) or a part (`fsdp2`)."""
     seeded: bool = True
     """True if each completion is drawn with its own seed; false if servers draw with random numbers of their own."""
+    frees_cache: bool = False
+    """True if the sampler frees its keys and values while the run learns, because the GPU's memory would be short."""
     tf32: bool = False
     """True if the GPU computes float32 matrix products in TF32."""
 
@@ -120,8 +126,8 @@ class Layout:
 
 def with_layout_defaults(layout: Mapping[str, Any]) -> dict[str, Any]:
     """A recorded layout, with defaults for the fields that earlier versions did not record."""
-    defaults = {"processes": 1, "learners": 1, "samplers": 0, "strategy": "ddp", "tf32": False}
-    return {**defaults, **layout}
+    defaults = {"processes": 1, "learners": 1, "samplers": 0, "strategy": "ddp"}
+    return {**defaults, "tf32": False, "frees_cache": False, **layout}
 
 
 def choose_layout(config: RunConfig, longest_prompt: int) -> Layout:
@@ -308,8 +314,8 @@ def _microbatch_tokens(config: AnyConfig, device: str, dtype: Dtype) -> int:
 def _learners_share(config: AnyConfig) -> float:
     """The part of a GPU's free memory that its learner may take: what the sampler there leaves, but a tenth."""
     if isinstance(config, SftConfig) or samplers_of(config) or config.sampler.url:
-        return 0.9
-    return 0.4 if config.sampler.vllm_python else 0.9 - SHARE_OF_CACHE
+        return USABLE
+    return 0.4 if config.sampler.vllm_python else USABLE - SHARE_OF_CACHE
 
 
 def refuse_on_server(config: AnyConfig) -> None:

@@ -37,8 +37,10 @@ class _Ticket:
 class RankSampler:
     """A `groupwise.core.types.Sampler` over the `sampler` that each rank hosts."""
 
-    def __init__(self, ranks: WorkerCalls) -> None:
+    def __init__(self, ranks: WorkerCalls, *, frees_cache: bool = False) -> None:
+        """With `frees_cache`, the samplers of the ranks free their keys and values in `rest`."""
         self._ranks = ranks
+        self._frees_cache = frees_cache
         self._loads = [0] * ranks.count
         self._waiting: list[_Ticket] = []
         self._dealt: list[_Ticket] = []
@@ -89,6 +91,11 @@ class RankSampler:
         self._fingerprint = require_equal(
             _SERVED, await self._ranks.call_all("sampler.fingerprint")
         )
+
+    async def rest(self) -> None:
+        """See `groupwise.core.types.SharesDevice.rest`."""
+        if self._frees_cache and not self._waiting and not self._dealt:
+            await self._ranks.call_all("sampler.rest")
 
     def fingerprint(self) -> str:
         """Fingerprint of the weights in the memory of all ranks, as they were when they were loaded."""

@@ -30,7 +30,7 @@ from groupwise.tasks.configured import find_task
 from groupwise.tasks.contract import Task
 from groupwise.tasks.rollouts.prompts import PromptSet, tokenise
 from groupwise.tasks.rollouts.seeds import member_seed
-from groupwise.training import build, placement, rollout_builder
+from groupwise.training import build, rollout_builder
 from groupwise.training.build import Parts
 from groupwise.training.checks import doctor_cost, doctor_machine
 from groupwise.training.checks.check_data import spread
@@ -51,7 +51,7 @@ from groupwise.training.checks.doctor_engine import (
 )
 from groupwise.training.checks.doctor_template import check_tokenizer, opening_messages, stop_tokens
 from groupwise.training.config import LoadedConfig, RunConfig, view, with_task_schema
-from groupwise.training.loops.rl_prepare import planned_sizes
+from groupwise.training.loops.rl_prepare import planned_sizes, training_layout
 from groupwise.training.placement import Layout
 
 MIB = 2**20
@@ -129,7 +129,7 @@ def _load_subject(loaded: LoadedConfig, task: Task | None) -> DoctorSubject:
         where=task.described if task else "The prompts of the doctor",
         tools=rollout_builder.check_rollouts(config, task, examples) if task else (),
     )
-    layout = placement.choose_layout(config, prompts.longest)
+    layout = training_layout(config, prompts.longest)
     sizes = planned_sizes(config, layout)
     return DoctorSubject(config, tokenizer, prompts, task, layout, sizes)
 

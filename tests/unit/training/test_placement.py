@@ -5,6 +5,7 @@ import pytest
 from groupwise.core.errors import ConfigError, UsageError
 from groupwise.training import placement
 from groupwise.training.config import load_config
+from groupwise.training.loops.rl_prepare import training_layout
 
 
 def test_whole_rollouts_have_room():
@@ -141,3 +142,15 @@ def test_tf32_keeps_weights_in_float32(monkeypatch):
     give_device(monkeypatch, "cpu")
     with pytest.raises(ConfigError, match=r"model\.dtype is tf32"):
         placement.choose_layout(config, 12)
+
+
+@pytest.mark.parametrize(("free", "sections", "frees"), [
+    (1 << 40, {}, False), (1 << 20, {}, True), (1 << 20, {"training": {"max_off_policy_steps": 1}}, False),
+    (1 << 20, {"distributed": {"samplers": 1}}, False),
+    (1 << 20, {"sampler": {"engine": "vllm", "url": "http://127.0.0.1:8000"}}, False),
+])  # fmt: skip
+def test_a_sampler_frees_its_cache_where_memory_is_short(monkeypatch, free, sections, frees):
+    give_device(monkeypatch, "cuda", free)
+    monkeypatch.setattr("groupwise.engine.models.machine.gpu_count", lambda: 2)
+    config = load_config({"model": {"name": "tiny"}, **sections}).config
+    assert training_layout(config, 12).frees_cache is frees

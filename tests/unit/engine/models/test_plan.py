@@ -97,6 +97,14 @@ def test_a_server_on_the_learners_gpu_counts_only_while_the_run_samples_if_it_sl
     assert small.total == pytest.approx(alone.total + 2), "the larger of both times counts"
 
 
+def test_a_cache_that_is_freed_counts_only_while_the_run_samples(bare):
+    lora = LoraConfig(r=4)
+    held = memory(bare, lora, device="cuda")
+    freed = memory(bare, lora, device="cuda", frees_cache=True)
+    learning = max(held.activations, held.update)
+    assert held.total - freed.total == pytest.approx(min(held.keys_and_values, learning))
+
+
 def test_processes_share_what_is_frozen(bare):
     one, three = (memory(bare, LoraConfig(r=4), processes=n) for n in (1, 3))
     assert three.weights == one.weights
