@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -104,7 +105,7 @@ class Closable:
     """The vLLM sampler whose servers hold adapters; None for other samplers."""
 
     def close(self) -> None:
-        """End the other processes and connections, if any."""
+        """End the other processes and connections, if any, and leave TF32: this process may compute something else afterwards."""
         if self.ranks is not None:
             self.ranks.close()
         if self.samplers is not None:
@@ -117,6 +118,10 @@ class Closable:
             self.service.close()
         if self.by_http is not None:
             self.by_http.close()
+        if "torch" in sys.modules:  # otherwise nothing was computed here
+            from groupwise.engine.models.machine import set_tf32
+
+            set_tf32(False)
 
     def peak_memory(self, device: str) -> int | None:
         """Peak memory in bytes, as measured by `groupwise.engine.models.probes.peak_memory`.

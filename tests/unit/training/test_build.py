@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from groupwise.core.errors import UsageError
 from groupwise.engine.distributed import prefork
@@ -71,8 +72,12 @@ def test_one_process_learns_where_servers_sample(monkeypatch):
 def test_a_process_computes_in_tf32_only_for_runs_that_ask_for_it(monkeypatch):
     monkeypatch.setattr(machine, "prepare_process", lambda threads: None)
     _, layout = by_servers()
-    switched = []
-    monkeypatch.setattr(machine, "set_tf32", switched.append)
-    for tf32 in (True, False):
-        build._prepare_process(replace(layout, tf32=tf32))
-    assert switched == [True, False]
+    build._prepare_process(replace(layout, tf32=True))
+    try:
+        assert not machine.exact_products(torch.float32)
+        build._prepare_process(layout)
+        assert machine.exact_products(torch.float32)
+        build._prepare_process(replace(layout, tf32=True))
+    finally:
+        build.Closable().close()
+    assert machine.exact_products(torch.float32), "what comes after the run"
