@@ -140,6 +140,7 @@ def causal_attention(
 
 
 @lru_cache(maxsize=4)
+@torch.inference_mode(mode=False)  # a sampler in this process may be the first to ask
 def _band(
     queries: int, keys: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
@@ -173,6 +174,7 @@ class _Copies(torch.autograd.Function):
 
 
 @lru_cache(maxsize=1)
+@torch.inference_mode(mode=False)
 def _seen_keys(
     lengths: tuple[int, ...], prompts: tuple[int | None, ...], device: torch.device
 ) -> tuple[tuple[int, ...], Tensor]:
@@ -187,6 +189,7 @@ def _seen_keys(
 
 
 @lru_cache(maxsize=2)
+@torch.inference_mode(mode=False)
 def _ends(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     """Borders of the texts, from 0; all layers of a pass ask for the same."""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
