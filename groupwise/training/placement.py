@@ -307,6 +307,7 @@ def _microbatch_tokens(config: AnyConfig, device: str, dtype: Dtype) -> int:
         full and beta > 0,
         config.training.gradient_checkpointing,
         config.distributed.learners if config.distributed.strategy == "fsdp2" else 1,
+        isinstance(config, RunConfig) and not samplers_of(config),
         int(_learners_share(config) * (prefork.free_memory(device) or 0)),
     )
 

@@ -201,8 +201,8 @@ class Footprint:
         for a single layer. Its head computes the logits of `CHUNK` tokens at once; float32 copies exist for a few of these at most.
 
         Transformers' modules with torch's graph keep about twelve hidden states and four feed-forward states per layer. For `CHUNK` tokens
-        they keep logits, logits divided by the temperature, probabilities, and a gradient. On a GPU attention keeps copies of prompts' keys and
-        values, too (`KEYS_PER_TOKEN`).
+        they keep logits, logits divided by the temperature, probabilities, and a gradient. On a GPU attention also keeps copies of prompts' keys
+        and values (`KEYS_PER_TOKEN`).
         """
         sizes, size = self.sizes, self.size
         if self.native_learner:
