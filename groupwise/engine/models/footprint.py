@@ -200,9 +200,9 @@ class Footprint:
         The backward pass of one layer needs further temporaries. With `recompute` it keeps one residual stream per layer, and all of these
         for a single layer. Its head computes the logits of `CHUNK` tokens at once; float32 copies exist for a few of these at most.
 
-        Transformers' modules with torch's graph keep about twelve hidden states and four feed-forward states per layer. For `CHUNK` tokens
-        they keep logits, logits divided by the temperature, probabilities, and a gradient. On a GPU attention also keeps copies of prompts' keys
-        and values (`KEYS_PER_TOKEN`).
+        Transformers' modules with torch's graph keep about twelve hidden states and four feed-forward states per layer, and on a GPU
+        copies of prompts' keys and values (`KEYS_PER_TOKEN`). For `CHUNK` tokens they keep logits, logits divided by the temperature,
+        probabilities, and a gradient.
         """
         sizes, size = self.sizes, self.size
         if self.native_learner:

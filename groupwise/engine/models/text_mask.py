@@ -156,7 +156,8 @@ def _band(
 
 
 class _Copies(torch.autograd.Function):
-    """Keys [K, J, D] copied from [N, J, D]. The gradients of a key's copies are added in float32: a prompt may have hundreds."""
+    """Keys [K, J, D] copied from [N, J, D]. The gradients of a key's copies are added in float32, always in the same order: a prompt may
+    have hundreds."""
 
     @staticmethod
     def forward(ctx: Any, keys_NJD: Tensor, copied_K: Tensor) -> Tensor:
@@ -167,10 +168,8 @@ class _Copies(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (gradient_KJD,), (copied_K,) = gradients, ctx.saved_tensors
-        precise = torch.promote_types(gradient_KJD.dtype, torch.float32)
-        sum_NJD = gradient_KJD.new_zeros((ctx.count, *gradient_KJD.shape[1:]), dtype=precise)
-        sum_NJD.index_add_(0, copied_K, gradient_KJD.to(precise))
-        return sum_NJD.to(gradient_KJD.dtype), None
+        sum_NX = varlen.sum_of_copies(gradient_KJD.flatten(1), copied_K, ctx.count)
+        return sum_NX.view(ctx.count, *gradient_KJD.shape[1:]).to(gradient_KJD.dtype), None
 
 
 @lru_cache(maxsize=1)
