@@ -69,10 +69,10 @@ def test_a_learner_gets_gradients_after_a_sampler_has_computed_the_same_texts(na
     monkeypatch.setattr(text_mask, "QUERIES", 4)
     for cached in (text_mask._band, text_mask._seen_keys, text_mask._ends):
         cached.cache_clear()
-    given = inputs(MASKS[name])
+    queries, keys, values = given = inputs(MASKS[name])
     with torch.inference_mode():
-        text_mask._attention(Attention(), *given, MASKS[name])
-    found, _ = text_mask._attention(Attention(), *given, MASKS[name])
+        text_mask._attention(Attention(), queries, keys, values, MASKS[name])
+    found, _ = text_mask._attention(Attention(), queries, keys, values, MASKS[name])
     assert all(each.any() for each in torch.autograd.grad(found.sum(), given))
 
 
