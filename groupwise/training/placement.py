@@ -284,7 +284,7 @@ def _local_layout(config: AnyConfig) -> Layout:
         slots=0,
         key_length=0,
         max_tokens_per_microbatch=config.training.max_tokens_per_microbatch
-        or _microbatch_tokens(config, device, dtype),
+        or _microbatch_tokens(config, device, dtype, gpus_needed - samplers),
         processor=prefork.describe_processor(device),
         torch=version,
         processes=processes,
@@ -294,8 +294,8 @@ def _local_layout(config: AnyConfig) -> Layout:
     )
 
 
-def _microbatch_tokens(config: AnyConfig, device: str, dtype: Dtype) -> int:
-    """Tokens that a learner computes at once, if the config does not say: on a GPU by its free memory."""
+def _microbatch_tokens(config: AnyConfig, device: str, dtype: Dtype, learners: int) -> int:
+    """Tokens that each of this machine's `learners` computes at once, if the config does not say: on a GPU by its free memory."""
     if device == "cpu" or config.model.backend != "transformers":
         return MICROBATCH
     full, beta = config.lora is None, getattr(getattr(config, "algorithm", None), "beta", 0.0)
@@ -307,15 +307,19 @@ def _microbatch_tokens(config: AnyConfig, device: str, dtype: Dtype) -> int:
         full and beta > 0,
         config.training.gradient_checkpointing,
         config.distributed.learners if config.distributed.strategy == "fsdp2" else 1,
-        int(_learners_share(config) * (prefork.free_memory(device) or 0)),
+        isinstance(config, RunConfig) and not samplers_of(config),
+        int(_learners_share(config, learners) * (prefork.free_memory(device) or 0)),
     )
 
 
-def _learners_share(config: AnyConfig) -> float:
+def _learners_share(config: AnyConfig, learners: int) -> float:
     """The part of a GPU's free memory that its learner may take: what the sampler there leaves, but a tenth."""
     if isinstance(config, SftConfig) or samplers_of(config) or config.sampler.url:
         return USABLE
-    return 0.4 if config.sampler.vllm_python else USABLE - SHARE_OF_CACHE
+    if config.sampler.vllm_python is None:
+        return USABLE - SHARE_OF_CACHE
+    shared = prefork.gpu_count() < learners + config.sampler.tensor_parallel_size
+    return 0.4 if shared else USABLE
 
 
 def refuse_on_server(config: AnyConfig) -> None:

@@ -169,16 +169,21 @@ def fitting_microbatch(
     needs_reference: bool,
     gradient_checkpointing: bool,
     parts: int,
+    samples: bool,
     memory: int,
 ) -> int:
-    """The largest of `MICROBATCHES` with which a learner takes at most `memory` bytes of its device, or the smallest; see `plan_model`."""
+    """The largest of `MICROBATCHES` with which a learner takes at most `memory` bytes of its device, or the smallest; see `plan_model`.
+
+    `samples`: the process also holds the sampled weights. Keys and values are not counted.
+    """
+    decoding = Decoding(slots=0, key_length=0, completion=1, prompts=0, prompt=0)
 
     def fits(tokens: int) -> bool:
         plan = plan_model(
             config,
             lora,
             dtype=dtype,
-            decoding=None,
+            decoding=decoding if samples else None,
             microbatch=tokens,
             needs_reference=needs_reference,
             device=device,

@@ -140,6 +140,7 @@ def causal_attention(
 
 
 @lru_cache(maxsize=4)
+@torch.inference_mode(mode=False)  # a sampler in this process may be the first to ask
 def _band(
     queries: int, keys: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
@@ -155,7 +156,8 @@ def _band(
 
 
 class _Copies(torch.autograd.Function):
-    """Keys [K, J, D] copied from [N, J, D]. The gradients of a key's copies are added in float32: a prompt may have hundreds."""
+    """Keys [K, J, D] copied from [N, J, D]. The gradients of a key's copies are added in float32, always in the same order: a prompt may
+    have hundreds."""
 
     @staticmethod
     def forward(ctx: Any, keys_NJD: Tensor, copied_K: Tensor) -> Tensor:
@@ -166,13 +168,12 @@ class _Copies(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (gradient_KJD,), (copied_K,) = gradients, ctx.saved_tensors
-        precise = torch.promote_types(gradient_KJD.dtype, torch.float32)
-        sum_NJD = gradient_KJD.new_zeros((ctx.count, *gradient_KJD.shape[1:]), dtype=precise)
-        sum_NJD.index_add_(0, copied_K, gradient_KJD.to(precise))
-        return sum_NJD.to(gradient_KJD.dtype), None
+        sum_NX = varlen.sum_of_copies(gradient_KJD.flatten(1), copied_K, ctx.count)
+        return sum_NX.view(ctx.count, *gradient_KJD.shape[1:]).to(gradient_KJD.dtype), None
 
 
 @lru_cache(maxsize=1)
+@torch.inference_mode(mode=False)
 def _seen_keys(
     lengths: tuple[int, ...], prompts: tuple[int | None, ...], device: torch.device
 ) -> tuple[tuple[int, ...], Tensor]:
@@ -187,6 +188,7 @@ def _seen_keys(
 
 
 @lru_cache(maxsize=2)
+@torch.inference_mode(mode=False)
 def _ends(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     """Borders of the texts, from 0; all layers of a pass ask for the same."""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)

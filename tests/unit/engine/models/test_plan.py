@@ -23,6 +23,7 @@ from groupwise.engine.models.plan import (
     Decoding,
     MemoryPlan,
     ModelPlan,
+    fitting_microbatch,
     plan_model,
     prompt_room,
 )
@@ -167,3 +168,14 @@ def test_a_step_of_the_bundled_model_holds_what_was_planned():
     )
     found = json.loads(ran.stdout.splitlines()[-1])
     assert 0.75 < found["planned"] / found["grown"] < 1.35, found
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(r=4)])
+def test_a_micro_batch_leaves_room_for_what_a_process_samples_with(bare, lora):
+    alone = memory(bare, lora, decoding=None, microbatch=32_768, device="cuda").total
+
+    def fitting(*, samples: bool) -> int:
+        sizes = "float32", "cuda", False, False, 1, samples, int(alone * MIB) + 1
+        return fitting_microbatch(bare, lora, *sizes)
+
+    assert (fitting(samples=False), fitting(samples=True)) == (32_768, 16_384)
