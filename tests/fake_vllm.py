@@ -49,6 +49,7 @@ def main() -> None:
         known = {
             "pid": os.getpid(),
             "adapters": os.environ.get("VLLM_RUNTIME_LORA_ALLOWED_PATH_PREFIXES"),
+            "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF"),
             "cache": os.environ.get("VLLM_CPU_KVCACHE_SPACE"),
             "rank": [name for name in os.environ if name in SET_BY_TORCHRUN],
         }

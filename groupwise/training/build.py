@@ -15,6 +15,7 @@ Tinker API has them (`groupwise.engine.backends.tinker`); with `model.backend: u
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 import sys
 from collections.abc import Callable, Generator, Mapping
@@ -74,6 +75,8 @@ if TYPE_CHECKING:
     from groupwise.engine.models.lora import AdaptedModel
     from groupwise.engine.sampler.vllm.own import ServerGpus, SpawnedServer
     from groupwise.engine.sampler.vllm.sampler import PolicyWitness, VllmSampler
+
+logger = logging.getLogger(__name__)
 
 Kind = Literal["training", "learning", "sampling", "supervised", "serving", "base"]
 """The sets of parts that are built together. `learning` and `sampling` are the halves of a training with separate processes."""
@@ -496,6 +499,14 @@ def _own_server(
             f"{layout.key_length} tokens together. Leave it out, or lower data.max_prompt_length or sampler.max_completion_length."
         )
     gpus = own_server_gpus(config, layout)
+    takes = "adapters" if rank else "ipc" if gpus.shared else "files"
+    if takes == "ipc" and own.has_expandable_segments(os.environ):
+        takes = "files"
+        logger.warning(
+            "%s has expandable_segments:True: the vLLM of sampler.vllm_python cannot map such memory (CUDA IPC), and reads all weights "
+            "from files after each step. Take it out for faster steps",
+            " or ".join(own.ALLOCATOR_SETTINGS),
+        )
     return own.SpawnedServer(
         own.ServerSpec(
             python=sampler_config.vllm_python,
@@ -509,7 +520,7 @@ def _own_server(
             memory=gpus.memory,
             gpus=gpus.devices,
             in_turn=gpus.in_turn,
-            takes="adapters" if rank else "ipc" if gpus.shared else "files",
+            takes=takes,
             parallel=sampler_config.tensor_parallel_size,
             in_4bit=config.model.load_in_4bit,
             trust_remote_code=config.model.trust_remote_code,

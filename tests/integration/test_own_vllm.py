@@ -24,6 +24,8 @@ from tests.integration.toy_run import TOY, begun_in_child, config
 from tests.processes import all_gone
 
 FAKE = Path(__file__).parents[1] / "fake_vllm.py"
+SHARED = ServerGpus(("0",), 0.7, True, True)
+"""The learner's GPU, on which the server sleeps while the run learns."""
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
@@ -137,17 +139,27 @@ def test_a_run_that_is_killed_leaves_none(tmp_path: Path, python: Path) -> None:
     assert all_gone([int(record.read_text())])
 
 
-@pytest.mark.parametrize("gpus", [ServerGpus(None, None), ServerGpus(("0",), 0.7, True, True)])
+@pytest.mark.parametrize(
+    ("gpus", "allocator", "maps"),
+    [
+        (ServerGpus(None, None), "", False),
+        (SHARED, "max_split_size_mb:64", True),
+        (SHARED, "expandable_segments:True", False),
+    ],
+)
 def test_all_weights_are_trained_with_it(
     tmp_path: Path,
     python: Path,
     server: VllmServer,
     monkeypatch: pytest.MonkeyPatch,
     gpus: ServerGpus,
+    allocator: str,
+    maps: bool,
 ) -> None:
-    """It reads them from files, or maps them on the learner's GPU, and takes them again after it was killed, or for an evaluation."""
+    """It reads files, or maps weights on the learner's GPU if they can be mapped, and takes them again after a kill, or to evaluate."""
     monkeypatch.setattr(own, "server_gpus", lambda *_, **__: gpus)
     monkeypatch.setattr(witness, "gpu_uuid", lambda _: GPU)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", allocator)
     given = {**settings(tmp_path, python), "lora": None}
     given["sampler"]["logprob_tolerance"] = 1e-4
     given["callbacks"] = [{"name": f"{__name__}:Kills", "folder": str(tmp_path)}]
@@ -157,7 +169,7 @@ def test_all_weights_are_trained_with_it(
     paths = [path for path, _ in server.asked]
     taken = paths.count("/update_weights"), paths.count("/collective_rpc")
     assert (min(taken), max(taken) >= 5) == (0, True)
-    assert (taken[0] > 0) == gpus.shared == (server.weight_version is not None)
+    assert (taken[0] > 0) == maps == (server.weight_version is not None)
     assert groupwise.evaluate(given, TOY, policy=str(tmp_path / "runs/toy")).rows
     assert len(told(tmp_path)) == 3
 
@@ -165,10 +177,14 @@ def test_all_weights_are_trained_with_it(
 def test_one_that_shares_the_learners_gpu_sleeps_while_the_run_learns(
     tmp_path: Path, python: Path, server: VllmServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(own, "server_gpus", lambda *_, **__: ServerGpus(("0",), 0.7, True, True))
+    monkeypatch.setattr(own, "server_gpus", lambda *_, **__: SHARED)
+    monkeypatch.setenv(
+        "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,roundup_power2_divisions:[256:1,512:2]"
+    )
     assert groupwise.rl(settings(tmp_path, python), TOY).summary["steps"] == 3
     (started,) = told(tmp_path)
     assert (started["enable_sleep_mode"], started["gpu_memory_utilization"]) == (True, 0.7)
+    assert started["allocator"] == "roundup_power2_divisions:[256:1,512:2]"
     paths = [path for path, _ in server.asked]
     turns = [path for path in paths if path in ("/sleep", "/wake_up")]
     assert turns[:6] == ["/sleep", "/wake_up"] * 3

@@ -15,13 +15,14 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -71,6 +72,24 @@ if os.getppid() != int(sys.argv[1]):
 os.execv(sys.argv[2], sys.argv[2:])
 """
 """Program that asks the kernel to end it with the thread that started it, then becomes the server (prctl(2), PR_SET_PDEATHSIG)."""
+ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""The environment variables with the settings of torch's allocator: the older name and the newer one."""
+EXPANDABLE_SEGMENTS = re.compile(r",?\s*expandable_segments\s*:\s*true", re.IGNORECASE)
+"""The setting with which vLLM refuses to sleep, and whose memory other processes cannot map by CUDA IPC."""
+
+
+def has_expandable_segments(environment: Mapping[str, str]) -> bool:
+    """True if torch's allocator is set to expandable segments."""
+    return any(EXPANDABLE_SEGMENTS.search(environment.get(name, "")) for name in ALLOCATOR_SETTINGS)
+
+
+def without_expandable_segments(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment without that setting of torch's allocator, but with the others."""
+    changed = dict(environment)
+    for name in ALLOCATOR_SETTINGS:
+        if name in changed:
+            changed[name] = EXPANDABLE_SEGMENTS.sub("", changed[name]).lstrip(", ")
+    return changed
 
 
 def largest_rank(rank: int) -> int:
@@ -289,6 +308,8 @@ class SpawnedServer:
             for name, value in without_rank(os.environ).items()
             if name not in of_this_python
         }
+        if self.spec.in_turn:
+            inherited = without_expandable_segments(inherited)
         return subprocess.Popen(
             [*words, python, *self.spec.arguments(self._socket)],
             stdin=subprocess.DEVNULL,
