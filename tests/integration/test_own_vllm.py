@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.responses import Response
 
 import groupwise
 from groupwise.core.errors import UsageError
@@ -19,7 +20,7 @@ from groupwise.core.rendezvous import SET_BY_TORCHRUN
 from groupwise.engine.sampler.vllm import own, witness
 from groupwise.engine.sampler.vllm.own import ServerGpus, server_gpus
 from groupwise.training.callbacks.base import Callback
-from tests.fake_vllm_server import GPU, VllmServer
+from tests.fake_vllm_server import GPU, VllmServer, refusal
 from tests.integration.toy_run import TOY, begun_in_child, config
 from tests.processes import all_gone
 
@@ -172,6 +173,42 @@ def test_all_weights_are_trained_with_it(
     assert (taken[0] > 0) == maps == (server.weight_version is not None)
     assert groupwise.evaluate(given, TOY, policy=str(tmp_path / "runs/toy")).rows
     assert len(told(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("refused", ["/init_weight_transfer_engine", "/start_weight_update"])
+def test_a_server_that_maps_no_weights_reads_the_files(
+    tmp_path: Path,
+    python: Path,
+    server: VllmServer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    refused: str,
+) -> None:
+    """As older releases do; it is said once."""
+    monkeypatch.setattr(own, "server_gpus", lambda *_, **__: SHARED)
+
+    async def be_older(path: str, _: Any) -> Response | None:
+        return refusal(500, "unexpected keyword argument") if path == refused else None
+
+    server.interfere = be_older
+    given = {**settings(tmp_path, python), "lora": None}
+    assert groupwise.rl(given, TOY).summary["steps"] == 3
+    assert len(server.bodies("/collective_rpc")) >= 4
+    assert len(server.bodies(refused)) == 1
+    assert caplog.text.count("CUDA IPC needs vLLM 0.27") == 1
+
+
+def test_a_server_that_takes_no_weights_is_not_left_paused(
+    tmp_path: Path, python: Path, server: VllmServer
+) -> None:
+    async def be_older(path: str, _: Any) -> Response | None:
+        return refusal(500, "reload_weights()") if path == "/collective_rpc" else None
+
+    server.interfere = be_older
+    with pytest.raises(UsageError, match=r"reload_weights\(\)(.|\n)*vLLM 0\.16 or newer"):
+        groupwise.rl({**settings(tmp_path, python), "lora": None}, TOY)
+    assert server.bodies("/pause")
+    assert not server.paused
 
 
 def test_one_that_shares_the_learners_gpu_sleeps_while_the_run_learns(

@@ -5,6 +5,7 @@ Its model is a small Llama with random weights, in float32, so that its log-prob
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from runpy import run_path
@@ -52,6 +53,11 @@ def write_model(folder: Path, *, tie_word_embeddings: bool = True) -> None:
             parameter.mul_(8.0 if parameter.dim() == 2 else 1.0)
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
+    # Older releases of vLLM come with transformers 4, which names these otherwise.
+    settings = folder / "tokenizer_config.json"
+    fields = json.loads(settings.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    fields["additional_special_tokens"] = fields.pop("extra_special_tokens", [])
+    settings.write_text(json.dumps(fields))
 
 
 class RealServer:
