@@ -54,6 +54,7 @@ def main() -> None:
             "rank": [name for name in os.environ if name in SET_BY_TORCHRUN],
         }
         print(json.dumps({**vars(given), **known}), file=told, flush=True)
+    print("begins", flush=True)
     with socket.socket(socket.AF_UNIX) as door:
         door.bind(given.uds)
         door.listen()

@@ -447,8 +447,12 @@ def _vllm_sampler(
     own_server, sync = None, AdapterFiles()
     if sampler_config.vllm_python is not None:
         own_server = _own_server(config, layout, witness.rank, timing)
-        remedy = f"Read why in {own_server.log}"
-        servers = Servers([own_server.server], sampler_config.patience, timing, remedy)
+        servers = Servers(
+            [own_server.server],
+            sampler_config.patience,
+            timing,
+            lambda: f"Read why in {own_server.log}",
+        )
         if witness.rank is None:
             in_memory = own_server.spec.takes == "ipc"
             sync = WholeWeights(base, witness.ipc_handles if in_memory else None)

@@ -19,6 +19,7 @@ from groupwise.core.errors import UsageError
 from groupwise.core.rendezvous import SET_BY_TORCHRUN
 from groupwise.engine.sampler.vllm import own, witness
 from groupwise.engine.sampler.vllm.own import ServerGpus, server_gpus
+from groupwise.runs import publications
 from groupwise.training.callbacks.base import Callback
 from tests.fake_vllm_server import GPU, VllmServer, refusal
 from tests.integration.toy_run import TOY, begun_in_child, config
@@ -86,6 +87,9 @@ def test_a_run_has_a_server_and_one_that_is_killed_is_begun_anew(
     assert len(servers) == 2
     assert len({(each["uds"], each["adapters"]) for each in servers}) == 1
     assert not Path(servers[0]["uds"]).parent.exists()
+    log = result.folder / "vllm.log"
+    assert [line.split()[0] for line in log.read_text().splitlines()] == ["begins"] * 2
+    assert f"its output is in {log}" in (result.folder / "log.txt").read_text()
     assert Path(servers[0]["adapters"]).is_absolute()
     for server in servers:
         assert (server["served_model_name"], server["max_lora_rank"]) == ("tiny", 8)
@@ -127,10 +131,35 @@ def test_one_that_cannot_begin_says_why(
         groupwise.rl(settings(tmp_path, tmp_path / "nothing"), TOY)
 
 
+def test_a_slow_start_tells_what_the_server_says(
+    tmp_path: Path,
+    python: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The log of a run that could not begin outlives its folder."""
+    monkeypatch.setattr(own, "REPORTS_EVERY", 0.0)
+    python.write_text("#!/bin/sh\necho 'INFO 11-28 11:33:01 [a.py:7] Capturing'\nexec sleep 1000\n")
+    given = settings(tmp_path, python)
+    given["sampler"]["patience"] = 2.0
+    with pytest.raises(UsageError, match="has not answered for 2 s") as failure:
+        groupwise.rl(given, TOY)
+    assert "has been starting for 1 s: Capturing\n" in capsys.readouterr().err
+    log = Path(str(failure.value).rpartition(" is in ")[2].removesuffix("."))
+    assert "Capturing" in log.read_text()
+    assert not (tmp_path / "runs/toy").exists()
+
+
 def test_a_run_that_is_killed_leaves_none(tmp_path: Path, python: Path) -> None:
-    """Also one that waits for it."""
+    """Also one that waits for it. The folder of its socket goes when another process claims one."""
     record = tmp_path / "told"
-    python.write_text(f'#!/bin/sh\necho "$$" > "{record}"\nexec sleep 1000\n')
+    python.write_text(
+        f"""#!/bin/sh
+        for word in "$@"; do case "$word" in --uds=*) echo "$word" >"{record}.uds";; esac; done
+        echo "$$" >"{record}"
+        exec sleep 1000
+        """
+    )
     run = begun_in_child(lambda: groupwise.rl(settings(tmp_path, python), TOY))
     while not (record.exists() and record.read_text().endswith("\n")):
         assert os.waitpid(run, os.WNOHANG) == (0, 0)
@@ -138,6 +167,10 @@ def test_a_run_that_is_killed_leaves_none(tmp_path: Path, python: Path) -> None:
     os.kill(run, signal.SIGKILL)
     os.waitpid(run, 0)
     assert all_gone([int(record.read_text())])
+    socket = Path((tmp_path / "told.uds").read_text().strip().removeprefix("--uds="))
+    assert socket.parent.exists()
+    publications.release(publications.claim(tmp_path, 0))
+    assert not socket.parent.exists()
 
 
 @pytest.mark.parametrize(

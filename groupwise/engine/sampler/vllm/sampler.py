@@ -113,6 +113,11 @@ class VllmSampler:
         self._served: Served | None = None
         self._under_way = 0
 
+    def follow_server(self, log: Path, report: Callable[[str], None]) -> None:
+        """If this run starts the server: append the server's output to `log`, and report how its start goes."""
+        if self._own is not None:
+            self._own.follow(log, report)
+
     async def generate(self, request: GroupRequest) -> tuple[Completion, ...]:
         """See `groupwise.core.types.Sampler.generate`. Raises `EndpointError` for an invalid answer."""
         refuse_misfit(request, self._key_length)

@@ -146,7 +146,7 @@ class Servers:
         servers: Sequence[Server],
         patience: float,
         timing: Timing,
-        remedy: str = "Start one there (sampler.url)",
+        remedy: Callable[[], str] = lambda: "Start one there (sampler.url)",
     ) -> None:
         """`patience`: seconds without an answer from any server after which a request is given up; `remedy`: advice for that error."""
         self.all = tuple(servers)
@@ -193,7 +193,7 @@ class Servers:
         urls = ", ".join(server.url for server in self.all)
         last_words = "" if last_error is None else f" The last word: {last_error}"
         return EndpointError(
-            f"None of the servers ({urls}) has answered for {self._patience:g} s (sampler.patience). {self._remedy}, then go on "
+            f"None of the servers ({urls}) has answered for {self._patience:g} s (sampler.patience). {self._remedy()}, then go on "
             f"with --resume.{last_words}",
             None if last_error is None else last_error.status,
         )
