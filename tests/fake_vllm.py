@@ -16,7 +16,7 @@ from contextlib import suppress
 from urllib.request import Request, urlopen
 
 from groupwise.core.rendezvous import SET_BY_TORCHRUN
-from groupwise.engine.sampler.vllm.own import SERVE
+from groupwise.engine.sampler.servers.spawned_server import SERVE
 
 
 def main() -> None:

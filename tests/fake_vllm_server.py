@@ -38,8 +38,8 @@ from groupwise.engine.models.files import read_model_tensors
 from groupwise.engine.models.lora import CONFIG, AdaptedModel, copy_exactly, read_lora_config
 from groupwise.engine.models.tiny import tiny_model, tiny_tokenizer
 from groupwise.engine.sampler.queued import DecodeLayout
+from groupwise.engine.sampler.servers.witness import Witness
 from groupwise.engine.sampler.torch_sampler import TorchSampler
-from groupwise.engine.sampler.vllm.witness import Witness
 from groupwise.engine.sampler.weights import ServedAdapter, ServedModel, ServedWeights
 from tests.ports import free_port
 

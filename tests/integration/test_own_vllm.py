@@ -17,8 +17,8 @@ from starlette.responses import Response
 import groupwise
 from groupwise.core.errors import UsageError
 from groupwise.core.rendezvous import SET_BY_TORCHRUN
-from groupwise.engine.sampler.vllm import own, witness
-from groupwise.engine.sampler.vllm.own import ServerGpus, server_gpus
+from groupwise.engine.sampler.servers import spawned_server, witness
+from groupwise.engine.sampler.servers.spawned_server import ServerGpus, server_gpus
 from groupwise.runs import publications
 from groupwise.training.callbacks.base import Callback
 from tests.fake_vllm_server import GPU, VllmServer, refusal
@@ -111,7 +111,7 @@ def test_one_that_cannot_begin_says_why(
     tmp_path: Path, python: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is started once more if that may help."""
-    monkeypatch.setattr("groupwise.engine.sampler.vllm.own.LOOKS_EVERY", 0.05)
+    monkeypatch.setattr("groupwise.engine.sampler.servers.spawned_server.LOOKS_EVERY", 0.05)
     for error, starts in (
         ("ValueError: too little memory", 2),
         ("ModuleNotFoundError: No module named 'vllm'", 1),
@@ -138,7 +138,7 @@ def test_a_slow_start_tells_what_the_server_says(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The log of a run that could not begin outlives its folder."""
-    monkeypatch.setattr(own, "REPORTS_EVERY", 0.0)
+    monkeypatch.setattr(spawned_server, "REPORTS_EVERY", 0.0)
     python.write_text("#!/bin/sh\necho 'INFO 11-28 11:33:01 [a.py:7] Capturing'\nexec sleep 1000\n")
     given = settings(tmp_path, python)
     given["sampler"]["patience"] = 2.0
@@ -191,7 +191,7 @@ def test_all_weights_are_trained_with_it(
     maps: bool,
 ) -> None:
     """It reads files, or maps weights on the learner's GPU if they can be mapped, and takes them again after a kill, or to evaluate."""
-    monkeypatch.setattr(own, "server_gpus", lambda *_, **__: gpus)
+    monkeypatch.setattr(spawned_server, "server_gpus", lambda *_, **__: gpus)
     monkeypatch.setattr(witness, "gpu_uuid", lambda _: GPU)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", allocator)
     given = {**settings(tmp_path, python), "lora": None}
@@ -218,7 +218,7 @@ def test_a_server_that_maps_no_weights_reads_the_files(
     refused: str,
 ) -> None:
     """As older releases do; it is said once."""
-    monkeypatch.setattr(own, "server_gpus", lambda *_, **__: SHARED)
+    monkeypatch.setattr(spawned_server, "server_gpus", lambda *_, **__: SHARED)
 
     async def be_older(path: str, _: Any) -> Response | None:
         return refusal(500, "unexpected keyword argument") if path == refused else None
@@ -247,7 +247,7 @@ def test_a_server_that_takes_no_weights_is_not_left_paused(
 def test_one_that_shares_the_learners_gpu_sleeps_while_the_run_learns(
     tmp_path: Path, python: Path, server: VllmServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(own, "server_gpus", lambda *_, **__: SHARED)
+    monkeypatch.setattr(spawned_server, "server_gpus", lambda *_, **__: SHARED)
     monkeypatch.setenv(
         "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,roundup_power2_divisions:[256:1,512:2]"
     )

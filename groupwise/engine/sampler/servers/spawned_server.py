@@ -33,8 +33,8 @@ from groupwise.api.openai_client.client import Endpoint
 from groupwise.core.errors import EndpointError, UsageError
 from groupwise.core.rendezvous import without_rank
 from groupwise.core.retry import Timing
-from groupwise.engine.sampler.vllm.server_log import known_remedy, last_message, root_cause
-from groupwise.engine.sampler.vllm.servers import Server
+from groupwise.engine.sampler.servers.server_log import known_remedy, last_message, root_cause
+from groupwise.engine.sampler.servers.server_pool import Server
 from groupwise.runs import publications
 
 logger = logging.getLogger(__name__)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from groupwise.engine.sampler.vllm.server_log import known_remedy, last_message, root_cause
+from groupwise.engine.sampler.servers.server_log import known_remedy, last_message, root_cause
 
 ERROR = "(EngineCore pid=7) ERROR 11-28 11:33:01 [core.py:1100] "
 HARMLESS = "\n".join(

@@ -6,7 +6,7 @@ Otherwise it reads the published files, which are in this machine's memory. The 
 0.16 on, for CUDA IPC from 0.27 on. A server that refuses the latter reads the files.
 
 The model keeps its name, so a request cannot say which weights it wants. But only this run reaches the server, so nobody else changes its
-weights, and one that was started again is not asked before it has taken them again (`own.py`).
+weights, and one that was started again is not asked before it has taken them again (`spawned_server.py`).
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from typing import Any, Literal
 
 from groupwise.core.errors import EndpointError, UsageError
 from groupwise.core.types import Policy
-from groupwise.engine.sampler.vllm.adapters import ListedModel
-from groupwise.engine.sampler.vllm.servers import Served, Server
+from groupwise.engine.sampler.servers.adapters import ListedModel
+from groupwise.engine.sampler.servers.server_pool import Served, Server
 
 logger = logging.getLogger(__name__)
 
 
 class WholeWeights:
-    """A `groupwise.engine.sampler.vllm.sampler.WeightSync` for full fine-tuning."""
+    """A `groupwise.engine.sampler.servers.sampler.WeightSync` for full fine-tuning."""
 
     kind: Literal["adapter", "full"] = "full"
 
@@ -81,12 +81,6 @@ class WholeWeights:
         update = await asyncio.to_thread(self._ipc_handles)
         await server.post("/update_weights", {"update_info": update})
         await server.post("/finish_weight_update", {"weight_version": served.fingerprint})
-
-    def leave(self, server: Server, served: Served) -> None:
-        """Nothing: the server ends with the run."""
-
-    def withdraw(self, served: Served) -> None:
-        """Nothing: the publication is not copied."""
 
 
 def _is_temporary(error: EndpointError) -> bool:
