@@ -33,9 +33,11 @@ REMEDIES = {
         "than --max-num-batched-tokens tokens. Set sampler.seeded=false, or lower sampler.concurrency."
     ),
     "No module named 'vllm": (
-        "sampler.vllm_python must be the Python of an environment that has vLLM 0.10.2 or newer, such as /opt/vllm/bin/python."
+        "sampler.vllm_python must be the Python of an environment that has vLLM 0.12 or newer, such as /opt/vllm/bin/python."
     ),
-    "unrecognized arguments": "vLLM 0.10.2 or newer is needed in the environment of sampler.vllm_python.",
+    "unrecognized arguments": (
+        "vLLM 0.12 or newer is needed in the environment of sampler.vllm_python, and 0.16 or newer if all weights are trained (lora: null)."
+    ),
 }
 """What the user can do about errors that no restart mends, by a part of their text."""
 
