@@ -93,8 +93,8 @@ def without_expandable_segments(environment: Mapping[str, str]) -> dict[str, str
     """The environment without that setting of torch's allocator, but with the others."""
     changed = dict(environment)
     for name in ALLOCATOR_SETTINGS:
-        if name in changed:
-            changed[name] = EXPANDABLE_SEGMENTS.sub("", changed[name]).lstrip(", ")
+        if settings := EXPANDABLE_SEGMENTS.sub("", changed.pop(name, "")).lstrip(", "):
+            changed[name] = settings
     return changed
 
 
