@@ -146,8 +146,20 @@ def choose_layout(config: RunConfig, longest_prompt: int) -> Layout:
         seeded = sampler.engine != "sglang" and (
             sampler.vllm_python is None or layout.device == "cpu"
         )
+    _refuse_float32_adapters(config, layout)
     slots = sampler.max_num_seqs or _slot_count(config, layout)
     return replace(layout, slots=slots, seeded=seeded)
+
+
+def _refuse_float32_adapters(config: RunConfig, layout: Layout) -> None:
+    """Raise ConfigError if a vLLM of the run's own would compute adapters in float32 on a GPU: it would end a minute after its start."""
+    serves_adapters = config.sampler.vllm_python is not None and config.lora is not None
+    if serves_adapters and layout.device != "cpu" and layout.dtype == "float32":
+        chosen = ", which is float32 on this GPU" if config.model.dtype == "auto" else ""
+        raise ConfigError(
+            f"model.dtype is {config.model.dtype}{chosen}, but on a GPU the vLLM of sampler.vllm_python computes adapters in bfloat16 "
+            "or float16 alone. Set model.dtype: bfloat16, train all weights (lora: null), or leave sampler.engine out."
+        )
 
 
 def _slot_count(config: RunConfig, layout: Layout) -> int:

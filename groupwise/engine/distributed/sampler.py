@@ -17,7 +17,7 @@ from typing import Any
 from groupwise.core.types import Completion, GroupRequest, Policy, PromptLogprobs
 from groupwise.engine.distributed.rpc import WorkerCalls, require_equal
 from groupwise.engine.distributed.sharding import Share, share_groups
-from groupwise.engine.sampler.vllm.probe import Answer
+from groupwise.engine.sampler.servers.probe import Answer
 
 _SERVED = "the samplers' weights"
 GATHER_SECONDS = 0.003
@@ -129,7 +129,7 @@ class RankSampler:
 
 
 class RankWitness:
-    """A `groupwise.engine.sampler.vllm.sampler.PolicyWitness` over the `witness` that the first rank hosts.
+    """A `groupwise.engine.sampler.servers.sampler.PolicyWitness` over the `witness` that the first rank hosts.
 
     All calls block: servers are compared with the learner between two pieces of work, and nothing continues until that is done.
     """

@@ -1,5 +1,7 @@
 """How the work is laid out on a machine."""
 
+from contextlib import nullcontext
+
 import pytest
 
 from groupwise.core.errors import ConfigError, UsageError
@@ -140,7 +142,8 @@ def test_the_layout_of_a_tinker_service_names_it() -> None:
 )
 def test_an_own_server_on_a_gpu_and_sglang_are_sent_no_seeds(monkeypatch, device, sampler, seeded):
     give_device(monkeypatch, device)
-    given = {"model": {"name": "tiny"}, "sampler": {"engine": "vllm", **sampler}}
+    model = {"name": "tiny", "dtype": "bfloat16"}
+    given = {"model": model, "sampler": {"engine": "vllm", **sampler}}
     assert placement.choose_layout(load_config(given).config, 100).seeded is seeded
 
 
@@ -165,3 +168,24 @@ def test_a_sampler_frees_its_cache_where_memory_is_short(monkeypatch, free, sect
     monkeypatch.setattr("groupwise.engine.models.machine.gpu_count", lambda: 2)
     config = load_config({"model": {"name": "tiny"}, **sections}).config
     assert training_layout(config, 12).frees_cache is frees
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "lora", "refused"),
+    [
+        ("cuda", "float32", {}, "model.dtype is float32, but"),
+        ("cuda", "auto", {}, "model.dtype is auto, which is float32 on this GPU"),
+        ("cuda", "bfloat16", {}, ""),
+        ("cuda", "float32", None, ""),
+        ("cpu", "float32", {}, ""),
+    ],
+)
+def test_an_own_server_on_a_gpu_computes_no_adapters_in_float32(
+    monkeypatch, device, dtype, lora, refused
+):
+    give_device(monkeypatch, device)
+    sampler = {"engine": "vllm", "vllm_python": "/opt/vllm/bin/python"}
+    given = {"model": {"name": "tiny", "dtype": dtype}, "lora": lora, "sampler": sampler}
+    config = load_config(given).config
+    with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
+        placement.choose_layout(config, 100)

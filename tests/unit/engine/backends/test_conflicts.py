@@ -10,7 +10,7 @@ import pytest
 
 from groupwise.core.errors import ConfigError
 from groupwise.engine.backends.conflicts import trained_layers
-from groupwise.engine.sampler.vllm.own import ServerSpec
+from groupwise.engine.sampler.servers.spawned_server import ServerSpec
 from groupwise.training.config import load_config
 from groupwise.training.sft_config import load_sft_config
 
