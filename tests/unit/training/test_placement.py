@@ -103,14 +103,15 @@ def test_a_gpu_has_micro_batches_by_its_memory(monkeypatch, mib, sections, expec
     assert placement.choose_layout(config, 12).max_tokens_per_microbatch == expected
 
 
-@pytest.mark.parametrize(("gpus", "expected"), [(1, 8192), (2, 32_768)])
+@pytest.mark.parametrize(("gpus", "expected"), [(1, 16_384), (2, 32_768)])
 def test_a_learner_shares_its_gpu_with_a_server_only_if_there_is_no_other(
     monkeypatch, gpus, expected
 ):
     give_device(monkeypatch, "cuda", 80 << 20)
     monkeypatch.setattr("groupwise.engine.models.machine.gpu_count", lambda: gpus)
     sampler = {"engine": "vllm", "vllm_python": "/opt/vllm/bin/python"}
-    config = load_config({"model": {"name": "tiny"}, "sampler": sampler}).config
+    model = {"name": "tiny", "dtype": "bfloat16"}
+    config = load_config({"model": model, "sampler": sampler}).config
     assert placement.choose_layout(config, 12).max_tokens_per_microbatch == expected
 
 
