@@ -111,6 +111,7 @@ def needed(chosen: Draft) -> Callable[[], float]:
         config = chosen.config
         share = 0.1 if config.training.gradient_checkpointing else 1.0
         slots = config.sampler.max_num_seqs or 64
+        assert config.training.max_tokens_per_microbatch is not None
         return share * config.training.max_tokens_per_microbatch + 100 * slots
 
     return plan
