@@ -14,7 +14,7 @@ import pytest
 from tests.mutating import TABLE, ForkServer, Mutation, changed, read_table, tree
 
 MUTATIONS = read_table(TABLE.read_text())
-pytestmark = [pytest.mark.soak(suite="mutations"), pytest.mark.timeout(1800)]
+SOAK = pytest.mark.soak(suite="mutations")
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +41,8 @@ def test_every_mistake_can_be_made() -> None:
     assert len({mutation.mistake for mutation in MUTATIONS}) == len(MUTATIONS)
 
 
+@SOAK
+@pytest.mark.timeout(1800)
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.mistake)
 def test_a_mistake_is_noticed(fork_server: ForkServer, place: Path, mutation: Mutation) -> None:
     outcomes = fork_server.run(tree(place, mutation.edits), mutation.tests, "-x")
@@ -48,6 +50,8 @@ def test_a_mistake_is_noticed(fork_server: ForkServer, place: Path, mutation: Mu
     assert outcomes.failed, f"{mutation.tests} did not notice it:\n{outcomes.printed[-4000:]}"
 
 
+@SOAK
+@pytest.mark.timeout(1800)
 def test_without_a_mistake_all_pass(fork_server: ForkServer, place: Path) -> None:
     files = sorted({test for mutation in MUTATIONS for test in mutation.tests})
     outcomes = fork_server.run(tree(place), files)
