@@ -7,6 +7,7 @@ may one sequence hold several texts, each with positions from 0.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, cast
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from groupwise.core.errors import ModelError
+from groupwise.engine.models.experts import all_rows
 from groupwise.engine.models.text_mask import TextMask
 
 
@@ -138,13 +140,15 @@ class Decoder:
         if self.window is not None and self.layer_types is not None:  # one for each kind of layer
             everything = self._attention_mask(seen, positions_BT, None)
             mask = {"full_attention": everything, "sliding_attention": mask}
-        output = self.body(
-            input_ids=ids_BT,
-            position_ids=positions_BT,
-            attention_mask=mask,
-            past_key_values=cache,
-            use_cache=cache is not None,
-        )
+        decoding = isinstance(cache, SlotCache)
+        with all_rows(self.config) if decoding else contextlib.nullcontext():
+            output = self.body(
+                input_ids=ids_BT,
+                position_ids=positions_BT,
+                attention_mask=mask,
+                past_key_values=cache,
+                use_cache=cache is not None,
+            )
         return output.last_hidden_state
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
