@@ -13,6 +13,7 @@ TRANSFORMERS = "Leave model.backend out to train with torch"
 
 def tunix_rl_conflicts(config: Any) -> Iterator[Conflict]:
     """Conflicts of a `groupwise.training.config.RunConfig` with Tunix."""
+    yield from _expert_conflicts(config)
     if config.lora is None:
         yield Conflict(
             f"lora is null, but the backend tunix trains adapters. Leave lora out. {TRANSFORMERS}.",
@@ -59,6 +60,7 @@ def tunix_sft_conflicts(config: Any) -> Iterator[Conflict]:
 
 def unsloth_conflicts(config: Any) -> Iterator[Conflict]:
     """Conflicts of a `groupwise.training.config.RunConfig`, or a `groupwise.training.sft_config.SftConfig`, with Unsloth."""
+    yield from _expert_conflicts(config)
     if config.lora is None:
         yield Conflict(
             "lora is null, but the backend unsloth trains adapters. Leave lora out, or leave model.backend out to train all weights.",
@@ -151,7 +153,17 @@ def tinker_rl_conflicts(config: Any) -> Iterator[Conflict]:
         )
 
 
+def _expert_conflicts(config: Any) -> Iterator[Conflict]:
+    if config.lora is not None and config.lora.target_parameters:
+        yield Conflict(
+            f"lora.target_parameters is {[*config.lora.target_parameters]}, but the backend {config.model.backend} does not adapt experts. "
+            f"Leave it out. {TRANSFORMERS}.",
+            ("lora.target_parameters", BACKEND),
+        )
+
+
 def _tinker_lora_conflicts(config: Any) -> Iterator[Conflict]:
+    yield from _expert_conflicts(config)
     lora = config.lora
     if lora is None:
         yield Conflict(

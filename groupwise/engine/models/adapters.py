@@ -111,6 +111,7 @@ def check_adapter(
     adapted = meta_adapter(model, starting_config(model, lora, given_as))
     if "target_modules" in lora.model_fields_set:
         fresh = new_lora_config(lora)
+        fresh.target_parameters = adapted.config.target_parameters
         if adapted.config.exclude_modules:
             leave_out_pictures(model, fresh)
         expected_layers, stored = set(meta_adapter(model, fresh).layers), set(adapted.layers)
@@ -141,11 +142,13 @@ def starting_config(
             "alpha": config.lora_alpha,
             "rslora": config.use_rslora,
             "dropout": config.lora_dropout,
+            "target_parameters": tuple(sorted(config.target_parameters or ())),
         }
+        given = {**lora.model_dump(), "target_parameters": tuple(sorted(lora.target_parameters))}
         different = [
-            f"lora.{key} is {getattr(lora, key)}, but the adapter's is {value}"
+            f"lora.{key} is {given[key]}, but the adapter's is {value}"
             for key, value in stored.items()
-            if key in lora.model_fields_set and getattr(lora, key) != value
+            if key in lora.model_fields_set and given[key] != value
         ]
         _refuse_if_different(f"{given_as} {folder}", different)
     config.base_model_name_or_path = base_name(model)

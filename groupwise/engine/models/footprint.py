@@ -69,8 +69,10 @@ class Sizes:
     kv_heads: int
     head_size: int
     inner: int
-    """Width of the MLP's intermediate layer."""
+    """Width of the MLP's intermediate layer; in a mixture of experts, of all experts of a token together."""
     vocabulary: int
+    experts: int = 0
+    """Experts that each token chooses in a layer; 0: the model has none."""
 
     @property
     def queries(self) -> int:
@@ -106,6 +108,8 @@ class Counts:
     sizes: Sizes
     parameters: int
     trained: int
+    active: int
+    """Parameters that compute one token: all but those of the experts that it did not choose."""
     linear: int
     """Weights of all linear layers but the output head."""
     native: bool
@@ -132,9 +136,31 @@ def sizes_of(config: PreTrainedConfig) -> Sizes:
         heads=heads,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_size=head_size(config),
-        inner=getattr(config, "intermediate_size", None) or 4 * hidden,
+        inner=_inner_width(config),
         vocabulary=config.vocab_size,
+        experts=experts_of_a_token(config),
     )
+
+
+def experts_of_a_token(config: PreTrainedConfig) -> int:
+    """Experts that each token chooses in a layer; 0 if the config names no such number."""
+    names = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
+    return next((n for name in names if isinstance(n := getattr(config, name, None), int)), 0)
+
+
+def _inner_width(config: PreTrainedConfig) -> int:
+    dense = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    experts = experts_of_a_token(config)
+    if not experts:
+        return dense
+    width = getattr(config, "moe_intermediate_size", None)
+    if not isinstance(width, int):
+        return experts * dense
+    shared = getattr(config, "n_shared_experts", None) or getattr(
+        config, "moe_num_shared_experts", 0
+    )
+    beside = getattr(config, "shared_expert_intermediate_size", None) or shared * width
+    return max(dense, experts * width + beside)  # some layers may be dense
 
 
 def bytes_of(dtype: str) -> int:
@@ -199,7 +225,8 @@ class Footprint:
         The backward pass of one layer needs further temporaries. With `recompute` it keeps one residual stream per layer, and all of these
         for a single layer. Its head computes the logits of `CHUNK` tokens at once; float32 copies exist for a few of these at most.
 
-        Transformers' modules with torch's graph keep about twelve hidden states and four feed-forward states per layer. For `CHUNK` tokens
+        Transformers' modules with torch's graph keep about twelve hidden states and four feed-forward states per layer, and for each expert
+        of a token its input and its output. For `CHUNK` tokens
         they keep logits, logits divided by the temperature, probabilities, and a gradient.
         """
         sizes, size = self.sizes, self.size
@@ -210,7 +237,7 @@ class Footprint:
             per_token = layers + 4 * residual + (2 * sizes.hidden + 4 * sizes.inner) * size
             logits = size
         else:
-            of_a_layer = (12 * sizes.hidden + 4 * sizes.inner) * size
+            of_a_layer = ((12 + 2 * sizes.experts) * sizes.hidden + 4 * sizes.inner) * size
             per_token = sizes.layers * of_a_layer
             if recompute:
                 per_token = sizes.layers * sizes.hidden * size + of_a_layer

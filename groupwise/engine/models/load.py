@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from groupwise.engine.models.config import Dtype, ModelConfig
+from groupwise.engine.models.experts import experts_of
+from groupwise.engine.models.files import read_model_tensors
 from groupwise.engine.models.hub import fetch_weights
 from groupwise.engine.models.tokenizer import explaining_errors, locate, resolve
 from groupwise.engine.models.transformers_log import quiet
@@ -46,6 +48,18 @@ def load_model(config: ModelConfig, dtype: Dtype, device: str = "cpu") -> PreTra
     model.requires_grad_(False)
     cast("nn.Module", model).to(device)  # modules move in place
     return model.eval()
+
+
+def stored_tensors(model: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
+    """The trained tensors of a whole model's files, by the names that they have in `model`.
+
+    Transformers stores each expert by itself, as the model was published, and puts the experts of a layer together when it loads them.
+    """
+    if not experts_of(model):
+        return read_model_tensors(folder)
+    dtype = cast("Dtype", str(next(model.parameters()).dtype).removeprefix("torch."))
+    loaded = load_model(ModelConfig(name=str(folder)), dtype)
+    return dict(loaded.named_parameters())
 
 
 def read_model_config(config: ModelConfig) -> PreTrainedConfig:

@@ -241,7 +241,7 @@ class AdaptedModel:
     def _leave_experts_out(self, config: LoraConfig) -> None:
         """Resolve all-linear. Raises ValueError for names of layers that peft takes for experts."""
         if config.target_modules == "all-linear":
-            config.target_modules = set(beside_experts(self.base, self.base))
+            config.target_modules = beside_experts(self.base, self.base)
         targets = config.target_modules or ()
         each = [targets] if isinstance(targets, str) else [[name] for name in sorted(targets)]
         named = [
@@ -299,8 +299,8 @@ def layer_kinds(base: PreTrainedModel) -> dict[str, tuple[str, ...]]:
 
 
 def beside_experts(base: PreTrainedModel, part: nn.Module) -> list[str]:
-    """Names of the linear layers in a part of a model with experts that all-linear takes: all but the output head, what chooses experts, and
-    names that peft takes for experts, as in releases of transformers in which each expert had layers of its own."""
+    """Names of the linear layers that all-linear takes in a part of a model with experts: without the output head, what chooses experts,
+    and names that peft takes for experts, as in releases of transformers in which each expert had layers of its own."""
     head = base.get_output_embeddings()
     gates = {1, *(cast("int", module.num_experts) for module in experts_of(base).values())}
     names = {

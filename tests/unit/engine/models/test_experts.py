@@ -19,6 +19,7 @@ from groupwise.engine.models.config import LoraConfig, ModelConfig
 from groupwise.engine.models.decoder import Decoder, PromptCache, SlotCache
 from groupwise.engine.models.export import write_merged
 from groupwise.engine.models.lora import AdaptedModel, new_lora_config, read_adapter
+from groupwise.engine.models.plan import count_parameters
 from groupwise.engine.models.text_mask import TextMask
 from tests.unit.engine.models.native.families import SMALL, made, randomised
 
@@ -170,3 +171,18 @@ def test_files_are_read_back(tmp_path):
     second.write("policy", read_adapter(tmp_path), "the file")
     with torch.no_grad(), first.using("policy"), second.using("policy"):
         assert torch.equal(first.base(input_ids=IDS).logits, second.base(input_ids=IDS).logits)
+
+
+@pytest.mark.parametrize("family", ["qwen3_moe", "gpt_oss"])
+def test_all_experts_are_held_and_the_chosen_ones_are_active(tmp_path, family):
+    model = made(CONFIGS[family]())
+    model.save_pretrained(tmp_path)
+    counts = count_parameters(
+        ModelConfig(name=str(tmp_path)), LoraConfig(r=3, target_parameters=BOTH)
+    )
+    of_experts = sum(p.numel() for path, p in model.named_parameters() if ".experts." in path)
+    assert counts.parameters == model.num_parameters()
+    assert counts.active == counts.parameters - of_experts // 2
+    assert counts.sizes.experts == 2
+    expected = adapted(model).parameters("policy").values()
+    assert counts.trained == sum(parameter.numel() for parameter in expected)

@@ -120,6 +120,6 @@ def test_native_engines_where_they_would_be_chosen(given, sampler, learner, pack
         "dtype": "float32", "device": "cpu", "full": False, "by_modules": False, "samples": True,
     }  # fmt: skip
     counts, asked = ({k: given.get(k, v) for k, v in each.items()} for each in (counts, asked))
-    sizes = {"sizes": SIZES, "parameters": 9, "trained": 9, "linear": 9}
+    sizes = {"sizes": SIZES, "parameters": 9, "trained": 9, "active": 9, "linear": 9}
     found = footprint_of(Counts(**sizes, **counts), **asked)
     assert (found.native_sampler, found.native_learner, found.packed) == (sampler, learner, packed)
