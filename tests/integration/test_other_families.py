@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, GenerationConfig, MixtralConfig, Qwen3MoeConfig
+from transformers import (
+    AutoModelForCausalLM,
+    FalconH1Config,
+    GenerationConfig,
+    MixtralConfig,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
 
 import groupwise
 from benchmarks.learning import step_values
@@ -20,9 +27,18 @@ SIZES: dict[str, Any] = {
     "bos_token_id": None, "eos_token_id": 1, "tie_word_embeddings": True,
 }  # fmt: skip
 QWEN: dict[str, Any] = {"num_experts_per_tok": 2, "num_experts": 4, "moe_intermediate_size": 24}
+GATED: dict[str, Any] = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"], "shared_expert_intermediate_size": 24,
+}  # fmt: skip
+MAMBA: dict[str, Any] = {
+    "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16,
+}  # fmt: skip
 CONFIGS = {
     "qwen3_moe": lambda: Qwen3MoeConfig(**SIZES, **QWEN, head_dim=8),
     "mixtral": lambda: MixtralConfig(**SIZES, num_experts_per_tok=2, num_local_experts=4),
+    "qwen3_next": lambda: Qwen3NextConfig(**SIZES, **QWEN, **GATED, head_dim=8),
+    "falcon_h1": lambda: FalconH1Config(**SIZES, **MAMBA, head_dim=8),
 }
 EXPERTS = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
 
@@ -53,12 +69,14 @@ def settings(family: str, folder: Path, lora: Any, **training: Any) -> dict[str,
         ("qwen3_moe", {"r": 4, "alpha": 64, **EXPERTS}),
         ("mixtral", {"r": 4, "alpha": 64, **EXPERTS}),
         ("qwen3_moe", {"r": 4, "alpha": 64}),
+        ("qwen3_next", {"r": 4, "alpha": 64, **EXPERTS}),
+        ("falcon_h1", {"r": 4, "alpha": 64}),
         ("qwen3_moe", None),
     ],
-    ids=["qwen3_moe", "mixtral", "attention", "full"],
+    ids=["qwen3_moe", "mixtral", "attention", "qwen3_next", "falcon_h1", "full"],
 )
 def test_it_learns_what_it_sampled(tmp_path, family, lora):
-    """The toy task, with rows of several prompts in a sequence and shared prompts."""
+    """Sampler and learner agree, though one computes token by token, and the other whole rows."""
     many = {"max_steps": 20, "prompts_per_step": 4, "num_generations": 8}
     rate = 0.01 if lora is None else 0.02
     made = settings(family, tmp_path, lora, **many, learning_rate=rate)

@@ -14,20 +14,18 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
-from torch import nn
 
 from groupwise.core.errors import ModelError
 from groupwise.engine.models import config as settings_of_models
 from groupwise.engine.models.bundled import BUNDLED
 from groupwise.engine.models.config import ModelConfig
-from groupwise.engine.models.experts import experts_of
 from groupwise.engine.models.files import read_shapes
 from groupwise.engine.models.hub import fetch_weights, may_be_hub_id
 from groupwise.engine.models.load import meta_model, read_model_config
 from groupwise.engine.models.lora import (
     WEIGHTS,
     AdaptedModel,
-    beside_experts,
+    all_linear_names,
     new_lora_config,
     read_lora_config,
     refuse_mismatch,
@@ -164,12 +162,7 @@ def leave_out_pictures(model: ModelConfig, config: LoraConfig) -> None:
     text = next(path for path, part in base.named_modules() if part is base.get_decoder())
     config.exclude_modules = rf"(?!{re.escape(text)}\.).*"
     if config.target_modules == "all-linear":  # peft would include the names of all parts
-        decoder = base.get_decoder()
-        if experts_of(base):
-            config.target_modules = beside_experts(base, decoder)
-            return
-        linear = [path for path, part in decoder.named_modules() if isinstance(part, nn.Linear)]
-        config.target_modules = sorted({path.rpartition(".")[2] for path in linear})
+        config.target_modules = all_linear_names(base, base.get_decoder())
 
 
 def meta_adapter(model: ModelConfig, config: LoraConfig) -> AdaptedModel:

@@ -2,7 +2,7 @@
 
 Both sides call the same forward pass with explicit positions, and state which keys a query sees, so sampling and training do the same
 arithmetic. In every cache here a key's index is its position: prompts start at 0, and there is no padding on the left. Only without a cache
-may one sequence hold several texts, each with positions from 0.
+may one sequence hold several texts, each with positions from 0. Models with a state are computed text by text (`has_state`).
 """
 
 from __future__ import annotations
@@ -94,6 +94,15 @@ class SlotCache:
 Cache = PromptCache | SharedPrefixCache | SlotCache
 
 
+def has_state(config: Any) -> bool:
+    """True if a model has layers other than full and sliding attention, such as recurrent or convolutional ones.
+
+    Their state is a summary of all earlier tokens, so the caches here cannot share it, nor a mask keep texts apart that follow each other.
+    """
+    kinds = getattr(config.get_text_config(), "layer_types", None) or ()
+    return bool({*kinds} - {"full_attention", "sliding_attention"})
+
+
 class Decoder:
     """Hidden states and logits of one model."""
 
@@ -105,11 +114,7 @@ class Decoder:
         kinds = getattr(self.config, "layer_types", None)
         self.layer_types = set(kinds) if kinds else None
         kinds = self.layer_types or set[str]()
-        if kinds - {"full_attention", "sliding_attention"}:
-            raise ModelError(
-                f"The model {self.config.model_type!r} has layers of kind {', '.join(sorted(kinds))}; "
-                "full and sliding attention are what this version can sample and train."
-            )
+        self.has_state = has_state(self.config)
         # Models that do not list which layers have a sliding window have it in all.
         windowed = self.layer_types is None or "sliding_attention" in kinds
         self.window: int | None = getattr(self.config, "sliding_window", None) if windowed else None
@@ -118,6 +123,8 @@ class Decoder:
             # Transformers repeats the one head's keys without a copy. For such keys and a mask, torch's memory-efficient kernel returns
             # wrong results for the last query of 65, 129, 257 and so on: seen with torch 2.11 on an H100.
             torch.backends.cuda.enable_mem_efficient_sdp(enabled=False)
+        if self.has_state:
+            self._check_state()
         self._check_head()
 
     @property
@@ -134,8 +141,16 @@ class Decoder:
     ) -> Tensor:
         """Last hidden states [B, T, H]. `seen`: the keys that a query sees; as a tensor [B, T, K], for slots, True where it sees a key.
 
-        Without a cache the keys are the given tokens themselves, independent of their positions: a sequence may hold several texts.
+        Without a cache the keys are the given tokens themselves, independent of their positions: a sequence may hold several texts. A model
+        with a state (`has_state`) takes only sequences of one text each, without a cache.
         """
+        if self.has_state:
+            assert isinstance(seen, TextMask)
+            assert seen.lengths is None, "a state is not kept apart in a sequence"
+            assert cache is None, "a state is not shared"
+            return self.body(
+                input_ids=ids_BT, position_ids=positions_BT, use_cache=False
+            ).last_hidden_state
         mask = self._attention_mask(seen, positions_BT, self.window)
         if self.window is not None and self.layer_types is not None:  # one for each kind of layer
             everything = self._attention_mask(seen, positions_BT, None)
@@ -150,6 +165,15 @@ class Decoder:
                 use_cache=cache is not None,
             )
         return output.last_hidden_state
+
+    def advance(self, ids_1T: Tensor, first: int, cache: Any) -> tuple[Tensor, Any]:
+        """Last hidden states [T, H] of one text's next tokens, from position `first`, and transformers' own cache after them; None: the
+        text begins."""
+        positions_1T = torch.arange(first, first + ids_1T.shape[1], device=self.device)[None]
+        output = self.body(
+            input_ids=ids_1T, position_ids=positions_1T, past_key_values=cache, use_cache=True
+        )
+        return output.last_hidden_state[0], output.past_key_values
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """Logits [N, V] in float32, with the scaling and capping that the model's own head applies."""
@@ -182,6 +206,30 @@ class Decoder:
             return mask_B1TK
         lowest = torch.finfo(self.model.dtype).min
         return torch.zeros_like(mask_B1TK, dtype=self.model.dtype).masked_fill(~mask_B1TK, lowest)
+
+    @torch.no_grad()
+    def _check_state(self) -> None:
+        ids_1T = torch.tensor([[0, 1, 2]], device=self.device)
+        try:
+            whole_TH = self.hidden(
+                ids_1T, torch.arange(3, device=self.device)[None], TextMask(3), None
+            )[0]
+            _, cache = self.advance(ids_1T[:, :2], 0, None)
+            last_1H, _ = self.advance(ids_1T[:, 2:], 2, cache)
+        except (AttributeError, TypeError, ValueError) as error:  # not the interface of most models
+            raise ModelError(
+                f"The model {self.config.model_type!r} has layers of kind {', '.join(sorted(self.layer_types or ()))}, whose state "
+                f"transformers keeps in a way of its own ({error}), so that this version cannot sample and train it. Choose a model with "
+                "layers of attention as well, such as a Qwen3-Next or a Falcon-H1."
+            ) from error
+        if not torch.allclose(
+            whole_TH[-1:], last_1H, rtol=2e-2, atol=2e-2 * float(whole_TH.abs().max())
+        ):
+            raise ModelError(
+                f"The model {self.config.model_type!r} computes a token with the state of those before it otherwise than all together: its "
+                f"hidden states differ by {float((whole_TH[-1] - last_1H[0]).abs().max()):.3g}. What is sampled would not be what is "
+                "trained. Choose another model."
+            )
 
     @torch.no_grad()
     def _check_head(self) -> None:

@@ -44,6 +44,8 @@ UNSUPPORTED = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "
                "lora_bias", "trainable_token_indices")  # fmt: skip
 
 
+USED_WITHOUT_LAYER = {"falcon_h1": "out_proj", "jamba": "dt_proj", "nemotron_h": "out_proj"}
+"""Linear layers, by family, whose weight is used without the layer, at least by kernels for GPUs: an adapter would have no effect."""
 PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal")
 """Values of peft's `init_lora_weights` that leave the base unchanged."""
 
@@ -196,8 +198,7 @@ class AdaptedModel:
         config._register_custom_module({nn.Linear: ExactLoraLinear})
         of_experts = config.target_parameters
         try:
-            if experts_of(self.base):
-                self._leave_experts_out(config)
+            self._resolve_targets(config)
             if of_experts:
                 add_expert_adapters(self.base, name, config)
             # Peft would add its own layers to the experts, which round before they add.
@@ -238,12 +239,17 @@ class AdaptedModel:
         for layer in self.layers.values():
             layer.switch = self.switch
 
-    def _leave_experts_out(self, config: LoraConfig) -> None:
-        """Resolve all-linear. Raises ValueError for names of layers that peft takes for experts."""
-        if config.target_modules == "all-linear":
-            config.target_modules = beside_experts(self.base, self.base)
+    def _resolve_targets(self, config: LoraConfig) -> None:
+        """Resolve all-linear if peft would adapt other layers. Raises ValueError for names without effect, or that peft takes for experts."""
+        idle = USED_WITHOUT_LAYER.get(self.base.config.model_type)
+        if config.target_modules == "all-linear" and (idle or experts_of(self.base)):
+            config.target_modules = all_linear_names(self.base, self.base)
         targets = config.target_modules or ()
         each = [targets] if isinstance(targets, str) else [[name] for name in sorted(targets)]
+        if idle and any(name.rpartition(".")[2] == idle for some in each for name in some):
+            raise ValueError(
+                f"an adapter on {idle} has no effect: its weight is used without the layer"
+            )
         named = [
             some if isinstance(some, str) else some[0]
             for some in each
@@ -298,17 +304,25 @@ def layer_kinds(base: PreTrainedModel) -> dict[str, tuple[str, ...]]:
     return {kind: tuple(paths) for kind, paths in kinds.items()}
 
 
-def beside_experts(base: PreTrainedModel, part: nn.Module) -> list[str]:
-    """Names of the linear layers that all-linear takes in a part of a model with experts: without the output head, what chooses experts,
-    and names that peft takes for experts, as in releases of transformers in which each expert had layers of its own."""
-    head = base.get_output_embeddings()
-    gates = {1, *(cast("int", module.num_experts) for module in experts_of(base).values())}
+def all_linear_names(base: PreTrainedModel, part: nn.Module) -> list[str]:
+    """Names of the linear layers that all-linear takes in a part of a model: without the output head, what chooses experts, names that peft
+    takes for experts (as in releases of transformers in which each expert had layers of its own), and layers that it does not adapt."""
+    head = cast("nn.Module", base.get_output_embeddings())
+    left_out = {*head.modules()}
+    for path, experts in experts_of(base).items():
+        block = base.get_submodule(path.rpartition(".")[0])
+        gates = (1, cast("Any", experts).num_experts)
+        left_out |= {
+            module
+            for module in block.modules()
+            if isinstance(module, nn.Linear) and module.out_features in gates
+        }
     names = {
-        path.rpartition(".")[2]
+        path.removesuffix(".base_layer").rpartition(".")[2]
         for path, module in part.named_modules()
-        if isinstance(module, nn.Linear) and module is not head and ".lora_" not in path
-        if module.out_features not in gates
-    } - {"base_layer"}
+        if isinstance(module, nn.Linear) and module not in left_out and ".lora_" not in path
+    }
+    names.discard(USED_WITHOUT_LAYER.get(base.config.model_type, ""))
     return sorted(name for name in names if not _means_experts(base, [name]))
 
 
