@@ -26,6 +26,7 @@ SIZES: dict[str, Any] = {
     "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048, "pad_token_id": 0,
     "bos_token_id": None, "eos_token_id": 1, "tie_word_embeddings": True,
 }  # fmt: skip
+HEADS: dict[str, Any] = {"head_dim": 8}
 QWEN: dict[str, Any] = {"num_experts_per_tok": 2, "num_experts": 4, "moe_intermediate_size": 24}
 GATED: dict[str, Any] = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
@@ -35,10 +36,10 @@ MAMBA: dict[str, Any] = {
     "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16,
 }  # fmt: skip
 CONFIGS = {
-    "qwen3_moe": lambda: Qwen3MoeConfig(**SIZES, **QWEN, head_dim=8),
+    "qwen3_moe": lambda: Qwen3MoeConfig(**SIZES, **QWEN, **HEADS),
     "mixtral": lambda: MixtralConfig(**SIZES, num_experts_per_tok=2, num_local_experts=4),
-    "qwen3_next": lambda: Qwen3NextConfig(**SIZES, **QWEN, **GATED, head_dim=8),
-    "falcon_h1": lambda: FalconH1Config(**SIZES, **MAMBA, head_dim=8),
+    "qwen3_next": lambda: Qwen3NextConfig(**SIZES, **QWEN, **GATED, **HEADS),
+    "falcon_h1": lambda: FalconH1Config(**SIZES, **MAMBA, **HEADS),
 }
 EXPERTS = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
 

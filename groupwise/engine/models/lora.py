@@ -240,7 +240,7 @@ class AdaptedModel:
             layer.switch = self.switch
 
     def _resolve_targets(self, config: LoraConfig) -> None:
-        """Resolve all-linear if peft would adapt other layers. Raises ValueError for names without effect, or that peft takes for experts."""
+        """Resolve all-linear if peft would adapt other layers. Raises ValueError for names without effect or of experts."""
         idle = USED_WITHOUT_LAYER.get(self.base.config.model_type)
         if config.target_modules == "all-linear" and (idle or experts_of(self.base)):
             config.target_modules = all_linear_names(self.base, self.base)

@@ -24,9 +24,10 @@ from groupwise.engine.models.text_mask import TextMask
 from tests.unit.engine.models.native.families import SMALL, made, randomised
 
 FOUR: dict[str, Any] = {"num_experts_per_tok": 2, "num_local_experts": 4}
+HEADS: dict[str, Any] = {"head_dim": 8}
 QWEN: dict[str, Any] = {"num_experts_per_tok": 2, "num_experts": 4, "moe_intermediate_size": 24}
 CONFIGS = {
-    "qwen3_moe": lambda: Qwen3MoeConfig(**SMALL, **QWEN, head_dim=8),
+    "qwen3_moe": lambda: Qwen3MoeConfig(**SMALL, **QWEN, **HEADS),
     "qwen2_moe": lambda: Qwen2MoeConfig(**SMALL, **QWEN, shared_expert_intermediate_size=24),
     "mixtral": lambda: MixtralConfig(**SMALL, **FOUR),
     "granitemoe": lambda: GraniteMoeConfig(**SMALL, **FOUR),

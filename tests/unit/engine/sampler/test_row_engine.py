@@ -27,6 +27,8 @@ from groupwise.engine.sampler.row_engine import RowEngine
 from groupwise.engine.sampler.weights import ServedModel
 from tests.unit.engine.models.native.families import SMALL, made, randomised
 
+HEADS: dict[str, Any] = {"head_dim": 8}
+LAYERS: dict[str, Any] = {"layer_types": ["mamba", "attention"]}
 MIXED = ["linear_attention", "full_attention"]
 GATED: dict[str, Any] = {
     "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
@@ -41,15 +43,15 @@ CONFIGS = {
         **SMALL, **GATED, **EXPERTS, moe_intermediate_size=16, shared_expert_intermediate_size=16
     ),
     "qwen3_5": lambda: Qwen3_5TextConfig(**SMALL, **GATED),
-    "falcon_h1": lambda: FalconH1Config(**SMALL, **MAMBA, mamba_d_ssm=64, head_dim=8),
+    "falcon_h1": lambda: FalconH1Config(**SMALL, **MAMBA, mamba_d_ssm=64, **HEADS),
     "bamba": lambda: BambaConfig(**SMALL, **MAMBA, attn_layer_indices=[1]),
     "granitemoehybrid": lambda: GraniteMoeHybridConfig(
         **SMALL, **MAMBA, layer_types=["mamba", "attention"], num_local_experts=4,
         num_experts_per_tok=2, shared_intermediate_size=16,
     ),
     "nemotron_h": lambda: NemotronHConfig(
-        **SMALL, layer_types=["mamba", "attention"], head_dim=8, mamba_num_heads=8,
-        mamba_head_dim=8, ssm_state_size=8, n_groups=1, chunk_size=16,
+        **SMALL, **HEADS, **LAYERS, mamba_num_heads=8, mamba_head_dim=8, ssm_state_size=8,
+        n_groups=1, chunk_size=16,
     ),
     "jamba": lambda: JambaConfig(
         **SMALL, **EXPERTS, attn_layer_period=2, attn_layer_offset=1, use_mamba_kernels=False
