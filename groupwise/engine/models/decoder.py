@@ -123,8 +123,7 @@ class Decoder:
             # Transformers repeats the one head's keys without a copy. For such keys and a mask, torch's memory-efficient kernel returns
             # wrong results for the last query of 65, 129, 257 and so on: seen with torch 2.11 on an H100.
             torch.backends.cuda.enable_mem_efficient_sdp(enabled=False)
-        if self.has_state:
-            self._check_state()
+        self._check_caches()
         self._check_head()
 
     @property
@@ -208,27 +207,31 @@ class Decoder:
         return torch.zeros_like(mask_B1TK, dtype=self.model.dtype).masked_fill(~mask_B1TK, lowest)
 
     @torch.no_grad()
-    def _check_state(self) -> None:
+    def _check_caches(self) -> None:
         ids_1T = torch.tensor([[0, 1, 2]], device=self.device)
+        positions_1T = torch.arange(3, device=self.device)[None]
         try:
-            whole_TH = self.hidden(
-                ids_1T, torch.arange(3, device=self.device)[None], TextMask(3), None
-            )[0]
+            if not self.has_state:
+                prompt = PromptCache()
+                self.hidden(ids_1T, positions_1T, TextMask(3), prompt)
+                if not prompt.keys:
+                    raise ValueError("it puts no keys into a cache")
+                return
+            whole_TH = self.hidden(ids_1T, positions_1T, TextMask(3), None)[0]
             _, cache = self.advance(ids_1T[:, :2], 0, None)
             last_1H, _ = self.advance(ids_1T[:, 2:], 2, cache)
-        except (AttributeError, TypeError, ValueError) as error:  # not the interface of most models
+        except (AttributeError, TypeError, ValueError) as error:  # code of any model
+            kinds = ", ".join(sorted(self.layer_types or ())) or "not listed"
             raise ModelError(
-                f"The model {self.config.model_type!r} has layers of kind {', '.join(sorted(self.layer_types or ()))}, whose state "
-                f"transformers keeps in a way of its own ({error}), so that this version cannot sample and train it. Choose a model with "
-                "layers of attention as well, such as a Qwen3-Next or a Falcon-H1."
+                f"The forward pass of {self.config.model_type!r} (kinds of layers: {kinds}) is not that of most models of transformers: "
+                f"{error}. This version cannot sample and train it; docs/how-to/your-own-model.md lists families that work."
             ) from error
-        if not torch.allclose(
-            whole_TH[-1:], last_1H, rtol=2e-2, atol=2e-2 * float(whole_TH.abs().max())
-        ):
+        margin = 2e-2 * float(whole_TH.abs().max())
+        if not torch.allclose(whole_TH[-1:], last_1H, rtol=2e-2, atol=margin):
             raise ModelError(
-                f"The model {self.config.model_type!r} computes a token with the state of those before it otherwise than all together: its "
-                f"hidden states differ by {float((whole_TH[-1] - last_1H[0]).abs().max()):.3g}. What is sampled would not be what is "
-                "trained. Choose another model."
+                f"The model {self.config.model_type!r} computes a token after others differently than with them: its hidden states differ "
+                f"by {float((whole_TH[-1] - last_1H[0]).abs().max()):.3g}, so what is sampled would not be what is trained. "
+                "docs/how-to/your-own-model.md lists families that work."
             )
 
     @torch.no_grad()

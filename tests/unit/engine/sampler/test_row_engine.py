@@ -8,6 +8,7 @@ from transformers import (
     AutoModelForCausalLM,
     BambaConfig,
     FalconH1Config,
+    GPT2Config,
     GraniteMoeHybridConfig,
     JambaConfig,
     Lfm2Config,
@@ -15,13 +16,14 @@ from transformers import (
     NemotronHConfig,
     Qwen3_5TextConfig,
     Qwen3NextConfig,
+    RwkvConfig,
 )
 
 from groupwise.core.errors import ModelError
 from groupwise.core.types import Row
 from groupwise.engine.learner.forward import Paths, choose_paths
 from groupwise.engine.models.config import LoraConfig
-from groupwise.engine.models.decoder import Decoder, has_state
+from groupwise.engine.models.decoder import Decoder
 from groupwise.engine.models.lora import AdaptedModel, new_lora_config
 from groupwise.engine.sampler.row_engine import RowEngine
 from groupwise.engine.sampler.weights import ServedModel
@@ -58,6 +60,7 @@ CONFIGS = {
     ),
     "lfm2": lambda: Lfm2Config(**SMALL, layer_types=["conv", "full_attention"]),
 }  # fmt: skip
+SMALLEST: dict[str, Any] = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2}
 IDS = torch.randint(3, 96, (30,), generator=torch.Generator().manual_seed(0))
 START = 9
 
@@ -123,14 +126,17 @@ def test_gradients_are_those_of_a_plain_pass(model):
         torch.testing.assert_close(mine, theirs, atol=1e-4 * most, rtol=1e-3, msg=name)
 
 
-def test_a_state_that_transformers_keeps_in_another_way_is_refused():
-    config = Mamba2Config(
-        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_heads=8, head_dim=8
-    )
-    model = AutoModelForCausalLM.from_config(config)
-    assert has_state(model.config)
-    with pytest.raises(ModelError, match=r"mamba2.*linear_attention"):
-        Decoder(model)
+@pytest.mark.parametrize(
+    ("config", "named"),
+    [
+        (Mamba2Config(num_heads=8, head_dim=8, **SMALLEST), "mamba2.*linear_attention"),
+        (RwkvConfig(attention_hidden_size=32, **SMALLEST), "rwkv.*no keys"),
+        (GPT2Config(n_embd=32, n_layer=1, n_head=2), "gpt2"),
+    ],
+)
+def test_a_forward_pass_of_another_kind_is_refused(config, named):
+    with pytest.raises(ModelError, match=named):
+        Decoder(AutoModelForCausalLM.from_config(config).eval())
 
 
 def test_a_layer_whose_weight_is_used_without_it_has_no_adapter():
