@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from groupwise.core.errors import ModelError
 from groupwise.engine.models.config import ModelConfig
 from groupwise.engine.models.native.facts import (
     CHUNK,
@@ -128,8 +129,14 @@ def saved_by_bits(config: ModelConfig, linear: int, dtype: str) -> float:
 
 
 def sizes_of(config: PreTrainedConfig) -> Sizes:
-    """Sizes given by the config of a model's text part."""
-    hidden, heads = config.hidden_size, config.num_attention_heads
+    """Sizes given by the config of a model's text part. Raises `ModelError` if it has no attention at all."""
+    heads = getattr(config, "num_attention_heads", None)
+    if heads is None:
+        raise ModelError(
+            f"A {config.model_type} has no layers of attention. This version samples and trains models that have some; "
+            "docs/how-to/your-own-model.md lists families that work."
+        )
+    hidden = config.hidden_size
     return Sizes(
         layers=config.num_hidden_layers,
         hidden=hidden,

@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Mamba2Config
 
+from groupwise.core.errors import ModelError
 from groupwise.engine.models.footprint import (
     Counts,
     Decoding,
@@ -103,6 +104,11 @@ def test_a_cache_of_a_processor_at_its_largest(dtype):
         assert isinstance(prompt, NativePrompt)
         peak += prompt.keys_LJKDS.nbytes + prompt.values_LJPD.nbytes
     assert native_cache(SIZES, bytes_of(dtype), DECODING) == peak
+
+
+def test_a_model_without_attention_is_refused():
+    with pytest.raises(ModelError, match="mamba2 has no layers of attention"):
+        sizes_of(Mamba2Config())
 
 
 # Which engines
