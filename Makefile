@@ -31,7 +31,7 @@ NEEDS_mutations := $(SERVERS) &&
 NEEDS_skyrl := $(ENVIRONMENT) skyrl &&
 NEEDS_tunix := $(BIN)/groupwise fetch-tunix &&
 NEEDS_unsloth := $(ENVIRONMENT) unsloth &&
-NEEDS_vllm := $(ENVIRONMENT) vllm &&
+NEEDS_vllm := $(ENVIRONMENT) vllm && $(ENVIRONMENT) vllm-oldest &&
 NEEDS_web := $(SERVERS) chromium &&
 unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME VIRTUAL_ENV
 .PHONY: help setup quickstart tour test test-server test-fleet test-launch test-notebook test-tunix test-vllm test-web check fix bench soak gpu gpu-bundle sbom audit clean

@@ -1,6 +1,7 @@
 """Groupwise and TRL side by side on the same work: `python -m benchmarks.against_trl`.
 
-Each side lives in a process of its own; they take turns, one step each, so that both meet the same moods of the machine. The work is
+Each side lives in a process of its own; they take turns, one step each, so that both meet the same moods of the machine. On a GPU one
+begins when the other has ended, because each takes what memory it finds there. The work is
 fixed (`benchmarks.work`): prompts of so many tokens, completions of exactly so many new ones, one update. TRL runs at its best here: the
 base in bfloat16 where the processor multiplies that itself, else in float32, a LoRA of rank 16 on all linear layers, one micro-batch for
 each group. Prints seconds of sampling, learning and the whole step with their spread, and how many times as fast Groupwise is, with the
@@ -66,7 +67,8 @@ def main() -> None:
         expect_stored(names, stored, file)
     found: dict[str, Any] = {}
     for name in names:
-        found[name] = compare(CELLS[name], given.repetitions if name == "W1" else 2, rules)
+        repetitions = given.repetitions if name == "W1" else 2
+        found[name] = compare(CELLS[name], repetitions, rules, in_turn=described["gpu"] is None)
         show(name, found[name])
         if given.store:
             keep(file, described, {**stored, **found})
@@ -121,8 +123,14 @@ def ratio(result: dict[str, Any], phase: str) -> float:
 
 
 def share_of_memory(result: dict[str, Any]) -> float:
-    """Groupwise's peak over TRL's."""
-    return result["groupwise"]["peak_mib"] / result["trl"]["peak_mib"]
+    """Groupwise's peak over TRL's, on the GPU if there is one."""
+    ours, theirs = (memory(result, side) for side in SIDES)
+    return ours / theirs
+
+
+def memory(result: dict[str, Any], side: str) -> float:
+    """A side's peak in MiB, on the GPU if there is one. Results from before that was measured have none."""
+    return result[side].get("gpu_mib") or result[side]["peak_mib"]
 
 
 def _each(result: dict[str, Any], side: str, phase: str) -> list[float]:
@@ -132,21 +140,27 @@ def _each(result: dict[str, Any], side: str, phase: str) -> list[float]:
     return [1000 * each / count for each, count in zip(seconds, tokens, strict=True)]
 
 
-def compare(work: Work, repetitions: int, rules: Rules) -> dict[str, Any]:
-    """Both sides' figures, step by step in turns. Before and after them is a step whose memory is watched, which takes time."""
-    sides = {name: Side(name, work, rules) for name in SIDES}
-    try:
-        for side in sides.values():
-            side.watched_step()
-        for _ in range(repetitions):
+def compare(work: Work, repetitions: int, rules: Rules, *, in_turn: bool) -> dict[str, Any]:
+    """Both sides' figures, step by step in turns, or one side after the other. Before and after them is a step whose memory is watched,
+    which takes time."""
+    results: dict[str, Any] = {}
+    for names in [[*SIDES]] if in_turn else [[name] for name in SIDES]:
+        sides: dict[str, Side] = {}
+        try:
+            for name in names:
+                sides[name] = Side(name, work, rules)
             for side in sides.values():
-                side.measured.append(side.step())
-        for side in sides.values():
-            side.watched_step()
-    finally:
-        for side in sides.values():
-            side.end()
-    return {"work": asdict(work), **{name: side.result() for name, side in sides.items()}}
+                side.watched_step()
+            for _ in range(repetitions):
+                for side in sides.values():
+                    side.measured.append(side.step())
+            for side in sides.values():
+                side.watched_step()
+        finally:
+            for side in sides.values():
+                side.end()
+        results |= {name: side.result() for name, side in sides.items()}
+    return {"work": asdict(work), **results}
 
 
 class Side:
@@ -188,6 +202,7 @@ class Side:
             "seconds": seconds,
             "tokens": [step["tokens"] for step in self.measured],
             "peak_mib": self._watch.peak,
+            "gpu_mib": max(step["gpu_mib"] for step in self.measured),
             "start_up_seconds": self.start_up,
         }
 
@@ -208,7 +223,8 @@ def show(name: str, result: dict[str, Any]) -> None:
         a, b = (_each(result, side, phase) for side in SIDES)
         print(f"  {phase:<10} {spread(a)} {unit}   TRL {spread(b)} {unit}   {times(a, b)}")
     share = share_of_memory(result)
-    print(f"  memory     {ours['peak_mib']:,} MiB   TRL {theirs['peak_mib']:,} MiB   {share:.0%}")
+    a, b = (memory(result, side) for side in SIDES)
+    print(f"  memory     {a:,.0f} MiB   TRL {b:,.0f} MiB   {share:.0%}")
     a, b = ours["start_up_seconds"], theirs["start_up_seconds"]
     print(f"  start-up   {a:.1f} s   TRL {b:.1f} s   {b / a:.2f} times")
 

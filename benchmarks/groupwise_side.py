@@ -9,6 +9,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
+from benchmarks.memory import used_on_the_gpu
 from benchmarks.step import config_of, one_step, request
 from benchmarks.work import Rules, Work, prompts
 from groupwise.engine.models.tokenizer import load_tokenizer
@@ -47,4 +48,10 @@ async def _step(work: Work, parts: build.Parts, tokenizer: Any, number: int) -> 
     tokens = taken.pop("tokens")
     step = sum(taken.values())
     learning = step - taken["sampling"]
-    return {"sampling": taken["sampling"], "learning": learning, "step": step, "tokens": tokens}
+    return {
+        "sampling": taken["sampling"],
+        "learning": learning,
+        "step": step,
+        "tokens": tokens,
+        "gpu_mib": used_on_the_gpu(),
+    }

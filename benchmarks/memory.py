@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from pathlib import Path
 from types import TracebackType
@@ -59,3 +60,12 @@ def proportional(pid: int) -> int:
     except OSError:
         return 0
     return next((int(line.split()[1]) for line in lines if line.startswith("Pss:")), 0)
+
+
+def used_on_the_gpu() -> float:
+    """MiB of the GPU's memory that are not free; 0 if this process has none. Torch keeps what it has freed, so it is nearly the peak."""
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_available():
+        return 0.0
+    free, everything = torch.cuda.mem_get_info()
+    return (everything - free) / 2**20

@@ -13,6 +13,7 @@ from contextlib import suppress
 from multiprocessing.connection import Connection
 from typing import TYPE_CHECKING, Any
 
+from benchmarks.memory import used_on_the_gpu
 from benchmarks.step import config_of
 from benchmarks.work import MODEL, Rules, Work, prompts
 from groupwise.engine.models.config import ModelConfig
@@ -66,6 +67,7 @@ def serve(connection: Connection, work: Work, rules: Rules) -> None:
                     "learning": step - trainer.sampling,
                     "step": step,
                     "tokens": float(trainer.tokens),
+                    "gpu_mib": used_on_the_gpu(),
                 }
             )
 

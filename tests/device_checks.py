@@ -41,6 +41,7 @@ from groupwise.engine.models.config import Dtype, LoraConfig, ModelConfig
 from groupwise.engine.models.files import write_tensors
 from groupwise.engine.models.load import load_model
 from groupwise.engine.models.lora import AdaptedModel, fingerprint, new_lora_config
+from groupwise.engine.models.machine import set_tf32
 from groupwise.engine.models.native.weights import Shape, native_model
 from groupwise.engine.models.tiny import tiny_tokenizer
 from groupwise.engine.models.tokenizer import load_tokenizer
@@ -89,8 +90,10 @@ def engine_of(weights: ServedWeights, make_record: Callable[[], Record]) -> Grap
     return GraphEngine(model, weights, LAYOUT.slots, LAYOUT.key_length, make_record())
 
 
-def sampler_of(case: DeviceCase, weights: ServedWeights, tokenizer: Any = None) -> TorchSampler:
-    sampler = TorchSampler(weights, tokenizer or tiny_tokenizer(), LAYOUT)
+def sampler_of(
+    case: DeviceCase, weights: ServedWeights, tokenizer: Any = None, *, frees_cache: bool = False
+) -> TorchSampler:
+    sampler = TorchSampler(weights, tokenizer or tiny_tokenizer(), LAYOUT, frees_cache=frees_cache)
     if not isinstance(sampler._engine, GraphEngine):  # on a processor
         sampler._engine = engine_of(weights, case.make_record)
     return sampler
@@ -308,6 +311,24 @@ def memory_does_not_grow(case: DeviceCase, *, adapter: bool) -> None:
     assert 0 < max(seen[2:]) <= seen[1], seen
 
 
+def a_cache_is_freed_while_nothing_is_sampled(case: DeviceCase, *, frees_cache: bool) -> None:
+    """If it is asked for; afterwards the same is drawn, and as much memory is held as before."""
+    weights = served("llama", case.device, torch.bfloat16, adapter=True)
+    sampler = sampler_of(case, weights, frees_cache=frees_cache)
+    engine = sampler._engine
+    assert isinstance(engine, GraphEngine)
+    cache = 2 * engine._keys_LGJTD.untyped_storage().nbytes()
+    asked = [GroupRequest(0, tuple(text(230).tolist()), (1, 2, 3), SamplingParams(40))]
+    wanted = generated(sampler, asked)
+    for _ in range(3):
+        full = case.held()
+        asyncio.run(sampler.rest())
+        freed = full - case.held()
+        assert freed >= cache if frees_cache else freed == 0
+        assert generated(sampler, asked) == wanted
+        assert case.held() == full
+
+
 # The learner
 
 
@@ -385,6 +406,28 @@ def all_weights_have_the_gradients_of_a_processor(case: DeviceCase, name: str) -
     assert found.keys() == wanted.keys()
     for key, expected in wanted.items():
         assert float((found[key] - expected).norm()) < 0.1 * float(expected.norm()), key
+
+
+def tf32_rounds_gradients_only_a_little(case: DeviceCase, name: str) -> None:
+    """Of every factor they are near those of a processor, and further from them than with exact products."""
+    wanted = gradients(name, torch.device("cpu"), case.folder)
+
+    def distances() -> dict[str, float]:
+        found = gradients(name, case.device, case.folder)
+        assert found.keys() == wanted.keys()
+        return {
+            key: float((found[key] - expected).norm() / expected.norm())
+            for key, expected in wanted.items()
+        }
+
+    exact = distances()
+    set_tf32(True)
+    try:
+        rounded = distances()
+    finally:
+        set_tf32(False)
+    assert max(rounded.values()) < 1e-2
+    assert sum(rounded.values()) > 3 * sum(exact.values()), "nothing was rounded"
 
 
 def attention_is_that_of_a_processor(

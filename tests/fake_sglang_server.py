@@ -45,6 +45,8 @@ class SglangServer(VllmServer):
         return instead or JSONResponse({"object": "list", "data": [card]})
 
     async def _load_here(self, request: Request) -> Response:
+        if not self.set.updates:
+            return JSONResponse({"detail": "Not Found"}, 404)
         name = (await request.json())["lora_name"]
         if name in self.models:
             self.asked.append((request.url.path, await request.json()))

@@ -16,7 +16,7 @@ from contextlib import suppress
 from urllib.request import Request, urlopen
 
 from groupwise.core.rendezvous import SET_BY_TORCHRUN
-from groupwise.engine.sampler.vllm.own import SERVE
+from groupwise.engine.sampler.servers.spawned_server import SERVE
 
 
 def main() -> None:
@@ -49,10 +49,12 @@ def main() -> None:
         known = {
             "pid": os.getpid(),
             "adapters": os.environ.get("VLLM_RUNTIME_LORA_ALLOWED_PATH_PREFIXES"),
+            "allocator": os.environ.get("PYTORCH_CUDA_ALLOC_CONF"),
             "cache": os.environ.get("VLLM_CPU_KVCACHE_SPACE"),
             "rank": [name for name in os.environ if name in SET_BY_TORCHRUN],
         }
         print(json.dumps({**vars(given), **known}), file=told, flush=True)
+    print("begins", flush=True)
     with socket.socket(socket.AF_UNIX) as door:
         door.bind(given.uds)
         door.listen()

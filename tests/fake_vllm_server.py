@@ -3,8 +3,8 @@
     with VllmServer() as server:
         Endpoint(server.url, "tiny")
 
-Routes, fields, statuses and messages are those of `vllm serve` (0.10.2 to 0.33): /v1/models, /v1/completions, /v1/load_lora_adapter,
-/v1/unload_lora_adapter, and of the developer mode those to sleep, to pause, and to take whole weights (0.32). While it sleeps or pauses it
+Routes, fields, statuses and messages are those of `vllm serve` (0.12 to 0.33): /v1/models, /v1/completions, /v1/load_lora_adapter,
+/v1/unload_lora_adapter, and of the developer mode those to sleep, to pause, and to take whole weights (0.27). While it sleeps or pauses it
 refuses what would wait there, and one that sleeps cannot take weights. As there, a stop
 text counts from the token after `min_tokens` on, `logprobs` are raw unless the server is told otherwise, and an adapter that is loaded is
 loaded once. `end` and `begin` start it anew at its address: without adapters. `asked` keeps what came; `interfere` may answer in its place.
@@ -38,8 +38,8 @@ from groupwise.engine.models.files import read_model_tensors
 from groupwise.engine.models.lora import CONFIG, AdaptedModel, copy_exactly, read_lora_config
 from groupwise.engine.models.tiny import tiny_model, tiny_tokenizer
 from groupwise.engine.sampler.queued import DecodeLayout
+from groupwise.engine.sampler.servers.witness import Witness
 from groupwise.engine.sampler.torch_sampler import TorchSampler
-from groupwise.engine.sampler.vllm.witness import Witness
 from groupwise.engine.sampler.weights import ServedAdapter, ServedModel, ServedWeights
 from tests.ports import free_port
 

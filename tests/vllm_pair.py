@@ -17,10 +17,10 @@ from groupwise.engine.learner.weights import TrainedAdapter
 from groupwise.engine.models.config import LoraConfig
 from groupwise.engine.models.lora import AdaptedModel, new_lora_config
 from groupwise.engine.models.tiny import tiny_model, tiny_tokenizer
-from groupwise.engine.sampler.vllm.adapters import AdapterFiles, SharedFolder
-from groupwise.engine.sampler.vllm.sampler import VllmSampler
-from groupwise.engine.sampler.vllm.servers import Server, Servers
-from groupwise.engine.sampler.vllm.witness import Witness
+from groupwise.engine.sampler.servers.adapters import AdapterFiles, SharedFolder
+from groupwise.engine.sampler.servers.sampler import ServerSampler, WeightSync
+from groupwise.engine.sampler.servers.server_pool import Server, Servers
+from groupwise.engine.sampler.servers.witness import Witness
 from groupwise.engine.sampler.weights import ServedAdapter
 
 KEY = "TEST_VLLM_KEY"
@@ -80,7 +80,7 @@ def learner_of(folder: Path, base: Any = None) -> TorchLearner:
     )
 
 
-def vllm_sampler(
+def server_sampler(
     urls: Sequence[str],
     learner: TorchLearner,
     *,
@@ -92,13 +92,14 @@ def vllm_sampler(
     patience: float = 100.0,
     seeded: bool = True,
     shared: SharedFolder | None = None,
+    sync: WeightSync | None = None,
     kind: type[Server] = Server,
-) -> VllmSampler:
+) -> ServerSampler:
     """Over the base of the learner, as `groupwise.training.build` makes one."""
     timing = (clock or Clock()).timing()
     servers = [kind(Endpoint(url, base, KEY, timeout), 64, timing) for url in urls]
     served = ServedAdapter(trained(learner).adapted, f"served-{next(_names)}")
-    return VllmSampler(
+    return ServerSampler(
         Servers(servers, patience, timing),
         Witness(served),
         tiny_tokenizer(),
@@ -106,5 +107,5 @@ def vllm_sampler(
         key_length=key_length,
         tolerance=tolerance,
         seeded=seeded,
-        sync=AdapterFiles(shared),
+        sync=sync or AdapterFiles(shared),
     )

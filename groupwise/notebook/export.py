@@ -12,7 +12,7 @@ from groupwise.core.errors import RunNotFoundError, UsageError
 from groupwise.core.terminal.notebook import Code, Table, show
 from groupwise.engine.models.bundled import ALIASES
 from groupwise.engine.models.config import ModelConfig
-from groupwise.engine.sampler.vllm.own import largest_rank
+from groupwise.engine.sampler.servers.spawned_server import largest_rank
 from groupwise.notebook import drive
 from groupwise.notebook.config import TrainingConfig
 from groupwise.notebook.core import core_config, run_folder

@@ -12,6 +12,7 @@
             results/        results of evaluations, never overwritten
         reward.svg      the curve
         log.txt         what the package logged
+            vllm.log        what the vLLM of the run's own printed, if it has one
             lock            held by the process that works on the run
 
 A new run is built in a temporary folder next to its final path and then renamed, so it appears whole. The record holds its state:
@@ -57,6 +58,7 @@ FINAL = "final"
 START = "start"
 """Holds the weights that the run was started from by `--init-from`."""
 TOKENIZER = "tokenizer"
+SERVER_LOG = "vllm.log"
 FINAL_STEP = "final_step"
 """Key of the fact that says after how many steps the weights in `final/` were saved."""
 

@@ -2,6 +2,7 @@
 
     /dev/shm/groupwise-<user>/      (or the folder for temporary files)
         <run>/v000000012/           the weights that the learner published; the last two versions are kept
+        <server>/socket             where a vLLM of a run's own listens, which claims a folder in the same way
         <run>.lock                  held by the process that publishes there
         lock                        held briefly while a process claims, sweeps or releases a folder
 

@@ -15,7 +15,9 @@ Tinker API has them (`groupwise.engine.backends.tinker`); with `model.backend: u
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
+import sys
 from collections.abc import Callable, Generator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
@@ -71,8 +73,10 @@ if TYPE_CHECKING:
     from groupwise.engine.learner.torch_learner import TorchLearner
     from groupwise.engine.learner.weights import TrainedModel
     from groupwise.engine.models.lora import AdaptedModel
-    from groupwise.engine.sampler.vllm.own import ServerGpus, SpawnedServer
-    from groupwise.engine.sampler.vllm.sampler import PolicyWitness, VllmSampler
+    from groupwise.engine.sampler.servers.sampler import PolicyWitness, ServerSampler
+    from groupwise.engine.sampler.servers.spawned_server import ServerGpus, SpawnedServer
+
+logger = logging.getLogger(__name__)
 
 Kind = Literal["training", "learning", "sampling", "supervised", "serving", "base"]
 """The sets of parts that are built together. `learning` and `sampling` are the halves of a training with separate processes."""
@@ -100,11 +104,11 @@ class Closable:
     """The worker that has the parts in its own environment; None for other backends than tunix."""
     service: Service | None = None
     """The session with the Tinker service that has the parts; None for other backends than tinker."""
-    by_http: VllmSampler | None = None
+    by_http: ServerSampler | None = None
     """The vLLM sampler whose servers hold adapters; None for other samplers."""
 
     def close(self) -> None:
-        """End the other processes and connections, if any."""
+        """End the other processes and connections, if any, and leave TF32: this process may compute something else afterwards."""
         if self.ranks is not None:
             self.ranks.close()
         if self.samplers is not None:
@@ -117,6 +121,10 @@ class Closable:
             self.service.close()
         if self.by_http is not None:
             self.by_http.close()
+        if "torch" in sys.modules:  # otherwise nothing was computed here
+            from groupwise.engine.models.machine import set_tf32
+
+            set_tf32(False)
 
     def peak_memory(self, device: str) -> int | None:
         """Peak memory in bytes, as measured by `groupwise.engine.models.probes.peak_memory`.
@@ -236,7 +244,7 @@ def training_parts(config: RunConfig, layout: Layout, run: str, publish_folder: 
             _close_halves(learners, samplers)
             raise
     return _training_parts(
-        _build_workers_now("training", config, layout, run=run, folder=str(publish_folder))
+        _build_workers_now("training", config, layout, run=run, folder=str(publish_folder)), layout
     )
 
 
@@ -269,7 +277,7 @@ async def start_training(
     if isinstance(workers, WorkerCalls) and config.sampler.engine != "torch":
         # The ranks only learn; the first one checks the log-probabilities of the servers.
         try:
-            sampler = _vllm_sampler(
+            sampler = _server_sampler(
                 config, layout, RankWitness(workers), prefork.load_tokenizer(config.model)
             )
             return Parts(
@@ -282,7 +290,7 @@ async def start_training(
         except BaseException:
             workers.close()
             raise
-    return _training_parts(workers)
+    return _training_parts(workers, layout)
 
 
 def supervised_parts(config: SftConfig, layout: Layout, run: str, folder: Path) -> LearningParts:
@@ -358,10 +366,13 @@ def models_over(parts: Parts | BaseParts, max_models: int, run: str = "run") -> 
     return ModelRegistry(hosts, max_models, parts.stop_token_ids, first_model)
 
 
-def _training_parts(workers: WorkerCalls | WorkerState) -> Parts:
+def _training_parts(workers: WorkerCalls | WorkerState, layout: Layout) -> Parts:
     if isinstance(workers, WorkerCalls):
         return Parts(
-            RankSampler(workers), RankLearner(workers), _stop_token_ids(workers), ranks=workers
+            RankSampler(workers, frees_cache=layout.frees_cache),
+            RankLearner(workers),
+            _stop_token_ids(workers),
+            ranks=workers,
         )
     assert workers.sampler is not None
     assert workers.learner is not None
@@ -397,13 +408,13 @@ def refuse_servers(config: AnyConfig, why: str) -> None:
         )
 
 
-def _http_sampler(sampler: Sampler) -> VllmSampler | None:
-    from groupwise.engine.sampler.vllm.sampler import VllmSampler
+def _http_sampler(sampler: Sampler) -> ServerSampler | None:
+    from groupwise.engine.sampler.servers.sampler import ServerSampler
 
-    return sampler if isinstance(sampler, VllmSampler) else None
+    return sampler if isinstance(sampler, ServerSampler) else None
 
 
-async def _serve_by_http(sampler: VllmSampler, config: RunConfig, weights: Path | None) -> None:
+async def _serve_by_http(sampler: ServerSampler, config: RunConfig, weights: Path | None) -> None:
     """Load the policy to evaluate into the vLLM servers."""
     from groupwise.engine.models.adapters import adapter_folder
     from groupwise.engine.models.lora import CONFIG
@@ -421,23 +432,27 @@ async def _serve_by_http(sampler: VllmSampler, config: RunConfig, weights: Path 
         raise
 
 
-def _vllm_sampler(
+def _server_sampler(
     config: RunConfig, layout: Layout, witness: PolicyWitness, tokenizer: Any
-) -> VllmSampler:
+) -> ServerSampler:
     from groupwise.api.openai_client.client import Endpoint
-    from groupwise.engine.sampler.vllm.adapters import AdapterFiles, SharedFolder
-    from groupwise.engine.sampler.vllm.sampler import VllmSampler
-    from groupwise.engine.sampler.vllm.servers import Server, Servers
-    from groupwise.engine.sampler.vllm.sglang import SglangServer
-    from groupwise.engine.sampler.vllm.whole_weights import WholeWeights
+    from groupwise.engine.sampler.servers.adapters import AdapterFiles, SharedFolder
+    from groupwise.engine.sampler.servers.sampler import ServerSampler
+    from groupwise.engine.sampler.servers.server_pool import Server, Servers
+    from groupwise.engine.sampler.servers.sglang import SglangServer
+    from groupwise.engine.sampler.servers.whole_weights import WholeWeights
 
     sampler_config, timing = config.sampler, Timing()
     base = sampler_config.served_model or config.model.name
     own_server, sync = None, AdapterFiles()
     if sampler_config.vllm_python is not None:
         own_server = _own_server(config, layout, witness.rank, timing)
-        remedy = f"Read why in {own_server.log}"
-        servers = Servers([own_server.server], sampler_config.patience, timing, remedy)
+        servers = Servers(
+            [own_server.server],
+            sampler_config.patience,
+            timing,
+            lambda: f"Read why in {own_server.log}",
+        )
         if witness.rank is None:
             in_memory = own_server.spec.takes == "ipc"
             sync = WholeWeights(base, witness.ipc_handles if in_memory else None)
@@ -456,7 +471,7 @@ def _vllm_sampler(
         folder = Path(sampler_config.adapter_folder).expanduser().resolve()
         there = (sampler_config.adapter_folder_there or str(folder)).rstrip("/")
         sync = AdapterFiles(SharedFolder(folder, there))
-    return VllmSampler(
+    return ServerSampler(
         servers,
         witness,
         tokenizer,
@@ -475,7 +490,7 @@ def _own_server(
     """The vLLM server, not started yet; `rank`: of the adapters, if there are any. Raises UsageError if there are too few GPUs."""
     from groupwise.core.cache import cache_folder
     from groupwise.engine.models.tokenizer import resolve
-    from groupwise.engine.sampler.vllm import own
+    from groupwise.engine.sampler.servers import spawned_server
 
     sampler_config, source = config.sampler, resolve(config.model)
     assert sampler_config.vllm_python is not None
@@ -488,19 +503,28 @@ def _own_server(
             f"{layout.key_length} tokens together. Leave it out, or lower data.max_prompt_length or sampler.max_completion_length."
         )
     gpus = own_server_gpus(config, layout)
-    return own.SpawnedServer(
-        own.ServerSpec(
+    takes = "adapters" if rank else "ipc" if gpus.shared else "files"
+    if takes == "ipc" and spawned_server.has_expandable_segments(os.environ):
+        takes = "files"
+        logger.warning(
+            "%s has expandable_segments:True: the vLLM of sampler.vllm_python cannot map such memory (CUDA IPC), and reads all weights "
+            "from files after each step. Take it out for faster steps",
+            " or ".join(spawned_server.ALLOCATOR_SETTINGS),
+        )
+    return spawned_server.SpawnedServer(
+        spawned_server.ServerSpec(
             python=sampler_config.vllm_python,
             location=source.location,
             revision=source.revision,
             name=config.model.name,
             dtype=layout.dtype,
+            tf32=layout.tf32,
             rank=rank,
             longest=sampler_config.max_model_len or layout.key_length,
             memory=gpus.memory,
             gpus=gpus.devices,
             in_turn=gpus.in_turn,
-            takes="adapters" if rank else "ipc" if gpus.shared else "files",
+            takes=takes,
             parallel=sampler_config.tensor_parallel_size,
             in_4bit=config.model.load_in_4bit,
             trust_remote_code=config.model.trust_remote_code,
@@ -515,7 +539,7 @@ def _own_server(
 
 def own_server_gpus(config: RunConfig, layout: Layout) -> ServerGpus:
     """The GPUs of the vLLM server that the run starts. Raises UsageError if there are too few."""
-    from groupwise.engine.sampler.vllm.own import server_gpus
+    from groupwise.engine.sampler.servers.spawned_server import server_gpus
 
     return server_gpus(
         0 if layout.device == "cpu" else prefork.gpu_count(),
@@ -528,7 +552,7 @@ def own_server_gpus(config: RunConfig, layout: Layout) -> ServerGpus:
 
 def own_server_bytes(config: RunConfig, layout: Layout) -> tuple[float, float]:
     """What the vLLM server that the run starts takes of the learner's GPU, in bytes: while the run samples, and while it learns."""
-    from groupwise.engine.sampler.vllm.own import ASLEEP
+    from groupwise.engine.sampler.servers.spawned_server import ASLEEP
 
     gpus = own_server_gpus(config, layout) if config.sampler.vllm_python is not None else None
     if gpus is None or not gpus.shared or gpus.memory is None:
@@ -917,7 +941,7 @@ def _make_training(config: RunConfig, layout: Layout, run: str, folder: str) -> 
 
 
 def _build_witness(sampler_weights: Any) -> Any:
-    from groupwise.engine.sampler.vllm.witness import Witness
+    from groupwise.engine.sampler.servers.witness import Witness
 
     return Witness(sampler_weights)
 
@@ -1036,7 +1060,7 @@ def _build_sampler(
     from groupwise.engine.sampler.torch_sampler import TorchSampler
 
     if config.sampler.engine != "torch":
-        return _vllm_sampler(config, layout, _build_witness(sampler_weights), tokenizer)
+        return _server_sampler(config, layout, _build_witness(sampler_weights), tokenizer)
     if config.model.backend == "unsloth":
         from groupwise.engine.backends.unsloth.sampler import UnslothSampler
 
@@ -1048,13 +1072,18 @@ def _build_sampler(
         tokenizer,
         DecodeLayout(layout.slots, layout.key_length),
         enforce_eager=config.sampler.enforce_eager,
+        frees_cache=layout.frees_cache,
     )
 
 
 def _prepare_process(layout: Layout) -> None:
-    """Set the number of threads. With several processes, this one is the zygote, which keeps one thread: forks lose all others."""
-    from groupwise.engine.models.machine import prepare_process, set_threads
+    """Set the number of threads and the precision of products, also for runs without TF32: this process may have had one with it before.
 
+    With several processes, this one is the zygote, which keeps one thread: forks lose all others.
+    """
+    from groupwise.engine.models.machine import prepare_process, set_tf32, set_threads
+
+    set_tf32(layout.tf32)
     if layout.sharing == 1:
         prepare_process(layout.threads_each)
     else:

@@ -17,6 +17,7 @@ FOREIGN_VALUES: dict[tuple[str, str], str] = {
     ("scale_rewards", "False"): "TRL's false is none here",
     ("dtype", "'float16'"): "Half precision is bfloat16 here, which needs no loss scaling",
     ("dtype", "'bf16'"): "Write bfloat16",
+    ("dtype", "'tfloat32'"): "Write tf32",
 }
 """Values that other frameworks use, by key and Python repr, with advice on their equivalents here."""
 

@@ -30,6 +30,10 @@ MIN_SLOTS = 8
 SLOT_BLOCK = 8
 """The number of slots of a GPU is a multiple of this; a GPU computes all slots at once."""
 MAX_GPU_SLOTS = 256
+USABLE = 0.9
+"""Largest fraction of a GPU's free memory that a run plans to take."""
+EXACT_FIELDS = frozenset({"frees_cache"})
+"""Fields of a layout that change no number of a run."""
 SHARE_OF_CACHE = 0.3
 """Largest fraction of a GPU's memory for the keys and values of all slots; the rest is for weights and learning."""
 MICROBATCH = 4096
@@ -69,6 +73,15 @@ class Layout:
     """Each learner has all weights (`ddp`) or a part (`fsdp2`)."""
     seeded: bool = True
     """True if each completion is drawn with its own seed; false if servers draw with random numbers of their own."""
+    frees_cache: bool = False
+    """True if the sampler frees its keys and values while the run learns, because the GPU's memory would be short."""
+    tf32: bool = False
+    """True if the GPU computes float32 matrix products in TF32."""
+
+    @property
+    def products_dtype(self) -> str:
+        """Number format of the factors of matrix products: `tf32`, or that of the weights."""
+        return "tf32" if self.tf32 else self.dtype
 
     @property
     def apart(self) -> bool:
@@ -113,7 +126,8 @@ class Layout:
 
 def with_layout_defaults(layout: Mapping[str, Any]) -> dict[str, Any]:
     """A recorded layout, with defaults for the fields that earlier versions did not record."""
-    return {"processes": 1, "learners": 1, "samplers": 0, "strategy": "ddp", **layout}
+    defaults = {"processes": 1, "learners": 1, "samplers": 0, "strategy": "ddp"}
+    return {**defaults, "tf32": False, "frees_cache": False, **layout}
 
 
 def choose_layout(config: RunConfig, longest_prompt: int) -> Layout:
@@ -132,8 +146,20 @@ def choose_layout(config: RunConfig, longest_prompt: int) -> Layout:
         seeded = sampler.engine != "sglang" and (
             sampler.vllm_python is None or layout.device == "cpu"
         )
+    _refuse_float32_adapters(config, layout)
     slots = sampler.max_num_seqs or _slot_count(config, layout)
     return replace(layout, slots=slots, seeded=seeded)
+
+
+def _refuse_float32_adapters(config: RunConfig, layout: Layout) -> None:
+    """Raise ConfigError if a vLLM of the run's own would compute adapters in float32 on a GPU: it would end a minute after its start."""
+    serves_adapters = config.sampler.vllm_python is not None and config.lora is not None
+    if serves_adapters and layout.device != "cpu" and layout.dtype == "float32":
+        chosen = ", which is float32 on this GPU" if config.model.dtype == "auto" else ""
+        raise ConfigError(
+            f"model.dtype is {config.model.dtype}{chosen}, but on a GPU the vLLM of sampler.vllm_python computes adapters in bfloat16 "
+            "or float16 alone. Set model.dtype: bfloat16, train all weights (lora: null), or leave sampler.engine out."
+        )
 
 
 def _slot_count(config: RunConfig, layout: Layout) -> int:
@@ -265,11 +291,12 @@ def _local_layout(config: AnyConfig) -> Layout:
     return Layout(
         device=device,
         dtype=dtype,
+        tf32=prefork.choose_tf32(config.model, device),
         threads=config.run.threads or max(_total_cores(), processes),
         slots=0,
         key_length=0,
         max_tokens_per_microbatch=config.training.max_tokens_per_microbatch
-        or _microbatch_tokens(config, device, dtype),
+        or _microbatch_tokens(config, device, dtype, gpus_needed - samplers),
         processor=prefork.describe_processor(device),
         torch=version,
         processes=processes,
@@ -279,8 +306,8 @@ def _local_layout(config: AnyConfig) -> Layout:
     )
 
 
-def _microbatch_tokens(config: AnyConfig, device: str, dtype: Dtype) -> int:
-    """Tokens that a learner computes at once, if the config does not say: on a GPU by its free memory."""
+def _microbatch_tokens(config: AnyConfig, device: str, dtype: Dtype, learners: int) -> int:
+    """Tokens that each of this machine's `learners` computes at once, if the config does not say: on a GPU by its free memory."""
     if device == "cpu" or config.model.backend != "transformers":
         return MICROBATCH
     full, beta = config.lora is None, getattr(getattr(config, "algorithm", None), "beta", 0.0)
@@ -292,15 +319,19 @@ def _microbatch_tokens(config: AnyConfig, device: str, dtype: Dtype) -> int:
         full and beta > 0,
         config.training.gradient_checkpointing,
         config.distributed.learners if config.distributed.strategy == "fsdp2" else 1,
-        int(_learners_share(config) * (prefork.free_memory(device) or 0)),
+        isinstance(config, RunConfig) and not samplers_of(config),
+        int(_learners_share(config, learners) * (prefork.free_memory(device) or 0)),
     )
 
 
-def _learners_share(config: AnyConfig) -> float:
+def _learners_share(config: AnyConfig, learners: int) -> float:
     """The part of a GPU's free memory that its learner may take: what the sampler there leaves, but a tenth."""
     if isinstance(config, SftConfig) or samplers_of(config) or config.sampler.url:
-        return 0.9
-    return 0.4 if config.sampler.vllm_python else 0.9 - SHARE_OF_CACHE
+        return USABLE
+    if config.sampler.vllm_python is None:
+        return USABLE - SHARE_OF_CACHE
+    shared = prefork.gpu_count() < learners + config.sampler.tensor_parallel_size
+    return 0.4 if shared else USABLE
 
 
 def refuse_on_server(config: AnyConfig) -> None:

@@ -105,18 +105,20 @@ def _shift(parameters: Any) -> None:
 
 def _served(engine: str, folder: Path) -> Pair:
     """Completions of a server, of the adapter that a learner here has published."""
-    from groupwise.engine.sampler.vllm import servers, sglang
+    from groupwise.engine.sampler.servers import server_pool, sglang
     from tests.fake_sglang_server import SglangServer
     from tests.fake_vllm_server import VllmServer
-    from tests.vllm_pair import learner_of, trained, vllm_sampler
+    from tests.vllm_pair import learner_of, server_sampler, trained
 
     server, kind = (
         (SglangServer(max_model_len=64), sglang.SglangServer)
         if engine == "sglang"
-        else (VllmServer(logprobs_mode="processed_logprobs", max_model_len=64), servers.Server)
+        else (VllmServer(logprobs_mode="processed_logprobs", max_model_len=64), server_pool.Server)
     )
     learner = learner_of(folder)
-    sampler = vllm_sampler([server.url], learner, key_length=64, kind=kind, seeded=engine == "vllm")
+    sampler = server_sampler(
+        [server.url], learner, key_length=64, kind=kind, seeded=engine == "vllm"
+    )
     server.begin()
 
     def close() -> None:

@@ -5,6 +5,7 @@ What must hold is in `tests/device_checks.py`; a processor is asked most of it w
 
 from __future__ import annotations
 
+import asyncio
 import gc
 from collections.abc import Callable, Iterator
 from itertools import product
@@ -17,10 +18,13 @@ import torch
 from groupwise.core.types import GroupRequest, SamplingParams
 from groupwise.engine.distributed import prefork
 from groupwise.engine.learner import gradient_flow
-from groupwise.engine.models.machine import prepare_process
+from groupwise.engine.models.machine import has_tf32, prepare_process, set_tf32
+from groupwise.engine.models.tiny import tiny_tokenizer
 from groupwise.engine.sampler.native.graph_engine import GraphEngine
 from groupwise.engine.sampler.native.recording import cuda_graphs, run_eagerly
+from groupwise.engine.sampler.queued import DecodeLayout
 from groupwise.engine.sampler.torch_sampler import TorchSampler
+from groupwise.runs.store import Store
 from tests import device_checks
 from tests.device_checks import DeviceCase
 from tests.unit.engine.learner.native import test_attention
@@ -43,9 +47,9 @@ LORA = {"r": 4, "alpha": 8}
 
 @pytest.fixture(autouse=True)
 def exact() -> Iterator[None]:
-    """As a run sets the process up; products of float32 are float32, as torch has them where nobody says otherwise."""
+    """As a run sets the process up; products of float32 are float32."""
     prepare_process(1)
-    assert torch.backends.cuda.matmul.fp32_precision != "tf32"
+    set_tf32(False)
     yield
     torch.cuda.synchronize()
 
@@ -85,6 +89,7 @@ def cases(holds: Callable[..., None], **given: tuple[Any, ...]) -> list[Any]:
         *cases(device_checks.sampling_again_gives_the_same, name=SOME, dtype=BOTH),
         *cases(device_checks.what_is_drawn_does_not_depend_on_the_device),
         *cases(device_checks.memory_does_not_grow, adapter=(True, False)),
+        *cases(device_checks.a_cache_is_freed_while_nothing_is_sampled, frees_cache=(True, False)),
         *cases(device_checks.gradients_are_those_of_a_processor, name=MODELS),
         *cases(device_checks.all_weights_have_the_gradients_of_a_processor, name=(*SOME, "qwen2")),
         *cases(device_checks.updates_are_those_of_a_processor),
@@ -118,6 +123,62 @@ def cases(holds: Callable[..., None], **given: tuple[Any, ...]) -> list[Any]:
 )
 def test_on_a_gpu(tmp_path: Path, holds: Callable[..., None], given: dict[str, Any]) -> None:
     holds(DeviceCase(GPU, cuda_graphs, tmp_path, held), **given)
+
+
+def test_other_programs_get_the_memory_of_a_freed_cache(tmp_path):
+    """And what learning left beside it is no reason to take more."""
+    weights = device_checks.served("llama", GPU, torch.bfloat16, adapter=True)
+    layout = DecodeLayout(slots=256, key_length=4096)
+    sampler = TorchSampler(weights, tiny_tokenizer(), layout, frees_cache=True)
+    engine = sampler._engine
+    assert isinstance(engine, GraphEngine)
+    cache = 2 * engine._keys_LGJTD.untyped_storage().nbytes()
+    asked = [GroupRequest(0, (5, 6, 7), (1, 2, 3), SamplingParams(8))]
+    wanted = device_checks.generated(sampler, asked)
+    left: list[torch.Tensor] = []
+    free_while_learning: list[int] = []
+    for _ in range(3):
+        free_before = torch.cuda.mem_get_info()[0]
+        asyncio.run(sampler.rest())
+        free_while_learning.append(torch.cuda.mem_get_info()[0])
+        assert free_while_learning[-1] - free_before >= cache
+        left.append(torch.zeros(3 << 20, dtype=torch.uint8, device=GPU))  # as moments would be
+        large = torch.zeros(2 * cache, dtype=torch.uint8, device=GPU)  # as activations would be
+        del large
+        assert device_checks.generated(sampler, asked) == wanted
+    assert free_while_learning[0] - free_while_learning[-1] < 64 << 20
+
+
+def test_a_short_run_frees_its_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("groupwise.training.placement.USABLE", 0.0)
+    case = DeviceCase(GPU, cuda_graphs, tmp_path, held)
+    device_checks.a_short_run_goes_through(case, lora=LORA, enforce_eager=False)
+    with Store.open(tmp_path / "toy" / "run.db", readonly=True) as store:
+        assert store.get_meta()["layout"]["frees_cache"]
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_gradients_in_tf32(name, tmp_path):
+    if not has_tf32("cuda"):
+        pytest.skip("this GPU has no TF32")
+    device_checks.tf32_rounds_gradients_only_a_little(
+        DeviceCase(GPU, cuda_graphs, tmp_path, held), name
+    )
+
+
+def test_a_product_in_tf32_has_eleven_bits():
+    if not has_tf32("cuda"):
+        pytest.skip("this GPU has no TF32")
+    # 1 + 2⁻¹² needs 13 significant bits, so that TF32 makes 1 of it.
+    x_II = torch.full((512, 512), 1 + 2**-12, device=GPU)
+    one_II = torch.eye(512, device=GPU)
+    assert torch.equal(x_II @ one_II, x_II)
+    set_tf32(True)
+    try:
+        assert torch.equal(x_II @ one_II, torch.ones_like(x_II))
+    finally:
+        set_tf32(False)
+    assert torch.equal(x_II @ one_II, x_II)
 
 
 @pytest.mark.parametrize("dtype", BOTH)

@@ -18,7 +18,7 @@ import torch
 
 import groupwise
 from groupwise.engine.models.tiny import tiny_model
-from groupwise.engine.sampler.vllm.witness import Witness
+from groupwise.engine.sampler.servers.witness import Witness
 from groupwise.engine.sampler.weights import ServedModel
 from tests.integration.real_vllm.real_server import PYTHON, write_model
 from tests.integration.toy_run import STEPS, TOY, config

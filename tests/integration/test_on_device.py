@@ -4,19 +4,25 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import groupwise
 from groupwise.engine.learner import gradient_flow, torch_learner
 from groupwise.engine.learner.native import attention
 from groupwise.engine.learner.native.fused_attention import fused_attention
 from groupwise.engine.models.native.weights import NativeModel
+from groupwise.engine.sampler.native.engine import NativeEngine
+from groupwise.training import placement
+from groupwise.training.loops import rl_prepare
 from tests import device_checks
 from tests.device_checks import DeviceCase
 from tests.fake_cuda_graph import FakeCudaGraph
+from tests.integration import toy_run
 
 CPU = torch.device("cpu")
 SOAK = pytest.mark.soak(suite="engine")
@@ -65,6 +71,8 @@ def also(holds: Callable[..., None], **given: Any) -> Any:
         (device_checks.what_is_drawn_does_not_depend_on_the_device, {}),
         (device_checks.memory_does_not_grow, {"adapter": True}),
         also(device_checks.memory_does_not_grow, adapter=False),
+        (device_checks.a_cache_is_freed_while_nothing_is_sampled, {"frees_cache": True}),
+        (device_checks.a_cache_is_freed_while_nothing_is_sampled, {"frees_cache": False}),
         (device_checks.gradients_are_those_of_a_processor, {"name": "llama-biases"}),
         also(device_checks.all_weights_have_the_gradients_of_a_processor, name="qwen3"),
         (device_checks.updates_are_those_of_a_processor, {}),
@@ -118,3 +126,24 @@ def test_sampler_and_learner_agree(case, monkeypatch, installed):
 def test_small_steps_act_in_full(case, monkeypatch, rate, tokens, within):
     monkeypatch.setattr(gradient_flow, "TOKENS", tokens)
     device_checks.small_steps_act_in_full(case, rate, within)
+
+
+def test_a_run_that_frees_its_cache_learns_the_same(monkeypatch, tmp_path):
+    """The freed cache belongs to the engines of a processor here; all else is as with a GPU whose memory is short."""
+    assert groupwise.rl(toy_run.config(tmp_path / "holds"), toy_run.TOY).exit_code == 0
+    monkeypatch.setattr(
+        rl_prepare,
+        "training_layout",
+        lambda *given: replace(placement.choose_layout(*given), frees_cache=True),
+    )
+    freed: list[int] = []
+    free = NativeEngine.free_cache
+    monkeypatch.setattr(
+        NativeEngine, "free_cache", lambda engine: (freed.append(len(engine.rows)), free(engine))
+    )
+    assert groupwise.rl(toy_run.config(tmp_path / "frees"), toy_run.TOY).exit_code == 0
+    assert freed == [0] * toy_run.STEPS
+    holds, frees = (
+        toy_run.what_must_be_equal(tmp_path / name / "toy") for name in ("holds", "frees")
+    )
+    assert frees == holds

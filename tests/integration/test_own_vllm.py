@@ -12,18 +12,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from starlette.responses import Response
 
 import groupwise
 from groupwise.core.errors import UsageError
 from groupwise.core.rendezvous import SET_BY_TORCHRUN
-from groupwise.engine.sampler.vllm import own, witness
-from groupwise.engine.sampler.vllm.own import ServerGpus, server_gpus
+from groupwise.engine.sampler.servers import spawned_server, witness
+from groupwise.engine.sampler.servers.spawned_server import ServerGpus, server_gpus
+from groupwise.runs import publications
 from groupwise.training.callbacks.base import Callback
-from tests.fake_vllm_server import GPU, VllmServer
+from tests.fake_vllm_server import GPU, VllmServer, refusal
 from tests.integration.toy_run import TOY, begun_in_child, config
 from tests.processes import all_gone
 
 FAKE = Path(__file__).parents[1] / "fake_vllm.py"
+SHARED = ServerGpus(("0",), 0.7, True, True)
+"""The learner's GPU, on which the server sleeps while the run learns."""
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
@@ -83,6 +87,9 @@ def test_a_run_has_a_server_and_one_that_is_killed_is_begun_anew(
     assert len(servers) == 2
     assert len({(each["uds"], each["adapters"]) for each in servers}) == 1
     assert not Path(servers[0]["uds"]).parent.exists()
+    log = result.folder / "vllm.log"
+    assert [line.split()[0] for line in log.read_text().splitlines()] == ["begins"] * 2
+    assert f"its output is in {log}" in (result.folder / "log.txt").read_text()
     assert Path(servers[0]["adapters"]).is_absolute()
     for server in servers:
         assert (server["served_model_name"], server["max_lora_rank"]) == ("tiny", 8)
@@ -104,7 +111,7 @@ def test_one_that_cannot_begin_says_why(
     tmp_path: Path, python: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It is started once more if that may help."""
-    monkeypatch.setattr("groupwise.engine.sampler.vllm.own.LOOKS_EVERY", 0.05)
+    monkeypatch.setattr("groupwise.engine.sampler.servers.spawned_server.LOOKS_EVERY", 0.05)
     for error, starts in (
         ("ValueError: too little memory", 2),
         ("ModuleNotFoundError: No module named 'vllm'", 1),
@@ -124,10 +131,35 @@ def test_one_that_cannot_begin_says_why(
         groupwise.rl(settings(tmp_path, tmp_path / "nothing"), TOY)
 
 
+def test_a_slow_start_tells_what_the_server_says(
+    tmp_path: Path,
+    python: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The log of a run that could not begin outlives its folder."""
+    monkeypatch.setattr(spawned_server, "REPORTS_EVERY", 0.0)
+    python.write_text("#!/bin/sh\necho 'INFO 11-28 11:33:01 [a.py:7] Capturing'\nexec sleep 1000\n")
+    given = settings(tmp_path, python)
+    given["sampler"]["patience"] = 2.0
+    with pytest.raises(UsageError, match="has not answered for 2 s") as failure:
+        groupwise.rl(given, TOY)
+    assert "has been starting for 1 s: Capturing\n" in capsys.readouterr().err
+    log = Path(str(failure.value).rpartition(" is in ")[2].removesuffix("."))
+    assert "Capturing" in log.read_text()
+    assert not (tmp_path / "runs/toy").exists()
+
+
 def test_a_run_that_is_killed_leaves_none(tmp_path: Path, python: Path) -> None:
-    """Also one that waits for it."""
+    """Also one that waits for it. The folder of its socket goes when another process claims one."""
     record = tmp_path / "told"
-    python.write_text(f'#!/bin/sh\necho "$$" > "{record}"\nexec sleep 1000\n')
+    python.write_text(
+        f"""#!/bin/sh
+        for word in "$@"; do case "$word" in --uds=*) echo "$word" >"{record}.uds";; esac; done
+        echo "$$" >"{record}"
+        exec sleep 1000
+        """
+    )
     run = begun_in_child(lambda: groupwise.rl(settings(tmp_path, python), TOY))
     while not (record.exists() and record.read_text().endswith("\n")):
         assert os.waitpid(run, os.WNOHANG) == (0, 0)
@@ -135,19 +167,33 @@ def test_a_run_that_is_killed_leaves_none(tmp_path: Path, python: Path) -> None:
     os.kill(run, signal.SIGKILL)
     os.waitpid(run, 0)
     assert all_gone([int(record.read_text())])
+    socket = Path((tmp_path / "told.uds").read_text().strip().removeprefix("--uds="))
+    assert socket.parent.exists()
+    publications.release(publications.claim(tmp_path, 0))
+    assert not socket.parent.exists()
 
 
-@pytest.mark.parametrize("gpus", [ServerGpus(None, None), ServerGpus(("0",), 0.7, True, True)])
+@pytest.mark.parametrize(
+    ("gpus", "allocator", "maps"),
+    [
+        (ServerGpus(None, None), "", False),
+        (SHARED, "max_split_size_mb:64", True),
+        (SHARED, "expandable_segments:True", False),
+    ],
+)
 def test_all_weights_are_trained_with_it(
     tmp_path: Path,
     python: Path,
     server: VllmServer,
     monkeypatch: pytest.MonkeyPatch,
     gpus: ServerGpus,
+    allocator: str,
+    maps: bool,
 ) -> None:
-    """It reads them from files, or maps them on the learner's GPU, and takes them again after it was killed, or for an evaluation."""
-    monkeypatch.setattr(own, "server_gpus", lambda *_, **__: gpus)
+    """It reads files, or maps weights on the learner's GPU if they can be mapped, and takes them again after a kill, or to evaluate."""
+    monkeypatch.setattr(spawned_server, "server_gpus", lambda *_, **__: gpus)
     monkeypatch.setattr(witness, "gpu_uuid", lambda _: GPU)
+    monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", allocator)
     given = {**settings(tmp_path, python), "lora": None}
     given["sampler"]["logprob_tolerance"] = 1e-4
     given["callbacks"] = [{"name": f"{__name__}:Kills", "folder": str(tmp_path)}]
@@ -157,18 +203,58 @@ def test_all_weights_are_trained_with_it(
     paths = [path for path, _ in server.asked]
     taken = paths.count("/update_weights"), paths.count("/collective_rpc")
     assert (min(taken), max(taken) >= 5) == (0, True)
-    assert (taken[0] > 0) == gpus.shared == (server.weight_version is not None)
+    assert (taken[0] > 0) == maps == (server.weight_version is not None)
     assert groupwise.evaluate(given, TOY, policy=str(tmp_path / "runs/toy")).rows
     assert len(told(tmp_path)) == 3
+
+
+@pytest.mark.parametrize("refused", ["/init_weight_transfer_engine", "/start_weight_update"])
+def test_a_server_that_maps_no_weights_reads_the_files(
+    tmp_path: Path,
+    python: Path,
+    server: VllmServer,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    refused: str,
+) -> None:
+    """As older releases do; it is said once."""
+    monkeypatch.setattr(spawned_server, "server_gpus", lambda *_, **__: SHARED)
+
+    async def be_older(path: str, _: Any) -> Response | None:
+        return refusal(500, "unexpected keyword argument") if path == refused else None
+
+    server.interfere = be_older
+    given = {**settings(tmp_path, python), "lora": None}
+    assert groupwise.rl(given, TOY).summary["steps"] == 3
+    assert len(server.bodies("/collective_rpc")) >= 4
+    assert len(server.bodies(refused)) == 1
+    assert caplog.text.count("CUDA IPC needs vLLM 0.27") == 1
+
+
+def test_a_server_that_takes_no_weights_is_not_left_paused(
+    tmp_path: Path, python: Path, server: VllmServer
+) -> None:
+    async def be_older(path: str, _: Any) -> Response | None:
+        return refusal(500, "reload_weights()") if path == "/collective_rpc" else None
+
+    server.interfere = be_older
+    with pytest.raises(UsageError, match=r"reload_weights\(\)(.|\n)*vLLM 0\.16 or newer"):
+        groupwise.rl({**settings(tmp_path, python), "lora": None}, TOY)
+    assert server.bodies("/pause")
+    assert not server.paused
 
 
 def test_one_that_shares_the_learners_gpu_sleeps_while_the_run_learns(
     tmp_path: Path, python: Path, server: VllmServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(own, "server_gpus", lambda *_, **__: ServerGpus(("0",), 0.7, True, True))
+    monkeypatch.setattr(spawned_server, "server_gpus", lambda *_, **__: SHARED)
+    monkeypatch.setenv(
+        "PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True,roundup_power2_divisions:[256:1,512:2]"
+    )
     assert groupwise.rl(settings(tmp_path, python), TOY).summary["steps"] == 3
     (started,) = told(tmp_path)
     assert (started["enable_sleep_mode"], started["gpu_memory_utilization"]) == (True, 0.7)
+    assert started["allocator"] == "roundup_power2_divisions:[256:1,512:2]"
     paths = [path for path, _ in server.asked]
     turns = [path for path in paths if path in ("/sleep", "/wake_up")]
     assert turns[:6] == ["/sleep", "/wake_up"] * 3

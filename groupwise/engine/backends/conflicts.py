@@ -11,9 +11,20 @@ BACKEND = "model.backend"
 TRANSFORMERS = "Leave model.backend out to train with torch"
 
 
+def _tf32_conflicts(config: Any) -> Iterator[Conflict]:
+    """`model.dtype: tf32` sets torch's switch for our own engine."""
+    if config.model.dtype == "tf32":
+        yield Conflict(
+            f"model.dtype is tf32, which the backend {config.model.backend} does not take: it decides itself how products of float32 are "
+            f"computed. Set model.dtype=float32. {TRANSFORMERS}.",
+            ("model.dtype", BACKEND),
+        )
+
+
 def tunix_rl_conflicts(config: Any) -> Iterator[Conflict]:
     """Conflicts of a `groupwise.training.config.RunConfig` with Tunix."""
     yield from _expert_conflicts(config)
+    yield from _tf32_conflicts(config)
     if config.lora is None:
         yield Conflict(
             f"lora is null, but the backend tunix trains adapters. Leave lora out. {TRANSFORMERS}.",
@@ -61,6 +72,7 @@ def tunix_sft_conflicts(config: Any) -> Iterator[Conflict]:
 def unsloth_conflicts(config: Any) -> Iterator[Conflict]:
     """Conflicts of a `groupwise.training.config.RunConfig`, or a `groupwise.training.sft_config.SftConfig`, with Unsloth."""
     yield from _expert_conflicts(config)
+    yield from _tf32_conflicts(config)
     if config.lora is None:
         yield Conflict(
             "lora is null, but the backend unsloth trains adapters. Leave lora out, or leave model.backend out to train all weights.",

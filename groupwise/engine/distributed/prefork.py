@@ -109,6 +109,11 @@ def choose_dtype(config: ModelConfig, full: bool, device: str) -> Dtype:
     return _ask_zygote("groupwise.engine.models.machine:choose_dtype", config, full, device)
 
 
+def choose_tf32(config: ModelConfig, device: str) -> bool:
+    """See `groupwise.engine.models.machine.choose_tf32`."""
+    return _ask_zygote("groupwise.engine.models.machine:choose_tf32", config, device)
+
+
 def choose_device() -> str:
     """See `groupwise.engine.models.machine.choose_device`."""
     return _ask_zygote("groupwise.engine.models.machine:choose_device")

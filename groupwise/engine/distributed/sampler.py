@@ -17,7 +17,7 @@ from typing import Any
 from groupwise.core.types import Completion, GroupRequest, Policy, PromptLogprobs
 from groupwise.engine.distributed.rpc import WorkerCalls, require_equal
 from groupwise.engine.distributed.sharding import Share, share_groups
-from groupwise.engine.sampler.vllm.probe import Answer
+from groupwise.engine.sampler.servers.probe import Answer
 
 _SERVED = "the samplers' weights"
 GATHER_SECONDS = 0.003
@@ -37,8 +37,10 @@ class _Ticket:
 class RankSampler:
     """A `groupwise.core.types.Sampler` over the `sampler` that each rank hosts."""
 
-    def __init__(self, ranks: WorkerCalls) -> None:
+    def __init__(self, ranks: WorkerCalls, *, frees_cache: bool = False) -> None:
+        """With `frees_cache`, the samplers of the ranks free their keys and values in `rest`."""
         self._ranks = ranks
+        self._frees_cache = frees_cache
         self._loads = [0] * ranks.count
         self._waiting: list[_Ticket] = []
         self._dealt: list[_Ticket] = []
@@ -90,6 +92,11 @@ class RankSampler:
             _SERVED, await self._ranks.call_all("sampler.fingerprint")
         )
 
+    async def rest(self) -> None:
+        """See `groupwise.core.types.SharesDevice.rest`."""
+        if self._frees_cache and not self._waiting and not self._dealt:
+            await self._ranks.call_all("sampler.rest")
+
     def fingerprint(self) -> str:
         """Fingerprint of the weights in the memory of all ranks, as they were when they were loaded."""
         return self._fingerprint
@@ -122,7 +129,7 @@ class RankSampler:
 
 
 class RankWitness:
-    """A `groupwise.engine.sampler.vllm.sampler.PolicyWitness` over the `witness` that the first rank hosts.
+    """A `groupwise.engine.sampler.servers.sampler.PolicyWitness` over the `witness` that the first rank hosts.
 
     All calls block: servers are compared with the learner between two pieces of work, and nothing continues until that is done.
     """

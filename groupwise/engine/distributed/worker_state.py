@@ -49,7 +49,7 @@ class WorkerState:
     """Adds up gradients with the learners of the other ranks; None if this learner works alone, or there is none."""
     tracing: Tracing | None = None
     witness: Any = None
-    """Checks the answers of vLLM servers that sample instead of the ranks (`groupwise.engine.sampler.vllm.witness`)."""
+    """Checks the answers of vLLM servers that sample instead of the ranks (`groupwise.engine.sampler.servers.witness`)."""
     adapter_host: AdapterHost | None = None
     """Holds the further models; None if all weights of the base are trained."""
 

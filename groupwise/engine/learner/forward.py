@@ -22,6 +22,7 @@ from groupwise.core.types import Row
 from groupwise.engine.learner.layout import MicroBatch, PackedBatch, PackedGroups, cut
 from groupwise.engine.models.decoder import Decoder, PromptCache, SharedPrefixCache
 from groupwise.engine.models.logprobs import TokenNumbers, token_logprobs, withheld_between
+from groupwise.engine.models.machine import exact_products
 from groupwise.engine.models.text_mask import TextMask
 
 logger = logging.getLogger(__name__)
@@ -230,7 +231,7 @@ def packing_is_exact(decoder: Decoder) -> bool:
     with torch.no_grad():
         packed_logprobs = packed_rows(decoder, packed).logprobs_BT
         single_logprobs = [packed_rows(decoder, batch).logprobs_BT for batch in single_batches]
-    margin = 1e-4 if decoder.model.dtype == torch.float32 else 5e-2
+    margin = 1e-4 if exact_products(decoder.model.dtype) else 5e-2
     return all(
         torch.allclose(
             packed_logprobs[number, : logprobs.shape[1]], logprobs[0], rtol=margin, atol=margin

@@ -17,6 +17,7 @@ from itertools import chain
 from typing import Protocol
 
 from groupwise.core.types import Row
+from groupwise.engine.models.native.facts import KEYS_PER_TOKEN
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,6 +87,11 @@ class PackedGroups:
         """Tokens computed."""
         completions = sum(_inputs(row) for row in self.rows)
         return completions + sum(len(prompt_ids) for prompt_ids, _ in self.groups)
+
+    @property
+    def keys(self) -> int:
+        """Keys that all texts see: `tokens`, and a copy of the prompt's for each completion."""
+        return self.tokens + sum(len(prompt_ids) * len(rows) for prompt_ids, rows in self.groups)
 
 
 class Batch(Protocol):
@@ -215,7 +221,8 @@ def pack_rows(rows: Sequence[Row], max_tokens: int) -> list[PackedBatch]:
 
 
 def pack_groups(rows: Sequence[Row], max_tokens: int) -> list[PackedGroups]:
-    """Divide rows so that each batch has at most `max_tokens` tokens, or is a single longer row with its prompt.
+    """Divide rows so that each batch has at most `max_tokens` tokens, or is a single longer row with its prompt. Its texts see at most
+    `KEYS_PER_TOKEN` times as many keys.
 
     Prompts keep the order of their first row, and rows their order within a prompt. A group that does not fit continues in the next batch,
     with its prompt again.
@@ -224,27 +231,28 @@ def pack_groups(rows: Sequence[Row], max_tokens: int) -> list[PackedGroups]:
     filled: dict[
         tuple[int, ...], list[int]
     ] = {}  # rows of each prompt in the batch that is being filled
-    tokens = 0
+    tokens = keys = 0
 
     def end_batch() -> None:
-        nonlocal tokens
+        nonlocal tokens, keys
         groups = tuple(
             (prompt_ids, tuple(rows[index] for index in indices))
             for prompt_ids, indices in filled.items()
         )
         batches.append(PackedGroups(groups, tuple(chain(*filled.values()))))
         filled.clear()
-        tokens = 0
+        tokens = keys = 0
 
     for prompt_ids, members in group_by_prompt(rows).items():
         for index in members:
             needed = _inputs(rows[index])
             more = needed if prompt_ids in filled else needed + len(prompt_ids)
-            if filled and tokens + more > max_tokens:
+            seen = keys + more + len(prompt_ids)
+            if filled and (tokens + more > max_tokens or seen > KEYS_PER_TOKEN * max_tokens):
                 end_batch()
                 more = needed + len(prompt_ids)
             filled.setdefault(prompt_ids, []).append(index)
-            tokens += more
+            tokens, keys = tokens + more, keys + more + len(prompt_ids)
     if filled:
         end_batch()
     return batches

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from groupwise.core.errors import ModelError
 from groupwise.engine.models.experts import all_rows
-from groupwise.engine.models.text_mask import TextMask
+from groupwise.engine.models.text_mask import ATTENTION, TextMask
 
 
 class PromptCache:
@@ -123,6 +123,8 @@ class Decoder:
             # Transformers repeats the one head's keys without a copy. For such keys and a mask, torch's memory-efficient kernel returns
             # wrong results for the last query of 65, 129, 257 and so on: seen with torch 2.11 on an H100.
             torch.backends.cuda.enable_mem_efficient_sdp(enabled=False)
+        if not self.has_state:  # transformers makes their masks, for attention of its own
+            self._choose_attention()
         self._check_caches()
         self._check_head()
 
@@ -133,7 +135,7 @@ class Decoder:
     @property
     def takes_text_masks(self) -> bool:
         """True if the model's attention is that of `groupwise.engine.models.text_mask`, which needs no dense mask."""
-        return self.config._attn_implementation == "sdpa" and self.model._supports_attention_backend
+        return self.config._attn_implementation == ATTENTION
 
     def hidden(
         self, ids_BT: Tensor, positions_BT: Tensor, seen: TextMask | Tensor, cache: Cache | None
@@ -201,10 +203,18 @@ class Decoder:
                 keys_K = torch.arange(seen.shape[-1], device=seen.device)
                 mask_BTK = seen & (positions_BT[:, :, None] - keys_K < window)
         mask_B1TK = mask_BTK[:, None]
-        if self.config._attn_implementation == "sdpa":
+        if self.config._attn_implementation in ("sdpa", ATTENTION):
             return mask_B1TK
         lowest = torch.finfo(self.model.dtype).min
         return torch.zeros_like(mask_B1TK, dtype=self.model.dtype).masked_fill(~mask_B1TK, lowest)
+
+    def _choose_attention(self) -> None:
+        """Have the model use the attention that takes text masks, if its code asks transformers' registry for its attention.
+
+        Others compute their attention themselves, or by a function that is not torch's SDPA; they get dense masks.
+        """
+        if self.config._attn_implementation == "sdpa" and self.model._supports_attention_backend:
+            self.config._attn_implementation = ATTENTION
 
     @torch.no_grad()
     def _check_caches(self) -> None:

@@ -18,6 +18,7 @@ from groupwise.core.errors import ModelError
 from groupwise.engine.models.config import ModelConfig
 from groupwise.engine.models.native.facts import (
     CHUNK,
+    KEYS_PER_TOKEN,
     LANES,
     PAGE,
     ROWS,
@@ -232,9 +233,9 @@ class Footprint:
         The backward pass of one layer needs further temporaries. With `recompute` it keeps one residual stream per layer, and all of these
         for a single layer. Its head computes the logits of `CHUNK` tokens at once; float32 copies exist for a few of these at most.
 
-        Transformers' modules with torch's graph keep about twelve hidden states and four feed-forward states per layer, and for each expert
-        of a token its input and its output. For `CHUNK` tokens
-        they keep logits, logits divided by the temperature, probabilities, and a gradient.
+        Transformers' modules with torch's graph keep about twelve hidden states and four feed-forward states per layer, for each expert of
+        a token its input and output, and on a GPU copies of prompts' keys and values (`KEYS_PER_TOKEN`). For `CHUNK` tokens they keep
+        logits, logits divided by the temperature, probabilities, and a gradient.
         """
         sizes, size = self.sizes, self.size
         if self.native_learner:
@@ -244,7 +245,9 @@ class Footprint:
             per_token = layers + 4 * residual + (2 * sizes.hidden + 4 * sizes.inner) * size
             logits = size
         else:
-            of_a_layer = ((12 + 2 * sizes.experts) * sizes.hidden + 4 * sizes.inner) * size
+            copied = 0 if self.on_cpu else (KEYS_PER_TOKEN - 1) * 2 * sizes.keys
+            states = (12 + 2 * sizes.experts) * sizes.hidden
+            of_a_layer = (states + 4 * sizes.inner + copied) * size
             per_token = sizes.layers * of_a_layer
             if recompute:
                 per_token = sizes.layers * sizes.hidden * size + of_a_layer

@@ -20,8 +20,9 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from groupwise.core.errors import ConfigError
 from groupwise.engine.models.config import Dtype, ModelConfig
 
 if TYPE_CHECKING:
@@ -73,12 +74,37 @@ def gpu_count() -> int:
 
 
 def choose_dtype(config: ModelConfig, full: bool, device: str) -> Dtype:
-    """`model.dtype`; for `auto` it is float32 if all weights are trained or the device lacks bfloat16, else bfloat16."""
-    if config.dtype != "auto":
+    """Number format of the weights: `model.dtype`, where `tf32` keeps float32.
+
+    For `auto` it is float32 if all weights are trained or the device lacks bfloat16, else bfloat16.
+    """
+    if config.dtype in ("float32", "bfloat16"):
         return config.dtype
-    if full:
+    if full or config.dtype == "tf32":
         return "float32"
     return "bfloat16" if has_bfloat16(device) else "float32"
+
+
+def choose_tf32(config: ModelConfig, device: str) -> bool:
+    """True if `model.dtype` is `tf32`. Raises ConfigError if the device cannot compute in TF32."""
+    if config.dtype != "tf32":
+        return False
+    if device == "cpu":
+        why = "this run computes on the CPU, which has no TF32"
+    elif not has_tf32(device):
+        why = f"{describe_processor(device)} has no TF32 (NVIDIA's GPUs have it from Ampere on)"
+    else:
+        return True
+    raise ConfigError(
+        f"model.dtype is tf32, but {why}. Set model.dtype=float32 for the same weights with exact products, or model.dtype=auto."
+    )
+
+
+def has_tf32(device: str) -> bool:
+    """True if the device is a GPU that can compute float32 matrix products in TF32."""
+    import torch
+
+    return device != "cpu" and torch.cuda.is_tf32_supported()
 
 
 def has_bfloat16(device: str) -> bool:
@@ -160,6 +186,27 @@ def prepare_process(threads: int) -> None:
         libc.mallopt(MMAP_THRESHOLD, 1 << 30)
         libc.mallopt(TRIM_THRESHOLD, -1)  # never return memory to the system
         libc.mallopt(TOP_PAD, 64 << 20)
+
+
+def set_tf32(enabled: bool) -> None:
+    """Let GPUs compute float32 matrix products of this process in TF32, or exactly in float32.
+
+    Sets torch's older switch, which also sets the newer `fp32_precision`: with the newer one alone, torch refuses to read the older one,
+    which other libraries ask for. Products on the CPU stay as they are.
+    """
+    import torch
+
+    on_cpu: Any = torch.backends.mkldnn
+    previous = on_cpu.matmul.fp32_precision
+    torch.set_float32_matmul_precision("high" if enabled else "highest")
+    on_cpu.matmul.fp32_precision = previous
+
+
+def exact_products(dtype: torch.dtype) -> bool:
+    """True if matrix products of this number format are computed in float32, rounded to neither bfloat16 nor TF32."""
+    import torch
+
+    return dtype == torch.float32 and torch.get_float32_matmul_precision() == "highest"
 
 
 def send(tensor: Tensor, device: torch.device) -> Tensor:

@@ -56,6 +56,8 @@ class MemoryPlan:
     """The frozen copy that full fine-tuning with beta > 0 needs."""
     keys_and_values: float
     """Keys and values of all slots and their prompts."""
+    keys_and_values_learning: float
+    """What of them is held while the run learns: the same, unless the sampler frees them then."""
     activations: float
     """Activations of one micro-batch, kept for its backward pass; the largest part for long texts. With gradient checkpointing only the
     inputs of all layers, and the recomputed activations of one layer."""
@@ -69,9 +71,11 @@ class MemoryPlan:
     @property
     def total(self) -> float:
         """Peak in MiB."""
-        learning = max(self.activations, self.update) + self.server_learning
-        always = self.process + self.weights + self.trained + self.reference + self.keys_and_values
-        return always + max(learning, self.server_sampling)
+        learning = max(self.activations, self.update)
+        learning += self.server_learning + self.keys_and_values_learning
+        sampling = self.server_sampling + self.keys_and_values
+        always = self.process + self.weights + self.trained + self.reference
+        return always + max(learning, sampling)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +119,15 @@ def plan_model(
     processes: int = 1,
     parts: int = 1,
     server: tuple[float, float] = (0.0, 0.0),
+    frees_cache: bool = False,
 ) -> ModelPlan:
     """Count parameters, and estimate the memory of a run.
 
     `decoding` and `microbatch` (tokens) are per process, for each of the `processes`; without `decoding` nothing is sampled. The processes
     share frozen weights. Each has its own trained weights, in addition to those that it was forked from. `parts` is the number of parts
     that the weights are divided into; each process holds one, and transformers' modules then compute them. `server`: bytes that the run's
-    own vLLM server takes of the learner's GPU while the run samples, and while it learns.
+    own vLLM server takes of the learner's GPU while the run samples, and while it learns. `frees_cache`: the sampler frees keys and values
+    while the run learns.
     """
     counts = count_parameters(config, lora)
     trained, total = counts.trained, counts.parameters
@@ -139,6 +145,7 @@ def plan_model(
     interpreters = PROCESS_MIB
     if processes > 1:  # the main process, the zygote, and the memory that each rank does not share
         interpreters = MAIN_MIB + PROCESS_MIB + (processes - 1) * RANK_MIB
+    cache = processes * held.cache(decoding) / MIB if decoding else 0.0
     memory = MemoryPlan(
         process=interpreters if device == "cpu" else 0.0,
         weights=copies
@@ -147,7 +154,8 @@ def plan_model(
         / MIB,
         trained=held.trained_bytes(trained, processes) / full / MIB,
         reference=FLOAT * total / parts / MIB if needs_reference and lora is None else 0.0,
-        keys_and_values=processes * held.cache(decoding) / MIB if decoding else 0.0,
+        keys_and_values=cache,
+        keys_and_values_learning=0.0 if frees_cache else cache,
         activations=processes * of_one / MIB,
         update=processes * FLOAT * trained / full / MIB,
         server_sampling=server[0] / MIB,
@@ -164,16 +172,21 @@ def fitting_microbatch(
     needs_reference: bool,
     gradient_checkpointing: bool,
     parts: int,
+    samples: bool,
     memory: int,
 ) -> int:
-    """The largest of `MICROBATCHES` with which a learner takes at most `memory` bytes of its device, or the smallest; see `plan_model`."""
+    """The largest of `MICROBATCHES` with which a learner takes at most `memory` bytes of its device, or the smallest; see `plan_model`.
+
+    `samples`: the process also holds the sampled weights. Keys and values are not counted.
+    """
+    decoding = Decoding(slots=0, key_length=0, completion=1, prompts=0, prompt=0)
 
     def fits(tokens: int) -> bool:
         plan = plan_model(
             config,
             lora,
             dtype=dtype,
-            decoding=None,
+            decoding=decoding if samples else None,
             microbatch=tokens,
             needs_reference=needs_reference,
             device=device,

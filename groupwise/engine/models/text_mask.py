@@ -1,8 +1,9 @@
 """Causal attention for transformers' models: a batch holds several texts, and no mask of all queries and keys is made.
 
 A dense mask grows with the square of the length, and torch keeps a copy of it for each layer's backward pass. `TextMask` states only where
-texts begin and end. Transformers passes it unchanged to the attention function that this module registers in place of its own `sdpa`, which
-computes each text by a causal kernel. Other masks still go to transformers' function.
+texts begin and end. Transformers passes it unchanged to the attention function that this module registers under the name `ATTENTION`, which
+computes each text by a causal kernel. Other masks go on to transformers' own `sdpa`, and are made as for it. Only models to which
+`groupwise.engine.models.decoder` gives this name use it: others in the same process, such as a user's judges, keep transformers' functions.
 """
 
 from __future__ import annotations
@@ -17,11 +18,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import BlockMask
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from groupwise.engine.models.native import varlen
 
+ATTENTION = "groupwise_text_mask"
+"""Name of this attention in transformers' registries and in a model's config; transformers writes it to no file."""
 QUERIES = 256
 """Queries for which a piece of a mask is made, if a text needs one."""
 
@@ -47,6 +51,9 @@ class TextMask(BlockMask):
         self.queries, self.past, self.window = queries, past, window
         self.lengths = None if lengths is None else tuple(lengths)
         self.prompts = None if prompts is None else tuple(prompts)
+
+    ndim = 4
+    """Some models look at it to leave a mask with four axes as it is."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -133,6 +140,7 @@ def causal_attention(
 
 
 @lru_cache(maxsize=4)
+@torch.inference_mode(mode=False)  # a sampler in this process may be the first to ask
 def _band(
     queries: int, keys: int, window: int | None, dtype: torch.dtype, device: torch.device
 ) -> Tensor:
@@ -148,7 +156,8 @@ def _band(
 
 
 class _Copies(torch.autograd.Function):
-    """Keys [K, J, D] copied from [N, J, D]. The gradients of a key's copies are added in float32: a prompt may have hundreds."""
+    """Keys [K, J, D] copied from [N, J, D]. The gradients of a key's copies are added in float32, always in the same order: a prompt may
+    have hundreds."""
 
     @staticmethod
     def forward(ctx: Any, keys_NJD: Tensor, copied_K: Tensor) -> Tensor:
@@ -159,13 +168,12 @@ class _Copies(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (gradient_KJD,), (copied_K,) = gradients, ctx.saved_tensors
-        precise = torch.promote_types(gradient_KJD.dtype, torch.float32)
-        sum_NJD = gradient_KJD.new_zeros((ctx.count, *gradient_KJD.shape[1:]), dtype=precise)
-        sum_NJD.index_add_(0, copied_K, gradient_KJD.to(precise))
-        return sum_NJD.to(gradient_KJD.dtype), None
+        sum_NX = varlen.sum_of_copies(gradient_KJD.flatten(1), copied_K, ctx.count)
+        return sum_NX.view(ctx.count, *gradient_KJD.shape[1:]).to(gradient_KJD.dtype), None
 
 
 @lru_cache(maxsize=1)
+@torch.inference_mode(mode=False)
 def _seen_keys(
     lengths: tuple[int, ...], prompts: tuple[int | None, ...], device: torch.device
 ) -> tuple[tuple[int, ...], Tensor]:
@@ -180,6 +188,7 @@ def _seen_keys(
 
 
 @lru_cache(maxsize=2)
+@torch.inference_mode(mode=False)
 def _ends(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     """Borders of the texts, from 0; all layers of a pass ask for the same."""
     return torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
@@ -225,4 +234,5 @@ def _attention(
     return output_NHD.unflatten(0, (-1, attention_mask.queries)), None
 
 
-AttentionInterface.register("sdpa", _attention)
+AttentionInterface.register(ATTENTION, _attention)
+AttentionMaskInterface.register(ATTENTION, sdpa_mask)

@@ -92,6 +92,10 @@ class DecodeEngine(Protocol):
         """Drop all rows and the content of their caches, which may be NaN."""
         ...
 
+    def free_cache(self) -> None:
+        """Free the memory of keys and values until the next row; call it only while there are no rows."""
+        ...
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CachedPrompt(Prompt):
@@ -180,3 +184,7 @@ class SlotEngine:
         """See `DecodeEngine.reset`."""
         self.rows = []
         self._cache = SlotCache(self._slots, self._key_length)
+
+    def free_cache(self) -> None:
+        """See `DecodeEngine.free_cache`. The first row makes the cache."""
+        self.reset()

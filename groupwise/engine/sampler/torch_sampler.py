@@ -56,12 +56,14 @@ class TorchSampler(QueuedSampler):
         *,
         native: bool = True,
         enforce_eager: bool = False,
+        frees_cache: bool = False,
     ) -> None:
         """Without `native`, transformers computes every model; this is the reference for the native engines.
 
-        With `enforce_eager`, a GPU records no CUDA graphs.
+        With `enforce_eager`, a GPU records no CUDA graphs. With `frees_cache`, `rest` frees keys and values.
         """
         super().__init__(weights, tokenizer, layout)
+        self._frees_cache = frees_cache
         self._engine = _make_engine(weights, layout, native=native, enforce_eager=enforce_eager)
         self._members: dict[DecodeRow, Member] = {}
         self._drawing: Drawing | None = None
@@ -83,6 +85,12 @@ class TorchSampler(QueuedSampler):
         if not all(map(math.isfinite, logprobs)):
             raise not_finite(self._version)
         return PromptLogprobs(tuple(logprobs), tuple(best))
+
+    async def rest(self) -> None:
+        """See `groupwise.core.types.SharesDevice.rest`."""
+        if self._frees_cache and not self._waiting and not self._members:
+            self._engine.free_cache()
+            torch.cuda.empty_cache()
 
     async def _draw_waiting(self) -> None:
         """See `QueuedSampler._draw_waiting`."""

@@ -16,7 +16,12 @@ from groupwise.core.errors import RunError, TaskError
 from groupwise.core.findings import Finding, Findings
 from groupwise.core.interruption import run_to_end
 from groupwise.core.types import Example, Group, Prompt, SamplingParams
-from groupwise.engine.models.machine import available_cores, describe_processor, has_bfloat16
+from groupwise.engine.models.machine import (
+    available_cores,
+    describe_processor,
+    has_bfloat16,
+    has_tf32,
+)
 from groupwise.engine.models.plan import ModelPlan, prompt_room
 from groupwise.engine.models.probes import free_memory, random_start
 from groupwise.engine.models.tokenizer import load_tokenizer
@@ -25,7 +30,7 @@ from groupwise.tasks.configured import find_task
 from groupwise.tasks.contract import Task
 from groupwise.tasks.rollouts.prompts import PromptSet, tokenise
 from groupwise.tasks.rollouts.seeds import member_seed
-from groupwise.training import build, placement, rollout_builder
+from groupwise.training import build, rollout_builder
 from groupwise.training.build import Parts
 from groupwise.training.checks import doctor_cost, doctor_machine
 from groupwise.training.checks.check_data import spread
@@ -46,7 +51,7 @@ from groupwise.training.checks.doctor_engine import (
 )
 from groupwise.training.checks.doctor_template import check_tokenizer, opening_messages, stop_tokens
 from groupwise.training.config import LoadedConfig, RunConfig, view, with_task_schema
-from groupwise.training.loops.rl_prepare import planned_sizes
+from groupwise.training.loops.rl_prepare import planned_sizes, training_layout
 from groupwise.training.placement import Layout
 
 MIB = 2**20
@@ -124,7 +129,7 @@ def _load_subject(loaded: LoadedConfig, task: Task | None) -> DoctorSubject:
         where=task.described if task else "The prompts of the doctor",
         tools=rollout_builder.check_rollouts(config, task, examples) if task else (),
     )
-    layout = placement.choose_layout(config, prompts.longest)
+    layout = training_layout(config, prompts.longest)
     sizes = planned_sizes(config, layout)
     return DoctorSubject(config, tokenizer, prompts, task, layout, sizes)
 
@@ -160,8 +165,9 @@ def _examine_machine(subject: DoctorSubject, load: float) -> Iterator[Finding]:
     yield doctor_machine.device(
         describe_processor(layout.device),
         layout.device,
-        layout.dtype,
+        layout.products_dtype,
         has_bfloat16(layout.device),
+        has_tf32(layout.device),
     )
     free_bytes = free_memory(layout.device)
     yield doctor_machine.memory(
@@ -247,7 +253,7 @@ async def engine_of(subject: DoctorSubject, parts: Parts) -> Engine:
         ),
         examples=tuple(examples),
         prompts=tuple(prompts),
-        dtype=subject.layout.dtype,
+        dtype=subject.layout.products_dtype,
         seed=config.training.seed,
     )
 

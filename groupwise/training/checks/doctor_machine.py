@@ -83,10 +83,17 @@ def cores(threads: int, processes: int, available: int, load: float) -> Finding:
     return Finding("cores", "ok", measured, data=data)
 
 
-def device(name: str, kind: str, dtype: str, has_bfloat16: bool) -> Finding:
-    """Report the device and its number format."""
-    data = {"device": kind, "name": name, "dtype": dtype, "bfloat16": has_bfloat16}
-    measured = f"{kind} ({name}), weights in {dtype}"
+def device(name: str, kind: str, dtype: str, has_bfloat16: bool, has_tf32: bool) -> Finding:
+    """Report the device and its number format: `dtype` is that of products, and `tf32` has weights in float32."""
+    data = {
+        "device": kind,
+        "name": name,
+        "dtype": dtype,
+        "bfloat16": has_bfloat16,
+        "tf32": has_tf32,
+    }
+    weights = "float32, products in TF32" if dtype == "tf32" else dtype
+    measured = f"{kind} ({name}), weights in {weights}"
     if dtype == "bfloat16" and not has_bfloat16:
         return Finding(
             "device",
@@ -96,14 +103,11 @@ def device(name: str, kind: str, dtype: str, has_bfloat16: bool) -> Finding:
             "model.dtype=auto",
             data,
         )
-    if kind == "cuda" and dtype == "float32" and has_bfloat16:
-        return Finding(
-            "device",
-            "ok",
-            measured,
-            "model.dtype=bfloat16 would need half of the memory for the weights",
-            data=data,
-        )
+    if kind == "cuda" and dtype != "bfloat16" and has_bfloat16:
+        advice = "model.dtype=bfloat16 would need half of the memory for the weights"
+        if dtype == "float32" and has_tf32:
+            advice += ", and model.dtype=tf32 would multiply faster"
+        return Finding("device", "ok", measured, advice, data=data)
     return Finding("device", "ok", measured, data=data)
 
 

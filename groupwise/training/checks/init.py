@@ -52,7 +52,12 @@ from groupwise.training.checks.init_choices import (
 )
 from groupwise.training.checks.init_file import commands, render
 from groupwise.training.config import resolved_values, stem_of, view
-from groupwise.training.loops.rl_prepare import RlPrepared, planned_sizes, prepare_rl
+from groupwise.training.loops.rl_prepare import (
+    RlPrepared,
+    planned_sizes,
+    prepare_rl,
+    training_layout,
+)
 from groupwise.training.loops.sft_prepare import (
     SftPrepared,
     planned_sft_sizes,
@@ -176,7 +181,7 @@ def _choose_rl(draft: Draft, task: Task, source: str, measure: bool) -> Cost:
         draft, lambda: _planned_memory(draft, longest_prompt), free_mib, BUDGETS[device], SLOTS
     )
     choose_dtype(draft, prepared.layout.dtype, has_bfloat16(device))
-    layout = placement.choose_layout(draft.config, longest_prompt)
+    layout = training_layout(draft.config, longest_prompt)
     return _estimate_cost(
         draft, replace(prepared, loaded=draft.load(), layout=layout), free_mib, measure
     )
@@ -195,7 +200,7 @@ def _count_parameters(draft: Draft) -> int:
 def _planned_memory(draft: Draft, longest_prompt: int) -> float:
     """Memory of a step in MiB, by the plan."""
     config = draft.config
-    return planned_sizes(config, placement.choose_layout(config, longest_prompt)).memory.total
+    return planned_sizes(config, training_layout(config, longest_prompt)).memory.total
 
 
 def _free_mib(device: str) -> float | None:
@@ -229,7 +234,7 @@ def _estimate_cost(
         speeds, config, config.training.max_steps, usual_length, longest_prompt
     )
     return Cost(
-        placement.choose_layout(config, longest_prompt),
+        training_layout(config, longest_prompt),
         (*_report_dropped(prepared), memory, measured_peak, speed),
     )
 

@@ -27,7 +27,7 @@ from groupwise.training.config import Loaded, LoadedConfig, compare_for_resume, 
 from groupwise.training.loops.prepare import Prepared, key_of_weights, starting_from
 from groupwise.training.loops.run import POLICIES, SELECTION
 from groupwise.training.loops.training import Training
-from groupwise.training.placement import with_layout_defaults
+from groupwise.training.placement import EXACT_FIELDS, with_layout_defaults
 
 logger = logging.getLogger(__name__)
 
@@ -262,7 +262,11 @@ def _resume_warnings(
 ) -> Iterator[str]:
     """Warnings about changes of config and layout after which results agree only up to rounding, and about changed code of the task."""
     names = {_last_key(key): key for key in keys}
-    facts = {names.get(_last_key(fact), _last_key(fact)): change for fact, change in layout.items()}
+    facts = {
+        names.get(_last_key(fact), _last_key(fact)): change
+        for fact, change in layout.items()
+        if _last_key(fact) not in EXACT_FIELDS
+    }
     other_changes = {
         key: change for key, change in keys.items() if not hasattr(prepared.layout, _last_key(key))
     }

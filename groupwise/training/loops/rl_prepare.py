@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -18,7 +18,7 @@ from groupwise.core.types import TASK_COLUMN, Example
 from groupwise.engine.distributed import prefork
 from groupwise.engine.models.footprint import Decoding
 from groupwise.engine.models.identity import identity
-from groupwise.engine.models.plan import ModelPlan, largest_microbatch, plan_model
+from groupwise.engine.models.plan import MIB, ModelPlan, largest_microbatch, plan_model
 from groupwise.engine.models.tokens import render_prompt
 from groupwise.engine.sampler.config import SERVER_KEYS
 from groupwise.tasks.contract import Task, check_reward_columns, require
@@ -145,7 +145,7 @@ def prepare_rl(loaded: LoadedConfig, task: object, rows_read: int | None = None)
         held_out_prompts=held_out,
         rubric=rubric,
         max_steps=max_steps,
-        layout=placement.choose_layout(settings, longest_prompt),
+        layout=training_layout(settings, longest_prompt),
         facts=task_facts(resolved_task, rubric)
         | _held_out_facts(settings, (prompts, easy_prompts), held_out, rows_read),
         callbacks=callbacks,
@@ -288,6 +288,22 @@ def _check_success_parts(
         check_part(key, part, rubric.names if rubric else (), task.described)
 
 
+def training_layout(config: RunConfig, longest_prompt: int) -> Layout:
+    """See `placement.choose_layout`. The sampler frees its keys and values while the run learns if the GPU's memory would be short.
+
+    It then has to record its CUDA graph again for each step, so it keeps them otherwise, and if the run samples while it learns.
+    """
+    layout = placement.choose_layout(config, longest_prompt)
+    elsewhere = config.run.server is not None or config.model.backend != "transformers"
+    elsewhere |= config.sampler.engine != "torch" or layout.samplers > 0
+    if layout.device == "cpu" or elsewhere or config.training.max_off_policy_steps > 0:
+        return layout
+    free = prefork.free_memory(layout.device)
+    planned = planned_sizes(config, layout).memory.total * MIB
+    frees = free is not None and planned > placement.USABLE * free
+    return replace(layout, frees_cache=frees)
+
+
 def planned_sizes(config: RunConfig, layout: Layout) -> ModelPlan:
     """Estimate parameters and memory of a run in this layout."""
     members = config.training.num_generations
@@ -310,6 +326,7 @@ def planned_sizes(config: RunConfig, layout: Layout) -> ModelPlan:
         processes=layout.sharing,
         parts=layout.parts,
         server=build.own_server_bytes(config, layout),
+        frees_cache=layout.frees_cache,
     )
 
 

@@ -24,7 +24,7 @@ from groupwise.core.reward_call.request import Scorer
 from groupwise.core.terminal.progress import Progress
 from groupwise.core.types import Policy, SamplingParams
 from groupwise.runs.curves import WARM_UP_SUMMARY
-from groupwise.runs.folder import RunFolder
+from groupwise.runs.folder import SERVER_LOG, RunFolder
 from groupwise.runs.records import EvaluationRecord
 from groupwise.tasks.data.reward_hacking import Signals
 from groupwise.tasks.data.selection import Selection, Sizes
@@ -222,6 +222,8 @@ async def run_in(
                     notice_changed_questions(run, prepared.facts[HELD_OUT_KEY])
                 log_start(run, prepared)
                 run.policy = await run.learner.publish(run.policy.version)
+                if parts.by_http is not None:
+                    parts.by_http.follow_server(folder.path / SERVER_LOG, run.say)
                 # A server of the run's own starts now, which may take minutes.
                 await interruption.allow(load_policy(run, run.policy))
                 await starting

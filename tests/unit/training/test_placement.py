@@ -1,10 +1,13 @@
 """How the work is laid out on a machine."""
 
+from contextlib import nullcontext
+
 import pytest
 
 from groupwise.core.errors import ConfigError, UsageError
 from groupwise.training import placement
 from groupwise.training.config import load_config
+from groupwise.training.loops.rl_prepare import training_layout
 
 
 def test_whole_rollouts_have_room():
@@ -100,6 +103,17 @@ def test_a_gpu_has_micro_batches_by_its_memory(monkeypatch, mib, sections, expec
     assert placement.choose_layout(config, 12).max_tokens_per_microbatch == expected
 
 
+@pytest.mark.parametrize(("gpus", "expected"), [(1, 8192), (2, 16_384)])
+def test_a_learner_shares_its_gpu_with_a_server_only_if_there_is_no_other(
+    monkeypatch, gpus, expected
+):
+    give_device(monkeypatch, "cuda", 80 << 20)
+    monkeypatch.setattr("groupwise.engine.models.machine.gpu_count", lambda: gpus)
+    sampler = {"engine": "vllm", "vllm_python": "/opt/vllm/bin/python"}
+    config = load_config({"model": {"name": "tiny"}, "lora": None, "sampler": sampler}).config
+    assert placement.choose_layout(config, 12).max_tokens_per_microbatch == expected
+
+
 @pytest.mark.parametrize("backend", ["unsloth", "tunix", "tinker"])
 def test_a_training_server_computes_with_no_other_backend(backend: str) -> None:
     config = load_config({"model": {"name": "tiny", "backend": backend}}).config
@@ -128,5 +142,50 @@ def test_the_layout_of_a_tinker_service_names_it() -> None:
 )
 def test_an_own_server_on_a_gpu_and_sglang_are_sent_no_seeds(monkeypatch, device, sampler, seeded):
     give_device(monkeypatch, device)
-    given = {"model": {"name": "tiny"}, "sampler": {"engine": "vllm", **sampler}}
+    model = {"name": "tiny", "dtype": "bfloat16"}
+    given = {"model": model, "sampler": {"engine": "vllm", **sampler}}
     assert placement.choose_layout(load_config(given).config, 100).seeded is seeded
+
+
+def test_tf32_keeps_weights_in_float32(monkeypatch):
+    config = load_config({"model": {"name": "tiny", "dtype": "tf32"}}).config
+    monkeypatch.setattr("torch.cuda.is_tf32_supported", lambda: True)
+    give_device(monkeypatch, "cuda")
+    layout = placement.choose_layout(config, 12)
+    assert (layout.dtype, layout.tf32, layout.products_dtype) == ("float32", True, "tf32")
+    give_device(monkeypatch, "cpu")
+    with pytest.raises(ConfigError, match=r"model\.dtype is tf32"):
+        placement.choose_layout(config, 12)
+
+
+@pytest.mark.parametrize(("free", "sections", "frees"), [
+    (1 << 40, {}, False), (1 << 20, {}, True), (1 << 20, {"training": {"max_off_policy_steps": 1}}, False),
+    (1 << 20, {"distributed": {"samplers": 1}}, False),
+    (1 << 20, {"sampler": {"engine": "vllm", "url": "http://127.0.0.1:8000"}}, False),
+])  # fmt: skip
+def test_a_sampler_frees_its_cache_where_memory_is_short(monkeypatch, free, sections, frees):
+    give_device(monkeypatch, "cuda", free)
+    monkeypatch.setattr("groupwise.engine.models.machine.gpu_count", lambda: 2)
+    config = load_config({"model": {"name": "tiny"}, **sections}).config
+    assert training_layout(config, 12).frees_cache is frees
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "lora", "refused"),
+    [
+        ("cuda", "float32", {}, "model.dtype is float32, but"),
+        ("cuda", "auto", {}, "model.dtype is auto, which is float32 on this GPU"),
+        ("cuda", "bfloat16", {}, ""),
+        ("cuda", "float32", None, ""),
+        ("cpu", "float32", {}, ""),
+    ],
+)
+def test_an_own_server_on_a_gpu_computes_no_adapters_in_float32(
+    monkeypatch, device, dtype, lora, refused
+):
+    give_device(monkeypatch, device)
+    sampler = {"engine": "vllm", "vllm_python": "/opt/vllm/bin/python"}
+    given = {"model": {"name": "tiny", "dtype": dtype}, "lora": lora, "sampler": sampler}
+    config = load_config(given).config
+    with pytest.raises(ConfigError, match=refused) if refused else nullcontext():
+        placement.choose_layout(config, 100)

@@ -109,6 +109,9 @@ class UnslothModel(AdaptedModel):
 class UnslothDecoder(Decoder):
     """Computes hidden states of whole rows only: Unsloth's attention supports only the causal mask, and has its own caches."""
 
+    def _choose_attention(self) -> None:
+        """Keep the attention that Unsloth has chosen."""
+
     def hidden(
         self, ids_BT: Tensor, positions_BT: Tensor, seen: TextMask | Tensor, cache: Cache | None
     ) -> Tensor:

@@ -68,12 +68,9 @@ class PackedAttention:
         d_qkv[:, :heads] = d_queries
         d_both = torch.cat((d_keys_KJD, d_values_KJD), dim=1)
         if self._keys_K is not None:
-            # The sum, for each token, over all texts that saw it. Plain indexing would add in the order in which threads finish; the
-            # gradient of an embedding adds in the order of the indices.
-            tokens, shape = len(d_qkv), d_both.shape[1:]
-            d_KX = d_both.to(torch.promote_types(d_both.dtype, torch.float32)).flatten(1)
-            d_NX = torch.ops.aten.embedding_dense_backward(d_KX, self._keys_K, tokens, -1, False)
-            d_both = d_NX.view(tokens, *shape)
+            # Of each token over all texts that saw it.
+            d_NX = varlen.sum_of_copies(d_both.flatten(1), self._keys_K, len(d_qkv))
+            d_both = d_NX.view(len(d_qkv), *d_both.shape[1:])
         d_qkv[:, heads:] = d_both
 
     def _attention_inputs(

@@ -56,3 +56,13 @@ def attention(
     # Tokens seen before and after a query, whose last is aligned to the last key; -1 means all.
     options["window_size"] = (-1 if window is None else window - 1, 0)
     return kernel(queries_NHD, keys_KJD, values_KJD, *ends, *longest, scale=scale, **options)
+
+
+def sum_of_copies(gradient_KX: Tensor, copied_K: Tensor, count: int) -> Tensor:
+    """The gradient [N, X] of `count` keys, of which `copied_K` says which were copied, from that of the copies; summed in float32 or finer.
+
+    Plain indexing and `index_add_` would add in the order in which a GPU's threads finish; the gradient of an embedding adds in the order
+    of the indices.
+    """
+    precise_KX = gradient_KX.to(torch.promote_types(gradient_KX.dtype, torch.float32))
+    return torch.ops.aten.embedding_dense_backward(precise_KX, copied_K, count, -1, False)

@@ -23,6 +23,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from groupwise.engine.models.machine import exact_products
 from groupwise.engine.models.native import compiled
 from groupwise.engine.models.native.facts import FAMILIES, head_size
 from groupwise.engine.models.native.forward import plain_logits
@@ -284,7 +285,7 @@ class NativeModel:
         if model is None:
             return ours_NV
         theirs_NV = model(input_ids=ids_N[None]).logits[0].float()
-        close = 1e-3 if self.dtype == torch.float32 else 0.2  # bfloat16's noise alone makes 0.07
+        close = 1e-3 if exact_products(self.dtype) else 0.2  # bfloat16's noise alone makes 0.07
         difference = float((ours_NV - theirs_NV).abs().mean() / theirs_NV.std())
         # NaN logits show no difference between the two, and a sampler that draws from them raises an error anyway.
         if theirs_NV.isfinite().all() and not difference <= close:

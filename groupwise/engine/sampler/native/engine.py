@@ -125,6 +125,10 @@ class NativeEngine:
         self.rows = []
         self._completions = CompletionCache(self._model)
 
+    def free_cache(self) -> None:
+        """See `DecodeEngine.free_cache`. The cache grows with its rows."""
+        self.reset()
+
     def _reorder_cache(self, longest: int) -> None:
         """Reorder the cache to match the order of the rows; new rows have no content yet."""
         self._completions.reserve(len(self.rows), longest)

@@ -7,6 +7,9 @@ Keys and values are kept in pages of `PAGE` tokens. The rows of a group share th
 these from its own cache. Rows take their own pages as they grow. There are as many pages as rows of full length need if they share
 nothing. Page 0 belongs to no row: empty slots write to it.
 
+The memory of keys and values can be freed while nothing is sampled. A recorded graph reads fixed addresses, so it goes with them, and the
+next token is recorded again.
+
 A row's bits depend on its own tokens alone. One Triton kernel attends to as many pages as each row has. Without Triton, torch attends to
 the pages of a row of full length, and a mask hides the missing ones. Keys are stored, and multiplied by queries, in the model's
 number format, as in the learner's attention on a GPU.
@@ -14,6 +17,7 @@ number format, as in the learner's attention on a GPU.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -22,7 +26,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from groupwise.engine.models.machine import send
-from groupwise.engine.models.native.facts import PAGE, pages_of_a_row
+from groupwise.engine.models.native.facts import PAGE, multiple, pages_of_a_row
 from groupwise.engine.models.native.forward import residual_after_layers
 from groupwise.engine.models.native.fused import kernels_for
 from groupwise.engine.models.native.linear import LowRank
@@ -31,6 +35,9 @@ from groupwise.engine.sampler.engine import DecodeRow, Prompt
 from groupwise.engine.sampler.native.prefill import prefill_batch, prefill_together, prompt_logits
 from groupwise.engine.sampler.native.recording import Compute, Record
 from groupwise.engine.sampler.weights import ServedWeights
+
+SEGMENT = 2 << 20
+"""Bytes in whose multiples torch takes memory from a GPU."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -60,9 +67,11 @@ class GraphEngine:
         self._record = record
         self._slots = slots
         most = pages_of_a_row(key_length)
-        room = len(model.layers), 1 + slots * most, shape.kv_heads, PAGE, shape.head_size
-        self._keys_LGJTD = torch.zeros(room, device=model.device, dtype=model.dtype)
-        self._values_LGJTD = torch.zeros_like(self._keys_LGJTD)
+        self._shape_LGJTD = (
+            *(len(model.layers), 1 + slots * most),
+            *(shape.kv_heads, PAGE, shape.head_size),
+        )
+        self._keys_LGJTD, self._values_LGJTD = self._empty_cache(), self._empty_cache()
         self._inputs_3S = torch.zeros(3, slots, device=model.device, dtype=torch.long)
         """For every slot: the token, its position, and the length of the row's prompt."""
         self._pages_SM = torch.zeros(slots, most, device=model.device, dtype=torch.int32)
@@ -102,6 +111,10 @@ class GraphEngine:
     def add_row(self, prompt: Prompt) -> DecodeRow:
         """See `DecodeEngine.add_row`."""
         assert isinstance(prompt, PagedPrompt)
+        if not len(self._keys_LGJTD):
+            # Otherwise a large piece of memory that learning left might be cut in two, and could not be freed as a whole.
+            torch.cuda.empty_cache()
+            self._keys_LGJTD, self._values_LGJTD = self._empty_cache(), self._empty_cache()
         if prompt not in self._pages:
             count = -(-prompt.length // PAGE)
             self._pages[prompt] = [self._free.pop() for _ in range(count)]
@@ -188,10 +201,28 @@ class GraphEngine:
         """See `DecodeEngine.reset`."""
         self.rows = []
         self._pages = {}
-        self._free = [*range(self._keys_LGJTD.shape[1] - 1, 0, -1)]
+        self._free = [*range(self._shape_LGJTD[1] - 1, 0, -1)]
         self._host_pages_SM.zero_()
         self._keys_LGJTD.zero_()
         self._values_LGJTD.zero_()
+
+    def free_cache(self) -> None:
+        """See `DecodeEngine.free_cache`. The recorded graph goes too, with its own memory."""
+        self._recorded = None
+        self._keys_LGJTD = self._values_LGJTD = self._keys_LGJTD.new_empty(0)
+        self.reset()
+
+    @torch.inference_mode(mode=False)
+    def _empty_cache(self) -> Tensor:
+        """Zeros for the keys or values of all pages; no inference tensor, because `reset` changes it outside inference mode.
+
+        Its size is a multiple of `SEGMENT`: torch would put other tensors into the rest, and could give nothing back as long as these live.
+        """
+        numbers, dtype = math.prod(self._shape_LGJTD), self._model.dtype
+        whole = torch.zeros(
+            multiple(numbers, SEGMENT // dtype.itemsize), device=self._model.device, dtype=dtype
+        )
+        return whole[:numbers].view(self._shape_LGJTD)
 
     def _logits(self) -> Tensor:
         """Logits [S, V] after the tokens in `_inputs_3S`: in a fixed shape, and in fixed memory except for temporary tensors."""

@@ -10,7 +10,7 @@ import pytest
 
 from groupwise.core.errors import ConfigError
 from groupwise.engine.backends.conflicts import trained_layers
-from groupwise.engine.sampler.vllm.own import ServerSpec
+from groupwise.engine.sampler.servers.spawned_server import ServerSpec
 from groupwise.training.config import load_config
 from groupwise.training.sft_config import load_sft_config
 
@@ -24,6 +24,7 @@ BACKEND = "model.backend=unsloth"
     ("run.server=http://127.0.0.1:1", "one process samples and learns"), ("run.processes=2", "one process samples and learns"),
     ("distributed.learners=2", "one process samples and learns"), ("model.load_in_8bit=true",
     "load_in_4bit and load_in_8bit are both true"), ("model.mesh=[1,1]", "no effect with the backend unsloth"),
+    ("model.dtype=tf32", r"model\.dtype is tf32"),
 ])  # fmt: skip
 def test_what_cannot_take_effect_is_refused(load: Any, word: str, told: str) -> None:
     with pytest.raises(ConfigError, match=told):
@@ -60,11 +61,14 @@ def test_a_vllm_of_its_own_holds_as_many_bits() -> None:
     four = "--quantization=bitsandbytes"
     assert four not in wanted.arguments(Path("socket"))
     assert four in replace(wanted, in_4bit=True).arguments(Path("socket"))
+    precision = "VLLM_FLOAT32_MATMUL_PRECISION"
+    assert precision not in wanted.environment(None)
+    assert replace(wanted, tf32=True).environment(None)[precision] == "high"
 
 
 @pytest.mark.parametrize("load", [load_config, load_sft_config])
 @pytest.mark.parametrize("word", [
-    "lora=null", "lora.alpha=16", "lora.rslora=true", "lora.dropout=0.1", "lora.target_modules=[q_proj]", "model.dtype=float32",
+    "lora=null", "lora.alpha=16", "lora.rslora=true", "lora.dropout=0.1", "lora.target_modules=[q_proj]", "model.dtype=tf32",
     "model.revision=main", "model.mesh=[1,1]", "training.packing=false", "training.gradient_checkpointing=true", "run.processes=2",
     "run.server=http://127.0.0.1:1", "run.profile=1", "distributed.learners=2",
 ])  # fmt: skip

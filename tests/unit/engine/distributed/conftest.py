@@ -28,7 +28,10 @@ def parts_of(tmp_path_factory) -> Iterator[Callable[..., build.Parts]]:
             settings = {**CONFIG, "lora": {**CONFIG["lora"], **lora}}
             config = load_config(settings).config
             layout = replace(
-                placement.choose_layout(config, 20), processes=processes, threads=processes
+                placement.choose_layout(config, 20),
+                processes=processes,
+                threads=processes,
+                frees_cache=True,
             )
             folder = tmp_path_factory.mktemp("published")
             return stack.enter_context(

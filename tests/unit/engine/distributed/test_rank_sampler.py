@@ -49,6 +49,26 @@ async def test_three_ranks_draw_what_two_do(two, parts_of):
     assert await sampled(parts_of(3), asked) == await sampled(two, asked)
 
 
+async def test_ranks_rest_only_while_nothing_is_sampled(two, monkeypatch):
+    asked = requests()
+    wanted = await sampled(two, asked)
+    called, call_all = [], two.ranks.call_all
+
+    def noted(name, *arguments):
+        called.append(name)
+        return call_all(name, *arguments)
+
+    monkeypatch.setattr(two.ranks, "call_all", noted)
+    under_way = asyncio.gather(*map(two.sampler.generate, asked))
+    await asyncio.sleep(0)
+    await two.sampler.rest()
+    assert called == []
+    assert await under_way == wanted
+    await two.sampler.rest()
+    assert called == ["sampler.rest"]
+    assert await sampled(two, asked) == wanted
+
+
 async def test_what_is_given_up_is_given_up_in_the_ranks(two):
     (asked,) = requests(groups=1)
     before = await sampled(two, [asked])

@@ -13,6 +13,7 @@ from groupwise.engine.learner.layout import (
     pack_groups,
     pack_rows,
 )
+from groupwise.engine.models.native.facts import KEYS_PER_TOKEN
 
 
 def row(prompt: tuple[int, ...], length: int) -> Row:
@@ -89,11 +90,20 @@ def test_groups_fill_the_budget_and_compute_each_prompt_once_in_a_batch(rows, bu
         for prompt_ids, members in pack.groups:
             assert {each.prompt_ids for each in members} == {prompt_ids}
         assert pack.tokens <= budget or len(pack.rows) == 1
+        completions = (length(each) for each in pack.rows)
+        assert pack.keys == sum(completions) + sum(map(len, prompts))
+        assert pack.keys <= KEYS_PER_TOKEN * budget or len(pack.rows) == 1
         if number:
             before, first = packs[number - 1], pack.rows[0]
             known = first.prompt_ids in dict(before.groups)
             more = length(first) - (len(first.prompt_ids) if known else 0)
-            assert before.tokens + more > budget
+            seen = before.keys + more + len(first.prompt_ids)
+            assert before.tokens + more > budget or seen > KEYS_PER_TOKEN * budget
+
+
+def test_short_completions_of_a_long_prompt_copy_only_so_many_keys():
+    packs = pack_groups([row((1,) * 90, 3)] * 40, 100)
+    assert [len(pack.rows) for pack in packs] == [3] * 13 + [1]
 
 
 @settings(max_examples=50)

@@ -7,8 +7,10 @@ import torch
 from transformers import (
     AutoModelForCausalLM,
     CohereConfig,
+    FalconConfig,
     Gemma2Config,
     Gemma3TextConfig,
+    GPT2Config,
     GraniteConfig,
     LlamaConfig,
     MistralConfig,
@@ -16,6 +18,8 @@ from transformers import (
     Qwen2Config,
     Qwen3Config,
 )
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from groupwise.core.errors import ModelError
 from groupwise.engine.models.decoder import (
@@ -24,7 +28,7 @@ from groupwise.engine.models.decoder import (
     SharedPrefixCache,
     SlotCache,
 )
-from groupwise.engine.models.text_mask import TextMask
+from groupwise.engine.models.text_mask import ATTENTION, TextMask
 from groupwise.engine.models.tiny import tiny_model
 from tests.unit.engine.models.native.families import SMALL
 
@@ -44,6 +48,10 @@ CONFIGS = {
     "gemma3": lambda: Gemma3TextConfig(**SIZES, sliding_window=5, layer_types=MIXED),
     "granite": lambda: GraniteConfig(**SIZES, logits_scaling=3.0, embedding_multiplier=2.0),
     "cohere": lambda: CohereConfig(**SIZES, logit_scale=0.3),
+    "gpt2": lambda: GPT2Config(vocab_size=64, n_embd=32, n_layer=2, n_head=4, eos_token_id=1),
+    "falcon": lambda: FalconConfig(  # computes its attention itself
+        vocab_size=64, hidden_size=32, num_hidden_layers=2, num_attention_heads=4
+    ),
 }
 LENGTH = 20
 
@@ -144,6 +152,15 @@ def test_a_used_slot_forgets_its_last_occupant():
         next_hidden(12)
         place([5, 6, 7])
         assert torch.equal(next_hidden(3), alone)
+
+
+def test_other_models_of_the_process_keep_the_attention_of_transformers(tmp_path):
+    ours, users = tiny_model(), tiny_model()
+    assert Decoder(ours).takes_text_masks
+    assert users.config._attn_implementation == "sdpa"
+    assert ALL_ATTENTION_FUNCTIONS["sdpa"] is sdpa_attention_forward
+    ours.config.save_pretrained(tmp_path)
+    assert ATTENTION not in (tmp_path / "config.json").read_text()
 
 
 def test_a_head_that_does_more_is_refused():

@@ -145,6 +145,7 @@ def test_the_number_format_suits_what_is_trained():
     assert choose_dtype(named("x", dtype="float32"), full=False, device="cpu") == "float32"
     assert choose_dtype(named("x", dtype="bfloat16"), full=False, device="cpu") == "bfloat16"
     assert choose_dtype(named("x", dtype="bfloat16"), full=True, device="cpu") == "bfloat16"
+    assert choose_dtype(named("x", dtype="tf32"), full=False, device="cpu") == "float32"
 
 
 def test_stop_tokens_of_all_three_owners_count():

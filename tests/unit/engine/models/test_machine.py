@@ -3,12 +3,15 @@
 import os
 import platform
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from groupwise.core.errors import ConfigError
 from groupwise.engine.models import machine
-from groupwise.engine.models.machine import available_cores
+from groupwise.engine.models.config import ModelConfig
+from groupwise.engine.models.machine import available_cores, choose_tf32, exact_products, set_tf32
 
 WIDE = "avx2 fma avx512vl avx512bw avx512dq"
 
@@ -55,6 +58,34 @@ def test_a_gpu_needs_a_driver_and_torch_built_for_it(cuda, driver, device, tmp_p
     )
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert machine.choose_device() == device
+
+
+def test_a_gpu_without_tf32_is_refused_with_the_cure(monkeypatch):
+    config = ModelConfig(name="x", dtype="tf32")
+    monkeypatch.setattr(torch.cuda, "is_tf32_supported", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
+    for device, said in (("cuda", "Tesla T4 has no TF32"), ("cpu", "on the CPU")):
+        with pytest.raises(ConfigError, match=rf"{said}.*model\.dtype=float32"):
+            choose_tf32(config, device)
+    monkeypatch.setattr(torch.cuda, "is_tf32_supported", lambda: True)
+    assert choose_tf32(config, "cuda")
+    assert not choose_tf32(ModelConfig(name="x", dtype="float32"), "cuda")
+
+
+def test_tf32_is_switched_on_and_off_for_gpus_alone():
+    on_cpu: Any = torch.backends.mkldnn
+    before = on_cpu.matmul.fp32_precision
+    try:
+        set_tf32(True)
+        assert torch.backends.cuda.matmul.fp32_precision == "tf32"
+        assert torch.backends.cuda.matmul.allow_tf32, "as other libraries ask"
+        assert on_cpu.matmul.fp32_precision == before
+        assert not exact_products(torch.float32)
+    finally:
+        set_tf32(False)
+    assert torch.backends.cuda.matmul.fp32_precision == "ieee"
+    assert exact_products(torch.float32)
+    assert not exact_products(torch.bfloat16)
 
 
 def test_without_torch_it_says_what_to_install(monkeypatch):

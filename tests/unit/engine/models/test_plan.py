@@ -23,6 +23,7 @@ from groupwise.engine.models.plan import (
     Decoding,
     MemoryPlan,
     ModelPlan,
+    fitting_microbatch,
     plan_model,
     prompt_room,
 )
@@ -97,6 +98,14 @@ def test_a_server_on_the_learners_gpu_counts_only_while_the_run_samples_if_it_sl
     assert small.total == pytest.approx(alone.total + 2), "the larger of both times counts"
 
 
+def test_a_cache_that_is_freed_counts_only_while_the_run_samples(bare):
+    lora = LoraConfig(r=4)
+    held = memory(bare, lora, device="cuda")
+    freed = memory(bare, lora, device="cuda", frees_cache=True)
+    learning = max(held.activations, held.update)
+    assert held.total - freed.total == pytest.approx(min(held.keys_and_values, learning))
+
+
 def test_processes_share_what_is_frozen(bare):
     one, three = (memory(bare, LoraConfig(r=4), processes=n) for n in (1, 3))
     assert three.weights == one.weights
@@ -159,3 +168,14 @@ def test_a_step_of_the_bundled_model_holds_what_was_planned():
     )
     found = json.loads(ran.stdout.splitlines()[-1])
     assert 0.75 < found["planned"] / found["grown"] < 1.35, found
+
+
+@pytest.mark.parametrize("lora", [None, LoraConfig(r=4)])
+def test_a_micro_batch_leaves_room_for_what_a_process_samples_with(bare, lora):
+    alone = memory(bare, lora, decoding=None, microbatch=32_768, device="cuda").total
+
+    def fitting(*, samples: bool) -> int:
+        sizes = "float32", "cuda", False, False, 1, samples, int(alone * MIB) + 1
+        return fitting_microbatch(bare, lora, *sizes)
+
+    assert (fitting(samples=False), fitting(samples=True)) == (32_768, 16_384)

@@ -63,6 +63,19 @@ def test_values_and_gradients_are_those_of_a_dense_mask(name, way, monkeypatch):
     torch.testing.assert_close(results[0], results[1])
 
 
+@pytest.mark.parametrize("name", MASKS)
+def test_a_learner_gets_gradients_after_a_sampler_has_computed_the_same_texts(name, monkeypatch):
+    """The sampler computes in inference mode, whose tensors no backward pass takes."""
+    monkeypatch.setattr(text_mask, "QUERIES", 4)
+    for cached in (text_mask._band, text_mask._seen_keys, text_mask._ends):
+        cached.cache_clear()
+    queries, keys, values = given = inputs(MASKS[name])
+    with torch.inference_mode():
+        text_mask._attention(Attention(), queries, keys, values, MASKS[name])
+    found, _ = text_mask._attention(Attention(), queries, keys, values, MASKS[name])
+    assert all(each.any() for each in torch.autograd.grad(found.sum(), given))
+
+
 class LargestTensor(TorchDispatchMode):
     """Notes the numbers of the largest tensor that any operation makes."""
 

@@ -8,7 +8,6 @@ from transformers import (
     AutoModelForCausalLM,
     BambaConfig,
     FalconH1Config,
-    GPT2Config,
     GraniteMoeHybridConfig,
     JambaConfig,
     Lfm2Config,
@@ -131,7 +130,6 @@ def test_gradients_are_those_of_a_plain_pass(model):
     [
         (Mamba2Config(num_heads=8, head_dim=8, **SMALLEST), "mamba2.*linear_attention"),
         (RwkvConfig(attention_hidden_size=32, **SMALLEST), "rwkv.*no keys"),
-        (GPT2Config(n_embd=32, n_layer=1, n_head=2), "gpt2"),
     ],
 )
 def test_a_forward_pass_of_another_kind_is_refused(config, named):

@@ -300,3 +300,16 @@ async def test_an_error_reaches_all_who_wait_and_hangs_nobody(make_sampler, monk
     assert "it is broken" in str(failed[0])
     monkeypatch.undo()
     assert await sampler.generate(request()) == wanted
+
+
+@BOTH_ENGINES
+async def test_completions_under_way_keep_their_cache(make_sampler):
+    sampler = make_sampler()
+    wanted = await sampler.generate(request())
+    sampler._frees_cache = True
+    await sampler.rest()
+    under_way = asyncio.create_task(sampler.generate(request()))
+    for _ in range(4):
+        await asyncio.sleep(0)
+        await sampler.rest()
+    assert await under_way == wanted

@@ -122,7 +122,7 @@ async def test_a_learner_with_another_temperature_is_found_by_the_gap(tmp_path: 
 
 @pytest.mark.parametrize(("gap", "dtype", "level"), [
     (0.0, "float32", "ok"), (0.002, "float32", "problem"), (0.03, "bfloat16", "ok"),
-    (0.09, "bfloat16", "warning"), (0.16, "bfloat16", "problem"),
+    (0.002, "tf32", "ok"), (0.09, "bfloat16", "warning"), (0.16, "bfloat16", "problem"),
     (float("nan"), "bfloat16", "problem"),
 ])  # fmt: skip
 def test_what_rounding_explains_depends_on_the_number_format(gap, dtype, level):

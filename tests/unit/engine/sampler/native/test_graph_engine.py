@@ -111,6 +111,16 @@ def test_new_weights_of_a_whole_model_are_taken_in_place_and_recordings_stay(nam
     assert torch.equal(after, decoded(engine_of(other, run_eagerly))), "as if built with them"
 
 
+def test_a_recording_goes_with_the_cache_that_it_reads():
+    graph = FakeCudaGraph()
+    engine = engine_of(ServedModel(family("llama")), graph)
+    before = decoded(engine)
+    engine.free_cache()
+    assert not len(engine._keys_LGJTD)
+    assert torch.equal(decoded(engine), before)
+    assert graph.recordings == 2
+
+
 def test_what_a_caller_holds_is_not_overwritten_by_the_next_token():
     graph = FakeCudaGraph()
     engine = engine_of(ServedModel(family("llama")), graph)

@@ -3,7 +3,7 @@ token ids and log-probabilities.
 
 load       read the published weights here and compute their fingerprint; each server takes them over (`WeightSync`),
 and completes fixed prompts (`probe.py`)
-generate   ask the least busy server (`servers.py`) for the members of a group, in one request unless each is to have its own seed
+generate   ask the least busy server (`server_pool.py`) for the members of a group, in one request unless each is to have its own seed
 
 A server is prepared when it is first needed, and again whenever it may have been restarted: after a lost connection, or when it does not
 know the adapter. A server that turns out to serve other weights ends the run. vLLM's results vary, so the same seed may draw other tokens
@@ -21,11 +21,9 @@ from groupwise.core.errors import EndpointError, RunError, UsageError
 from groupwise.core.interruption import gather_all
 from groupwise.core.types import Completion, GroupRequest, Policy, PromptLogprobs, SamplingParams
 from groupwise.engine.sampler.rules import refuse_misfit, refuse_other_weights
-from groupwise.engine.sampler.vllm import probe
-from groupwise.engine.sampler.vllm.adapters import ListedModel, list_models
-from groupwise.engine.sampler.vllm.own import SpawnedServer
-from groupwise.engine.sampler.vllm.servers import Served, Server, Servers
-from groupwise.engine.sampler.vllm.wire import (
+from groupwise.engine.sampler.servers import probe
+from groupwise.engine.sampler.servers.adapters import AdapterFiles, ListedModel, list_models
+from groupwise.engine.sampler.servers.completions import (
     Drawn,
     divide_group,
     prompt_body,
@@ -33,6 +31,8 @@ from groupwise.engine.sampler.vllm.wire import (
     read_prompt,
     request_body,
 )
+from groupwise.engine.sampler.servers.server_pool import Served, Server, Servers
+from groupwise.engine.sampler.servers.spawned_server import SpawnedServer
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ ATTEMPTS = 3
 
 
 class PolicyWitness(Protocol):
-    """Log-probabilities under the published weights, read from the files; `groupwise.engine.sampler.vllm.witness` computes them."""
+    """Log-probabilities under the published weights, read from the files; `groupwise.engine.sampler.servers.witness` computes them."""
 
     @property
     def vocabulary(self) -> int: ...
@@ -74,16 +74,8 @@ class WeightSync(Protocol):
         """Make a server serve what was offered. `models`: the server's list. Raises UsageError if the server was not started for that."""
         ...
 
-    def leave(self, server: Server, served: Served) -> None:
-        """Tell a server, from code that is not async, that the run needs it no longer."""
-        ...
 
-    def withdraw(self, served: Served) -> None:
-        """Remove what `offer` put somewhere."""
-        ...
-
-
-class VllmSampler:
+class ServerSampler:
     """A `groupwise.core.types.Sampler` over HTTP."""
 
     def __init__(
@@ -112,6 +104,11 @@ class VllmSampler:
         self._own = own
         self._served: Served | None = None
         self._under_way = 0
+
+    def follow_server(self, log: Path, report: Callable[[str], None]) -> None:
+        """If this run starts the server: append the server's output to `log`, and report how its start goes."""
+        if self._own is not None:
+            self._own.follow(log, report)
 
     async def generate(self, request: GroupRequest) -> tuple[Completion, ...]:
         """See `groupwise.core.types.Sampler.generate`. Raises `EndpointError` for an invalid answer."""
@@ -158,14 +155,18 @@ class VllmSampler:
             raise UsageError(
                 f"{policy.path} holds all weights of a model, but servers of sampler.url take adapters alone. Have a server started "
                 "(sampler.vllm_python), train an adapter (lora), or leave sampler.engine out."
+                if policy.kind == "full"
+                else f"{policy.path} holds an adapter, but lora is null, so the vLLM of sampler.vllm_python was started for whole models. "
+                "Set lora, with the adapter's rank."
             )
         previous, self._served = self._served, None
         self._witness.read(policy.path)
         refuse_other_weights(policy, self._witness.fingerprint())
         served = self._sync.offer(policy)
         await self._prepare_all(served)
-        if previous is not None and previous.name != served.name:
-            self._sync.withdraw(previous)
+        replaced = None if previous is None or previous.name == served.name else previous
+        if replaced is not None and isinstance(self._sync, AdapterFiles):
+            self._sync.remove(replaced)
 
     async def serve_base(self) -> None:
         """Serve the base without adapter."""
@@ -193,13 +194,13 @@ class VllmSampler:
             self._own.close()
             return
         served, self._served = self._served, None
-        if served is None or served.policy is None:
+        if served is None or served.policy is None or not isinstance(self._sync, AdapterFiles):
             return
         for server in self._servers.all:
             if server.ready == served:
-                self._sync.leave(server, served)
+                self._sync.unload_now(server, served)
             server.ready = None
-        self._sync.withdraw(served)
+        self._sync.remove(served)
 
     # --- preparing servers --------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ import pytest
 
 from groupwise.core.errors import EndpointError, PolicyMismatchError, RunError
 from groupwise.core.types import GroupRequest, LogitsProcessing, PromptLogprobs, SamplingParams
-from groupwise.engine.sampler.vllm.wire import (
+from groupwise.engine.sampler.servers.completions import (
     SEEDS,
     Drawn,
     divide_group,

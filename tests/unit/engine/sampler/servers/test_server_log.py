@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from groupwise.engine.sampler.vllm.server_log import known_remedy, root_cause
+from groupwise.engine.sampler.servers.server_log import known_remedy, last_message, root_cause
 
 ERROR = "(EngineCore pid=7) ERROR 11-28 11:33:01 [core.py:1100] "
 HARMLESS = "\n".join(
@@ -42,3 +42,16 @@ def test_without_a_traceback_the_line_that_names_an_error_counts():
     assert known_remedy(root_cause("one\ntwo")) == ""
     assert root_cause("one\n\ntwo\n") == "one\ntwo"
     assert root_cause("") == "no output"
+
+
+@pytest.mark.parametrize(
+    ("log", "found"),
+    [
+        (f"{ERROR}first\n(EngineCore pid=7) INFO 11-28 11:33:01 [a.py:1] Loading weights\n", "Loading weights"),
+        ("one\nCapturing CUDA graphs:  3%|▎ | 1/35\rCapturing CUDA graphs:  6%|▌ | 2/35", "Capturing CUDA graphs:  6%|▌ | 2/35"),
+        ("one\n  ▄▄▄ █ █\n\n", "one"),
+        ("", "no output"),
+    ],
+)  # fmt: skip
+def test_the_last_message_is_the_newest_line_with_words(log, found):
+    assert last_message(log) == found

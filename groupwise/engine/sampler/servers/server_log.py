@@ -1,4 +1,4 @@
-"""Reads the log of a vLLM server to find why the server ended.
+"""Reads the log of a vLLM server to find why the server ended, or what it is doing.
 
 vLLM runs in several processes. The one that fails writes its traceback first; the others then write theirs, which only say that it failed
 ("See root cause above"), and some write shutdown messages after that. So the first error counts, not the last line; of exceptions that
@@ -23,6 +23,8 @@ CHAINED = (
     "During handling of the above exception, another exception occurred:",
     "The above exception was the direct cause of the following exception:",
 )
+MESSAGE = 160
+"""Most characters of a message that tells how a start goes."""
 LINES, LENGTH = 6, 400
 """Number of lines of an error, and characters of each, that are shown."""
 REMEDIES = {
@@ -31,9 +33,11 @@ REMEDIES = {
         "than --max-num-batched-tokens tokens. Set sampler.seeded=false, or lower sampler.concurrency."
     ),
     "No module named 'vllm": (
-        "sampler.vllm_python must be the Python of an environment that has vLLM 0.10.2 or newer, such as /opt/vllm/bin/python."
+        "sampler.vllm_python must be the Python of an environment that has vLLM 0.12 or newer, such as /opt/vllm/bin/python."
     ),
-    "unrecognized arguments": "vLLM 0.10.2 or newer is needed in the environment of sampler.vllm_python.",
+    "unrecognized arguments": (
+        "vLLM 0.12 or newer is needed in the environment of sampler.vllm_python, and 0.16 or newer if all weights are trained (lora: null)."
+    ),
 }
 """What the user can do about errors that no restart mends, by a part of their text."""
 
@@ -41,6 +45,12 @@ REMEDIES = {
 def known_remedy(cause: str) -> str:
     """What to do about an error that no restart mends; empty for others."""
     return next((remedy for text, remedy in REMEDIES.items() if text in cause), "")
+
+
+def last_message(log: str) -> str:
+    """The last line with words; of a progress bar, which is drawn over and over in one line, its newest state."""
+    lines = (PREFIX.sub("", line).strip() for line in reversed(log.splitlines()))
+    return next((line for line in lines if any(map(str.isalpha, line))), "no output")[:MESSAGE]
 
 
 def root_cause(log: str) -> str:

@@ -11,13 +11,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from groupwise.api.openai_client.response_parsing import excerpt
 from groupwise.core.errors import EndpointError, UsageError
 from groupwise.core.types import SamplingParams
-from groupwise.engine.sampler.vllm.servers import Server
-from groupwise.engine.sampler.vllm.wire import TOKEN_AS_TEXT, refuse_withheld_end
+from groupwise.engine.sampler.servers.completions import TOKEN_AS_TEXT, refuse_withheld_end
+from groupwise.engine.sampler.servers.server_pool import Server
 
 T = TypeVar("T")
 
@@ -28,6 +28,10 @@ NEVER_LOADED = "has never been loaded"
 @dataclass(slots=True, eq=False)
 class SglangServer(Server):
     """A server of SGLang."""
+
+    adapters_remedy: ClassVar[str] = (
+        "Start SGLang with --enable-lora, --max-lora-rank and --lora-target-modules all."
+    )
 
     @property
     def adapters_url(self) -> str:
@@ -63,7 +67,7 @@ class SglangServer(Server):
 
 
 def generate_body(body: Mapping[str, Any], adapter: str | None) -> dict[str, Any]:
-    """The body of a POST to /generate that asks for what the `wire.request_body` does."""
+    """The body of a POST to /generate that asks for what the `completions.request_body` does."""
     prompt_top = body.get("prompt_logprobs")
     least = body.get("min_tokens", 0)
     return {

@@ -20,7 +20,7 @@ from groupwise.api.openai_client.response_parsing import excerpt, read_json
 from groupwise.core import atomic_files
 from groupwise.core.errors import EndpointError, UsageError
 from groupwise.core.types import Policy
-from groupwise.engine.sampler.vllm.servers import Served, Server
+from groupwise.engine.sampler.servers.server_pool import Served, Server
 
 LOAD, UNLOAD = "/load_lora_adapter", "/unload_lora_adapter"
 NO_SUCH_ROUTE = frozenset({404, 405})
@@ -75,7 +75,7 @@ def adapter_name(policy: Policy) -> str:
 
 
 class AdapterFiles:
-    """A `groupwise.engine.sampler.vllm.sampler.WeightSync` by files of adapters."""
+    """A `groupwise.engine.sampler.servers.sampler.WeightSync` by files of adapters."""
 
     kind: Literal["adapter", "full"] = "adapter"
 
@@ -104,12 +104,12 @@ class AdapterFiles:
             if other != name and root.rpartition("/")[0] == mine:
                 await unload(server, other)
 
-    def leave(self, server: Server, served: Served) -> None:
-        """See `WeightSync.leave`."""
+    def unload_now(self, server: Server, served: Served) -> None:
+        """Tell a server, from code that is not async, that the run needs its adapter no longer."""
         server.tell(server.adapters_url + UNLOAD, {"lora_name": served.name})
 
-    def withdraw(self, served: Served) -> None:
-        """See `WeightSync.withdraw`."""
+    def remove(self, served: Served) -> None:
+        """Remove what `offer` copied, if anything."""
         if self._shared is not None and served.policy is not None:
             self._shared.remove(served.policy)
 
@@ -144,8 +144,7 @@ async def _load_adapter(server: Server, name: str, folder: str) -> None:
             return  # an earlier attempt, whose answer was lost, loaded it
         if error.status in NO_SUCH_ROUTE and folder not in str(error) and name not in str(error):
             raise UsageError(
-                f"{server.url} takes no adapters while it runs: {error}\nStart vLLM with --enable-lora and the environment variable "
-                "VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."
+                f"{server.url} takes no adapters while it runs: {error}\n{server.adapters_remedy}"
             ) from None
         if error.may_pass and error.status != 500:
             raise

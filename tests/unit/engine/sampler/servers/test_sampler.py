@@ -20,9 +20,10 @@ import torch
 from groupwise.core.errors import EndpointError, PolicyMismatchError, RunError, UsageError
 from groupwise.core.types import GroupRequest, LogitsProcessing, Row, SamplingParams
 from groupwise.engine.models.tiny import tiny_tokenizer
-from groupwise.engine.sampler.vllm.adapters import SharedFolder, adapter_name
+from groupwise.engine.sampler.servers.adapters import SharedFolder, adapter_name
+from groupwise.engine.sampler.servers.whole_weights import WholeWeights
 from tests.fake_vllm_server import VllmServer, refusal
-from tests.vllm_pair import KEY, Clock, disturb, learner_of, vllm_sampler
+from tests.vllm_pair import KEY, Clock, disturb, learner_of, server_sampler
 
 PROCESSED = "processed_logprobs"
 
@@ -80,7 +81,7 @@ async def groups(sampler, *members):
 
 
 async def test_each_version_has_a_name_of_its_own_and_the_one_before_goes(learner, server):
-    sampler = vllm_sampler([server.url], learner)
+    sampler = server_sampler([server.url], learner)
     for version in range(3):
         policy = await learner.publish(version)
         await sampler.load(policy)
@@ -99,27 +100,27 @@ async def test_an_adapter_that_another_process_of_the_run_left_is_taken_or_loade
 ):
     policy = await learner.publish(0)
     with pytest.raises(PolicyMismatchError, match="fingerprint"):
-        await vllm_sampler([server.url], learner).load(replace(policy, fingerprint="0" * 16))
+        await server_sampler([server.url], learner).load(replace(policy, fingerprint="0" * 16))
     assert server.asked == [], "nothing that was not published so"
-    first = vllm_sampler([server.url], learner)
-    for each in (first, first, vllm_sampler([server.url], learner)):
+    first = server_sampler([server.url], learner)
+    for each in (first, first, server_sampler([server.url], learner)):
         await each.load(policy)
     assert len(server.bodies("/load_lora_adapter")) == 1
     moved = tmp_path / "elsewhere" / "v000000000"
     shutil.copytree(policy.path, moved)
-    await vllm_sampler([server.url], learner).load(replace(policy, path=str(moved)))
+    await server_sampler([server.url], learner).load(replace(policy, path=str(moved)))
     assert len(server.bodies("/load_lora_adapter")) == 2
     assert server.models[adapter_name(policy)].root == str(moved)
     other = tmp_path / "other" / "v000000000"
     shutil.copytree(policy.path, other)
-    await vllm_sampler([server.url], learner).load(replace(policy, path=str(other), run="other"))
+    await server_sampler([server.url], learner).load(replace(policy, path=str(other), run="other"))
     assert len(server.adapters) == 2, "those of other runs are left alone"
 
 
 async def test_a_shared_folder_holds_the_adapter_that_serves_and_no_other(learner, server, tmp_path):  # fmt: skip
     (tmp_path / "there").symlink_to(tmp_path / "here")
     shared = SharedFolder(tmp_path / "here", str(tmp_path / "there"))
-    sampler = vllm_sampler([server.url], learner, shared=shared)
+    sampler = server_sampler([server.url], learner, shared=shared)
     for version in range(2):
         policy = await learner.publish(version)
         await sampler.load(policy)
@@ -132,7 +133,7 @@ async def test_a_shared_folder_holds_the_adapter_that_serves_and_no_other(learne
 
 
 async def test_nothing_is_drawn_before_weights_or_loaded_while_drawing(learner, server):
-    sampler = vllm_sampler([server.url], learner)
+    sampler = server_sampler([server.url], learner)
     with pytest.raises(RunError, match="no weights yet"):
         await sampler.generate(request())
     policy = await learner.publish(0)
@@ -144,6 +145,9 @@ async def test_nothing_is_drawn_before_weights_or_loaded_while_drawing(learner, 
     await under_way
     with pytest.raises(UsageError, match="holds all weights"):
         await sampler.load(replace(policy, kind="full"))
+    for_models = server_sampler([server.url], learner, sync=WholeWeights("tiny", None))
+    with pytest.raises(UsageError, match="holds an adapter, but lora is null"):
+        await for_models.load(policy)
 
 
 # --- servers that are not as they must be
@@ -164,7 +168,7 @@ async def test_nothing_is_drawn_before_weights_or_loaded_while_drawing(learner, 
 )  # fmt: skip
 async def test_a_server_that_does_not_fit_is_refused(learner, server, settings, sampler, told):
     server.renew(**{"logprobs_mode": PROCESSED, **settings})
-    tried = vllm_sampler([server.url], learner, **sampler)
+    tried = server_sampler([server.url], learner, **sampler)
     with pytest.raises((UsageError, PolicyMismatchError, EndpointError), match=told):
         await tried.load(await learner.publish(0))
 
@@ -172,7 +176,7 @@ async def test_a_server_that_does_not_fit_is_refused(learner, server, settings, 
 async def test_a_server_may_ask_for_a_key_or_serve_its_base(learner, server, monkeypatch):
     monkeypatch.setenv(KEY, "secret")
     server.renew(logprobs_mode=PROCESSED, key="secret")
-    sampler = vllm_sampler([server.url], learner)
+    sampler = server_sampler([server.url], learner)
     await sampler.serve_base()
     assert {each.policy_version for each in await sampler.generate(request())} == {0}
     await sampler.load(await learner.publish(0))
@@ -186,7 +190,7 @@ async def test_a_server_may_ask_for_a_key_or_serve_its_base(learner, server, mon
 
 async def test_a_server_that_ends_in_the_middle_is_waited_for(learner, server):
     clock = Clock()
-    sampler = vllm_sampler([server.url], learner, clock=clock)
+    sampler = server_sampler([server.url], learner, clock=clock)
     await sampler.load(await learner.publish(0))
     before = await sampler.generate(request(8))
 
@@ -209,7 +213,7 @@ async def test_a_server_that_ends_in_the_middle_is_waited_for(learner, server):
 
 async def test_another_model_at_the_address_of_a_lost_server_is_noticed(learner, server):
     clock = Clock()
-    sampler = vllm_sampler([server.url], learner, clock=clock)
+    sampler = server_sampler([server.url], learner, clock=clock)
     await sampler.load(await learner.publish(0))
 
     server.end()
@@ -220,7 +224,7 @@ async def test_another_model_at_the_address_of_a_lost_server_is_noticed(learner,
 
 async def test_without_any_server_the_run_ends_after_its_patience(learner, server):
     clock = Clock()
-    sampler = vllm_sampler([server.url], learner, clock=clock, patience=50.0)
+    sampler = server_sampler([server.url], learner, clock=clock, patience=50.0)
     await sampler.load(await learner.publish(0))
     server.end()
     with pytest.raises(EndpointError, match=r"sampler\.patience.*--resume"):  # fmt: skip
@@ -230,7 +234,7 @@ async def test_without_any_server_the_run_ends_after_its_patience(learner, serve
 
 
 async def test_what_takes_too_long_is_asked_for_again(learner, server):
-    sampler = vllm_sampler([server.url], learner, timeout=3.0)
+    sampler = server_sampler([server.url], learner, timeout=3.0)
     await sampler.load(await learner.publish(0))
     hung, asked_again = [], asyncio.Event()
 
@@ -252,18 +256,18 @@ async def test_what_takes_too_long_is_asked_for_again(learner, server):
 
 
 async def test_several_servers_share_the_work(learner, two):
-    sampler = vllm_sampler([each.url for each in two], learner)
+    sampler = server_sampler([each.url for each in two], learner)
     await sampler.load(await learner.publish(0))
     together = await groups(sampler, 6, 3, 4)
     assert [*map(completions, two)] == [6, 7]
-    alone = vllm_sampler([two[0].url], learner)
+    alone = server_sampler([two[0].url], learner)
     await alone.load(await learner.publish(0))
     assert await groups(alone, 6, 3, 4) == together
 
 
 async def test_a_dead_one_is_left_alone_and_comes_back_with_the_newest_weights(learner, two):
     clock, (one, dead) = Clock(), two
-    sampler = vllm_sampler([one.url, dead.url], learner, clock=clock)
+    sampler = server_sampler([one.url, dead.url], learner, clock=clock)
     await sampler.load(await learner.publish(0))
     dead.end()
     assert len(await sampler.generate(request(6))) == 6
@@ -282,7 +286,9 @@ async def test_a_dead_one_is_left_alone_and_comes_back_with_the_newest_weights(l
 
 
 async def test_a_group_is_one_request_whose_seeds_may_be_left_to_the_server(learner, server):
-    seeded, other = (vllm_sampler([server.url], learner, seeded=seeded) for seeded in (True, False))
+    seeded, other = (
+        server_sampler([server.url], learner, seeded=seeded) for seeded in (True, False)
+    )
     policy = await learner.publish(0)
     for sampler in (seeded, other):
         await sampler.load(policy)
@@ -298,7 +304,7 @@ async def test_a_group_is_one_request_whose_seeds_may_be_left_to_the_server(lear
 
 
 async def test_a_strange_answer_ends_the_run_and_is_not_asked_for_again(learner, server):
-    sampler = vllm_sampler([server.url], learner)
+    sampler = server_sampler([server.url], learner)
     await sampler.load(await learner.publish(0))
 
     def short(answer):
@@ -312,7 +318,7 @@ async def test_a_strange_answer_ends_the_run_and_is_not_asked_for_again(learner,
 
 
 async def test_no_more_than_the_limit_is_asked_at_once(learner, server):
-    sampler = vllm_sampler([server.url], learner)
+    sampler = server_sampler([server.url], learner)
     for each in sampler._servers.all:
         each.concurrency = 3
     await sampler.load(await learner.publish(0))
@@ -335,7 +341,7 @@ async def test_no_more_than_the_limit_is_asked_at_once(learner, server):
 
 
 async def test_alternatives_schemas_and_prompts_come_from_the_server(learner, server):
-    sampler = vllm_sampler([server.url], learner)
+    sampler = server_sampler([server.url], learner)
     await sampler.load(await learner.publish(0))
     plain = request()
     for each in await sampler.generate(replace(plain, top_logprobs=3)):

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from groupwise.core.errors import PolicyMismatchError
-from groupwise.engine.sampler.vllm.probe import NOT_APPLIED, NOT_PROCESSED, check_logprobs
+from groupwise.engine.sampler.servers.probe import NOT_APPLIED, NOT_PROCESSED, check_logprobs
 
 TRUE = [-0.1 * k for k in range(1, 65)]
 

@@ -3,7 +3,7 @@
 Every sampling parameter is sent, so that none is left to the server's defaults, which vLLM takes from the model's
 `generation_config.json`. The server's own end-of-text token does not end a completion (`ignore_eos`): only the requested stop tokens do.
 Requests that a server would interpret differently are refused before they are sent. Answers are accepted only as far as they can be
-checked. Fields as in vLLM 0.10.2 (the first that returns token ids) to 0.33.
+checked. Fields as in vLLM 0.12 to 0.33; token ids are returned from 0.10.2 on.
 """
 
 from __future__ import annotations
@@ -272,7 +272,7 @@ def _read_tokens(
     if not isinstance(ids, list) or not isinstance(values, list):
         lacking = "log-probabilities" if isinstance(ids, list) else "token ids"
         raise EndpointError(
-            f"answered without {lacking}, of which training is made. vLLM gives both from 0.10.2 on: {excerpt(answer)}"
+            f"answered without {lacking}, of which training is made. Install vLLM 0.12 or newer there: {excerpt(answer)}"
         )
     token_ids, numbers = cast("list[Any]", ids), cast("list[Any]", values)
     if len(token_ids) != len(numbers):

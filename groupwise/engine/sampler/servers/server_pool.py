@@ -13,7 +13,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import httpx2
 
@@ -23,7 +23,7 @@ from groupwise.core.errors import EndpointError
 from groupwise.core.loopback import direct_transport
 from groupwise.core.retry import Backoff, Timing
 from groupwise.core.types import Policy, SamplingParams
-from groupwise.engine.sampler.vllm.wire import refuse_what_differs
+from groupwise.engine.sampler.servers.completions import refuse_what_differs
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +49,11 @@ class Served:
 @dataclass(slots=True, eq=False)
 class Server:
     """One address, and the state of the server of vLLM at it; `sglang.py` has one of SGLang."""
+
+    adapters_remedy: ClassVar[str] = (
+        "Start vLLM with --enable-lora and the environment variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."
+    )
+    """What to do about a server without the routes that load and unload adapters."""
 
     endpoint: Endpoint
     concurrency: int
@@ -103,7 +108,7 @@ class Server:
         refuse_what_differs(params, end_id)
 
     async def complete(self, body: Mapping[str, Any], read: Callable[[bytes], T]) -> T:
-        """`read` of the answer to a body of `wire.request_body` or `wire.prompt_body`. Raises EndpointError."""
+        """`read` of the answer to a body of `completions.request_body` or `completions.prompt_body`. Raises EndpointError."""
         return await self.client.ask("POST", "/completions", body, read, 0)
 
     async def post(self, path: str, body: Mapping[str, Any] | None = None) -> None:
@@ -146,7 +151,7 @@ class Servers:
         servers: Sequence[Server],
         patience: float,
         timing: Timing,
-        remedy: str = "Start one there (sampler.url)",
+        remedy: Callable[[], str] = lambda: "Start one there (sampler.url)",
     ) -> None:
         """`patience`: seconds without an answer from any server after which a request is given up; `remedy`: advice for that error."""
         self.all = tuple(servers)
@@ -193,7 +198,7 @@ class Servers:
         urls = ", ".join(server.url for server in self.all)
         last_words = "" if last_error is None else f" The last word: {last_error}"
         return EndpointError(
-            f"None of the servers ({urls}) has answered for {self._patience:g} s (sampler.patience). {self._remedy}, then go on "
+            f"None of the servers ({urls}) has answered for {self._patience:g} s (sampler.patience). {self._remedy()}, then go on "
             f"with --resume.{last_words}",
             None if last_error is None else last_error.status,
         )

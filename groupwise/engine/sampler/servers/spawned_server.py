@@ -1,10 +1,12 @@
 """A vLLM server that a run starts for itself (`sampler.vllm_python`), restarts if it ends, and ends with itself.
 
 It runs in its own Python environment. It listens on a Unix socket in a folder that only this user may enter, because vLLM asks for no key
-on the routes by which it sleeps and takes weights. When this process ends for any reason, the server ends as well.
+on the routes by which it sleeps and takes weights. When this process ends for any reason, the server ends as well; the folder of a killed
+one is removed by the next process that claims one (`groupwise.runs.publications`).
 
-A thread starts it, and starts it again whenever it ends; `up` waits until it answers. It is given up, with the first error in its log, if
-it ends twice in the same way before it answers, or once by an error that only the user can mend (`server_log.py`).
+A thread starts it, and starts it again whenever it ends; `up` waits until it answers, and reports meanwhile what its log says. It is given
+up, with the first error in its log, if it ends twice in the same way before it answers, or once by an error that only the user can mend
+(`server_log.py`).
 
 A server that takes turns with the learner on one GPU sleeps while the run learns: its weights wait in main memory, and its keys and values
 are dropped.
@@ -15,13 +17,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +33,9 @@ from groupwise.api.openai_client.client import Endpoint
 from groupwise.core.errors import EndpointError, UsageError
 from groupwise.core.rendezvous import without_rank
 from groupwise.core.retry import Timing
-from groupwise.engine.sampler.vllm.server_log import known_remedy, root_cause
-from groupwise.engine.sampler.vllm.servers import Server
+from groupwise.engine.sampler.servers.server_log import known_remedy, last_message, root_cause
+from groupwise.engine.sampler.servers.server_pool import Server
+from groupwise.runs import publications
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +57,10 @@ RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 GRACE = 20.0
 """Seconds that a server may take to end after SIGTERM, before it is killed."""
 LOOKS_EVERY = 0.5
+REPORTS_EVERY = 30.0
+"""Seconds between reports of a server that has not answered yet: compiling and recording graphs on a GPU may take minutes."""
+LOG_TAIL = 1 << 14
+"""Bytes at the end of a log in which the last message is looked for."""
 SHARE_OF_GPU, SHARE_IN_TURN, SHARE_BESIDE_LEARNER = 0.9, 0.7, 0.5
 """Share of a GPU's memory that the server takes: of one that it has alone, of one on which the run learns while the server sleeps, and of
 one on which the run learns at the same time."""
@@ -71,6 +78,24 @@ if os.getppid() != int(sys.argv[1]):
 os.execv(sys.argv[2], sys.argv[2:])
 """
 """Program that asks the kernel to end it with the thread that started it, then becomes the server (prctl(2), PR_SET_PDEATHSIG)."""
+ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""The environment variables with the settings of torch's allocator: the older name and the newer one."""
+EXPANDABLE_SEGMENTS = re.compile(r",?\s*expandable_segments\s*:\s*true", re.IGNORECASE)
+"""The setting with which vLLM refuses to sleep, and whose memory other processes cannot map by CUDA IPC."""
+
+
+def has_expandable_segments(environment: Mapping[str, str]) -> bool:
+    """True if torch's allocator is set to expandable segments."""
+    return any(EXPANDABLE_SEGMENTS.search(environment.get(name, "")) for name in ALLOCATOR_SETTINGS)
+
+
+def without_expandable_segments(environment: Mapping[str, str]) -> dict[str, str]:
+    """The environment without that setting of torch's allocator, but with the others."""
+    changed = dict(environment)
+    for name in ALLOCATOR_SETTINGS:
+        if settings := EXPANDABLE_SEGMENTS.sub("", changed.pop(name, "")).lstrip(", "):
+            changed[name] = settings
+    return changed
 
 
 def largest_rank(rank: int) -> int:
@@ -98,6 +123,8 @@ class ServerSpec:
     """Share of each GPU's memory, or without a GPU of the machine's memory, that it may use; None only without a GPU: `CACHE_GIB`."""
     gpus: tuple[str, ...] | None
     """Values for CUDA_VISIBLE_DEVICES; None: without a GPU."""
+    tf32: bool = False
+    """True to let it compute float32 matrix products in TF32."""
     in_turn: bool = False
     """True to let it sleep while the run learns on its GPU."""
     takes: Literal["adapters", "files", "ipc"] = "adapters"
@@ -140,6 +167,8 @@ class ServerSpec:
             found["VLLM_SERVER_DEV_MODE"] = (
                 "1"  # opens the routes to sleep and to take whole weights
             )
+        if self.tf32:
+            found["VLLM_FLOAT32_MATMUL_PRECISION"] = "high"  # by torch's name for it
         if self.takes == "ipc":
             found["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"  # handles are pickled
         if adapters is not None and self.rank is not None:
@@ -166,12 +195,13 @@ class SpawnedServer:
         patience: float,
         timing: Timing,
     ) -> None:
-        """`log`: file for the server's output, emptied at the start of each run. `timeout`: seconds for one request; `patience`: seconds
-        for its start."""
+        """`log`: file to which the server's output is appended. `timeout`: seconds for one request; `patience`: seconds for its start."""
         self.spec = spec
         self.log = log
-        """File of the server's output."""
-        self._socket = Path(tempfile.mkdtemp(prefix="groupwise-vllm-"), "socket")
+        """File of the server's output; see `follow`."""
+        self._log_of_failures = log
+        self._report: Callable[[str], None] = logger.warning  # shown even if nobody follows
+        self._socket = publications.claim(log, 0) / "socket"
         endpoint = Endpoint(
             "http://localhost", spec.name, timeout=timeout, socket=str(self._socket)
         )
@@ -183,26 +213,41 @@ class SpawnedServer:
         self._closing = threading.Event()
         self._answered = threading.Event()
         self._asleep = False
+        self._log_begin = 0
+        """Size of the log when the server was started last."""
         self._failure = ""
         """Why it was given up."""
+
+    def follow(self, log: Path, report: Callable[[str], None]) -> None:
+        """Append the server's output to `log` from its start on, and have `report` called with lines on how its start goes."""
+        self.log, self._report = log, report
 
     async def up(self, adapters: str | None) -> None:
         """Start it unless it is running, and wait until it answers; nothing to do for one that answers. Raises UsageError with the reason
         in its log if it does not. `adapters`: the folder of all adapters that it will be given; None: it serves the base alone."""
         if self._supervisor is None:
             self._start_supervisor(adapters)
-        deadline = self._timing.clock() + self._patience
+            self._report(f"A vLLM of this run's own is starting; its output is in {self.log}")
+        begin, clock = self._timing.clock(), self._timing.clock
+        report_at = begin + REPORTS_EVERY
         while not self._answered.is_set():
             with suppress(EndpointError):
                 await self.server.client.ask("GET", "/models", None, bytes, 0)
                 self._answered.set()
+                self._report(f"The vLLM of this run answers after {clock() - begin:.0f} s")
                 return
-            if not self._failure and self._timing.clock() >= deadline:
-                self._failure = f"has not answered for {self._patience:g} s (sampler.patience): {self._reason(0)}"
+            if not self._failure and clock() >= begin + self._patience:
+                self._failure = f"has not answered for {self._patience:g} s (sampler.patience): {self._reason()}"
             if self._failure:
                 await asyncio.to_thread(self.close)
                 raise UsageError(
-                    f"The vLLM of sampler.vllm_python ({self.spec.python}) {self._failure}\nIts whole output is in {self.log}."
+                    f"The vLLM of sampler.vllm_python ({self.spec.python}) {self._failure}\nIts whole output is in {self._keep_log()}."
+                )
+            if clock() >= report_at:
+                report_at = clock() + REPORTS_EVERY
+                said = last_message(self._output(LOG_TAIL))
+                self._report(
+                    f"The vLLM of this run has been starting for {clock() - begin:.0f} s: {said}"
                 )
             await self._timing.sleep(LOOKS_EVERY)
 
@@ -224,7 +269,7 @@ class SpawnedServer:
         self._closing.set()
         if self._supervisor is not None:
             self._supervisor.join()
-        shutil.rmtree(self._socket.parent, ignore_errors=True)
+        publications.release(self._socket.parent)
 
     def _start_supervisor(self, adapters: str | None) -> None:
         python = Path(self.spec.python).expanduser()
@@ -234,7 +279,8 @@ class SpawnedServer:
                 "vLLM, as /opt/vllm/bin/python."
             )
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        self.log.write_bytes(b"")
+        self.log.touch()
+        self._log_begin = self.log.stat().st_size
         self._adapters = adapters
         self._supervisor = threading.Thread(target=self._keep_running, name="vllm", daemon=True)
         self._supervisor.start()
@@ -244,7 +290,7 @@ class SpawnedServer:
         earlier = None
         while not self._closing.is_set():
             with self.log.open("ab") as log:
-                begin = log.tell()
+                self._log_begin = log.tell()
                 process = self._start_server(log)
                 while process.poll() is None and not self._closing.wait(LOOKS_EVERY):
                     pass
@@ -252,7 +298,7 @@ class SpawnedServer:
             if self._closing.is_set():
                 return
             self.server.ready = None
-            reason = self._reason(begin)
+            reason = self._reason()
             ended = f"ended (exit status {process.returncode}): {reason}"
             kind = (process.returncode, reason.partition(":")[0])  # what follows may have numbers
             if known_remedy(reason) or (not self._answered.is_set() and kind == earlier):
@@ -267,14 +313,27 @@ class SpawnedServer:
                 self.log,
             )
 
-    def _reason(self, begin: int) -> str:
-        """Why the server that wrote its log from byte `begin` on ended, and what to do about it, if that is known."""
-        with self.log.open("rb") as log:
-            log.seek(begin)
-            cause = root_cause(log.read().decode(errors="replace"))
+    def _reason(self) -> str:
+        """Why the server that was started last has ended or does not answer, and what to do about it, if that is known."""
+        cause = root_cause(self._output())
         return "\n".join(filter(None, (cause, known_remedy(cause))))
 
+    def _output(self, last: int | None = None) -> str:
+        """What the server that was started last has written: all, or the `last` bytes."""
+        with self.log.open("rb") as log:
+            size = log.seek(0, os.SEEK_END)
+            log.seek(max(self._log_begin, 0 if last is None else size - last))
+            return log.read().decode(errors="replace")
+
+    def _keep_log(self) -> Path:
+        """A copy of the log that outlives the run's folder, which is removed if its start fails; returns its path."""
+        if self.log != self._log_of_failures:
+            self._log_of_failures.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(self.log, self._log_of_failures)
+        return self._log_of_failures
+
     def _start_server(self, log: IO[bytes]) -> subprocess.Popen[bytes]:
+        self._socket.parent.mkdir(mode=0o700, exist_ok=True)
         self._socket.unlink(missing_ok=True)
         self._asleep = False
         python = str(Path(self.spec.python).expanduser())
@@ -285,6 +344,8 @@ class SpawnedServer:
             for name, value in without_rank(os.environ).items()
             if name not in of_this_python
         }
+        if self.spec.in_turn:
+            inherited = without_expandable_segments(inherited)
         return subprocess.Popen(
             [*words, python, *self.spec.arguments(self._socket)],
             stdin=subprocess.DEVNULL,

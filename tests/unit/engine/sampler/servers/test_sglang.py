@@ -11,11 +11,11 @@ import torch
 from groupwise.core.errors import ConfigError, EndpointError, RunError, UsageError
 from groupwise.core.types import GroupRequest, LogitsProcessing, SamplingParams
 from groupwise.engine.models.tiny import tiny_tokenizer
-from groupwise.engine.sampler.vllm.sglang import SglangServer, generate_body
-from groupwise.engine.sampler.vllm.wire import request_body
+from groupwise.engine.sampler.servers.completions import request_body
+from groupwise.engine.sampler.servers.sglang import SglangServer, generate_body
 from groupwise.training.config import load_config
 from tests import fake_sglang_server
-from tests.vllm_pair import disturb, learner_of, vllm_sampler
+from tests.vllm_pair import disturb, learner_of, server_sampler
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +31,7 @@ def pair(server, tmp_path):
     server.renew(logprobs_mode="processed_logprobs")
     learner = learner_of(tmp_path / "run")
     disturb(learner)
-    return learner, vllm_sampler([server.url], learner, kind=SglangServer, seeded=False)
+    return learner, server_sampler([server.url], learner, kind=SglangServer, seeded=False)
 
 
 def request(**params) -> GroupRequest:
@@ -74,11 +74,18 @@ async def test_a_loaded_adapter_is_taken_and_one_that_cannot_be_loaded_is_refuse
     learner, sampler = pair
     policy = await learner.publish(0)
     await sampler.load(policy)
-    await vllm_sampler([server.url], learner, kind=SglangServer, seeded=False).load(policy)
+    await server_sampler([server.url], learner, kind=SglangServer, seeded=False).load(policy)
     assert len(server.adapters) == 1
     server.renew(logprobs_mode="processed_logprobs", max_lora_rank=1)
     with pytest.raises(UsageError, match=r"--max-lora-rank of at least lora\.r"):
-        await vllm_sampler([server.url], learner, kind=SglangServer).load(policy)
+        await server_sampler([server.url], learner, kind=SglangServer).load(policy)
+
+
+async def test_a_server_without_the_routes_of_adapters_is_told_how_to_start(pair, server):
+    learner, sampler = pair
+    server.renew(logprobs_mode="processed_logprobs", updates=False)
+    with pytest.raises(UsageError, match="Start SGLang with --enable-lora"):
+        await sampler.load(await learner.publish(0))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from groupwise.core.errors import ModelError
 from groupwise.engine.models.experts import experts_of
 from groupwise.engine.models.lora import fingerprint
 from groupwise.engine.models.memory import explaining_out_of_memory
-from groupwise.engine.sampler.vllm.probe import Answer
+from groupwise.engine.sampler.servers.probe import Answer
 from groupwise.engine.sampler.weights import ServedAdapter, ServedWeights
 
 
@@ -27,7 +27,7 @@ def gpu_uuid(device: torch.device) -> str:
 
 
 class Witness:
-    """A `groupwise.engine.sampler.vllm.sampler.PolicyWitness` over weights in this process."""
+    """A `groupwise.engine.sampler.servers.sampler.PolicyWitness` over weights in this process."""
 
     def __init__(self, weights: ServedWeights) -> None:
         self._weights = weights

@@ -1,0 +1,26 @@
+"""What is measured on a GPU can be measured on a processor, in the smallest size."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_all_parts_are_measured(tmp_path: Path) -> None:
+    out = tmp_path / "found.json"
+    words = ["--sizes", "tiny", "--budgets", "200", "--eager", "--all-weights", "--out", str(out)]
+    command = [sys.executable, "-m", "benchmarks.gpu", *words, "--profiles", str(tmp_path)]
+    subprocess.run(command, cwd=ROOT, check=True)
+    found = json.loads(out.read_text())["sizes"]["tiny"]
+    assert {*found} == {
+        "sampling without graphs", "sampling", "gap", "learning, 200 tokens", "publication", "all weights, 200 tokens",
+    }  # fmt: skip
+    assert all(value >= 0 for key in found.keys() - {"gap"} for value in found[key].values())
+    assert found["gap"]["mean_absolute"] < 0.05
+    assert {each.stem for each in tmp_path.glob("*.txt")} == {
+        "sampling-tiny", "learning-tiny", "all-weights-tiny",
+    }  # fmt: skip
