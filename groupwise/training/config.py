@@ -404,6 +404,11 @@ class RunConfig(Strict):
                 "null",
                 "only a vLLM that the run starts (sampler.vllm_python) takes whole models",
             ),
+            "lora.target_parameters": (
+                self.lora is not None and bool(self.lora.target_parameters),
+                str([*self.lora.target_parameters] if self.lora else []),
+                "servers take adapters of experts in other files than peft's",
+            ),
             "model.backend": (self.model.backend == "tunix", "tunix", "it samples itself"),
             "run.server": (self.run.server is not None, str(self.run.server), "that server samples itself"),
             "run.processes": ((self.run.processes or 1) > 1, str(self.run.processes), "one process learns, and the servers sample"),

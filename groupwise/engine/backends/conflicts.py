@@ -23,6 +23,7 @@ def _tf32_conflicts(config: Any) -> Iterator[Conflict]:
 
 def tunix_rl_conflicts(config: Any) -> Iterator[Conflict]:
     """Conflicts of a `groupwise.training.config.RunConfig` with Tunix."""
+    yield from _expert_conflicts(config)
     yield from _tf32_conflicts(config)
     if config.lora is None:
         yield Conflict(
@@ -70,6 +71,7 @@ def tunix_sft_conflicts(config: Any) -> Iterator[Conflict]:
 
 def unsloth_conflicts(config: Any) -> Iterator[Conflict]:
     """Conflicts of a `groupwise.training.config.RunConfig`, or a `groupwise.training.sft_config.SftConfig`, with Unsloth."""
+    yield from _expert_conflicts(config)
     yield from _tf32_conflicts(config)
     if config.lora is None:
         yield Conflict(
@@ -163,7 +165,17 @@ def tinker_rl_conflicts(config: Any) -> Iterator[Conflict]:
         )
 
 
+def _expert_conflicts(config: Any) -> Iterator[Conflict]:
+    if config.lora is not None and config.lora.target_parameters:
+        yield Conflict(
+            f"lora.target_parameters is {[*config.lora.target_parameters]}, but the backend {config.model.backend} does not adapt experts. "
+            f"Leave it out. {TRANSFORMERS}.",
+            ("lora.target_parameters", BACKEND),
+        )
+
+
 def _tinker_lora_conflicts(config: Any) -> Iterator[Conflict]:
+    yield from _expert_conflicts(config)
     lora = config.lora
     if lora is None:
         yield Conflict(

@@ -52,8 +52,8 @@ class TransformersEngine:
     ) -> None:
         """Without `sharing`, each row is computed with its own prompt."""
         self._weights = weights
-        self._sharing = sharing
         self._decoder = Decoder(weights.model)
+        self._sharing = sharing = sharing and not self._decoder.has_state
         self._reference_decoder: Decoder | None = None
         self.paths = choose_paths(
             self._decoder,

@@ -100,7 +100,15 @@ class Paths:
 def choose_paths(
     decoder: Decoder, *, packing: bool, sharing: bool, whole_groups: bool = False
 ) -> Paths:
-    """The ways that this model allows. Packing is disabled, with a warning, if rows in one sequence would affect each other."""
+    """The ways that this model allows. Packing is disabled, with a warning, if rows in one sequence would affect each other, and
+    sharing too, if layers have a state."""
+    if decoder.has_state:
+        logger.warning(
+            "%s has layers with a state, such as recurrent ones, so each row is computed with its own prompt, behind no other: slower, the "
+            "result is the same",
+            decoder.config.model_type,
+        )
+        return Paths(packing=False, sharing=False)
     exact = packing and packing_is_exact(decoder)
     if packing and not exact:
         logger.warning(

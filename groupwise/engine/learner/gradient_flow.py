@@ -40,17 +40,23 @@ def trained_slopes(weights: TrainedWeights, learning_rate: float) -> list[Slope]
     """How much of an AdamW update, which moves every entry of B by the learning rate, reaches the outputs.
 
     One layer of each kind (`q_proj`, `down_proj` …) is measured, in the number format of its base, with inputs of unit variance. If
-    sampler and learner compute it in different ways, the lowest slope is returned. The list is empty if all weights are trained.
+    sampler and learner compute it in different ways, the lowest slope is returned. The list is empty if all weights are trained. Experts,
+    whose products are those of linear layers, are not measured.
     """
     if not isinstance(weights, TrainedAdapter):
         return []
     adapted = weights.adapted
     native = adapted.native(weights.name)
-    kinds = {path.rpartition(".")[2]: path for path in reversed(adapted.layers_of(weights.name))}
+    layers = {
+        path: layer
+        for path, layer in adapted.layers_of(weights.name).items()
+        if isinstance(layer, ExactLoraLinear)
+    }
+    kinds = {path.rpartition(".")[2]: path for path in reversed(layers)}
     slopes: list[Slope] = []
     with torch.no_grad(), adapted.using(weights.name):
         for path in sorted(kinds.values()):
-            by_module = partial(_by_module, adapted.layers[path], weights.name)
+            by_module = partial(_by_module, layers[path], weights.name)
             ways: list[Compute] = [by_module]
             if native is not None:
                 by_engine = native_computations(native, path)

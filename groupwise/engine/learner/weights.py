@@ -20,7 +20,8 @@ from transformers import PreTrainedModel
 
 from groupwise.core.types import PolicyRole
 from groupwise.engine.models.config import Dtype
-from groupwise.engine.models.files import disk_errors, read_model_tensors
+from groupwise.engine.models.files import disk_errors
+from groupwise.engine.models.load import stored_tensors
 from groupwise.engine.models.lora import (
     WEIGHTS,
     AdaptedModel,
@@ -262,7 +263,7 @@ class TrainedModel:
         self._saved_tensors().contribute_parts()
 
     def read(self, folder: Path) -> None:
-        copy_parts(self.parameters(), read_model_tensors(folder), str(folder))
+        copy_parts(self.parameters(), stored_tensors(self.model, folder), str(folder))
 
     def _saved_tensors(self, rounding: torch.dtype | None = None) -> WholeTensors:
         """The tensors to save, rounded to a format if one is given; a weight with two names is included once."""

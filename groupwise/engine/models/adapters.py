@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
-from torch import nn
 
 from groupwise.core.errors import ModelError
 from groupwise.engine.models import config as settings_of_models
@@ -26,6 +25,7 @@ from groupwise.engine.models.load import meta_model, read_model_config
 from groupwise.engine.models.lora import (
     WEIGHTS,
     AdaptedModel,
+    all_linear_names,
     new_lora_config,
     read_lora_config,
     refuse_mismatch,
@@ -109,6 +109,7 @@ def check_adapter(
     adapted = meta_adapter(model, starting_config(model, lora, given_as))
     if "target_modules" in lora.model_fields_set:
         fresh = new_lora_config(lora)
+        fresh.target_parameters = adapted.config.target_parameters
         if adapted.config.exclude_modules:
             leave_out_pictures(model, fresh)
         expected_layers, stored = set(meta_adapter(model, fresh).layers), set(adapted.layers)
@@ -139,11 +140,13 @@ def starting_config(
             "alpha": config.lora_alpha,
             "rslora": config.use_rslora,
             "dropout": config.lora_dropout,
+            "target_parameters": tuple(sorted(config.target_parameters or ())),
         }
+        given = {**lora.model_dump(), "target_parameters": tuple(sorted(lora.target_parameters))}
         different = [
-            f"lora.{key} is {getattr(lora, key)}, but the adapter's is {value}"
+            f"lora.{key} is {given[key]}, but the adapter's is {value}"
             for key, value in stored.items()
-            if key in lora.model_fields_set and getattr(lora, key) != value
+            if key in lora.model_fields_set and given[key] != value
         ]
         _refuse_if_different(f"{given_as} {folder}", different)
     config.base_model_name_or_path = base_name(model)
@@ -159,9 +162,7 @@ def leave_out_pictures(model: ModelConfig, config: LoraConfig) -> None:
     text = next(path for path, part in base.named_modules() if part is base.get_decoder())
     config.exclude_modules = rf"(?!{re.escape(text)}\.).*"
     if config.target_modules == "all-linear":  # peft would include the names of all parts
-        modules = base.get_decoder().named_modules()
-        linear = [path for path, module in modules if isinstance(module, nn.Linear)]
-        config.target_modules = sorted({path.rpartition(".")[2] for path in linear})
+        config.target_modules = all_linear_names(base, base.get_decoder())
 
 
 def meta_adapter(model: ModelConfig, config: LoraConfig) -> AdaptedModel:

@@ -152,8 +152,22 @@ class LoraConfig(Strict):
     target_modules: Literal["all-linear"] | tuple[str, ...] = setting(
         "all-linear",
         "Names of the layers that get an adapter; all-linear is every linear layer but the output "
-        "head.",
+        "head. In a model with experts, all-linear leaves out these and what chooses them.",
     )
+    target_parameters: tuple[str, ...] = setting(
+        (),
+        "Matrices of experts that get an adapter as well, of rank r for each expert, as [mlp.experts.gate_up_proj, mlp.experts.down_proj]; "
+        "peft's target_parameters.",
+    )
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """Settings that the adapters of experts do not support."""
+        if self.target_parameters and self.dropout:
+            yield Conflict(
+                f"dropout is {self.dropout:g}, which adapters of experts (target_parameters) do not have. Set dropout to 0, or leave "
+                "target_parameters out.",
+                ("dropout", "target_parameters"),
+            )
 
 
 def recorded_base(recorded: Mapping[str, Any], *, trust_remote_code: bool = False) -> ModelConfig:

@@ -2,11 +2,12 @@
 
 Both sides call the same forward pass with explicit positions, and state which keys a query sees, so sampling and training do the same
 arithmetic. In every cache here a key's index is its position: prompts start at 0, and there is no padding on the left. Only without a cache
-may one sequence hold several texts, each with positions from 0.
+may one sequence hold several texts, each with positions from 0. Models with a state are computed text by text (`has_state`).
 """
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any, cast
 
 import torch
@@ -14,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from groupwise.core.errors import ModelError
+from groupwise.engine.models.experts import all_rows
 from groupwise.engine.models.text_mask import ATTENTION, TextMask
 
 
@@ -92,6 +94,15 @@ class SlotCache:
 Cache = PromptCache | SharedPrefixCache | SlotCache
 
 
+def has_state(config: Any) -> bool:
+    """True if a model has layers other than full and sliding attention, such as recurrent or convolutional ones.
+
+    Their state is a summary of all earlier tokens, so the caches here cannot share it, nor a mask keep texts apart that follow each other.
+    """
+    kinds = getattr(config.get_text_config(), "layer_types", None) or ()
+    return bool({*kinds} - {"full_attention", "sliding_attention"})
+
+
 class Decoder:
     """Hidden states and logits of one model."""
 
@@ -103,11 +114,7 @@ class Decoder:
         kinds = getattr(self.config, "layer_types", None)
         self.layer_types = set(kinds) if kinds else None
         kinds = self.layer_types or set[str]()
-        if kinds - {"full_attention", "sliding_attention"}:
-            raise ModelError(
-                f"The model {self.config.model_type!r} has layers of kind {', '.join(sorted(kinds))}; "
-                "full and sliding attention are what this version can sample and train."
-            )
+        self.has_state = has_state(self.config)
         # Models that do not list which layers have a sliding window have it in all.
         windowed = self.layer_types is None or "sliding_attention" in kinds
         self.window: int | None = getattr(self.config, "sliding_window", None) if windowed else None
@@ -116,7 +123,9 @@ class Decoder:
             # Transformers repeats the one head's keys without a copy. For such keys and a mask, torch's memory-efficient kernel returns
             # wrong results for the last query of 65, 129, 257 and so on: seen with torch 2.11 on an H100.
             torch.backends.cuda.enable_mem_efficient_sdp(enabled=False)
-        self._choose_attention()
+        if not self.has_state:  # transformers makes their masks, for attention of its own
+            self._choose_attention()
+        self._check_caches()
         self._check_head()
 
     @property
@@ -133,20 +142,39 @@ class Decoder:
     ) -> Tensor:
         """Last hidden states [B, T, H]. `seen`: the keys that a query sees; as a tensor [B, T, K], for slots, True where it sees a key.
 
-        Without a cache the keys are the given tokens themselves, independent of their positions: a sequence may hold several texts.
+        Without a cache the keys are the given tokens themselves, independent of their positions: a sequence may hold several texts. A model
+        with a state (`has_state`) takes only sequences of one text each, without a cache.
         """
+        if self.has_state:
+            assert isinstance(seen, TextMask)
+            assert seen.lengths is None, "a state is not kept apart in a sequence"
+            assert cache is None, "a state is not shared"
+            return self.body(
+                input_ids=ids_BT, position_ids=positions_BT, use_cache=False
+            ).last_hidden_state
         mask = self._attention_mask(seen, positions_BT, self.window)
         if self.window is not None and self.layer_types is not None:  # one for each kind of layer
             everything = self._attention_mask(seen, positions_BT, None)
             mask = {"full_attention": everything, "sliding_attention": mask}
-        output = self.body(
-            input_ids=ids_BT,
-            position_ids=positions_BT,
-            attention_mask=mask,
-            past_key_values=cache,
-            use_cache=cache is not None,
-        )
+        decoding = isinstance(cache, SlotCache)
+        with all_rows(self.config) if decoding else contextlib.nullcontext():
+            output = self.body(
+                input_ids=ids_BT,
+                position_ids=positions_BT,
+                attention_mask=mask,
+                past_key_values=cache,
+                use_cache=cache is not None,
+            )
         return output.last_hidden_state
+
+    def advance(self, ids_1T: Tensor, first: int, cache: Any) -> tuple[Tensor, Any]:
+        """Last hidden states [T, H] of one text's next tokens, from position `first`, and transformers' own cache after them; None: the
+        text begins."""
+        positions_1T = torch.arange(first, first + ids_1T.shape[1], device=self.device)[None]
+        output = self.body(
+            input_ids=ids_1T, position_ids=positions_1T, past_key_values=cache, use_cache=True
+        )
+        return output.last_hidden_state[0], output.past_key_values
 
     def logits(self, hidden_NH: Tensor) -> Tensor:
         """Logits [N, V] in float32, with the scaling and capping that the model's own head applies."""
@@ -187,6 +215,34 @@ class Decoder:
         """
         if self.config._attn_implementation == "sdpa" and self.model._supports_attention_backend:
             self.config._attn_implementation = ATTENTION
+
+    @torch.no_grad()
+    def _check_caches(self) -> None:
+        ids_1T = torch.tensor([[0, 1, 2]], device=self.device)
+        positions_1T = torch.arange(3, device=self.device)[None]
+        try:
+            if not self.has_state:
+                prompt = PromptCache()
+                self.hidden(ids_1T, positions_1T, TextMask(3), prompt)
+                if not prompt.keys:
+                    raise ValueError("it puts no keys into a cache")
+                return
+            whole_TH = self.hidden(ids_1T, positions_1T, TextMask(3), None)[0]
+            _, cache = self.advance(ids_1T[:, :2], 0, None)
+            last_1H, _ = self.advance(ids_1T[:, 2:], 2, cache)
+        except (AttributeError, TypeError, ValueError) as error:  # code of any model
+            kinds = ", ".join(sorted(self.layer_types or ())) or "not listed"
+            raise ModelError(
+                f"The forward pass of {self.config.model_type!r} (kinds of layers: {kinds}) is not that of most models of transformers: "
+                f"{error}. This version cannot sample and train it; docs/how-to/your-own-model.md lists families that work."
+            ) from error
+        margin = 2e-2 * float(whole_TH.abs().max())
+        if not torch.allclose(whole_TH[-1:], last_1H, rtol=2e-2, atol=margin):
+            raise ModelError(
+                f"The model {self.config.model_type!r} computes a token after others differently than with them: its hidden states differ "
+                f"by {float((whole_TH[-1] - last_1H[0]).abs().max()):.3g}, so what is sampled would not be what is trained. "
+                "docs/how-to/your-own-model.md lists families that work."
+            )
 
     @torch.no_grad()
     def _check_head(self) -> None:

@@ -72,6 +72,7 @@ class DecoderShapes:
             sizes=self.sizes,
             parameters=parameters,
             trained=trained,
+            active=parameters,
             linear=weights,
             native=True,
             in_bfloat16=self.in_bfloat16,

@@ -22,9 +22,10 @@ from transformers import AutoTokenizer
 from groupwise.core.errors import ModelError
 from groupwise.engine.models.adapters import check_adapter
 from groupwise.engine.models.config import LoraConfig, ModelConfig
+from groupwise.engine.models.experts import ByExpert, ExactLoraExperts
 from groupwise.engine.models.files import disk_errors
 from groupwise.engine.models.load import load_model, read_model_config
-from groupwise.engine.models.lora import PREFIX, read_adapter, read_lora_config, scaling_of
+from groupwise.engine.models.lora import AdaptedModel, read_adapter, read_lora_config
 from groupwise.engine.models.transformers_log import quiet
 
 if TYPE_CHECKING:
@@ -85,21 +86,31 @@ def stored_tokenizer(folder: Path) -> Any:
 def _add_adapter(base: PreTrainedModel, adapter: Path, format: torch.dtype) -> float:
     """Compute W + scaling · B A for each layer that has an adapter. Returns the share of the change that `format` keeps."""
     config, tensors = read_lora_config(adapter), read_adapter(adapter)
-    scaling = scaling_of(config)
-    ends = ".lora_A.weight"
+    adapted = AdaptedModel(base, config)
+    adapted.add("merged", trainable=False, seed=0)
+    adapted.write("merged", tensors, str(adapter))
+    changes: list[tuple[Any, str, ByExpert]] = []
+    """Each layer, the name of its weight, and the adapter's A, B and scaling."""
+    for layer in adapted.layers.values():
+        owner = layer.get_base_layer()
+        if isinstance(layer, ExactLoraExperts):
+            changes.append((owner, layer.parameter_name, layer.by_expert("merged")))
+        else:
+            changes.append((owner, "weight", (*layer.factors("merged"), layer.scaling["merged"])))
+    adapted.remove("merged")
     realised = exact = 0.0
     with torch.no_grad():
-        for name in [name for name in tensors if name.endswith(ends)]:
-            path = name.removeprefix(PREFIX).removesuffix(ends)
-            down, up = tensors[name].float(), tensors[f"{PREFIX}{path}.lora_B.weight"].float()
-            layer = base.get_submodule(path)
-            assert isinstance(layer, nn.Linear), "the adapter was checked against the model"
-            _untie(base, layer)
+        for owner, name, (down, up, scaling) in changes:
             change = scaling * (up @ down)
-            merged = layer.weight + change
-            realised += float(((merged.to(format).float() - layer.weight) * change).sum())
+            if isinstance(owner, nn.Linear):
+                _untie(base, owner)
+            elif owner.is_transposed:
+                change = change.transpose(1, 2)
+            weight = getattr(owner, name)
+            merged = weight + change
+            realised += float(((merged.to(format).float() - weight) * change).sum())
             exact += float((change * change).sum())
-            layer.weight.copy_(merged)
+            weight.copy_(merged)
     return realised / exact if exact else 1.0
 
 

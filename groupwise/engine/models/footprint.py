@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from groupwise.core.errors import ModelError
 from groupwise.engine.models.config import ModelConfig
 from groupwise.engine.models.native.facts import (
     CHUNK,
@@ -70,8 +71,10 @@ class Sizes:
     kv_heads: int
     head_size: int
     inner: int
-    """Width of the MLP's intermediate layer."""
+    """Width of the MLP's intermediate layer; in a mixture of experts, of all experts of a token together."""
     vocabulary: int
+    experts: int = 0
+    """Experts that each token chooses in a layer; 0: the model has none."""
 
     @property
     def queries(self) -> int:
@@ -107,6 +110,8 @@ class Counts:
     sizes: Sizes
     parameters: int
     trained: int
+    active: int
+    """Parameters that compute one token: all but those of the experts that it did not choose."""
     linear: int
     """Weights of all linear layers but the output head."""
     native: bool
@@ -125,17 +130,45 @@ def saved_by_bits(config: ModelConfig, linear: int, dtype: str) -> float:
 
 
 def sizes_of(config: PreTrainedConfig) -> Sizes:
-    """Sizes given by the config of a model's text part."""
-    hidden, heads = config.hidden_size, config.num_attention_heads
+    """Sizes given by the config of a model's text part. Raises `ModelError` if it has no attention at all."""
+    heads = getattr(config, "num_attention_heads", None)
+    if heads is None:
+        raise ModelError(
+            f"A {config.model_type} has no layers of attention. This version samples and trains models that have some; "
+            "docs/how-to/your-own-model.md lists families that work."
+        )
+    hidden = config.hidden_size
     return Sizes(
         layers=config.num_hidden_layers,
         hidden=hidden,
         heads=heads,
         kv_heads=getattr(config, "num_key_value_heads", None) or heads,
         head_size=head_size(config),
-        inner=getattr(config, "intermediate_size", None) or 4 * hidden,
+        inner=_inner_width(config),
         vocabulary=config.vocab_size,
+        experts=experts_of_a_token(config),
     )
+
+
+def experts_of_a_token(config: PreTrainedConfig) -> int:
+    """Experts that each token chooses in a layer; 0 if the config names no such number."""
+    names = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts")
+    return next((n for name in names if isinstance(n := getattr(config, name, None), int)), 0)
+
+
+def _inner_width(config: PreTrainedConfig) -> int:
+    dense = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+    experts = experts_of_a_token(config)
+    if not experts:
+        return dense
+    width = getattr(config, "moe_intermediate_size", None)
+    if not isinstance(width, int):
+        return experts * dense
+    shared = getattr(config, "n_shared_experts", None) or getattr(
+        config, "moe_num_shared_experts", 0
+    )
+    beside = getattr(config, "shared_expert_intermediate_size", None) or shared * width
+    return max(dense, experts * width + beside)  # some layers may be dense
 
 
 def bytes_of(dtype: str) -> int:
@@ -200,9 +233,9 @@ class Footprint:
         The backward pass of one layer needs further temporaries. With `recompute` it keeps one residual stream per layer, and all of these
         for a single layer. Its head computes the logits of `CHUNK` tokens at once; float32 copies exist for a few of these at most.
 
-        Transformers' modules with torch's graph keep about twelve hidden states and four feed-forward states per layer, and on a GPU
-        copies of prompts' keys and values (`KEYS_PER_TOKEN`). For `CHUNK` tokens they keep logits, logits divided by the temperature,
-        probabilities, and a gradient.
+        Transformers' modules with torch's graph keep about twelve hidden states and four feed-forward states per layer, for each expert of
+        a token its input and output, and on a GPU copies of prompts' keys and values (`KEYS_PER_TOKEN`). For `CHUNK` tokens they keep
+        logits, logits divided by the temperature, probabilities, and a gradient.
         """
         sizes, size = self.sizes, self.size
         if self.native_learner:
@@ -213,7 +246,8 @@ class Footprint:
             logits = size
         else:
             copied = 0 if self.on_cpu else (KEYS_PER_TOKEN - 1) * 2 * sizes.keys
-            of_a_layer = (12 * sizes.hidden + 4 * sizes.inner + copied) * size
+            states = (12 + 2 * sizes.experts) * sizes.hidden
+            of_a_layer = (states + 4 * sizes.inner + copied) * size
             per_token = sizes.layers * of_a_layer
             if recompute:
                 per_token = sizes.layers * sizes.hidden * size + of_a_layer

@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
+from groupwise.core.errors import ModelError
 from groupwise.engine.models.config import Dtype, ModelConfig
+from groupwise.engine.models.experts import experts_of
+from groupwise.engine.models.files import read_model_tensors
 from groupwise.engine.models.hub import fetch_weights
 from groupwise.engine.models.tokenizer import explaining_errors, locate, resolve
 from groupwise.engine.models.transformers_log import quiet
@@ -21,6 +24,7 @@ if TYPE_CHECKING:
 
 def load_model(config: ModelConfig, dtype: Dtype, device: str = "cpu") -> PreTrainedModel:
     """The model with its weights, in evaluation mode; no parameter is trainable."""
+    read_model_config(config)  # refuses kinds that cannot be loaded
     resolved = locate(config)
     with quiet(), explaining_errors(config, resolved, "model"):
         loaded = AutoModelForCausalLM.from_pretrained(
@@ -48,13 +52,36 @@ def load_model(config: ModelConfig, dtype: Dtype, device: str = "cpu") -> PreTra
     return model.eval()
 
 
+def stored_tensors(model: PreTrainedModel, folder: Path) -> dict[str, Tensor]:
+    """The trained tensors of a whole model's files, by the names that they have in `model`.
+
+    Transformers stores each expert by itself, as the model was published, and puts the experts of a layer together when it loads them.
+    """
+    if not experts_of(model):
+        return read_model_tensors(folder)
+    dtype = cast("Dtype", str(next(model.parameters()).dtype).removeprefix("torch."))
+    loaded = load_model(ModelConfig(name=str(folder)), dtype)
+    return dict(loaded.named_parameters())
+
+
 def read_model_config(config: ModelConfig) -> PreTrainedConfig:
-    """The config that comes with the model; no weights are read."""
+    """The config that comes with the model; no weights are read. Raises `ModelError` if it is not one of a causal language model."""
     resolved = locate(config)
     with quiet(), explaining_errors(config, resolved, "model"):
-        return AutoConfig.from_pretrained(
+        found = AutoConfig.from_pretrained(
             resolved.location, trust_remote_code=config.trust_remote_code, **resolved.arguments()
         )
+    if type(found) in AutoModelForCausalLM._model_mapping or config.trust_remote_code:
+        return found
+    kind = (
+        "whose inputs are images or sound beside text; rows here are tokens alone"
+        if found.get_text_config() is not found
+        else "which transformers has not as a causal language model, one that continues a text"
+    )
+    raise ModelError(
+        f"model.name {config.name!r} is a {found.model_type}, {kind}. Name a model of text, such as the language model of the same family: "
+        "docs/how-to/your-own-model.md lists which work."
+    )
 
 
 def text_config_of(config: ModelConfig) -> dict[str, Any]:

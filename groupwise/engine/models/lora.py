@@ -24,13 +24,15 @@ import torch.nn.functional as F
 from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora.layer import Linear as PeftLinear
 from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from groupwise.core.errors import ModelError
 from groupwise.engine.models import config as settings_of_models
+from groupwise.engine.models.experts import ExactLoraExperts, add_expert_adapters, experts_of
 from groupwise.engine.models.files import read_json, read_tensors, write_tensors
-from groupwise.engine.models.native.linear import Factors, at_once, in_float32, rounds_before_adding
+from groupwise.engine.models.native.linear import Factors, adapted_product
 from groupwise.engine.models.native.weights import NativeModel, native_model
 
 logger = logging.getLogger(__name__)
@@ -39,9 +41,11 @@ PREFIX = "base_model.model."
 WEIGHTS = "adapter_model.safetensors"
 CONFIG = "adapter_config.json"
 UNSUPPORTED = ("use_dora", "rank_pattern", "alpha_pattern", "modules_to_save", "layer_replication",
-               "lora_bias", "trainable_token_indices", "target_parameters")  # fmt: skip
+               "lora_bias", "trainable_token_indices")  # fmt: skip
 
 
+USED_WITHOUT_LAYER = {"falcon_h1": "out_proj", "jamba": "dt_proj", "nemotron_h": "out_proj"}
+"""Linear layers, by family, whose weight is used without the layer, at least by kernels for GPUs: an adapter would have no effect."""
 PLAIN_STARTS = (True, False, None, "gaussian", "orthogonal")
 """Values of peft's `init_lora_weights` that leave the base unchanged."""
 
@@ -73,32 +77,11 @@ class ExactLoraLinear(PeftLinear):
         up = up * self.scaling[name]
         dropout = getattr(self.lora_dropout[name], "p", 0.0) if self.switch.dropout else None
         inputs = x if dropout is None else F.dropout(x, dropout)
-        low, up = F.linear(inputs, down.to(x.dtype)).flatten(0, -2), up.to(x.dtype)
-        flat, weight = x.flatten(0, -2), base.weight
-        if not rounds_before_adding(x):
-            flat = torch.addmm(low @ up.t(), flat, weight.t())
-        elif torch.is_grad_enabled():
-            flat = cast("Tensor", _AtOnce.apply(flat, weight, low, up))
-        else:
-            flat = in_float32(flat, weight, low, up).to(x.dtype)
+        low = F.linear(inputs, down.to(x.dtype)).flatten(0, -2)
+        flat = adapted_product(x.flatten(0, -2), base.weight, low, up.to(x.dtype))
         if base.bias is not None:  # added last: in `low @ up` it would take part in the rounding
             flat = flat + base.bias
         return flat.view(*x.shape[:-1], -1)
-
-
-class _AtOnce(torch.autograd.Function):
-    """`at_once`, without a gradient of the frozen weight, which torch would compute only to discard it."""
-
-    @staticmethod
-    def forward(ctx: Any, x_NI: Tensor, weight_OI: Tensor, low_NR: Tensor, up_OR: Tensor) -> Tensor:
-        ctx.save_for_backward(weight_OI, low_NR, up_OR)
-        return at_once(x_NI, weight_OI, low_NR, up_OR)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
-        weight_OI, low_NR, up_OR = ctx.saved_tensors
-        (dy_NO,) = grad_outputs
-        return dy_NO @ weight_OI, None, dy_NO @ up_OR, dy_NO.t() @ low_NR
 
 
 class AdaptedModel:
@@ -113,7 +96,7 @@ class AdaptedModel:
         self.switch = AdapterSwitch()
         self._warned: set[tuple[str, ...]] = set()
         """Sets of layers for which a warning has been logged that modules compute them."""
-        self.layers: dict[str, ExactLoraLinear] = {}
+        self.layers: dict[str, ExactLoraLinear | ExactLoraExperts] = {}
         """Layers that at least one adapter changes, in the order of the base."""
 
     def add(
@@ -142,14 +125,14 @@ class AdaptedModel:
         """Remove an adapter. A layer that no other adapter changes becomes the base's plain layer again."""
         self.configs.pop(name, None)
         with self._keeping_other_adapters():
-            for path, layer in self._adapted_modules():
+            for path, layer in reversed(self._adapted_modules()):  # an inner layer before its outer
                 layer._active_adapter = []  # peft would activate another one, and warn about it
                 layer.delete_adapter(name)
                 if not layer._all_available_adapter_names():
                     self.base.set_submodule(path, layer.get_base_layer())
         self._update_layers()
 
-    def layers_of(self, name: str) -> dict[str, ExactLoraLinear]:
+    def layers_of(self, name: str) -> dict[str, ExactLoraLinear | ExactLoraExperts]:
         """The layers that an adapter changes, in the order of the base."""
         assert name in self.configs, f"there is no adapter {name}"
         return {path: layer for path, layer in self.layers.items() if name in layer.lora_A}
@@ -213,15 +196,24 @@ class AdaptedModel:
 
     def _inject_adapter(self, name: str, config: LoraConfig) -> None:
         config._register_custom_module({nn.Linear: ExactLoraLinear})
+        of_experts = config.target_parameters
         try:
-            inject_adapter_in_model(config, self.base, adapter_name=name)
+            self._resolve_targets(config)
+            if of_experts:
+                add_expert_adapters(self.base, name, config)
+            # Peft would add its own layers to the experts, which round before they add.
+            config.target_parameters = None
+            if config.target_modules or not of_experts:
+                inject_adapter_in_model(config, self.base, adapter_name=name)
             changed = {
                 path: module
                 for path, module in self._adapted_modules()
                 if name in module._all_available_adapter_names()
             }
             unsupported = [
-                path for path, module in changed.items() if not isinstance(module, ExactLoraLinear)
+                path
+                for path, module in changed.items()
+                if not isinstance(module, (ExactLoraLinear, ExactLoraExperts))
             ]
             targets = config.target_modules
             targets_given = [] if targets is None or isinstance(targets, str) else sorted(targets)
@@ -236,18 +228,47 @@ class AdaptedModel:
                 raise ValueError(f"an adapter needs linear layers ({names})")
         except ValueError as error:
             self.remove(name)
-            raise ModelError(no_target_message(self.base, str(error).rstrip("."))) from error
+            problem = str(error).rstrip(".")
+            if problem.startswith("lora.target_parameters"):
+                raise ModelError(f"{problem}.") from error
+            raise ModelError(no_target_message(self.base, problem)) from error
+        finally:
+            config.target_parameters = of_experts
         self.configs[name] = config
         self._update_layers()
         for layer in self.layers.values():
             layer.switch = self.switch
+
+    def _resolve_targets(self, config: LoraConfig) -> None:
+        """Resolve all-linear if peft would adapt other layers. Raises ValueError for names without effect or of experts."""
+        idle = USED_WITHOUT_LAYER.get(self.base.config.model_type)
+        if config.target_modules == "all-linear" and (idle or experts_of(self.base)):
+            config.target_modules = all_linear_names(self.base, self.base)
+        targets = config.target_modules or ()
+        each = [targets] if isinstance(targets, str) else [[name] for name in sorted(targets)]
+        if idle and any(name.rpartition(".")[2] == idle for some in each for name in some):
+            raise ValueError(
+                f"an adapter on {idle} has no effect: its weight is used without the layer"
+            )
+        named = [
+            some if isinstance(some, str) else some[0]
+            for some in each
+            if _means_experts(self.base, some)
+        ]
+        if named:
+            raise ValueError(
+                f"peft takes {', '.join(named)} for experts here, as in releases of transformers in which each expert had layers of "
+                "its own. Name matrices of experts in lora.target_parameters"
+            )
 
     def _update_layers(self) -> None:
         """Update the layers with adapters. Also remove the config that peft stores on the base, because it is only the last adapter's."""
         vars(self.base).pop("peft_config", None)
         modules = self._adapted_modules()
         self.layers = {
-            path: module for path, module in modules if isinstance(module, ExactLoraLinear)
+            path: module
+            for path, module in modules
+            if isinstance(module, (ExactLoraLinear, ExactLoraExperts))
         }
 
     def _adapted_modules(self) -> list[tuple[str, BaseTunerLayer]]:
@@ -283,6 +304,37 @@ def layer_kinds(base: PreTrainedModel) -> dict[str, tuple[str, ...]]:
     return {kind: tuple(paths) for kind, paths in kinds.items()}
 
 
+def all_linear_names(base: PreTrainedModel, part: nn.Module) -> list[str]:
+    """Names of the linear layers that all-linear takes in a part of a model: without the output head, what chooses experts, names that peft
+    takes for experts (as in releases of transformers in which each expert had layers of its own), and layers that it does not adapt."""
+    head = cast("nn.Module", base.get_output_embeddings())
+    left_out = {*head.modules()}
+    for path, experts in experts_of(base).items():
+        block = base.get_submodule(path.rpartition(".")[0])
+        gates = (1, cast("Any", experts).num_experts)
+        left_out |= {
+            module
+            for module in block.modules()
+            if isinstance(module, nn.Linear) and module.out_features in gates
+        }
+    names = {
+        path.removesuffix(".base_layer").rpartition(".")[2]
+        for path, module in part.named_modules()
+        if isinstance(module, nn.Linear) and module not in left_out and ".lora_" not in path
+    }
+    names.discard(USED_WITHOUT_LAYER.get(base.config.model_type, ""))
+    return sorted(name for name in names if not _means_experts(base, [name]))
+
+
+def _means_experts(base: PreTrainedModel, targets: str | list[str]) -> bool:
+    trial = LoraConfig(target_modules=targets)
+    try:
+        convert_peft_config_for_transformers(trial, base, None)
+    except ValueError:  # it is one of several that peft takes for one matrix
+        return True
+    return bool(trial.target_parameters)
+
+
 def new_lora_config(settings: settings_of_models.LoraConfig) -> LoraConfig:
     """The peft config of a new adapter."""
     targets = settings.target_modules
@@ -292,6 +344,7 @@ def new_lora_config(settings: settings_of_models.LoraConfig) -> LoraConfig:
         lora_dropout=settings.dropout,
         use_rslora=settings.rslora,
         target_modules=targets if isinstance(targets, str) else list(targets),
+        target_parameters=list(settings.target_parameters) or None,
         task_type="CAUSAL_LM",
     )
 

@@ -21,6 +21,7 @@ from groupwise.engine.models.footprint import (
     Decoding,
     Sizes,
     bytes_of,
+    experts_of_a_token,
     footprint_of,
     saved_by_bits,
     sizes_of,
@@ -83,6 +84,8 @@ class ModelPlan:
 
     parameters: int
     trained_parameters: int
+    active_parameters: int
+    """Parameters that compute one token: of a mixture of experts, all but those of the experts that it did not choose."""
     memory: MemoryPlan
 
 
@@ -158,7 +161,7 @@ def plan_model(
         server_sampling=server[0] / MIB,
         server_learning=server[1] / MIB,
     )
-    return ModelPlan(total, trained, memory)
+    return ModelPlan(total, trained, counts.active, memory)
 
 
 def fitting_microbatch(
@@ -225,6 +228,7 @@ def count_parameters(config: ModelConfig, lora: LoraConfig | None) -> Counts:
     from torch import nn
 
     from groupwise.engine.models.adapters import meta_adapter, starting_config
+    from groupwise.engine.models.experts import experts_of
     from groupwise.engine.models.load import meta_model
     from groupwise.engine.models.native.weights import refusal
 
@@ -242,10 +246,17 @@ def count_parameters(config: ModelConfig, lora: LoraConfig | None) -> Counts:
         if isinstance(module, nn.Linear) and module is not head and ".lora_" not in path
     )
     text_config = _text_config(config)
+    chosen = experts_of_a_token(text_config)
+    idle = sum(
+        parameter.numel() * (1 - chosen / parameter.shape[0])
+        for module in experts_of(model).values()
+        for parameter in module.parameters(recurse=False)
+    )
     return Counts(
         sizes=sizes_of(text_config),
         parameters=parameters,
         trained=trained,
+        active=parameters - round(idle),
         linear=linear,
         native=refusal(model) is None,
         in_bfloat16=text_config.dtype == torch.bfloat16,

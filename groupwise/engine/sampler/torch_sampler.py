@@ -24,6 +24,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from groupwise.core.types import PromptLogprobs, TopLogprobs
+from groupwise.engine.models.decoder import has_state
 from groupwise.engine.models.machine import send
 from groupwise.engine.models.native.fused import kernels_for
 from groupwise.engine.sampler.engine import DecodeEngine, DecodeRow, SlotEngine
@@ -39,6 +40,7 @@ from groupwise.engine.sampler.queued import (
     draw_members,
     draw_numbers,
 )
+from groupwise.engine.sampler.row_engine import RowEngine
 from groupwise.engine.sampler.rules import not_finite, refuse_long_prompt
 from groupwise.engine.sampler.weights import ServedWeights
 
@@ -260,6 +262,8 @@ def _make_engine(
     weights: ServedWeights, layout: DecodeLayout, *, native: bool, enforce_eager: bool
 ) -> DecodeEngine:
     model = weights.native() if native else None
+    if model is None and has_state(weights.model.config):
+        return RowEngine(weights)
     if model is None:
         return SlotEngine(weights, layout.slots, layout.key_length)
     if model.device.type == "cpu":

@@ -11,7 +11,7 @@ from peft import LoraConfig
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from groupwise.engine.models.files import read_model_tensors
+from groupwise.engine.models.load import stored_tensors
 from groupwise.engine.models.lora import AdaptedModel, copy_exactly, read_adapter
 from groupwise.engine.models.native.linear import Factors
 from groupwise.engine.models.native.weights import NativeModel, native_model
@@ -85,7 +85,7 @@ class ServedModel:
         self._changed = False
 
     def read(self, folder: Path) -> None:
-        copy_exactly(self.tensors(), read_model_tensors(folder), str(folder))
+        copy_exactly(self.tensors(), stored_tensors(self.model, folder), str(folder))
         self._changed = True
 
     def tensors(self) -> dict[str, Tensor]:

@@ -141,6 +141,7 @@ def _sizes_in_plan(sizes: ModelPlan) -> dict[str, Any]:
     return {
         "parameters": sizes.parameters,
         "parameters_trained": sizes.trained_parameters,
+        "parameters_active": sizes.active_parameters,
         "memory_mib": {
             **{key: round(value) for key, value in asdict(sizes.memory).items()},
             "total": round(sizes.memory.total),

@@ -119,6 +119,14 @@ class UnslothDecoder(Decoder):
         assert cache is None
         return self.body(input_ids=ids_BT, use_cache=False).last_hidden_state
 
+    def _check_caches(self) -> None:
+        """Refuse models with a state, for which Unsloth's samplers have not been seen."""
+        if self.has_state:
+            raise ModelError(
+                f"{self.config.model_type} has layers other than attention, which the backend unsloth does not train here. Leave "
+                "model.backend out."
+            )
+
 
 class UnslothEngine:
     """A `groupwise.engine.learner.engine.LearnerEngine` over a model that Unsloth has loaded. Computes each row whole, with its prompt."""

@@ -147,6 +147,15 @@ def rounds_before_adding(x: Tensor) -> bool:
     return on_nvidia and x.dtype in (torch.bfloat16, torch.float16)
 
 
+def adapted_product(x_NI: Tensor, weight_OI: Tensor, low_NR: Tensor, up_OR: Tensor) -> Tensor:
+    """`x Wᵀ + t Bᵀ`, rounded once, with a gradient of all but the frozen weight; t is `x Aᵀ`."""
+    if not rounds_before_adding(x_NI):
+        return torch.addmm(low_NR @ up_OR.t(), x_NI, weight_OI.t())
+    if torch.is_grad_enabled():
+        return cast("Tensor", _AtOnce.apply(x_NI, weight_OI, low_NR, up_OR))
+    return in_float32(x_NI, weight_OI, low_NR, up_OR).to(x_NI.dtype)
+
+
 def at_once(x_NI: Tensor, weight_OI: Tensor, low_NR: Tensor, up_OR: Tensor) -> Tensor:
     """`x Wᵀ + t Bᵀ` as one product, `[x t] [W B]ᵀ`, rounded once; it copies the weight, which is worth it for many rows."""
     return torch.cat((x_NI, low_NR), dim=1) @ torch.cat((weight_OI, up_OR), dim=1).t()
@@ -157,6 +166,21 @@ def in_float32(x_NI: Tensor, weight_OI: Tensor, low_NR: Tensor, up_OR: Tensor) -
     added_NO = torch.mm(low_NR, up_OR.t(), out_dtype=torch.float32)
     # In place: otherwise torch first copies `added_NO`, which takes as long as the product of few rows.
     return torch.addmm(added_NO, x_NI, weight_OI.t(), out_dtype=torch.float32, out=added_NO)
+
+
+class _AtOnce(torch.autograd.Function):
+    """`at_once`, without a gradient of the frozen weight, which torch would compute only to discard it."""
+
+    @staticmethod
+    def forward(ctx: Any, x_NI: Tensor, weight_OI: Tensor, low_NR: Tensor, up_OR: Tensor) -> Tensor:
+        ctx.save_for_backward(weight_OI, low_NR, up_OR)
+        return at_once(x_NI, weight_OI, low_NR, up_OR)
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+        weight_OI, low_NR, up_OR = ctx.saved_tensors
+        (dy_NO,) = grad_outputs
+        return dy_NO @ weight_OI, None, dy_NO @ up_OR, dy_NO.t() @ low_NR
 
 
 @contextmanager

@@ -13,6 +13,8 @@ import torch
 from torch.multiprocessing.reductions import reduce_tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from groupwise.core.errors import ModelError
+from groupwise.engine.models.experts import experts_of
 from groupwise.engine.models.lora import fingerprint
 from groupwise.engine.models.memory import explaining_out_of_memory
 from groupwise.engine.sampler.servers.probe import Answer
@@ -59,6 +61,12 @@ class Witness:
 
     def ipc_handles(self) -> dict[str, Any]:
         """The weights, for another process on the same GPU that maps them: the fields of vLLM's `IPCWeightTransferUpdateInfo`."""
+        if experts_of(self._weights.model):
+            raise ModelError(
+                f"lora is null, and the run's vLLM server would take the weights of a {self._weights.model.config.model_type} from the "
+                "learner's memory, where the experts of a layer are one tensor and not those of its files. Give the server a GPU "
+                "of its own, where it reads files, or train an adapter."
+            )
         tensors = {name: tensor.detach() for name, tensor in self._weights.tensors().items()}
         assert all(tensor.is_contiguous() for tensor in tensors.values())
         gpu = gpu_uuid(self._weights.model.device)

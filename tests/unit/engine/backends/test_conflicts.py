@@ -19,6 +19,7 @@ BACKEND = "model.backend=unsloth"
 
 @pytest.mark.parametrize("load", [load_config, load_sft_config])
 @pytest.mark.parametrize(("word", "told"), [
+    ("lora.target_parameters=[experts.down_proj]", "does not adapt experts"),
     ("lora=null", "the backend unsloth trains adapters"), ("lora.dropout=0.1", "Unsloth computes without its own kernels"),
     ("run.server=http://127.0.0.1:1", "one process samples and learns"), ("run.processes=2", "one process samples and learns"),
     ("distributed.learners=2", "one process samples and learns"), ("model.load_in_8bit=true",

@@ -163,13 +163,6 @@ def test_other_models_of_the_process_keep_the_attention_of_transformers(tmp_path
     assert ATTENTION not in (tmp_path / "config.json").read_text()
 
 
-def test_layers_of_another_kind_are_refused():
-    model = AutoModelForCausalLM.from_config(LlamaConfig(**SIZES)).eval()
-    model.config.layer_types = ["full_attention", "linear_attention"]
-    with pytest.raises(ModelError, match="linear_attention"):
-        Decoder(model)
-
-
 def test_a_head_that_does_more_is_refused():
     model = tiny_model()
     model.config.logit_scale = 0.5  # as if the model's own head did it, which it does not

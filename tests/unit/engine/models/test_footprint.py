@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Mamba2Config
 
+from groupwise.core.errors import ModelError
 from groupwise.engine.models.footprint import (
     Counts,
     Decoding,
@@ -105,6 +106,11 @@ def test_a_cache_of_a_processor_at_its_largest(dtype):
     assert native_cache(SIZES, bytes_of(dtype), DECODING) == peak
 
 
+def test_a_model_without_attention_is_refused():
+    with pytest.raises(ModelError, match="mamba2 has no layers of attention"):
+        sizes_of(Mamba2Config())
+
+
 # Which engines
 
 
@@ -120,6 +126,6 @@ def test_native_engines_where_they_would_be_chosen(given, sampler, learner, pack
         "dtype": "float32", "device": "cpu", "full": False, "by_modules": False, "samples": True,
     }  # fmt: skip
     counts, asked = ({k: given.get(k, v) for k, v in each.items()} for each in (counts, asked))
-    sizes = {"sizes": SIZES, "parameters": 9, "trained": 9, "linear": 9}
+    sizes = {"sizes": SIZES, "parameters": 9, "trained": 9, "active": 9, "linear": 9}
     found = footprint_of(Counts(**sizes, **counts), **asked)
     assert (found.native_sampler, found.native_learner, found.packed) == (sampler, learner, packed)

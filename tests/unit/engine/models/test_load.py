@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save
-from transformers import GenerationConfig
+from transformers import GenerationConfig, Qwen2VLConfig, T5Config
 
 from groupwise.core import hub_errors
 from groupwise.core.errors import ModelError
@@ -14,7 +14,7 @@ from groupwise.engine.models import tokenizer as tokenizers
 from groupwise.engine.models.bundled import BUNDLED
 from groupwise.engine.models.config import ModelConfig
 from groupwise.engine.models.files import FULL_WEIGHTS
-from groupwise.engine.models.load import load_model, stop_token_ids
+from groupwise.engine.models.load import load_model, meta_model, stop_token_ids
 from groupwise.engine.models.machine import choose_dtype
 from groupwise.engine.models.tiny import tiny_model, tiny_tokenizer, write_tiny_model
 from groupwise.engine.models.tokenizer import load_tokenizer, resolve
@@ -105,6 +105,20 @@ def test_a_damaged_model_is_told_and_nothing_is_filled_with_chance(folder, file,
     said = message(load_model, named(folder), "float32")
     assert told in said
     assert told or str(folder) in said
+
+
+@pytest.mark.parametrize(
+    ("config", "told"),
+    [
+        (Qwen2VLConfig(), "qwen2_vl, whose inputs are images"),
+        (T5Config(), "t5, which transformers"),
+    ],
+)
+def test_what_is_no_language_model_is_refused(tmp_path, config, told):
+    config.save_pretrained(tmp_path)
+    for load in (load_model, meta_model):
+        arguments = ("float32",) if load is load_model else ()
+        assert told in message(load, ModelConfig(name=str(tmp_path)), *arguments)
 
 
 def test_a_chat_template_file_replaces_the_tokenizers(folder, tmp_path):

@@ -11,7 +11,6 @@ from safetensors.torch import load_file, save_file
 
 from groupwise.core.errors import ModelError
 from groupwise.engine.learner.weights import TrainedAdapter
-from groupwise.engine.models import lora
 from groupwise.engine.models.config import LoraConfig
 from groupwise.engine.models.lora import (
     CONFIG,
@@ -23,6 +22,7 @@ from groupwise.engine.models.lora import (
     read_adapter,
     read_lora_config,
 )
+from groupwise.engine.models.native import linear
 from groupwise.engine.models.tiny import tiny_model
 
 IDS = torch.tensor([[7, 8, 9, 30, 31, 4, 50, 66]])
@@ -313,7 +313,7 @@ def test_the_fingerprint_survives_the_file(tmp_path):
 @pytest.mark.parametrize("at_once", [False, True])
 def test_the_layer_computes_the_low_rank_sum(monkeypatch, at_once):
     """And its gradient, also where the sum is one product, as on a GPU."""
-    monkeypatch.setattr(lora, "rounds_before_adding", lambda x: at_once)
+    monkeypatch.setattr(linear, "rounds_before_adding", lambda x: at_once)
     model = trained()
     for layer in model.layers.values():
         base: Any = layer.get_base_layer()

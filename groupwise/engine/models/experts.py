@@ -1,0 +1,201 @@
+"""The experts of mixture-of-experts models: their products, with an adapter of their own or without.
+
+Transformers keeps the matrices of all experts of a layer in one module with three-dimensional parameters, and has one interface for
+functions that compute such modules. This one serves two cases. `ExactLoraExperts` are experts with an adapter: as in linear layers, the
+low-rank product is added before the output is rounded. And while a sampler decodes, each expert computes all rows of the batch, also those
+that chose others, because a matrix product may round a row differently among more rows or fewer: with a fixed number, a row's bits do not
+depend on its neighbours. All other passes are transformers' own.
+
+The choice of experts depends on a token alone: no expert has a capacity, and no token is dropped. The auxiliary losses of routers belong to
+the forward pass of the whole model, which is not used here, so there are none.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from peft import LoraConfig
+from peft.tuners.lora.layer import ParamWrapper
+from torch import Tensor, nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from groupwise.engine.models.native.linear import adapted_product
+
+ALL_ROWS = "groupwise_all_rows"
+"""Name, among transformers' implementations of experts, of the one in which each expert computes all rows."""
+ByExpert = tuple[Tensor, Tensor, float]
+"""A [experts, rank, in], B [experts, out, rank] and the scaling of an adapter of experts."""
+
+
+def are_experts(module: nn.Module) -> bool:
+    """True if transformers' interface for experts computes this module."""
+    return hasattr(module, "is_transposed") and hasattr(module, "_apply_gate")
+
+
+def experts_of(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules with experts, by their paths, without those of adapters."""
+    return {
+        path.removesuffix(".base_layer").removesuffix(".base_layer"): module
+        for path, module in model.named_modules()
+        if are_experts(module)
+    }
+
+
+@contextmanager
+def all_rows(config: Any) -> Iterator[None]:
+    """Context manager in which each expert that is used computes all rows of a batch."""
+    previous = config._experts_implementation
+    config._experts_implementation = ALL_ROWS
+    try:
+        yield
+    finally:
+        config._experts_implementation = previous
+
+
+def compute_experts(
+    experts: nn.Module,
+    x_NH: Tensor,
+    chosen_NK: Tensor,
+    weights_NK: Tensor,
+    factors: Mapping[str, ByExpert],
+) -> Tensor:
+    """The weighted sum [N, H] of the outputs of each token's K experts; `factors`: by the name of the matrices that an adapter changes."""
+    layer = cast("Any", experts)
+    first = "gate_up_proj" if layer.has_gate else "up_proj"
+
+    def product(name: str, expert: int, x_MI: Tensor) -> Tensor:
+        weight = getattr(layer, name)[expert]
+        weight_OI = weight.t() if layer.is_transposed else weight
+        if name in factors:
+            down_ERI, up_EOR, scaling = factors[name]
+            low_MR = F.linear(x_MI, down_ERI[expert].to(x_MI.dtype))
+            up_OR = (up_EOR[expert] * scaling).to(x_MI.dtype)
+            y_MO = adapted_product(x_MI, weight_OI, low_MR, up_OR)
+        else:
+            y_MO = F.linear(x_MI, weight_OI)
+        return y_MO + getattr(layer, f"{name}_bias")[expert] if layer.has_bias else y_MO
+
+    def output(expert: int, x_MH: Tensor) -> Tensor:
+        inner = product(first, expert, x_MH)
+        inner = layer._apply_gate(inner) if layer.has_gate else layer.act_fn(inner)
+        y_MH = product("down_proj", expert, inner)
+        return layer.post_expert_norm(y_MH) if layer.has_post_expert_norm else y_MH
+
+    count, top = chosen_NK.shape
+    if layer.config._experts_implementation == ALL_ROWS:
+        outputs_NKH = x_NH.new_zeros(count, top, x_NH.shape[1])
+        for expert in chosen_NK.unique().tolist():
+            here_NK1 = (chosen_NK == expert)[:, :, None]
+            outputs_NKH = torch.where(here_NK1, output(expert, x_NH)[:, None], outputs_NKH)
+    else:
+        order_A = torch.argsort(chosen_NK.flatten(), stable=True)
+        lengths = torch.bincount(chosen_NK.flatten(), minlength=layer.num_experts).tolist()
+        pieces = x_NH[order_A // top].split(lengths)
+        outputs = [output(expert, piece) for expert, piece in enumerate(pieces) if len(piece)]
+        outputs_NKH = torch.cat(outputs)[torch.argsort(order_A)].view(count, top, -1)
+    return (outputs_NKH * weights_NK[:, :, None]).sum(dim=1).to(x_NH.dtype)
+
+
+def _without_adapter(
+    experts: nn.Module, x_NH: Tensor, chosen_NK: Tensor, weights_NK: Tensor
+) -> Tensor:
+    return compute_experts(experts, x_NH, chosen_NK, weights_NK, {})
+
+
+ALL_EXPERTS_FUNCTIONS.register(ALL_ROWS, _without_adapter)
+
+
+class ExactLoraExperts(ParamWrapper):
+    """Experts, one of whose matrices (`parameter_name`) has adapters; for a second matrix, another one is around it, as peft does it.
+
+    A is [experts · rank, in] and B [out, rank · experts] with the number of the expert last, as peft stores them. An adapter that changes
+    several matrices is applied by the outermost of these modules.
+    """
+
+    switch: Any
+
+    def factors(self, name: str) -> tuple[nn.Parameter, nn.Parameter]:
+        """A and B of an adapter."""
+        down, up = self.lora_A[name], self.lora_B[name]
+        return cast("nn.Parameter", down.weight), cast("nn.Parameter", up.weight)
+
+    def by_expert(self, name: str) -> ByExpert:
+        """The factors of an adapter, and its scaling."""
+        down, up = self.factors(name)
+        count = self.num_experts
+        up_EOR = up.view(up.shape[0], -1, count).permute(2, 0, 1)
+        return down.view(count, -1, down.shape[1]), up_EOR, self.scaling[name]
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        name = self.switch.active
+        inner = cast("nn.Module", self.base_layer)
+        if name is None or name not in self.lora_A:
+            return inner(x, *args, **kwargs)
+        factors = {self.parameter_name: self.by_expert(name)}
+        while isinstance(inner, ExactLoraExperts):
+            if name in inner.lora_A:
+                factors[inner.parameter_name] = inner.by_expert(name)
+            inner = cast("nn.Module", inner.base_layer)
+        return compute_experts(inner, x, *args, **kwargs, factors=factors)
+
+
+def add_expert_adapters(base: nn.Module, name: str, config: LoraConfig) -> None:
+    """Add an adapter to the matrices of experts that `config.target_parameters` names. Raises ValueError if it cannot be added."""
+    targets = config.target_parameters or []
+    experts = experts_of(base)
+    paths = {
+        f"{path}.{matrix}": (path, matrix)
+        for path, module in experts.items()
+        for matrix, parameter in module.named_parameters(recurse=False)
+        if parameter.dim() == 3
+    }
+    matched = {
+        target: [path for path in paths if f".{path}".endswith(f".{target}")] for target in targets
+    }
+    unmatched = [target for target, found in matched.items() if not found]
+    if unmatched:
+        kinds = sorted({".".join(path.split(".")[-3:]) for path in paths})
+        raise ValueError(
+            f"lora.target_parameters: no experts have {', '.join(unmatched)}; this model has "
+            f"{', '.join(kinds) or 'none whose matrices can have an adapter'}"
+        )
+    chosen = [path for path in paths if any(path in found for found in matched.values())]
+    for path, module in experts.items():
+        matrices = [matrix for each in chosen for owner, matrix in [paths[each]] if owner == path]
+        if matrices:
+            _adapt(base, path, module, matrices, name, config)
+
+
+def _adapt(
+    base: nn.Module,
+    path: str,
+    experts: nn.Module,
+    matrices: list[str],
+    name: str,
+    config: LoraConfig,
+) -> None:
+    present: dict[str, ExactLoraExperts] = {}
+    module = base.get_submodule(path)
+    outermost = module
+    while isinstance(module, ExactLoraExperts):
+        present[module.parameter_name] = module
+        module = cast("nn.Module", module.base_layer)
+    if present and set(present) != set(matrices):
+        raise ValueError(
+            f"lora.target_parameters: another adapter over this model changes {', '.join(sorted(present))} of the experts, and this one "
+            f"{', '.join(matrices)}; their names in files would differ. Give all adapters the same"
+        )
+    for matrix in matrices:  # the first one is the innermost, as in peft
+        if matrix in present:
+            present[matrix].update_layer(
+                name, config.r, lora_alpha=config.lora_alpha, config=config
+            )
+        else:
+            outermost = ExactLoraExperts(
+                outermost, name, matrix, config=config, r=config.r, lora_alpha=config.lora_alpha
+            )
+    base.set_submodule(path, outermost)

@@ -1,0 +1,98 @@
+"""Runs with models that transformers' modules compute: mixtures of experts, and what has other layers than attention."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    FalconH1Config,
+    GenerationConfig,
+    MixtralConfig,
+    Qwen3MoeConfig,
+    Qwen3NextConfig,
+)
+
+import groupwise
+from benchmarks.learning import step_values
+from groupwise.engine.models.tiny import CHARACTERS, SPECIAL, tiny_tokenizer
+from tests.integration.toy_run import TOY, config, crash_at, go_on, ratios_of, what_must_be_equal
+
+SIZES: dict[str, Any] = {
+    "vocab_size": len(SPECIAL) + len(CHARACTERS), "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 2048, "pad_token_id": 0,
+    "bos_token_id": None, "eos_token_id": 1, "tie_word_embeddings": True,
+}  # fmt: skip
+HEADS: dict[str, Any] = {"head_dim": 8}
+QWEN: dict[str, Any] = {"num_experts_per_tok": 2, "num_experts": 4, "moe_intermediate_size": 24}
+GATED: dict[str, Any] = {
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8,
+    "layer_types": ["linear_attention", "full_attention"], "shared_expert_intermediate_size": 24,
+}  # fmt: skip
+MAMBA: dict[str, Any] = {
+    "mamba_d_ssm": 32, "mamba_n_heads": 4, "mamba_d_head": 8, "mamba_d_state": 8, "mamba_n_groups": 1, "mamba_chunk_size": 16,
+}  # fmt: skip
+CONFIGS = {
+    "qwen3_moe": lambda: Qwen3MoeConfig(**SIZES, **QWEN, **HEADS),
+    "mixtral": lambda: MixtralConfig(**SIZES, num_experts_per_tok=2, num_local_experts=4),
+    "qwen3_next": lambda: Qwen3NextConfig(**SIZES, **QWEN, **GATED, **HEADS),
+    "falcon_h1": lambda: FalconH1Config(**SIZES, **MAMBA, **HEADS),
+}
+EXPERTS = {"target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+
+
+def model_of(family: str, folder: Path) -> str:
+    """A model of this family with the tiny model's characters, written into a folder."""
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(CONFIGS[family]())
+    model.generation_config = GenerationConfig(eos_token_id=1, pad_token_id=0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(5.0)
+    model.save_pretrained(folder)
+    tiny_tokenizer().save_pretrained(folder)
+    return str(folder)
+
+
+def settings(family: str, folder: Path, lora: Any, **training: Any) -> dict[str, Any]:
+    made = config(folder / "runs", **training)
+    made["model"] = {"name": model_of(family, folder / "model"), "dtype": "float32"}
+    made["lora"] = lora
+    return made
+
+
+@pytest.mark.parametrize(
+    ("family", "lora"),
+    [
+        ("qwen3_moe", {"r": 4, "alpha": 64, **EXPERTS}),
+        ("mixtral", {"r": 4, "alpha": 64, **EXPERTS}),
+        ("qwen3_moe", {"r": 4, "alpha": 64}),
+        ("qwen3_next", {"r": 4, "alpha": 64, **EXPERTS}),
+        ("falcon_h1", {"r": 4, "alpha": 64}),
+        ("qwen3_moe", None),
+    ],
+    ids=["qwen3_moe", "mixtral", "attention", "qwen3_next", "falcon_h1", "full"],
+)
+def test_it_learns_what_it_sampled(tmp_path, family, lora):
+    """Sampler and learner agree, though one computes token by token, and the other whole rows."""
+    many = {"max_steps": 20, "prompts_per_step": 4, "num_generations": 8}
+    rate = 0.01 if lora is None else 0.02
+    made = settings(family, tmp_path, lora, **many, learning_rate=rate)
+    assert groupwise.rl(made, TOY).exit_code == 0
+    rewards = step_values(tmp_path / "runs/toy", "reward")
+    assert sum(rewards[-4:]) > 1.5 * sum(rewards[:4])
+    assert max(map(abs, ratios_of(tmp_path / "runs/toy"))) < 1e-4
+
+
+@pytest.mark.parametrize("lora", [{"r": 4, "alpha": 64, **EXPERTS}, None], ids=["adapter", "full"])
+def test_a_run_that_is_killed_is_resumed_to_the_bit(tmp_path, lora):
+    whole, killed = (settings("qwen3_moe", tmp_path / name, lora) for name in ("whole", "killed"))
+    killed["model"] = whole["model"]
+    assert groupwise.rl(whole, TOY).exit_code == 0
+    assert crash_at(30, lambda: groupwise.rl(killed, TOY)) == 17
+    go_on(killed)
+    found, wanted = (what_must_be_equal(tmp_path / n / "runs/toy") for n in ("killed", "whole"))
+    assert found == wanted
