@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable
 
 PREFIX = re.compile(
-    r"^(?:\x1b\[[0-9;]*m)*(?:\((?P<process>[\w ]+ pid=\d+)\)(?:\x1b\[[0-9;]*m)*\s?)?"
+    r"^(?:\x1b\[[0-9;]*m)*(?:\((?P<process>[\w -]+ pid=\d+)\)(?:\x1b\[[0-9;]*m)*\s?)?"
     r"(?:(?P<level>[A-Z]+) \d\d-\d\d [\d:.]+ \[[^\]]*\] ?)?"
 )
 """The start of a line in vLLM's log: the process; in messages also the level, the time and the place in the code."""

@@ -34,6 +34,7 @@ def test_the_first_error_counts(lines, found):
     assert root_cause("\n".join(lines) + LAST) == found
     logged = "\n".join(ERROR + line for line in lines)
     assert root_cause(f"{HARMLESS}\n{logged}{LAST}") == found
+    assert root_cause(f"{logged.replace('EngineCore', 'VllmWorker-0')}{LAST}") == found
 
 
 def test_without_a_traceback_the_line_that_names_an_error_counts():
