@@ -17,7 +17,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -80,22 +79,32 @@ os.execv(sys.argv[2], sys.argv[2:])
 """Program that asks the kernel to end it with the thread that started it, then becomes the server (prctl(2), PR_SET_PDEATHSIG)."""
 ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """The environment variables with the settings of torch's allocator: the older name and the newer one."""
-EXPANDABLE_SEGMENTS = re.compile(r",?\s*expandable_segments\s*:\s*true", re.IGNORECASE)
-"""The setting with which vLLM refuses to sleep, and whose memory other processes cannot map by CUDA IPC."""
 
 
 def has_expandable_segments(environment: Mapping[str, str]) -> bool:
     """True if torch's allocator is set to expandable segments."""
-    return any(EXPANDABLE_SEGMENTS.search(environment.get(name, "")) for name in ALLOCATOR_SETTINGS)
+    return any(
+        _expands_segments(setting)
+        for name in ALLOCATOR_SETTINGS
+        for setting in environment.get(name, "").split(",")
+    )
 
 
 def without_expandable_segments(environment: Mapping[str, str]) -> dict[str, str]:
     """The environment without that setting of torch's allocator, but with the others."""
     changed = dict(environment)
     for name in ALLOCATOR_SETTINGS:
-        if settings := EXPANDABLE_SEGMENTS.sub("", changed.pop(name, "")).lstrip(", "):
-            changed[name] = settings
+        settings = changed.pop(name, "").split(",")
+        others = ",".join(each.strip() for each in settings if not _expands_segments(each))
+        if others:
+            changed[name] = others
     return changed
+
+
+def _expands_segments(setting: str) -> bool:
+    """True for the setting with which vLLM refuses to sleep, and whose memory other processes cannot map by CUDA IPC."""
+    name, _, value = setting.partition(":")
+    return (name.strip(), value.strip().lower()) == ("expandable_segments", "true")
 
 
 def largest_rank(rank: int) -> int:
