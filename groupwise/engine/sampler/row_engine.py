@@ -93,3 +93,7 @@ class RowEngine:
         """See `DecodeEngine.reset`."""
         self.rows = []
         self._caches = {}
+
+    def free_cache(self) -> None:
+        """See `DecodeEngine.free_cache`. Each row's cache goes with the row."""
+        self.reset()

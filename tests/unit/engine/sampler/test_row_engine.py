@@ -89,6 +89,10 @@ def test_rows_of_one_prompt_are_decoded_as_in_a_whole_pass(model):
         torch.testing.assert_close(found, wanted[place], **within)
     engine.remove_rows([other])
     torch.testing.assert_close(engine.decode([int(IDS[20])])[0], wanted[20], **within)
+    engine.free_cache()
+    assert engine.rows == []
+    engine.add_row(prompt)
+    torch.testing.assert_close(engine.decode([int(IDS[START])])[0], wanted[START], **within)
 
 
 def test_gradients_are_those_of_a_plain_pass(model):
