@@ -228,9 +228,8 @@ def pack_groups(rows: Sequence[Row], max_tokens: int) -> list[PackedGroups]:
     with its prompt again.
     """
     batches: list[PackedGroups] = []
-    filled: dict[
-        tuple[int, ...], list[int]
-    ] = {}  # rows of each prompt in the batch that is being filled
+    filled: dict[tuple[int, ...], list[int]] = {}
+    """Rows of each prompt in the batch that is being filled."""
     tokens = keys = 0
 
     def end_batch() -> None:

@@ -181,7 +181,7 @@ class TorchSampler(QueuedSampler):
                 if continuing:
                     self._drawing = self._start_drawing(continuing, drawing)
             for row, token, logprob in drawing.read():
-                if row in self._members:  # nobody may wait for it any more
+                if row in self._members:  # its group may have been given up meanwhile
                     self._append_token(self._members[row], token, logprob)
         finished = [
             (row, member)
