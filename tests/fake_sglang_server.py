@@ -131,5 +131,5 @@ def entry(choice: Body) -> Body:
 
 
 def triples(pairs: Any) -> list[list[Any]]:
-    """Value, token and text, which is null unless it is asked for."""
+    """The log-probability, the token, and its text, which is null unless the request wants texts."""
     return [[value, token, None] for value, token in pairs]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import httpx2
 
 METADATA_SERVICE = "http://169.254.169.254"
-"""Where a rented machine learns about itself: its credentials, and whether a spot machine is taken back."""
+"""The address at which clouds tell a machine about itself: its credentials, and whether it will be taken back."""
 
 
 def is_loopback(host: str) -> bool:

@@ -17,6 +17,7 @@ from groupwise.engine.distributed import prefork
 from groupwise.engine.distributed.torchrun import check_world_size, read_torchrun_rank
 from groupwise.engine.models.config import Dtype
 from groupwise.engine.models.machine import available_cores
+from groupwise.engine.models.plan import MICROBATCHES
 from groupwise.training.config import RunConfig
 from groupwise.training.rollout_builder import longest_completion
 from groupwise.training.sft_config import SftConfig
@@ -36,7 +37,7 @@ EXACT_FIELDS = frozenset({"frees_cache"})
 """Fields of a layout that change no number of a run."""
 SHARE_OF_CACHE = 0.3
 """Largest fraction of a GPU's memory for the keys and values of all slots; the rest is for weights and learning."""
-MICROBATCH = 4096
+MICROBATCH = MICROBATCHES[-1]
 """Tokens of a micro-batch, if the config does not say, where its size is not chosen by free memory."""
 MIN_EXAMPLES = 2
 """Smallest number of examples of a supervised step per process, if the number of processes is chosen automatically."""

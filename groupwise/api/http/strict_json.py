@@ -213,7 +213,7 @@ def no_constant(name: str) -> Any:
 def refuse_duplicate_keys(
     pairs: list[tuple[str, Any]], max_keys: int = MOST_KEYS
 ) -> dict[str, Any]:
-    """For `object_pairs_hook`: refuses duplicate keys, and too many keys."""
+    """The object as a dict; `json.loads` calls it as its `object_pairs_hook`. Raises NotStrict for duplicate keys and for too many."""
     if len(pairs) > max_keys:
         raise NotStrict(f"an object has more than {max_keys:,} keys")
     mapping = dict(pairs)

@@ -159,7 +159,7 @@ class LaunchOptions(CommandOptions):
 
     @property
     def gpu_count(self) -> int:
-        """The number of GPUs on each machine. Raises UsageError."""
+        """The number of GPUs on each machine. Raises UsageError if --gpus is neither a number nor a model with one."""
         if self.gpus.isdecimal() and len(self.gpus) <= 6:
             return int(self.gpus)
         if (of_model := gpus_of_model(self.gpus)) is not None:

@@ -38,7 +38,7 @@ class RankSampler:
     """A `groupwise.core.types.Sampler` over the `sampler` that each rank hosts."""
 
     def __init__(self, ranks: WorkerCalls, *, frees_cache: bool = False) -> None:
-        """With `frees_cache`, the samplers of the ranks free their keys and values in `rest`."""
+        """`frees_cache`: the samplers of the ranks free their keys and values in `rest`."""
         self._ranks = ranks
         self._frees_cache = frees_cache
         self._loads = [0] * ranks.count

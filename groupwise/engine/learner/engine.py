@@ -18,6 +18,7 @@ from groupwise.engine.learner.layout import Batch, MicroBatch, PackedBatch, Pack
 from groupwise.engine.learner.weights import TrainedWeights
 from groupwise.engine.models.decoder import Decoder
 from groupwise.engine.models.native import varlen
+from groupwise.engine.models.native.facts import head_size
 
 Compute = Callable[[Any, ForwardOutputs], ForwardResult]
 """Computes log-probabilities and entropies of a micro-batch that the same engine has cut."""
@@ -116,11 +117,7 @@ class TransformersEngine:
         with self._weights.acting(dropout=False):
             rounding = torch.is_autocast_enabled(model.device.type)
             dtype = torch.get_autocast_dtype(model.device.type) if rounding else model.dtype
-        heads = self._decoder.config.num_attention_heads
-        size = (
-            getattr(self._decoder.config, "head_dim", None)
-            or self._decoder.config.hidden_size // heads
-        )
+        size = head_size(self._decoder.config)
         return self._decoder.takes_text_masks and varlen.suits(size, dtype, model.device)
 
     def reference(self) -> Decoder:

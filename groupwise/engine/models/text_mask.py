@@ -57,7 +57,7 @@ class TextMask(BlockMask):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """As of a mask for attention scores: of any sequence and head."""
+        """The shape of a dense mask for attention scores that all sequences and heads share."""
         return 1, 1, self.queries, self.past + self.queries
 
     def __repr__(self) -> str:

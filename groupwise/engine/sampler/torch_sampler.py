@@ -254,8 +254,7 @@ class Drawing:
             self._drawn.synchronize()
         tokens, logprobs = self._numbers_2N.tolist()
         # The draw may have been padded.
-        numbers = zip(self.lengths, map(int, tokens), logprobs, strict=False)
-        return [*numbers]
+        return [*zip(self.lengths, map(int, tokens), logprobs, strict=False)]
 
 
 def _make_engine(

@@ -40,7 +40,7 @@ class InstallPlan:
     environment: Plan
     project_bytes: int
     survey: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """See `builder.survey`; empty if there is no machine yet."""
+    """What `builder.survey` found out about the machine; empty if there is none yet."""
 
     @property
     def releases(self) -> dict[str, str]:

@@ -70,7 +70,8 @@ class TrainingKind:
         hyperparams = _flatten(row.get("hyperparams") or {})
         smaller = dict(hyperparams)
         if MICROBATCH in self.shrinkable_keys:
-            tokens = hyperparams.get(MICROBATCH, 4096)
+            tokens = hyperparams.get(MICROBATCH)
+            tokens = 4096 if tokens is None else tokens  # a null leaves it to the machine
             if not isinstance(tokens, int) or tokens <= LEAST_MICROBATCH:
                 return None
             smaller[MICROBATCH] = max(LEAST_MICROBATCH, tokens // 2)

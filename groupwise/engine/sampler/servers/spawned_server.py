@@ -122,7 +122,7 @@ class ServerSpec:
     """Location of the base: a folder or a hub id."""
     revision: str | None
     name: str
-    """Name of the base in requests."""
+    """The name by which requests ask for the base model."""
     dtype: str
     rank: int | None
     """Rank of the adapters; None: whole models are loaded, or the base alone."""
@@ -209,7 +209,7 @@ class SpawnedServer:
         self.log = log
         """File of the server's output; see `follow`."""
         self._log_of_failures = log
-        self._report: Callable[[str], None] = logger.warning  # shown even if nobody follows
+        self._report: Callable[[str], None] = logger.warning  # shown even without `follow`
         self._socket = publications.claim(log, 0) / "socket"
         endpoint = Endpoint(
             "http://localhost", spec.name, timeout=timeout, socket=str(self._socket)

@@ -5,8 +5,8 @@ copies the weights from the learner's memory: CUDA IPC lets it map tensors of an
 Otherwise it reads the published files, which are in this machine's memory. The routes are those of vLLM's developer mode: for files from
 0.16 on, for CUDA IPC from 0.27 on. A server that refuses the latter reads the files.
 
-The model keeps its name, so a request cannot say which weights it wants. But only this run reaches the server, so nobody else changes its
-weights, and one that was started again is not asked before it has taken them again (`spawned_server.py`).
+The model keeps its name, so a request cannot say which weights it wants. But only this run reaches the server, so no other program changes
+its weights, and one that was started again is not asked before it has taken them again (`spawned_server.py`).
 """
 
 from __future__ import annotations

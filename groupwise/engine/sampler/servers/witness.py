@@ -50,7 +50,7 @@ class Witness:
         self._weights.read(Path(folder))
 
     def fingerprint(self) -> str:
-        """Fingerprint of the weights in memory."""
+        """The fingerprint of the weights that are in memory now."""
         return fingerprint(self._weights.tensors())
 
     def give_back_memory(self) -> None:

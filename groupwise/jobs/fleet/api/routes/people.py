@@ -38,7 +38,7 @@ async def list_keys(context: Context) -> Response:
 
 
 async def make_key(context: Context, body: KeyBody) -> Response:
-    """Create a key. Only this answer contains its text."""
+    """Create a key. This response has its text; no later one does."""
     key = await context.run(
         keys.make, body.role, projects=body.projects, lasts=body.seconds, note=body.note
     )
