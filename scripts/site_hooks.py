@@ -1,7 +1,7 @@
 """What `make docs` adds to mkdocs: its navigation, the pages at the top of the repository, and what Python names are.
 
-The navigation is read from docs/index.md, the one list of all pages: a `##` heading is a section, a `###` heading a part of it, and a link in a
-list a page. An index.md in a folder brings the pages of that folder that it links to. A page that is in no list fails the build.
+The navigation is read from docs/index.md, the one list of all pages: a `##` heading is a section, a `###` heading a part of it, and a
+link in a list a page. An index.md in a folder brings the pages of that folder that it links to. A page that is in no list fails the build.
 """
 
 from __future__ import annotations
