@@ -93,7 +93,7 @@ class TransformersEngine:
             if reference
             else self._weights.acting(dropout=gradient and self._weights.dropout > 0)
         )
-        with acting:
+        with acting, decoder.kernels():
             # Only layers that can be checkpointed are in training mode, and only with a gradient; all else stays in evaluation mode.
             layers = self._layers if gradient else []
             for layer in layers:
