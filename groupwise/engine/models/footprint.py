@@ -205,8 +205,8 @@ class Footprint:
 
     def trained_bytes(self, parameters: int, processes: int) -> int:
         """Bytes of trained weights, gradient and two moments in all processes. With several processes, each also needs a buffer to add up
-        gradients; if all weights are trained, the weights before the fork count once more. In bfloat16, a pass also keeps them rounded."""
-        copies = float(self.size if self.size < FLOAT else 0)
+        gradients; if all weights are trained, the weights before the fork count once more."""
+        copies = 0.0
         if not self.full:  # an adapter's copies: the sampler's and the native engines'
             computed = (self.native_learner + self.native_sampler) * self.size
             decoding = FLOAT if self.packed else 0
