@@ -198,8 +198,8 @@ class TrainedModel:
     """All weights of a model, with a frozen copy as reference if one is needed.
 
     Weights and gradients are float32. Small updates would vanish in bfloat16, so it is only the format of the products: torch's autocast
-    rounds a weight when it is used. No later use shares the rounded copy, because gradients of both would be added in bfloat16; nor is it kept
-    for the backward pass (`groupwise.engine.learner.rounded_linear`).
+    rounds a weight when it is used. No later use shares the rounded copy, because gradients of both would be added in bfloat16; nor is it
+    kept for the backward pass (`groupwise.engine.learner.rounded_linear`).
     """
 
     kind: Literal["adapter", "full"] = "full"

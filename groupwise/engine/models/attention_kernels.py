@@ -18,9 +18,10 @@ def pinned_kernels(
 ) -> AbstractContextManager[object]:
     """Context manager for calls of attention on this device, and for backward passes that may recompute them. On a CPU it does nothing.
 
-    Flash attention comes first, then the memory-efficient kernel, then plain products. CuDNN, which makes a plan for each new shape, is left
-    out. `one_key_head`: the model's attention may repeat one head's keys without a copy (as transformers does). For such keys and a mask the
-    memory-efficient kernel gave wrong results for the last query of 65, 129, 257 and so on (torch 2.11 on an H100), so it is left out too.
+    Flash attention comes first, then the memory-efficient kernel, then plain products. CuDNN is left out, because it makes a plan for each
+    new shape. `one_key_head`: the model's attention may repeat one head's keys without a copy (as transformers does). For such keys and a
+    mask the memory-efficient kernel gave wrong results for the last query of 65, 129, 257 and so on (torch 2.11 on an H100), so it is left
+    out too.
     """
     if device.type != "cuda":
         return nullcontext()

@@ -130,7 +130,7 @@ class Decoder:
         return self.model.device
 
     def kernels(self) -> contextlib.AbstractContextManager[object]:
-        """Context manager with the attention kernels of this model. Calls enter it; a backward pass that recomputes layers must be in it."""
+        """Context manager with the attention kernels of this model. Its calls enter it; so must a backward pass that recomputes layers."""
         one = getattr(self.config, "num_key_value_heads", None) == 1
         return pinned_kernels(self.device, one_key_head=one)
 

@@ -48,7 +48,9 @@ def test_no_rounded_weight_is_kept_for_the_backward_pass(model):
     kept: list[list[Tensor]] = []
     for each in model:
         kept.append([])
-        with torch.autograd.graph.saved_tensors_hooks(lambda t: kept[-1].append(t) or t, lambda t: t):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda t: kept[-1].append(t) or t, lambda t: t
+        ):
             passed(each, torch.randn(2, 7, SIZE))
     rounded = [
         [t for t in tensors if t.shape in weights and t.dtype == torch.bfloat16] for tensors in kept
