@@ -75,13 +75,6 @@ def distributed_conflicts(config: Any, rows: int, keys: tuple[str, ...]) -> Iter
             ("distributed.sampler_timeout", "distributed.samplers"),
         )
     if config.distributed.strategy == "fsdp2":
-        if config.lora is None and config.model.dtype == "bfloat16":
-            yield Conflict(
-                "lora is null and model.dtype is bfloat16, so that a pass keeps all weights rounded until its end, and "
-                "distributed.strategy fsdp2 would divide little. Set model.dtype to float32 or auto, train an adapter, or "
-                "take the strategy ddp.",
-                ("lora", "model.dtype", "distributed.strategy"),
-            )
         yield from _fsdp_conflicts(
             learners, samplers if hasattr(config.distributed, "samplers") else None
         )
