@@ -74,6 +74,7 @@ class TorchSampler(QueuedSampler):
         Raises `RunError` for a prompt that is empty or longer than the layout. It is computed at once, between two tokens of the others.
         """
         refuse_long_prompt(prompt_ids, self.layout.key_length)
+        await self._until_loaded()
         logprobs: list[float] = []
         best: list[TopLogprobs] = []
         with torch.inference_mode():
@@ -88,7 +89,7 @@ class TorchSampler(QueuedSampler):
 
     async def rest(self) -> None:
         """See `groupwise.core.types.SharesDevice.rest`."""
-        if self._frees_cache and not self._waiting and not self._members:
+        if self._frees_cache and not self._waiting and not self._members and not self._loading:
             self._engine.free_cache()
             torch.cuda.empty_cache()
 
