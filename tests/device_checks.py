@@ -10,9 +10,11 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -583,7 +585,9 @@ def numbers_of_the_head_are_those_of_torch(device: torch.device, dtype: torch.dt
 
 
 def attention_to_pages_is_that_of_torch(device: torch.device, dtype: torch.dtype) -> None:
-    """One more token of rows that share the pages of a prompt, or have it to themselves; an empty place disturbs none."""
+    """One more token of rows that share the pages of a prompt, or have it to themselves; an empty place disturbs none. All pages of a row
+    are attended to at once, or some at a time, in parts that are joined.
+    """
     kernels: Any = import_module("groupwise.engine.models.native.triton_kernels")
 
     generator = torch.Generator().manual_seed(0)
@@ -613,10 +617,13 @@ def attention_to_pages_is_that_of_torch(device: torch.device, dtype: torch.dtype
         positions = [a + b for a, b in zip(prompts, written, strict=True)]
         given = [torch.tensor(each, device=device) for each in ([*positions, 0], [*prompts, 0])]
         keys, values = caches.to(device)
-        found = kernels.cached_attention(
+        attend = partial(
+            kernels.cached_attention,
             qkv.to(device), tuple(each if each is None else each.to(device) for each in norms), turns.to(device),
             keys, values, torch.tensor(pages, dtype=torch.int32, device=device), *given, epsilon,
-        ).cpu()  # fmt: skip
+        )  # fmt: skip
+        with patch.object(kernels, "PARTS", 2):
+            found = torch.stack([attend(None), attend(1), attend(2), attend(3)]).cpu()
         queries, *new = qkv.float().view(5, -1, size).split([heads, kv_heads, kv_heads], dim=1)
         for number, (each, norm) in enumerate(zip((queries, new[0]), norms, strict=True)):
             x = each if norm is None else F.rms_norm(each, (size,), norm, epsilon)
@@ -635,9 +642,8 @@ def attention_to_pages_is_that_of_torch(device: torch.device, dtype: torch.dtype
                 queries[row][:, None].float(), k, v, enable_gqa=True
             )
             close = 1e-5 if dtype == torch.float32 else 0.02
-            torch.testing.assert_close(
-                found[row], wanted.flatten().to(dtype), rtol=close, atol=close
-            )
+            wanted = wanted.flatten().to(dtype).expand_as(found[:, row])
+            torch.testing.assert_close(found[:, row], wanted, rtol=close, atol=close)
 
 
 # Both together

@@ -1,8 +1,8 @@
 """Fingerprints of weights: SHA-256 as a tree, so that several threads hash the pieces of a large model at once.
 
-Each tensor is cut into pieces of `PIECE` bytes, and each piece is hashed alone. The root is the hash of every tensor's name, format and shape,
-each followed by the hashes of its pieces. It does not depend on the number of threads. Nothing here imports torch, because workers
-without it compute the same fingerprints.
+Each tensor is cut into pieces of `PIECE` bytes, and each piece is hashed alone. The root is the hash of every tensor's name, format and
+shape, each followed by the hashes of its pieces. It does not depend on the number of threads. Nothing here imports torch, because
+workers without it compute the same fingerprints.
 """
 
 from __future__ import annotations

@@ -156,8 +156,8 @@ class QueuedSampler(ABC):
     async def load(self, policy: Policy) -> None:
         """See `groupwise.core.types.Sampler.load`. Allowed only between groups: keys and values belong to one version.
 
-        A thread reads and hashes the weights, which takes seconds for a large model. Groups that are requested meanwhile begin afterwards. If
-        the caller is cancelled, the load is completed first.
+        A thread reads and hashes the weights, which takes seconds for a large model. Groups that are requested meanwhile begin afterwards.
+        If the caller is cancelled, the load is completed first.
         """
         await self._until_loaded()
         if self._waiting or self._in_progress():
