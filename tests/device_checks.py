@@ -251,11 +251,14 @@ def looking_ahead_draws_the_same(case: DeviceCase, monkeypatch: pytest.MonkeyPat
         return await asyncio.gather(*others)
 
     with monkeypatch.context() as patched:
+        patched.setattr(GraphEngine, "prefill_all", noted("prompts", GraphEngine.prefill_all))
         patched.setattr(GraphEngine, "decode_rows", noted("begin", GraphEngine.decode_rows))
         patched.setattr(Drawing, "read", noted("read", Drawing.read))
         found = asyncio.run(ask(sampler_of(case, weights)))
-        assert "bbrbrbr" in "".join(each[0] for each in order)
-    monkeypatch.setattr(TorchSampler, "_looks_ahead", lambda sampler: False)
+        letters = "".join(each[0] for each in order)
+        assert "brbrbr" in letters
+        assert "rpbrr" in letters, "new rows are begun before their first tokens are read"
+    monkeypatch.setattr(TorchSampler, "_looks_ahead", lambda sampler, beginning=(): False)
     wanted = asyncio.run(ask(sampler_of(case, weights)))
     assert found == wanted
     assert {each.finish_reason for group in found for each in group} == {"stop", "length"}
@@ -741,6 +744,30 @@ def a_short_run_goes_through(
     with Store.open(case.folder / "toy" / "run.db", readonly=True) as store:
         assert store.get_meta()["layout"]["device"] == case.device.type
     assert [*(case.folder / "toy" / "final").glob("*.safetensors")]
+
+
+def a_sampler_beside_the_learner_draws_the_same(case: DeviceCase) -> None:
+    """In a process of its own on the same device, a step ahead: what the policy at the start draws, to the bit."""
+    drawn: list[Any] = []
+    for name, samplers in (("alone", 0), ("beside", 1)):
+        settings = toy_run.config(case.folder / name)
+        settings["training"] = {**settings["training"], "max_off_policy_steps": 1}
+        settings["distributed"] = {"samplers": samplers}
+        settings["run"]["threads"] = 1 + samplers
+        assert groupwise.rl(settings, toy_run.TOY).exit_code == 0
+        with Store.open(case.folder / name / "toy" / "run.db", readonly=True) as store:
+            layout = store.get_meta()["layout"]
+            assert layout["shares_gpus"] == (samplers > 0 and case.device.type == "cuda")
+            drawn.append(
+                [
+                    (segment.token_ids, segment.sampling_logprobs)
+                    for group in store.groups(0)
+                    for rollout in group.rollouts
+                    for segment in rollout.segments
+                ]
+            )
+    assert drawn[0] == drawn[1]
+    assert drawn[0]
 
 
 def nothing_is_left_of_a_gradient(case: DeviceCase) -> None:

@@ -126,7 +126,7 @@ class GraphEngine:
         if prompt not in self._pages:
             count = -(-prompt.length // PAGE)
             self._pages[prompt] = [self._free.pop() for _ in range(count)]
-            into = torch.tensor(self._pages[prompt], device=self._model.device)
+            into = send(torch.tensor(self._pages[prompt]), self._model.device)
             for cache, tensor in (
                 (self._keys_LGJTD, prompt.keys_LJPD),
                 (self._values_LGJTD, prompt.values_LJPD),
