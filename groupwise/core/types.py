@@ -430,7 +430,7 @@ class Policy:
     version: int
     """+1 for each publication of the run; 0 is the policy that the run started from."""
     fingerprint: str
-    """SHA-256 (hex, 16 digits) of the published tensors: names, shapes and bytes."""
+    """SHA-256 (hex, 16 digits) of the published tensors: names, shapes and bytes, as a tree (`groupwise.engine.models.fingerprint`)."""
     kind: Literal["adapter", "full"]
     path: str
     """Folder of the tensors, in peft's format (adapter) or transformers' (full)."""

@@ -839,7 +839,9 @@ def _start_processes(kind: Kind, config: AnyConfig, layout: Layout) -> SpawnedWo
 
 
 def _first_gpu(layout: Layout) -> int:
-    """Index of the first sampler's GPU. The GPUs before it belong to this machine's learners."""
+    """Index of the first sampler's GPU. The GPUs before it belong to this machine's learners, unless they share them."""
+    if layout.shares_gpus:
+        return 0
     launch = read_torchrun_rank()
     return layout.learners if launch is None else launch.local_count
 

@@ -43,7 +43,8 @@ class SampledDistributedConfig(DistributedConfig):
 
     samplers: int = setting(
         0,
-        "Processes that only sample, on the GPUs of this machine that come after the learners'. Learners then only learn, and with "
+        "Processes that only sample, on the GPUs of this machine that come after the learners'; if there are no others, and "
+        "training.max_off_policy_steps is at least 1, on the learners' own. Learners then only learn, and with "
         "training.max_off_policy_steps both work at the same time. One that ends is replaced. 0: learners sample.",
         on_resume="warn",
         ge=0,

@@ -21,6 +21,7 @@ from groupwise.engine.models.config import LoraConfig, ModelConfig
 from groupwise.engine.models.plan import (
     MIB,
     Decoding,
+    LearningProcess,
     MemoryPlan,
     ModelPlan,
     fitting_microbatch,
@@ -175,7 +176,14 @@ def test_a_micro_batch_leaves_room_for_what_a_process_samples_with(bare, lora):
     alone = memory(bare, lora, decoding=None, microbatch=32_768, device="cuda").total
 
     def fitting(*, samples: bool) -> int:
-        sizes = "float32", "cuda", False, False, 1, samples, int(alone * MIB) + 1
-        return fitting_microbatch(bare, lora, *sizes)
+        process = LearningProcess(
+            dtype="float32",
+            device="cuda",
+            needs_reference=False,
+            gradient_checkpointing=False,
+            parts=1,
+            samples=samples,
+        )
+        return fitting_microbatch(bare, lora, process, int(alone * MIB) + 1)
 
     assert (fitting(samples=False), fitting(samples=True)) == (32_768, 16_384)
