@@ -444,7 +444,7 @@ def _server_sampler(
 
     sampler_config, timing = config.sampler, Timing()
     base = sampler_config.served_model or config.model.name
-    own_server, sync = None, AdapterFiles()
+    own_server, shared = None, None
     if sampler_config.vllm_python is not None:
         own_server = _own_server(config, layout, witness.rank, timing)
         servers = Servers(
@@ -453,9 +453,6 @@ def _server_sampler(
             timing,
             lambda: f"Read why in {own_server.log}",
         )
-        if witness.rank is None:
-            in_memory = own_server.spec.takes == "ipc"
-            sync = WholeWeights(base, witness.ipc_handles if in_memory else None)
     else:
         endpoints = [
             Endpoint(url, base, sampler_config.api_key_env, sampler_config.timeout)
@@ -470,7 +467,22 @@ def _server_sampler(
     if sampler_config.adapter_folder is not None:
         folder = Path(sampler_config.adapter_folder).expanduser().resolve()
         there = (sampler_config.adapter_folder_there or str(folder)).rstrip("/")
-        sync = AdapterFiles(SharedFolder(folder, there))
+        shared = SharedFolder(folder, there)
+    takes = sampler_config.weight_transfer or "files"
+    if own_server is not None:
+        takes = own_server.spec.takes
+    sync = (
+        AdapterFiles(shared)
+        if witness.rank is not None or takes == "adapters"
+        else WholeWeights(
+            base,
+            takes,
+            witness,
+            timeout=sampler_config.weight_transfer_timeout,
+            shared=shared,
+            own=own_server,
+        )
+    )
     return ServerSampler(
         servers,
         witness,
@@ -503,7 +515,15 @@ def _own_server(
             f"{layout.key_length} tokens together. Leave it out, or lower data.max_prompt_length or sampler.max_completion_length."
         )
     gpus = own_server_gpus(config, layout)
-    takes = "adapters" if rank else "ipc" if gpus.shared else "files"
+    takes = sampler_config.weight_transfer or ("ipc" if gpus.shared else "files")
+    if rank is not None:
+        takes = "adapters"
+    if takes in ("ipc", "nccl") and gpus.shared != (takes == "ipc"):
+        where = "a GPU of its own" if takes == "ipc" else "the learner's own GPU"
+        raise UsageError(
+            f"sampler.weight_transfer is {takes}, but the server of sampler.vllm_python gets {where}: ipc is for the learner's own GPU, "
+            "nccl for others. Leave weight_transfer out, or change the number of GPUs (CUDA_VISIBLE_DEVICES)."
+        )
     if takes == "ipc" and spawned_server.has_expandable_segments(os.environ):
         takes = "files"
         logger.warning(
