@@ -227,12 +227,12 @@ def broadcast(tmp_path: Path, python: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.parametrize(
     "where",
-    [None, "/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"],
+    [None, "between", "/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"],
 )  # fmt: skip
 def test_a_server_on_another_gpu_receives_all_weights(
     tmp_path: Path, server: VllmServer, broadcast: dict[str, Any], where: str | None
 ) -> None:
-    """It gets them again, by a new group, if it is killed at any point on the way."""
+    """It gets them again, by a new group, if it is killed at any point on the way, or between two publications."""
     killed: list[int] = []
 
     async def kill(path: str, _: Any) -> Response | None:
@@ -243,6 +243,8 @@ def test_a_server_on_another_gpu_receives_all_weights(
         return None
 
     server.interfere = kill
+    if where == "between":
+        broadcast["callbacks"] = [{"name": f"{__name__}:Kills", "folder": str(tmp_path)}]
     result = groupwise.rl(broadcast, TOY)
     assert result.summary["steps"] == 3
     starts = told(tmp_path)

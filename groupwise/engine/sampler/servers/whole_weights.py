@@ -24,7 +24,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Literal
 
-from groupwise.core.errors import EndpointError, UsageError
+from groupwise.core.errors import EndpointError, RunError, UsageError
 from groupwise.core.types import Policy
 from groupwise.engine.sampler.servers.adapters import ListedModel, SharedFolder, policy_name
 from groupwise.engine.sampler.servers.server_pool import Served, Server
@@ -66,8 +66,9 @@ class WholeWeights:
         self._timeout = timeout
         self._shared = shared
         self._own = own
-        self._groups: set[str] = set()
-        """Addresses of the servers whose workers have joined a group."""
+        self._groups: dict[str, str] = {}
+        """The version that a server was given last by its group, by the server's address. One with another version was started again, and
+        is in no group."""
         self._failures = 0
         """Failed transfers since the last one that succeeded."""
         self._broadcasting: dict[asyncio.AbstractEventLoop, asyncio.Lock] = {}
@@ -107,8 +108,9 @@ class WholeWeights:
     def forget(self, server: Server, served: Served) -> None:
         """See `WeightSync.forget`: the group with the server ends."""
         if server.url in self._groups:
-            self._groups.discard(server.url)
-            self._witness.close_group(server.url)
+            del self._groups[server.url]
+            with suppress(RunError):  # the process with the group has ended already
+                self._witness.close_group(server.url)
             server.tell(server.root_url + "/shutdown_weight_transfer_engine", {})
 
     def remove(self, served: Served) -> None:
@@ -141,7 +143,7 @@ class WholeWeights:
         lock = self._broadcasting.setdefault(asyncio.get_running_loop(), asyncio.Lock())
         async with lock:
             try:
-                if server.url not in self._groups:
+                if self._groups.pop(server.url, "") != await server.weight_version():
                     await self._open_group(server)
                 await _limited(server.post("/start_weight_update"), self._timeout)
                 update = await asyncio.to_thread(self._witness.weight_info)
@@ -153,8 +155,8 @@ class WholeWeights:
                 )
                 finish = {"weight_version": version}
                 await _limited(server.post("/finish_weight_update", finish), self._timeout)
+                self._groups[server.url] = version
             except EndpointError as error:
-                self._groups.discard(server.url)
                 await asyncio.to_thread(self._witness.close_group, server.url)
                 if self._own is not None and _is_temporary(error):
                     await asyncio.to_thread(self._own.restart)
@@ -170,7 +172,6 @@ class WholeWeights:
             self._witness.join_group,
             *(server.url, world, self._timeout),
         )
-        self._groups.add(server.url)
 
     async def _together(
         self,

@@ -98,7 +98,11 @@ def test_workers_that_never_come_are_waited_for_a_limited_time(monkeypatch, stuc
     group = group_over(library, monkeypatch)
     if stuck == "broadcast":
         group.join(2, 10)
-    waits = partial(group.broadcast, [torch.zeros(2)]) if stuck == "broadcast" else partial(group.join, 2)
+    waits = (
+        partial(group.broadcast, [torch.zeros(2)])
+        if stuck == "broadcast"
+        else partial(group.join, 2)
+    )
     with pytest.raises(EndpointError, match="waited in vain"):
         waits(0.05)
     assert [call[0] for call in library.calls][-2:] == [stuck, "abort"]

@@ -145,7 +145,9 @@ async def test_nothing_is_drawn_before_weights_or_loaded_while_drawing(learner, 
     await under_way
     with pytest.raises(UsageError, match="holds all weights"):
         await sampler.load(replace(policy, kind="full"))
-    for_models = server_sampler([server.url], learner, sync=WholeWeights("tiny", None))
+    for_models = server_sampler(
+        [server.url], learner, sync=WholeWeights("tiny", "files", sampler._witness, timeout=1)
+    )
     with pytest.raises(UsageError, match="holds an adapter, but lora is null"):
         await for_models.load(policy)
 
