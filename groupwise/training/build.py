@@ -313,8 +313,13 @@ async def start_supervised(
     return _supervised_parts(workers, layout)
 
 
-async def start_serving(config: RunConfig, layout: Layout, weights: Path | None) -> ServingParts:
-    """Build a sampler of the adapter or full weights in `weights`; if None, of the config's own policy. See `start_training`."""
+async def start_serving(
+    config: RunConfig, layout: Layout, weights: Path | None, server_log: Path | None = None
+) -> ServingParts:
+    """Build a sampler of the adapter or full weights in `weights`; if None, of the config's own policy. See `start_training`.
+
+    `server_log`: file for the output of a vLLM server that is started for it; None: one in the cache.
+    """
     if config.run.server is not None:
         parts = await _build_on_server("serving", config, layout, "served", Path(), weights)
         return ServingParts(parts.sampler, parts.stop_token_ids, session=parts.session)
@@ -333,6 +338,8 @@ async def start_serving(config: RunConfig, layout: Layout, weights: Path | None)
     assert workers.sampler is not None
     by_http = _http_sampler(workers.sampler)
     if by_http is not None:
+        if server_log is not None:
+            by_http.follow_server(server_log, logger.warning)
         await _serve_by_http(by_http, config, weights)
     return ServingParts(workers.sampler, workers.stop_token_ids, by_http=by_http)
 

@@ -208,7 +208,10 @@ def test_all_weights_are_trained_with_it(
     taken = paths.count("/update_weights"), paths.count("/collective_rpc")
     assert (min(taken), max(taken) >= 5) == (0, True)
     assert (taken[0] > 0) == maps == (server.weight_version is not None)
-    assert groupwise.evaluate(given, TOY, policy=str(tmp_path / "runs/toy")).rows
+    evaluation = groupwise.evaluate(given, TOY, policy=str(tmp_path / "runs/toy"))
+    assert evaluation.rows
+    assert evaluation.path is not None
+    assert evaluation.path.with_suffix(".vllm.log").read_text() == "begins\n"
     assert len(told(tmp_path)) == 3
 
 

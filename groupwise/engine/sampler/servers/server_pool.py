@@ -127,7 +127,7 @@ class Server:
         """POST to a route of the server's own, which is beside those of OpenAI's API. Raises EndpointError."""
         await self.client.ask("POST", self.root_url + path, body, len, 0)
 
-    async def get(self, path: str) -> dict[str, Any]:
+    async def get(self, path: str) -> Mapping[str, Any]:
         """GET a JSON object from a route of the server's own. Raises EndpointError."""
         return await self.client.ask("GET", self.root_url + path, None, read_json, 0)
 
