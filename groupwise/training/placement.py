@@ -150,6 +150,7 @@ def choose_layout(config: RunConfig, longest_prompt: int) -> Layout:
             sampler.vllm_python is None or layout.device == "cpu"
         )
     _refuse_float32_adapters(config, layout)
+    _refuse_transfer_without_gpu(config, layout)
     slots = sampler.max_num_seqs or _slot_count(config, layout)
     return replace(layout, slots=slots, seeded=seeded)
 
@@ -162,6 +163,16 @@ def _refuse_float32_adapters(config: RunConfig, layout: Layout) -> None:
         raise ConfigError(
             f"model.dtype is {config.model.dtype}{chosen}, but on a GPU the vLLM of sampler.vllm_python computes adapters in bfloat16 "
             "or float16 alone. Set model.dtype: bfloat16, train all weights (lora: null), or leave sampler.engine out."
+        )
+
+
+def _refuse_transfer_without_gpu(config: RunConfig, layout: Layout) -> None:
+    """Raise ConfigError if servers were to receive weights from a GPU that the learner does not have."""
+    transfer = config.sampler.weight_transfer
+    if transfer in ("ipc", "nccl") and layout.device == "cpu":
+        raise ConfigError(
+            f"sampler.weight_transfer is {transfer}, which sends weights from the learner's GPU, but the run learns on the CPU. Set it to "
+            "files, or leave it out."
         )
 
 
