@@ -35,8 +35,8 @@ def sql_list(states: tuple[State, ...]) -> str:
 
 
 _SCRIPT = Path(__file__).with_suffix(".sql").read_text(encoding="utf-8")
-MIGRATIONS: list[str] = re.split(r"-- migration \d+\n", _SCRIPT)[1:]
-MIGRATIONS[0] = MIGRATIONS[0].format(
+_, _first, *_later = re.split(r"-- migration \d+\n", _SCRIPT)
+_first = _first.format(
     states=sql_list(tuple(TABLE)),
     moves=", ".join(f"('{old}', '{new}')" for old, new in transitions()),
     without_rewards=sql_list(WITHOUT_REWARDS),
@@ -44,3 +44,4 @@ MIGRATIONS[0] = MIGRATIONS[0].format(
     in_a_plan=sql_list(IN_A_PLAN),
     free=sql_list(FREE),
 )
+MIGRATIONS: tuple[str, ...] = (_first, *_later)

@@ -43,7 +43,7 @@ _TABLE: dict[str, list[dict[str, Any]]] = json.loads(
     Path(__file__).with_name("compatibility.json").read_text(encoding="utf-8")
 )
 METHODS = tuple(
-    Method(**{**row, "routes": tuple((verb, path) for verb, path in row.get("routes", ()))})
+    Method(routes=tuple((verb, path) for verb, path in row.pop("routes", ())), **row)
     for row in _TABLE["methods"]
 )
 """All methods; a test compares the table with the installed client."""
