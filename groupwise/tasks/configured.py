@@ -11,6 +11,8 @@ A set of a mixture is a source, whose rows have the rewards of the config, or a 
 have its own rewards. The router distinguishes them by the column `task`, which holds the label of the set; every reward part is
 recorded under that label.
 
+With `task.mcp_servers`, rollouts have the tools of MCP servers; see `mcp_tools`.
+
 `find_task` returns the task of a command in either case. Workers find the task from the config.
 """
 
@@ -42,6 +44,7 @@ from groupwise.tasks.data.loading import (
 from groupwise.tasks.data.mixture import Part, interleave, mix_parts, with_same_columns
 from groupwise.tasks.data.pipelines import find_pipeline
 from groupwise.tasks.data.sft_functions import format_rows
+from groupwise.tasks.mcp_tools import McpTask, McpTools
 from groupwise.tasks.rewards.registry import configured_rubric, registered_rewards
 from groupwise.tasks.rewards.router import Router
 from groupwise.tasks.rewards.rubric import Rubric
@@ -80,10 +83,10 @@ class ConfiguredTask(Task):
                 f"module:attribute, or a built-in one ({', '.join(sorted(builtin_tasks()))}). Or say in the config where the rows are "
                 "(data.dataset_name or data.dataset_mixture), and for rl and eval how they are scored (rewards.reward_funcs)."
             )
-        if config.get("task"):
+        if config.get("task") and (_is_supervised(config) or "mcp_servers" not in config["task"]):
             raise TaskError(
                 "The config has a section `task`, but no task to read it: --task-module was not given. Leave the section out, or move it "
-                "into `config` of a set of data.dataset_mixture."
+                "into `config` of a set of data.dataset_mixture. Without a task, rl and eval know task.mcp_servers alone."
             )
         self._tasks = _task_sets(config, data)
         if not _is_supervised(config):
@@ -263,6 +266,8 @@ class _Hooks:
         )
         if names_rewards or self._tasks:
             hooks.add("get_reward_funcs")
+        if config.get("task"):
+            hooks |= {"get_environment", "get_config_schema"}
         if any(task_set.task.has("get_rl_callbacks") for task_set in self._tasks):
             hooks.add("get_rl_callbacks")
         return hooks
@@ -341,6 +346,16 @@ class _Hooks:
                 weights = section["reward_weights"]
                 self._rewards = rubric if weights is None else rubric.reweighted(weights)
         return self._rewards
+
+    def get_config_schema(self) -> type[McpTask]:
+        """The section `task`, if there is one."""
+        return McpTask
+
+    def get_environment(self, config: View) -> McpTools:
+        """The tools of the config's MCP servers."""
+        tools = McpTools(config["task"]["mcp_servers"].to_dict())
+        tools.check_limits(config["rollout"]["time_limit"])
+        return tools
 
     def _unscorable_check(self, config: View) -> Unscorable:
         """The function that explains why a source's row cannot be scored."""
