@@ -61,7 +61,6 @@ from groupwise.server.engine.engine_protocol import (
     Probe,
     Sampled,
     SampleOrder,
-    Sampling,
     Saved,
     StepDone,
     WrongOrder,
@@ -72,6 +71,7 @@ from groupwise.server.engine.sampling_checks import (
     refuse_unknown_tokens,
     stop_token_ids,
 )
+from groupwise.tasks.openai.sampling import Sampling
 from groupwise.tasks.rollouts.rows import training_rows
 from groupwise.tasks.rollouts.seeds import member_seed
 from groupwise.tasks.rollouts.single import policy_segment

@@ -87,7 +87,7 @@ TopLogprobs = tuple[tuple[int, float], ...]
 
 
 CallFormat = Literal["hermes", "llama3_json", "mistral"]
-"""How a family of models writes tool calls; see `groupwise.server.openai.tools`."""
+"""How a family of models writes tool calls; see `groupwise.tasks.openai.tools`."""
 
 
 @dataclass(frozen=True, slots=True)

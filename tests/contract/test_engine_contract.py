@@ -26,14 +26,8 @@ import pytest
 
 from groupwise.core.errors import GroupwiseError, UsageError
 from groupwise.core.types import Group
-from groupwise.server.engine.engine_protocol import (
-    Engine,
-    OpenRun,
-    Plan,
-    Sampled,
-    SampleOrder,
-    Sampling,
-)
+from groupwise.server.engine.engine_protocol import Engine, OpenRun, Plan, Sampled, SampleOrder
+from groupwise.tasks.openai.sampling import Sampling
 from groupwise.tasks.rollouts.seeds import member_seed
 
 LONGEST_PROMPT = 16

@@ -1,6 +1,6 @@
 """OpenAI's newer protocol, /v1/responses: text and function tools, with conversations that the server keeps.
 
-A request is converted to one of /v1/chat/completions (`groupwise.server.openai.responses`), so both have the same meaning, and the same
+A request is converted to one of /v1/chat/completions (`groupwise.tasks.openai.responses`), so both have the same meaning, and the same
 refusals. Fields that OpenAI's own client sends without a meaning here are accepted; everything else is refused by name.
 """
 

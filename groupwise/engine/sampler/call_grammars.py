@@ -1,6 +1,6 @@
 """The grammar of completions that are tool calls, for constrained decoding: in Lark's notation, as llguidance reads it.
 
-Calls stand as the families write them, which is how `groupwise.server.openai.tools` reads them again. The arguments of each call are JSON
+Calls stand as the families write them, which is how `groupwise.tasks.openai.tools` reads them again. The arguments of each call are JSON
 of its tool's schema; everything around them is fixed. A mark that is a special token of the tokenizer is that token, and text otherwise.
 """
 

@@ -53,7 +53,6 @@ from groupwise.server.engine.engine_protocol import (
     Probe,
     Sampled,
     SampleOrder,
-    Sampling,
     Saved,
     StepDone,
     WrongOrder,
@@ -72,6 +71,7 @@ from groupwise.server.engine.trained_adapters import EngineModels, Shared
 from groupwise.tasks.contract import Task
 from groupwise.tasks.data.messages import Unusable, messages_of
 from groupwise.tasks.data.reward_hacking import Signals
+from groupwise.tasks.openai.sampling import Sampling
 from groupwise.tasks.rollouts.dialogue import first_ids
 from groupwise.tasks.rollouts.seeds import member_seed
 from groupwise.tasks.rollouts.single import group_of

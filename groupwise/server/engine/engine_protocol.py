@@ -13,39 +13,25 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from groupwise.api.schemas.parts import PartsKind
 from groupwise.core.errors import RunError, UsageError
 from groupwise.core.types import (
     Group,
-    LogitsProcessing,
     Policy,
     Prompt,
     PromptLogprobs,
     TopLogprobs,
 )
 from groupwise.runs.records import StepRecord
+from groupwise.tasks.openai.sampling import OrderField, Sampling
 
 
 class EngineLost(RunError):
     """The engine ended before it answered. The call may or may not have been carried out; the state of the reopened run shows which."""
 
     code = "engine_lost"
-
-
-OrderField = Literal[
-    "prompt",
-    "prompt_ids",
-    "max_tokens",
-    "min_tokens",
-    "temperature",
-    "stop_token_ids",
-    "logit_bias",
-    "json_schema",
-    "tool_calls",
-]
-"""Fields of a `SampleOrder`, or of its `Sampling`, that a `WrongOrder` can be about."""
 
 
 class WrongOrder(UsageError):
@@ -101,28 +87,6 @@ class Opened:
     """Why steps that are taken again may differ in their last bits (a GPU, another layout); None if they repeat exactly."""
     chat_template: str = ""
     """The model's chat template for conversations with tools; empty if there is none."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sampling:
-    """Sampling settings of one request; None means the run's own setting."""
-
-    temperature: float | None = None
-    max_tokens: int | None = None
-    min_tokens: int | None = None
-    stop: tuple[str, ...] | None = None
-    stop_token_ids: tuple[int, ...] = ()
-    """Token ids that end a completion, in addition to the run's."""
-    ignore_eos: bool = False
-    """True if the run's own stop tokens do not end a completion."""
-    processing: LogitsProcessing | None = None
-    """Allowed only if the group is not trained on."""
-    top_p: float | None = None
-    """Like `top_k` and `min_p`, allowed only if the group is not trained on."""
-    top_k: int | None = None
-    min_p: float | None = None
-    seed: int | None = None
-    """Replaces the seeds derived from the draw: the same seed gives the same completions for any draw."""
 
 
 @dataclass(frozen=True, slots=True)

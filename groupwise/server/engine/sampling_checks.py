@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from groupwise.core.errors import UsageError
 from groupwise.core.types import LogitsProcessing, SamplingParams
-from groupwise.server.engine.engine_protocol import OrderField, Sampling, WrongOrder
+from groupwise.server.engine.engine_protocol import WrongOrder
+from groupwise.tasks.openai.sampling import OrderField, Sampling
 
 
 def refuse_unknown_tokens(token_ids: Sequence[int], vocabulary: int, field: OrderField) -> None:

@@ -5,23 +5,12 @@ A response belongs to the API key that asked for it, and is kept for a day of th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
-
 from groupwise.api.schemas.keys import Caller
 from groupwise.api.schemas.problems import FieldError, Refusal
 from groupwise.runs.encoding import pack_json, unpack_json
 from groupwise.server.ledger.idempotency import RETENTION_SECONDS
 from groupwise.server.ledger.transaction import Transaction
-
-
-@dataclass(frozen=True, slots=True)
-class KeptResponse:
-    """A response as it was sent, and the conversation that it ends."""
-
-    response: dict[str, Any]
-    messages: list[dict[str, Any]]
-    """Messages as /v1/chat/completions takes them, without instructions; the last one is the response's."""
+from groupwise.tasks.openai.responses import KeptResponse
 
 
 def keep_response(transaction: Transaction, caller: Caller, kept: KeptResponse) -> None:

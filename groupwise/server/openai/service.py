@@ -33,11 +33,15 @@ from groupwise.server.engine.engine_protocol import Engine, Sampled, SampleOrder
 from groupwise.server.ledger import responses, runs, trajectories
 from groupwise.server.ledger.idempotency import StoredResponse
 from groupwise.server.ledger.members import Gathering
-from groupwise.server.ledger.responses import KeptResponse
 from groupwise.server.ledger.trajectories import Call, NewTrajectoryGroup, Place, SampledTurn
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.openai import storing
-from groupwise.server.openai.completed import (
+from groupwise.server.openai.storing import Also, Render, StoredCompletion, StoreOptions
+from groupwise.server.run.conductor import Conductor, RunStatus
+from groupwise.server.run.engine_errors import check_prompt_length, naming_field
+from groupwise.server.run.policy_versions import LATEST
+from groupwise.server.settings import ServerConfig
+from groupwise.tasks.openai.completed import (
     Completed,
     CompletionChoice,
     TokenDetails,
@@ -45,13 +49,9 @@ from groupwise.server.openai.completed import (
     streamable_text,
     write_completion,
 )
-from groupwise.server.openai.generation_request import Gather, GenerationRequest, field_refusal
-from groupwise.server.openai.storing import Also, Render, StoredCompletion, StoreOptions
-from groupwise.server.openai.tools import call_format_of
-from groupwise.server.run.conductor import Conductor, RunStatus
-from groupwise.server.run.engine_errors import check_prompt_length, naming_field
-from groupwise.server.run.policy_versions import LATEST
-from groupwise.server.settings import ServerConfig
+from groupwise.tasks.openai.generation_request import Gather, GenerationRequest, field_refusal
+from groupwise.tasks.openai.responses import KeptResponse
+from groupwise.tasks.openai.tools import call_format_of
 from groupwise.tasks.rollouts.seeds import derive
 
 T = TypeVar("T")

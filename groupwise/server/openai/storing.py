@@ -15,7 +15,7 @@ from groupwise.server.ledger.idempotency import RETENTION_SECONDS, StoredRespons
 from groupwise.server.ledger.members import Gathering, Member
 from groupwise.server.ledger.trajectories import SampledTurn
 from groupwise.server.ledger.transaction import Transaction
-from groupwise.server.openai.completed import Completed, CompletionChoice
+from groupwise.tasks.openai.completed import Completed, CompletionChoice
 
 Render = Callable[[Completed], StoredResponse]
 """Builds the response sent to the client."""

@@ -36,18 +36,18 @@ from groupwise.api.schemas.openai import (
 from groupwise.api.schemas.problems import Refusal
 from groupwise.api.schemas.training import MAX_ADDRESS, MAX_COMPLETIONS
 from groupwise.server.ledger.idempotency import StoredResponse
-from groupwise.server.openai.answers import Kind, StreamEncoder, full_response
-from groupwise.server.openai.completed import Completed
-from groupwise.server.openai.errors import OpenAIErrors, document_errors
-from groupwise.server.openai.generation_request import (
-    GenerationRequest,
-    StorageHeaders,
-    parse_request,
-)
 from groupwise.server.openai.service import OpenAIService, StreamStarted, TextDelta
 from groupwise.server.openai.storing import Render, StoredCompletion
 from groupwise.server.routes.context import REPLAYED, Context, RequestContext
 from groupwise.server.routes.training import OF_ENGINE, OF_RUN, OF_SAMPLING
+from groupwise.tasks.openai.answers import Kind, StreamEncoder, full_response
+from groupwise.tasks.openai.completed import Completed
+from groupwise.tasks.openai.errors import OpenAIErrors, document_errors
+from groupwise.tasks.openai.generation_request import (
+    GenerationRequest,
+    StorageHeaders,
+    parse_request,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -1,6 +1,6 @@
 """The routes of /v1/responses: one turn of a conversation, and the responses that are kept.
 
-A request is converted to a chat and served as one; see `groupwise.server.openai.responses`.
+A request is converted to a chat and served as one; see `groupwise.tasks.openai.responses`.
 """
 
 from __future__ import annotations
@@ -21,22 +21,6 @@ from groupwise.api.schemas.training import MAX_NAME
 from groupwise.server.ledger.idempotency import StoredResponse
 from groupwise.server.ledger.responses import keep_response
 from groupwise.server.ledger.transaction import Transaction
-from groupwise.server.openai.completed import Completed
-from groupwise.server.openai.generation_request import (
-    GenerationRequest,
-    StorageHeaders,
-    parse_request,
-)
-from groupwise.server.openai.responses import (
-    Messages,
-    ResponseEncoder,
-    chat_request,
-    in_own_names,
-    kept_response,
-    messages_of_input,
-    own_name,
-    response_of,
-)
 from groupwise.server.openai.service import OpenAIService
 from groupwise.server.routes.context import Context, RequestContext
 from groupwise.server.routes.openai import (
@@ -45,6 +29,22 @@ from groupwise.server.routes.openai import (
     StreamedResponse,
     completion_route,
     with_retry_key,
+)
+from groupwise.tasks.openai.completed import Completed
+from groupwise.tasks.openai.generation_request import (
+    GenerationRequest,
+    StorageHeaders,
+    parse_request,
+)
+from groupwise.tasks.openai.responses import (
+    Messages,
+    ResponseEncoder,
+    chat_request,
+    in_own_names,
+    kept_response,
+    messages_of_input,
+    own_name,
+    response_of,
 )
 
 PREVIOUS = "previous_response_id"

@@ -24,12 +24,13 @@ from groupwise.api.schemas.training import (
 )
 from groupwise.core.interruption import gather_all
 from groupwise.core.types import Prompt
-from groupwise.server.engine.engine_protocol import OrderField, SampleOrder, Sampling
+from groupwise.server.engine.engine_protocol import SampleOrder
 from groupwise.server.ledger import groups
 from groupwise.server.ledger.writer import Ledger
 from groupwise.server.run import ledger_operations
 from groupwise.server.run.active_run import ActiveRun
 from groupwise.server.run.engine_errors import await_engine, check_prompt_length, naming_field
+from groupwise.tasks.openai.sampling import OrderField, Sampling
 
 T = TypeVar("T")
 

@@ -25,10 +25,10 @@ from groupwise.server.engine.engine_protocol import (
     OpenRun,
     Plan,
     SampleOrder,
-    Sampling,
     WrongOrder,
 )
 from groupwise.server.engine.scored_group import scored_group
+from groupwise.tasks.openai.sampling import Sampling
 from tests.integration import toy_run
 from tests.integration.toy_run import STEPS, TOY
 

@@ -30,7 +30,7 @@ from groupwise.engine.sampler.json_schemas import (
     check_calls,
     compile_schema,
 )
-from groupwise.server.openai.tools import split_calls
+from groupwise.tasks.openai.tools import split_calls
 
 TOKENIZER: Any = tiny_tokenizer()
 EOS = 1

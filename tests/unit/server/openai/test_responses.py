@@ -9,7 +9,7 @@ from groupwise.api.schemas.keys import Role
 from groupwise.api.schemas.responses import ResponsesRequest
 from groupwise.server.ledger import responses
 from groupwise.server.ledger.idempotency import RETENTION_SECONDS
-from groupwise.server.openai.responses import chat_request, messages_of_input
+from groupwise.tasks.openai.responses import chat_request, messages_of_input
 from groupwise.testing import END_ID, FakeTokenizer
 from tests.unit.server.http_client import client_of, keyring
 from tests.unit.server.openai.opening import asking, open_service, record

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, cast
 
 from pydantic import BaseModel, ValidationError
@@ -33,10 +34,9 @@ from groupwise.api.schemas.responses import (
     text_of,
 )
 from groupwise.core.settings.field_errors import field_errors
-from groupwise.server.ledger.responses import KeptResponse
-from groupwise.server.openai.answers import bytes_of, tool_calls
-from groupwise.server.openai.completed import Completed, CompletionChoice
-from groupwise.server.openai.errors import error_of_refusal
+from groupwise.tasks.openai.answers import bytes_of, tool_calls
+from groupwise.tasks.openai.completed import Completed, CompletionChoice
+from groupwise.tasks.openai.errors import error_of_refusal
 
 Messages = list[dict[str, Any]]
 
@@ -55,6 +55,15 @@ NAMES = {
     "response_format": "text.format",
 }
 """Fields of chats under the names that they have here; for refusals."""
+
+
+@dataclass(frozen=True, slots=True)
+class KeptResponse:
+    """A response as it was sent, and the conversation that it ends."""
+
+    response: dict[str, Any]
+    messages: list[dict[str, Any]]
+    """Messages as /v1/chat/completions takes them, without instructions; the last one is the response's."""
 
 
 def chat_request(request: ResponsesRequest, messages: Sequence[Mapping[str, Any]]) -> ChatRequest:

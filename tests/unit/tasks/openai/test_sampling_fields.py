@@ -17,10 +17,10 @@ import pytest
 from groupwise.api.schemas.openai import ChatRequest, TextRequest
 from groupwise.api.schemas.responses import OutputMessage, ResponsesRequest
 from groupwise.core.types import CallGrammar, LogitsProcessing
-from groupwise.server.openai.answers import INCOMPLETE, full_response
-from groupwise.server.openai.completed import Completed, CompletionChoice, TokenDetails
-from groupwise.server.openai.responses import chat_request, response_of
-from groupwise.server.openai.sampling_fields import processing_of
+from groupwise.tasks.openai.answers import INCOMPLETE, full_response
+from groupwise.tasks.openai.completed import Completed, CompletionChoice, TokenDetails
+from groupwise.tasks.openai.responses import chat_request, response_of
+from groupwise.tasks.openai.sampling_fields import processing_of
 from groupwise.testing import ALPHABET, END_ID
 from tests.unit.server.openai.opening import CHAT, TEXT, asking, record
 from tests.unit.server.openai.test_routes import PATHS, shown, texts_of

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from groupwise.core.types import CallFormat
-from groupwise.server.openai.tools import (
+from groupwise.tasks.openai.tools import (
     call_format_of,
     ends_within_call,
     split_calls,

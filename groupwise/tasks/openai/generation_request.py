@@ -26,10 +26,10 @@ from groupwise.api.schemas.problems import FieldError, Refusal
 from groupwise.api.schemas.template_columns import ARGUMENTS, TOOLS, columns_of
 from groupwise.api.schemas.training import MAX_COMPLETIONS
 from groupwise.core.types import Prompt
-from groupwise.server.engine.engine_protocol import OrderField, Sampling
-from groupwise.server.openai.sampling_fields import processing_of, unlearnable_fields
-from groupwise.server.openai.tools import CallFormat, strict_schema_problem
 from groupwise.tasks.data.messages import with_arguments
+from groupwise.tasks.openai.sampling import OrderField, Sampling
+from groupwise.tasks.openai.sampling_fields import processing_of, unlearnable_fields
+from groupwise.tasks.openai.tools import CallFormat, strict_schema_problem
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ from urllib.parse import unquote
 
 from groupwise.api.http.strict_json import NotStrict, finite, no_constant, refuse_lone_surrogates
 from groupwise.core.types import CallFormat
-from groupwise.server.openai.stop_strings import streamable_prefix
+from groupwise.tasks.openai.stop_strings import streamable_prefix
 from groupwise.tasks.tools import HermesCalls, ToolCall
 
 FORMATS: tuple[CallFormat, ...] = get_args(CallFormat)

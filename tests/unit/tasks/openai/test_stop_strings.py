@@ -1,7 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from groupwise.server.openai.stop_strings import cut_at_stop, streamable_prefix
+from groupwise.tasks.openai.stop_strings import cut_at_stop, streamable_prefix
 
 LETTERS = st.text("ab", max_size=12)
 STOPS = st.lists(st.text("ab", min_size=1, max_size=4), max_size=3)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from groupwise.api.schemas.openai import FinishReason
 from groupwise.core.types import PromptLogprobs, Rollout, TopLogprobs
-from groupwise.server.openai.generation_request import GenerationRequest
-from groupwise.server.openai.stop_strings import cut_at_stop, streamable_prefix
-from groupwise.server.openai.tools import ends_within_call, split_calls, streamable_before_calls
+from groupwise.tasks.openai.generation_request import GenerationRequest
+from groupwise.tasks.openai.stop_strings import cut_at_stop, streamable_prefix
+from groupwise.tasks.openai.tools import ends_within_call, split_calls, streamable_before_calls
 from groupwise.tasks.tools import ToolCall
 
 Alternatives = tuple[tuple[str, float], ...]

@@ -26,8 +26,8 @@ from groupwise.api.schemas.openai import (
     Usage,
 )
 from groupwise.api.schemas.problems import Refusal
-from groupwise.server.openai.completed import Completed, CompletionChoice
-from groupwise.server.openai.errors import error_of_refusal
+from groupwise.tasks.openai.completed import Completed, CompletionChoice
+from groupwise.tasks.openai.errors import error_of_refusal
 
 Kind = Literal["chat", "text"]
 PREFIX: dict[Kind, str] = {"chat": "chatcmpl-", "text": "cmpl-"}

@@ -1,0 +1,100 @@
+"""The part of every bridge that speaks with the run: reads calls, one JSON object a line, and answers them in any order.
+
+A bridge runs in the environment's own Python, which need not be ours, so this file imports the standard library alone. It connects to
+the Unix socket that its command line names, and ends when the socket closes. Decision 0075 describes the calls. An adapter gives the
+answers:
+
+    class Adapter:
+        def open(self, name, args): ...                       # {"library": "verifiers 0.4.0"}
+        def examples(self, split, offset, limit): ...         # {"examples": [...], "more": False}
+        async def rollout(self, call): ...                    # {"rewards": [...], ...}
+        async def close(self): ...
+
+    serve(Adapter())
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+import traceback
+from typing import Any, Protocol
+
+MAX_LINE = 1 << 28
+"""Bytes of one call; a dataset's example may hold a whole document."""
+FRAMES = 3
+"""Frames of a traceback that an error quotes."""
+
+
+class Adapter(Protocol):
+    """What one library needs to be asked through this bridge."""
+
+    def open(self, name: str, args: dict[str, Any]) -> dict[str, Any]:
+        """Load the environment; called once, first."""
+        ...
+
+    def examples(self, split: str, offset: int, limit: int) -> dict[str, Any]:
+        """Examples of a split, from `offset` on, at most `limit`."""
+        ...
+
+    async def rollout(self, call: dict[str, Any]) -> dict[str, Any]:
+        """Play one attempt. Cancelled if the run gives it up."""
+        ...
+
+    async def close(self) -> None:
+        """Free what the environment holds."""
+        ...
+
+
+def serve(adapter: Adapter) -> None:
+    """Answer the calls of the run until it closes the socket."""
+    asyncio.run(_serve(adapter, sys.argv[1]))
+
+
+async def _serve(adapter: Adapter, address: str) -> None:
+    reader, writer = await asyncio.open_unix_connection(address, limit=MAX_LINE)
+    rollouts: dict[str, asyncio.Task[Any]] = {}
+    answering: set[asyncio.Task[None]] = set()
+    while line := await reader.readline():
+        call = json.loads(line)
+        method, params = call["method"], call["params"]
+        if method == "rollout":
+            rollouts[params["rollout"]] = work = asyncio.ensure_future(adapter.rollout(params))
+            work.add_done_callback(lambda _, name=params["rollout"]: rollouts.pop(name, None))
+        elif method == "cancel":
+            if task := rollouts.get(params["rollout"]):
+                task.cancel()
+            work = asyncio.ensure_future(_nothing())
+        else:
+            function = adapter.open if method == "open" else adapter.examples
+            work = asyncio.ensure_future(asyncio.to_thread(function, **params))
+        answer = asyncio.ensure_future(_answer(call["id"], work, writer))
+        answering.add(answer)
+        answer.add_done_callback(answering.discard)
+    for task in rollouts.values():
+        task.cancel()
+    await adapter.close()
+
+
+async def _nothing() -> dict[str, Any]:
+    return {}
+
+
+async def _answer(number: int, work: asyncio.Future[Any], writer: asyncio.StreamWriter) -> None:
+    try:
+        message = {"id": number, "result": await work}
+        text = json.dumps(message, default=str, allow_nan=False)
+    except asyncio.CancelledError:
+        text = json.dumps({"id": number, "error": {"message": "it was given up"}})
+    except BaseException as error:  # noqa: BLE001 — code of others, which may raise anything
+        text = json.dumps({"id": number, "error": {"message": _words(error)}})
+    writer.write(text.encode() + b"\n")
+    await writer.drain()
+
+
+def _words(error: BaseException) -> str:
+    """The error, and where it was raised."""
+    last = traceback.extract_tb(error.__traceback__)[-FRAMES:]
+    where = "".join(f"\n  {frame.filename}:{frame.lineno} in {frame.name}" for frame in last)
+    return f"{type(error).__name__}: {error}{where}"

@@ -1,0 +1,35 @@
+"""The kinds of environments that play by themselves, by the word before the colon in `--task-module KIND:NAME`.
+
+A kind is a bridge: a script for the environment's own Python, which adapts one library to the calls of decision 0075.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of environment."""
+
+    script: str
+    """Its bridge, a file of `bridges/`."""
+    library: str
+    """The package that an environment of this kind needs."""
+    home: str
+    """Where people find such environments; for messages."""
+
+
+KINDS = {
+    "verifiers": Kind(
+        "verifiers_bridge.py", "verifiers", "https://github.com/PrimeIntellect-ai/verifiers"
+    ),
+}
+
+
+def split_spec(spec: object) -> tuple[str, str] | None:
+    """Kind and name of a spec such as `verifiers:wordle`; None for every other one."""
+    if not isinstance(spec, str):
+        return None
+    kind, colon, name = spec.partition(":")
+    return (kind, name) if colon and kind in KINDS else None

@@ -1,0 +1,138 @@
+"""The calls between a run and an environment that plays attempts in a process of its own; decision 0075 describes them.
+
+`Program` says how to start such a process. `Played` is the checked answer to a call of `rollout`: an environment is code of others, which
+may send anything.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+from groupwise.core.plugins import printable
+from groupwise.core.types import RewardPart
+
+PROTOCOL = 1
+"""Version of the calls, sent with `open`."""
+MAX_PARTS = 256
+"""Reward parts and metrics of one attempt."""
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """An environment's process: how to start it, and what it is to load."""
+
+    described: str
+    """For messages: `verifiers:wordle`."""
+    command: tuple[str, ...]
+    """Words of its command line, without the socket."""
+    name: str
+    """`name` of the call `open`."""
+    args: dict[str, Any] = field(default_factory=dict[str, Any])
+    """`args` of the call `open`."""
+    eval_args: dict[str, Any] | None = None
+    """`eval_args` of the call `open`: arguments of evaluation; None: the environment itself says which examples are held out."""
+    variables: dict[str, str] = field(default_factory=dict[str, str])
+    """Variables of its environment, added to those of the run."""
+
+
+@dataclass(frozen=True, slots=True)
+class Played:
+    """How an attempt ended."""
+
+    parts: tuple[RewardPart, ...] = ()
+    """Rewards and, with weight 0, metrics."""
+    completions: tuple[str, ...] | None = None
+    """Ids of the completions that teach; None: all."""
+    truncated: bool = False
+    error: str | None = None
+    notes: dict[str, Any] = field(default_factory=dict[str, Any])
+
+
+class InvalidAnswer(ValueError):
+    """An environment's answer that cannot be used; the message says why."""
+
+
+def played_of(result: object, given: Mapping[str, str | None]) -> Played:
+    """The answer to a call of `rollout`. `given`: the ids of the completions that the attempt was given, in order, with their sessions.
+
+    Raises InvalidAnswer.
+    """
+    turns = {id: turn for turn, id in enumerate(given)}
+    if not isinstance(result, dict):
+        raise InvalidAnswer(f"it is {_short(result)}; expected an object")
+    answer = cast("dict[str, Any]", result)
+    error = answer.get("error")
+    if error is not None:
+        return Played(error=printable(str(error)), notes=_notes(answer))
+    rewards = answer.get("rewards", [])
+    metrics = answer.get("metrics", {})
+    if not isinstance(rewards, list) or not isinstance(metrics, dict):
+        raise InvalidAnswer("`rewards` is a list and `metrics` an object")
+    reward_list, numbers = cast("list[Any]", rewards), cast("dict[str, Any]", metrics)
+    if len(reward_list) + len(numbers) > MAX_PARTS:
+        raise InvalidAnswer(f"it has more than {MAX_PARTS} rewards and metrics")
+    parts = [_reward(entry, turns) for entry in reward_list]
+    names = {part.name for part in parts}
+    for name, value in numbers.items():
+        own_name = f"metric/{name}" if name in names else name
+        parts.append(RewardPart(printable(own_name), _number(name, value), 0.0))
+    completions = answer.get("completions")
+    if completions is not None:
+        completions = tuple(_known(id, turns) for id in _list(completions, "completions"))
+    elif (sessions := answer.get("sessions")) is not None:
+        taken = set(map(str, _list(sessions, "sessions")))
+        completions = tuple(id for id, session in given.items() if session in taken)
+    truncated = answer.get("truncated") is True
+    return Played(tuple(parts), completions, truncated, None, _notes(answer))
+
+
+def _reward(entry: object, turns: Mapping[str, int]) -> RewardPart:
+    if not isinstance(entry, dict) or not isinstance(
+        name := cast("dict[str, Any]", entry).get("name"), str
+    ):
+        raise InvalidAnswer(
+            f"a reward is {_short(entry)}; expected an object with `name` and `value`"
+        )
+    fields = cast("dict[str, Any]", entry)
+    completion = fields.get("completion")
+    return RewardPart(
+        printable(name),
+        _number(name, fields.get("value")),
+        _number(f"{name} (weight)", fields.get("weight", 1.0)),
+        None if completion is None else turns[_known(completion, turns)],
+    )
+
+
+def _number(name: str, value: object) -> float:
+    if isinstance(value, int | float) and math.isfinite(value):
+        return float(value)
+    raise InvalidAnswer(f"`{name}` is {_short(value)}; expected a finite number")
+
+
+def _known(id: object, turns: Collection[str]) -> str:
+    """The id of a completion, without the prefix of its route."""
+    bare = id.rpartition("-")[2].removeprefix("resp_") if isinstance(id, str) else None
+    if bare in turns:
+        return cast("str", bare)
+    raise InvalidAnswer(f"{_short(id)} is no id of a completion that this attempt was given")
+
+
+def _list(value: object, name: str) -> list[Any]:
+    if isinstance(value, list):
+        return cast("list[Any]", value)
+    raise InvalidAnswer(f"`{name}` is {_short(value)}; expected a list")
+
+
+def _notes(answer: Mapping[str, Any]) -> dict[str, Any]:
+    notes = answer.get("notes")
+    own = dict(cast("dict[str, Any]", notes)) if isinstance(notes, dict) else {}
+    if isinstance(stopped := answer.get("stopped"), str):
+        own["stopped"] = printable(stopped)
+    return own
+
+
+def _short(value: object) -> str:
+    return printable(f"{value!r:.80}")

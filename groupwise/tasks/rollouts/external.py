@@ -1,0 +1,262 @@
+"""Attempts that an environment of another process plays by itself, asking the policy at an address of the run (decision 0075).
+
+The run gives the environment an example and an address, and waits for its rewards. What was sampled meanwhile stays here (`endpoint`),
+and becomes one rollout. An attempt that fails, hangs or answers what cannot be used costs itself alone: the others of its process, if
+that had to be killed, are repeated once from their beginning.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from groupwise.core.errors import EnvironmentWorkerError
+from groupwise.core.interruption import gather_all
+from groupwise.core.types import EndedBy, Group, Outcome, RewardPart, Rollout, Sampler
+from groupwise.tasks.external.process import CallFailed, EnvironmentProcess, ProcessLost
+from groupwise.tasks.external.protocol import InvalidAnswer, Played, Program, played_of
+from groupwise.tasks.rollouts.asking import ENVIRONMENT, Ask
+from groupwise.tasks.rollouts.endpoint import MODEL, PolicyCalls, PolicyEndpoint
+from groupwise.tasks.rollouts.trajectory import join_turns
+
+START_ATTEMPTS = 3
+"""Failed starts in a row after which the run ends with an error."""
+CANCEL_SECONDS = 5.0
+"""Seconds for a process to give up an attempt; then it is killed."""
+LEAST_WAIT = 0.02
+"""Seconds between two looks at the time that an environment has taken."""
+
+
+@dataclass(frozen=True, slots=True)
+class ExternalLimits:
+    """Limits of one attempt."""
+
+    max_turns: int
+    max_tokens: int
+    """Most tokens after the first prompt."""
+    max_seconds: float
+    """Seconds of the environment's own time; waiting for the policy does not count."""
+    max_concurrent: int
+    """Attempts at once, in all processes together."""
+    start_limit: float
+    """Seconds for the start of a process."""
+    room: int | None = None
+    """Most tokens that the sampler can process, prompt included; None: no such limit."""
+
+
+@dataclass(slots=True)
+class _Slot:
+    """The place of one process."""
+
+    process: EnvironmentProcess | None = None
+    playing: int = 0
+    """Attempts in it."""
+    failed_starts: int = 0
+    starting: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+@dataclass(frozen=True, slots=True)
+class _Ending:
+    """How an attempt ended, before it becomes a rollout."""
+
+    outcome: Outcome
+    reason: str | None = None
+    played: Played = field(default_factory=Played)
+
+
+class ExternalRollouts:
+    """Attempts of an environment that plays by itself; a `RolloutKind`."""
+
+    def __init__(
+        self, program: Program, tokenizer: Any, limits: ExternalLimits, workers: int = 1
+    ) -> None:
+        self._program = program
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._endpoint = PolicyEndpoint()
+        self._slots = [_Slot() for _ in range(workers)]
+        self._lone_slot, self._alone = _Slot(), asyncio.Lock()
+        self._gate = asyncio.Semaphore(limits.max_concurrent)
+        self._names = 0
+
+    async def start(self) -> None:
+        """Start the endpoint and all processes. Raises EnvironmentWorkerError if one cannot be."""
+        await self._endpoint.start()
+        for slot in self._slots:
+            await self._running(slot)
+
+    async def close(self) -> None:
+        """End all processes, and the endpoint."""
+        for slot in (*self._slots, self._lone_slot):
+            if slot.process is not None:
+                await slot.process.close()
+        await self._endpoint.close()
+
+    async def sample(self, sampler: Sampler, ask: Ask) -> Group:
+        """See `RolloutKind.sample`."""
+        await self._endpoint.start()
+        rollouts = await gather_all(
+            self._rollout(sampler, ask, member) for member in range(ask.members)
+        )
+        return Group(ask.draw, ask.example, tuple(rollouts))
+
+    async def _rollout(self, sampler: Sampler, ask: Ask, member: int) -> Rollout:
+        async with self._gate:
+            slot = min(self._slots, key=lambda slot: slot.playing)
+            calls = self._calls(sampler, ask, member)
+            attempt, ending = 0, await self._play_in(slot, calls, ask, member)
+            if isinstance(ending, ProcessLost):
+                # Any of its attempts may have ended the process, so each is repeated alone.
+                async with self._alone:
+                    calls = self._calls(sampler, ask, member)
+                    attempt, ending = 1, await self._play_in(self._lone_slot, calls, ask, member)
+            if isinstance(ending, ProcessLost):
+                ending = _Ending("failed", f"the environment was lost: {ending}")
+        if calls.failure is not None:
+            raise calls.failure
+        return replace(_rollout_of(ask, member, calls, ending), attempt=attempt)
+
+    async def _play_in(
+        self, slot: _Slot, calls: PolicyCalls, ask: Ask, member: int
+    ) -> _Ending | ProcessLost:
+        """Play an attempt in the process of a slot."""
+        slot.playing += 1
+        try:
+            return await self._play(await self._running(slot), calls, ask, member)
+        except ProcessLost as lost:
+            return lost
+        finally:
+            slot.playing -= 1
+
+    def _calls(self, sampler: Sampler, ask: Ask, member: int) -> PolicyCalls:
+        limits = self._limits
+        longest = limits.room or len(ask.prompt_ids) + limits.max_tokens
+        return PolicyCalls(sampler, self._tokenizer, ask, member, limits.max_turns, longest)
+
+    async def _running(self, slot: _Slot) -> EnvironmentProcess:
+        """The process of a slot, started again if it was lost. Raises EnvironmentWorkerError if it fails to start several times."""
+        async with slot.starting:
+            while slot.process is None or slot.process.is_lost:
+                if slot.process is not None:
+                    await slot.process.close()
+                slot.process = EnvironmentProcess(self._program)
+                try:
+                    await slot.process.start(self._limits.start_limit)
+                    slot.failed_starts = 0
+                except EnvironmentWorkerError:
+                    slot.failed_starts += 1
+                    if slot.failed_starts == START_ATTEMPTS:
+                        raise
+            return slot.process
+
+    async def _play(
+        self, process: EnvironmentProcess, calls: PolicyCalls, ask: Ask, member: int
+    ) -> _Ending:
+        """Play one attempt. Raises ProcessLost."""
+        base_url, key = self._endpoint.open(calls)
+        self._names += 1
+        name = f"{ask.draw}-{member}-{self._names}"
+        params: dict[str, Any] = {
+            "rollout": name,
+            "example": {"prompt": ask.example.prompt, "columns": ask.example.columns},
+            "seed": ask.seed(0, ENVIRONMENT),
+            "member": member,
+            "base_url": base_url,
+            "api_key": key,
+            "model": MODEL,
+            "sampling": {
+                "temperature": ask.params.temperature,
+                "max_tokens": ask.params.max_tokens,
+            },
+            "limits": {
+                "max_turns": self._limits.max_turns,
+                "max_seconds": self._limits.max_seconds,
+            },
+        }
+        work = asyncio.ensure_future(process.call("rollout", params))
+        try:
+            if not await self._in_time(work, calls):
+                await self._give_up(process, work, name)
+                return _Ending(
+                    "timed_out",
+                    f"the environment took more than {self._limits.max_seconds:g} s of its own time (rollout.max_seconds)",
+                )
+            return _Ending("pending", None, played_of(work.result(), calls.sessions))
+        except CallFailed as error:
+            return _Ending("failed", f"the environment failed: {error}")
+        except InvalidAnswer as error:
+            return _Ending("failed", f"the environment's answer cannot be used: {error}")
+        finally:
+            await self._endpoint.end(key)
+            if not work.done():  # the run is ending
+                work.cancel()
+                with suppress(ProcessLost, CallFailed, TimeoutError):
+                    await asyncio.wait_for(process.call("cancel", {"rollout": name}), 1.0)
+
+    async def _in_time(self, work: asyncio.Future[Any], calls: PolicyCalls) -> bool:
+        """Wait for the environment's answer; False if its own time is over before."""
+        begun_at = time.monotonic()
+        while not work.done():
+            own_seconds = time.monotonic() - begun_at - calls.waited
+            remaining = self._limits.max_seconds - own_seconds
+            if remaining <= 0:
+                return False
+            await asyncio.wait((work,), timeout=max(remaining, LEAST_WAIT))
+        return True
+
+    async def _give_up(
+        self, process: EnvironmentProcess, work: asyncio.Future[Any], name: str
+    ) -> None:
+        """Have an attempt given up; a process that does not do so is killed."""
+        cancelling = asyncio.ensure_future(process.call("cancel", {"rollout": name}))
+        both = asyncio.gather(work, cancelling, return_exceptions=True)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(both), CANCEL_SECONDS)
+        if not both.done():
+            process.kill("another attempt in it hung, so that it was killed")
+            await both
+
+
+def _rollout_of(ask: Ask, member: int, calls: PolicyCalls, ending: _Ending) -> Rollout:
+    """The attempt as a rollout."""
+    played, outcome, reason = ending.played, ending.outcome, ending.reason
+    ids = list(calls.turns)
+    if outcome == "pending" and played.error is not None:
+        outcome, reason = "failed", f"the environment failed: {played.error}"
+    if outcome == "failed" and calls.cut_by is not None:
+        limit = {"turns": "rollout.max_turns", "tokens": "rollout.max_rollout_length"}
+        reason = f"{reason} ({limit[calls.cut_by]} was reached before)"
+    teaching = ids if played.completions is None else [i for i in ids if i in played.completions]
+    if outcome == "pending" and not teaching:
+        what = "no completion of its teaches" if ids else "it ended without asking the policy"
+        outcome, reason = "failed", f"the environment's attempt has nothing to train on: {what}"
+    shown = teaching or ids
+    if not shown:
+        empty = Rollout(ask.draw, member, 0, ask.prompt_ids, (), "")
+        return replace(empty, outcome=outcome, reason=reason, notes=played.notes)
+    rollout = join_turns(ask.draw, member, [calls.turns[id] for id in shown])
+    ended_by: EndedBy | None = rollout.ended_by
+    if calls.cut_by is not None or played.truncated:
+        ended_by = calls.cut_by or "turns"
+    return replace(
+        rollout,
+        outcome=outcome,
+        reason=reason,
+        parts=_parts(played.parts, ids, shown) if outcome == "pending" else (),
+        ended_by=ended_by if outcome == "pending" else None,
+        notes=played.notes,
+    )
+
+
+def _parts(
+    parts: Sequence[RewardPart], ids: Sequence[str], shown: Sequence[str]
+) -> tuple[RewardPart, ...]:
+    """The parts with the turns of the rollout, which may have fewer than were sampled."""
+    turns = {ids.index(id): turn for turn, id in enumerate(shown)}
+    return tuple(
+        part if part.turn is None else replace(part, turn=turns.get(part.turn)) for part in parts
+    )

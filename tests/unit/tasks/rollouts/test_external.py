@@ -1,0 +1,137 @@
+"""Attempts that an environment plays in a process of its own.
+
+1. What the policy wrote is trained as it was sampled, and only what the environment says that it teaches.
+2. A failure, a time-out or a lie costs its attempt; the others of its process are played again if that had to be killed.
+3. Each limit cuts an attempt off with its mark.
+"""
+
+import asyncio
+import sys
+from collections.abc import AsyncGenerator
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from groupwise.core.errors import EnvironmentWorkerError
+from groupwise.core.types import Rollout
+from groupwise.tasks.external.process import list_examples
+from groupwise.tasks.external.protocol import Program
+from groupwise.tasks.rollouts.external import ExternalLimits, ExternalRollouts
+from tests.chat import chat_tokenizer
+from tests.scripted import ScriptedSampler, ask_for
+
+SCRIPT = Path(__file__).parents[3] / "plain_environment.py"
+PROGRAM = Program("plain:letters", (sys.executable, str(SCRIPT)), "letters")
+LIMITS = ExternalLimits(
+    max_turns=4, max_tokens=400, max_seconds=60.0, max_concurrent=200, start_limit=60.0
+)
+TOKENIZER = chat_tokenizer("chatml")
+USER = [{"role": "user", "content": "say 3"}]
+
+
+@asynccontextmanager
+async def playing(limits: ExternalLimits = LIMITS, workers: int = 1) -> AsyncGenerator[Any]:
+    """A function that plays a group."""
+    rollouts = ExternalRollouts(PROGRAM, TOKENIZER, limits, workers)
+    sampler = ScriptedSampler(TOKENIZER, lambda seed, seen: "banana<|im_end|>")
+
+    async def play(does: str, members: int = 1, **more: Any) -> tuple[Rollout, ...]:
+        ids = TOKENIZER.apply_chat_template(USER, tokenize=True, add_generation_prompt=True)[
+            "input_ids"
+        ]
+        ask = ask_for(TOKENIZER, USER, ids, members=members, does=does, **more)
+        return (await rollouts.sample(sampler, ask)).rollouts
+
+    try:
+        yield play
+    finally:
+        await rollouts.close()
+
+
+async def test_two_turns_become_one_row_with_the_rewards_of_the_environment():
+    async with playing() as play:
+        first, second = await play("play", members=2)
+    assert first.outcome == "pending"
+    assert [segment.source for segment in first.segments] == ["policy", "environment", "policy"]
+    assert first.segments[0].sampling_logprobs is not None
+    assert TOKENIZER.decode(first.segments[1].token_ids).count("more") == 1
+    assert {part.name: (part.value, part.weight, part.turn) for part in first.parts} == {
+        "letters": (0.5, 2.0, None),
+        "first": (0.5, 1.0, 0),
+        "length": (12.0, 0.0, None),
+    }
+    assert first.notes == {"seen": "bananabanana", "stopped": "two turns"}
+    assert first.messages is not None
+    assert [message["content"] for message in first.messages] == ["banana", "more", "banana"]
+    assert {s.seed for s in first.segments}.isdisjoint({s.seed for s in second.segments} - {None})
+
+
+@pytest.mark.parametrize("does", ["last_teaches", "sessions"])
+async def test_only_what_the_environment_names_teaches(does: str):
+    async with playing() as play:
+        (rollout,) = await play(does)
+    assert rollout.outcome == "pending"
+    (segment,) = rollout.segments
+    assert segment.source == "policy"
+    word = "two" if does == "last_teaches" else "right"
+    assert word in TOKENIZER.decode(rollout.prompt_ids)
+
+
+@pytest.mark.parametrize(
+    ("does", "outcome", "reason"),
+    [
+        ("raises", "failed", "the board fell over"),
+        ("dies", "failed", "exit code 7"),
+        ("lies_about_ids", "failed", "no id of a completion"),
+        ("lies_about_numbers", "failed", "expected a finite number"),
+        ("never_asks", "failed", "without asking the policy"),
+        ("babbles", "failed", "cannot be read"),
+        ("sleeps", "timed_out", "rollout.max_seconds"),
+    ],
+)
+async def test_what_goes_wrong_costs_its_attempt_alone(does: str, outcome: str, reason: str):
+    async with playing(replace(LIMITS, max_seconds=1.0)) as play:
+        (bad,), good = await asyncio.gather(play(does), play("play", members=4))
+        (after,) = await play("play")
+    assert (bad.outcome, reason in str(bad.reason)) == (outcome, True), bad.reason
+    assert [rollout.outcome for rollout in (*good, after)] == ["pending"] * 5
+
+
+async def test_a_process_that_hangs_is_killed_and_its_others_are_played_again():
+    async with playing(replace(LIMITS, max_seconds=1.0)) as play:
+        (bad,) = await play("hangs")
+        (after,) = await play("play")
+    assert bad.outcome == "timed_out"
+    assert after.outcome == "pending"
+
+
+async def test_limits_cut_an_attempt_off():
+    async with playing() as play:
+        (refused,) = await play("endless")
+        (scored,) = await play("endless_but_scored")
+    assert (refused.outcome, "rollout.max_turns" in str(refused.reason)) == ("failed", True)
+    assert (scored.outcome, scored.ended_by, scored.written) == ("pending", "turns", 4 * 7)
+    async with playing(replace(LIMITS, room=60)) as play:
+        (short,) = await play("play")
+    assert (short.outcome, "rollout.max_rollout_length" in str(short.reason)) == ("failed", True)
+
+
+async def test_a_hundred_attempts_at_once_are_served():
+    async with playing(workers=2) as play:
+        rollouts = await play("play", members=100)
+    assert {rollout.outcome for rollout in rollouts} == {"pending"}
+    assert len({rollout.notes["seen"] for rollout in rollouts}) == 1
+
+
+async def test_an_environment_that_cannot_be_loaded_ends_the_run_with_its_words():
+    with pytest.raises(EnvironmentWorkerError, match="no such game"):
+        await list_examples(replace(PROGRAM, name="cannot"), "train", None, 60.0)
+
+
+async def test_examples_are_listed():
+    examples, opened = await list_examples(PROGRAM, "train", 7, 60.0)
+    assert [example["columns"]["example"] for example in examples] == list(range(7))
+    assert opened["library"] == "plain 1.0"
