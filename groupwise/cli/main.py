@@ -108,6 +108,7 @@ command(app, "web")(web)
 command(app, "fetch-model")(fetch_model)
 command(app, "fetch-tunix")(fetch_tunix)
 for name, summary in (
+    ("environments", "Environments of other libraries: install, list, remove."),
     ("runs", "Runs: list, show, plot, compare, rescore, replay, export."),
     ("fleet", "Jobs on many machines: up, submit, list, logs, vm."),
     ("launch", "Run a command on another machine: local, ssh, logs, fetch, stop, resume."),

@@ -8,6 +8,7 @@
     get_rl_callbacks(config, tokenizer, output_dir)
                                                 list of callbacks; see `groupwise.training.callbacks.base`
     get_environment(config)                     answers the policy turn by turn; see `groupwise.tasks.environment`
+    get_program(config)                         the program of an environment that plays by itself; see `groupwise.tasks.external`
     get_config_schema()                         a pydantic model of the config's `task:` section
     get_sft_dataset(config, tokenizer)          rows of a teacher; see `groupwise.tasks.data.sft`
     get_sft_eval_dataset(config, tokenizer)     held-out rows
@@ -23,6 +24,7 @@ from __future__ import annotations
 import difflib
 import inspect
 import pkgutil
+import re
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -48,6 +50,9 @@ from groupwise.tasks.environment import (
     check_methods,
     check_reset,
 )
+from groupwise.tasks.external.kinds import split_spec
+from groupwise.tasks.external.protocol import Program
+from groupwise.tasks.external.task import ExternalHooks
 from groupwise.tasks.rewards.rubric import Rubric
 
 Verb = Literal["rl", "sft", "eval"]
@@ -68,6 +73,7 @@ HOOKS = {
     "get_reward_funcs": ("config", "tokenizer"),
     "get_rl_callbacks": ("config", "tokenizer", "output_dir"),
     "get_environment": ("config",),
+    "get_program": ("config",),
     "get_eval_dataset": ("config",),
     "compute_metrics": ("prompts", "completions", "dataset_rows", "config", "tokenizer"),
     "get_config_schema": (),
@@ -90,6 +96,7 @@ USED_IF_THERE: dict[Verb, tuple[str, ...]] = {
         "get_config_schema",
         "get_rl_callbacks",
         "get_environment",
+        "get_program",
     ),
     "sft": (
         "get_sft_eval_dataset",
@@ -97,8 +104,10 @@ USED_IF_THERE: dict[Verb, tuple[str, ...]] = {
         "get_sft_data_collator",
         "get_config_schema",
     ),
-    "eval": ("get_reward_funcs", "get_config_schema", "get_environment"),
+    "eval": ("get_reward_funcs", "get_config_schema", "get_environment", "get_program"),
 }
+GIVING_REWARDS = ("get_reward_funcs", "get_environment", "get_program")
+"""Hooks of which one must be there, so that rollouts can be scored."""
 NO_TASKS = ("wordle_rules", "reasoning_gym_answers", "reasoning_gym_problems")
 """Modules of `tasks/builtin` that are not tasks."""
 
@@ -187,7 +196,16 @@ class Task:
     @property
     def gives_rewards(self) -> bool:
         """True if rollouts can be scored: by reward functions, or by the environment itself."""
-        return self.has("get_reward_funcs") or self.has("get_environment")
+        return any(map(self.has, GIVING_REWARDS))
+
+    def program(self, config: Any) -> Program:
+        """The program of an environment that plays by itself."""
+        program = self._call_hook("get_program", config=config)
+        if not isinstance(program, Program):
+            raise TaskError(
+                f"{self.described}: get_program returned {type(program).__name__}. Expected a groupwise.tasks.external.protocol.Program."
+            )
+        return program
 
     def environment(self, config: Any) -> EnvironmentFactory:
         """The factory of environments, one for each rollout; the hook is called once per process."""
@@ -350,7 +368,14 @@ class _Hooks:
 
 
 def load_task(source: object) -> Task:
-    """The task that `source` is: a path, module, `module:attribute`, name, or a module, class or object in memory."""
+    """The task that `source` is: a path, module, `module:attribute`, name, environment of another library (`verifiers:NAME`), or a module,
+    class or object in memory.
+    """
+    if (external := split_spec(source)) is not None:
+        kind, name = external
+        return Task(
+            ExternalHooks(kind, name), re.sub(r"[^A-Za-z0-9_-]+", "-", name), str(source), None
+        )
     if isinstance(source, str | Path):
         plugin = load(str(source), builtins=builtin_tasks(), entry_points=ENTRY_POINTS)
         if isinstance(plugin.object, ModuleType):
@@ -375,7 +400,7 @@ def require(task: Task, verb: Verb) -> None:
     absent = [
         hook
         for hook in NEEDED[verb]
-        if not task.has(hook) and not (hook == "get_reward_funcs" and task.has("get_environment"))
+        if not task.has(hook) and not (hook == "get_reward_funcs" and task.gives_rewards)
     ]
     if absent:
         raise TaskError("\n".join(task.missing(hook, verb) for hook in absent))

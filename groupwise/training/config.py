@@ -62,7 +62,7 @@ from groupwise.runs.config import RunSection
 from groupwise.tasks.data.config import DataConfig
 from groupwise.tasks.data.reward_hacking_detectors import SignalsConfig
 from groupwise.tasks.rewards.config import DEFAULT_TASK_VARIABLE, RewardsConfig
-from groupwise.tasks.rollouts.config import RolloutConfig
+from groupwise.tasks.rollouts.config import TURNS, RolloutConfig
 from groupwise.training.foreign_keys import FOREIGN_VALUES, foreign_to_rl
 
 DEFAULT_ALGORITHM = "dr_grpo"
@@ -501,7 +501,7 @@ class RunConfig(Strict):
                 "sampler.max_completion_length": self.sampler.max_completion_length,
                 "eval.max_completion_length": self.eval.max_completion_length,
             }
-            if self.rollout.type == "environment":
+            if self.rollout.type in TURNS:
                 lengths["rollout.max_rollout_length"] = self.rollout.max_rollout_length
             limits = lengths
         for key, limit in limits.items():

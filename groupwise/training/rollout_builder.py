@@ -12,12 +12,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from groupwise.core.errors import TaskError
+from groupwise.core.errors import TaskError, UsageError
 from groupwise.core.reward_call.request import Scorer, unpicklable
 from groupwise.core.types import Example, SamplingParams
 from groupwise.engine.models.tokens import completion_text
 from groupwise.tasks.configured import ConfiguredTask, find_task
 from groupwise.tasks.contract import Task
+from groupwise.tasks.external.kinds import KINDS
 from groupwise.tasks.rewards.config import DEFAULT_TASK_VARIABLE
 from groupwise.tasks.rewards.inprocess import InProcessScorer, RubricScorer
 from groupwise.tasks.rewards.registry import configured_rubric
@@ -139,6 +140,20 @@ def check_rollouts(
 
     Returns the schemas of the tools that are described in chat prompts.
     """
+    if config.rollout.type != "external" and task.has("get_program"):
+        raise TaskError(
+            f"{task.described} plays in a process of its own, but rollout.type is {config.rollout.type}. Set rollout.type to external."
+        )
+    if config.rollout.type == "external":
+        if not task.has("get_program"):
+            raise TaskError(
+                f"{task.described} has no get_program, but rollout.type is external.\n"
+                "  expected: def get_program(config)\n"
+                f"Add the hook, name an environment of another library ({', '.join(f'{kind}:NAME' for kind in KINDS)}), or leave "
+                "rollout.type out."
+            )
+        task.program(view(config))
+        return ()
     if config.rollout.type != "environment":
         if task.has("get_environment"):
             raise TaskError(
@@ -173,6 +188,25 @@ def build_rollouts(
         return Single(lambda ids: completion_text(tokenizer, ids))
     if config.rollout.type == "two_stage":
         return TwoStage(config.rollout, tokenizer)
+    if config.rollout.type == "external":
+        check_rollouts(config, task, ())
+        try:
+            from groupwise.tasks.rollouts.external import ExternalLimits, ExternalRollouts
+        except ModuleNotFoundError as error:
+            raise UsageError(
+                f"An environment of another library asks the policy over HTTP, for which the package {error.name} is missing: "
+                "pip install 'groupwise[environments]'"
+            ) from None
+        external_limits = ExternalLimits(
+            max_turns=config.rollout.max_turns,
+            max_tokens=longest_completion(config),
+            max_seconds=config.rollout.max_seconds,
+            max_concurrent=config.rollout.max_concurrent,
+            start_limit=config.rollout.start_limit,
+            room=room,
+        )
+        program = task.program(view(config))
+        return ExternalRollouts(program, tokenizer, external_limits, config.rollout.workers)
     limits = Limits(
         max_turns=config.rollout.max_turns,
         max_tokens=longest_completion(config),

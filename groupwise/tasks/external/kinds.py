@@ -18,11 +18,16 @@ class Kind:
     """The package that an environment of this kind needs."""
     home: str
     """Where people find such environments; for messages."""
+    programs: tuple[str, ...] = ()
+    """Further packages whose programs it runs."""
 
 
 KINDS = {
     "verifiers": Kind(
-        "verifiers_bridge.py", "verifiers", "https://github.com/PrimeIntellect-ai/verifiers"
+        "verifiers_bridge.py",
+        "verifiers",
+        "https://app.primeintellect.ai/dashboard/environments",
+        ("uv",),  # runs the programs of harnesses
     ),
 }
 

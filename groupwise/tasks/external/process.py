@@ -12,6 +12,7 @@ import json
 import shutil
 import tempfile
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
 
@@ -194,14 +195,27 @@ class EnvironmentProcess:
                 answer.set_exception(ProcessLost(self._lost))
 
 
-async def list_examples(
-    program: Program, split: str, limit: int | None, start_limit: float
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """The examples of a split by a process that ends afterwards, and its answer to `open`. Raises EnvironmentWorkerError or CallFailed."""
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """What an environment has to play."""
+
+    train: list[dict[str, Any]]
+    held_out: list[dict[str, Any]]
+    """Empty if the environment does not say which are."""
+    opened: dict[str, Any]
+    """Its answer to `open`."""
+
+
+async def list_examples(program: Program, limit: int | None, start_limit: float) -> Listed:
+    """At most `limit` examples of each split, by a process that ends afterwards.
+
+    Raises EnvironmentWorkerError, CallFailed or ProcessLost.
+    """
     process = EnvironmentProcess(program)
     try:
         await process.start(start_limit)
-        return await process.examples(split, limit), process.opened
+        train = await process.examples("train", limit)
+        return Listed(train, await process.examples("eval", limit), process.opened)
     finally:
         await process.close()
 

@@ -17,10 +17,11 @@ class RolloutConfig(Strict):
 
     not_yet: ClassVar[frozenset[str]] = frozenset({"tool_choice", "parallel_tool_calls"})
 
-    type: Literal["single", "two_stage", "environment"] = setting(
+    type: Literal["single", "two_stage", "environment", "external"] = setting(
         "single",
         "single: one completion. two_stage: reasoning, then an answer, each of bounded length. environment: the task's "
-        "get_environment answers each completion until it is done.",
+        "get_environment answers each completion until it is done. external: an environment of another library plays in a "
+        "process of its own and asks the policy (--task-module verifiers:NAME).",
     )
     max_reasoning_length: int = setting(
         800,
@@ -37,18 +38,20 @@ class RolloutConfig(Strict):
         "<answer>", "two_stage: the text inserted before the answer; may be empty."
     )
     max_turns: int = setting(
-        10, "environment: most completions of a rollout; it is cut off after them.", ge=1
+        10,
+        "environment, external: most completions of a rollout; it is cut off after them.",
+        ge=1,
     )
     max_rollout_length: int | None = setting(
         None,
-        "environment: most tokens of a rollout after its first prompt, observations included; it is cut off there. null: "
+        "environment, external: most tokens of a rollout after its first prompt, observations included; it is cut off there. null: "
         "max_turns × (2 × the longest completion + 16), so that observations may be as long as completions, and a chat "
         "has room for the headers of its messages.",
         ge=1,
     )
     max_seconds: float = setting(
         300.0,
-        "environment: seconds that the environment may take for a rollout, all its turns together; "
+        "environment, external: seconds that the environment may take for a rollout, all its turns together; "
         "one that takes longer counts as timed out and does not teach.",
         on_resume="free",
         gt=0,
@@ -61,13 +64,14 @@ class RolloutConfig(Strict):
     )
     start_limit: float = setting(
         START_LIMIT,
-        "environment: seconds that a worker may take to start: to import the task file and get its environment.",
+        "environment, external: seconds that a worker may take to start: to import the task file, or the library, and get the environment.",
         on_resume="free",
         gt=0,
     )
     workers: int = setting(
         1,
-        "environment: processes that hold environments, the groups dealt out among them. Each does one turn at a time.",
+        "environment, external: processes that hold environments, the groups dealt out among them. Of type environment each does one "
+        "turn at a time, of type external many attempts.",
         on_resume="free",
         ge=1,
     )
@@ -78,15 +82,24 @@ class RolloutConfig(Strict):
         on_resume="warn",
     )
 
+    max_concurrent: int = setting(
+        64,
+        "external: attempts at once, in all processes together.",
+        on_resume="free",
+        ge=1,
+    )
+
     def conflicts(self) -> Iterator[Conflict]:
         """Keys of another type, and worker keys without workers."""
-        for owner, keys in OWN_KEYS.items():
-            for key in keys if owner != self.type else ():
-                if getattr(self, key) != self.__class__.model_fields[key].default:
-                    yield Conflict(
-                        f"{key} has no effect where type is {self.type}; set type to {owner}, or leave it out.",
-                        (key, "type"),
-                    )
+        for key, owners in OWN_KEYS.items():
+            if (
+                self.type not in owners
+                and getattr(self, key) != self.__class__.model_fields[key].default
+            ):
+                yield Conflict(
+                    f"{key} has no effect where type is {self.type}; set type to {' or '.join(owners)}, or leave it out.",
+                    (key, "type"),
+                )
         if self.type == "environment":
             yield from idle_in_process(self, "keeps environments in one process")
 
@@ -97,7 +110,7 @@ class RolloutConfig(Strict):
                 (self.reasoning_end + self.answer_start).encode()
             )  # at most a token a byte
             return self.max_reasoning_length + inserted + self.max_answer_length
-        if self.type == "environment":
+        if self.type in TURNS:
             turn = 2 * max_completion_length + HEADERS
             return self.max_rollout_length or self.max_turns * turn
         return max_completion_length
@@ -106,22 +119,25 @@ class RolloutConfig(Strict):
         """Most tokens that the policy itself may write in one rollout."""
         if self.type == "two_stage":
             return self.max_reasoning_length + self.max_answer_length
-        if self.type == "environment":
+        if self.type in TURNS:
             tokens = self.max_turns * max_completion_length
             return min(tokens, self.max_rollout_length or tokens)
         return max_completion_length
 
 
+TURNS = ("environment", "external")
+"""Types whose rollouts have several turns."""
+
 OWN_KEYS: dict[str, tuple[str, ...]] = {
-    "two_stage": ("max_reasoning_length", "max_answer_length", "reasoning_end", "answer_start"),
-    "environment": (
-        "max_turns",
-        "max_rollout_length",
-        "max_seconds",
-        "time_limit",
-        "start_limit",
-        "workers",
-        "in_process",
+    **dict.fromkeys(
+        ("max_reasoning_length", "max_answer_length", "reasoning_end", "answer_start"),
+        ("two_stage",),
     ),
+    **dict.fromkeys(
+        ("max_turns", "max_rollout_length", "max_seconds", "start_limit", "workers"), TURNS
+    ),
+    "time_limit": ("environment",),
+    "in_process": ("environment",),
+    "max_concurrent": ("external",),
 }
-"""The keys that belong to one type."""
+"""The keys that belong to some types only, with these types."""

@@ -18,6 +18,7 @@ from groupwise.core.findings import Finding
 from groupwise.core.interruption import gather_all
 from groupwise.core.types import GroupRequest, Learner, OptimiserParams, Row
 from groupwise.tasks.data.order import Order
+from groupwise.tasks.rollouts.config import TURNS
 from groupwise.tasks.rollouts.seeds import member_seed
 from groupwise.tasks.rollouts.teacher import LessonSet, teacher_row
 from groupwise.training import rollout_builder
@@ -82,7 +83,7 @@ async def measure(
 
 def _turns(config: RunConfig) -> int:
     """Largest number of completions in a rollout that are requested with the whole conversation so far."""
-    return config.rollout.max_turns if config.rollout.type == "environment" else 1
+    return config.rollout.max_turns if config.rollout.type in TURNS else 1
 
 
 async def _reading_speed(engine: Engine, config: RunConfig, clock: Clock) -> float:

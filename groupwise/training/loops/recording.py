@@ -12,6 +12,7 @@ from groupwise.core.errors import NothingScoredError
 from groupwise.core.types import Group, Policy
 from groupwise.runs.advice import SOLVED
 from groupwise.runs.records import StepRecord
+from groupwise.tasks.rollouts.config import TURNS
 from groupwise.training.evaluation.evaluate import success_of
 from groupwise.training.loops.metrics import failure_reasons, group_metrics, timing_metrics
 from groupwise.training.loops.run import Run, StepBatch
@@ -99,7 +100,7 @@ def check_something_scored(run: Run, groups: Sequence[Group]) -> None:
         # A rollout without `ended_by` was failed by its environment.
         endings = {rollout.ended_by is None for group in groups for rollout in group.rollouts}
         names = {True: "the environment", False: "the reward functions"}
-        if run.config.rollout.type != "environment":
+        if run.config.rollout.type not in TURNS:
             endings = {False}
         culprits = " and ".join(names[kind] for kind in sorted(endings, reverse=True))
         why = "rewards.max_unscored_steps" if run.unscored_steps >= limit else "the whole run"

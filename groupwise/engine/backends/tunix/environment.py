@@ -10,18 +10,14 @@ removed. A lock lets only one process create an environment at a time.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import logging
 import os
 import shutil
-import subprocess
-import sys
 import tempfile
-import venv
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any, Literal
@@ -30,6 +26,7 @@ from groupwise.core import atomic_files
 from groupwise.core.accelerators import accelerator as of_this_machine
 from groupwise.core.cache import cache_folder
 from groupwise.core.errors import RunError, UsageError
+from groupwise.core.virtual_environments import LOCK, exclusive, make
 from groupwise.engine.backends.tunix.messages import TPU_IN_USE_ADVICE, Look, WorkerInfo
 from groupwise.engine.backends.tunix.process import WorkerProcess, own_environment
 
@@ -49,7 +46,7 @@ PLATFORMS = "JAX_PLATFORMS"
 """Environment variable with the platforms that JAX may use."""
 USUAL_SECONDS, MAX_SECONDS = 20.0, 300.0
 """Seconds in which JAX usually opens its devices, and after which this module gives up."""
-MADE, LOCK = "made.json", "lock"
+MADE = "made.json"
 INSTALL = "groupwise fetch-tunix"
 QUIET_ENVIRONMENT = {
     "TF_CPP_MIN_LOG_LEVEL": "2",
@@ -106,7 +103,7 @@ def install(kind: Accelerator | None = None, *, anew: bool = False, say: bool = 
 
     Raises UsageError with pip's last output if it cannot be created; the previous environment then stays in use.
     """
-    with _exclusive_lock():
+    with exclusive(home()):
         target = kind or accelerator()
         record = _read_record()
         if (
@@ -117,7 +114,13 @@ def install(kind: Accelerator | None = None, *, anew: bool = False, say: bool = 
             return _interpreter(record)
         folder = Path(tempfile.mkdtemp(prefix=f"{target}-", dir=home()))
         try:
-            _install_packages(folder, target, say)
+            make(
+                folder,
+                ["-r", str(REQUIREMENTS), *EXTRAS[target]],
+                what="The packages of requirements.txt",
+                say=say,
+                environment=own_environment(),
+            )
         except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -135,48 +138,6 @@ def install(kind: Accelerator | None = None, *, anew: bool = False, say: bool = 
             else:
                 entry.unlink(missing_ok=True)
         return _interpreter(record)
-
-
-def _install_packages(folder: Path, kind: Accelerator, say: bool) -> None:
-    """Create a virtual environment in `folder` and install the packages, with this environment's pip, or else with uv."""
-    # No pip inside: that would need ensurepip, which some systems leave out.
-    venv.create(folder, with_pip=False)
-    target = str(folder / "bin" / "python")
-    pip = [sys.executable, "-m", "pip"]
-    if subprocess.run([*pip, "--version"], capture_output=True, check=False).returncode == 0:
-        installer = [*pip, "--python", target, "install"]
-    elif uv := shutil.which("uv"):
-        installer = [uv, "pip", "install", "--python", target]
-    else:
-        raise UsageError("There is neither pip nor uv to install packages with.")
-    words = [*installer, "-r", str(REQUIREMENTS), *EXTRAS[kind]]
-    result = subprocess.run(
-        words,
-        stdout=None if say else subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-        check=False,
-        env=own_environment(),
-    )
-    if result.returncode:
-        raise UsageError(
-            f"The packages of requirements.txt could not be installed ({' '.join(words[:4])} …):\n{result.stderr[-2000:].strip()}"
-        )
-
-
-@contextmanager
-def _exclusive_lock() -> Generator[None]:
-    """Hold the lock; wait if another process is creating an environment."""
-    home().mkdir(parents=True, exist_ok=True)
-    with (home() / LOCK).open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            logger.warning(
-                "another process is making the environment in %s; waiting for it", home()
-            )
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _install_words() -> str:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import socket
 import sys
 import traceback
 from typing import Any, Protocol
@@ -49,11 +50,21 @@ class Adapter(Protocol):
 
 def serve(adapter: Adapter) -> None:
     """Answer the calls of the run until it closes the socket."""
-    asyncio.run(_serve(adapter, sys.argv[1]))
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(sys.argv[1])
+    # In the main thread and outside of a loop, since libraries set signal handlers and run loops of their own while they load.
+    with connection.makefile("rb") as lines:
+        call = json.loads(lines.readline())
+    try:
+        answer = {"id": call["id"], "result": adapter.open(**call["params"])}
+    except BaseException as error:  # noqa: BLE001 — code of others, which may raise anything
+        answer = {"id": call["id"], "error": {"message": _words(error)}}
+    connection.sendall(json.dumps(answer, default=str).encode() + b"\n")
+    asyncio.run(_serve(adapter, connection))
 
 
-async def _serve(adapter: Adapter, address: str) -> None:
-    reader, writer = await asyncio.open_unix_connection(address, limit=MAX_LINE)
+async def _serve(adapter: Adapter, connection: socket.socket) -> None:
+    reader, writer = await asyncio.open_unix_connection(sock=connection, limit=MAX_LINE)
     rollouts: dict[str, asyncio.Task[Any]] = {}
     answering: set[asyncio.Task[None]] = set()
     while line := await reader.readline():
@@ -67,8 +78,7 @@ async def _serve(adapter: Adapter, address: str) -> None:
                 task.cancel()
             work = asyncio.ensure_future(_nothing())
         else:
-            function = adapter.open if method == "open" else adapter.examples
-            work = asyncio.ensure_future(asyncio.to_thread(function, **params))
+            work = asyncio.ensure_future(asyncio.to_thread(adapter.examples, **params))
         answer = asyncio.ensure_future(_answer(call["id"], work, writer))
         answering.add(answer)
         answer.add_done_callback(answering.discard)

@@ -114,7 +114,10 @@ async def test_limits_cut_an_attempt_off():
         (scored,) = await play("endless_but_scored")
     assert (refused.outcome, "rollout.max_turns" in str(refused.reason)) == ("failed", True)
     assert (scored.outcome, scored.ended_by, scored.written) == ("pending", "turns", 4 * 7)
-    async with playing(replace(LIMITS, room=60)) as play:
+    prompt = len(
+        TOKENIZER.apply_chat_template(USER, tokenize=True, add_generation_prompt=True)["input_ids"]
+    )
+    async with playing(replace(LIMITS, room=prompt + 10)) as play:
         (short,) = await play("play")
     assert (short.outcome, "rollout.max_rollout_length" in str(short.reason)) == ("failed", True)
 
@@ -128,10 +131,10 @@ async def test_a_hundred_attempts_at_once_are_served():
 
 async def test_an_environment_that_cannot_be_loaded_ends_the_run_with_its_words():
     with pytest.raises(EnvironmentWorkerError, match="no such game"):
-        await list_examples(replace(PROGRAM, name="cannot"), "train", None, 60.0)
+        await list_examples(replace(PROGRAM, name="cannot"), None, 60.0)
 
 
 async def test_examples_are_listed():
-    examples, opened = await list_examples(PROGRAM, "train", 7, 60.0)
-    assert [example["columns"]["example"] for example in examples] == list(range(7))
-    assert opened["library"] == "plain 1.0"
+    listed = await list_examples(PROGRAM, 7, 60.0)
+    assert [example["columns"]["example"] for example in listed.train] == list(range(7))
+    assert (listed.held_out, listed.opened["library"]) == ([], "plain 1.0")

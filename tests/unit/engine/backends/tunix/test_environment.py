@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from groupwise.core import virtual_environments
 from groupwise.core.errors import RunError, UsageError
 from groupwise.engine.backends.tunix import environment
 from groupwise.engine.backends.tunix.environment import LOCK, MADE, VARIABLE, home, install, python
@@ -43,7 +44,7 @@ class Pip:
 @pytest.fixture
 def pip(monkeypatch: pytest.MonkeyPatch) -> Pip:
     made = Pip()
-    monkeypatch.setattr(environment.subprocess, "run", made)
+    monkeypatch.setattr(virtual_environments.subprocess, "run", made)
     return made
 
 

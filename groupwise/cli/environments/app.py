@@ -1,0 +1,123 @@
+"""`groupwise environments`: install, list and remove environments of other libraries, each in a virtual environment of its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from groupwise.cli.options import AsJson, command
+
+app = typer.Typer(
+    name="environments",
+    help="Environments of other libraries, such as verifiers: install, list, remove.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+)
+
+
+def install(
+    package: Annotated[
+        str,
+        typer.Argument(
+            metavar="PACKAGE", help="A package of the index, a local folder, or git+https://…."
+        ),
+    ],
+    kind: Annotated[
+        str, typer.Option(metavar="KIND", help="The library that it is written for.")
+    ] = "verifiers",
+    name: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="Its name; default: that of the package."),
+    ] = None,
+    also: Annotated[
+        list[str] | None,
+        typer.Option("--with", metavar="PACKAGE", help="A further package; may be repeated."),
+    ] = None,
+    locked: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", help="Install the versions of this lock.txt.", exists=True),
+    ] = None,
+    again: Annotated[bool, typer.Option("--again", help="Make it again if it exists.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Install an environment into a virtual environment of its own. Prints how to use it."""
+    from groupwise.cli.output import write_json
+    from groupwise.core.errors import UsageError
+    from groupwise.tasks.external import installed
+    from groupwise.tasks.external.kinds import KINDS
+
+    if kind not in KINDS:
+        raise UsageError(f"--kind is {kind!r}; it is one of {', '.join(sorted(KINDS))}.")
+    made = installed.install(
+        package,
+        kind=kind,
+        name=name,
+        extras=also or (),
+        locked=locked,
+        again=again,
+        say=not as_json,
+    )
+    if as_json:
+        write_json(_as_dict(made))
+    else:
+        library = KINDS[kind].library
+        version = made.version_of(library)
+        typer.echo(f"{made.name}: {library} {version}, {made.python}")
+        typer.echo(f"Use it: --task-module {kind}:{made.name}")
+
+
+def list_environments(as_json: AsJson = False) -> None:
+    """List what is installed."""
+    from groupwise.cli.output import write_json
+    from groupwise.cli.printing import print_table
+    from groupwise.tasks.external import installed
+    from groupwise.tasks.external.kinds import KINDS
+
+    found = installed.list_installed()
+    if as_json:
+        write_json([_as_dict(made) for made in found])
+        return
+    rows = [
+        [
+            made.name,
+            f"{made.kind} {made.version_of(KINDS[made.kind].library)}",
+            made.requirements[0],
+        ]
+        for made in found
+    ]
+    print_table([["name", "library", "package"], *rows])
+
+
+def remove(
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Its name.")], as_json: AsJson = False
+) -> None:
+    """Remove an environment."""
+    from groupwise.cli.output import write_json
+    from groupwise.tasks.external import installed
+
+    installed.remove(name)
+    if as_json:
+        write_json({"removed": name})
+    else:
+        typer.echo(f"{name} is removed.")
+
+
+def _as_dict(made: object) -> dict[str, object]:
+    from groupwise.tasks.external.installed import Installed
+
+    assert isinstance(made, Installed), "what `installed` returns"
+    return {
+        "name": made.name,
+        "kind": made.kind,
+        "requirements": list(made.requirements),
+        "python": str(made.python),
+        "lock": str(made.lock),
+    }
+
+
+command(app, "install")(install)
+command(app, "list")(list_environments)
+command(app, "remove")(remove)
