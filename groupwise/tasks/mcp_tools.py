@@ -117,14 +117,6 @@ class McpServer(Strict):
                 yield Conflict(f"{key} has no effect without {needed}.", (key, needed))
 
 
-class McpTask(Strict):
-    """The section `task` of a config that names its data and no task file."""
-
-    mcp_servers: dict[str, McpServer] = setting(
-        ..., "Servers whose tools the policy may call, by names of your own.", min_length=1
-    )
-
-
 class McpTools:
     """Makes an environment of the servers' tools for each rollout; `get_environment` may return it."""
 
@@ -424,14 +416,10 @@ def _shortened(text: str, longest: int) -> str:
 
 
 def _described_error(error: BaseException) -> str:
-    """An error in words; of a group with one member, that one."""
-    causes = (
-        cast("BaseExceptionGroup[BaseException]", error).exceptions
-        if isinstance(error, BaseExceptionGroup)
-        else ()
-    )
-    if len(causes) == 1:
-        return _described_error(causes[0])
+    """An error in words; of a group, its members."""
+    if isinstance(error, BaseExceptionGroup):
+        causes = cast("BaseExceptionGroup[BaseException]", error).exceptions
+        return "; ".join(map(_described_error, causes))
     return str(error) if isinstance(error, TaskError) else f"{type(error).__name__}: {error}"
 
 
