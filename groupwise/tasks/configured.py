@@ -11,6 +11,9 @@ A set of a mixture is a source, whose rows have the rewards of the config, or a 
 have its own rewards. The router distinguishes them by the column `task`, which holds the label of the set; every reward part is
 recorded under that label.
 
+With `task.mcp_servers`, rollouts have the tools of MCP servers (`mcp_tools`); with `task.agent`, a program of the user's plays
+them (`external.agent`).
+
 `find_task` returns the task of a command in either case. Workers find the task from the config.
 """
 
@@ -23,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from groupwise.core.errors import TaskError
+from groupwise.core.settings.schema import Conflict, Strict, setting
 from groupwise.core.settings.tree import tree_of
 from groupwise.core.settings.validation import validate
 from groupwise.core.settings.view import View
@@ -42,6 +46,9 @@ from groupwise.tasks.data.loading import (
 from groupwise.tasks.data.mixture import Part, interleave, mix_parts, with_same_columns
 from groupwise.tasks.data.pipelines import find_pipeline
 from groupwise.tasks.data.sft_functions import format_rows
+from groupwise.tasks.external.agent import AgentConfig, agent_program
+from groupwise.tasks.external.protocol import Program
+from groupwise.tasks.mcp_tools import McpServer, McpTools
 from groupwise.tasks.rewards.registry import configured_rubric, registered_rewards
 from groupwise.tasks.rewards.router import Router
 from groupwise.tasks.rewards.rubric import Rubric
@@ -68,6 +75,25 @@ def find_task(source: object | None, config: View) -> Task:
     return task
 
 
+class ConfiguredTaskConfig(Strict):
+    """The section `task` of a config that names its data and no task."""
+
+    mcp_servers: dict[str, McpServer] | None = setting(
+        None, "Servers whose tools the policy may call, by names of your own.", min_length=1
+    )
+    agent: AgentConfig | None = setting(
+        None, "A program of your own that plays attempts; see `groupwise.tasks.external.agent`."
+    )
+
+    def conflicts(self) -> Iterator[Conflict]:
+        """Report tools beside an agent, which has tools of its own."""
+        if self.mcp_servers is not None and self.agent is not None:
+            yield Conflict(
+                "mcp_servers has no effect beside agent, which calls its tools itself; leave one out.",
+                ("mcp_servers", "agent"),
+            )
+
+
 class ConfiguredTask(Task):
     """A task with the hooks that the config makes possible."""
 
@@ -80,10 +106,12 @@ class ConfiguredTask(Task):
                 f"module:attribute, or a built-in one ({', '.join(sorted(builtin_tasks()))}). Or say in the config where the rows are "
                 "(data.dataset_name or data.dataset_mixture), and for rl and eval how they are scored (rewards.reward_funcs)."
             )
-        if config.get("task"):
+        if config.get("task") and (
+            _is_supervised(config) or not {*config["task"]} & {*ConfiguredTaskConfig.model_fields}
+        ):
             raise TaskError(
                 "The config has a section `task`, but no task to read it: --task-module was not given. Leave the section out, or move it "
-                "into `config` of a set of data.dataset_mixture."
+                "into `config` of a set of data.dataset_mixture. Without a task, rl and eval know task.mcp_servers and task.agent."
             )
         self._tasks = _task_sets(config, data)
         if not _is_supervised(config):
@@ -263,6 +291,9 @@ class _Hooks:
         )
         if names_rewards or self._tasks:
             hooks.add("get_reward_funcs")
+        if config.get("task"):
+            hooks |= {"get_config_schema"}
+            hooks |= {"get_program" if config["task"].get("agent") else "get_environment"}
         if any(task_set.task.has("get_rl_callbacks") for task_set in self._tasks):
             hooks.add("get_rl_callbacks")
         return hooks
@@ -341,6 +372,21 @@ class _Hooks:
                 weights = section["reward_weights"]
                 self._rewards = rubric if weights is None else rubric.reweighted(weights)
         return self._rewards
+
+    def get_config_schema(self) -> type[ConfiguredTaskConfig]:
+        """The section `task`, if there is one."""
+        return ConfiguredTaskConfig
+
+    def get_environment(self, config: View) -> McpTools:
+        """The tools of the config's MCP servers."""
+        tools = McpTools(config["task"]["mcp_servers"].to_dict())
+        tools.check_limits(config["rollout"]["time_limit"])
+        return tools
+
+    def get_program(self, config: View) -> Program:
+        """The program of the config's agent."""
+        section = json.dumps(config["task"]["agent"].to_dict())
+        return agent_program(AgentConfig.model_validate_json(section))
 
     def _unscorable_check(self, config: View) -> Unscorable:
         """The function that explains why a source's row cannot be scored."""

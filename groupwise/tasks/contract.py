@@ -54,7 +54,6 @@ from groupwise.tasks.external.kinds import split_spec
 from groupwise.tasks.external.protocol import Program
 from groupwise.tasks.external.task import ExternalHooks
 from groupwise.tasks.rewards.rubric import Rubric
-from groupwise.tasks.tools import Tools
 
 Verb = Literal["rl", "sft", "eval"]
 
@@ -212,7 +211,7 @@ class Task:
         """The factory of environments, one for each rollout; the hook is called once per process."""
         where = f"{self.described}: get_environment"
         factory = check_factory(self._call_hook("get_environment", config=config), where)
-        silent = isinstance(factory, Tools) and not factory.gives_rewards
+        silent = not getattr(factory, "gives_rewards", True)
         if silent and not self.has("get_reward_funcs"):
             raise TaskError(
                 f"{where} returned tools that give no reward, and there is no get_reward_funcs. Add the hook, or give "

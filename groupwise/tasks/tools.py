@@ -48,6 +48,10 @@ class ToolCall:
     """The reason why a malformed call cannot be executed; None for a valid call."""
 
 
+class ToolUnavailable(Exception):
+    """A tool raises this if it cannot work through no fault of the policy: the rollout fails, instead of being told an error."""
+
+
 class CallForm(Protocol):
     """The notation of calls and of their results."""
 
@@ -169,18 +173,23 @@ class Tools:
 
     def __call__(self) -> ToolEnvironment:
         """An environment for one rollout."""
-        if not inspect.isclass(self._source):
-            return ToolEnvironment(list(self._source), self.calls, None)
-        state = self._source()
-        bound = [getattr(state, method.__name__) for method in _public_methods(self._source)]
-        return ToolEnvironment(bound, self.calls, state)
+        state: object | None = None
+        functions: list[Tool] = []
+        if inspect.isclass(self._source):
+            state = self._source()
+            functions += [getattr(state, m.__name__) for m in _public_methods(self._source)]
+        else:
+            functions += self._source
+        tools = {function.__name__: validate_call(function) for function in functions}
+        return ToolEnvironment(tools, self.calls, state)
 
 
 class ToolEnvironment:
     """Executes the policy's calls, turn by turn."""
 
-    def __init__(self, tools: Sequence[Tool], calls: CallForm, state: object | None) -> None:
-        self._tools = {tool.__name__: validate_call(tool) for tool in tools}
+    def __init__(self, tools: Mapping[str, Tool], calls: CallForm, state: object | None) -> None:
+        """`tools` by name. `state` may have the methods `reset`, `reward`, `metrics` and `close` of an environment."""
+        self._tools = tools
         self._calls = calls
         self._state = state
         self._chat = True
@@ -226,6 +235,8 @@ class ToolEnvironment:
         try:
             result = tool(**call.arguments)
             return _result_text(await result if inspect.isawaitable(result) else result)
+        except ToolUnavailable:
+            raise
         except ValidationError as error:
             return f"error: {'; '.join(map(str, field_errors(error)))}"
         except Exception as error:  # noqa: BLE001 — a tool may raise anything; the policy gets the error

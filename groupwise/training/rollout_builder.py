@@ -32,6 +32,7 @@ from groupwise.tasks.rollouts.hosts import LocalHost, WorkerHost
 from groupwise.tasks.rollouts.seeds import member_seed
 from groupwise.tasks.rollouts.sessions import Sessions
 from groupwise.tasks.rollouts.single import Single
+from groupwise.tasks.rollouts.trained_turns import trained_turns
 from groupwise.tasks.rollouts.two_stage import TwoStage
 from groupwise.tasks.tools import Schema
 from groupwise.training.config import LoadedConfig, RunConfig, load_config, view
@@ -153,6 +154,7 @@ def check_rollouts(
                 "rollout.type out."
             )
         task.program(view(config))
+        trained_turns(config.rollout.trained_turns)
         return ()
     if config.rollout.type != "environment":
         if task.has("get_environment"):
@@ -206,7 +208,13 @@ def build_rollouts(
             room=room,
         )
         program = task.program(view(config))
-        return ExternalRollouts(program, tokenizer, external_limits, config.rollout.workers)
+        return ExternalRollouts(
+            program,
+            tokenizer,
+            external_limits,
+            config.rollout.workers,
+            trained_turns(config.rollout.trained_turns),
+        )
     limits = Limits(
         max_turns=config.rollout.max_turns,
         max_tokens=longest_completion(config),

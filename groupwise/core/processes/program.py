@@ -13,6 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from types import TracebackType
 from uuid import uuid4
@@ -42,20 +43,34 @@ class ProcessGroup:
         environment: Mapping[str, str],
         secret: str | None = None,
         niceness: int = 0,
+        standard_input: Path | None = None,
+        standard_output: Path | None = None,
     ) -> None:
-        """Start the program in `folder`; `environment` is added to this process's own without its rank. `niceness` lowers its priority."""
+        """Start the program in `folder`; `environment` is added to this process's own without its rank. `niceness` lowers its priority.
+
+        It reads `standard_input` if that is given. Its standard output goes to `standard_output`, if given, instead of the log.
+        """
         self.log = log
         self._secret = secret
         self._mark = uuid4().hex
-        with log.open("ab") as log_file:
+        with ExitStack() as files:
+            log_file = files.enter_context(log.open("ab"))
+            input_file = (
+                files.enter_context(standard_input.open("rb"))
+                if standard_input
+                else subprocess.DEVNULL
+            )
+            output_file = (
+                files.enter_context(standard_output.open("ab")) if standard_output else log_file
+            )
             self.process = subprocess.Popen(
                 [
                     *(sys.executable, "-P", "-m", "groupwise.core.processes.run_tied"),
                     *(str(os.getpid()), self._mark, str(niceness), *words),
                 ],
                 cwd=folder,
-                stdin=subprocess.DEVNULL,
-                stdout=log_file,
+                stdin=input_file,
+                stdout=output_file,
                 stderr=log_file,
                 env={**without_rank(os.environ), **environment, MARK: self._mark},
                 start_new_session=True,

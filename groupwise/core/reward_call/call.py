@@ -2,8 +2,9 @@
 
 The convention is TRL's: `f(prompts=…, completions=…, **columns) -> list[float | None]`, one call for a group, one entry
 for each member, None or NaN if the reward does not apply. A function receives the arguments that it names, or all of them through
-`**kwargs`: the columns, and `prompt_ids`, `completion_ids`, `trainer_state`, `log_metric` and `log_extra`. It may be async, a method, a
-partial or an object with `__call__`. A function that is not async is called outside any running event loop, so it may run its own.
+`**kwargs`: the columns, and `prompt_ids`, `completion_ids`, `rollout_notes`, `trainer_state`, `log_metric` and `log_extra`. It may be
+async, a method, a partial or an object with `__call__`. A function that is not async is called outside any running event loop, so it may
+run its own.
 `asyncio.get_event_loop()` returns a loop that lives as long as the thread, for clients that the function keeps between calls; if the
 function returns an awaitable, it is awaited on that loop.
 
@@ -42,7 +43,7 @@ from groupwise.core.reward_call.request import ORIGIN, ScoreRequest
 RewardCallable = Callable[..., Any]
 
 OPTIONAL_ARGUMENTS = (
-    "prompts_seen", "prompt_ids", "completion_ids", "trainer_state", "log_metric", "log_extra",
+    "prompts_seen", "prompt_ids", "completion_ids", "rollout_notes", "trainer_state", "log_metric", "log_extra",
 )  # fmt: skip
 """Arguments that a function may take in addition to prompts, completions and columns."""
 
@@ -335,6 +336,7 @@ def _call_arguments(
     parameters = _parameters(function, "reward")
     names = {p.name for p in parameters if p.kind not in (p.VAR_POSITIONAL, p.VAR_KEYWORD)}
     takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    count = len(request.completions)
     arguments: dict[str, Any] = {
         "prompts": [_copy_prompt(prompt) for prompt in request.prompts],
         "completions": [_copy_prompt(completion) for completion in request.completions],
@@ -344,11 +346,12 @@ def _call_arguments(
         "prompts_seen": list(request.prompts_seen),
         "prompt_ids": [list(ids) for ids in request.prompt_ids],
         "completion_ids": [list(ids) for ids in request.completion_ids],
+        "rollout_notes": [dict(notes) for notes in request.notes or [{}] * count],
         "trainer_state": TrainerState(
             request.global_step, request.max_steps, request.steps_per_epoch
         ),
         "log_metric": functools.partial(_log_metric, logged),
-        "log_extra": functools.partial(_log_extra, logged, len(request.completions)),
+        "log_extra": functools.partial(_log_extra, logged, count),
     }
     return {
         key: value for key, value in {**arguments, **optional}.items() if takes_all or key in names

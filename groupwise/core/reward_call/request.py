@@ -34,6 +34,8 @@ class ScoreRequest:
     """Empty if the tokens are unknown."""
     prompts_seen: list[Prompt] = field(default_factory=list[Prompt])
     """The prompts as the model saw them, with the chat template's text; empty if unknown."""
+    notes: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
+    """What the environment recorded about each rollout; empty if nothing was."""
     steps_per_epoch: float | None = None
     """Number of steps in one pass over the rows; None if unknown."""
 

@@ -89,6 +89,12 @@ class RolloutConfig(Strict):
         ge=1,
     )
 
+    trained_turns: str = setting(
+        "all",
+        "external: which turns teach: all, last, with_tool_calls, or a function of your own (FILE.py:NAME).",
+        min_length=1,
+    )
+
     def conflicts(self) -> Iterator[Conflict]:
         """Keys of another type, and worker keys without workers."""
         for key, owners in OWN_KEYS.items():
@@ -139,5 +145,6 @@ OWN_KEYS: dict[str, tuple[str, ...]] = {
     "time_limit": ("environment",),
     "in_process": ("environment",),
     "max_concurrent": ("external",),
+    "trained_turns": ("external",),
 }
 """The keys that belong to some types only, with these types."""

@@ -33,7 +33,7 @@ from groupwise.api.schemas.problems import FieldError, Refusal
 from groupwise.api.schemas.responses import ResponsesRequest
 from groupwise.api.schemas.template_columns import TOOLS
 from groupwise.core.errors import TaskError
-from groupwise.core.types import EndedBy, Rollout, Sampler
+from groupwise.core.types import EndedBy, Message, Rollout, Sampler
 from groupwise.engine.models.tokens import call_markers, completion_text, render_prompt
 from groupwise.tasks.data.messages import Unusable, messages_of
 from groupwise.tasks.openai.answers import StreamEncoder, full_response
@@ -86,6 +86,8 @@ class PolicyCalls:
         """What was sampled, by the id of its answer, in the order of completion."""
         self.sessions: dict[str, str | None] = {}
         """What their requests said in the header `X-Session-ID`, by which an environment tells its agents apart."""
+        self.messages: dict[str, Message] = {}
+        """What was answered, by id, as messages of the assistant."""
         self.kept: dict[str, list[dict[str, Any]]] = {}
         """Conversations of /responses by the id of their last response."""
         self.cut_by: EndedBy | None = None
@@ -166,6 +168,13 @@ class PolicyCalls:
         if ask.logprobs:
             details = await describe_tokens(rollout, None, None, self._token_texts)
         id = secrets.token_hex(12)
+        choice = write_completion(rollout, ask, details)
+        calls = [{"name": call.name, "arguments": call.arguments} for call in choice.calls]
+        self.messages[id] = {
+            "role": "assistant",
+            "content": choice.text,
+            **({"tool_calls": calls} if calls else {}),
+        }
         prompt = ask.prompts[0]
         if isinstance(prompt, tuple):
             prompt = render_prompt(self.tokenizer, ids)
@@ -178,7 +187,7 @@ class PolicyCalls:
             fingerprint=completion.fingerprint,
             created=time.time(),
             prompt_tokens=len(ids),
-            choices=(write_completion(rollout, ask, details),),
+            choices=(choice,),
         )
 
     def _prompt_ids(self, ask: GenerationRequest) -> tuple[int, ...]:

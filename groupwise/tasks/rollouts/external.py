@@ -21,6 +21,7 @@ from groupwise.tasks.external.process import CallFailed, EnvironmentProcess, Pro
 from groupwise.tasks.external.protocol import InvalidAnswer, Played, Program, played_of
 from groupwise.tasks.rollouts.asking import ENVIRONMENT, Ask
 from groupwise.tasks.rollouts.endpoint import MODEL, PolicyCalls, PolicyEndpoint
+from groupwise.tasks.rollouts.trained_turns import TrainedTurns, UnusableChoice, every_turn
 from groupwise.tasks.rollouts.trajectory import join_turns
 
 START_ATTEMPTS = 3
@@ -72,11 +73,18 @@ class ExternalRollouts:
     """Attempts of an environment that plays by itself; a `RolloutKind`."""
 
     def __init__(
-        self, program: Program, tokenizer: Any, limits: ExternalLimits, workers: int = 1
+        self,
+        program: Program,
+        tokenizer: Any,
+        limits: ExternalLimits,
+        workers: int = 1,
+        trained: TrainedTurns = every_turn,
     ) -> None:
+        """`trained` chooses the turns that teach, among those that the environment names."""
         self._program = program
         self._tokenizer = tokenizer
         self._limits = limits
+        self._trained = trained
         self._endpoint = PolicyEndpoint()
         self._slots = [_Slot() for _ in range(workers)]
         self._lone_slot, self._alone = _Slot(), asyncio.Lock()
@@ -118,7 +126,7 @@ class ExternalRollouts:
                 ending = _Ending("failed", f"the environment was lost: {ending}")
         if calls.failure is not None:
             raise calls.failure
-        return replace(_rollout_of(ask, member, calls, ending), attempt=attempt)
+        return replace(_rollout_of(ask, member, calls, ending, self._trained), attempt=attempt)
 
     async def _play_in(
         self, slot: _Slot, calls: PolicyCalls, ask: Ask, member: int
@@ -221,8 +229,10 @@ class ExternalRollouts:
             await both
 
 
-def _rollout_of(ask: Ask, member: int, calls: PolicyCalls, ending: _Ending) -> Rollout:
-    """The attempt as a rollout."""
+def _rollout_of(
+    ask: Ask, member: int, calls: PolicyCalls, ending: _Ending, trained: TrainedTurns
+) -> Rollout:
+    """The attempt as a rollout. Its text is that of all turns that the environment names; its segments are those that teach."""
     played, outcome, reason = ending.played, ending.outcome, ending.reason
     ids = list(calls.turns)
     if outcome == "pending" and played.error is not None:
@@ -231,14 +241,27 @@ def _rollout_of(ask: Ask, member: int, calls: PolicyCalls, ending: _Ending) -> R
         limit = {"turns": "rollout.max_turns", "tokens": "rollout.max_rollout_length"}
         reason = f"{reason} ({limit[calls.cut_by]} was reached before)"
     teaching = ids if played.completions is None else [i for i in ids if i in played.completions]
+    shown = teaching or ids
+    if outcome == "pending" and teaching:
+        try:
+            chosen = trained([calls.messages[id] for id in teaching])
+            teaching = [id for id, teaches in zip(teaching, chosen, strict=True) if teaches]
+        except UnusableChoice as problem:
+            outcome, reason = "failed", f"rollout.trained_turns: {problem}"
     if outcome == "pending" and not teaching:
         what = "no completion of its teaches" if ids else "it ended without asking the policy"
+        if stopped := played.notes.get("stopped"):
+            what += f" ({stopped})"
         outcome, reason = "failed", f"the environment's attempt has nothing to train on: {what}"
-    shown = teaching or ids
     if not shown:
         empty = Rollout(ask.draw, member, 0, ask.prompt_ids, (), "")
         return replace(empty, outcome=outcome, reason=reason, notes=played.notes)
-    rollout = join_turns(ask.draw, member, [calls.turns[id] for id in shown])
+    whole = join_turns(ask.draw, member, [calls.turns[id] for id in shown])
+    taught = teaching or shown
+    rollout = whole
+    if taught != shown:
+        rollout = join_turns(ask.draw, member, [calls.turns[id] for id in taught])
+        rollout = replace(rollout, completion=whole.completion, messages=whole.messages)
     ended_by: EndedBy | None = rollout.ended_by
     if calls.cut_by is not None or played.truncated:
         ended_by = calls.cut_by or "turns"
@@ -246,17 +269,17 @@ def _rollout_of(ask: Ask, member: int, calls: PolicyCalls, ending: _Ending) -> R
         rollout,
         outcome=outcome,
         reason=reason,
-        parts=_parts(played.parts, ids, shown) if outcome == "pending" else (),
+        parts=_parts(played.parts, ids, taught) if outcome == "pending" else (),
         ended_by=ended_by if outcome == "pending" else None,
         notes=played.notes,
     )
 
 
 def _parts(
-    parts: Sequence[RewardPart], ids: Sequence[str], shown: Sequence[str]
+    parts: Sequence[RewardPart], ids: Sequence[str], taught: Sequence[str]
 ) -> tuple[RewardPart, ...]:
     """The parts with the turns of the rollout, which may have fewer than were sampled."""
-    turns = {ids.index(id): turn for turn, id in enumerate(shown)}
+    turns = {ids.index(id): turn for turn, id in enumerate(taught)}
     return tuple(
         part if part.turn is None else replace(part, turn=turns.get(part.turn)) for part in parts
     )

@@ -53,6 +53,7 @@ def score_request(
         max_steps=max_steps,
         prompt_ids=[list(rollout.prompt_ids) for rollout in pending],
         prompts_seen=[group.prompt_seen or prompt] * len(pending),
+        notes=[rollout.notes for rollout in pending],
         steps_per_epoch=steps_per_epoch,
     )
 
