@@ -13,11 +13,11 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import DataDependentOutputException
 
 from groupwise.core.types import Row, SamplingParams
-from groupwise.engine.learner.forward import ForwardOutputs, Targets
 from groupwise.engine.learner.native import fused_attention, padded_attention
 from groupwise.engine.learner.native.body import residual_stream
 from groupwise.engine.learner.native.head import token_numbers
 from groupwise.engine.learner.native.layout import FlatBatch, Texts, cut
+from groupwise.engine.learner.targets import ForwardOutputs, Targets
 from groupwise.engine.models.decoder import Decoder
 from groupwise.engine.models.native.linear import Factors
 from groupwise.engine.models.native.weights import NativeModel

@@ -231,12 +231,11 @@ class Footprint:
 
         The native engine keeps for each token and layer two residual streams in float32, the results of three products, and of attention.
         The backward pass of one layer needs further temporaries, on a GPU also copies of keys, values and their gradients for all texts
-        that see them (`KEYS_PER_TOKEN`). With `recompute` it keeps one residual stream per layer, and all of these
-        for a single layer. Its head computes the logits of `CHUNK` tokens at once; float32 copies exist for a few of these at most.
+        that see them (`KEYS_PER_TOKEN`). With `recompute` it keeps one residual stream per layer, and all of these for a single layer.
+        Its head computes the logits of `CHUNK` tokens at once; float32 copies exist for a few of these at most.
 
         Transformers' modules with torch's graph keep about twelve hidden states and four feed-forward states per layer, for each expert of
-        a token its input and output, and on a GPU copies of prompts' keys and values. For `CHUNK` tokens they keep
-        logits, logits divided by the temperature, probabilities, and a gradient.
+        a token its input and output, and on a GPU copies of prompts' keys and values. Logits are as in the native engine.
         """
         sizes, size = self.sizes, self.size
         if self.native_learner:
@@ -246,7 +245,6 @@ class Footprint:
             per_token = layers + 4 * residual + (2 * sizes.hidden + 4 * sizes.inner) * size
             if not self.on_cpu:
                 per_token += KEYS_PER_TOKEN * 2 * sizes.keys * (3 * size + FLOAT)
-            logits = size
         else:
             copied = 0 if self.on_cpu else (KEYS_PER_TOKEN - 1) * 2 * sizes.keys
             states = (12 + 2 * sizes.experts) * sizes.hidden
@@ -254,8 +252,7 @@ class Footprint:
             per_token = sizes.layers * of_a_layer
             if recompute:
                 per_token = sizes.layers * sizes.hidden * size + of_a_layer
-            logits = 4 * FLOAT
-        return tokens * per_token + CHUNK * sizes.vocabulary * logits
+        return tokens * per_token + CHUNK * sizes.vocabulary * size
 
 
 def footprint_of(
