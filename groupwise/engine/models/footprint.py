@@ -41,6 +41,8 @@ IN_PRODUCTS = 1.5
 """Stored numbers per number of an adapter in the native products' order: a product of several layers pads the blocks between with zeros."""
 
 
+WITHOUT_KEYS = ("linear_attention", "mamba", "conv", "recurrent", "moe", "mlp")
+"""Layer types of transformers' configs that cache no keys and values; a layer of another type is counted as if it does."""
 BYTES_IN_4BIT = 4.127 / 8
 """Bytes of a weight in NF4: 4 bits, and 0.127 for the doubly quantised scales of its block of 64 (Dettmers et al. 2023, QLoRA, §3)."""
 BYTES_IN_8BIT = 1.0
@@ -75,6 +77,10 @@ class Sizes:
     vocabulary: int
     experts: int = 0
     """Experts that each token chooses in a layer; 0: the model has none."""
+    layers_without_keys: int = 0
+    """Layers that keep a state of one size for each text instead of keys and values, and layers without either."""
+    state: int = 0
+    """Numbers in the states of one text in all layers; in float32."""
 
     @property
     def queries(self) -> int:
@@ -147,6 +153,9 @@ def sizes_of(config: PreTrainedConfig) -> Sizes:
         inner=_inner_width(config),
         vocabulary=config.vocab_size,
         experts=experts_of_a_token(config),
+        layers_without_keys=sum(
+            kind in WITHOUT_KEYS for kind in getattr(config, "layer_types", None) or ()
+        ),
     )
 
 
@@ -224,7 +233,8 @@ class Footprint:
             of_a_row = pages_of_a_row(decoding.key_length) * PAGE
             logits = decoding.slots * self.sizes.vocabulary * self.size
         tokens = decoding.slots * of_a_row + decoding.prompts * decoding.prompt
-        return slot_cache(self.sizes, self.size, tokens) + logits
+        states = (decoding.slots + decoding.prompts) * self.sizes.state * FLOAT
+        return slot_cache(self.sizes, self.size, tokens) + states + logits
 
     def activations(self, tokens: int, *, recompute: bool) -> int:
         """Bytes of a micro-batch's activations and logits.
@@ -319,4 +329,4 @@ def slot_cache(sizes: Sizes, size: int, tokens: int) -> int:
 
 def cached_numbers(sizes: Sizes) -> int:
     """Numbers in the keys and values of one token in all layers."""
-    return 2 * sizes.layers * sizes.keys
+    return 2 * (sizes.layers - sizes.layers_without_keys) * sizes.keys
