@@ -515,6 +515,17 @@ def kernels_between_products_are_those_of_torch(device: torch.device, dtype: tor
         pairs = torch.view_as_complex(x.contiguous().unflatten(-1, (-1, 2)))
         wanted = torch.view_as_real(pairs * turns).flatten(-2)
         close(kernels.turned(heads, norm, turns, 1e-5, dtype), wanted)
+        d_wider = drawn(5, 7, 16, of=torch.float32)
+        with torch.enable_grad():
+            leaf = heads.float().requires_grad_()
+            x = leaf if norm is None else F.rms_norm(leaf, (16,), norm, 1e-5)
+            pairs = torch.view_as_complex(x.contiguous().unflatten(-1, (-1, 2)))
+            turned = torch.view_as_real(pairs * turns).flatten(-2)
+            (d_heads,) = torch.autograd.grad(turned, leaf, d_wider[:, 3:])
+        before = d_wider[:, :3].clone()
+        kernels.turned_gradient_(d_wider[:, 3:], heads, norm, turns, 1e-5)
+        close(d_wider[:, 3:], d_heads)
+        assert torch.equal(d_wider[:, :3], before), "its neighbours stay as they are"
 
 
 @torch.no_grad()
