@@ -240,9 +240,9 @@ class Footprint:
         """Bytes of a micro-batch's activations and logits.
 
         The native engine keeps for each token and layer two residual streams in float32, the results of three products, and of attention.
-        The backward pass of one layer needs further temporaries, on a GPU also copies of keys, values and their gradients for all texts
-        that see them (`KEYS_PER_TOKEN`). With `recompute` it keeps one residual stream per layer, and all of these for a single layer.
-        Its head computes the logits of `CHUNK` tokens at once; float32 copies exist for a few of these at most.
+        The backward pass of one layer needs further temporaries, in bfloat16 on a GPU also copies of keys, values and their gradients for
+        all texts that see them (`KEYS_PER_TOKEN`). With `recompute` it keeps one residual stream per layer, and all of these for a single
+        layer. Its head computes the logits of `CHUNK` tokens at once; float32 copies exist for a few of these at most.
 
         Transformers' modules with torch's graph keep about twelve hidden states and four feed-forward states per layer, for each expert of
         a token its input and output, and on a GPU copies of prompts' keys and values. Logits are as in the native engine.
@@ -253,7 +253,7 @@ class Footprint:
             per_layer = 2 * residual + 2 * (sizes.queries + sizes.keys + sizes.inner) * size
             layers = sizes.layers * residual + per_layer if recompute else sizes.layers * per_layer
             per_token = layers + 4 * residual + (2 * sizes.hidden + 4 * sizes.inner) * size
-            if not self.on_cpu:
+            if not self.on_cpu and size < FLOAT:
                 per_token += KEYS_PER_TOKEN * 2 * sizes.keys * (3 * size + FLOAT)
         else:
             copied = 0 if self.on_cpu else (KEYS_PER_TOKEN - 1) * 2 * sizes.keys
