@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import typer
 
-from groupwise.cli.log_text import LogWriter
-from groupwise.cli.output import CANCELLED_CODE, say, shell_code, write_json
+from groupwise.cli.output import CANCELLED_CODE, LogWriter, say, shell_code, write_json
 from groupwise.core.errors import GroupwiseError
 from groupwise.core.interruption import interrupting
 from groupwise.core.terminal.quantities import counted
