@@ -2,8 +2,7 @@
 
 With `--json`, a command writes exactly one JSON object to stdout; on failure, it has `error: {code, message}`.
 Exit codes: 0 success; 1 the run failed; 2 wrong usage; 130 and 143 interrupted by Ctrl-C or SIGTERM.
-
-Writes the log of a job, whose bytes are not trusted.
+The log of a job is written by a `LogWriter`, since its bytes are not trusted.
 """
 
 from __future__ import annotations

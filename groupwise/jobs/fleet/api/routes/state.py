@@ -1,9 +1,8 @@
 """The state of the fleet: one document, the events as they are appended, Prometheus metrics, and whether the process is alive.
 
-Prometheus metrics of a fleet, made from the document of `groupwise fleet status`.
-
-Metrics to watch: `groupwise_fleet_alarms` by kind (any above 0 needs attention), `groupwise_fleet_jobs` by status, the share of GPUs that
-are free while jobs are pending, and the seconds since the last heartbeat of each role, for which every fleet has a series.
+The metrics are made from the document of `groupwise fleet status`. Those to watch: `groupwise_fleet_alarms` by kind (any above 0 needs
+attention), `groupwise_fleet_jobs` by status, the share of GPUs that are free while jobs are pending, and the seconds since the last
+heartbeat of each role, for which every fleet has a series.
 """
 
 from __future__ import annotations
