@@ -491,16 +491,12 @@ def move(session: Session, epoch: int, owner: str, to: AttemptState) -> None:
         return
     state_before, attempt.state = attempt.state, to
     if to is AttemptState.RUNNING:
-        _mark_running(session, attempt)
+        # All members run, so their machines can launch: reset their counts of failed launches.
+        attempt.running_at = seconds(session)
+        blamed: set[int] | None = session.info.get(_BLAMED)
+        if blamed is None or attempt.epoch in blamed:
+            session.execute(_LAUNCHES, {"epoch": attempt.epoch})
     _append_event(session, attempt, owner, f"attempt.{to}", {"state": state_before}, {"state": to})
-
-
-def _mark_running(session: Session, attempt: Attempt) -> None:
-    """All members run, which proves that their machines can launch: reset the machines' counts of failed launches."""
-    attempt.running_at = seconds(session)
-    blamed: set[int] | None = session.info.get(_BLAMED)
-    if blamed is None or attempt.epoch in blamed:
-        session.execute(_LAUNCHES, {"epoch": attempt.epoch})
 
 
 _MACHINES: Table = VM.__table__  # pyright: ignore[reportAssignmentType] — a mapped class's table is a Table
