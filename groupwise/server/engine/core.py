@@ -46,6 +46,7 @@ from groupwise.runs.folder import RECORD, RunFolder
 from groupwise.runs.records import StepRecord
 from groupwise.runs.store import Store
 from groupwise.server.engine.engine_protocol import (
+    PART,
     EngineLost,
     Opened,
     OpenRun,
@@ -58,14 +59,15 @@ from groupwise.server.engine.engine_protocol import (
     WrongOrder,
 )
 from groupwise.server.engine.hosted_parts import EngineParts
-from groupwise.server.engine.prompt_length import LONG, check_characters, texts_of
 from groupwise.server.engine.sampling_checks import (
+    LONG,
+    check_characters,
     check_constraint,
     check_processing,
     refuse_unknown_tokens,
     stop_token_ids,
+    texts_of,
 )
-from groupwise.server.engine.scored_group import PART
 from groupwise.server.engine.served_run import Phase, ServedRun
 from groupwise.server.engine.trained_adapters import EngineModels, Shared
 from groupwise.tasks.contract import Task

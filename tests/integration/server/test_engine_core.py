@@ -26,8 +26,8 @@ from groupwise.server.engine.engine_protocol import (
     Plan,
     SampleOrder,
     WrongOrder,
+    scored_group,
 )
-from groupwise.server.engine.scored_group import scored_group
 from groupwise.tasks.openai.sampling import Sampling
 from tests.integration import toy_run
 from tests.integration.toy_run import STEPS, TOY
