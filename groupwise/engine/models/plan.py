@@ -67,8 +67,8 @@ class MemoryPlan:
     update: float
     """Temporary numbers of AdamW, one per trained one. Activations are free at that time, so only the larger of the two counts."""
     server_sampling: float
-    """Memory that the run's own vLLM server, or a sampler's process, uses on the learner's GPU while the run samples. Activations and updates
-    use none then."""
+    """Memory that the run's own vLLM server, or a sampler's process, uses on the learner's GPU while the run samples; then it has no
+    activations and updates."""
     server_learning: float
     """What it keeps while the run learns: the same, unless it is a server that sleeps then."""
 
