@@ -479,7 +479,7 @@ def _server_sampler(
     if own_server is not None:
         takes = own_server.spec.takes
     sync = (
-        AdapterFiles(shared)
+        AdapterFiles(shared, witness.write_by_expert if witness.adapts_experts else None)
         if witness.rank is not None or takes == "adapters"
         else WholeWeights(
             base,

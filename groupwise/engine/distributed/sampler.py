@@ -141,6 +141,8 @@ class RankWitness:
         """See `PolicyWitness`."""
         self.rank: int | None = self._call_witness("rank")
         """See `PolicyWitness`."""
+        self.adapts_experts = bool(self._call_witness("adapts_experts"))
+        """See `PolicyWitness`."""
 
     def read(self, folder: str) -> None:
         """See `PolicyWitness.read`."""
@@ -154,6 +156,10 @@ class RankWitness:
     def ipc_handles(self) -> Mapping[str, Any]:
         """See `PolicyWitness.ipc_handles`."""
         return self._call_witness("ipc_handles")
+
+    def write_by_expert(self, folder: str) -> None:
+        """See `PolicyWitness.write_by_expert`."""
+        self._call_witness("write_by_expert", folder)
 
     def weight_info(self) -> Mapping[str, Any]:
         """See `PolicyWitness.weight_info`."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, cast
@@ -50,15 +50,15 @@ class SharedFolder:
     server_path: str
     """Its path on the servers."""
 
-    def put(self, policy: Policy) -> str:
-        """Copy a publication there, completely or not at all; returns the copy's path on the servers."""
+    def put(self, policy: Policy, source: str) -> str:
+        """Copy the folder of a publication there, completely or not at all; returns the copy's path on the servers."""
         run, name = Path(policy.path).parent.name, policy_name(policy)
         target = self.local_path / run / name
         building = target.with_name(f".building-{name}")
         with atomic_files.explaining_disk_errors(target):
             shutil.rmtree(building, ignore_errors=True)
             shutil.rmtree(target, ignore_errors=True)
-            shutil.copytree(policy.path, building)
+            shutil.copytree(source, building)
             building.rename(target)
         return f"{self.server_path}/{run}/{name}"
 
@@ -76,6 +76,12 @@ def policy_name(policy: Policy) -> str:
     return f"{OURS}{run}-v{policy.version}-{policy.fingerprint}"
 
 
+def by_expert_folder(policy: Policy) -> str:
+    """Where an adapter of experts is written for servers: beside the publication."""
+    path = Path(policy.path)
+    return str(path.with_name(f"by-expert-{path.name}"))
+
+
 def is_policy_name(name: str | None) -> bool:
     """True for the name of a publication, by this run or by another one."""
     return name is not None and name.startswith(OURS)
@@ -86,13 +92,25 @@ class AdapterFiles:
 
     kind: Literal["adapter", "full"] = "adapter"
 
-    def __init__(self, shared: SharedFolder | None = None) -> None:
-        """`shared`: None if the servers can read the folder of the publications."""
+    def __init__(
+        self,
+        shared: SharedFolder | None = None,
+        write_by_expert: Callable[[str], None] | None = None,
+    ) -> None:
+        """`shared`: None if the servers can read the folder of the publications. `write_by_expert`: see `Witness.write_by_expert`; None if
+        the adapter changes no experts."""
         self._shared = shared
+        self._write_by_expert = write_by_expert
 
     def offer(self, policy: Policy) -> Served:
         """See `WeightSync.offer`."""
-        folder = policy.path if self._shared is None else self._shared.put(policy)
+        folder = policy.path
+        if self._write_by_expert is not None:
+            folder = by_expert_folder(policy)
+            shutil.rmtree(folder, ignore_errors=True)  # of a killed process
+            self._write_by_expert(folder)
+        if self._shared is not None:
+            folder = self._shared.put(policy, folder)
         return Served(policy_name(policy), policy.version, policy.fingerprint, folder, policy)
 
     async def serve(
@@ -121,6 +139,8 @@ class AdapterFiles:
 
     def remove(self, served: Served) -> None:
         """See `WeightSync.remove`."""
+        if self._write_by_expert is not None and served.policy is not None:
+            shutil.rmtree(by_expert_folder(served.policy), ignore_errors=True)
         if self._shared is not None and served.policy is not None:
             self._shared.remove(served.policy)
 

@@ -77,7 +77,11 @@ class WholeWeights:
     def offer(self, policy: Policy) -> Served:
         """See `WeightSync.offer`."""
         copied = self._shared is not None and self._transfer == "files"
-        folder = self._shared.put(policy) if self._shared is not None and copied else policy.path
+        folder = (
+            self._shared.put(policy, policy.path)
+            if self._shared is not None and copied
+            else policy.path
+        )
         return Served(self._base, policy.version, policy.fingerprint, folder, policy)
 
     async def serve(

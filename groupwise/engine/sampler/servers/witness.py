@@ -48,6 +48,21 @@ class Witness:
             return None
         return weights.adapted.configs[weights.name].r
 
+    @property
+    def adapts_experts(self) -> bool:
+        """True if the adapter changes experts, whose factors servers take in other files than peft's."""
+        weights = self._weights
+        return isinstance(weights, ServedAdapter) and bool(
+            weights.adapted.configs[weights.name].target_parameters
+        )
+
+    def write_by_expert(self, folder: str) -> None:
+        """Write the adapter as it is in memory, with factors for each matrix of each expert; see `AdaptedModel.save_by_expert`."""
+        weights = self._weights
+        assert isinstance(weights, ServedAdapter)
+        Path(folder).mkdir(parents=True)
+        weights.adapted.save_by_expert(weights.name, Path(folder))
+
     def read(self, folder: str) -> None:
         """Load a publication. Raises `ModelError` unless all names and shapes match."""
         self._weights.read(Path(folder))
