@@ -165,6 +165,10 @@ class RankWitness:
         """See `PolicyWitness.weight_info`."""
         return self._call_witness("weight_info")
 
+    def pickled_tensors(self) -> str:
+        """See `PolicyWitness.pickled_tensors`."""
+        return str(self._call_witness("pickled_tensors"))
+
     def open_group(self, server: str) -> str:
         """See `PolicyWitness.open_group`."""
         return str(self._call_witness("open_group", server))

@@ -6,6 +6,8 @@ import pickle
 from base64 import b64encode
 from collections.abc import Sequence
 from contextlib import nullcontext
+from io import BytesIO
+from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any, cast
 
@@ -90,6 +92,12 @@ class Witness:
         handles = [{gpu: reduce_tensor(tensor)[1]} for tensor in self._whole_weights().values()]
         pickled = b64encode(pickle.dumps(handles)).decode()
         return {**self.weight_info(), "ipc_handles_pickled": pickled}
+
+    def pickled_tensors(self) -> str:
+        """The weights, likewise, as SGLang takes them: pairs of name and tensor, pickled as torch does for other processes, in base64."""
+        pickled = BytesIO()
+        ForkingPickler(pickled).dump([*self._whole_weights().items()])
+        return b64encode(pickled.getvalue()).decode()
 
     def open_group(self, server: str) -> str:
         """Prepare a group with a server's workers; returns its unique id in base64. An earlier group with that server ends."""
