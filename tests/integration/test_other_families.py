@@ -112,8 +112,8 @@ def test_a_server_of_vllm_gets_adapters_of_experts_in_its_own_files(tmp_path):
         loaded = [Path(body["lora_path"]) for body in server.bodies("/load_lora_adapter")]
         assert len(loaded) > 2
         assert server.adapters == []
-    assert {folder.name.startswith("by-expert-v") for folder in loaded} == {True}
-    assert not any(folder.exists() for folder in loaded)
+    assert {folder.name.startswith("groupwise-toy-v") for folder in loaded} == {True}
+    assert not any(folder.parent.exists() for folder in loaded)
     given["sampler"]["engine"] = "sglang"
     with pytest.raises(ConfigError, match="only vLLM is given adapters of experts"):
         groupwise.rl(given, TOY)

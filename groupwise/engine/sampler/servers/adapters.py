@@ -21,6 +21,7 @@ from groupwise.core import atomic_files
 from groupwise.core.errors import EndpointError, UsageError
 from groupwise.core.types import Policy
 from groupwise.engine.sampler.servers.server_pool import Served, Server
+from groupwise.runs import publications
 
 LOAD, UNLOAD = "/load_lora_adapter", "/unload_lora_adapter"
 OURS = "groupwise-"
@@ -76,12 +77,6 @@ def policy_name(policy: Policy) -> str:
     return f"{OURS}{run}-v{policy.version}-{policy.fingerprint}"
 
 
-def by_expert_folder(policy: Policy) -> str:
-    """Where an adapter of experts is written for servers: beside the publication."""
-    path = Path(policy.path)
-    return str(path.with_name(f"by-expert-{path.name}"))
-
-
 def is_policy_name(name: str | None) -> bool:
     """True for the name of a publication, by this run or by another one."""
     return name is not None and name.startswith(OURS)
@@ -101,13 +96,18 @@ class AdapterFiles:
         the adapter changes no experts."""
         self._shared = shared
         self._write_by_expert = write_by_expert
+        self._claimed: Path | None = None
+        """Folder of the files that `write_by_expert` has written, by policy."""
 
     def offer(self, policy: Policy) -> Served:
         """See `WeightSync.offer`."""
         folder = policy.path
         if self._write_by_expert is not None:
-            folder = by_expert_folder(policy)
-            shutil.rmtree(folder, ignore_errors=True)  # of a killed process
+            if self._claimed is None:
+                size = sum(file.stat().st_size for file in Path(policy.path).iterdir())
+                self._claimed = publications.claim(Path(policy.path).parent, 2 * size)
+            folder = str(self._claimed / policy_name(policy))
+            shutil.rmtree(folder, ignore_errors=True)  # the same policy may be offered again
             self._write_by_expert(folder)
         if self._shared is not None:
             folder = self._shared.put(policy, folder)
@@ -139,8 +139,11 @@ class AdapterFiles:
 
     def remove(self, served: Served) -> None:
         """See `WeightSync.remove`."""
-        if self._write_by_expert is not None and served.policy is not None:
-            shutil.rmtree(by_expert_folder(served.policy), ignore_errors=True)
+        if self._claimed is not None:
+            shutil.rmtree(self._claimed / served.name, ignore_errors=True)
+            if not any(self._claimed.iterdir()):
+                publications.release(self._claimed)
+                self._claimed = None
         if self._shared is not None and served.policy is not None:
             self._shared.remove(served.policy)
 

@@ -208,14 +208,12 @@ class ServerSampler:
 
     def close(self) -> None:
         """Make the servers forget the weights, or end the run's own server. May be repeated."""
-        if self._own is not None:
-            self._served = None
-            self._own.close()
-            return
         served, self._served = self._served, None
+        if self._own is not None:
+            self._own.close()
         if served is None or served.policy is None:
             return
-        for server in self._servers.all:
+        for server in self._servers.all if self._own is None else ():
             if server.ready == served:
                 self._sync.forget(server, served)
             server.ready = None
