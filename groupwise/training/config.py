@@ -405,9 +405,9 @@ class RunConfig(Strict):
                 f"sampler.weight_transfer is {self.sampler.weight_transfer}, which has no effect on adapters",
             ),
             "lora.target_parameters": (
-                self.lora is not None and bool(self.lora.target_parameters),
+                self.sampler.engine == "sglang" and self.lora is not None and bool(self.lora.target_parameters),
                 str([*self.lora.target_parameters] if self.lora else []),
-                "servers take adapters of experts in other files than peft's",
+                "only vLLM is given adapters of experts",
             ),
             "model.backend": (self.model.backend == "tunix", "tunix", "it samples itself"),
             "run.server": (self.run.server is not None, str(self.run.server), "that server samples itself"),

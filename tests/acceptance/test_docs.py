@@ -101,8 +101,9 @@ LAUNCHED = ("launch.md",)
 OF_VLLM = {
     *("--api-key", "--enable-lora", "--logprobs-mode", "--max-lora-rank", "--max-model-len"),
     *("--served-model-name", "--no-enable-chunked-prefill", "--max-num-batched-tokens", "--model"),
+    "--mem-fraction-static",
 }
-"""Options of `vllm serve` that its page speaks of."""
+"""Options of `vllm serve`, and of SGLang's server, that its page speaks of."""
 RUN_ELSEWHERE = ("tinker.md",)
 """Whose programs `tests/integration/server/test_verbs.py` runs, each in a process of its own: their client leaves threads behind."""
 SERVER = "http://127.0.0.1:8000"

@@ -207,6 +207,43 @@ class ExactLoraExperts(ParamWrapper):
         return compute_experts(inner, x, *args, **kwargs, factors=factors)
 
 
+DIVIDED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
+"""The matrices of an expert that one parameter of a layer has for all experts, one below the other."""
+DIVISIBLE = frozenset({"qwen2_moe", "qwen3_moe", "olmoe", "deepseek_v2", "deepseek_v3"})
+"""Types of models in whose files each expert has matrices of these names, by which vLLM takes adapters of experts."""
+
+
+def factors_by_expert(
+    layer: ExactLoraExperts, path: str, name: str
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """A [rank, in] and B [out, rank] of each matrix of each expert, by its path in the files of whole models. `path`: of the experts.
+
+    A parameter without adapter gets factors of zeros, because vLLM wants all three matrices of an expert.
+    """
+    inner, adapters = cast("nn.Module", layer), dict[str, ByExpert]()
+    while isinstance(inner, ExactLoraExperts):
+        if name in inner.lora_A:
+            adapters[inner.parameter_name] = inner.by_expert(name)
+        inner = cast("nn.Module", inner.base_layer)
+    down_ERI, up_EOR, _ = next(iter(adapters.values()))
+    found: dict[str, tuple[Tensor, Tensor]] = {}
+    for parameter, matrices in DIVIDED.items():
+        weight = cast("Tensor", getattr(inner, parameter))
+        experts, width_out, width_in = weight.shape
+        down, up = (
+            adapters[parameter][:2]
+            if parameter in adapters
+            else (
+                down_ERI.new_zeros(experts, down_ERI.shape[1], width_in),
+                up_EOR.new_zeros(experts, width_out, up_EOR.shape[2]),
+            )
+        )
+        for expert in range(experts):
+            for matrix, up_OR in zip(matrices, up[expert].chunk(len(matrices)), strict=True):
+                found[f"{path}.{expert}.{matrix}"] = down[expert], up_OR
+    return found
+
+
 def add_expert_adapters(base: nn.Module, name: str, config: LoraConfig) -> None:
     """Add an adapter to the matrices of experts that `config.target_parameters` names. Raises ValueError if it cannot be added."""
     targets = config.target_parameters or []

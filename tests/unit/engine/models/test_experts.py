@@ -20,6 +20,7 @@ from groupwise.engine.models.config import LoraConfig, ModelConfig
 from groupwise.engine.models.decoder import Decoder, PromptCache, SlotCache
 from groupwise.engine.models.experts import ALL_ROWS, compute_experts, experts_of
 from groupwise.engine.models.export import write_merged
+from groupwise.engine.models.files import read_model_tensors, write_tensors
 from groupwise.engine.models.lora import AdaptedModel, new_lora_config, read_adapter
 from groupwise.engine.models.plan import count_parameters
 from groupwise.engine.models.text_mask import TextMask
@@ -230,3 +231,31 @@ def test_all_experts_are_held_and_the_chosen_ones_are_active(tmp_path, family):
     assert counts.sizes.experts == 2
     expected = adapted(model).parameters("policy").values()
     assert counts.trained == sum(parameter.numel() for parameter in expected)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("matrices", [BOTH, BOTH[1:]], ids=["both", "one"])
+@pytest.mark.parametrize("family", ["qwen3_moe", "qwen2_moe"])
+def test_an_adapter_is_written_for_each_expert_as_vllm_takes_it(tmp_path, family, matrices):
+    """Added to the matrices of a model's files, it makes the model that the adapter makes."""
+    model = made(CONFIGS[family]())
+    plain = tmp_path / "plain"
+    model.save_pretrained(plain)
+    policy = adapted(model, matrices)
+    policy.save_by_expert("policy", tmp_path)
+    written, files = read_adapter(tmp_path), read_model_tensors(plain)
+    for name in [name for name in written if name.endswith("lora_A.weight")]:
+        product = written[name.replace("lora_A", "lora_B")] @ written[name]
+        files[name.removeprefix("base_model.model.").replace("lora_A.", "")] += 2.0 * product
+    of_experts = [name for name in written if ".experts." in name]
+    assert len(of_experts) == 2 * 3 * 4 * model.config.num_hidden_layers
+    write_tensors(files, plain / "model.safetensors")
+    merged: Any = AutoModelForCausalLM.from_pretrained(plain)
+    with policy.using("policy"):
+        expected = model(input_ids=IDS, use_cache=False).logits
+    torch.testing.assert_close(merged(input_ids=IDS).logits, expected, atol=1e-4, rtol=1e-4)
+
+
+def test_experts_whose_files_vllm_names_otherwise_are_refused(tmp_path):
+    with pytest.raises(ModelError, match="this model is a gpt_oss"):
+        adapted(made(CONFIGS["gpt_oss"]())).save_by_expert("policy", tmp_path)
