@@ -85,7 +85,9 @@ def main() -> None:
     settings = {"steps": STEPS, "rate": RATE, "prompts": PROMPTS, "members": MEMBERS}
     stored = json.loads(FILE.read_text()) if FILE.exists() else {"settings": settings, "runs": {}}
     if stored["settings"] != settings:
-        raise SystemExit(f"{FILE} has runs with {stored['settings']}, not {settings}; move it away.")
+        raise SystemExit(
+            f"{FILE} has runs with {stored['settings']}, not {settings}; move it away."
+        )
     runs: dict[str, dict[str, Any]] = stored["runs"]
     missing = [
         (name, seed)
@@ -187,9 +189,7 @@ def table(runs: dict[str, dict[str, Any]]) -> str:
 def draw(runs: dict[str, dict[str, Any]]) -> None:
     """Pictures of the held-out reward against steps, the mean of the seeds, in `docs/images`."""
     for panel, names in PANELS.items():
-        series = [
-            Series(name, tuple(_mean_curve(runs[name]))) for name in names if name in runs
-        ]
+        series = [Series(name, tuple(_mean_curve(runs[name]))) for name in names if name in runs]
         picture = svg_curve(series, title="Held-out reward, mean of the seeds", x_label="step")
         (IMAGES / f"algorithms-{panel}.svg").write_text(picture)
 

@@ -1,7 +1,7 @@
 """Algorithms in a user's own file: `algorithm.type: my_file.py:Mine`.
 
-The class is a frozen dataclass that derives from an algorithm here, or from `family.GroupRelative`; its fields are its knobs, and it has the
-same protocol as ours. Its name is its file's full path with the class, so that processes that are only given a `LossSpec` find it.
+The class is a frozen dataclass that derives from an algorithm here, or from `family.GroupRelative`; its fields are its knobs, and it has
+the same protocol as ours. Its name is its file's full path with the class, so that processes that are only given a `LossSpec` find it.
 
 A process keeps the class that it has loaded: a file that is edited while a run goes on changes nothing in it. Only a new config looks at
 the file again.

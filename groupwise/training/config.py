@@ -78,6 +78,7 @@ else:
     PresetName = Literal[tuple(PRESETS)]
 
 
+_TYPE = "The algorithm; one of your own by its file and class, `my_file.py:Mine`."
 _DEFAULTS_FROM = ("type", "preset", "adaptive_kl")
 """Keys of `algorithm` that decide the defaults of its knobs."""
 
@@ -87,7 +88,7 @@ class AlgorithmConfig(Strict):
 
     type_from: ClassVar[tuple[str, ...]] = ("type", "preset")
 
-    type: str = setting(DEFAULT_ALGORITHM, "The algorithm.")
+    type: str = setting(DEFAULT_ALGORITHM, _TYPE)
     preset: PresetName | None = setting(
         None,
         "Published settings by name: a type and values for its keys, which keys beside it change.",
@@ -210,7 +211,7 @@ def _algorithm_section(name: str, kind: type[Any]) -> type[AlgorithmConfig]:
         constraints = {name: limit for name, limit in knob.metadata.items() if name != "needs"}
         key = setting(knob.default, constraints.pop("description"), **constraints)
         keys[knob.name] = (hints[knob.name], key)
-    keys["type"] = (Literal[name], setting(name, "The algorithm."))
+    keys["type"] = (Literal[name], setting(name, _TYPE))
     return create_model(f"{kind.__name__}Config", __base__=AlgorithmConfig, **keys)
 
 

@@ -100,7 +100,9 @@ def open_order(request: StartRequest, allowed: AllowedModels, output_dir: Path) 
     try:
         refuse_own(config["algorithm"].get("type"))
     except UsageError as error:
-        raise Refusal("invalid_request", str(error)) from None
+        field = "algorithm" if isinstance(algorithm, str) else "algorithm.type"
+        errors = [FieldError(field=field, message=str(error))]
+        raise Refusal("invalid_request", str(error), errors=errors) from None
     try:
         load_config(config)
     except ConfigError as error:

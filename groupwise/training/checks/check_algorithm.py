@@ -6,8 +6,8 @@
     permutation of groups   nor on the place of its group in the step
     failed rollouts         one that was not scored gets no credit
 
-A learner cuts rows by their length and the memory that is free, spreads them over processes and pads them; with an algorithm that breaks one
-of these, the same run would learn something else on another machine. The gradients of one step are computed in each way and compared.
+A learner cuts rows by their length and the memory that is free, spreads them over processes and pads them; with an algorithm that breaks
+one of these, the same run would learn something else on another machine. The gradients of one step are computed in each way and compared.
 """
 
 from __future__ import annotations
