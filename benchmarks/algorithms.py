@@ -1,15 +1,15 @@
 """Every algorithm on one task, five seeds each: `python -m benchmarks.algorithms --store`.
 
 A model of random weights learns to answer with the one or two letters that its prompt calls for; only the whole answer earns 1. All
-algorithms have the same model, prompts, optimiser and learning rate, and their own defaults. Each step makes two passes over its rollouts in
-two updates each, so that ratios leave 1 and clips act. What differs between seeds are the draws, which algorithms share.
+algorithms have the same model, prompts, optimiser and learning rate, and their own defaults. Each step makes two passes over its rollouts
+in two updates each, so that ratios leave 1 and clips act. What differs between seeds are the draws, which algorithms share.
 
 One task says little about others: this one has short answers, one turn and one reward, so nothing is seen of what `dapo` does for long
 answers, `gigpo` for many turns (with one turn it is twice the advantage of `grpo`), or `gdpo` for several rewards. Counted are the step at
 which the held-out reward first is half of what can be had, and the reward at the end. An algorithm that does not learn here is shown too.
 
-The numbers do not depend on the machine's speed or on what else runs. Runs are kept one by one, and the same command goes on with those that
-are missing; `--draw` only makes table and picture again.
+The numbers do not depend on the machine's speed or on what else runs. Runs are kept one by one, and the same command goes on with those
+that are missing; `--draw` only makes table and picture again.
 """
 
 from __future__ import annotations

@@ -36,3 +36,8 @@ def test_table_of_knobs_is_exactly_what_exists() -> None:
         for knob in fields(kind)
     }
     assert written == existing
+
+
+def test_the_example_of_ones_own_is_the_file() -> None:
+    file = Path(__file__).parents[3] / "examples" / "11_own_algorithm" / "asymmetric.py"
+    assert f"```python\n{file.read_text(encoding='utf-8')}```" in PAGE
