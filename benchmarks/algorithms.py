@@ -22,11 +22,11 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 from pathlib import Path
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 from benchmarks.choosing_examples import SEEN, UNSEEN, rows, whole_answer, write_model
-from benchmarks.learning import IMAGES, spread
+from benchmarks.learning import IMAGES
 from benchmarks.step import RESULTS
 from groupwise.algorithms.registry import ALGORITHMS
 from groupwise.core.terminal.plot import Series, svg_curve
@@ -178,12 +178,18 @@ def table(runs: dict[str, dict[str, Any]]) -> str:
         cells = [
             f"`{name}`",
             f"{learnt} of {len(steps)}",
-            spread([STEPS if step is None else step for step in steps]),
-            spread([run["held_out"][-1] for run in by_seed.values()]),
-            spread([run["entropy"][-1] for run in by_seed.values()]),
+            _spread([STEPS if step is None else step for step in steps], 0),
+            _spread([run["held_out"][-1] for run in by_seed.values()], 2),
+            _spread([run["entropy"][-1] for run in by_seed.values()], 2),
         ]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
+
+
+def _spread(numbers: Sequence[float], digits: int) -> str:
+    """Mean and standard deviation over seeds."""
+    deviation = stdev(numbers) if len(numbers) > 1 else 0.0
+    return f"{fmean(numbers):.{digits}f} ± {deviation:.{digits}f}"
 
 
 def draw(runs: dict[str, dict[str, Any]]) -> None:

@@ -98,7 +98,7 @@ def open_order(request: StartRequest, allowed: AllowedModels, output_dir: Path) 
         },
     }
     try:
-        refuse_own(config["algorithm"].get("type"))
+        refuse_own(algorithm if isinstance(algorithm, str) else (algorithm or {}).get("type"))
     except UsageError as error:
         field = "algorithm" if isinstance(algorithm, str) else "algorithm.type"
         errors = [FieldError(field=field, message=str(error))]
