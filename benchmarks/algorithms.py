@@ -105,7 +105,7 @@ def main() -> None:
             runs.setdefault(name, {})[str(seed)] = run
             print(f"{name} seed {seed}: held out {run['held_out'][-1]:.2f}", flush=True)
             if given.store:
-                FILE.write_text(json.dumps({"settings": settings, "runs": runs}, indent=1) + "\n")
+                FILE.write_text(json.dumps({"settings": settings, "runs": runs}) + "\n")
     print(table(runs))
     if given.store or given.draw:
         draw(runs)
