@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from groupwise.algorithms.own import refuse_own
 from groupwise.api.schemas.parts import PartsKind
 from groupwise.core.errors import ModelError, UsageError
 from groupwise.core.types import (
@@ -248,6 +249,9 @@ class EngineParts:
 
 def _load_parts_config(kind: PartsKind, config: Mapping[str, Any]) -> RunConfig | SftConfig:
     loader = load_sft_config if kind == "supervised" else load_config
+    section = config.get("algorithm")
+    if isinstance(section, Mapping):
+        refuse_own(cast("Mapping[str, Any]", section).get("type"))
     parts_config = loader(config).config
     if isinstance(parts_config, RunConfig):
         build.refuse_servers(parts_config, "a training server samples itself")
