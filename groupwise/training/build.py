@@ -73,7 +73,8 @@ if TYPE_CHECKING:
     from groupwise.engine.learner.torch_learner import TorchLearner
     from groupwise.engine.learner.weights import TrainedModel
     from groupwise.engine.models.lora import AdaptedModel
-    from groupwise.engine.sampler.servers.sampler import PolicyWitness, ServerSampler
+    from groupwise.engine.sampler.servers.probe import PolicyWitness
+    from groupwise.engine.sampler.servers.sampler import ServerSampler
     from groupwise.engine.sampler.servers.spawned_server import ServerGpus, SpawnedServer
 
 logger = logging.getLogger(__name__)

@@ -13,7 +13,7 @@ import math
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import httpx2
 
@@ -25,9 +25,7 @@ from groupwise.core.loopback import direct_transport
 from groupwise.core.retry import Backoff, Timing
 from groupwise.core.types import Policy, SamplingParams
 from groupwise.engine.sampler.servers.completions import refuse_what_differs
-
-if TYPE_CHECKING:
-    from groupwise.engine.sampler.servers.sampler import PolicyWitness
+from groupwise.engine.sampler.servers.probe import PolicyWitness
 
 logger = logging.getLogger(__name__)
 
