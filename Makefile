@@ -5,7 +5,7 @@ WORKERS ?= 2
 # Tests of the fleet wait for their servers most of the time.
 FLEET_WORKERS ?= 3
 # Folders whose tests all belong to other stages (tests/conftest.py): `make test` does not collect them.
-STAGE_IGNORES := $(addprefix --ignore=tests/,integration/server integration/agents integration/cookbook integration/fleet integration/launch integration/notebook integration/tunix integration/real_vllm integration/web unit/jobs/fleet unit/jobs/hosts)
+STAGE_IGNORES := $(addprefix --ignore=tests/,integration/server integration/agents integration/environments integration/cookbook integration/fleet integration/launch integration/notebook integration/tunix integration/real_vllm integration/web unit/jobs/fleet unit/jobs/hosts)
 READY := @$(PYTHON) scripts/bootstrap.py
 BIN := .venv/bin
 TESTING := OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE TOKENIZERS_PARALLELISM=false HF_HUB_OFFLINE=1
@@ -34,7 +34,7 @@ NEEDS_unsloth := $(ENVIRONMENT) unsloth &&
 NEEDS_vllm := $(ENVIRONMENT) vllm && $(ENVIRONMENT) vllm-oldest &&
 NEEDS_web := $(SERVERS) chromium &&
 unexport PYTHONDONTWRITEBYTECODE PYTHONPATH PYTHONHOME VIRTUAL_ENV
-.PHONY: help setup quickstart tour test test-server test-fleet test-launch test-notebook test-tunix test-vllm test-web check fix bench soak gpu gpu-bundle sbom audit clean
+.PHONY: help setup quickstart tour test test-server test-fleet test-launch test-notebook test-tunix test-vllm test-environments test-web check fix bench soak gpu gpu-bundle sbom audit clean
 
 help: ## list the verbs
 	@sed -n 's/^\([a-z][a-z-]*\): ## /  make \1 \t/p' Makefile | expand -t 20
@@ -44,8 +44,8 @@ quickstart: ## train a real model on this machine and watch its reward rise
 	$(READY) --profile train && $(BIN)/python examples/quickstart.py $(QUICKSTART_ARGS)
 tour: ## train on each built-in task in turn, about an hour, and write one page of what was learnt (ARGS="--tasks math wordle --seeds 2")
 	$(READY) --profile train && $(BIN)/python -m benchmarks.tour $(ARGS)
-test: ## run the tests (ARGS="-k name" selects), but for those of test-server, test-fleet, test-launch, test-notebook, test-tunix, test-vllm and test-web
-	$(READY) && $(BIN)/python scripts/real_environment.py triton && $(PYTEST) -n $(WORKERS) --dist loadfile $(STAGE_IGNORES) -m "not server and not fleet and not launch and not notebook and not tunix and not vllm and not web and not soak and not gpu" $(ARGS)
+test: ## run the tests (ARGS="-k name" selects), but for those of test-server, test-fleet, test-launch, test-notebook, test-tunix, test-vllm, test-environments and test-web
+	$(READY) && $(BIN)/python scripts/real_environment.py triton && $(PYTEST) -n $(WORKERS) --dist loadfile $(STAGE_IGNORES) -m "not server and not fleet and not launch and not notebook and not tunix and not vllm and not environments and not web and not soak and not gpu" $(ARGS)
 test-server: ## run the tests of the training server that start it, and kill it; programs of tinker-cookbook and of OpenAI's clients among them (made first: 2.1 GB)
 	$(READY) && $(BIN)/python scripts/real_environment.py cookbook && $(BIN)/python scripts/real_environment.py agents && $(PYTEST) -n $(WORKERS) --dist loadfile -m "server and not soak and not gpu" $(ARGS) tests/integration tests/acceptance
 test-fleet: ## run the tests of the fleet, with real PostgreSQL, NATS and sshd (installs them where it may)
@@ -58,6 +58,8 @@ test-tunix: ## run the tests of the backend tunix, in an environment of its own 
 	$(READY) && $(BIN)/groupwise fetch-tunix && $(PYTEST) -n $(WORKERS) --dist loadfile -m "tunix and not soak and not gpu" $(ARGS) tests/integration/tunix tests/contract
 test-vllm: ## run the tests with vLLM's real server, in its build for CPUs, in an environment of its own (made first: 3.1 GB, three minutes)
 	$(READY) && $(ENVIRONMENT) vllm && $(PYTEST) -n 0 -m "vllm and not soak and not gpu" $(ARGS) tests/integration/real_vllm
+test-environments: ## run the tests of environments of other libraries, each in a virtual environment of its own (made first: 1.3 GB, two minutes)
+	$(READY) && $(BIN)/groupwise environments install examples/11_verifiers/fruits && $(BIN)/groupwise environments install examples/11_verifiers/sums_tool && $(PYTEST) -n 0 -m "environments and not soak and not gpu" $(ARGS) tests/integration/environments
 test-web: ## run the tests of the dashboard in a real Chromium (installs it where it may)
 	$(READY) && $(BIN)/python scripts/real_servers.py chromium && $(PYTEST) -n $(WORKERS) --dist loadfile -m "web and not soak and not gpu" $(ARGS) tests/integration/web
 check: ## lint, format, types, layers, dependencies

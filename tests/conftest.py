@@ -94,7 +94,7 @@ SUITES = (
 """What `make soak SUITE=…` can be given; CONTRIBUTING.md says what each tests and how long it takes."""
 
 OWN_STAGES = {
-    **{name: name for name in ("server", "notebook", "tunix", "launch", "web")},
+    **{name: name for name in ("server", "notebook", "tunix", "launch", "environments", "web")},
     "real_vllm": "vllm",
     "agents": "server",
     "cookbook": "server",

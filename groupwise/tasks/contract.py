@@ -198,6 +198,13 @@ class Task:
         """True if rollouts can be scored: by reward functions, or by the environment itself."""
         return any(map(self.has, GIVING_REWARDS))
 
+    @property
+    def played_by(self) -> Literal["environment", "external"] | None:
+        """The value of `rollout.type` that the task needs for rollouts of several turns; None if it has none."""
+        if self.has("get_program"):
+            return "external"
+        return "environment" if self.has("get_environment") else None
+
     def program(self, config: Any) -> Program:
         """The program of an environment that plays by itself."""
         program = self._call_hook("get_program", config=config)

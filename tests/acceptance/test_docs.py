@@ -323,6 +323,8 @@ def within_seconds(words: list[str]) -> list[str]:
         return ["fetch-model", "tiny"]
     if words[0] == "fetch-tunix":  # gigabytes from the network; `make test-tunix` does it
         return [*words, "--help"]
+    if words[0] == "environments" or any(word.startswith("verifiers:") for word in words):
+        return [words[0], *(words[1:2] if words[0] == "environments" else ()), "--help"]  # likewise
     if words[0] == "init":
         return with_the_tiny_model(words)
     if "--resume" in words:

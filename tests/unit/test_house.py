@@ -216,7 +216,7 @@ print("heavy:", [name for name in {[*HEAVY, *OF_THE_CONTROL_PLANE]} if name in s
         assert python(code).splitlines()[-1] == "heavy: []"
 
 
-STAGES = ("server", "fleet", "launch", "notebook", "tunix", "web")
+STAGES = ("server", "fleet", "launch", "notebook", "tunix", "environments", "web")
 
 
 @pytest.mark.parametrize("stage", STAGES)

@@ -125,7 +125,7 @@ def check(
     subject = _load_subject(task, config, overrides, findings)
     room = _prompt_room(subject)
     length_tokenizer = subject.tokenizer if subject.own_model else None
-    key_of = same_row if subject.task.has("get_environment") else same_prompt
+    key_of = same_row if subject.task.played_by else same_prompt
     for name, examples in (("training data", subject.train), ("held-out data", subject.held_out)):
         if examples:
             findings.extend(
@@ -177,8 +177,8 @@ def _load_subject(
     """Load everything that can be loaded. Broken parts raise the same errors as in training."""
     given_task = None if task is None else load_task(task)
     if config is None:
-        has_environment = given_task is not None and given_task.has("get_environment")
-        rollout = {"type": "environment"} if has_environment else {}
+        played_by = None if given_task is None else given_task.played_by
+        rollout = {} if played_by is None else {"type": played_by}
         loaded = load_config({"model": {"name": "tiny"}, "rollout": rollout}, overrides)
     else:
         loaded = load_config(config, overrides)
@@ -276,10 +276,15 @@ async def _try_everything(
     subject: Subject, rows: int, given_groups: Sequence[CompletionGroup], findings: Findings
 ) -> list[dict[str, Any]]:
     """Try the environment and the rewards, as far as the task has them. Returns the table of earned rewards."""
-    if subject.task.has("get_environment"):
-        finding = await check_environment(subject.task, subject.config, subject.examples[0])
-        findings.add(finding)
-        if subject.rubric is None and subject.tokenizer is not None and finding.level == "ok":
+    if subject.task.played_by is not None:
+        starts = True
+        if subject.task.has(
+            "get_environment"
+        ):  # one that plays by itself is tried by its games alone
+            finding = await check_environment(subject.task, subject.config, subject.examples[0])
+            findings.add(finding)
+            starts = finding.level == "ok"
+        if subject.rubric is None and subject.tokenizer is not None and starts:
             config, tokenizer, examples = subject.config, subject.tokenizer, subject.examples
             room = None
             if subject.own_model:

@@ -151,8 +151,9 @@ def init(
 
 def _choose_rl(draft: Draft, task: Task, source: str, measure: bool) -> Cost:
     path = ("rollout", "type")
-    if task.has("get_environment") and path not in draft.chosen:
-        draft.choose(path, "environment", "the task has get_environment, which answers each turn")
+    if task.played_by is not None and path not in draft.chosen:
+        hook = "get_program" if task.played_by == "external" else "get_environment"
+        draft.choose(path, task.played_by, f"the task has {hook}, which leads each rollout")
     choose_trainable(draft, _count_parameters(draft))
     config = draft.config
     tokenizer = load_tokenizer(config.model)
@@ -170,7 +171,7 @@ def _choose_rl(draft: Draft, task: Task, source: str, measure: bool) -> Cost:
         max(lengths),
         f"the longest of {len(lengths):,} prompts has {max(lengths)} tokens",
         choose_completion_length(
-            known_answers(draft, task, tokenizer, examples), task.has("get_environment")
+            known_answers(draft, task, tokenizer, examples), task.played_by is not None
         ),
         prompt_room(config.model, 0),
     )
@@ -262,7 +263,7 @@ def known_answers(
     draft: Draft, task: Task, tokenizer: Any, examples: Sequence[Example]
 ) -> Answers | None:
     """The length of right answers, from a column of completions, from supervised rows, or from bare results; None if none is known."""
-    if task.has("get_environment"):
+    if task.played_by is not None:
         return None  # an answer there is spread over several turns
     column = gold_column(examples)
     if column != GOLD_COMPLETION:

@@ -1,0 +1,97 @@
+"""Environments of verifiers, of both its interfaces, in the virtual environments that `make test-environments` makes.
+
+1. Examples are listed, those that are held out too.
+2. An attempt of several turns, with a tool, is recorded with its rewards' parts and metrics, and trained as it was sampled.
+3. Two steps of training move the policy, and an evaluation scores the held-out examples.
+"""
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from groupwise.cli.main import main
+from groupwise.core.types import Rollout
+from groupwise.tasks.contract import load_task
+from groupwise.tasks.rollouts.external import ExternalLimits, ExternalRollouts
+from tests.chat import chat_tokenizer
+from tests.scripted import ScriptedSampler, ask_for
+
+CONFIG = Path(__file__).parents[3] / "examples" / "11_verifiers" / "config.yaml"
+LIMITS = ExternalLimits(
+    max_turns=4, max_tokens=4000, max_seconds=120.0, max_concurrent=64, start_limit=120.0
+)
+TOKENIZER = chat_tokenizer("chatml")
+
+
+async def play(spec: str, say: Callable[[str], str], members: int) -> tuple[Rollout, ...]:
+    """A group of attempts at the first example; `say` gets what the policy sees."""
+    config: Any = {"task": {}, "rollout": {"start_limit": 120.0}}
+    task = load_task(spec)
+    example = task.rl_examples(config)[0]
+    prompt = TOKENIZER.apply_chat_template(example.prompt, tokenize=True)["input_ids"]
+    rollouts = ExternalRollouts(task.program(config), TOKENIZER, LIMITS)
+    sampler = ScriptedSampler(TOKENIZER, lambda seed, seen: say(seen) + "<|im_end|>")
+    ask = ask_for(
+        TOKENIZER, example.prompt, prompt, members=members, max_tokens=200, **example.columns
+    )
+    try:
+        return (await rollouts.sample(sampler, ask)).rollouts
+    finally:
+        await rollouts.close()
+
+
+@pytest.mark.timeout(300)
+async def test_two_turns_of_verifiers_0_1():
+    def say(seen: str) -> str:
+        return "a ripe pear" if "Another one" in seen else "apple"
+
+    rollouts = await play("verifiers:fruits", say, 20)
+    assert {rollout.reason for rollout in rollouts} == {None}
+    first = rollouts[0]
+    values = {part.name: (part.value, part.weight) for part in first.parts}
+    assert values["fruits"] == (pytest.approx((1 + 1 / 3) / 2), 1.0)
+    assert values["words"] == (2.0, 0.0)
+    assert [segment.source for segment in first.segments] == ["policy", "environment", "policy"]
+    assert (first.ended_by, first.notes["stopped"]) == ("environment", "max_turns_reached")
+
+
+@pytest.mark.timeout(300)
+async def test_a_tool_of_verifiers_0_4():
+    def say(seen: str) -> str:
+        if seen.rpartition("<|im_start|>user")[2].startswith("\n<tool_response>"):
+            return "It is " + re.findall(r"\d+", seen)[-1]
+        a, b = re.findall(r"What is (\d+) \+ (\d+)", seen)[0]
+        return f'<tool_call>\n{{"name": "calculator_add", "arguments": {{"a": {a}, "b": {b}}}}}\n</tool_call>'
+
+    (rollout,) = await play("verifiers:sums-tool", say, 1)
+    assert rollout.reason is None
+    values = {part.name: (part.value, part.weight) for part in rollout.parts}
+    assert (values["correct"], values["uses_tool"]) == ((1.0, 1.0), (1.0, 0.2))
+    assert [s.source for s in rollout.segments if s.source == "policy"] == ["policy"] * 2
+
+
+@pytest.mark.timeout(300)
+def test_it_trains_and_is_evaluated(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+    small = [
+        "model.name=tiny",
+        "training.max_steps=2",
+        "training.prompts_per_step=2",
+        "training.num_generations=4",
+    ]
+    small += [
+        "sampler.max_completion_length=8",
+        "run.threads=1",
+        "algorithm.beta=0.01",
+        f"run.dir={tmp_path}",
+    ]
+    command = ["--config", str(CONFIG), "--task-module", "verifiers:fruits"]
+    assert main(["rl", *command, *small]) == 0
+    capfd.readouterr()
+    assert main(["runs", "rollouts", "fruits", "--runs-dir", str(tmp_path), "--json"]) == 0
+    rows = json.loads(capfd.readouterr().out)
+    assert len(rows) > 0
+    assert {row["outcome"] for row in rows} == {"scored"}

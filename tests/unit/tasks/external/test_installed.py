@@ -1,0 +1,87 @@
+"""Virtual environments of environments: named, made once, locked, listed, removed."""
+
+import json
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from groupwise.core import virtual_environments
+from groupwise.core.errors import TaskError, UsageError
+from groupwise.tasks.contract import load_task
+from groupwise.tasks.external.installed import find, install, list_installed, name_of, remove
+
+
+@pytest.fixture(autouse=True)
+def pip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """A pip that installs two packages, one of them from a folder, and reports the hash of the other. Returns what it was asked."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    asked: list[list[str]] = []
+
+    def run(words: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        asked.append(words)
+        reports = [Path(word.partition("=")[2]) for word in words if word.startswith("--report=")]
+        for report in reports:
+            (site,) = report.parent.glob("lib/python*/site-packages")
+            (site / "verifiers-0.1.14.dist-info").mkdir()
+            own = site / "my_game-1.0.dist-info"
+            own.mkdir()
+            (own / "direct_url.json").write_text('{"url": "file:///games/my_game"}')
+            archive = {"hashes": {"sha256": "ab12"}}
+            entry = {"download_info": {"archive_info": archive}, "metadata": {"name": "verifiers"}}
+            report.write_text(json.dumps({"install": [entry]}))
+        return subprocess.CompletedProcess(words, 0, "", "")
+
+    monkeypatch.setattr(virtual_environments.subprocess, "run", run)
+    return asked
+
+
+def test_it_is_made_once_with_its_library_and_locked(pip: list[list[str]]):
+    made = install("my_game", kind="verifiers", say=False)
+    assert pip[-1][-3:] == ["my_game", "verifiers", "uv"]
+    assert (
+        made.lock.read_text()
+        == "my_game @ file:///games/my_game\nverifiers==0.1.14 --hash=sha256:ab12\n"
+    )
+    assert made.version_of("verifiers") == "0.1.14"
+    count = len(pip)
+    assert (install("my_game", kind="verifiers", say=False), len(pip)) == (made, count)
+    with pytest.raises(UsageError, match="--again"):
+        install("my_game==2.0", kind="verifiers", say=False)
+    again = install("my_game", kind="verifiers", again=True, say=False)
+    assert again.python != made.python
+    assert not made.python.exists()
+    assert list_installed() == [again]
+    remove("my-game")
+    assert find("my-game") is None
+
+
+def test_versions_of_a_lock_are_installed(pip: list[list[str]], tmp_path: Path):
+    lock = tmp_path / "lock.txt"
+    lock.write_text("my_game==1.0\n")
+    install("my_game", kind="verifiers", locked=lock, say=False)
+    assert pip[-1][-3:] == ["--no-deps", "-r", str(lock)]
+
+
+@pytest.mark.parametrize(
+    ("requirement", "name"),
+    [
+        ("Kuhn_Poker", "kuhn-poker"),
+        ("wordle[extra]>=0.2,<1", "wordle"),
+        ("git+https://github.com/some/repo.git@main", "repo"),
+        ("git+https://github.com/some/repo#subdirectory=environments/code_golf", "code-golf"),
+        ("wordle @ https://example.org/wordle.whl", "wordle"),
+    ],
+)
+def test_the_name_is_that_of_the_package(requirement: str, name: str):
+    assert name_of(requirement) == name
+
+
+def test_one_that_is_not_there_is_missed_with_what_to_do():
+    install("my_game", kind="verifiers", say=False)
+    task = load_task("verifiers:my-gane")
+    with pytest.raises(
+        TaskError, match=r"Did you mean my-game.*groupwise environments install my-gane"
+    ):
+        task.program({"task": {}})
