@@ -72,7 +72,9 @@ class ExternalHooks:
         task = _section(config)
         if task.python is None:
             try:
-                python = installed.require(task.environment or self._name, self._kind).python
+                python = installed.require(
+                    task.environment or KINDS[self._kind].environment or self._name, self._kind
+                ).python
             except UsageError as error:
                 raise TaskError(
                     f"{error} Or name a Python that has the library in task.python."
