@@ -35,7 +35,7 @@ KINDS = {
         "textarena_bridge.py",
         "textarena",
         "https://github.com/LeonGuertler/TextArena",
-        environment="textarena",
+        environment="text-games",
     ),
     "openenv": Kind(
         "openenv_bridge.py",

@@ -39,7 +39,8 @@ class ExternalTaskConfig(BaseModel):
     )
     environment: str | None = Field(
         default=None,
-        description="Name of the installed environment (groupwise environments list). null: the name after the colon.",
+        description="Name of the installed environment (groupwise environments list). null: the name after the colon; of textarena "
+        "text-games, of openenv openenv.",
     )
     python: str | None = Field(
         default=None,

@@ -1,6 +1,6 @@
 """Plays text games of TextArena, and any that are registered with it, in the Python that they are installed in.
 
-`name` is the id of a game (`TicTacToe-v0`). The policy sits in all seats. Each seat is an example of its own, so a group compares the same seat
+`name` is the id of a game (`TicTacToe-v0`). The policy sits in all seats. Each seat is an example of its own, so a group compares one seat
 of the same game; only its turns teach, and its reward is the group's. `args`:
 
     players     seats; null: 1 if the game takes that, or else 2
