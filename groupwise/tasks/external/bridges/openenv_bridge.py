@@ -159,6 +159,9 @@ class OpenEnv:
     def _told(self, observation: dict[str, Any], args: dict[str, Any]) -> str:
         """What the policy is told of an observation."""
         field = args.get("observation")
+        result = observation.get("result")
+        if field is None and isinstance(result, dict) and isinstance(result.get("content"), list):
+            return "\n".join(str(part.get("text", part)) for part in result["content"])  # of a tool
         if field is not None:
             return _as_text(observation.get(field))
         full = {
