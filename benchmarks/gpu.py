@@ -1,8 +1,8 @@
 """What a GPU does with models of three sizes: `python -m benchmarks.gpu`.
 
 Weights are random, so that nothing is downloaded; their shapes are those of SmolLM2-135M, Qwen2.5-1.5B and Llama-3.1-8B, in bfloat16 with
-a LoRA adapter of rank 16. Of each size a step is sampled, learnt from and published; `--all-weights` also learns without an adapter, with
-float32 weights whose products are bfloat16. Beside the seconds stand floors, by what this GPU was
+a LoRA adapter of rank 16. Of each size a step is sampled, learnt from and published, and a few long rows are decoded; `--all-weights` also
+learns without an adapter, with float32 weights whose products are bfloat16. Beside the seconds stand floors, by what this GPU was
 seen to do just before with a large product and a large copy: a token is drawn no sooner than all weights and the keys and values of
 all rows are read, and learning takes no less than its products, forward and the gradient of their inputs. Results are kept as they
 come. Without a GPU, `--sizes tiny` shows that the program works.
@@ -17,6 +17,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -34,7 +35,10 @@ from groupwise.engine.learner.weights import TrainedAdapter, TrainedModel, Train
 from groupwise.engine.models.config import LoraConfig
 from groupwise.engine.models.lora import AdaptedModel, new_lora_config
 from groupwise.engine.models.machine import choose_device, prepare_process
+from groupwise.engine.models.native.facts import multiple
 from groupwise.engine.models.tiny import tiny_tokenizer
+from groupwise.engine.sampler.native.graph_engine import GraphEngine
+from groupwise.engine.sampler.native.recording import cuda_graphs, run_eagerly
 from groupwise.engine.sampler.queued import DecodeLayout
 from groupwise.engine.sampler.torch_sampler import TorchSampler
 from groupwise.engine.sampler.weights import ServedAdapter
@@ -45,6 +49,8 @@ COPY = 1 << 32
 """Bytes that are copied."""
 KEYS = 64
 """The room of a row is a multiple of so many tokens."""
+LONG_ROWS, LONG_PROMPT, LONG_TOKENS = 8, 8000, 64
+"""Rows with so long a prompt, of which so many tokens are decoded: too few to keep a GPU busy, unless several programs share their keys."""
 KERNELS = 40
 """Lines of a profile."""
 
@@ -260,6 +266,7 @@ def measured(name: str, bench: Bench, folder: Path, ceilings: dict[str, float]) 
         note("sampling without graphs", eager)
     numbers, rows = sampling(size, bench, served, publisher, profile=f"sampling-{name}")
     note("sampling", {**numbers, "floor_milliseconds": floor})
+    note("few long rows", few_long_rows(bench, served))
     gaps = _gaps(publisher, rows)
     note("gap", {"mean_absolute": float(gaps.abs().mean()), "mean": float(gaps.mean())})
     floor = size.products_of_learning() / ceilings["flops"]
@@ -309,6 +316,32 @@ def sampling(
         "gib": peak,
     }
     return numbers, rows
+
+
+def few_long_rows(bench: Bench, served: ServedAdapter) -> dict[str, float]:
+    """Milliseconds for a token of a few rows with many keys, by a program for each row and head of keys, and for each part of it."""
+    model = served.native()
+    assert model is not None
+    small = bench.device == "cpu"
+    prompt, tokens = (100, 4) if small else (LONG_PROMPT, LONG_TOKENS)
+    # Each timing adds as many tokens to the same rows.
+    room = multiple(prompt + (bench.repetitions + 1) * tokens, KEYS)
+    found = dict[str, float]()
+    for name, span in (("whole", room), ("parts", None)):
+        record = run_eagerly if small else cuda_graphs()
+        engine = GraphEngine(model, served, LONG_ROWS, room, record, span=span)
+        with torch.inference_mode():
+            row = engine.prefill([3 + number % 90 for number in range(prompt)])
+            for _ in range(LONG_ROWS):
+                engine.add_row(row)
+            seconds = bench.seconds(partial(_decode, engine, tokens))
+        found[f"milliseconds_{name}"] = 1000 * seconds / tokens
+    return found
+
+
+def _decode(engine: GraphEngine, tokens: int) -> None:
+    for number in range(tokens):
+        engine.decode([3 + number % 90] * LONG_ROWS)
 
 
 def learning(

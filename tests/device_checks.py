@@ -10,9 +10,11 @@ import asyncio
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -249,11 +251,14 @@ def looking_ahead_draws_the_same(case: DeviceCase, monkeypatch: pytest.MonkeyPat
         return await asyncio.gather(*others)
 
     with monkeypatch.context() as patched:
+        patched.setattr(GraphEngine, "prefill_all", noted("prompts", GraphEngine.prefill_all))
         patched.setattr(GraphEngine, "decode_rows", noted("begin", GraphEngine.decode_rows))
         patched.setattr(Drawing, "read", noted("read", Drawing.read))
         found = asyncio.run(ask(sampler_of(case, weights)))
-        assert "bbrbrbr" in "".join(each[0] for each in order)
-    monkeypatch.setattr(TorchSampler, "_looks_ahead", lambda sampler: False)
+        letters = "".join(each[0] for each in order)
+        assert "brbrbr" in letters
+        assert "rpbrr" in letters, "new rows are begun before their first tokens are read"
+    monkeypatch.setattr(TorchSampler, "_looks_ahead", lambda sampler, beginning=(): False)
     wanted = asyncio.run(ask(sampler_of(case, weights)))
     assert found == wanted
     assert {each.finish_reason for group in found for each in group} == {"stop", "length"}
@@ -583,7 +588,9 @@ def numbers_of_the_head_are_those_of_torch(device: torch.device, dtype: torch.dt
 
 
 def attention_to_pages_is_that_of_torch(device: torch.device, dtype: torch.dtype) -> None:
-    """One more token of rows that share the pages of a prompt, or have it to themselves; an empty place disturbs none."""
+    """One more token of rows that share the pages of a prompt, or have it to themselves; an empty place disturbs none. All pages of a row
+    are attended to at once, or some at a time, in parts that are joined.
+    """
     kernels: Any = import_module("groupwise.engine.models.native.triton_kernels")
 
     generator = torch.Generator().manual_seed(0)
@@ -613,10 +620,13 @@ def attention_to_pages_is_that_of_torch(device: torch.device, dtype: torch.dtype
         positions = [a + b for a, b in zip(prompts, written, strict=True)]
         given = [torch.tensor(each, device=device) for each in ([*positions, 0], [*prompts, 0])]
         keys, values = caches.to(device)
-        found = kernels.cached_attention(
+        attend = partial(
+            kernels.cached_attention,
             qkv.to(device), tuple(each if each is None else each.to(device) for each in norms), turns.to(device),
             keys, values, torch.tensor(pages, dtype=torch.int32, device=device), *given, epsilon,
-        ).cpu()  # fmt: skip
+        )  # fmt: skip
+        with patch.object(kernels, "PARTS", 2):
+            found = torch.stack([attend(None), attend(1), attend(2), attend(3)]).cpu()
         queries, *new = qkv.float().view(5, -1, size).split([heads, kv_heads, kv_heads], dim=1)
         for number, (each, norm) in enumerate(zip((queries, new[0]), norms, strict=True)):
             x = each if norm is None else F.rms_norm(each, (size,), norm, epsilon)
@@ -635,9 +645,8 @@ def attention_to_pages_is_that_of_torch(device: torch.device, dtype: torch.dtype
                 queries[row][:, None].float(), k, v, enable_gqa=True
             )
             close = 1e-5 if dtype == torch.float32 else 0.02
-            torch.testing.assert_close(
-                found[row], wanted.flatten().to(dtype), rtol=close, atol=close
-            )
+            wanted = wanted.flatten().to(dtype).expand_as(found[:, row])
+            torch.testing.assert_close(found[:, row], wanted, rtol=close, atol=close)
 
 
 # Both together
@@ -735,6 +744,30 @@ def a_short_run_goes_through(
     with Store.open(case.folder / "toy" / "run.db", readonly=True) as store:
         assert store.get_meta()["layout"]["device"] == case.device.type
     assert [*(case.folder / "toy" / "final").glob("*.safetensors")]
+
+
+def a_sampler_beside_the_learner_draws_the_same(case: DeviceCase) -> None:
+    """In a process of its own on the same device, a step ahead: what the policy at the start draws, to the bit."""
+    drawn: list[Any] = []
+    for name, samplers in (("alone", 0), ("beside", 1)):
+        settings = toy_run.config(case.folder / name)
+        settings["training"] = {**settings["training"], "max_off_policy_steps": 1}
+        settings["distributed"] = {"samplers": samplers}
+        settings["run"]["threads"] = 1 + samplers
+        assert groupwise.rl(settings, toy_run.TOY).exit_code == 0
+        with Store.open(case.folder / name / "toy" / "run.db", readonly=True) as store:
+            layout = store.get_meta()["layout"]
+            assert layout["shares_gpus"] == (samplers > 0 and case.device.type == "cuda")
+            drawn.append(
+                [
+                    (segment.token_ids, segment.sampling_logprobs)
+                    for group in store.groups(0)
+                    for rollout in group.rollouts
+                    for segment in rollout.segments
+                ]
+            )
+    assert drawn[0] == drawn[1]
+    assert drawn[0]
 
 
 def nothing_is_left_of_a_gradient(case: DeviceCase) -> None:

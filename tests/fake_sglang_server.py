@@ -1,7 +1,8 @@
 """A server that answers as SGLang does, with the model and the adapters of `tests/fake_vllm_server.py`.
 
 Routes, fields, statuses and messages are those of `python -m sglang.launch_server`: /generate, /load_lora_adapter, /unload_lora_adapter,
-and /v1/models, which lists the base alone, as in older releases. As there, `ignore_eos` takes effect on the requested stop tokens as well,
+/update_weights_from_disk, /model_info, and /v1/models, which lists the base alone, as in older releases, by the folder of the weights that
+it has read last. As there, `ignore_eos` takes effect on the requested stop tokens as well,
 and log-probabilities are at the temperature. Member i of a group is drawn with the seed i, where a real one takes random numbers.
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from starlette.applications import Starlette
@@ -16,6 +18,8 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
+from groupwise.core.errors import ModelError
+from groupwise.engine.models.files import read_model_tensors
 from tests.fake_vllm_server import Body, VllmServer
 
 SAMPLING = frozenset({
@@ -35,13 +39,37 @@ class SglangServer(VllmServer):
             "/generate": self._generate,
             "/load_lora_adapter": self._load_here,
             "/unload_lora_adapter": self._unload_here,
+            "/update_weights_from_disk": self._read_weights,
         }
         routes = [Route(path, do, methods=["POST"]) for path, do in posted.items()]
-        return Starlette(routes=[Route("/v1/models", self._list_base, methods=["GET"]), *routes])
+        gets = {"/v1/models": self._list_base, "/model_info": self._say}
+        routes += [Route(path, do, methods=["GET"]) for path, do in gets.items()]
+        return Starlette(routes=routes)
+
+    def _serve_base(self) -> None:
+        super()._serve_base()
+        self._listed_name = self.set.name
+
+    async def _read_weights(self, request: Request) -> Response:
+        body, instead = await self._begun(request)
+        if instead is not None:
+            return instead
+        assert body.keys() == {"model_path", "weight_version", "flush_cache"}
+        folder = body["model_path"]
+        try:
+            tensors = read_model_tensors(Path(folder))
+        except ModelError as error:
+            told = f"Failed to get weights iterator: {error}."
+            return JSONResponse({"success": False, "message": told, "num_paused_requests": 0}, 400)
+        self._take(tensors)
+        self._listed_name, self.weight_version = folder, body["weight_version"]
+        told = "Succeeded to update model weights."
+        return JSONResponse({"success": True, "message": told, "num_paused_requests": 0})
 
     async def _list_base(self, request: Request) -> Response:
         _, instead = await self._begun(request)
-        card = {"id": self.set.name, "root": "tiny", "max_model_len": self.set.max_model_len}
+        name = self._listed_name
+        card = {"id": name, "root": name, "max_model_len": self.set.max_model_len}
         return instead or JSONResponse({"object": "list", "data": [card]})
 
     async def _load_here(self, request: Request) -> Response:

@@ -29,7 +29,7 @@ def main() -> None:
         parser.add_argument(f"--{name}", required=True, type=int)
     for name in ("max-lora-rank", "max-loras"):
         parser.add_argument(f"--{name}", type=int)
-    parser.add_argument("--weight-transfer-config")
+    parser.add_argument("--weight-transfer-config", type=json.loads)
     parser.add_argument("--gpu-memory-utilization", type=float)
     parser.add_argument("--max-num-batched-tokens", type=int)
     for name in ("enable-lora", "no-enable-chunked-prefill", "enable-sleep-mode"):
@@ -41,7 +41,7 @@ def main() -> None:
     asks_for_more = given.enable_sleep_mode or not given.enable_lora
     assert asks_for_more == (os.environ.get("VLLM_SERVER_DEV_MODE") == "1")
     insecure = os.environ.get("VLLM_ALLOW_INSECURE_SERIALIZATION") == "1"
-    assert insecure == (given.weight_transfer_config == '{"backend": "ipc"}')
+    assert insecure == (given.weight_transfer_config == {"backend": "ipc"})
     assert os.stat(os.path.dirname(given.uds)).st_mode & 0o777 == 0o700
     there = os.environ["FAKE_VLLM_THERE"]
     urlopen(Request(f"{there}/begin_again", b"{}")).close()

@@ -4,8 +4,9 @@
         Endpoint(server.url, "tiny")
 
 Routes, fields, statuses and messages are those of `vllm serve` (0.12 to 0.33): /v1/models, /v1/completions, /v1/load_lora_adapter,
-/v1/unload_lora_adapter, and of the developer mode those to sleep, to pause, and to take whole weights (0.27). While it sleeps or pauses it
-refuses what would wait there, and one that sleeps cannot take weights. As there, a stop
+/v1/unload_lora_adapter, and of the developer mode those to sleep, to pause, and to take whole weights (0.30; by NCCL through gloo, see
+`tests/gloo_transfer.py`). While it sleeps or pauses it refuses what would wait there, and one that sleeps cannot take weights. If the
+learner is lost while it sends weights, the engine answers nothing more. As there, a stop
 text counts from the token after `min_tokens` on, `logprobs` are raw unless the server is told otherwise, and an adapter that is loaded is
 loaded once. `end` and `begin` start it anew at its address: without adapters. `asked` keeps what came; `interfere` may answer in its place.
 """
@@ -41,6 +42,7 @@ from groupwise.engine.sampler.queued import DecodeLayout
 from groupwise.engine.sampler.servers.witness import Witness
 from groupwise.engine.sampler.torch_sampler import TorchSampler
 from groupwise.engine.sampler.weights import ServedAdapter, ServedModel, ServedWeights
+from tests.gloo_transfer import GlooWorker
 from tests.ports import free_port
 
 GPU = "GPU-of-the-tests"
@@ -54,6 +56,8 @@ DEVELOPER_ROUTES = (
     "/start_weight_update",
     "/update_weights",
     "/finish_weight_update",
+    "/update_weight_version",
+    "/shutdown_weight_transfer_engine",
     "/begin_again",
 )
 Body = dict[str, Any]
@@ -102,8 +106,9 @@ class VllmServer:
         self.spoil: Spoil | None = None
         """Changes the answer to a request for completions."""
         self.models: dict[str, Serving] = {}
-        self.asleep = self.paused = self._updating = False
+        self.asleep = self.paused = self._updating = self.hangs = False
         self.weight_version: str | None = None
+        self._worker: GlooWorker | None = None
         self._draws = count()
         self._tokenizer: Any = tiny_tokenizer()
         self._running: tuple[uvicorn.Server, threading.Thread, socket.socket] | None = None
@@ -128,7 +133,8 @@ class VllmServer:
         self._running = (server, thread, listener)
 
     def _serve_base(self) -> None:
-        self.asleep = self.paused = self._updating = False
+        self.asleep = self.paused = self._updating = self.hangs = False
+        self.weight_version, self._worker = "default", None
         folder, name = self.set.folder, self.set.name
         base: Any = (
             tiny_model(seed=self.set.seed)
@@ -180,7 +186,9 @@ class VllmServer:
         }
         routes = [Route(f"/v1/{path}", do, methods=["POST"]) for path, do in posted.items()]
         routes += [Route(path, self._obey, methods=["POST"]) for path in DEVELOPER_ROUTES]
-        return Starlette(routes=[Route("/v1/models", self._list, methods=["GET"]), *routes])
+        gets = {"v1/models": self._list, "weight_info": self._say, "get_world_size": self._say}
+        routes += [Route(f"/{path}", do, methods=["GET"]) for path, do in gets.items()]
+        return Starlette(routes=routes)
 
     def _serving(self, root: str, parent: str | None, weights: ServedWeights) -> Serving:
         layout = DecodeLayout(slots=16, key_length=self.set.max_model_len)
@@ -199,6 +207,8 @@ class VllmServer:
             return body, JSONResponse({"error": "Unauthorized"}, 401)
         if path.endswith("_lora_adapter") and not self.set.updates:
             return body, JSONResponse({"detail": "Not Found"}, 404)
+        if self.hangs and path not in ("/models", "/begin_again"):
+            await asyncio.Event().wait()
         if self.asleep and path not in ("/models", "/wake_up", "/begin_again"):
             return body, refusal(400, "The engine sleeps.")
         if self.paused and path == "/completions":
@@ -217,21 +227,63 @@ class VllmServer:
             self.paused = path == "/pause"
         elif path == "/begin_again":
             self._serve_base()
+        elif path == "/shutdown_weight_transfer_engine":
+            self._worker = None
         elif not self.paused:
             return refusal(500, "The weights change while completions are under way.")
-        elif path == "/collective_rpc":
+        else:
+            return await self._change_weights(path, body)
+        return JSONResponse({"message": "done"})
+
+    async def _change_weights(self, path: str, body: Body) -> Response:
+        if path == "/collective_rpc":
             assert body["method"] == "reload_weights"
             self._take(read_model_tensors(Path(body["kwargs"]["weights_path"])))
+            self.weight_version = None  # nobody knows
         elif path == "/init_weight_transfer_engine":
-            assert body == {"init_info": {"packed": False}}
+            await self._join(**body["init_info"])
+        elif path == "/update_weight_version":
+            self.weight_version = body["new_version"]
         elif path == "/update_weights":
             if not self._updating:
                 return refusal(500, "start_weight_update must be called before update_weights.")
-            self._take(mapped_tensors(**body["update_info"]))
+            await self._receive(body["update_info"])
         else:
             self._updating = path == "/start_weight_update"
             self.weight_version = body.get("weight_version")
         return JSONResponse({"message": "done"})
+
+    async def _join(
+        self,
+        packed: bool,
+        nccl_unique_id_b64: str | None = None,
+        rank_offset: int = 1,
+        world_size: int = 2,
+    ) -> None:
+        assert not packed
+        if nccl_unique_id_b64 is not None:
+            identity = b64decode(nccl_unique_id_b64)
+            assert (len(identity), rank_offset, world_size) == (128, 1, 2)
+            self._worker = await self._collectively(GlooWorker, identity, rank_offset, world_size)
+
+    async def _receive(self, update: Body) -> None:
+        if "ipc_handles_pickled" in update:
+            self._take(mapped_tensors(**update))
+            return
+        assert self._worker is not None
+        self._take(dict(await self._collectively(list, self._worker.receive(**update))))
+
+    async def _collectively(self, do: Callable[..., Any], *arguments: Any) -> Any:
+        """Take part in a collective; for ever, if the others do not."""
+        try:
+            return await asyncio.to_thread(do, *arguments)
+        except RuntimeError:
+            self.hangs = True
+            await asyncio.Event().wait()
+
+    async def _say(self, request: Request) -> Response:
+        _, instead = await self._begun(request)
+        return instead or JSONResponse({"weight_version": self.weight_version, "world_size": 1})
 
     def _take(self, tensors: Mapping[str, torch.Tensor]) -> None:
         copy_exactly(ServedModel(self._base).tensors(), tensors, "the run")

@@ -7,7 +7,7 @@ from __future__ import annotations
 import asyncio
 from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx2
 
@@ -18,6 +18,7 @@ from groupwise.server.engine.messages import pack, pack_error, unpack, unpack_er
 from groupwise.server.parts.service import PartsService
 from groupwise.server.routes.parts import parts_routes
 from groupwise.server.run.run_config import AllowedModels
+from groupwise.server.run.service import Service
 from groupwise.server.settings import ServerConfig
 from tests.unit.server.fake_service import FakeService
 
@@ -90,7 +91,9 @@ class PartsServer:
             **settings,
         )
         config = ServerConfig(output_dir=str(folder), max_body_bytes=settings["most_bytes"])
-        app = make_app(FakeService(), config, None, also=parts_routes(self.service))
+        app = make_app(
+            cast("Service", FakeService()), config, None, also=parts_routes(self.service)
+        )
         self.transport = httpx2.ASGITransport(app)  # pyright: ignore[reportArgumentType]
 
     async def _engine(self) -> EngineHere:

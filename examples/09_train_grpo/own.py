@@ -1,4 +1,4 @@
-"""A reward and a pipeline of one's own, for `groupwise-train-grpo`; docs/how-to/train-grpo.md speaks of them."""
+"""A reward and a pipeline of one's own, for `groupwise-train-grpo`; docs/how-to/init.md speaks of them."""
 
 
 def brief(completions, **columns):

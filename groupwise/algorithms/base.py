@@ -55,7 +55,14 @@ class TokenBatch:
     others: Others | None = None
     """Sums over the other rows of each rollout; None if each row is a whole rollout."""
     credits_BT: Tensor | None = None
-    """`Row.credits` of each row; only the loss `given` needs them."""
+    """`Row.credits` of each row: the advantage of each token. None: each row has one for all its tokens."""
+
+    @property
+    def advantages(self) -> Tensor:
+        """The advantages as [B, T], or as [B, 1] if those of a row's tokens are equal. 0 outside the mask in the first case."""
+        if self.credits_BT is None:
+            return self.advantages_B.unsqueeze(-1)
+        return self.credits_BT.masked_fill(self.mask_BT == 0, 0.0)
 
     @property
     def proximal_logprobs(self) -> Tensor:
@@ -138,6 +145,10 @@ class Algorithm(Loss, Protocol):
     @property
     def ratio_of_rollout(self) -> bool:
         """True if a whole rollout has one ratio. A row then needs the sums of its rollout's other rows (`TokenBatch.others`)."""
+        ...
+
+    def log_ratio_bounds(self, advantage: float) -> tuple[float, float]:
+        """The bounds (nats) of the log-ratio of each token in the sums of its rollout's other rows; only asked if `ratio_of_rollout`."""
         ...
 
     @property

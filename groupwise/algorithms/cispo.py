@@ -58,7 +58,7 @@ class Cispo(GroupRelative):
         """The capped weight times advantage times log-probability."""
         outside_mask = batch.mask_BT == 0
         ratio = ops.bound_log_ratio(log_ratio_BT.detach()).exp()
-        weight = ratio.clamp(max=1 + self.epsilon_high) * batch.advantages_B.unsqueeze(-1)
+        weight = ratio.clamp(max=1 + self.epsilon_high) * batch.advantages
         surrogate = weight * batch.policy_logprobs_BT.masked_fill(outside_mask, 0)
-        is_capped = (ratio > 1 + self.epsilon_high) & (batch.advantages_B.unsqueeze(-1) != 0)
+        is_capped = (ratio > 1 + self.epsilon_high) & (batch.advantages != 0)
         return surrogate, {"clip_high": is_capped, "ratio": ratio.masked_fill(outside_mask, 0.0)}

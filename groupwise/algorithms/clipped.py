@@ -24,7 +24,7 @@ class Clipped(GroupRelative):
         default=0.2,
         metadata={
             "description": "The ratio is clipped below at 1 - epsilon, PPO's usual value; "
-            "1 or more: no clip below. Default 3e-4 for gspo, whose ratios are means.",
+            "1 or more: no clip below. Default 3e-4 for gspo, whose ratios are means; in gmpo the bound is exp(-epsilon), with 0.4.",
             "gt": 0.0,
         },
     )
@@ -67,7 +67,7 @@ class Clipped(GroupRelative):
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The clipped surrogate of each token."""
         ratio = ops.bound_log_ratio(self.own_log_ratio(batch, log_ratio_BT)).exp()
-        surrogate = ops.clipped_surrogate(ratio, batch.advantages_B, *self.clip, self.delta)
+        surrogate = ops.clipped_surrogate(ratio, batch.advantages, *self.clip, self.delta)
         detached_ratio = ratio.detach()
         stats = ops.clip_stats(batch, detached_ratio, *self.clip, self.delta)
         return surrogate, {**stats, "ratio": detached_ratio.masked_fill(batch.mask_BT == 0, 0.0)}

@@ -9,7 +9,9 @@ log-probabilities are the learner's at the start of the step. The ratio that is 
     *_truncate   weights above the cap become the cap (https://fengyao.notion.site/off-policy-rl)
     *_mask       weights above the cap become 0, and the token or rollout is left out
 
-These are the modes of TRL's `vllm_importance_sampling_mode`; its default is sequence_mask with a cap of 3.
+Weights below the floor are treated in the same way: they become the floor, or 0. token_mask with both bounds is IcePop
+(https://arxiv.org/abs/2510.18855, equation 3). These are the modes of TRL's `vllm_importance_sampling_mode`; its default is sequence_mask
+with a cap of 3 and no floor.
 """
 
 from __future__ import annotations
@@ -29,10 +31,10 @@ def importance_weights(
     sampling_BT: Tensor,
     mask_BT: Tensor,
     mode: Correction,
-    cap: float,
+    bounds: tuple[float, float],
     others: Others | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The weight of each token, and True where the cap changed it; 1 and False outside the mask."""
+    """The weight of each token, and True where one of the bounds (floor, cap) changed it; 1 and False outside the mask."""
     gap_BT = ops.masked_difference(proximal_BT.detach(), sampling_BT.detach(), mask_BT)
     if mode.startswith("sequence"):
         gap_B1 = gap_BT.sum(-1, keepdim=True)
@@ -40,5 +42,8 @@ def importance_weights(
             gap_B1 = gap_B1 + others.log_weights_B.unsqueeze(-1)
         gap_BT = gap_B1.expand_as(gap_BT).masked_fill(mask_BT == 0, 0.0)
     weights_BT = ops.bound_log_ratio(gap_BT).exp()
-    above_BT = (weights_BT > cap) & (mask_BT != 0)
-    return weights_BT.masked_fill(above_BT, cap if mode.endswith("truncate") else 0.0), above_BT
+    beyond_BT = ((weights_BT < bounds[0]) | (weights_BT > bounds[1])) & (mask_BT != 0)
+    if mode.endswith("mask"):
+        return weights_BT.masked_fill(beyond_BT, 0.0), beyond_BT
+    bounded_BT = weights_BT.clamp(*bounds)
+    return bounded_BT.masked_fill(mask_BT == 0, 1.0), beyond_BT

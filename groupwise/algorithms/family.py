@@ -10,12 +10,20 @@ small differences between sampler and learner. With `importance_sampling_correct
 the step, and w corrects for the sampler (`correction.py`), also in the exact gradient of the KL. The entropy is a mean over the tokens of
 the step for every algorithm, so that its coefficient means the same everywhere.
 
+Two more knobs act on single tokens by their entropy H, as it is at the update, without gradient:
+
+    top_entropy_quantile   only the tokens of high entropy have a policy gradient (https://arxiv.org/abs/2506.01939, equation 5). The
+                           quantile is that of the row; the paper's and TRL's is that of a batch, on whose cut it would depend
+    entropy_advantage      A becomes A + min(entropy_advantage · H, |A| / entropy_advantage_cap) (https://arxiv.org/abs/2506.14758,
+                           equations 7 and 8)
+
 A subclass adds what distinguishes its algorithm: how rewards become advantages, the scale of a row, the divisor of the sums, and the
 surrogate of a token.
 """
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -112,6 +120,41 @@ class GroupRelative(ABC):
             "needs": "importance_sampling_correction",
         },
     )
+    importance_sampling_floor: float = field(
+        default=0.0,
+        metadata={
+            "description": "Smallest weight of the importance sampling correction: those below become it with *_truncate, and 0 with "
+            "*_mask. 0: no such bound.",
+            "ge": 0.0,
+            "needs": "importance_sampling_correction",
+        },
+    )
+    top_entropy_quantile: float = field(
+        default=1.0,
+        metadata={
+            "description": "Share of each row's trained tokens, those of the highest entropy, that have a gradient of the policy loss. "
+            "1: all.",
+            "gt": 0.0,
+            "le": 1.0,
+        },
+    )
+    entropy_advantage: float = field(
+        default=0.0,
+        metadata={
+            "description": "Entropy-based advantage shaping: what is added to a token's advantage for each nat of its entropy, at most "
+            "its absolute value divided by entropy_advantage_cap. 0: nothing.",
+            "ge": 0.0,
+        },
+    )
+    entropy_advantage_cap: float = field(
+        default=2.0,
+        metadata={
+            "description": "Entropy-based advantage shaping: an advantage grows by at most its own size divided by this; above 1, "
+            "so that none changes its sign.",
+            "gt": 1.0,
+            "needs": "entropy_advantage",
+        },
+    )
     dynamic_sampling: bool = field(
         default=False,
         metadata={
@@ -141,6 +184,12 @@ class GroupRelative(ABC):
                 f"{self.name}.kl_target is {self.kl_target}, but beta is 0 and would stay 0; give "
                 f"beta a value to start from, for example {kl.FIRST_BETA}.",
                 ("kl_target", "beta"),
+            )
+        if self.importance_sampling_floor >= self.importance_sampling_cap:
+            yield KnobConflict(
+                f"{self.name}.importance_sampling_floor is {self.importance_sampling_floor:g}; it must be below importance_sampling_cap, "
+                f"which is {self.importance_sampling_cap:g}.",
+                ("importance_sampling_floor", "importance_sampling_cap"),
             )
         if self.beta > 0 and (self.kl_estimator, self.kl_gradient) == ("k1", "estimator"):
             yield KnobConflict(
@@ -196,6 +245,10 @@ class GroupRelative(ABC):
     def ratio_of_rollout(self) -> bool:
         """False: each token has its own ratio, unless a subclass overrides this."""
         return False
+
+    def log_ratio_bounds(self, advantage: float) -> tuple[float, float]:
+        """The bounds of a token's log-ratio (nats) before those of a rollout are added up; none, unless a subclass overrides this."""
+        return -math.inf, math.inf
 
     @property
     def resample_rounds(self) -> int:
@@ -254,7 +307,7 @@ class GroupRelative(ABC):
     def teaches(self, weights: Sequence[RolloutCredit | None]) -> bool:
         """True if an advantage is not 0; with a KL penalty or an entropy bonus, if there is any row."""
         always = self.needs_reference or self.needs_entropy_gradient
-        return any(always or weight.advantage != 0 for weight in weights if weight is not None)
+        return any(always or not weight.is_zero for weight in weights if weight is not None)
 
     def adapted(self, kl: float, rollouts: int) -> Self:
         """The algorithm with a beta moved towards `kl_target`; unchanged without a target."""
@@ -271,7 +324,7 @@ class GroupRelative(ABC):
     def loss(self, batch: TokenBatch) -> LossResult:
         """The sums at the top of this module. Raises ValueError if the batch lacks a needed tensor."""
         self._check_complete(batch)
-        mask = batch.mask_BT
+        batch, mask = self._with_entropy_advantage(batch), batch.mask_BT
         sampled = batch.sampling_logprobs_BT.detach()
         old = batch.proximal_logprobs if self.needs_proximal else sampled
         log_ratio = ops.masked_difference(batch.policy_logprobs_BT, old.detach(), mask)
@@ -282,7 +335,10 @@ class GroupRelative(ABC):
         if self.needs_proximal:
             weights, weighted = self._importance(batch)
             stats |= weighted
-        components = {"policy": -ops.scaled_sum(surrogate * weights, batch.scales_B, mask)}
+        weighted_surrogate = surrogate * weights
+        if self.top_entropy_quantile < 1:
+            weighted_surrogate = weighted_surrogate.masked_fill(self._low_entropy(batch), 0.0)
+        components = {"policy": -ops.scaled_sum(weighted_surrogate, batch.scales_B, mask)}
         components |= self._penalties(batch, log_ratio, weights)
         if batch.reference_logprobs_BT is not None:
             stats["kl"] = self._kl(batch).detach()
@@ -295,7 +351,7 @@ class GroupRelative(ABC):
             batch.sampling_logprobs_BT,
             batch.mask_BT,
             self.importance_sampling_correction,
-            self.importance_sampling_cap,
+            (self.importance_sampling_floor, self.importance_sampling_cap),
             batch.others,
         )
         masked_weights = weights.masked_fill(batch.mask_BT == 0, 0.0)
@@ -303,6 +359,27 @@ class GroupRelative(ABC):
             "importance_sampling_ratio": masked_weights,
             "importance_sampling_clipped": is_clipped,
         }
+
+    def _with_entropy_advantage(self, batch: TokenBatch) -> TokenBatch:
+        """The batch with advantages A + min(entropy_advantage · H, |A| / entropy_advantage_cap), H without gradient."""
+        if self.entropy_advantage == 0:
+            return batch
+        assert batch.entropies_BT is not None
+        entropies = batch.entropies_BT.detach().masked_fill(batch.mask_BT == 0, 0.0)
+        largest = batch.advantages.abs() * (1 / self.entropy_advantage_cap)
+        addition = (entropies * self.entropy_advantage).minimum(largest)
+        return replace(batch, credits_BT=batch.advantages + addition)
+
+    def _low_entropy(self, batch: TokenBatch) -> Tensor:
+        """True for the tokens of a row that are not among the share of the highest entropy; equal entropies rank by their place."""
+        assert batch.entropies_BT is not None
+        outside_mask = batch.mask_BT == 0
+        entropies = batch.entropies_BT.detach().masked_fill(outside_mask, -math.inf)
+        order = entropies.argsort(dim=-1, descending=True, stable=True)
+        ranks = order.argsort(dim=-1, descending=False, stable=True)
+        # As many tokens are at or above the quantile of the n of a row, interpolated between two of them as usual.
+        last = (ops.token_counts(batch.mask_BT, entropies) - 1) * self.top_entropy_quantile
+        return ranks > last
 
     def _penalties(
         self, batch: TokenBatch, log_ratio: Tensor, weights: Tensor
@@ -335,12 +412,20 @@ class GroupRelative(ABC):
         requirements = {
             f"beta {self.beta}": (self.needs_reference, "reference_logprobs_BT"),
             f"entropy_coef {self.entropy_coef}": (self.needs_entropy_gradient, "entropies_BT"),
+            f"entropy_advantage {self.entropy_advantage}": (
+                self.entropy_advantage > 0,
+                "entropies_BT",
+            ),
+            f"top_entropy_quantile {self.top_entropy_quantile}": (
+                self.top_entropy_quantile < 1,
+                "entropies_BT",
+            ),
         }
         for reason, (is_needed, tensor) in requirements.items():
             if is_needed and getattr(batch, tensor) is None:
                 raise ValueError(
                     f"{self.name} with {reason} needs {tensor}, but the batch has none. Fill it, or "
-                    f"set {reason.split()[0]} to 0."
+                    f"leave {reason.split()[0]} out."
                 )
 
 

@@ -9,7 +9,8 @@ clip is a thousand times narrower than that of `grpo`, because means of many log
 
 The loss is computed in the form that the paper calls GSPO-token: each token carries the value s_i and the gradient s_i · ∇ of its own
 log-probability, and the loss is their mean over the rollout. Value and gradient equal those of the formula; a weight of a token
-(importance sampling) acts on that token's gradient.
+(importance sampling) acts on that token's gradient, and so does an advantage of its own (`entropy_advantage`), which is what GSPO-token is
+for.
 
 Assumes ratios that start at 1: with the narrow clip the usual differences between sampler and learner would already clip half of the
 rollouts. So the ratio is taken against the learner's own log-probabilities at the start of the step (`importance_sampling_correction`, on

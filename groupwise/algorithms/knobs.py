@@ -20,6 +20,9 @@ SCALE_REWARDS = {
     "rewards matters."
 }
 
+TURN_DISCOUNT = {"ge": 0.0, "le": 1.0}
+"""The range of a discount from one turn to the next."""
+
 _DISABLED_VALUES: tuple[Any, ...] = (None, False, 0, "none")
 """Values at which a knob counts as off."""
 

@@ -50,16 +50,15 @@ def sequence_log_ratio(
 
 
 def clipped_surrogate(
-    ratio_BT: Tensor, advantages_B: Tensor, low: float, high: float, delta: float | None = None
+    ratio_BT: Tensor, advantages: Tensor, low: float, high: float, delta: float | None = None
 ) -> Tensor:
     """PPO's objective for each token, to be maximised: min(ratio · A, clip(ratio, low, high) · A).
 
     With `delta`, the first ratio is capped at it, which bounds the loss if A < 0 (two-sided clipping, INTELLECT-2:
-    https://arxiv.org/abs/2505.07291, section 3.4).
+    https://arxiv.org/abs/2505.07291, section 3.4). `advantages` are `TokenBatch.advantages`.
     """
-    advantages_B1 = advantages_B.unsqueeze(-1)
     free_BT = ratio_BT if delta is None else ratio_BT.clamp(max=delta)
-    return (free_BT * advantages_B1).minimum(ratio_BT.clamp(low, high) * advantages_B1)
+    return (free_BT * advantages).minimum(ratio_BT.clamp(low, high) * advantages)
 
 
 def scaled_sum(values_BT: Tensor, scales_B: Tensor, mask_BT: Tensor) -> Tensor:
@@ -71,13 +70,13 @@ def clip_stats(
     batch: TokenBatch, ratio_BT: Tensor, low: float, high: float, delta: float | None
 ) -> dict[str, Tensor]:
     """Marks of the tokens whose gradient each bound removed. Outside the mask the ratio must be 1."""
-    advantages_B1 = batch.advantages_B.unsqueeze(-1)
+    advantages = batch.advantages
     stats = {
-        "clip_low": (ratio_BT < low) & (advantages_B1 < 0),
-        "clip_high": (ratio_BT > high) & (advantages_B1 > 0),
+        "clip_low": (ratio_BT < low) & (advantages < 0),
+        "clip_high": (ratio_BT > high) & (advantages > 0),
     }
     if delta is not None:
-        stats["clip_delta"] = (ratio_BT > delta) & (advantages_B1 < 0)
+        stats["clip_delta"] = (ratio_BT > delta) & (advantages < 0)
     return stats
 
 

@@ -9,20 +9,29 @@ from typing import Any
 
 from groupwise.algorithms.base import Algorithm, Loss
 from groupwise.algorithms.cispo import Cispo
+from groupwise.algorithms.clip_cov import ClipCov
 from groupwise.algorithms.dapo import Dapo
 from groupwise.algorithms.dr_grpo import DrGrpo
 from groupwise.algorithms.family import GroupRelative
+from groupwise.algorithms.gdpo import Gdpo
+from groupwise.algorithms.gigpo import Gigpo
 from groupwise.algorithms.given import Given
+from groupwise.algorithms.gmpo import Gmpo
 from groupwise.algorithms.grpo import Grpo
 from groupwise.algorithms.gspo import Gspo
+from groupwise.algorithms.max_rl import MaxRl
+from groupwise.algorithms.pass_at_k import PassAtK
 from groupwise.algorithms.reinforce_pp import ReinforcePp
 from groupwise.algorithms.rloo import Rloo
+from groupwise.algorithms.sapo import Sapo
 from groupwise.algorithms.sft import Sft
 from groupwise.core.types import LossSpec
 
-ALGORITHMS: dict[str, type[GroupRelative]] = {
-    kind.name: kind for kind in (Grpo, DrGrpo, Dapo, Gspo, Cispo, Rloo, ReinforcePp)
-}
+_KINDS: tuple[type[GroupRelative], ...] = (
+    Grpo, DrGrpo, Dapo, Gspo, Cispo, Rloo, ReinforcePp, MaxRl, Gmpo, Sapo, Gdpo, PassAtK, Gigpo, ClipCov,
+)  # fmt: skip
+
+ALGORITHMS: dict[str, type[GroupRelative]] = {kind.name: kind for kind in _KINDS}
 """Every algorithm by the name that configs use."""
 
 

@@ -7,17 +7,17 @@ from typing import Annotated
 
 import typer
 
-from groupwise.cli.options import AsJson
+from groupwise.cli.options import AsJson, option
 from groupwise.cli.output import collect_seldom, write_json
 from groupwise.cli.rl import Overrides, TaskOption
 
 OptionalConfig = Annotated[
     Path | None,
-    typer.Option(
+    option(
+        "C.yaml",
+        "The config of the training, a YAML file; without one the model `tiny` is used.",
         "--config",
         "-c",
-        metavar="C.yaml",
-        help="The config of the training, a YAML file; without one the model `tiny` is used.",
     ),
 ]
 
@@ -28,14 +28,12 @@ def check(
     config: OptionalConfig = None,
     completions: Annotated[
         str | None,
-        typer.Option(
-            metavar="FILE|RUN",
-            help="Also score these: a JSONL file with prompt (or example) and completion, or the rollouts of a run.",
+        option(
+            "FILE|RUN",
+            "Also score these: a JSONL file with prompt (or example) and completion, or the rollouts of a run.",
         ),
     ] = None,
-    rows: Annotated[
-        int, typer.Option(metavar="NUM", min=1, help="Examples to try the rewards on.")
-    ] = 16,
+    rows: Annotated[int, option("NUM", "Examples to try the rewards on.", min=1)] = 16,
     as_json: AsJson = False,
 ) -> None:
     """Check a task and its rewards before any training. No model is loaded."""

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from groupwise.cli.check import OptionalConfig
-from groupwise.cli.options import AsJson
+from groupwise.cli.options import AsJson, option
 from groupwise.cli.rl import Overrides
 
 
@@ -16,11 +16,8 @@ def doctor(
     config: OptionalConfig = None,
     task_module: Annotated[
         str | None,
-        typer.Option(
-            "--task-module",
-            "-t",
-            metavar="TASK",
-            help="Use the prompts of this task, not the built-in ones.",
+        option(
+            "TASK", "Use the prompts of this task, not the built-in ones.", "--task-module", "-t"
         ),
     ] = None,
     as_json: AsJson = False,

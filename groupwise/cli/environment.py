@@ -6,8 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
-import typer
-
+from groupwise.cli.options import option
 from groupwise.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -20,43 +19,35 @@ class EnvironmentOptions:
 
     base_python: Annotated[
         str | None,
-        typer.Option(
-            "--base-python",
-            metavar="PYTHON",
-            help="Remote Python interpreter to create the environment with; default: the version used here.",
+        option(
+            "PYTHON",
+            "Remote Python interpreter to create the environment with; default: the version used here.",
         ),
     ] = None
     extra: Annotated[
         list[str],
-        typer.Option(
-            metavar="EXTRA", help="Extra of groupwise to install; default: train. May be repeated."
-        ),
+        option("EXTRA", "Extra of groupwise to install; default: train. May be repeated."),
     ] = field(default_factory=list[str])
     also: Annotated[
         list[str],
-        typer.Option(
-            "--with",
-            metavar="NAME",
-            help="Another package, in the release installed here. May be repeated.",
+        option(
+            "NAME", "Another package, in the release installed here. May be repeated.", "--with"
         ),
     ] = field(default_factory=list[str])
     lock: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Pinned requirements to install, in the format of pip freeze; hashes are allowed.",
+        option(
+            "FILE",
+            "Pinned requirements to install, in the format of pip freeze; hashes are allowed.",
         ),
     ] = None
     wheelhouse: Annotated[
         Path | None,
-        typer.Option(
-            metavar="DIR", help="Install only from the wheels in this folder, which is uploaded."
-        ),
+        option("DIR", "Install only from the wheels in this folder, which is uploaded."),
     ] = None
-    index_url: Annotated[
-        str | None,
-        typer.Option("--index-url", metavar="URL", help="Package index for pip, instead of PyPI."),
-    ] = None
+    index_url: Annotated[str | None, option("URL", "Package index for pip, instead of PyPI.")] = (
+        None
+    )
 
     def plan(self, **more: Any) -> Plan:
         """The environment to build. `more`: further fields of `PrepareOptions`. Raises UsageError for options that cannot work."""
@@ -81,9 +72,9 @@ class RemoteEnvironmentOptions(EnvironmentOptions):
 
     python: Annotated[
         str | None,
-        typer.Option(
-            metavar="PYTHON",
-            help="Remote Python interpreter with groupwise installed; default: create an environment.",
+        option(
+            "PYTHON",
+            "Remote Python interpreter with groupwise installed; default: create an environment.",
         ),
     ] = None
 

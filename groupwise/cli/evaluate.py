@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from groupwise.cli.options import AsJson
+from groupwise.cli.options import AsJson, flag, option
 from groupwise.cli.rl import Overrides, TaskOption
 
 
@@ -19,82 +19,54 @@ class SuiteOptions:
 
     endpoint: Annotated[
         str | None,
-        typer.Option(
-            "--endpoint",
-            "--base-url",
-            metavar="URL",
-            help="URL of the service that answers the suites.",
-        ),
+        option("URL", "URL of the service that answers the suites.", "--endpoint", "--base-url"),
     ] = None
     endpoint_model: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Name of the model there. With --serve: only needed if several are served.",
-        ),
+        option("NAME", "Name of the model there. With --serve: only needed if several are served."),
     ] = None
     api_key_env: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="Environment variable with the key; default: OPENAI_API_KEY."
-        ),
+        str | None, option("NAME", "Environment variable with the key; default: OPENAI_API_KEY.")
     ] = None
     serve: Annotated[
         str | None,
-        typer.Option(
-            metavar="COMMAND",
-            help="In place of an endpoint: a command that serves the policy, with {policy} or {merged}, and {port}; also {base} and "
+        option(
+            "COMMAND",
+            "In place of an endpoint: a command that serves the policy, with {policy} or {merged}, and {port}; also {base} and "
             "{gpus}.",
         ),
     ] = None
-    temperature: Annotated[
-        float | None, typer.Option(metavar="NUM", help="Temperature for a suite; default: 0.")
-    ] = None
+    temperature: Annotated[float | None, option("NUM", "Temperature for a suite; default: 0.")] = (
+        None
+    )
     top_p: Annotated[
         float | None,
-        typer.Option(
-            metavar="NUM", min=0, max=1, help="top_p for a suite; default: that of the service."
-        ),
+        option("NUM", "top_p for a suite; default: that of the service.", min=0, max=1),
     ] = None
     max_new_tokens: Annotated[
-        int | None,
-        typer.Option(
-            metavar="NUM", min=1, help="Maximum tokens per answer of a suite; default: 32768."
-        ),
+        int | None, option("NUM", "Maximum tokens per answer of a suite; default: 32768.", min=1)
     ] = None
     concurrency: Annotated[
-        int | None,
-        typer.Option(
-            metavar="NUM", min=1, help="Requests of a suite at the same time; default: 16."
-        ),
+        int | None, option("NUM", "Requests of a suite at the same time; default: 16.", min=1)
     ] = None
     timeout: Annotated[
-        float | None,
-        typer.Option(
-            metavar="SECONDS", min=1, help="Time for one request of a suite; default: 900."
-        ),
+        float | None, option("SECONDS", "Time for one request of a suite; default: 900.", min=1)
     ] = None
     max_prompts: Annotated[
-        int | None,
-        typer.Option(metavar="NUM", min=1, help="Maximum questions per suite, for a trial."),
+        int | None, option("NUM", "Maximum questions per suite, for a trial.", min=1)
     ] = None
     time_limit: Annotated[
         float | None,
-        typer.Option(
-            metavar="SECONDS",
-            help="Time for each suite, and for the start of a server; default: 14400.",
-        ),
+        option("SECONDS", "Time for each suite, and for the start of a server; default: 14400."),
     ] = None
     program: Annotated[
         str | None,
-        typer.Option(
-            metavar="COMMAND",
-            help="Command that runs lighteval; default: GROUPWISE_LIGHTEVAL, else lighteval.",
+        option(
+            "COMMAND", "Command that runs lighteval; default: GROUPWISE_LIGHTEVAL, else lighteval."
         ),
     ] = None
     runs_dir: Annotated[
-        Path | None,
-        typer.Option("--dir", help="With a suite: the folder that holds the runs."),
+        Path | None, option(None, "With a suite: the folder that holds the runs.", "--dir")
     ] = None
 
     def given(self) -> dict[str, Any]:
@@ -109,39 +81,32 @@ class SuiteOptions:
 def evaluate(
     *,
     config: Annotated[
-        Path | None,
-        typer.Option("--config", "-c", metavar="C.yaml", help="The config, a YAML file."),
+        Path | None, option("C.yaml", "The config, a YAML file.", "--config", "-c")
     ] = None,
     task_module: TaskOption = None,
     overrides: Overrides = None,
     policy: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="base|PATH|RUN[@STEP]|HUB_ID[@REV]",
-            help="The weights that answer: the model itself (the default), those in a folder, of a run, or from the hub. "
+        option(
+            "base|PATH|RUN[@STEP]|HUB_ID[@REV]",
+            "The weights that answer: the model itself (the default), those in a folder, of a run, or from the hub. "
             "If repeated, the first is compared with each of the others.",
         ),
     ] = None,
     samples_per_prompt: Annotated[
-        int | None,
-        typer.Option(metavar="NUM", min=1, help="Completions per prompt."),
+        int | None, option("NUM", "Completions per prompt.", min=1)
     ] = None,
-    output: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="File for the results of each row.")
-    ] = None,
+    output: Annotated[Path | None, option("FILE", "File for the results of each row.")] = None,
     suite: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME",
-            help="In place of a config: math_500, aime24, aime25, gpqa_diamond, lcb, lcb_v4 or all, run by lighteval. May be repeated.",
+        option(
+            "NAME",
+            "In place of a config: math_500, aime24, aime25, gpqa_diamond, lcb, lcb_v4 or all, run by lighteval. May be repeated.",
         ),
     ] = None,
     suites: SuiteOptions,
     dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run", help="Show what would be evaluated; load no model, send no request."
-        ),
+        bool, flag("Show what would be evaluated; load no model, send no request.", "--dry-run")
     ] = False,
     as_json: AsJson = False,
 ) -> None:

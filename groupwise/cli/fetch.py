@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from groupwise.cli.options import AsJson
+from groupwise.cli.options import AsJson, flag, option
 
 
 def fetch_model(
@@ -27,12 +27,12 @@ def fetch_model(
 def fetch_tunix(
     accelerator: Annotated[
         str | None,
-        typer.Option(
-            metavar="KIND",
-            help="What JAX computes on: cpu, cuda or tpu; default: that of the existing environment, else of this machine.",
+        option(
+            "KIND",
+            "What JAX computes on: cpu, cuda or tpu; default: that of the existing environment, else of this machine.",
         ),
     ] = None,
-    again: Annotated[bool, typer.Option("--again", help="Make it again if it exists.")] = False,
+    again: Annotated[bool, flag("Make it again if it exists.", "--again")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Fetch Tunix and JAX, into an environment of their own. Prints its Python."""

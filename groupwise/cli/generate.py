@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from groupwise.cli.options import AsJson
+from groupwise.cli.options import AsJson, flag, option
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,213 +17,160 @@ class GenerateOptions:
 
     dataset: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "SOURCE",
+            "The prompts: a file (JSONL, JSON, Parquet, CSV), a folder, or a dataset on the hub.",
             "--dataset",
             "--hf-dataset",
-            metavar="SOURCE",
-            help="The prompts: a file (JSONL, JSON, Parquet, CSV), a folder, or a dataset on the hub.",
         ),
     ] = None
     dataset_config: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "NAME",
+            "Configuration of a dataset on the hub.",
             "--dataset-config",
             "--hf-dataset-config",
-            metavar="NAME",
-            help="Configuration of a dataset on the hub.",
         ),
     ] = None
     split: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "SPLIT",
+            "Split, or a slice of one: train[:100]; default: train.",
             "--split",
             "--hf-dataset-split",
-            metavar="SPLIT",
-            help="Split, or a slice of one: train[:100]; default: train.",
         ),
     ] = None
     prompt_column: Annotated[
         str | None,
-        typer.Option(
-            metavar="COLUMN",
-            help="Column with the prompt, text or chat messages; default: prompt.",
-        ),
+        option("COLUMN", "Column with the prompt, text or chat messages; default: prompt."),
     ] = None
     prompt_template: Annotated[
         str | None,
-        typer.Option(
-            metavar="TEXT",
-            help="The prompt, with columns in braces: 'Solve: {question}'. {{ instruction }} is the prompt column; other doubled braces "
+        option(
+            "TEXT",
+            "The prompt, with columns in braces: 'Solve: {question}'. {{ instruction }} is the prompt column; other doubled braces "
             "stand for themselves.",
         ),
     ] = None
     system_prompt: Annotated[
-        str | None,
-        typer.Option(metavar="TEXT", help="A system message for conversations that have none."),
+        str | None, option("TEXT", "A system message for conversations that have none.")
     ] = None
     prefill: Annotated[
         str | None,
-        typer.Option(
-            metavar="continue|drop",
-            help="What to do with the assistant's words at the end of a chat; default: the answer continues them.",
+        option(
+            "continue|drop",
+            "What to do with the assistant's words at the end of a chat; default: the answer continues them.",
         ),
     ] = None
     task_module: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "TASK",
+            "In place of a dataset: a task whose training prompts are answered, and whose rewards score.",
             "--task-module",
             "-t",
-            metavar="TASK",
-            help="In place of a dataset: a task whose training prompts are answered, and whose rewards score.",
         ),
     ] = None
     config: Annotated[
-        str | None,
-        typer.Option(
-            "--config", "-c", metavar="C.yaml", help="Config that the hooks of the task receive."
-        ),
+        str | None, option("C.yaml", "Config that the hooks of the task receive.", "--config", "-c")
     ] = None
     model: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME", help="Name of the model there; default: the one that is served."
-        ),
+        str | None, option("NAME", "Name of the model there; default: the one that is served.")
     ] = None
     base_url: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "URL",
+            "The OpenAI-compatible service; default: http://127.0.0.1:8000/v1.",
             "--base-url",
             "--vllm-server-url",
-            metavar="URL",
-            help="The OpenAI-compatible service; default: http://127.0.0.1:8000/v1.",
         ),
     ] = None
     api_key_env: Annotated[
-        str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Environment variable with the key; default: OPENAI_API_KEY.",
-        ),
+        str | None, option("NAME", "Environment variable with the key; default: OPENAI_API_KEY.")
     ] = None
     api: Annotated[
         Literal["chat", "completions"] | None,
-        typer.Option(
-            help="chat sends text as a user's message; completions lets it be continued as it stands, which is what happens to the "
+        option(
+            None,
+            "chat sends text as a user's message; completions lets it be continued as it stands, which is what happens to the "
             "text prompts of a task.",
         ),
     ] = None
-    temperature: Annotated[
-        float | None, typer.Option(metavar="NUM", help="Default: that of the service.")
-    ] = None
-    top_p: Annotated[
-        float | None, typer.Option(metavar="NUM", help="Default: that of the service.")
-    ] = None
+    temperature: Annotated[float | None, option("NUM", "Default: that of the service.")] = None
+    top_p: Annotated[float | None, option("NUM", "Default: that of the service.")] = None
     max_new_tokens: Annotated[
-        int | None,
-        typer.Option(metavar="NUM", help="Maximum tokens per generation; default: 8192."),
+        int | None, option("NUM", "Maximum tokens per generation; default: 8192.")
     ] = None
-    stop: Annotated[
-        list[str] | None,
-        typer.Option(metavar="TEXT", help="Stop string. May be repeated."),
-    ] = None
-    seed: Annotated[
-        int | None,
-        typer.Option(metavar="NUM", help="Seed, for a service that supports it."),
-    ] = None
+    stop: Annotated[list[str] | None, option("TEXT", "Stop string. May be repeated.")] = None
+    seed: Annotated[int | None, option("NUM", "Seed, for a service that supports it.")] = None
     extra: Annotated[
         str | None,
-        typer.Option(
-            metavar="JSON",
-            help="""Further fields of each request: '{"min_p": 0.1}'. null takes out a field.""",
+        option(
+            "JSON", """Further fields of each request: '{"min_p": 0.1}'. null takes out a field."""
         ),
     ] = None
-    num_generations: Annotated[
-        int | None, typer.Option(metavar="NUM", help="Generations per row; default: 1.")
-    ] = None
+    num_generations: Annotated[int | None, option("NUM", "Generations per row; default: 1.")] = None
     concurrency: Annotated[
         int | None,
-        typer.Option(
-            "--concurrency",
-            "--input-batch-size",
-            metavar="NUM",
-            help="Requests at the same time; default: 16.",
+        option(
+            "NUM", "Requests at the same time; default: 16.", "--concurrency", "--input-batch-size"
         ),
     ] = None
-    timeout: Annotated[
-        float | None, typer.Option(metavar="SECONDS", help="Time for one request; default: 900.")
-    ] = None
+    timeout: Annotated[float | None, option("SECONDS", "Time for one request; default: 900.")] = (
+        None
+    )
     retries: Annotated[
-        int | None,
-        typer.Option(
-            metavar="NUM",
-            help="Maximum number of retries of a request; default: 8.",
-        ),
+        int | None, option("NUM", "Maximum number of retries of a request; default: 8.")
     ] = None
     output: Annotated[
         str | None,
-        typer.Option(
-            metavar="FOLDER|hub:OWNER/NAME",
-            help="Folder for all results, or a dataset on the hub (with a folder in generated/).",
+        option(
+            "FOLDER|hub:OWNER/NAME",
+            "Folder for all results, or a dataset on the hub (with a folder in generated/).",
         ),
     ] = None
     hub: Annotated[
         str | None,
-        typer.Option(
-            "--hf-output-dataset",
-            metavar="OWNER/NAME",
-            help="A dataset on the hub to upload to as well.",
-        ),
+        option("OWNER/NAME", "A dataset on the hub to upload to as well.", "--hf-output-dataset"),
     ] = None
     private: Annotated[
         bool | None,
-        typer.Option(
-            "--private/--public",
-            help="Whether a new dataset on the hub is private; default: private.",
+        flag(
+            "Whether a new dataset on the hub is private; default: private.", "--private/--public"
         ),
     ] = None
     rewards: Annotated[
         list[str] | None,
-        typer.Option(
+        option(
+            "NAME|module:function",
+            "Reward that scores each generation. May be repeated.",
             "--reward",
-            metavar="NAME|module:function",
-            help="Reward that scores each generation. May be repeated.",
         ),
     ] = None
     answer_column: Annotated[
-        str | None,
-        typer.Option(metavar="COLUMN", help="Column with the answer that rewards look for."),
+        str | None, option("COLUMN", "Column with the answer that rewards look for.")
     ] = None
     min_reward: Annotated[
         float | None,
-        typer.Option(
-            metavar="NUM",
-            help="Train only on rows whose best generation earns at least this reward.",
-        ),
+        option("NUM", "Train only on rows whose best generation earns at least this reward."),
     ] = None
     keep: Annotated[
         Literal["best", "all"] | None,
-        typer.Option(
-            help="Keep the best generation of a row, or all that earn enough; default: best."
-        ),
+        option(None, "Keep the best generation of a row, or all that earn enough; default: best."),
     ] = None
     keep_truncated: Annotated[
-        bool | None,
-        typer.Option("--keep-truncated", help="Keep truncated generations for training, too."),
+        bool | None, flag("Keep truncated generations for training, too.", "--keep-truncated")
     ] = None
     shard: Annotated[
         str | None,
-        typer.Option(
-            metavar="i/N",
-            help="Only the i-th of every N rows. The command without it joins the shards.",
-        ),
+        option("i/N", "Only the i-th of every N rows. The command without it joins the shards."),
     ] = None
     shards: Annotated[int | None, typer.Option(hidden=True)] = None
-    price_in: Annotated[
-        float | None, typer.Option(metavar="NUM", help="Price of a million prompt tokens.")
-    ] = None
-    price_out: Annotated[
-        float | None, typer.Option(metavar="NUM", help="Price of a million generated tokens.")
-    ] = None
+    price_in: Annotated[float | None, option("NUM", "Price of a million prompt tokens.")] = None
+    price_out: Annotated[float | None, option("NUM", "Price of a million generated tokens.")] = None
 
 
 def generate(
@@ -231,13 +178,9 @@ def generate(
     options: GenerateOptions,
     client_replicas: Annotated[
         int | None,
-        typer.Option(
-            metavar="NUM", min=1, help="Multiplies --concurrency, or its default, by this number."
-        ),
+        option("NUM", "Multiplies --concurrency, or its default, by this number.", min=1),
     ] = None,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Show what would be sent; send nothing.")
-    ] = False,
+    dry_run: Annotated[bool, flag("Show what would be sent; send nothing.", "--dry-run")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Let a service answer prompts, as training data.

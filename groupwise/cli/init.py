@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from groupwise.cli.options import AsJson
+from groupwise.cli.options import AsJson, flag, option
 from groupwise.cli.rl import Overrides
 
 
@@ -22,61 +22,53 @@ class Command(StrEnum):
 def init(
     task: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "TASK",
+            "The task: a Python file, package.module, module:attribute, or the name of a "
+            "built-in or installed one.",
             "--task",
             "--task-module",
             "-t",
-            metavar="TASK",
-            help="The task: a Python file, package.module, module:attribute, or the name of a "
-            "built-in or installed one.",
         ),
     ] = None,
     model: Annotated[
         str | None,
-        typer.Option(
-            "--model", "-m", metavar="MODEL", help="A hub id, a folder, a .gguf file, or an alias."
-        ),
+        option("MODEL", "A hub id, a folder, a .gguf file, or an alias.", "--model", "-m"),
     ] = None,
     foreign: Annotated[
         Path | None,
-        typer.Option(
-            "--from",
-            metavar="FILE",
-            help="In place of a task and a model: the GRPO config of TRL, open-r1 or Unsloth: YAML, JSON, a shell script, "
+        option(
+            "FILE",
+            "In place of a task and a model: the GRPO config of TRL, open-r1 or Unsloth: YAML, JSON, a shell script, "
             "a Python file or a notebook.",
+            "--from",
         ),
     ] = None,
     processes: Annotated[
         int | None,
-        typer.Option(
-            "--processes",
-            metavar="NUM",
+        option(
+            "NUM",
+            "With --from: number of devices that the config was written for; default: 1.",
             min=1,
-            help="With --from: number of devices that the config was written for; default: 1.",
         ),
     ] = None,
     overrides: Overrides = None,
     command: Annotated[
         Command | None,
-        typer.Option(
-            "--for", help="Command that the config is for; default: rl, if that is possible."
-        ),
+        option(None, "Command that the config is for; default: rl, if that is possible.", "--for"),
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(
+        option(
+            "FILE",
+            "Default: TASK.yaml, TASK-sft.yaml, or with --from FILE-groupwise.yaml.",
             "--out",
             "-o",
-            metavar="FILE",
-            help="Default: TASK.yaml, TASK-sft.yaml, or with --from FILE-groupwise.yaml.",
         ),
     ] = None,
-    force: Annotated[
-        bool, typer.Option("--force", help="Overwrite the file if it exists.")
-    ] = False,
+    force: Annotated[bool, flag("Overwrite the file if it exists.", "--force")] = False,
     no_measure: Annotated[
-        bool,
-        typer.Option("--no-measure", help="Load no weights; the time of a step stays unknown."),
+        bool, flag("Load no weights; the time of a step stays unknown.", "--no-measure")
     ] = False,
     as_json: AsJson = False,
 ) -> None:

@@ -2,13 +2,13 @@
 
     @dataclass(frozen=True, slots=True, kw_only=True)
     class JobFilter:
-        name: Annotated[str | None, typer.Option(metavar="NAME", help="Only jobs of this name.")] = None
+        name: Annotated[str | None, option("NAME", "Only jobs of this name.")] = None
 
     @command(app, "stop", "cancel")
     def stop(ids: JobIds, job_filter: JobFilter) -> None: ...
 
 A parameter that is annotated with such a dataclass expands into one option per field. Help shows the first name of a command and the
-first long name of an option; the others are deprecated names, which still work.
+first long name of an option; the others are deprecated names, which still work. An option is also accepted with underscores: `--dry_run`.
 """
 
 from __future__ import annotations
@@ -27,15 +27,25 @@ from typer.core import TyperCommand
 from groupwise.core.errors import UsageError
 
 AnyCommand = TypeVar("AnyCommand", bound=Callable[..., None])
+
+
+def option(metavar: str | None, help: str, *names: str, **settings: Any) -> Any:
+    """An option with a value. Without `names` it has that of its parameter; `settings` are others of `typer.Option`."""
+    return typer.Option(*names, metavar=metavar, help=help, **settings)
+
+
+def flag(help: str, *names: str) -> Any:
+    """An option without a value. `--no-…` turns it off, unless its name is given."""
+    return typer.Option(*names, help=help)
+
+
 AsJson = Annotated[
-    bool, typer.Option("--json", help="Print the result as JSON; everything else goes to stderr.")
+    bool, flag("Print the result as JSON; everything else goes to stderr.", "--json")
 ]
 Follow = Annotated[
-    bool, typer.Option("--follow", "-f", help="Print the log as it grows, until the job has ended.")
+    bool, flag("Print the log as it grows, until the job has ended.", "--follow", "-f")
 ]
-DryRun = Annotated[
-    bool, typer.Option("--dry-run", help="Show what would be done without doing it.")
-]
+DryRun = Annotated[bool, flag("Show what would be done without doing it.", "--dry-run")]
 
 
 def _project_dir(text: str) -> Path:
@@ -50,20 +60,20 @@ def _project_dir(text: str) -> Path:
 
 ProjectDir = Annotated[
     Path | None,
-    typer.Option(
-        "--project-dir",
-        metavar="DIR",
-        parser=_project_dir,
-        help="Project to upload into the job's working folder: what git would track, links followed. A --file in it keeps its place, "
+    option(
+        "DIR",
+        "Project to upload into the job's working folder: what git would track, links followed. A --file in it keeps its place, "
         "and is sent even if git ignores it. Default: the current folder for `launch`, no project for `fleet submit`.",
+        "--project-dir",
+        parser=_project_dir,
     ),
 ]
 Exclude = Annotated[
     list[str],
-    typer.Option(
+    option(
+        "GLOB",
+        "Files and folders of the project to leave out, by name (*.ckpt, data/) or path (out/*.bin). May be repeated.",
         "--exclude",
-        metavar="GLOB",
-        help="Files and folders of the project to leave out, by name (*.ckpt, data/) or path (out/*.bin). May be repeated.",
     ),
 ]
 
@@ -77,7 +87,10 @@ class Command(TyperCommand):
         self.alias_params: list[Any] = []
         for param in self.params:
             names = [name for name in param.opts if name.startswith("--")]
-            for name in names[1:]:
+            underscored = [f"--{name[2:].replace('-', '_')}" for name in names]
+            for name in dict.fromkeys((*names, *underscored)):
+                if name == names[0]:
+                    continue
                 alias = copy(param)
                 alias.opts, alias.secondary_opts = [name], []
                 param.opts = [other for other in param.opts if other != name]

@@ -17,12 +17,13 @@ from typing import Annotated, Any, TextIO
 import typer
 from rich.cells import cell_len
 
+from groupwise.cli.options import option
 from groupwise.core.terminal.text import clean, one_line
 
 LEAST_WIDTH = 40
 """Smallest width in columns of wrapped text, even in a narrower terminal."""
 RUNS = Path("runs")
-RunsDir = Annotated[Path, typer.Option("--dir", help="Folder that holds the runs.")]
+RunsDir = Annotated[Path, option(None, "Folder that holds the runs.", "--dir")]
 RunArgument = Annotated[
     str, typer.Argument(metavar="RUN", help="Name of a run, or path of its folder.")
 ]

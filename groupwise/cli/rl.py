@@ -9,28 +9,28 @@ from typing import Annotated, Any
 
 import typer
 
-from groupwise.cli.options import AsJson
+from groupwise.cli.options import AsJson, flag, option
 
 RESUME_VARIABLE = "RESUME_FROM"
 """The environment variable by which a fleet passes the checkpoint from which an attempt resumes."""
 
 ConfigOption = Annotated[
     Path | None,
-    typer.Option(
+    option(
+        "C.yaml",
+        "Config file (YAML). Optional: keys can also be set as key=value.",
         "--config",
         "-c",
-        metavar="C.yaml",
-        help="Config file (YAML). Optional: keys can also be set as key=value.",
     ),
 ]
 TaskOption = Annotated[
     str | None,
-    typer.Option(
+    option(
+        "TASK",
+        "The task: a Python file, package.module, module:attribute, or the name of a "
+        "built-in or installed one. Without it, the config names data and rewards.",
         "--task-module",
         "-t",
-        metavar="TASK",
-        help="The task: a Python file, package.module, module:attribute, or the name of a "
-        "built-in or installed one. Without it, the config names data and rewards.",
     ),
 ]
 Overrides = Annotated[
@@ -59,14 +59,13 @@ class ResumeOptions:
     """Options for resuming a run."""
 
     resume: Annotated[
-        bool, typer.Option("--resume", help="Continue the newest unfinished run of this name.")
+        bool, flag("Continue the newest unfinished run of this name.", "--resume")
     ] = False
     resume_from: Annotated[
         str | None,
-        typer.Option(
-            "--resume-from",
-            metavar="RUN@STEP|PATH",
-            help="Continue from this checkpoint. RESUME_FROM in the environment overrides it and --resume.",
+        option(
+            "RUN@STEP|PATH",
+            "Continue from this checkpoint. RESUME_FROM in the environment overrides it and --resume.",
         ),
     ] = None
 
@@ -88,11 +87,7 @@ class StartOptions(ResumeOptions):
 
     init_from: Annotated[
         str | None,
-        typer.Option(
-            "--init-from",
-            metavar="RUN@STEP|PATH",
-            help="Start a new run from these weights, with a new optimiser.",
-        ),
+        option("RUN@STEP|PATH", "Start a new run from these weights, with a new optimiser."),
     ] = None
 
 
@@ -103,10 +98,7 @@ def rl(
     overrides: Overrides = None,
     start: StartOptions,
     dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry-run", help="Print the resolved config and the plan as JSON; train nothing."
-        ),
+        bool, flag("Print the resolved config and the plan as JSON; train nothing.", "--dry-run")
     ] = False,
     as_json: AsJson = False,
 ) -> None:

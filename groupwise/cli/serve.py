@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from groupwise.cli.options import option
+
 if TYPE_CHECKING:
     from groupwise.server.settings import ServerConfig
 
@@ -17,26 +19,18 @@ class SettingOptions:
     """Settings that have an option; the names of the fields are theirs."""
 
     output_dir: Annotated[
-        str | None,
-        typer.Option(metavar="DIR", help="Folder for everything that the server stores."),
+        str | None, option("DIR", "Folder for everything that the server stores.")
     ] = None
-    host: Annotated[
-        str | None,
-        typer.Option(metavar="ADDRESS", help="Address to listen at; default: 127.0.0.1."),
-    ] = None
+    host: Annotated[str | None, option("ADDRESS", "Address to listen at; default: 127.0.0.1.")] = (
+        None
+    )
     port: Annotated[
-        int | None,
-        typer.Option(metavar="PORT", help="Port to listen at; 0: any free port. Default: 8000."),
+        int | None, option("PORT", "Port to listen at; 0: any free port. Default: 8000.")
     ] = None
     model_dir: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR", help="Folder whose sub-folders clients may name; default: models."
-        ),
+        str | None, option("DIR", "Folder whose sub-folders clients may name; default: models.")
     ] = None
-    key_file: Annotated[
-        str | None, typer.Option(metavar="FILE", help="File with one line per API key.")
-    ] = None
+    key_file: Annotated[str | None, option("FILE", "File with one line per API key.")] = None
 
 
 def serve(
@@ -51,21 +45,17 @@ def serve(
     ] = None,
     options: SettingOptions,
     config: Annotated[
-        Path | None,
-        typer.Option("--config", "-c", metavar="S.yaml", help="All settings, as a YAML file."),
+        Path | None, option("S.yaml", "All settings, as a YAML file.", "--config", "-c")
     ] = None,
     start_with: Annotated[
         Path | None,
-        typer.Option(
-            metavar="settings.yaml",
-            help="Start this training at once, unless one is active: the body of POST /start, as YAML.",
+        option(
+            "settings.yaml",
+            "Start this training at once, unless one is active: the body of POST /start, as YAML.",
         ),
     ] = None,
     new_key: Annotated[
-        str | None,
-        typer.Option(
-            metavar="ROLE", help="Make a key (read, train or admin), print it once, and exit."
-        ),
+        str | None, option("ROLE", "Make a key (read, train or admin), print it once, and exit.")
     ] = None,
     api_key: Annotated[str | None, typer.Option(hidden=True)] = None,
 ) -> None:

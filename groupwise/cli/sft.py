@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from groupwise.cli.options import AsJson
+from groupwise.cli.options import AsJson, flag
 from groupwise.cli.rl import ConfigOption, Overrides, StartOptions, TaskOption, config_of
 
 
@@ -18,9 +18,9 @@ def sft(
     start: StartOptions,
     dry_run: Annotated[
         bool,
-        typer.Option(
+        flag(
+            "Print the resolved config, the plan, and the first rows with ⟦trained parts⟧ as JSON.",
             "--dry-run",
-            help="Print the resolved config, the plan, and the first rows with ⟦trained parts⟧ as JSON.",
         ),
     ] = False,
     as_json: AsJson = False,

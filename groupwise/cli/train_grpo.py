@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from groupwise.cli.options import AsJson, Command, command
+from groupwise.cli.options import AsJson, Command, command, flag, option
 from groupwise.cli.output import Stopped, run_command
 from groupwise.cli.rl import Overrides, ResumeOptions
 from groupwise.jobs.launch.train_grpo import DEFAULTS, PROGRAM
@@ -56,71 +56,54 @@ class FlagOptions:
 
     model: Annotated[
         str | None,
-        typer.Option(
-            "--model",
-            metavar="MODEL",
-            help="A hub id, a folder, a .gguf file, or an alias (smollm2-135m-instruct, tiny).",
+        option(
+            "MODEL", "A hub id, a folder, a .gguf file, or an alias (smollm2-135m-instruct, tiny)."
         ),
     ] = None
     dataset: Annotated[
-        str | None,
-        typer.Option(
-            "--dataset", metavar="DATA", help="A JSON or JSON lines file, or a hub id OWNER/NAME."
-        ),
+        str | None, option("DATA", "A JSON or JSON lines file, or a hub id OWNER/NAME.")
     ] = None
     reward_function: Annotated[
         list[str],
-        typer.Option(
+        option(
+            "NAME",
+            "A reward by its name, or module:function, file.py:function. May be repeated.",
             "--reward_function",
-            metavar="NAME",
-            help="A reward by its name, or module:function, file.py:function. May be repeated.",
         ),
     ] = field(default_factory=list[str])
     preprocessing_pipeline: Annotated[
         str,
-        typer.Option(
-            "--preprocessing_pipeline",
-            metavar="NAME",
-            help="generic: the prompt is text, and its answer becomes `reference`. deepseek: the prompt is a chat. Or "
+        option(
+            "NAME",
+            "generic: the prompt is text, and its answer becomes `reference`. deepseek: the prompt is a chat. Or "
             "module:function, row to row or None.",
+            "--preprocessing_pipeline",
         ),
     ] = DEFAULTS["preprocessing_pipeline"]
-    max_steps: Annotated[int, typer.Option("--max_steps", metavar="N", help="Steps to train.")] = (
-        DEFAULTS["max_steps"]
+    max_steps: Annotated[int, option("N", "Steps to train.", "--max_steps")] = DEFAULTS["max_steps"]
+    learning_rate: Annotated[float, option("X", "Peak step size of AdamW.", "--learning_rate")] = (
+        DEFAULTS["learning_rate"]
     )
-    learning_rate: Annotated[
-        float, typer.Option("--learning_rate", metavar="X", help="Peak step size of AdamW.")
-    ] = DEFAULTS["learning_rate"]
-    batch_size: Annotated[
-        int, typer.Option("--batch_size", metavar="N", help="Prompts per step.")
-    ] = DEFAULTS["batch_size"]
-    num_generations: Annotated[
-        int, typer.Option("--num_generations", metavar="N", help="Completions per prompt.")
-    ] = DEFAULTS["num_generations"]
+    batch_size: Annotated[int, option("N", "Prompts per step.", "--batch_size")] = DEFAULTS[
+        "batch_size"
+    ]
+    num_generations: Annotated[int, option("N", "Completions per prompt.", "--num_generations")] = (
+        DEFAULTS["num_generations"]
+    )
     max_prompt_length: Annotated[
-        int,
-        typer.Option(
-            "--max_prompt_length",
-            metavar="N",
-            help="Tokens; longer prompts are left out and counted.",
-        ),
+        int, option("N", "Tokens; longer prompts are left out and counted.", "--max_prompt_length")
     ] = DEFAULTS["max_prompt_length"]
     max_completion_length: Annotated[
-        int,
-        typer.Option(
-            "--max_completion_length", metavar="N", help="Tokens; longer ones are cut off."
-        ),
+        int, option("N", "Tokens; longer ones are cut off.", "--max_completion_length")
     ] = DEFAULTS["max_completion_length"]
     output_dir: Annotated[
         str,
-        typer.Option(
-            "--output_dir",
-            metavar="DIR",
-            help="Output folder: the full model at its top, the run below it.",
+        option(
+            "DIR", "Output folder: the full model at its top, the run below it.", "--output_dir"
         ),
     ] = DEFAULTS["output_dir"]
     use_unsloth: Annotated[
-        bool, typer.Option("--use_unsloth", help="Have Unsloth load and compute the model.")
+        bool, flag("Have Unsloth load and compute the model.", "--use_unsloth")
     ] = False
 
 
@@ -130,10 +113,10 @@ class ResumeFlags(ResumeOptions):
 
     resume_from: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "PATH",
+            "Continue from the checkpoint in this folder. The environment variable RESUME_FROM, if set, overrides it.",
             "--resume_from",
-            metavar="PATH",
-            help="Continue from the checkpoint in this folder. The environment variable RESUME_FROM, if set, overrides it.",
         ),
     ] = None
 
@@ -144,10 +127,7 @@ def train_grpo(
     overrides: Overrides = None,
     start: ResumeFlags,
     dry_run: Annotated[
-        bool,
-        typer.Option(
-            "--dry_run", help="Print the resolved config and the plan as JSON; train nothing."
-        ),
+        bool, flag("Print the resolved config and the plan as JSON; train nothing.", "--dry_run")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -173,10 +153,7 @@ def train_grpo(
 
 
 app = typer.Typer(
-    name=PROGRAM,
-    add_completion=False,
-    rich_markup_mode=None,
-    pretty_exceptions_enable=False,
+    name=PROGRAM, add_completion=False, rich_markup_mode=None, pretty_exceptions_enable=False
 )
 command(app, PROGRAM, cls=_FlagCommand)(train_grpo)
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from groupwise.cli.options import flag, option
 from groupwise.cli.output import say
 
 if TYPE_CHECKING:
@@ -17,43 +18,27 @@ if TYPE_CHECKING:
 
 
 def web(
-    dir: Annotated[Path, typer.Option("--dir", help="Folder that holds the runs.")] = Path("runs"),
-    host: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="Address to listen at.")
-    ] = "127.0.0.1",
+    dir: Annotated[Path, option(None, "Folder that holds the runs.", "--dir")] = Path("runs"),
+    host: Annotated[str, option("ADDRESS", "Address to listen at.")] = "127.0.0.1",
     port: Annotated[
-        int,
-        typer.Option(metavar="PORT", min=0, max=65535, help="Port to listen at; 0: any free port."),
+        int, option("PORT", "Port to listen at; 0: any free port.", min=0, max=65535)
     ] = 8080,
-    key_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="File with one line per API key.")
-    ] = None,
-    tls_certificate: Annotated[
-        str | None, typer.Option(metavar="PEM", help="Certificate, for https.")
-    ] = None,
-    tls_key: Annotated[
-        str | None, typer.Option(metavar="PEM", help="Private key of the certificate.")
-    ] = None,
+    key_file: Annotated[Path | None, option("FILE", "File with one line per API key.")] = None,
+    tls_certificate: Annotated[str | None, option("PEM", "Certificate, for https.")] = None,
+    tls_key: Annotated[str | None, option("PEM", "Private key of the certificate.")] = None,
     proxy: Annotated[
-        str | None,
-        typer.Option(metavar="ADDRESS", help="Address of a proxy in front that terminates TLS."),
+        str | None, option("ADDRESS", "Address of a proxy in front that terminates TLS.")
     ] = None,
     fleet: Annotated[
         str | None,
-        typer.Option(
-            metavar="FOLDER|URL",
-            help="Show this fleet, too: its folder, or the address of its API.",
-        ),
+        option("FOLDER|URL", "Show this fleet, too: its folder, or the address of its API."),
     ] = None,
-    server: Annotated[
-        str | None,
-        typer.Option(metavar="URL", help="Show this training server, too."),
-    ] = None,
+    server: Annotated[str | None, option("URL", "Show this training server, too.")] = None,
     allow_actions: Annotated[
         bool,
-        typer.Option(
+        flag(
+            "Keys with the role train or admin may change jobs, and those with admin machines.",
             "--allow-actions",
-            help="Keys with the role train or admin may change jobs, and those with admin machines.",
         ),
     ] = False,
 ) -> None:

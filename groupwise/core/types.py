@@ -327,6 +327,13 @@ class RolloutCredit:
     advantage: float
     scale: float
     """The per-sequence normaliser: 1, or 1 / number of trained tokens for a per-sequence mean."""
+    token_advantages: tuple[float, ...] | None = None
+    """The advantage of each token that the policy wrote, in order, where they may differ; `advantage` is then for the record."""
+
+    @property
+    def is_zero(self) -> bool:
+        """True if no token has an advantage."""
+        return not any(self.token_advantages or (self.advantage,))
 
 
 @dataclass(frozen=True, slots=True)
@@ -383,8 +390,8 @@ class Row:
     withheld: tuple[MaskedTokens, ...] = ()
     """Ranges where the policy could not draw every token, because of `SamplingParams.min_tokens`; they do not overlap."""
     credits: tuple[float, ...] | None = None
-    """The credit of each token, as long as `completion_ids`, if the caller supplies it. Only the loss `given` reads it, in place of
-    `advantage` and `scale`."""
+    """The advantage of each token, as long as `completion_ids`, in place of `advantage`; None: all tokens have the same. The loss `given`
+    ignores `scale` too."""
     targets: tuple[int, ...] | None = None
     """Ids whose log-probabilities are computed, in place of the completion's own: K of them for each token of the completion, those of one
     token after those of the one before it. The completion remains the context. What is said to be as long as `completion_ids` is then as
@@ -430,7 +437,7 @@ class Policy:
     version: int
     """+1 for each publication of the run; 0 is the policy that the run started from."""
     fingerprint: str
-    """SHA-256 (hex, 16 digits) of the published tensors: names, shapes and bytes."""
+    """SHA-256 (hex, 16 digits) of the published tensors: names, shapes and bytes, as a tree (`groupwise.engine.models.fingerprint`)."""
     kind: Literal["adapter", "full"]
     path: str
     """Folder of the tensors, in peft's format (adapter) or transformers' (full)."""

@@ -11,7 +11,8 @@ from groupwise.api.http.app import ApiInfo, assemble
 from groupwise.api.http.route import Route
 from groupwise.api.schemas.keys import Caller, Keyring, caller_of
 from groupwise.server.routes import events, health, models, training
-from groupwise.server.routes.context import ServiceLike, Serving
+from groupwise.server.routes.context import Serving
+from groupwise.server.run.service import Service
 from groupwise.server.settings import ServerConfig
 
 ROUTES: tuple[Route, ...] = (*training.ROUTES, *models.ROUTES, *events.ROUTES, *health.ROUTES)
@@ -24,7 +25,7 @@ DESCRIPTION = (
 
 
 def make_app(
-    service: ServiceLike,
+    service: Service,
     config: ServerConfig,
     keys: Keyring | None,
     also: Sequence[Route] = (),

@@ -44,7 +44,7 @@ from groupwise.server.ledger.writer import Ledger
 from groupwise.server.openai.service import OpenAIService
 from groupwise.server.parts.service import NAME as PARTS
 from groupwise.server.parts.service import PartsService
-from groupwise.server.routes.context import ServiceLike, Serving
+from groupwise.server.routes.context import Serving
 from groupwise.server.routes.openai import attach_openai_errors, openai_routes
 from groupwise.server.routes.parts import parts_routes
 from groupwise.server.routes.responses import response_routes
@@ -78,7 +78,7 @@ WARNINGS = frozenset(
 class Services:
     """The services that answer requests: ask/post, and the further protocols."""
 
-    service: ServiceLike
+    service: Service
     openai: OpenAIService | None = None
     verbs: Verbs | None = None
     parts: PartsService | None = None
@@ -369,7 +369,7 @@ async def _cancel_tasks(*tasks: asyncio.Task[Any]) -> None:
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _log_events(service: ServiceLike) -> None:
+async def _log_events(service: Service) -> None:
     """Log one line for each event except steps, which the conductor logs."""
     last_id = await service.last_event()
     while True:

@@ -313,8 +313,13 @@ async def start_supervised(
     return _supervised_parts(workers, layout)
 
 
-async def start_serving(config: RunConfig, layout: Layout, weights: Path | None) -> ServingParts:
-    """Build a sampler of the adapter or full weights in `weights`; if None, of the config's own policy. See `start_training`."""
+async def start_serving(
+    config: RunConfig, layout: Layout, weights: Path | None, server_log: Path | None = None
+) -> ServingParts:
+    """Build a sampler of the adapter or full weights in `weights`; if None, of the config's own policy. See `start_training`.
+
+    `server_log`: file for the output of a vLLM server that is started for it; None: one in the cache.
+    """
     if config.run.server is not None:
         parts = await _build_on_server("serving", config, layout, "served", Path(), weights)
         return ServingParts(parts.sampler, parts.stop_token_ids, session=parts.session)
@@ -333,6 +338,8 @@ async def start_serving(config: RunConfig, layout: Layout, weights: Path | None)
     assert workers.sampler is not None
     by_http = _http_sampler(workers.sampler)
     if by_http is not None:
+        if server_log is not None:
+            by_http.follow_server(server_log, logger.warning)
         await _serve_by_http(by_http, config, weights)
     return ServingParts(workers.sampler, workers.stop_token_ids, by_http=by_http)
 
@@ -444,7 +451,7 @@ def _server_sampler(
 
     sampler_config, timing = config.sampler, Timing()
     base = sampler_config.served_model or config.model.name
-    own_server, sync = None, AdapterFiles()
+    own_server, shared = None, None
     if sampler_config.vllm_python is not None:
         own_server = _own_server(config, layout, witness.rank, timing)
         servers = Servers(
@@ -453,9 +460,6 @@ def _server_sampler(
             timing,
             lambda: f"Read why in {own_server.log}",
         )
-        if witness.rank is None:
-            in_memory = own_server.spec.takes == "ipc"
-            sync = WholeWeights(base, witness.ipc_handles if in_memory else None)
     else:
         endpoints = [
             Endpoint(url, base, sampler_config.api_key_env, sampler_config.timeout)
@@ -470,7 +474,22 @@ def _server_sampler(
     if sampler_config.adapter_folder is not None:
         folder = Path(sampler_config.adapter_folder).expanduser().resolve()
         there = (sampler_config.adapter_folder_there or str(folder)).rstrip("/")
-        sync = AdapterFiles(SharedFolder(folder, there))
+        shared = SharedFolder(folder, there)
+    takes = sampler_config.weight_transfer or "files"
+    if own_server is not None:
+        takes = own_server.spec.takes
+    sync = (
+        AdapterFiles(shared)
+        if witness.rank is not None or takes == "adapters"
+        else WholeWeights(
+            base,
+            takes,
+            witness,
+            timeout=sampler_config.weight_transfer_timeout,
+            shared=shared,
+            own=own_server,
+        )
+    )
     return ServerSampler(
         servers,
         witness,
@@ -503,7 +522,15 @@ def _own_server(
             f"{layout.key_length} tokens together. Leave it out, or lower data.max_prompt_length or sampler.max_completion_length."
         )
     gpus = own_server_gpus(config, layout)
-    takes = "adapters" if rank else "ipc" if gpus.shared else "files"
+    takes = sampler_config.weight_transfer or ("ipc" if gpus.shared else "files")
+    if rank is not None:
+        takes = "adapters"
+    if takes in ("ipc", "nccl") and gpus.shared != (takes == "ipc"):
+        where = "a GPU of its own" if takes == "ipc" else "the learner's own GPU"
+        raise UsageError(
+            f"sampler.weight_transfer is {takes}, but the server of sampler.vllm_python gets {where}: ipc is for the learner's own GPU, "
+            "nccl for others. Leave weight_transfer out, or change the number of GPUs (CUDA_VISIBLE_DEVICES)."
+        )
     if takes == "ipc" and spawned_server.has_expandable_segments(os.environ):
         takes = "files"
         logger.warning(
@@ -839,7 +866,9 @@ def _start_processes(kind: Kind, config: AnyConfig, layout: Layout) -> SpawnedWo
 
 
 def _first_gpu(layout: Layout) -> int:
-    """Index of the first sampler's GPU. The GPUs before it belong to this machine's learners."""
+    """Index of the first sampler's GPU. The GPUs before it belong to this machine's learners, unless they share them."""
+    if layout.shares_gpus:
+        return 0
     launch = read_torchrun_rank()
     return layout.learners if launch is None else launch.local_count
 

@@ -400,9 +400,9 @@ class RunConfig(Strict):
     def _sampling_server_conflicts(self) -> Iterator[Conflict]:
         settings: dict[str, tuple[bool, str, str]] = {
             "lora": (
-                self.lora is None and self.sampler.vllm_python is None,
-                "null",
-                "only a vLLM that the run starts (sampler.vllm_python) takes whole models",
+                self.lora is not None and self.sampler.weight_transfer is not None,
+                "set",
+                f"sampler.weight_transfer is {self.sampler.weight_transfer}, which has no effect on adapters",
             ),
             "lora.target_parameters": (
                 self.lora is not None and bool(self.lora.target_parameters),

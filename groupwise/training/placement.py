@@ -17,7 +17,7 @@ from groupwise.engine.distributed import prefork
 from groupwise.engine.distributed.torchrun import check_world_size, read_torchrun_rank
 from groupwise.engine.models.config import Dtype
 from groupwise.engine.models.machine import available_cores
-from groupwise.engine.models.plan import MICROBATCHES
+from groupwise.engine.models.plan import MICROBATCHES, LearningProcess
 from groupwise.training.config import RunConfig
 from groupwise.training.rollout_builder import longest_completion
 from groupwise.training.sft_config import SftConfig
@@ -33,7 +33,7 @@ SLOT_BLOCK = 8
 MAX_GPU_SLOTS = 256
 USABLE = 0.9
 """Largest fraction of a GPU's free memory that a run plans to take."""
-EXACT_FIELDS = frozenset({"frees_cache"})
+EXACT_FIELDS = frozenset({"frees_cache", "shares_gpus"})
 """Fields of a layout that change no number of a run."""
 SHARE_OF_CACHE = 0.3
 """Largest fraction of a GPU's memory for the keys and values of all slots; the rest is for weights and learning."""
@@ -76,6 +76,8 @@ class Layout:
     """True if each completion is drawn with its own seed; false if servers draw with random numbers of their own."""
     frees_cache: bool = False
     """True if the sampler frees its keys and values while the run learns, because the GPU's memory would be short."""
+    shares_gpus: bool = False
+    """True if the samplers compute on the learners' GPUs, because there are no others."""
     tf32: bool = False
     """True if the GPU computes float32 matrix products in TF32."""
 
@@ -128,7 +130,7 @@ class Layout:
 def with_layout_defaults(layout: Mapping[str, Any]) -> dict[str, Any]:
     """A recorded layout, with defaults for the fields that earlier versions did not record."""
     defaults = {"processes": 1, "learners": 1, "samplers": 0, "strategy": "ddp"}
-    return {**defaults, "tf32": False, "frees_cache": False, **layout}
+    return {**defaults, "tf32": False, "frees_cache": False, "shares_gpus": False, **layout}
 
 
 def choose_layout(config: RunConfig, longest_prompt: int) -> Layout:
@@ -148,6 +150,7 @@ def choose_layout(config: RunConfig, longest_prompt: int) -> Layout:
             sampler.vllm_python is None or layout.device == "cpu"
         )
     _refuse_float32_adapters(config, layout)
+    _refuse_transfer_without_gpu(config, layout)
     slots = sampler.max_num_seqs or _slot_count(config, layout)
     return replace(layout, slots=slots, seeded=seeded)
 
@@ -160,6 +163,16 @@ def _refuse_float32_adapters(config: RunConfig, layout: Layout) -> None:
         raise ConfigError(
             f"model.dtype is {config.model.dtype}{chosen}, but on a GPU the vLLM of sampler.vllm_python computes adapters in bfloat16 "
             "or float16 alone. Set model.dtype: bfloat16, train all weights (lora: null), or leave sampler.engine out."
+        )
+
+
+def _refuse_transfer_without_gpu(config: RunConfig, layout: Layout) -> None:
+    """Raise ConfigError if servers were to receive weights from a GPU that the learner does not have."""
+    transfer = config.sampler.weight_transfer
+    if transfer in ("ipc", "nccl") and layout.device == "cpu":
+        raise ConfigError(
+            f"sampler.weight_transfer is {transfer}, which sends weights from the learner's GPU, but the run learns on the CPU. Set it to "
+            "files, or leave it out."
         )
 
 
@@ -270,18 +283,8 @@ def _local_layout(config: AnyConfig) -> Layout:
         read_torchrun_rank(),
     )
     check_world_size(launch, learners)
-    gpus_needed = (launch.local_count if launch is not None else learners) + samplers
-    if (
-        gpus_needed > 1
-        and device != "cpu"
-        and gpus_needed > (gpus_available := prefork.gpu_count())
-    ):
-        samplers_note = f" and distributed.samplers is {samplers}" if samplers else ""
-        raise ConfigError(
-            f"distributed.learners is {learners}{samplers_note}, which needs {gpus_needed} GPUs on this machine, one for each; "
-            f"there {'are' if gpus_available != 1 else 'is'} {gpus_available}. Ask for fewer, start the run by torchrun on several "
-            "machines, or set CUDA_VISIBLE_DEVICES= to compute on the CPU."
-        )
+    learners_here = launch.local_count if launch is not None else learners
+    shares_gpus = device != "cpu" and _share_gpus(config, learners_here)
     separate = learners > 1 or samplers > 0
     processes = learners + samplers if separate else _process_count(config, device)
     if config.model.backend == "unsloth":
@@ -297,36 +300,70 @@ def _local_layout(config: AnyConfig) -> Layout:
         slots=0,
         key_length=0,
         max_tokens_per_microbatch=config.training.max_tokens_per_microbatch
-        or _microbatch_tokens(config, device, dtype, gpus_needed - samplers),
+        or _microbatch_tokens(config, device, dtype, learners_here, shares_gpus=shares_gpus),
         processor=prefork.describe_processor(device),
         torch=version,
         processes=processes,
         learners=learners,
         samplers=samplers,
+        shares_gpus=shares_gpus,
         strategy=config.distributed.strategy,
     )
 
 
-def _microbatch_tokens(config: AnyConfig, device: str, dtype: Dtype, learners: int) -> int:
+def _share_gpus(config: AnyConfig, learners: int) -> bool:
+    """True if the samplers of a run with so many learners on this machine compute on their GPUs.
+
+    Raises ConfigError if there are too few GPUs for that too, or if samplers and learners would take turns on them.
+    """
+    samplers = samplers_of(config)
+    needed = learners + samplers
+    if needed == 1 or needed <= (available := prefork.gpu_count()):
+        return False
+    lag = config.training.max_off_policy_steps if isinstance(config, RunConfig) else 0
+    suits = available == learners and samplers <= learners
+    if suits and lag > 0:
+        return True
+    samplers_note = f" and distributed.samplers is {samplers}" if samplers else ""
+    hint = "Ask for fewer"
+    if suits:
+        hint = (
+            "With training.max_off_policy_steps: 1 samplers share the learners' GPUs, and the next step is sampled while this one is "
+            "learnt from; without it they would take turns, and need the weights twice. Set it, ask for fewer"
+        )
+    raise ConfigError(
+        f"distributed.learners is {config.distributed.learners}{samplers_note}, which needs {needed} GPUs on this machine, one for each; "
+        f"there {'are' if available != 1 else 'is'} {available}. {hint}, start the run by torchrun on several "
+        "machines, or set CUDA_VISIBLE_DEVICES= to compute on the CPU."
+    )
+
+
+def _microbatch_tokens(
+    config: AnyConfig, device: str, dtype: Dtype, learners: int, *, shares_gpus: bool
+) -> int:
     """Tokens that each of this machine's `learners` computes at once, if the config does not say: on a GPU by its free memory."""
     if device == "cpu" or config.model.backend != "transformers":
         return MICROBATCH
     full, beta = config.lora is None, getattr(getattr(config, "algorithm", None), "beta", 0.0)
-    return prefork.fitting_microbatch(
-        config.model,
-        config.lora,
-        dtype,
-        device,
-        full and beta > 0,
-        config.training.gradient_checkpointing,
-        config.distributed.learners if config.distributed.strategy == "fsdp2" else 1,
-        isinstance(config, RunConfig) and not samplers_of(config),
-        int(_learners_share(config, learners) * (prefork.free_memory(device) or 0)),
+    process = LearningProcess(
+        dtype=dtype,
+        device=device,
+        needs_reference=full and beta > 0,
+        gradient_checkpointing=config.training.gradient_checkpointing,
+        parts=config.distributed.learners if config.distributed.strategy == "fsdp2" else 1,
+        samples=isinstance(config, RunConfig) and not samplers_of(config),
     )
+    free = prefork.free_memory(device) or 0
+    memory = _learners_share(config, learners, shares_gpus=shares_gpus) * free
+    if shares_gpus:
+        memory -= prefork.sampler_weights_bytes(config.model, config.lora, dtype, device)
+    return prefork.fitting_microbatch(config.model, config.lora, process, int(memory))
 
 
-def _learners_share(config: AnyConfig, learners: int) -> float:
-    """The part of a GPU's free memory that its learner may take: what the sampler there leaves, but a tenth."""
+def _learners_share(config: AnyConfig, learners: int, *, shares_gpus: bool) -> float:
+    """The part of a GPU's free memory that its learner may take: what the sampler's keys and values there leave, but a tenth."""
+    if shares_gpus:
+        return USABLE - SHARE_OF_CACHE
     if isinstance(config, SftConfig) or samplers_of(config) or config.sampler.url:
         return USABLE
     if config.sampler.vllm_python is None:

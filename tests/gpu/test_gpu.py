@@ -157,6 +157,12 @@ def test_a_short_run_frees_its_cache(tmp_path, monkeypatch):
         assert store.get_meta()["layout"]["frees_cache"]
 
 
+def test_a_sampler_on_the_learners_gpu_draws_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr("groupwise.engine.models.machine.gpu_count", lambda: 1)
+    case = DeviceCase(GPU, cuda_graphs, tmp_path, held)
+    device_checks.a_sampler_beside_the_learner_draws_the_same(case)
+
+
 @pytest.mark.parametrize("name", SOME)
 def test_gradients_in_tf32(name, tmp_path):
     if not has_tf32("cuda"):
@@ -197,23 +203,33 @@ def test_looking_ahead_draws_the_same(monkeypatch, tmp_path):
 def test_the_next_token_is_begun_without_waiting(monkeypatch, tmp_path):
     weights = device_checks.served("llama", GPU, torch.bfloat16, adapter=True)
     sampler = device_checks.sampler_of(DeviceCase(GPU, cuda_graphs, tmp_path, held), weights)
-    start, ahead = TorchSampler._start_drawing, 0
+    ahead = {"_start_drawing": 0, "_start_members": 0}
 
-    def started(sampler: TorchSampler, members: Any, previous: Any) -> Any:
-        nonlocal ahead
-        if previous is None:
-            return start(sampler, members, previous)
-        ahead += 1
-        torch.cuda.set_sync_debug_mode("error")
-        try:
-            return start(sampler, members, previous)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
+    def without_waiting(name: str) -> Callable[..., Any]:
+        start = getattr(TorchSampler, name)
 
-    monkeypatch.setattr(TorchSampler, "_start_drawing", started)
-    asked = [GroupRequest(0, (3, 4, 5), (1, 2, 3), SamplingParams(40, min_tokens=40))]
-    device_checks.generated(sampler, asked)
-    assert ahead > 20
+        def started(sampler: TorchSampler, *given: Any) -> Any:
+            if not sampler._members:  # the first of all
+                return start(sampler, *given)
+            ahead[name] += 1
+            torch.cuda.set_sync_debug_mode("error")
+            try:
+                return start(sampler, *given)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+        return started
+
+    asked = [
+        GroupRequest(n, (3, 4, 5 + n), (1, 2, 3, 4), SamplingParams(40 + n, min_tokens=40 + n))
+        for n in range(8)
+    ]
+    wanted = device_checks.generated(sampler, asked)  # records the graph
+    for name in ahead:
+        monkeypatch.setattr(TorchSampler, name, without_waiting(name))
+    assert device_checks.generated(sampler, asked) == wanted
+    assert ahead["_start_drawing"] > 80
+    assert ahead["_start_members"] > 2
 
 
 @pytest.mark.parametrize("rate", [1e-6, 1e-5, 1e-4])

@@ -33,7 +33,7 @@ from tests.integration.test_learners import (
     lost_by_a_kill,
     scaled,
 )
-from tests.integration.test_ranks import SFT, supervised
+from tests.integration.test_ranks import SFT, metrics, supervised
 from tests.integration.toy_run import TOY, go_on, ratios_of, what_must_be_equal
 
 pytestmark = [
@@ -122,14 +122,35 @@ def files(run: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("lora", [{"r": 4, "dropout": 0.0}, None])
 def test_supervised_runs(tmp_path, lora):
+    one, two = supervised_runs(tmp_path, lora, "float32")
+    assert_close(one, two, ALL_WEIGHTS if lora is None else WEIGHTS)
+
+
+def test_all_weights_computed_in_bfloat16(tmp_path):
+    """The parts are float32. A gradient's products round, so a step differs by as much as two divisions of its rows."""
+    one, two = supervised_runs(tmp_path, None, "bfloat16")
+    for name in ("loss", "grad_norm"):
+        found, same = (metrics(run, name, steps=4) for run in (two, one))
+        assert found == pytest.approx(same, rel=1e-2)
+        assert found[0] == pytest.approx(same[0], rel=1e-3)
+    weights, others = (load_file(run / "final" / ALL_WEIGHTS) for run in (one, two))
+    distance, length = (
+        sum(float((weights[k].float() - of.get(k, 0.0)).square().sum()) for k in weights)
+        for of in (others, {})
+    )
+    assert distance < 1e-4 * length
+
+
+def supervised_runs(folder: Path, lora: dict[str, Any] | None, dtype: str) -> list[Path]:
+    """Of one learner and of two."""
     for count in (1, 2):
-        settings = {**supervised(tmp_path / str(count), 1), "lora": lora}
+        settings = {**supervised(folder / str(count), 1), "lora": lora}
+        settings["model"]["dtype"] = dtype
         settings["run"] |= {"processes": None, "threads": count}
         if count > 1:
             settings["distributed"] = {"learners": 2, "strategy": "fsdp2"}
         assert groupwise.sft(settings, SFT).exit_code == 0
-    file = ALL_WEIGHTS if lora is None else WEIGHTS
-    assert_close(tmp_path / "1/sft", tmp_path / "2/sft", file)
+    return [folder / str(count) / "sft" for count in (1, 2)]
 
 
 def noted_numbers(patch: pytest.MonkeyPatch) -> list[list[dict[str, int]]]:

@@ -17,7 +17,7 @@ def test_all_parts_are_measured(tmp_path: Path) -> None:
     subprocess.run(command, cwd=ROOT, check=True)
     found = json.loads(out.read_text())["sizes"]["tiny"]
     assert {*found} == {
-        "sampling without graphs", "sampling", "gap", "learning, 200 tokens", "publication", "all weights, 200 tokens",
+        "sampling without graphs", "sampling", "few long rows", "gap", "learning, 200 tokens", "publication", "all weights, 200 tokens",
     }  # fmt: skip
     assert all(value >= 0 for key in found.keys() - {"gap"} for value in found[key].values())
     assert found["gap"]["mean_absolute"] < 0.05

@@ -96,6 +96,12 @@ def test_looking_ahead_draws_the_same(case, monkeypatch):
     device_checks.looking_ahead_draws_the_same(case, monkeypatch)
 
 
+def test_a_sampler_beside_the_learner_draws_the_same(tmp_path):
+    device_checks.a_sampler_beside_the_learner_draws_the_same(
+        DeviceCase(CPU, FakeCudaGraph, tmp_path, bytes_held)
+    )
+
+
 def test_the_fused_attention_gives_the_gradients_of_the_other(monkeypatch, tmp_path):
     pieces = device_checks.gradients("qwen3", CPU, tmp_path)
     monkeypatch.setattr(attention, "piece_attention", fused_attention)

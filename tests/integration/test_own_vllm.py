@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -17,17 +18,20 @@ from starlette.responses import Response
 import groupwise
 from groupwise.core.errors import UsageError
 from groupwise.core.rendezvous import SET_BY_TORCHRUN
-from groupwise.engine.sampler.servers import spawned_server, witness
+from groupwise.engine.sampler.servers import nccl, spawned_server, witness
 from groupwise.engine.sampler.servers.spawned_server import ServerGpus, server_gpus
 from groupwise.runs import publications
+from groupwise.training import placement
 from groupwise.training.callbacks.base import Callback
 from tests.fake_vllm_server import GPU, VllmServer, refusal
+from tests.gloo_transfer import GlooGroup
 from tests.integration.toy_run import TOY, begun_in_child, config
 from tests.processes import all_gone
 
 FAKE = Path(__file__).parents[1] / "fake_vllm.py"
 SHARED = ServerGpus(("0",), 0.7, True, True)
 """The learner's GPU, on which the server sleeps while the run learns."""
+OTHER = ServerGpus(("1",), 0.9)
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 
 
@@ -204,8 +208,73 @@ def test_all_weights_are_trained_with_it(
     taken = paths.count("/update_weights"), paths.count("/collective_rpc")
     assert (min(taken), max(taken) >= 5) == (0, True)
     assert (taken[0] > 0) == maps == (server.weight_version is not None)
-    assert groupwise.evaluate(given, TOY, policy=str(tmp_path / "runs/toy")).rows
+    evaluation = groupwise.evaluate(given, TOY, policy=str(tmp_path / "runs/toy"))
+    assert evaluation.rows
+    assert evaluation.path is not None
+    assert evaluation.path.with_suffix(".vllm.log").read_text() == "begins\n"
     assert len(told(tmp_path)) == 3
+
+
+@pytest.fixture
+def broadcast(tmp_path: Path, python: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """The settings of a run whose server gets all weights by a group, of gloo in NCCL's place."""
+    monkeypatch.setattr(spawned_server, "server_gpus", lambda *_, **__: OTHER)
+    monkeypatch.setattr(placement, "_refuse_transfer_without_gpu", lambda *_: None)
+    monkeypatch.setattr(nccl, "NcclGroup", GlooGroup)
+    given = {**settings(tmp_path, python), "lora": None}
+    given["sampler"] |= {
+        "weight_transfer": "nccl", "weight_transfer_timeout": 20.0, "logprob_tolerance": 1e-4
+    }  # fmt: skip
+    return given
+
+
+@pytest.mark.parametrize(
+    "where",
+    [None, "between", "/init_weight_transfer_engine", "/start_weight_update", "/update_weights", "/finish_weight_update"],
+)  # fmt: skip
+def test_a_server_on_another_gpu_receives_all_weights(
+    tmp_path: Path, server: VllmServer, broadcast: dict[str, Any], where: str | None
+) -> None:
+    """It gets them again, by a new group, if it is killed at any point on the way, or between two publications."""
+    killed: list[int] = []
+
+    async def kill(path: str, _: Any) -> Response | None:
+        if path == where and not killed:
+            killed.append(told(tmp_path)[0]["pid"])
+            os.kill(killed[0], signal.SIGKILL)
+            return refusal(500, "nobody gets this")
+        return None
+
+    server.interfere = kill
+    if where == "between":
+        broadcast["callbacks"] = [{"name": f"{__name__}:Kills", "folder": str(tmp_path)}]
+    result = groupwise.rl(broadcast, TOY)
+    assert result.summary["steps"] == 3
+    starts = told(tmp_path)
+    assert len(starts) == (1 if where is None else 2)
+    assert starts[0]["weight_transfer_config"] == {"backend": "nccl"}
+    assert not server.bodies("/collective_rpc")
+    assert len(server.bodies("/init_weight_transfer_engine")) == len(starts)
+    assert str(server.weight_version).startswith("groupwise-toy-v")
+
+
+def test_one_that_never_takes_them_is_ended_and_reads_files(
+    tmp_path: Path, server: VllmServer, broadcast: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two times it is started again; then its workers are asked for nothing more."""
+
+    async def hang(path: str, _: Any) -> Response | None:
+        if path == "/update_weights":
+            await asyncio.sleep(30)
+        return None
+
+    server.interfere = hang
+    broadcast["sampler"]["weight_transfer_timeout"] = 0.5
+    assert groupwise.rl(broadcast, TOY).summary["steps"] == 3
+    assert len(told(tmp_path)) == 3
+    assert len(server.bodies("/update_weights")) == 2
+    assert len(server.bodies("/collective_rpc")) >= 3
+    assert caplog.text.count("NCCL needs vLLM 0.30") == 1
 
 
 @pytest.mark.parametrize("refused", ["/init_weight_transfer_engine", "/start_weight_update"])

@@ -3,25 +3,36 @@
 1. what it samples is what is trained: every step begins at a ratio of 1, the reward rises, and each version is served under its name;
 2. a server that serves another base ends the run before it learns;
 3. an interrupted run goes on; a policy is evaluated by the server as by this machine;
-4. completions are weighed by what the learner makes of them, unless the config says otherwise; what does not go together is refused.
+4. completions are weighed by what the learner makes of them, unless the config says otherwise; what does not go together is refused;
+5. all weights of a model are given to servers of vLLM and SGLang, which may be started anew, as the run may.
 """
 
 from __future__ import annotations
 
+import os
+import signal
+import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from starlette.responses import Response
 
 import groupwise
-from groupwise.core.errors import ConfigError, PolicyMismatchError, UsageError
+from groupwise.core.errors import ConfigError, EndpointError, PolicyMismatchError, UsageError
 from groupwise.engine.models.tiny import tiny_model, tiny_tokenizer
+from groupwise.engine.sampler.servers import nccl
 from groupwise.runs.store import Store
+from groupwise.training import placement
 from groupwise.training.config import load_config
+from groupwise.training.placement import choose_layout
+from tests.fake_sglang_server import SglangServer
 from tests.fake_vllm_server import VllmServer, refusal
 from tests.forked_zygote import fork_peers
-from tests.integration.toy_run import STEPS, TOY, config
+from tests.gloo_transfer import GlooGroup
+from tests.integration.toy_run import STEPS, TOY, begun_in_child, config
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 SOAK = pytest.mark.soak(suite="engine")
@@ -182,9 +193,110 @@ def test_completions_of_a_server_are_weighed_unless_the_config_says_otherwise(tm
 
 @pytest.mark.parametrize(("words", "told"), [
     (["sampler.url=null"], "url"), (["sampler.url=[http://x, http://x]"], "url"), (["sampler.max_num_seqs=16"], "max_num_seqs"),
-    (["lora=null"], "lora"), (["run.processes=2", "run.threads=2"], r"run\.processes"), (["run.server=http://y"], r"run\.server"),
+    (["lora.r=4", "sampler.weight_transfer=files"], "lora"), (["lora=null", "sampler.weight_transfer=ipc"], "weight_transfer"),
+    (["lora=null", "sampler.weight_transfer=nccl", "sampler.adapter_folder=/x"], "adapter_folder"),
+    (["lora=null", "sampler.weight_transfer=nccl", "sampler.engine=sglang"], "SGLang takes all weights from files"),
+    (["lora=null", "sampler.weight_transfer=nccl"], "learns on the CPU"),
+    (["sampler.weight_transfer_timeout=9"], "weight_transfer_timeout"),
+    (["run.processes=2", "run.threads=2"], r"run\.processes"), (["run.server=http://y"], r"run\.server"),
     (["model.backend=tunix"], r"model\.backend"),
 ])  # fmt: skip
 def test_what_does_not_go_together_is_refused(tmp_path, words, told):
     with pytest.raises(ConfigError, match=told):
-        load_config(settings(tmp_path, "http://x"), words)
+        choose_layout(load_config(settings(tmp_path, "http://x"), words).config, 8)
+
+
+# --- full fine-tuning ----------------------------------------------------------------------------
+
+
+def full_settings(runs: Path, *urls: str, learners: int = 1, **sampler: Any) -> dict[str, Any]:
+    given = {**settings(runs, *urls, learners=learners, **sampler), "lora": None}
+    if sampler.get("weight_transfer") == "nccl":
+        given["sampler"]["weight_transfer_timeout"] = 20.0
+    return given
+
+
+@pytest.fixture
+def gloo(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights are broadcast without a GPU."""
+    monkeypatch.setattr(nccl, "NcclGroup", GlooGroup)
+    monkeypatch.setattr(placement, "_refuse_transfer_without_gpu", lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("engine", "transfer", "learners"),
+    [("vllm", "files", 1), ("vllm", "nccl", 1), ("vllm", "nccl", 2), ("sglang", "files", 1)],
+)
+def test_all_weights_are_trained_with_servers_elsewhere(tmp_path, gloo, engine, transfer, learners):
+    """One of them is started anew in the middle: what it draws with the weights of its start is drawn again."""
+    kind = SglangServer if engine == "sglang" else partial(VllmServer, logprobs_mode=PROCESSED)
+    route = "/generate" if engine == "sglang" else "/completions"
+    took = {"nccl": "/update_weights", "files": "/collective_rpc"}[transfer]
+    took = "/update_weights_from_disk" if engine == "sglang" else took
+    shared = tmp_path / "shared"
+    with kind() as server, kind() as other:
+
+        async def start_again(path: str, _: Any) -> None:
+            if path == route and len(server.bodies(route)) == 4:
+                server._serve_base()
+
+        server.interfere = start_again
+        more = (
+            {"adapter_folder": str(shared)} if transfer == "files" else {"weight_transfer": "nccl"}
+        )
+        given = full_settings(
+            tmp_path / "runs", server.url, other.url, learners=learners, engine=engine, **more
+        )
+        folder = trained(given)
+        assert len(server.bodies(took)) == len(other.bodies(took)) + 1 >= STEPS
+        versions = {str(each.weight_version) for each in (server, other)}
+        assert len(versions) == 1
+        assert versions.pop().startswith("groupwise-toy-v")
+        if engine == "sglang":
+            assert {each["lora_path"] for each in other.bodies(route)} == {None}
+        assert groupwise.evaluate(given, TOY, policy=str(folder)).rows
+    assert not list(shared.glob("*/*"))
+
+
+def test_a_run_that_is_killed_while_it_sends_weights_goes_on_when_its_server_is_started_again(
+    tmp_path, gloo, server
+):
+    given = full_settings(
+        tmp_path / "runs", server.url, weight_transfer="nccl", timeout=1, patience=2
+    )
+    run = 0
+
+    async def kill(path: str, _: Any) -> None:
+        if path == "/update_weights" and len(server.bodies(path)) == 2:
+            os.kill(run, signal.SIGKILL)
+
+    server.interfere = kill
+    run = begun_in_child(lambda: groupwise.rl(given, TOY))
+    os.waitpid(run, 0)
+    server.interfere = None
+    while not server.hangs:
+        time.sleep(0.02)
+    with pytest.raises(EndpointError, match="None of the servers"):
+        groupwise.rl(given, TOY, resume=True)
+    server._serve_base()
+    assert groupwise.rl(given, TOY, resume=True).summary["steps"] == STEPS
+
+
+@pytest.mark.parametrize(
+    ("transfer", "refused", "told"),
+    [
+        ("nccl", "/init_weight_transfer_engine", r"vLLM 0\.30(.|\n)*weight-transfer-config"),
+        ("files", "/collective_rpc", r"vLLM 0\.27(.|\n)*sampler\.adapter_folder"),
+    ],
+)
+def test_a_server_that_takes_no_weights_is_told_what_to_be_started_with(
+    tmp_path, gloo, server, transfer, refused, told
+):
+    async def be_older(path: str, _: Any) -> Response | None:
+        return refusal(500, "unexpected keyword argument") if path == refused else None
+
+    server.interfere = be_older
+    given = full_settings(tmp_path, server.url, weight_transfer=transfer)
+    with pytest.raises(UsageError, match=told):
+        groupwise.rl(given, TOY)
+    assert not server.paused

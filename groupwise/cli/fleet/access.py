@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from groupwise.cli.options import option
 from groupwise.cli.output import say
 from groupwise.core.errors import UsageError
 from groupwise.core.terminal.quantities import byte_size
@@ -35,10 +36,10 @@ TIMEOUT = 60.0
 
 FleetOption = Annotated[
     str | None,
-    typer.Option(
+    option(
+        "F",
+        "Folder of the fleet, or address of its API; default: GROUPWISE_FLEET, else ~/.groupwise/fleet.",
         "--fleet",
-        metavar="F",
-        help="Folder of the fleet, or address of its API; default: GROUPWISE_FLEET, else ~/.groupwise/fleet.",
     ),
 ]
 JobArgument = Annotated[str, typer.Argument(metavar="JOB", help="Id of a job.")]

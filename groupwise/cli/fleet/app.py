@@ -36,10 +36,7 @@ command(app, "remove", "prune")(jobs.remove)
 command(app, "status")(roles.status)
 command(app, "doctor")(roles.doctor)
 command(app, "migrate")(roles.migrate)
-run = typer.Typer(
-    help="One role of the fleet in a process of its own.",
-    no_args_is_help=True,
-)
+run = typer.Typer(help="One role of the fleet in a process of its own.", no_args_is_help=True)
 command(run, "poller")(roles.poller)
 command(run, "dispatcher")(roles.dispatcher)
 command(run, "requeue")(roles.requeue)

@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any
 
-import typer
-
+from groupwise.cli.options import option
 from groupwise.cli.parsing import megabytes
 from groupwise.core.errors import UsageError
 
@@ -17,58 +16,45 @@ class EngineOptions:
 
     slots: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
+        option(
+            "N",
+            "Most jobs that wait for the engine or run there, together; at first 8.",
             min=1,
             max=1024,
-            help="Most jobs that wait for the engine or run there, together; at first 8.",
         ),
     ] = None
     gpus_per_job: Annotated[
         int | None,
-        typer.Option(
-            "--gpus-per-job",
-            metavar="N",
-            min=0,
-            max=1024,
-            help="Most GPUs that one job may ask the engine for; at first none.",
+        option(
+            "N", "Most GPUs that one job may ask the engine for; at first none.", min=0, max=1024
         ),
     ] = None
-    gpu_model: Annotated[
-        str | None,
-        typer.Option(
-            "--gpu-model", metavar="M", help="Type of these GPUs, as the engine names it."
-        ),
-    ] = None
+    gpu_model: Annotated[str | None, option("M", "Type of these GPUs, as the engine names it.")] = (
+        None
+    )
     gpu_memory: Annotated[
         int | None,
-        typer.Option(
-            "--gpu-memory",
-            metavar="SIZE",
-            parser=megabytes("--gpu-memory"),
-            help="Memory of each of these GPUs, as 80GB.",
-        ),
+        option("SIZE", "Memory of each of these GPUs, as 80GB.", parser=megabytes("--gpu-memory")),
     ] = None
-    partition: Annotated[str | None, typer.Option(metavar="P", help="Partition of Slurm.")] = None
+    partition: Annotated[str | None, option("P", "Partition of Slurm.")] = None
     sbatch: Annotated[
         list[str],
-        typer.Option(
-            metavar="OPTION",
-            help="Option of sbatch for each job, as --sbatch=--account=lab. May be repeated.",
+        option(
+            "OPTION", "Option of sbatch for each job, as --sbatch=--account=lab. May be repeated."
         ),
     ] = field(default_factory=list[str])
     address: Annotated[
         str | None,
-        typer.Option(
-            metavar="URL",
-            help="Address of Ray's dashboard, as that machine reaches it; default: http://127.0.0.1:8265.",
+        option(
+            "URL",
+            "Address of Ray's dashboard, as that machine reaches it; default: http://127.0.0.1:8265.",
         ),
     ] = None
     resource: Annotated[
         list[str],
-        typer.Option(
-            metavar="NAME=N",
-            help="Resource of Ray for each job, as --resource accelerator_type:A100=0.001. May be repeated.",
+        option(
+            "NAME=N",
+            "Resource of Ray for each job, as --resource accelerator_type:A100=0.001. May be repeated.",
         ),
     ] = field(default_factory=list[str])
 

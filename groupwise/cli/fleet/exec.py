@@ -11,6 +11,7 @@ import typer
 
 from groupwise.cli.fleet.access import FleetOption, fleet
 from groupwise.cli.fleet.submit import ResourceOptions
+from groupwise.cli.options import option
 from groupwise.cli.output import say
 from groupwise.cli.parsing import seconds
 from groupwise.core.errors import GroupwiseError, UsageError
@@ -29,24 +30,20 @@ def exec_command(
         str, typer.Argument(metavar="JOB|VM", help="A machine, or a job on that machine.")
     ],
     arguments: Annotated[
-        list[str],
-        typer.Argument(metavar="[--] ARGUMENTS...", help="A program and its arguments."),
+        list[str], typer.Argument(metavar="[--] ARGUMENTS...", help="A program and its arguments.")
     ],
     fleet_at: FleetOption = None,
-    gpus: Annotated[str, typer.Option(metavar="N", help="GPUs that the command needs.")] = "0",
+    gpus: Annotated[str, option("N", "GPUs that the command needs.")] = "0",
     time_limit: Annotated[
         float,
-        typer.Option(
-            "--time-limit",
-            metavar="TIME",
+        option(
+            "TIME",
+            "End the command after this time; default: 10min.",
             parser=seconds("--time-limit"),
             show_default=False,
-            help="End the command after this time; default: 10min.",
         ),
     ] = 600.0,
-    project: Annotated[
-        str | None, typer.Option(metavar="P", help="Project that the command is charged to.")
-    ] = None,
+    project: Annotated[str | None, option("P", "Project that the command is charged to.")] = None,
 ) -> None:
     """Run a command on a machine, and print its output.
 

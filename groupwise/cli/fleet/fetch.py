@@ -9,7 +9,7 @@ import typer
 
 from groupwise.cli.fleet.access import FleetOption, JobArgument, fleet, progress
 from groupwise.cli.fleet.jobs import EpochOption, RankOption
-from groupwise.cli.options import AsJson
+from groupwise.cli.options import AsJson, flag, option
 from groupwise.cli.output import say, write_json
 from groupwise.core.terminal.quantities import byte_size, counted
 
@@ -21,22 +21,17 @@ def fetch(
         typer.Argument(metavar="[PATH...]", help="Files and folders to fetch; default: all."),
     ] = None,
     fleet_at: FleetOption = None,
-    to: Annotated[
-        Path | None,
-        typer.Option("--to", metavar="DIR", help="Folder for the files; default: ./JOB."),
-    ] = None,
+    to: Annotated[Path | None, option("DIR", "Folder for the files; default: ./JOB.")] = None,
     checkpoints: Annotated[
         bool,
-        typer.Option(
+        flag(
+            "Fetch its mirrored checkpoints instead of its outputs, also while it runs.",
             "--checkpoints",
-            help="Fetch its mirrored checkpoints instead of its outputs, also while it runs.",
         ),
     ] = False,
     epoch: EpochOption = None,
     rank: RankOption = 0,
-    force: Annotated[
-        bool, typer.Option("--force", help="Replace files that are there and differ.")
-    ] = False,
+    force: Annotated[bool, flag("Replace files that are there and differ.", "--force")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Fetch a job's outputs; prints the folder.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from groupwise.cli.fleet.access import FleetOption, JobArgument, fleet
-from groupwise.cli.options import AsJson, DryRun, Follow
+from groupwise.cli.options import AsJson, DryRun, Follow, option
 from groupwise.cli.output import report_error, say, write_json
 from groupwise.cli.parsing import pairs, seconds, statuses
 from groupwise.core.errors import GroupwiseError, UsageError
@@ -25,16 +25,10 @@ JobIds = Annotated[
 ]
 EpochOption = Annotated[
     int | None,
-    typer.Option(
-        "--attempt",
-        metavar="N",
-        min=1,
-        help="Number of an attempt (`fleet show`); default: the newest.",
-    ),
+    option("N", "Number of an attempt (`fleet show`); default: the newest.", "--attempt", min=1),
 ]
 RankOption = Annotated[
-    int,
-    typer.Option(metavar="N", min=0, help="Rank of the machine, for a job on several machines."),
+    int, option("N", "Rank of the machine, for a job on several machines.", min=0)
 ]
 PAGE = 1000
 """Largest number of jobs in one listing."""
@@ -45,17 +39,13 @@ class JobFilter:
     """Chooses jobs."""
 
     status: Annotated[
-        list[str],
-        typer.Option(metavar="S", help="Only jobs of this status, as running. May be repeated."),
+        list[str], option("S", "Only jobs of this status, as running. May be repeated.")
     ] = field(default_factory=list[str])
-    project: Annotated[str | None, typer.Option(metavar="P", help="Only jobs of this project.")] = (
-        None
+    project: Annotated[str | None, option("P", "Only jobs of this project.")] = None
+    name: Annotated[str | None, option("N", "Only jobs of this name.")] = None
+    label: Annotated[list[str], option("K=V", "Only jobs with this label. May be repeated.")] = (
+        field(default_factory=list[str])
     )
-    name: Annotated[str | None, typer.Option(metavar="N", help="Only jobs of this name.")] = None
-    label: Annotated[
-        list[str],
-        typer.Option(metavar="K=V", help="Only jobs with this label. May be repeated."),
-    ] = field(default_factory=list[str])
 
     def given(self) -> list[str]:
         """The options that were given."""
@@ -87,18 +77,12 @@ def list_jobs(
     fleet_at: FleetOption = None,
     chosen: JobFilter,
     kind: Annotated[
-        str | None,
-        typer.Option(metavar="K", help="Only jobs of this kind: GRPO, SFT, EVAL, COMMAND …"),
+        str | None, option("K", "Only jobs of this kind: GRPO, SFT, EVAL, COMMAND …")
     ] = None,
-    vm: Annotated[str | None, typer.Option(metavar="VM", help="Only jobs on this machine.")] = None,
-    limit: Annotated[
-        int, typer.Option(metavar="N", min=1, max=PAGE, help="Most jobs to list.")
-    ] = 50,
+    vm: Annotated[str | None, option("VM", "Only jobs on this machine.")] = None,
+    limit: Annotated[int, option("N", "Most jobs to list.", min=1, max=PAGE)] = 50,
     older_than: Annotated[
-        str | None,
-        typer.Option(
-            metavar="JOB", help="Only jobs before this one: the next page of a long list."
-        ),
+        str | None, option("JOB", "Only jobs before this one: the next page of a long list.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -218,9 +202,7 @@ def stop(
     *,
     job: JobIds = None,
     fleet_at: FleetOption = None,
-    reason: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Why; stored in the job's events.")
-    ] = None,
+    reason: Annotated[str | None, option("TEXT", "Why; stored in the job's events.")] = None,
     chosen: JobFilter,
     as_json: AsJson = False,
 ) -> None:
@@ -249,11 +231,7 @@ def _status_sentence(job: dict[str, Any]) -> str:
 
 
 def resume(
-    *,
-    job: JobIds = None,
-    fleet_at: FleetOption = None,
-    chosen: JobFilter,
-    as_json: AsJson = False,
+    *, job: JobIds = None, fleet_at: FleetOption = None, chosen: JobFilter, as_json: AsJson = False
 ) -> None:
     """Run failed or cancelled jobs again.
 
@@ -271,11 +249,7 @@ def resume(
 
 
 def hold(
-    *,
-    job: JobIds = None,
-    fleet_at: FleetOption = None,
-    chosen: JobFilter,
-    as_json: AsJson = False,
+    *, job: JobIds = None, fleet_at: FleetOption = None, chosen: JobFilter, as_json: AsJson = False
 ) -> None:
     """Have jobs wait until they are released.
 
@@ -291,11 +265,7 @@ def hold(
 
 
 def release(
-    *,
-    job: JobIds = None,
-    fleet_at: FleetOption = None,
-    chosen: JobFilter,
-    as_json: AsJson = False,
+    *, job: JobIds = None, fleet_at: FleetOption = None, chosen: JobFilter, as_json: AsJson = False
 ) -> None:
     """Let held jobs run.
 
@@ -316,10 +286,7 @@ def logs(
     follow: Follow = False,
     epoch: EpochOption = None,
     rank: RankOption = 0,
-    tail: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=0, max=100_000, help="Only the last N lines."),
-    ] = None,
+    tail: Annotated[int | None, option("N", "Only the last N lines.", min=0, max=100_000)] = None,
 ) -> None:
     """Print what a job has written.
 
@@ -337,19 +304,16 @@ def logs(
 def remove(
     older_than: Annotated[
         float,
-        typer.Option(
-            metavar="AGE",
+        option(
+            "AGE",
+            "Only jobs that ended this long ago: 30d, 12h, 0s for all.",
             parser=seconds("--older-than"),
-            help="Only jobs that ended this long ago: 30d, 12h, 0s for all.",
         ),
     ],
     fleet_at: FleetOption = None,
-    project: Annotated[
-        str | None, typer.Option(metavar="P", help="Only jobs of this project.")
-    ] = None,
+    project: Annotated[str | None, option("P", "Only jobs of this project.")] = None,
     status: Annotated[
-        list[str] | None,
-        typer.Option(metavar="S", help="Only completed, failed or cancelled jobs."),
+        list[str] | None, option("S", "Only completed, failed or cancelled jobs.")
     ] = None,
     dry_run: DryRun = False,
     as_json: AsJson = False,

@@ -8,7 +8,7 @@ import typer
 
 from groupwise.cli.fleet.access import FleetOption, fleet
 from groupwise.cli.fleet.printing import clock_time
-from groupwise.cli.options import AsJson, command
+from groupwise.cli.options import AsJson, command, option
 from groupwise.cli.output import say, write_json
 from groupwise.cli.parsing import seconds
 from groupwise.cli.printing import print_table
@@ -18,9 +18,7 @@ ROLES = ("read", "act", "admin")
 """Names of the roles of a key."""
 
 keys = typer.Typer(
-    help="Keys of the HTTP API: make, list, revoke.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
+    help="Keys of the HTTP API: make, list, revoke.", no_args_is_help=True, rich_markup_mode=None
 )
 
 
@@ -29,18 +27,12 @@ def new(
     role: Annotated[str, typer.Argument(metavar="ROLE", help="read, act or admin.")],
     fleet_at: FleetOption = None,
     project: Annotated[
-        list[str] | None,
-        typer.Option(metavar="P", help="Only for jobs of this project. May be repeated."),
+        list[str] | None, option("P", "Only for jobs of this project. May be repeated.")
     ] = None,
     lasts: Annotated[
-        float | None,
-        typer.Option(
-            metavar="TIME", parser=seconds("--lasts"), help="90d, 12h; default: until revoked."
-        ),
+        float | None, option("TIME", "90d, 12h; default: until revoked.", parser=seconds("--lasts"))
     ] = None,
-    note: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Who or what the key is for.")
-    ] = None,
+    note: Annotated[str | None, option("TEXT", "Who or what the key is for.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Make a key, and print it once.

@@ -15,7 +15,7 @@ from groupwise.cli.fleet.access import FleetOption, MachineArgument, fleet
 from groupwise.cli.fleet.engine import EngineOptions
 from groupwise.cli.fleet.prepare import prepare
 from groupwise.cli.fleet.reach import SshOptions, Trust, ask_user, observe_new
-from groupwise.cli.options import AsJson, command
+from groupwise.cli.options import AsJson, command, flag, option
 from groupwise.cli.output import say, write_json
 from groupwise.cli.parsing import pairs, seconds
 from groupwise.core.errors import UsageError
@@ -40,12 +40,9 @@ projects = typer.Typer(
 )
 LOCATION = ("transport", "ip_address", "port", "user", "ssh_key_path", "jump", "host_key")
 """Fields that say where a machine is, and how it is logged in to."""
-YesOption = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")]
+YesOption = Annotated[bool, flag("Do not ask.", "--yes", "-y")]
 TrustJump = Annotated[
-    str | None,
-    typer.Option(
-        "--trust-jump", metavar="FINGERPRINT", help="Host key of the jump host, as SHA256:…."
-    ),
+    str | None, option("FINGERPRINT", "Host key of the jump host, as SHA256:….", "--trust-jump")
 ]
 
 
@@ -54,55 +51,35 @@ class MachineOptions:
     """What jobs run with on a machine, and which jobs."""
 
     workdir: Annotated[
-        str | None,
-        typer.Option(
-            metavar="D", help="Folder of the fleet there; at first groupwise-fleet in the home."
-        ),
+        str | None, option("D", "Folder of the fleet there; at first groupwise-fleet in the home.")
     ] = None
     python: Annotated[
-        str | None,
-        typer.Option(metavar="P", help="Interpreter of the environment that jobs run in."),
+        str | None, option("P", "Interpreter of the environment that jobs run in.")
     ] = None
     label: Annotated[
-        list[str],
-        typer.Option(metavar="K=V", help="Label for `submit --vm-label`. May be repeated."),
+        list[str], option("K=V", "Label for `submit --vm-label`. May be repeated.")
     ] = field(default_factory=list[str])
     cpu_slots: Annotated[
         int | None,
-        typer.Option(
-            "--cpu-slots",
-            metavar="N",
-            min=0,
-            max=1024,
-            help="Most jobs without GPUs at the same time; at first 1.",
-        ),
+        option("N", "Most jobs without GPUs at the same time; at first 1.", min=0, max=1024),
     ] = None
     project: Annotated[
-        list[str] | None,
-        typer.Option(metavar="P", help="Only jobs of this project. May be repeated."),
+        list[str] | None, option("P", "Only jobs of this project. May be repeated.")
     ] = None
     deadman: Annotated[
         float | None,
-        typer.Option(
-            metavar="TIME",
+        option(
+            "TIME",
+            "Jobs there end if the fleet has been silent for this time, as 10min; at first off.",
             parser=seconds("--deadman", "off"),
-            help="Jobs there end if the fleet has been silent for this time, as 10min; at first off.",
         ),
     ] = None
     probe: Annotated[
-        str | None,
-        typer.Option(
-            metavar="COMMAND", help="Command that lists the GPUs, in place of nvidia-smi."
-        ),
+        str | None, option("COMMAND", "Command that lists the GPUs, in place of nvidia-smi.")
     ] = None
     idle_memory_mb: Annotated[
         int | None,
-        typer.Option(
-            "--idle-memory-mb",
-            metavar="MB",
-            min=0,
-            help="A GPU is idle if it uses no more memory than this; at first 500.",
-        ),
+        option("MB", "A GPU is idle if it uses no more memory than this; at first 500.", min=0),
     ] = None
 
     def fields(self) -> dict[str, Any]:
@@ -134,24 +111,18 @@ def add(
     fleet_at: FleetOption = None,
     ssh: SshOptions,
     trust: Annotated[
-        str | None,
-        typer.Option(
-            metavar="FINGERPRINT", help="Its host key, as SHA256:…; another one is refused."
-        ),
+        str | None, option("FINGERPRINT", "Its host key, as SHA256:…; another one is refused.")
     ] = None,
     trust_jump: TrustJump = None,
     yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Trust the host keys that are shown without asking.")
+        bool, flag("Trust the host keys that are shown without asking.", "--yes", "-y")
     ] = False,
     settings: MachineOptions,
     engine: Annotated[
-        str | None,
-        typer.Option(metavar="E", help="Engine that runs jobs on its own machines: slurm or ray."),
+        str | None, option("E", "Engine that runs jobs on its own machines: slurm or ray.")
     ] = None,
     engine_options: EngineOptions,
-    prepare: Annotated[
-        bool, typer.Option("--prepare", help="Then do the same as `vm prepare`.")
-    ] = False,
+    prepare: Annotated[bool, flag("Then do the same as `vm prepare`.", "--prepare")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Add a machine to the fleet.
@@ -291,9 +262,7 @@ def _check_trust(trust: str | None, yes: bool, option: str = "--trust") -> None:
 @command(machines, "list")
 def list_command(
     fleet_at: FleetOption = None,
-    removed: Annotated[
-        bool, typer.Option("--removed", help="Also list machines that were removed.")
-    ] = False,
+    removed: Annotated[bool, flag("Also list machines that were removed.", "--removed")] = False,
     as_json: AsJson = False,
 ) -> None:
     """List the machines: what is free, what is wrong."""
@@ -325,9 +294,7 @@ def show(vm: MachineArgument, fleet_at: FleetOption = None, as_json: AsJson = Fa
 @command(machines, "drain")
 def drain(
     vm: MachineArgument,
-    reason: Annotated[
-        str | None, typer.Option(metavar="TEXT", help="Why; shown with the machine.")
-    ] = None,
+    reason: Annotated[str | None, option("TEXT", "Why; shown with the machine.")] = None,
     fleet_at: FleetOption = None,
     as_json: AsJson = False,
 ) -> None:
@@ -380,7 +347,7 @@ def trust(
     ] = None,
     fleet_at: FleetOption = None,
     yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Trust the key that it shows without asking.")
+        bool, flag("Trust the key that it shows without asking.", "--yes", "-y")
     ] = False,
     as_json: AsJson = False,
 ) -> None:
@@ -448,16 +415,10 @@ def set_machine(
     fleet_at: FleetOption = None,
     ssh: SshOptions,
     trust_jump: TrustJump = None,
-    yes: Annotated[
-        bool, typer.Option("--yes", "-y", help="Trust the jump host's key without asking.")
-    ] = False,
+    yes: Annotated[bool, flag("Trust the jump host's key without asking.", "--yes", "-y")] = False,
     settings: MachineOptions,
-    any_project: Annotated[
-        bool, typer.Option("--any-project", help="Jobs of any project, again.")
-    ] = False,
-    unlabel: Annotated[
-        list[str] | None, typer.Option(metavar="K", help="Remove this label. May be repeated.")
-    ] = None,
+    any_project: Annotated[bool, flag("Jobs of any project, again.", "--any-project")] = False,
+    unlabel: Annotated[list[str] | None, option("K", "Remove this label. May be repeated.")] = None,
     engine_options: EngineOptions,
     as_json: AsJson = False,
 ) -> None:
@@ -563,25 +524,13 @@ def set_project(
     ],
     fleet_at: FleetOption = None,
     weight: Annotated[
-        float | None,
-        typer.Option(
-            metavar="X",
-            help="2 gets twice as much of a busy fleet as 1.",
-        ),
+        float | None, option("X", "2 gets twice as much of a busy fleet as 1.")
     ] = None,
     max_gpus: Annotated[
-        str | None,
-        typer.Option(
-            "--max-gpus",
-            metavar="N",
-            help="Most GPUs of its running jobs together; none: no limit.",
-        ),
+        str | None, option("N", "Most GPUs of its running jobs together; none: no limit.")
     ] = None,
     max_waiting: Annotated[
-        str | None,
-        typer.Option(
-            "--max-waiting", metavar="N", help="Most jobs that have not begun; none: no limit."
-        ),
+        str | None, option("N", "Most jobs that have not begun; none: no limit.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -12,7 +12,7 @@ import typer
 
 from groupwise.cli.environment import EnvironmentOptions
 from groupwise.cli.fleet.access import FleetOption, fleet_here
-from groupwise.cli.options import AsJson
+from groupwise.cli.options import AsJson, flag, option
 from groupwise.cli.output import say, write_json
 from groupwise.cli.parsing import pairs, seconds
 from groupwise.cli.parsing import secret as secret_of
@@ -33,11 +33,11 @@ class PrepareOptions(EnvironmentOptions):
 
     base_python: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "P",
+            "Interpreter there that the environment is made with; default: the version used here.",
             "--base-python",
             "--python",
-            metavar="P",
-            help="Interpreter there that the environment is made with; default: the version used here.",
         ),
     ] = None
 
@@ -49,42 +49,34 @@ def prepare(
     packages: PrepareOptions,
     wheel: Annotated[
         list[Path] | None,
-        typer.Option(
-            metavar="FILE", help="Also install this wheel, without what it needs. May be repeated."
-        ),
+        option("FILE", "Also install this wheel, without what it needs. May be repeated."),
     ] = None,
     extra_index_url: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--extra-index-url", metavar="URL", help="A further package index. May be repeated."
-        ),
+        list[str] | None, option("URL", "A further package index. May be repeated.")
     ] = None,
     env: Annotated[
-        list[str] | None,
-        typer.Option(metavar="K=V", help="Variable for pip, as HTTPS_PROXY=…. May be repeated."),
+        list[str] | None, option("K=V", "Variable for pip, as HTTPS_PROXY=…. May be repeated.")
     ] = None,
     secret: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME[=env:X|file:P]",
-            help="Variable for pip with a secret value, as PIP_INDEX_URL=env:X. May be repeated.",
+        option(
+            "NAME[=env:X|file:P]",
+            "Variable for pip with a secret value, as PIP_INDEX_URL=env:X. May be repeated.",
         ),
     ] = None,
     time_limit: Annotated[
         float,
-        typer.Option(
-            "--time-limit",
-            metavar="TIME",
+        option(
+            "TIME",
+            "Give up after this time; default: 2h.",
             parser=seconds("--time-limit"),
             show_default=False,
-            help="Give up after this time; default: 2h.",
         ),
     ] = 7200.0,
     prune: Annotated[
-        bool,
-        typer.Option("--prune", help="Then remove environments there that are no longer used."),
+        bool, flag("Then remove environments there that are no longer used.", "--prune")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the lock; do nothing.")] = False,
+    dry_run: Annotated[bool, flag("Print the lock; do nothing.", "--dry-run")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Build the Python environment that its jobs run in.

@@ -12,13 +12,7 @@ from typing import Any
 
 from rich.cells import cell_len
 
-from groupwise.cli.printing import (
-    fold,
-    print_pairs,
-    print_section,
-    print_table,
-    print_text,
-)
+from groupwise.cli.printing import fold, print_pairs, print_section, print_table, print_text
 from groupwise.core.terminal.quantities import counted, duration
 from groupwise.core.terminal.text import one_line, shorten
 
@@ -456,10 +450,7 @@ def print_machine(vm: Document, now: float) -> None:
                 if value not in (None, "", [], {}) and name not in NOT_FACTS
             ),
             ("jobs", ", ".join(_jobs_on(vm))),
-            (
-                "untracked",
-                ", ".join(_stray_text(stray) for stray in facts.get("untracked") or ()),
-            ),
+            ("untracked", ", ".join(_stray_text(stray) for stray in facts.get("untracked") or ())),
         ]
     )
     if vm["gpus"]:

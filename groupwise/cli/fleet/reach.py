@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from groupwise.api.schemas.fleet import UNPREPARED
+from groupwise.cli.options import option
 from groupwise.cli.output import say
 from groupwise.core.errors import UsageError
 
@@ -104,25 +105,17 @@ class SshOptions:
     """How a machine is reached."""
 
     host: Annotated[
-        str | None,
-        typer.Option(
-            metavar="H", help="[USER@]NAME[:PORT]: `vm add` takes NAME as `ssh NAME` has it."
-        ),
+        str | None, option("H", "[USER@]NAME[:PORT]: `vm add` takes NAME as `ssh NAME` has it.")
     ] = None
-    port: Annotated[
-        int | None,
-        typer.Option(metavar="N", min=1, max=65535, help="Port of SSH; at first 22."),
-    ] = None
-    user: Annotated[str | None, typer.Option(metavar="U", help="User to log in as.")] = None
-    key: Annotated[
-        str | None, typer.Option(metavar="FILE", help="The private key, on this machine.")
-    ] = None
+    port: Annotated[int | None, option("N", "Port of SSH; at first 22.", min=1, max=65535)] = None
+    user: Annotated[str | None, option("U", "User to log in as.")] = None
+    key: Annotated[str | None, option("FILE", "The private key, on this machine.")] = None
     alias: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "NAME",
+            "Take host, user, port, key and jump host as `ssh NAME` has them now; the other options override them.",
             "--from-ssh-config",
-            metavar="NAME",
-            help="Take host, user, port, key and jump host as `ssh NAME` has them now; the other options override them.",
         ),
     ] = None
 
@@ -179,12 +172,7 @@ class SshOptions:
             )
         key = private_key(self.key) if self.key is not None and is_local else self.key
         ssh = self._split_host()
-        return {
-            "ip_address": ssh.host,
-            "port": ssh.port,
-            "user": ssh.user,
-            "ssh_key_path": key,
-        }
+        return {"ip_address": ssh.host, "port": ssh.port, "user": ssh.user, "ssh_key_path": key}
 
     def _of_alias(self, name: str, trust: Trust) -> Address:
         """The address to which `ssh NAME` connects now; the options override it."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from groupwise.cli.fleet.access import FleetOption, fleet, place_of, require_server
-from groupwise.cli.options import AsJson
+from groupwise.cli.options import AsJson, option
 from groupwise.cli.output import say, write_json
 from groupwise.core.errors import UsageError
 
@@ -17,30 +17,22 @@ if TYPE_CHECKING:
 
 NatsOption = Annotated[
     str | None,
-    typer.Option(
+    option(
+        "URL",
+        "NATS, which wakes dispatchers and receives events; off: none. Default: nats://localhost:4222, and none with SQLite.",
         "--nats-url",
-        metavar="URL",
-        help="NATS, which wakes dispatchers and receives events; off: none. Default: nats://localhost:4222, and none with SQLite.",
     ),
 ]
 DatabaseOption = Annotated[
-    str | None,
-    typer.Option(metavar="URL", help="PostgreSQL; default: SQLite in the fleet's folder."),
+    str | None, option("URL", "PostgreSQL; default: SQLite in the fleet's folder.")
 ]
 PollOption = Annotated[
     float | None,
-    typer.Option(
-        "--poll-seconds", metavar="S", help="Seconds between two looks at a machine; default: 15."
-    ),
+    option("S", "Seconds between two looks at a machine; default: 15.", "--poll-seconds"),
 ]
 ConcurrencyOption = Annotated[
     int | None,
-    typer.Option(
-        metavar="N",
-        min=1,
-        max=10_000,
-        help="Machines that are contacted at the same time; default: 64.",
-    ),
+    option("N", "Machines that are contacted at the same time; default: 64.", min=1, max=10_000),
 ]
 
 
@@ -50,25 +42,18 @@ class ListenOptions:
 
     port: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
+        option(
+            "N",
+            "Port of the HTTP API; 0: any free port. Default: 8010 for `run api`; `up` has no API.",
             min=0,
             max=65535,
-            help="Port of the HTTP API; 0: any free port. Default: 8010 for `run api`; `up` has no API.",
         ),
     ] = None
     host: Annotated[
-        str | None,
-        typer.Option(metavar="ADDRESS", help="Address where the API listens; default: 127.0.0.1."),
+        str | None, option("ADDRESS", "Address where the API listens; default: 127.0.0.1.")
     ] = None
-    tls_certificate: Annotated[
-        str | None,
-        typer.Option("--tls-certificate", metavar="FILE", help="Certificate of the API, PEM."),
-    ] = None
-    tls_key: Annotated[
-        str | None,
-        typer.Option("--tls-key", metavar="FILE", help="Private key of the certificate, PEM."),
-    ] = None
+    tls_certificate: Annotated[str | None, option("FILE", "Certificate of the API, PEM.")] = None
+    tls_key: Annotated[str | None, option("FILE", "Private key of the certificate, PEM.")] = None
 
     def address(self, default_port: int | None = None) -> Address | None:
         """The address where the API listens; None: there is no API. Raises UsageError."""
@@ -200,9 +185,7 @@ def status(fleet_at: FleetOption = None, as_json: AsJson = False) -> None:
 
 def doctor(
     fleet_at: FleetOption = None,
-    vm: Annotated[
-        list[str] | None, typer.Option(metavar="VM", help="Only this machine. May be repeated.")
-    ] = None,
+    vm: Annotated[list[str] | None, option("VM", "Only this machine. May be repeated.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Examine database, control plane and machines."""

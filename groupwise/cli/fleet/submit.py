@@ -17,7 +17,7 @@ import typer
 
 from groupwise.cli.fleet.access import FleetOption, fleet
 from groupwise.cli.fleet.local_files import LocalFiles, at, attach_files
-from groupwise.cli.options import AsJson, Exclude, ProjectDir
+from groupwise.cli.options import AsJson, Exclude, ProjectDir, flag, option
 from groupwise.cli.output import say, write_json
 from groupwise.cli.parsing import (
     expect_one_model,
@@ -62,109 +62,39 @@ class KindOptions:
     """A job of a kind, in place of a command."""
 
     kind: Annotated[
-        str | None,
-        typer.Option(
-            metavar="K", help="Kind of job: GRPO, SFT or EVAL. Without it ARGUMENTS are run."
-        ),
+        str | None, option("K", "Kind of job: GRPO, SFT or EVAL. Without it ARGUMENTS are run.")
     ] = None
-    model: Annotated[
-        str | None, typer.Option(metavar="M", help="Hub id, or path on the machine.")
-    ] = None
+    model: Annotated[str | None, option("M", "Hub id, or path on the machine.")] = None
     dataset: Annotated[
         str | None,
-        typer.Option(
-            metavar="D",
-            help="A local file, which is sent with the job; a hub id; or a path on the machine.",
+        option(
+            "D", "A local file, which is sent with the job; a hub id; or a path on the machine."
         ),
     ] = None
     reward_function: Annotated[
-        list[str],
-        typer.Option(
-            "--reward-function",
-            "--reward_function",
-            metavar="R",
-            help="Name, module:function or file.py:function. May be repeated.",
-        ),
+        list[str], option("R", "Name, module:function or file.py:function. May be repeated.")
     ] = field(default_factory=list[str])
-    preprocessing_pipeline: Annotated[
-        str | None,
-        typer.Option(
-            "--preprocessing-pipeline",
-            "--preprocessing_pipeline",
-            metavar="P",
-            help="generic, deepseek …",
-        ),
-    ] = None
-    max_steps: Annotated[
-        int | None,
-        typer.Option(
-            "--max-steps", "--max_steps", metavar="N", min=1, help="Steps to train; default: 500."
-        ),
-    ] = None
-    learning_rate: Annotated[
-        float | None,
-        typer.Option("--learning-rate", "--learning_rate", metavar="X", help="Default: 5e-6."),
-    ] = None
-    batch_size: Annotated[
-        int | None,
-        typer.Option(
-            "--batch-size",
-            "--batch_size",
-            metavar="N",
-            min=1,
-            help="Prompts of a step; default: 1.",
-        ),
-    ] = None
+    preprocessing_pipeline: Annotated[str | None, option("P", "generic, deepseek …")] = None
+    max_steps: Annotated[int | None, option("N", "Steps to train; default: 500.", min=1)] = None
+    learning_rate: Annotated[float | None, option("X", "Default: 5e-6.")] = None
+    batch_size: Annotated[int | None, option("N", "Prompts of a step; default: 1.", min=1)] = None
     num_generations: Annotated[
-        int | None,
-        typer.Option(
-            "--num-generations",
-            "--num_generations",
-            metavar="N",
-            min=1,
-            help="Completions of each prompt; default: 4.",
-        ),
+        int | None, option("N", "Completions of each prompt; default: 4.", min=1)
     ] = None
     max_prompt_length: Annotated[
-        int | None,
-        typer.Option(
-            "--max-prompt-length",
-            "--max_prompt_length",
-            metavar="N",
-            min=1,
-            help="Tokens, for GRPO; default: 256.",
-        ),
+        int | None, option("N", "Tokens, for GRPO; default: 256.", min=1)
     ] = None
     max_completion_length: Annotated[
-        int | None,
-        typer.Option(
-            "--max-completion-length",
-            "--max_completion_length",
-            metavar="N",
-            min=1,
-            help="Tokens, for GRPO; default: 128.",
-        ),
+        int | None, option("N", "Tokens, for GRPO; default: 128.", min=1)
     ] = None
     output_dir: Annotated[
-        str | None,
-        typer.Option(
-            "--output-dir",
-            "--output_dir",
-            metavar="D",
-            help="Folder for what the training writes; default: outputs.",
-        ),
+        str | None, option("D", "Folder for what the training writes; default: outputs.")
     ] = None
     use_unsloth: Annotated[
-        bool,
-        typer.Option(
-            "--use-unsloth",
-            "--use_unsloth",
-            help="Load and compute the model with Unsloth, on the machine.",
-        ),
+        bool, flag("Load and compute the model with Unsloth, on the machine.", "--use-unsloth")
     ] = False
     hyperparams: Annotated[
-        list[str],
-        typer.Option(metavar="K=V", help="Further settings; or a JSON object. May be repeated."),
+        list[str], option("K=V", "Further settings; or a JSON object. May be repeated.")
     ] = field(default_factory=list[str])
 
     def columns(self, arguments: Sequence[str], *, required: bool) -> dict[str, Any]:
@@ -192,16 +122,19 @@ class KindOptions:
         if self.reward_function:
             options["reward_function"] = ",".join(self.reward_function)
         settings = hyperparams(self.hyperparams)
-        for flag in ("max_prompt_length", "max_completion_length"):
-            if flag in options:  # a flag of `groupwise-train-grpo` without a column
-                key, option = KEYS[flag], f"--{flag.replace('_', '-')}"
+        for field_name in ("max_prompt_length", "max_completion_length"):
+            if field_name in options:  # a flag of `groupwise-train-grpo` without a column
+                key, option_name = KEYS[field_name], f"--{field_name.replace('_', '-')}"
                 if self.kind != "GRPO":
                     raise UsageError(
-                        f"{option} is for --kind GRPO. Another kind may have it as a setting: --hyperparams {key}={options[flag]}."
+                        f"{option_name} is for --kind GRPO. Another kind may have it as a setting: "
+                        f"--hyperparams {key}={options[field_name]}."
                     )
-                if flag in settings or key in settings:
-                    raise UsageError(f"{flag} is given twice, as {option} and in --hyperparams.")
-                settings[flag] = options.pop(flag)
+                if field_name in settings or key in settings:
+                    raise UsageError(
+                        f"{field_name} is given twice, as {option_name} and in --hyperparams."
+                    )
+                settings[field_name] = options.pop(field_name)
         return {"job_type": options.pop("kind", None), **options, "hyperparams": settings}
 
 
@@ -211,73 +144,54 @@ class ResourceOptions:
 
     gpus: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "N",
+            "Number of GPUs, or which ones: 2, A100:2, VM:0,1, GPU-uuid or MIG-3g.20gb; default: none, and 1 for a kind of job "
+            "if the fleet has one.",
             "--gpus",
             "--gpu",
-            metavar="N",
-            help="Number of GPUs, or which ones: 2, A100:2, VM:0,1, GPU-uuid or MIG-3g.20gb; default: none, and 1 for a kind of job "
-            "if the fleet has one.",
         ),
     ] = None
     gpu_model: Annotated[
         str | None,
-        typer.Option(
-            "--gpu-model",
-            metavar="TEXT",
-            help="Words of the GPU's name, e.g. A100, A100-80GB or MIG-3g.20gb; a model that the fleet lacks is waited for.",
+        option(
+            "TEXT",
+            "Words of the GPU's name, e.g. A100, A100-80GB or MIG-3g.20gb; a model that the fleet lacks is waited for.",
         ),
     ] = None
     gpu_memory: Annotated[
         int | None,
-        typer.Option(
-            "--gpu-memory",
-            metavar="SIZE",
-            parser=megabytes("--gpu-memory"),
-            help="Least memory of a GPU, e.g. 40GB.",
-        ),
+        option("SIZE", "Least memory of a GPU, e.g. 40GB.", parser=megabytes("--gpu-memory")),
     ] = None
     share: Annotated[
         int | None,
-        typer.Option(
+        option(
+            "MB",
+            "Run on a share of one GPU: reserve this much of its memory.",
             "--share-mb",
-            metavar="MB",
             parser=megabytes("--share-mb"),
-            help="Run on a share of one GPU: reserve this much of its memory.",
         ),
     ] = None
     machines: Annotated[
-        int,
-        typer.Option(
-            metavar="N", min=1, max=1024, help="Machines that the job runs on at the same time."
-        ),
+        int, option("N", "Machines that the job runs on at the same time.", min=1, max=1024)
     ] = 1
-    vm: Annotated[str | None, typer.Option(metavar="VM", help="Run on this machine only.")] = None
+    vm: Annotated[str | None, option("VM", "Run on this machine only.")] = None
     labels: Annotated[
-        list[str],
-        typer.Option(
-            "--vm-label", metavar="K=V", help="Run on a machine with this label. May be repeated."
-        ),
+        list[str], option("K=V", "Run on a machine with this label. May be repeated.", "--vm-label")
     ] = field(default_factory=list[str])
     cpus: Annotated[
-        int | None,
-        typer.Option("--cpus", "--cpu", metavar="N", min=1, max=100_000, help="CPU cores."),
+        int | None, option("N", "CPU cores.", "--cpus", "--cpu", min=1, max=100_000)
     ] = None
     ram: Annotated[
         int | None,
-        typer.Option(
-            "--memory",
-            "--ram",
-            metavar="SIZE",
-            parser=megabytes("--memory"),
-            help="Main memory, e.g. 64GB.",
+        option(
+            "SIZE", "Main memory, e.g. 64GB.", "--memory", "--ram", parser=megabytes("--memory")
         ),
     ] = None
     disk: Annotated[
         int | None,
-        typer.Option(
-            metavar="SIZE",
-            parser=megabytes("--disk"),
-            help="Free disk space when the job starts, e.g. 200GB.",
+        option(
+            "SIZE", "Free disk space when the job starts, e.g. 200GB.", parser=megabytes("--disk")
         ),
     ] = None
 
@@ -329,125 +243,116 @@ class JobOptions:
 
     time_limit: Annotated[
         float | None,
-        typer.Option(
-            "--time-limit",
-            metavar="TIME",
-            parser=seconds("--time-limit"),
-            help="End the job after this time, e.g. 2h or 90min.",
+        option(
+            "TIME", "End the job after this time, e.g. 2h or 90min.", parser=seconds("--time-limit")
         ),
     ] = None
     grace: Annotated[
         float | None,
-        typer.Option(
-            metavar="TIME",
+        option(
+            "TIME",
+            "Time between SIGTERM and SIGKILL when the job is ended; default: 30s.",
             parser=seconds("--grace"),
-            help="Time between SIGTERM and SIGKILL when the job is ended; default: 30s.",
         ),
     ] = None
     priority: Annotated[
         int | None,
-        typer.Option(
-            metavar="N",
+        option(
+            "N",
+            "A higher number starts earlier; 1 is worth an hour in the queue.",
             min=-1000,
             max=1000,
-            help="A higher number starts earlier; 1 is worth an hour in the queue.",
         ),
     ] = None
-    name: Annotated[str | None, typer.Option(metavar="N", help="Name of the job.")] = None
-    label: Annotated[
-        list[str],
-        typer.Option(metavar="K=V", help="Label to find the job by. May be repeated."),
-    ] = field(default_factory=list[str])
+    name: Annotated[str | None, option("N", "Name of the job.")] = None
+    label: Annotated[list[str], option("K=V", "Label to find the job by. May be repeated.")] = (
+        field(default_factory=list[str])
+    )
     retries: Annotated[
         dict[str, Any] | None,
-        typer.Option(
-            metavar="N|none",
+        option(
+            "N|none",
+            "Retries after failures that may be the job's own fault; default: 2. none: it runs once, even if its machine is lost.",
             parser=_retry_policy,
-            help="Retries after failures that may be the job's own fault; default: 2. none: it runs once, even if its machine is lost.",
         ),
     ] = None
     allow_smaller_batch: Annotated[
         bool,
-        typer.Option(
+        flag(
+            "Retry if the GPU's memory was too small; jobs of a kind then take a smaller batch.",
             "--allow-smaller-batch",
-            help="Retry if the GPU's memory was too small; jobs of a kind then take a smaller batch.",
         ),
     ] = False
     after: Annotated[
         list[str],
-        typer.Option(
-            metavar="JOB[:ok]",
-            help="Start once this job has ended, or with :ok, has completed. May be repeated.",
+        option(
+            "JOB[:ok]",
+            "Start once this job has ended, or with :ok, has completed. May be repeated.",
         ),
     ] = field(default_factory=list[str])
     hold: Annotated[
-        bool,
-        typer.Option("--hold", help="Submit the job on hold: it starts after `fleet release`."),
+        bool, flag("Submit the job on hold: it starts after `fleet release`.", "--hold")
     ] = False
     env: Annotated[
         list[str],
-        typer.Option(
-            metavar="K=V",
-            help="Environment variable of the job; it overrides --env-file. May be repeated.",
-        ),
+        option("K=V", "Environment variable of the job; it overrides --env-file. May be repeated."),
     ] = field(default_factory=list[str])
     env_file: Annotated[
         list[Path],
-        typer.Option(
-            "--env-file",
-            metavar="FILE",
-            help="File with environment variables, NAME=VALUE in each line. Values are stored with the job: name secrets by --secret. "
+        option(
+            "FILE",
+            "File with environment variables, NAME=VALUE in each line. Values are stored with the job: name secrets by --secret. "
             "May be repeated.",
         ),
     ] = field(default_factory=list[Path])
     secret: Annotated[
         list[str],
-        typer.Option(
-            metavar="NAME[=env:X|file:P]",
-            help="Secret variable: the dispatcher reads its value when the job starts, and stores it nowhere. May be repeated.",
+        option(
+            "NAME[=env:X|file:P]",
+            "Secret variable: the dispatcher reads its value when the job starts, and stores it nowhere. May be repeated.",
         ),
     ] = field(default_factory=list[str])
     project_dir: ProjectDir = None
     exclude: Exclude = field(default_factory=list[str])
     output: Annotated[
         list[str],
-        typer.Option(
+        option(
+            "PATH",
+            "File or folder to fetch at the end; default: outputs. May be repeated.",
             "--output",
             "--artefact",
-            metavar="PATH",
-            help="File or folder to fetch at the end; default: outputs. May be repeated.",
         ),
     ] = field(default_factory=list[str])
     output_limit: Annotated[
         int | None,
-        typer.Option(
+        option(
+            "SIZE",
+            "Limit for the size of all outputs together; default: 20GB.",
             "--output-limit",
             "--artefact-limit",
-            metavar="SIZE",
             parser=megabytes("--output-limit"),
-            help="Limit for the size of all outputs together; default: 20GB.",
         ),
     ] = None
     output_files: Annotated[
         int | None,
-        typer.Option(
+        option(
+            "N",
+            "Largest number of files in the outputs; default: 100000.",
             "--output-files",
             "--artefact-files",
-            metavar="N",
             min=1,
-            help="Largest number of files in the outputs; default: 100000.",
         ),
     ] = None
     checkpoint: Annotated[
         list[str],
-        typer.Option(
-            metavar="PATH",
-            help="Folder whose subfolders are checkpoints, copied while the job runs; default: its outputs. May be repeated.",
+        option(
+            "PATH",
+            "Folder whose subfolders are checkpoints, copied while the job runs; default: its outputs. May be repeated.",
         ),
     ] = field(default_factory=list[str])
-    webhook: Annotated[
-        str | None, typer.Option(metavar="URL", help="Address to notify when the job has ended.")
-    ] = None
+    webhook: Annotated[str | None, option("URL", "Address to notify when the job has ended.")] = (
+        None
+    )
 
     def document(self) -> dict[str, Any]:
         """The fields of a `JobRequest`."""
@@ -488,37 +393,29 @@ def submit(
     kind: KindOptions,
     needs: ResourceOptions,
     job: JobOptions,
-    project: Annotated[
-        str | None, typer.Option(metavar="P", help="Project that the job is charged to.")
-    ] = None,
+    project: Annotated[str | None, option("P", "Project that the job is charged to.")] = None,
     array: Annotated[
         Path | None,
-        typer.Option(
-            metavar="FILE",
-            help="Submit a job for each line: words to add to the command, or a JSON object.",
+        option(
+            "FILE", "Submit a job for each line: words to add to the command, or a JSON object."
         ),
     ] = None,
     file: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="LOCAL[:REMOTE]",
-            help="File or folder to upload with the job, hidden files included; links are refused. DIR:. is only "
+        option(
+            "LOCAL[:REMOTE]",
+            "File or folder to upload with the job, hidden files included; links are refused. DIR:. is only "
             "its contents. May be repeated.",
         ),
     ] = None,
     idempotency_key: Annotated[
-        str | None,
-        typer.Option(
-            "--idempotency-key",
-            metavar="TEXT",
-            help="Submitting again with the same key returns the existing job.",
-        ),
+        str | None, option("TEXT", "Submitting again with the same key returns the existing job.")
     ] = None,
     wait: Annotated[
-        bool, typer.Option("--wait", help="Wait for the job's end, and exit with its exit code.")
+        bool, flag("Wait for the job's end, and exit with its exit code.", "--wait")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Say what the job would be, and where it could run.")
+        bool, flag("Say what the job would be, and where it could run.", "--dry-run")
     ] = False,
     as_json: AsJson = False,
 ) -> None:

@@ -6,82 +6,58 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
-import typer
-
 from groupwise.cli.environment import RemoteEnvironmentOptions
 from groupwise.cli.launch.options import LaunchOptions, RentalOptions
 from groupwise.cli.launch.placing import launch
+from groupwise.cli.options import flag, option
 from groupwise.cli.output import say
 from groupwise.core.errors import UsageError
 
 
 def aws(
     *,
-    key_name: Annotated[
-        str, typer.Option("--key-name", metavar="K", help="Key pair that the machine accepts.")
-    ],
+    key_name: Annotated[str, option("K", "Key pair that the machine accepts.")],
     security_group: Annotated[
-        str,
-        typer.Option(
-            "--security-group",
-            metavar="SG",
-            help="Id or name of a security group that accepts SSH from here.",
-        ),
+        str, option("SG", "Id or name of a security group that accepts SSH from here.")
     ],
     key_path: Annotated[
         Path | None,
-        typer.Option(
-            "--key-path",
-            metavar="P",
-            help="The private key, on this machine, without a passphrase; default: K.pem or K in ~/.ssh.",
+        option(
+            "P",
+            "The private key, on this machine, without a passphrase; default: K.pem or K in ~/.ssh.",
         ),
     ] = None,
     instance_type: Annotated[
-        str,
-        typer.Option(
-            "--instance-type", metavar="T", help="Type of the machine, for this job alone."
-        ),
+        str, option("T", "Type of the machine, for this job alone.")
     ] = "g5.2xlarge",
-    region: Annotated[str, typer.Option(metavar="R", help="Region of AWS.")] = "us-east-1",
+    region: Annotated[str, option("R", "Region of AWS.")] = "us-east-1",
     subnet: Annotated[
-        str | None,
-        typer.Option(
-            metavar="S", help="Default: one of the default network, with a public address."
-        ),
+        str | None, option("S", "Default: one of the default network, with a public address.")
     ] = None,
     profile: Annotated[
-        str | None,
-        typer.Option(metavar="P", help="Profile of the credentials; default: AWS_PROFILE."),
+        str | None, option("P", "Profile of the credentials; default: AWS_PROFILE.")
     ] = None,
     ami: Annotated[
-        str | None,
-        typer.Option(
-            metavar="AMI", help="Image; default: the newest deep-learning one, Ubuntu 24.04."
-        ),
+        str | None, option("AMI", "Image; default: the newest deep-learning one, Ubuntu 24.04.")
     ] = None,
     disk_gb: Annotated[
         int | None,
-        typer.Option(
-            "--disk-gb",
-            metavar="N",
+        option(
+            "N",
+            "Size of its disk; default: what its image, the environment, the model and the checkpoints take.",
             min=8,
             max=16_384,
-            help="Size of its disk; default: what its image, the environment, the model and the checkpoints take.",
         ),
     ] = None,
     spot: Annotated[
         bool,
-        typer.Option(
+        flag(
+            "A cheaper machine that AWS may take back after two minutes' notice. --max-price is the most that is paid.",
             "--spot",
-            help="A cheaper machine that AWS may take back after two minutes' notice. --max-price is the most that is paid.",
         ),
     ] = False,
-    user: Annotated[
-        str, typer.Option(metavar="U", help="User to log in as; depends on the image.")
-    ] = "ubuntu",
-    port: Annotated[
-        int, typer.Option(metavar="N", min=1, max=65535, help="Port of SSH; depends on the image.")
-    ] = 22,
+    user: Annotated[str, option("U", "User to log in as; depends on the image.")] = "ubuntu",
+    port: Annotated[int, option("N", "Port of SSH; depends on the image.", min=1, max=65535)] = 22,
     packages: RemoteEnvironmentOptions,
     rental: RentalOptions,
     job: LaunchOptions,

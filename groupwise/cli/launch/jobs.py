@@ -21,7 +21,7 @@ from groupwise.cli.launch.watch import (
     while_placing,
 )
 from groupwise.cli.log_text import LogWriter
-from groupwise.cli.options import AsJson, Follow
+from groupwise.cli.options import AsJson, Follow, flag
 from groupwise.cli.output import say, write_json
 from groupwise.cli.parsing import variables
 from groupwise.cli.printing import print_pairs, print_table
@@ -210,7 +210,7 @@ def remove(
     *,
     job: LaunchedJob,
     discard: Annotated[
-        bool, typer.Option("--discard", help="Remove the job even if its results were not fetched.")
+        bool, flag("Remove the job even if its results were not fetched.", "--discard")
     ] = False,
 ) -> None:
     """Remove a job that has ended from its place.

@@ -7,11 +7,10 @@ import sys
 from collections.abc import Mapping
 from typing import Annotated
 
-import typer
-
 from groupwise.cli.environment import EnvironmentOptions
 from groupwise.cli.launch.options import LaunchOptions
 from groupwise.cli.launch.placing import launch
+from groupwise.cli.options import option
 from groupwise.cli.parsing import seconds
 from groupwise.core.errors import UsageError
 
@@ -20,33 +19,32 @@ def modal(
     *,
     gpu_model: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "TYPE",
+            "As Modal names it: L4, L40S, A100-80GB, H100, B200 and others; `modal billing rates` lists them with their prices; "
+            "default: H100.",
             "--gpu-model",
             "--gpu",
-            metavar="TYPE",
-            help="As Modal names it: L4, L40S, A100-80GB, H100, B200 and others; `modal billing rates` lists them with their prices; "
-            "default: H100.",
         ),
     ] = None,
     profile: Annotated[
-        str | None,
-        typer.Option(metavar="P", help="Profile in ~/.modal.toml; default: the active one."),
+        str | None, option("P", "Profile in ~/.modal.toml; default: the active one.")
     ] = None,
     secret: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME=VARIABLE",
-            help="A Secret of your workspace, and which of its variables the job gets: huggingface=HF_TOKEN; several with commas. May be "
+        option(
+            "NAME=VARIABLE",
+            "A Secret of your workspace, and which of its variables the job gets: huggingface=HF_TOKEN; several with commas. May be "
             "repeated.",
         ),
     ] = None,
     timeout: Annotated[
         float,
-        typer.Option(
-            metavar="TIME",
+        option(
+            "TIME",
+            "Longest duration of one call, e.g. 90m; default and maximum: 24h. Up to --time-limit further calls continue the job.",
             parser=seconds("--timeout"),
             show_default=False,
-            help="Longest duration of one call, e.g. 90m; default and maximum: 24h. Up to --time-limit further calls continue the job.",
         ),
     ] = 86_400.0,
     packages: EnvironmentOptions,
@@ -91,24 +89,24 @@ def modal(
     launch(place, job, gpus=job.gpu_count or 1, hours=hours, place_options=place_options)
 
 
-def _workspace_secrets(options: list[str], values: Mapping[str, str]) -> dict[str, list[str]]:
+def _workspace_secrets(mappings: list[str], values: Mapping[str, str]) -> dict[str, list[str]]:
     """The variables that the job gets from each Modal Secret. UsageError if one is also in `values`, those of --env and --env-file."""
     from groupwise.jobs.hosts.spec import name_problems
 
     secrets: dict[str, list[str]] = {}
-    for option in options:
-        name, _, listed = option.partition("=")
+    for mapping in mappings:
+        name, _, listed = mapping.partition("=")
         variables = [word.strip() for word in listed.split(",")]
         problems = name_problems("of its variables,", variables)
         if not name or problems:
             raise UsageError(
-                f"--secret {option}: NAME=VARIABLE is expected, a Secret of your workspace at Modal and what the job has of it, as "
+                f"--secret {mapping}: NAME=VARIABLE is expected, a Secret of your workspace at Modal and what the job has of it, as "
                 f"huggingface=HF_TOKEN, or several: keys=HF_TOKEN,WANDB_API_KEY. {'; '.join(problems)}".rstrip()
             )
         names = {*values, *(word for words in secrets.values() for word in words)}
         if twice := sorted(names.intersection(variables)):
             raise UsageError(
-                f"--secret {option}: {', '.join(twice)} is given twice; leave one out of --secret, --env and --env-file."
+                f"--secret {mapping}: {', '.join(twice)} is given twice; leave one out of --secret, --env and --env-file."
             )
         secrets.setdefault(name, []).extend(variables)
     return secrets

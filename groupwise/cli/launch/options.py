@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from groupwise.cli.launch.job_command import JobCommand, job_command
-from groupwise.cli.options import AsJson, DryRun, Exclude, ProjectDir
+from groupwise.cli.options import AsJson, DryRun, Exclude, ProjectDir, flag, option
 from groupwise.cli.parsing import expect_one_model, gpus_of_model, seconds, variables
 from groupwise.core.errors import UsageError
 
@@ -20,29 +20,25 @@ SHORTEST_SECONDS, LONGEST_SECONDS = 3.6, 8760 * 3600.0
 
 Env = Annotated[
     list[str] | None,
-    typer.Option(
+    option(
+        "NAME=VALUE",
+        "Secret variable for the job; it overrides --env-file. May be repeated.",
         "--env",
-        metavar="NAME=VALUE",
-        help="Secret variable for the job; it overrides --env-file. May be repeated.",
     ),
 ]
 EnvFile = Annotated[
     list[Path] | None,
-    typer.Option(
+    option(
+        "FILE",
+        "File with secret variables for the job, NAME=VALUE in each line. May be repeated.",
         "--env-file",
-        metavar="FILE",
-        help="File with secret variables for the job, NAME=VALUE in each line. May be repeated.",
     ),
 ]
 To = Annotated[
-    Path | None,
-    typer.Option("--to", metavar="DIR", help="Folder for the results; default: launches/NAME."),
+    Path | None, option("DIR", "Folder for the results; default: launches/NAME.", "--to")
 ]
 Detach = Annotated[
-    bool,
-    typer.Option(
-        "--detach", help="Return as soon as the job is placed; `launch logs -f` follows it."
-    ),
+    bool, flag("Return as soon as the job is placed; `launch logs -f` follows it.", "--detach")
 ]
 
 
@@ -53,26 +49,24 @@ class CommandOptions:
     ctx: typer.Context
     script: Annotated[
         str | None,
-        typer.Option(
-            "--script",
-            metavar="PATH",
-            help="Python file of the project to run, in place of a command; all words after the path are its arguments.",
+        option(
+            "PATH",
+            "Python file of the project to run, in place of a command; all words after the path are its arguments.",
         ),
     ] = None
     name: Annotated[
         str | None,
-        typer.Option(
-            metavar="N",
-            help="Name of the job. Launching under an existing name attaches to that job. Default: made of the command and the time.",
+        option(
+            "N",
+            "Name of the job. Launching under an existing name attaches to that job. Default: made of the command and the time.",
         ),
     ] = None
     time_limit: Annotated[
         float | None,
-        typer.Option(
-            "--time-limit",
-            metavar="TIME",
+        option(
+            "TIME",
+            "End the job after this time, e.g. 2h or 90min; default: 24h.",
             parser=seconds("--time-limit"),
-            help="End the job after this time, e.g. 2h or 90min; default: 24h.",
         ),
     ] = None
     max_hours: Annotated[float | None, typer.Option("--max-hours", hidden=True)] = None
@@ -109,40 +103,35 @@ class LaunchOptions(CommandOptions):
 
     gpus: Annotated[
         str,
-        typer.Option(
+        option(
+            "N",
+            "GPUs on each machine, for this job alone; A100:2 also names their model, for Slurm, Ray and Modal.",
             "--gpus",
             "--gpus-per-node",
-            metavar="N",
-            help="GPUs on each machine, for this job alone; A100:2 also names their model, for Slurm, Ray and Modal.",
         ),
     ] = "0"
     max_price: Annotated[
         float | None,
-        typer.Option(
-            "--max-price",
-            metavar="USD",
-            min=0,
-            help="Highest price for an hour; a place that costs more is refused.",
-        ),
+        option("USD", "Highest price for an hour; a place that costs more is refused.", min=0),
     ] = None
     file: Annotated[
         list[str],
-        typer.Option(
+        option(
+            "PATH",
+            "Extra file or folder of the project to upload, even if git ignores it or a run wrote it. May be repeated.",
             "--file",
             "--take",
-            metavar="PATH",
-            help="Extra file or folder of the project to upload, even if git ignores it or a run wrote it. May be repeated.",
         ),
     ] = field(default_factory=list[str])
     project_dir: ProjectDir = None
     exclude: Exclude = field(default_factory=list[str])
     output: Annotated[
         list[str],
-        typer.Option(
+        option(
+            "PATH",
+            "File or folder to fetch besides runs, results, generated and outputs. May be repeated.",
             "--output",
             "--result",
-            metavar="PATH",
-            help="File or folder to fetch besides runs, results, generated and outputs. May be repeated.",
         ),
     ] = field(default_factory=list[str])
     to: To = None
@@ -150,9 +139,8 @@ class LaunchOptions(CommandOptions):
     detach: Detach = False
     no_preflight: Annotated[
         bool,
-        typer.Option(
-            "--no-preflight",
-            help="Skip the dry run here that checks the command before it is launched.",
+        flag(
+            "Skip the dry run here that checks the command before it is launched.", "--no-preflight"
         ),
     ] = False
     as_json: AsJson = False
@@ -182,21 +170,20 @@ class GangOptions:
 
     machines: Annotated[
         int | None,
-        typer.Option(
+        option(
+            "N",
+            "Number of machines that the job runs on at the same time, with torchrun.",
             "--machines",
             "--nodes",
-            metavar="N",
             min=1,
-            help="Number of machines that the job runs on at the same time, with torchrun.",
         ),
     ] = None
     nproc_per_node: Annotated[
         int | None,
-        typer.Option(
-            "--nproc-per-node",
-            metavar="N",
+        option(
+            "N",
+            "Processes on each of several machines; default: one for each GPU of --gpus, else one.",
             min=1,
-            help="Processes on each of several machines; default: one for each GPU of --gpus, else one.",
         ),
     ] = None
 
@@ -231,16 +218,16 @@ class RentalOptions:
 
     terminate_after: Annotated[
         bool,
-        typer.Option(
+        flag(
+            "End the machine as soon as the results are here, if the job succeeds.",
             "--terminate-after",
-            help="End the machine as soon as the results are here, if the job succeeds.",
         ),
     ] = False
     keep_on_failure: Annotated[
         bool,
-        typer.Option(
+        flag(
+            "Keep the machine until its deadline even if the job or its set-up fails.",
             "--keep-on-failure",
-            help="Keep the machine until its deadline even if the job or its set-up fails.",
         ),
     ] = False
 

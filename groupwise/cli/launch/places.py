@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from groupwise.cli.environment import RemoteEnvironmentOptions
+from groupwise.cli.options import option
 from groupwise.core.errors import UsageError
 
 if TYPE_CHECKING:
@@ -24,25 +25,18 @@ if TYPE_CHECKING:
 class LoginOptions:
     """How to log in to a machine."""
 
-    user: Annotated[str | None, typer.Option(metavar="U", help="User to log in as.")] = None
-    port: Annotated[
-        int | None, typer.Option(metavar="N", min=1, max=65535, help="Port of SSH.")
-    ] = None
-    key: Annotated[
-        str | None, typer.Option(metavar="FILE", help="The private key, on this machine.")
-    ] = None
+    user: Annotated[str | None, option("U", "User to log in as.")] = None
+    port: Annotated[int | None, option("N", "Port of SSH.", min=1, max=65535)] = None
+    key: Annotated[str | None, option("FILE", "The private key, on this machine.")] = None
     trust: Annotated[
         str | None,
-        typer.Option(
-            metavar="FINGERPRINT",
-            help="Fingerprint of its host key, SHA256:…; default: the one in known_hosts, else you are asked.",
+        option(
+            "FINGERPRINT",
+            "Fingerprint of its host key, SHA256:…; default: the one in known_hosts, else you are asked.",
         ),
     ] = None
     trust_jump: Annotated[
-        str | None,
-        typer.Option(
-            "--trust-jump", metavar="FINGERPRINT", help="Host key of the jump host, as SHA256:…."
-        ),
+        str | None, option("FINGERPRINT", "Host key of the jump host, as SHA256:….")
     ] = None
 
     def machine(self, host: str, python: str | None) -> JobBackend:
@@ -90,17 +84,14 @@ class ClusterOptions(LoginOptions):
 
     host: Annotated[
         str | None,
-        typer.Option(
-            metavar="H",
-            help="The machine to submit from, as `ssh H` has it: a name of the ssh config, or an address. Default: this machine.",
+        option(
+            "H",
+            "The machine to submit from, as `ssh H` has it: a name of the ssh config, or an address. Default: this machine.",
         ),
     ] = None
     shared: Annotated[
         str | None,
-        typer.Option(
-            metavar="DIR",
-            help="Folder that the machine and all nodes share; default: the home folder.",
-        ),
+        option("DIR", "Folder that the machine and all nodes share; default: the home folder."),
     ] = None
 
     def plan(self, packages: RemoteEnvironmentOptions) -> EnvironmentPlan | None:
@@ -129,25 +120,20 @@ class LaunchedJob:
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the job.")]
     at: Annotated[
         str | None,
-        typer.Option(
-            metavar="PLACE",
-            help="Place of a job that was launched from another machine: local, ssh:USER@HOST:PORT, slurm:USER@HOST:PORT, "
+        option(
+            "PLACE",
+            "Place of a job that was launched from another machine: local, ssh:USER@HOST:PORT, slurm:USER@HOST:PORT, "
             "ray:USER@HOST:PORT, aws:REGION or modal.",
         ),
     ] = None
-    key: Annotated[
-        str | None,
-        typer.Option(metavar="FILE", help="With --at: the private key, on this machine."),
-    ] = None
-    trust: Annotated[
-        str | None,
-        typer.Option(metavar="FINGERPRINT", help="With --at: the host key, as SHA256:…."),
-    ] = None
+    key: Annotated[str | None, option("FILE", "With --at: the private key, on this machine.")] = (
+        None
+    )
+    trust: Annotated[str | None, option("FINGERPRINT", "With --at: the host key, as SHA256:….")] = (
+        None
+    )
     profile: Annotated[
-        str | None,
-        typer.Option(
-            metavar="P", help="With --at aws:REGION or modal: the profile of the credentials."
-        ),
+        str | None, option("P", "With --at aws:REGION or modal: the profile of the credentials.")
     ] = None
 
     def note(self) -> Note:

@@ -268,11 +268,7 @@ def _refuse_price(plan: Plan, max_price: float | None) -> None:
 
 
 def _show_plan(
-    plan: Plan,
-    packed: PackedJob,
-    job: LaunchOptions,
-    hours: float,
-    installs: InstallPlan | None,
+    plan: Plan, packed: PackedJob, job: LaunchOptions, hours: float, installs: InstallPlan | None
 ) -> None:
     """Print the plan of a dry run, for people or programs."""
     unknown = "an unknown price" if plan.paid else "nothing"

@@ -5,12 +5,11 @@ from __future__ import annotations
 import os
 from typing import Annotated
 
-import typer
-
 from groupwise.cli.environment import RemoteEnvironmentOptions
 from groupwise.cli.launch.options import GangOptions, LaunchOptions
 from groupwise.cli.launch.places import ClusterOptions, ray_cluster
 from groupwise.cli.launch.placing import launch
+from groupwise.cli.options import option
 from groupwise.cli.parsing import megabytes
 
 
@@ -18,28 +17,26 @@ def ray(
     *,
     address: Annotated[
         str | None,
-        typer.Option(
-            metavar="URL",
-            help="Address of Ray's dashboard, as that machine reaches it; default: this machine's RAY_ADDRESS if it is one, else "
+        option(
+            "URL",
+            "Address of Ray's dashboard, as that machine reaches it; default: this machine's RAY_ADDRESS if it is one, else "
             "http://127.0.0.1:8265.",
         ),
     ] = None,
-    cpus: Annotated[
-        float | None, typer.Option(metavar="N", min=0.01, help="CPUs of Ray; default: 1.")
-    ] = None,
+    cpus: Annotated[float | None, option("N", "CPUs of Ray; default: 1.", min=0.01)] = None,
     memory: Annotated[
         int | None,
-        typer.Option(
-            metavar="SIZE",
+        option(
+            "SIZE",
+            "Memory that Ray reserves, as 32GB; it is not a limit.",
             parser=megabytes("--memory"),
-            help="Memory that Ray reserves, as 32GB; it is not a limit.",
         ),
     ] = None,
     resource: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="NAME=N",
-            help="Resource of Ray's nodes, as --resource accelerator_type:A100=0.001. May be repeated.",
+        option(
+            "NAME=N",
+            "Resource of Ray's nodes, as --resource accelerator_type:A100=0.001. May be repeated.",
         ),
     ] = None,
     cluster: ClusterOptions,
@@ -60,11 +57,7 @@ def ray(
     resources = resources_of(resource or ())
     if (model := job.gpu_model()) is not None:
         resources.setdefault(f"accelerator_type:{model}", ACCELERATOR_TYPE_AMOUNT)
-    options = {
-        "cpus": cpus,
-        "memory": memory and memory * 10**6,
-        "resources": resources,
-    }
+    options = {"cpus": cpus, "memory": memory and memory * 10**6, "resources": resources}
     place_options = {name: value for name, value in options.items() if value}
     # Ray's own programs accept other kinds of address in this variable as well.
     default_address = os.environ.get("RAY_ADDRESS", "") if cluster.host is None else ""

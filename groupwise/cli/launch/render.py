@@ -10,6 +10,7 @@ import typer
 
 from groupwise.cli.launch.job_command import new_name
 from groupwise.cli.launch.options import DEFAULT_HOURS, CommandOptions
+from groupwise.cli.options import flag, option
 from groupwise.cli.output import say
 from groupwise.cli.parsing import pairs
 from groupwise.core.errors import UsageError
@@ -17,93 +18,65 @@ from groupwise.core.errors import UsageError
 
 def render(
     *,
-    image: Annotated[
-        str,
-        typer.Option(metavar="IMG", help="Image with groupwise, and the project in --workdir."),
-    ],
+    image: Annotated[str, option("IMG", "Image with groupwise, and the project in --workdir.")],
     job: CommandOptions,
     format: Annotated[
         Literal["kubernetes", "skypilot", "dstack"],
-        typer.Option(help="For kubectl apply, sky launch or dstack apply."),
+        option(None, "For kubectl apply, sky launch or dstack apply."),
     ] = "kubernetes",
     machines: Annotated[
         int,
-        typer.Option(
+        option(
+            "N",
+            "Number of pods or nodes that work together, with torchrun.",
             "--machines",
             "--nodes",
-            metavar="N",
             min=1,
-            help="Number of pods or nodes that work together, with torchrun.",
         ),
     ] = 1,
-    gpus: Annotated[
-        int, typer.Option(metavar="N", min=0, help="GPUs that each pod or node has for itself.")
-    ] = 1,
+    gpus: Annotated[int, option("N", "GPUs that each pod or node has for itself.", min=0)] = 1,
     gpu_model: Annotated[
-        str | None,
-        typer.Option(metavar="TYPE", help="GPU as SkyPilot or dstack names it: H100, A100-80GB."),
+        str | None, option("TYPE", "GPU as SkyPilot or dstack names it: H100, A100-80GB.")
     ] = None,
     cpus: Annotated[
-        str | None, typer.Option(metavar="N", help="CPU cores of a pod, as Kubernetes counts them.")
+        str | None, option("N", "CPU cores of a pod, as Kubernetes counts them.")
     ] = None,
-    memory: Annotated[
-        str | None, typer.Option(metavar="SIZE", help="Main memory of a pod, as 64Gi.")
-    ] = None,
-    disk_gb: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Disk of a pod or node in GB.")
-    ] = None,
-    spot: Annotated[
-        bool, typer.Option("--spot", help="Spot machines, of SkyPilot or dstack.")
-    ] = False,
+    memory: Annotated[str | None, option("SIZE", "Main memory of a pod, as 64Gi.")] = None,
+    disk_gb: Annotated[int | None, option("N", "Disk of a pod or node in GB.", min=1)] = None,
+    spot: Annotated[bool, flag("Spot machines, of SkyPilot or dstack.", "--spot")] = False,
     setup: Annotated[
-        str | None,
-        typer.Option(
-            metavar="COMMAND", help="Shell command before the job, of SkyPilot or dstack."
-        ),
+        str | None, option("COMMAND", "Shell command before the job, of SkyPilot or dstack.")
     ] = None,
     node_selector: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="KEY=VALUE", help="Label that nodes of the cluster must have. May be repeated."
-        ),
+        option("KEY=VALUE", "Label that nodes of the cluster must have. May be repeated."),
     ] = None,
     toleration: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="TAINT",
-            help="Taint of nodes that the pods tolerate: KEY, KEY:EFFECT, KEY=VALUE or KEY=VALUE:EFFECT. May be repeated.",
+        option(
+            "TAINT",
+            "Taint of nodes that the pods tolerate: KEY, KEY:EFFECT, KEY=VALUE or KEY=VALUE:EFFECT. May be repeated.",
         ),
     ] = None,
     image_pull_secret: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="NAME", help="Secret with which the image is pulled. May be repeated."
-        ),
+        list[str] | None, option("NAME", "Secret with which the image is pulled. May be repeated.")
     ] = None,
-    namespace: Annotated[
-        str | None, typer.Option(metavar="NS", help="Namespace of the cluster.")
-    ] = None,
+    namespace: Annotated[str | None, option("NS", "Namespace of the cluster.")] = None,
     volume: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "NAME",
+            "An existing PersistentVolumeClaim, or volume of dstack, for the folder `runs`.",
             "--volume",
             "--pvc",
-            metavar="NAME",
-            help="An existing PersistentVolumeClaim, or volume of dstack, for the folder `runs`.",
         ),
     ] = None,
     secret: Annotated[
         str | None,
-        typer.Option(
-            metavar="NAME",
-            help="Secret with the variables of --env and --env-file; default: NAME-env.",
-        ),
+        option("NAME", "Secret with the variables of --env and --env-file; default: NAME-env."),
     ] = None,
     workdir: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DIR", help="Folder of the project in the image; default: /workspace."
-        ),
+        str | None, option("DIR", "Folder of the project in the image; default: /workspace.")
     ] = None,
 ) -> None:
     """Print the job as YAML: a manifest of Kubernetes, or a task of SkyPilot or dstack.

@@ -4,38 +4,30 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from groupwise.cli.environment import RemoteEnvironmentOptions
 from groupwise.cli.launch.options import GangOptions, LaunchOptions
 from groupwise.cli.launch.places import ClusterOptions, slurm_cluster
 from groupwise.cli.launch.placing import launch
+from groupwise.cli.options import option
 from groupwise.core.errors import UsageError
 
 
 def slurm(
     *,
-    partition: Annotated[str | None, typer.Option(metavar="P", help="Partition of Slurm.")] = None,
-    account: Annotated[
-        str | None, typer.Option(metavar="A", help="Account that is charged.")
-    ] = None,
-    qos: Annotated[str | None, typer.Option(metavar="Q", help="Quality of service.")] = None,
+    partition: Annotated[str | None, option("P", "Partition of Slurm.")] = None,
+    account: Annotated[str | None, option("A", "Account that is charged.")] = None,
+    qos: Annotated[str | None, option("Q", "Quality of service.")] = None,
     gpu_model: Annotated[
-        str | None,
-        typer.Option(
-            "--gpu-model", "--gpu", metavar="TYPE", help="Type of the GPUs, as Slurm names it."
-        ),
+        str | None, option("TYPE", "Type of the GPUs, as Slurm names it.", "--gpu-model", "--gpu")
     ] = None,
-    cpus: Annotated[int | None, typer.Option(metavar="N", min=1, help="CPU cores.")] = None,
+    cpus: Annotated[int | None, option("N", "CPU cores.", min=1)] = None,
     memory: Annotated[
-        str | None,
-        typer.Option(metavar="SIZE", help="Main memory of a node, as 32G: sbatch's --mem."),
+        str | None, option("SIZE", "Main memory of a node, as 32G: sbatch's --mem.")
     ] = None,
     sbatch: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="OPTION",
-            help="Another option of sbatch, as --sbatch=--constraint=a100. May be repeated.",
+        option(
+            "OPTION", "Another option of sbatch, as --sbatch=--constraint=a100. May be repeated."
         ),
     ] = None,
     cluster: ClusterOptions,

@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Annotated
 
-import typer
-
 from groupwise.cli.environment import RemoteEnvironmentOptions
 from groupwise.cli.launch.options import GangOptions, LaunchOptions
 from groupwise.cli.launch.places import LoginOptions, machines_together
 from groupwise.cli.launch.placing import launch
+from groupwise.cli.options import option
 from groupwise.core.errors import UsageError
 from groupwise.core.terminal.quantities import counted
 
@@ -19,19 +18,18 @@ def ssh(
     *,
     host: Annotated[
         list[str],
-        typer.Option(
-            metavar="H",
-            help="The machine, as `ssh H` has it: a name of the ssh config, or an address. May be repeated: the job then runs on all of "
+        option(
+            "H",
+            "The machine, as `ssh H` has it: a name of the ssh config, or an address. May be repeated: the job then runs on all of "
             "them at once.",
         ),
     ],
     login: LoginOptions,
     master_addr: Annotated[
         str | None,
-        typer.Option(
-            "--master-addr",
-            metavar="ADDRESS",
-            help="Address at which the other machines reach the first one; default: the one used from here.",
+        option(
+            "ADDRESS",
+            "Address at which the other machines reach the first one; default: the one used from here.",
         ),
     ] = None,
     packages: RemoteEnvironmentOptions,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from groupwise.cli.launch.watch import call_backend
-from groupwise.cli.options import AsJson, DryRun
+from groupwise.cli.options import AsJson, DryRun, option
 from groupwise.cli.output import say, write_json
 from groupwise.core.errors import UsageError
 
@@ -22,19 +22,16 @@ if TYPE_CHECKING:
 def sweep(
     at: Annotated[
         list[str] | None,
-        typer.Option(
-            metavar="PLACE",
-            help="aws:REGION; default: all paid places of jobs that were launched from here. May be repeated.",
+        option(
+            "PLACE",
+            "aws:REGION; default: all paid places of jobs that were launched from here. May be repeated.",
         ),
     ] = None,
     name: Annotated[
-        str | None,
-        typer.Option(
-            metavar="JOB", help="End the machines of this job, before their deadline too."
-        ),
+        str | None, option("JOB", "End the machines of this job, before their deadline too.")
     ] = None,
     profile: Annotated[
-        str | None, typer.Option(metavar="P", help="With --at: the profile of the credentials.")
+        str | None, option("P", "With --at: the profile of the credentials.")
     ] = None,
     dry_run: DryRun = False,
     as_json: AsJson = False,

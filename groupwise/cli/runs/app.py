@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 import typer
 
-from groupwise.cli.options import AsJson
+from groupwise.cli.options import AsJson, flag, option
 from groupwise.cli.output import write_json
 from groupwise.cli.printing import (
     RUNS,
@@ -102,28 +102,27 @@ def rollouts(
     run: RunArgument,
     dir: RunsDir = RUNS,
     step: Annotated[
-        int | None, typer.Option(help="Only this step, an index from 0; default: the last one.")
+        int | None, option(None, "Only this step, an index from 0; default: the last one.")
     ] = None,
-    all_steps: Annotated[bool, typer.Option("--all", help="All steps, not only the last.")] = False,
-    failed: Annotated[
-        bool, typer.Option("--failed", help="Only failed and timed-out ones.")
-    ] = False,
+    all_steps: Annotated[bool, flag("All steps, not only the last.", "--all")] = False,
+    failed: Annotated[bool, flag("Only failed and timed-out ones.", "--failed")] = False,
     part: Annotated[
-        str | None, typer.Option(help="Only with this reward part; --best and --worst sort by it.")
+        str | None, option(None, "Only with this reward part; --best and --worst sort by it.")
     ] = None,
     task: Annotated[
         str | None,
-        typer.Option(help="Only this task of a mixture, by its label or the name of its data set."),
+        option(None, "Only this task of a mixture, by its label or the name of its data set."),
     ] = None,
     text: Annotated[
         str | None,
-        typer.Option(
-            help="Only with all these words in the prompt, or in the completion; quotes hold a phrase."
+        option(
+            None,
+            "Only with all these words in the prompt, or in the completion; quotes hold a phrase.",
         ),
     ] = None,
-    limit: Annotated[int, typer.Option(min=1, help="Maximum number of rollouts to show.")] = 16,
-    best: Annotated[bool, typer.Option("--best", help="Highest rewards first.")] = False,
-    worst: Annotated[bool, typer.Option("--worst", help="Lowest rewards first.")] = False,
+    limit: Annotated[int, option("N", "Maximum number of rollouts to show.", min=1)] = 16,
+    best: Annotated[bool, flag("Highest rewards first.", "--best")] = False,
+    worst: Annotated[bool, flag("Lowest rewards first.", "--worst")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Read rollouts: each prompt once, then the answers of its group and their rewards.
@@ -163,9 +162,9 @@ def plot(
     run: RunArgument,
     dir: RunsDir = RUNS,
     metric: Annotated[
-        str | None, typer.Option(help="Name of the metric; default: reward, or loss without one.")
+        str | None, option(None, "Name of the metric; default: reward, or loss without one.")
     ] = None,
-    svg: Annotated[Path | None, typer.Option(help="Write an SVG file as well.")] = None,
+    svg: Annotated[Path | None, option(None, "Write an SVG file as well.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Draw the curve of a metric in the terminal, and to a file with --svg; the curve of a warm-up is drawn before step 0."""

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from groupwise.cli.options import AsJson
+from groupwise.cli.options import AsJson, option
 from groupwise.cli.output import write_json
 from groupwise.cli.printing import (
     RUNS,
@@ -25,10 +25,7 @@ from groupwise.core.terminal.text import one_line
 
 if TYPE_CHECKING:
     from groupwise.training.evaluation.statistics import Interval
-    from groupwise.training.review.compare import (
-        Comparison,
-        CurveChange,
-    )
+    from groupwise.training.review.compare import Comparison, CurveChange
 
 What = Annotated[str, typer.Argument(metavar="RUN|RUN@STEP|RUN@STEP:NAME|FILE")]
 
@@ -38,7 +35,7 @@ def compare(
     b: What,
     dir: RunsDir = RUNS,
     rows: Annotated[
-        int, typer.Option(min=0, help="Number of prompts to show, those that changed most.")
+        int, option("N", "Number of prompts to show, those that changed most.", min=0)
     ] = 0,
     as_json: AsJson = False,
 ) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from groupwise.cli.options import AsJson
+from groupwise.cli.options import AsJson, flag, option
 from groupwise.cli.output import write_json
 from groupwise.cli.printing import RUNS, RunsDir, print_pairs
 
@@ -20,28 +20,29 @@ def export(
     run: Policy,
     to: Annotated[
         Literal["adapter", "merged", "gguf", "jsonl", "parquet"],
-        typer.Option(
-            help="adapter, merged (one model) and gguf (for llama.cpp) are weights; jsonl and parquet are what the run "
-            "recorded."
+        option(
+            None,
+            "adapter, merged (one model) and gguf (for llama.cpp) are weights; jsonl and parquet are what the run "
+            "recorded.",
         ),
     ],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder to create.")],
+    output: Annotated[Path, option(None, "Folder to create.", "--output", "-o")],
     dir: RunsDir = RUNS,
     dtype: Annotated[
         Literal["auto", "float32", "bfloat16", "float16"],
-        typer.Option(help="Number format of a merged model; auto: that of its base."),
+        option(None, "Number format of a merged model; auto: that of its base."),
     ] = "auto",
     converter: Annotated[
-        Path | None, typer.Option(help="llama.cpp's convert_hf_to_gguf.py, for gguf.")
+        Path | None, option(None, "llama.cpp's convert_hf_to_gguf.py, for gguf.")
     ] = None,
     force: Annotated[
-        bool, typer.Option("--force", help="Replace the output folder if it is not empty.")
+        bool, flag("Replace the output folder if it is not empty.", "--force")
     ] = False,
     trust_remote_code: Annotated[
         bool,
-        typer.Option(
+        flag(
+            "Allow the base model's own code to run, as the run's config does.",
             "--trust-remote-code",
-            help="Allow the base model's own code to run, as the run's config does.",
         ),
     ] = False,
     as_json: AsJson = False,
@@ -72,11 +73,10 @@ def push(
     ],
     dir: RunsDir = RUNS,
     overwrite: Annotated[
-        bool, typer.Option("--overwrite", help="Replace what a branch on the hub holds.")
+        bool, flag("Replace what a branch on the hub holds.", "--overwrite")
     ] = False,
     revision: Annotated[
-        str | None,
-        typer.Option(help="Branch for the final weights, in place of run.hub.revision."),
+        str | None, option(None, "Branch for the final weights, in place of run.hub.revision.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -6,15 +6,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from groupwise.cli.options import AsJson
+from groupwise.cli.options import AsJson, option
 from groupwise.cli.output import write_json
-from groupwise.cli.printing import (
-    RUNS,
-    RunArgument,
-    RunsDir,
-    print_table,
-    print_text,
-)
+from groupwise.cli.printing import RUNS, RunArgument, RunsDir, print_table, print_text
 
 if TYPE_CHECKING:
     from groupwise.training.review.replay import Replay, ReplayedStep, StepValues
@@ -24,7 +18,7 @@ def replay(
     run: RunArgument,
     dir: RunsDir = RUNS,
     step: Annotated[
-        int | None, typer.Option(help="This step, an index from 0; default: the last one.")
+        int | None, option(None, "This step, an index from 0; default: the last one.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from groupwise.cli.options import AsJson
+from groupwise.cli.options import AsJson, option
 from groupwise.cli.output import write_json
 from groupwise.cli.printing import (
     RUNS,
@@ -32,27 +32,21 @@ def rescore(
     run: RunArgument,
     overrides: Overrides = None,
     task_module: Annotated[
-        str | None,
-        typer.Option(
-            "--task-module", "-t", metavar="TASK", help="Task whose get_reward_funcs score."
-        ),
+        str | None, option("TASK", "Task whose get_reward_funcs score.", "--task-module", "-t")
     ] = None,
     rewards: Annotated[
         str | None,
-        typer.Option(
-            metavar="REWARD[,…]",
-            help="Built-in rewards by name, or MODULE:FUNCTION, instead of a task's.",
-        ),
+        option("REWARD[,…]", "Built-in rewards by name, or MODULE:FUNCTION, instead of a task's."),
     ] = None,
     dir: RunsDir = RUNS,
     step: Annotated[
-        int | None, typer.Option(help="Only this step, an index from 0; default: all steps.")
+        int | None, option(None, "Only this step, an index from 0; default: all steps.")
     ] = None,
     limit: Annotated[
-        int | None, typer.Option(min=1, help="Maximum number of groups to score, the newest ones.")
+        int | None, option("N", "Maximum number of groups to score, the newest ones.", min=1)
     ] = None,
     rows: Annotated[
-        int, typer.Option(min=0, help="Number of rollouts to show, those that moved farthest.")
+        int, option("N", "Number of rollouts to show, those that moved farthest.", min=0)
     ] = 10,
     as_json: AsJson = False,
 ) -> None:

@@ -7,7 +7,7 @@ import shlex
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from datetime import datetime
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from pydantic import Field
 from starlette.responses import JSONResponse, Response
@@ -22,9 +22,12 @@ from groupwise.dashboard.fleet.machines import (
     offered_buttons,
 )
 from groupwise.dashboard.pages import Page, Query, Visit, form_route, page_route
-from groupwise.dashboard.sources.fleet import Document, FleetLike
+from groupwise.dashboard.sources.fleet import Document
 from groupwise.dashboard.templates import moment, text
 from groupwise.jobs.fleet.states import FINAL, JobStatus
+
+if TYPE_CHECKING:
+    from groupwise.jobs.fleet.client import FleetClient
 
 PER_PAGE = 50
 TAIL = 300
@@ -41,7 +44,7 @@ Fact = tuple[str, str]
 """A name and its value, written by users: they must be escaped before they are put in a page."""
 
 
-def _cancel_job(fleet: FleetLike, job: str, form: Mapping[str, str]) -> Document:
+def _cancel_job(fleet: FleetClient, job: str, form: Mapping[str, str]) -> Document:
     reason = form.get("reason", "").strip()
     if len(reason) > MOST_OF_REASON:
         raise UsageError(f"The reason has {len(reason)} characters; {MOST_OF_REASON} at most.")

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from groupwise.api.schemas.keys import Role
 from groupwise.core.errors import RunNotFoundError
 from groupwise.dashboard.pages import HandleForm, Page, Visit, form_route, page_route
-from groupwise.dashboard.sources.fleet import Document, FleetLike, WatchedFleet
+from groupwise.dashboard.sources.fleet import Document, WatchedFleet
 from groupwise.jobs.fleet.states import JobStatus, Observed
+
+if TYPE_CHECKING:
+    from groupwise.jobs.fleet.client import FleetClient
 
 LIVE = "/live?fleet"
 
@@ -21,7 +24,7 @@ class Action:
 
     label: str
     """Label of the button."""
-    perform: Callable[[FleetLike, str, Mapping[str, str]], Document]
+    perform: Callable[[FleetClient, str, Mapping[str, str]], Document]
     """Performs the action on the named job or machine, with the fields of the form."""
     statuses: tuple[str, ...]
     """Statuses in which the action is offered."""

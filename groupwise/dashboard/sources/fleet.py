@@ -7,9 +7,8 @@ import threading
 import time
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from groupwise.api.schemas.fleet import LogPart
 from groupwise.api.schemas.problems import Refusal
 from groupwise.core.errors import GroupwiseError
 from groupwise.dashboard.sources.cached_values import (
@@ -17,6 +16,9 @@ from groupwise.dashboard.sources.cached_values import (
     BackgroundValue,
     CachedCall,
 )
+
+if TYPE_CHECKING:
+    from groupwise.jobs.fleet.client import FleetClient
 
 T = TypeVar("T")
 Document = dict[str, Any]
@@ -36,31 +38,10 @@ VOLATILE_KEYS = frozenset(
 """Keys whose values change every second and do not count as news."""
 
 
-class FleetLike(Protocol):
-    """The methods of `FleetClient` that are used here."""
-
-    def jobs(self, **filters: Any) -> list[Document]: ...
-    def show(self, job_id: str) -> Document: ...
-    def progress(self, job_id: str) -> Document: ...
-    def log(
-        self, job_id: str, *, epoch: int | None = None, offset: int = 0, tail: int | None = None
-    ) -> LogPart: ...
-    def machines(self) -> list[Document]: ...
-    def machine(self, vm_id: str) -> Document: ...
-    def status(self) -> Document: ...
-    def cancel(self, job_id: str, reason: str | None = None) -> Document: ...
-    def hold(self, job_id: str) -> Document: ...
-    def release(self, job_id: str) -> Document: ...
-    def retry(self, job_id: str) -> Document: ...
-    def drain(self, vm_id: str) -> Document: ...
-    def undrain(self, vm_id: str) -> Document: ...
-    def on_behalf_of(self, who: str) -> FleetLike: ...
-
-
 class WatchedFleet:
     """A fleet as pages see it. Thread-safe."""
 
-    def __init__(self, fleet: FleetLike, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, fleet: FleetClient, clock: Callable[[], float] = time.monotonic) -> None:
         self._fleet, self._clock = fleet, clock
         self._lock = threading.Lock()
         self._status = self._cached(lambda fleet: fleet.status())
@@ -68,12 +49,12 @@ class WatchedFleet:
         self._newest = self._cached(lambda fleet: fleet.jobs(limit=50))
         self._stamp = BackgroundValue(self._compute_stamp, clock)
 
-    def ask(self, request: Callable[[FleetLike], T]) -> T:
+    def ask(self, request: Callable[[FleetClient], T]) -> T:
         """Send a request to the fleet. Raises Refusal, and `FleetAway` if it does not answer."""
         with self._exclusive():
             return request(self._fleet)
 
-    def change(self, who: str, request: Callable[[FleetLike], object]) -> None:
+    def change(self, who: str, request: Callable[[FleetClient], object]) -> None:
         """Act as a user, who is recorded in the fleet's events; the next page shows the result."""
         with self._exclusive():
             request(self._fleet.on_behalf_of(who))
@@ -91,7 +72,7 @@ class WatchedFleet:
             self._lock.release()
 
     def status(self) -> Document:
-        """The state of the fleet; see `FleetLike.status`."""
+        """The state of the fleet; see `FleetClient.status`."""
         return self._status.get()
 
     def machines(self) -> list[Document]:
@@ -117,7 +98,7 @@ class WatchedFleet:
             return error.code
         return json.dumps(without_volatile(content), sort_keys=True, default=str)
 
-    def _cached(self, request: Callable[[FleetLike], T]) -> CachedCall[T]:
+    def _cached(self, request: Callable[[FleetClient], T]) -> CachedCall[T]:
         return CachedCall(lambda: self.ask(request), "The fleet", self._clock)
 
     def forget(self) -> None:

@@ -43,7 +43,8 @@ class SampledDistributedConfig(DistributedConfig):
 
     samplers: int = setting(
         0,
-        "Processes that only sample, on the GPUs of this machine that come after the learners'. Learners then only learn, and with "
+        "Processes that only sample, on the GPUs of this machine that come after the learners'; if there are no others, and "
+        "training.max_off_policy_steps is at least 1, on the learners' own. Learners then only learn, and with "
         "training.max_off_policy_steps both work at the same time. One that ends is replaced. 0: learners sample.",
         on_resume="warn",
         ge=0,
@@ -75,13 +76,6 @@ def distributed_conflicts(config: Any, rows: int, keys: tuple[str, ...]) -> Iter
             ("distributed.sampler_timeout", "distributed.samplers"),
         )
     if config.distributed.strategy == "fsdp2":
-        if config.lora is None and config.model.dtype == "bfloat16":
-            yield Conflict(
-                "lora is null and model.dtype is bfloat16, so that a pass keeps all weights rounded until its end, and "
-                "distributed.strategy fsdp2 would divide little. Set model.dtype to float32 or auto, train an adapter, or "
-                "take the strategy ddp.",
-                ("lora", "model.dtype", "distributed.strategy"),
-            )
         yield from _fsdp_conflicts(
             learners, samplers if hasattr(config.distributed, "samplers") else None
         )

@@ -12,6 +12,7 @@ from typing import Any
 from groupwise.core.plugins import load
 from groupwise.engine.distributed.forked_workers import ForkedWorkers
 from groupwise.engine.models.config import Dtype, LoraConfig, ModelConfig
+from groupwise.engine.models.plan import LearningProcess
 
 MODULES = (
     "groupwise.engine.learner.torch_learner",
@@ -84,9 +85,22 @@ def cache_bytes(config: ModelConfig, dtype: Dtype, tokens: int) -> int:
     return _ask_zygote("groupwise.engine.models.plan:cache_bytes", config, dtype, tokens)
 
 
-def fitting_microbatch(config: ModelConfig, lora: LoraConfig | None, *sizes: Any) -> int:
+def fitting_microbatch(
+    config: ModelConfig, lora: LoraConfig | None, process: LearningProcess, memory: int
+) -> int:
     """See `groupwise.engine.models.plan.fitting_microbatch`."""
-    return _ask_zygote("groupwise.engine.models.plan:fitting_microbatch", config, lora, *sizes)
+    return _ask_zygote(
+        "groupwise.engine.models.plan:fitting_microbatch", config, lora, process, memory
+    )
+
+
+def sampler_weights_bytes(
+    config: ModelConfig, lora: LoraConfig | None, dtype: Dtype, device: str
+) -> float:
+    """See `groupwise.engine.models.plan.sampler_bytes`; without keys and values."""
+    return _ask_zygote(
+        "groupwise.engine.models.plan:sampler_bytes", config, lora, dtype, device, None
+    )
 
 
 def free_memory(device: str) -> int | None:

@@ -155,6 +155,26 @@ class RankWitness:
         """See `PolicyWitness.ipc_handles`."""
         return self._call_witness("ipc_handles")
 
+    def weight_info(self) -> Mapping[str, Any]:
+        """See `PolicyWitness.weight_info`."""
+        return self._call_witness("weight_info")
+
+    def open_group(self, server: str) -> str:
+        """See `PolicyWitness.open_group`."""
+        return str(self._call_witness("open_group", server))
+
+    def join_group(self, server: str, world: int, timeout: float) -> None:
+        """See `PolicyWitness.join_group`."""
+        self._call_witness("join_group", server, world, timeout)
+
+    def broadcast_weights(self, server: str, timeout: float) -> None:
+        """See `PolicyWitness.broadcast_weights`."""
+        self._call_witness("broadcast_weights", server, timeout)
+
+    def close_group(self, server: str) -> None:
+        """See `PolicyWitness.close_group`. It waits for a call that is under way, which has a time-out."""
+        self._call_witness("close_group", server)
+
     def give_back_memory(self) -> None:
         """See `PolicyWitness.give_back_memory`."""
         self._call_witness("give_back_memory")

@@ -14,7 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from groupwise.core.types import PolicyRole, Row
 from groupwise.engine.learner.forward import ForwardOutputs, ForwardResult, Paths, choose_paths
-from groupwise.engine.learner.layout import Batch, MicroBatch, PackedBatch, PackedGroups
+from groupwise.engine.learner.layout import Batch, TransformersBatch
 from groupwise.engine.learner.weights import TrainedWeights
 from groupwise.engine.models.decoder import Decoder
 from groupwise.engine.models.native import varlen
@@ -72,7 +72,7 @@ class TransformersEngine:
 
     def cut(
         self, rows: Sequence[Row], max_tokens: int, *, gradient: bool
-    ) -> Sequence[MicroBatch | PackedBatch | PackedGroups]:
+    ) -> Sequence[TransformersBatch]:
         """See `LearnerEngine.cut`."""
         return self._paths_for(gradient=gradient).cut(rows, max_tokens)
 
@@ -83,9 +83,7 @@ class TransformersEngine:
         reference = role == "reference"
         decoder = self.reference() if reference else self._decoder
 
-        def compute(
-            batch: MicroBatch | PackedBatch | PackedGroups, outputs: ForwardOutputs
-        ) -> ForwardResult:
+        def compute(batch: TransformersBatch, outputs: ForwardOutputs) -> ForwardResult:
             return replace(paths, outputs=outputs).forward(decoder, batch)
 
         acting = (
@@ -93,7 +91,7 @@ class TransformersEngine:
             if reference
             else self._weights.acting(dropout=gradient and self._weights.dropout > 0)
         )
-        with acting:
+        with acting, decoder.kernels():
             # Only layers that can be checkpointed are in training mode, and only with a gradient; all else stays in evaluation mode.
             layers = self._layers if gradient else []
             for layer in layers:

@@ -19,7 +19,13 @@ import torch
 from torch import Tensor
 
 from groupwise.core.types import Row
-from groupwise.engine.learner.layout import MicroBatch, PackedBatch, PackedGroups, cut
+from groupwise.engine.learner.layout import (
+    MicroBatch,
+    PackedBatch,
+    PackedGroups,
+    TransformersBatch,
+    cut,
+)
 from groupwise.engine.models.decoder import Decoder, PromptCache, SharedPrefixCache
 from groupwise.engine.models.logprobs import TokenNumbers, token_logprobs, withheld_between
 from groupwise.engine.models.machine import exact_products
@@ -73,9 +79,7 @@ class Paths:
     """With `packing`, prompts and their completions are computed one after another in one sequence, which needs no cache."""
     outputs: ForwardOutputs = DEFAULT_OUTPUTS
 
-    def cut(
-        self, rows: Sequence[Row], max_tokens: int
-    ) -> Sequence[MicroBatch | PackedBatch | PackedGroups]:
+    def cut(self, rows: Sequence[Row], max_tokens: int) -> Sequence[TransformersBatch]:
         """Divide the rows into micro-batches of at most `max_tokens` tokens; a single longer row has its own."""
         return cut(
             rows,
@@ -85,9 +89,7 @@ class Paths:
             whole_groups=self.whole_groups,
         )
 
-    def forward(
-        self, decoder: Decoder, batch: MicroBatch | PackedBatch | PackedGroups
-    ) -> ForwardResult:
+    def forward(self, decoder: Decoder, batch: TransformersBatch) -> ForwardResult:
         """Log-probabilities and entropies of a micro-batch."""
         if isinstance(batch, PackedGroups):
             return packed_groups(decoder, batch, self.outputs)
@@ -206,12 +208,18 @@ def packed_groups(
             prompts.append(prompt)
         return places
 
-    for prompt_ids, rows in batch.groups:
-        prompt = len(lengths)
+    for rows in batch.groups:
+        prompt_ids, prompt = rows[0].prompt_ids, len(lengths)
+        if len(rows) == 1:  # one text, which needs no copy of its prompt's keys
+            row = rows[0]
+            first = add((*prompt_ids, *row.completion_ids[:-1]), 0, None)[len(prompt_ids) - 1]
+            before += range(first, first + len(row.completion_ids))
+            continue
         end = add(prompt_ids, 0, None)[-1]
         for row in rows:
             before += [end, *add(row.completion_ids[:-1], len(prompt_ids), prompt)]
-    seen = TextMask(len(tokens), lengths=lengths, prompts=prompts)
+    alone = all(prompt is None for prompt in prompts)
+    seen = TextMask(len(tokens), lengths=lengths, prompts=None if alone else prompts)
     device = decoder.device
     ids_1N, positions_1N = (torch.tensor([each], device=device) for each in (tokens, positions))
     hidden_NH = decoder.hidden(ids_1N, positions_1N, seen, None)[0]

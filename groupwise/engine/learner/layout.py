@@ -4,14 +4,16 @@ There are three layouts. A `MicroBatch` is one prompt and some of its completion
 so a group of G completions of length R after a prompt of length P costs P + G · R tokens instead of G · (P + R). A `PackedBatch` is rows of
 any prompts, several one after another in one sequence; each attends only to itself. A row then costs its own length and almost no padding.
 `PackedGroups` is both: prompts, each followed by its completions, in one sequence. That computes least, but attention takes one short text
-at a time, which is fast only by a GPU's kernel for many texts.
+at a time, which is fast only by a GPU's kernel for many texts. A `PackedBatch` cannot be one of those: models that take dense masks would
+compute the scores of all its tokens with each other, where several sequences are each as long as the longest row.
 
-Only `cut` chooses between them; the caller decides whether packing is allowed, and whether whole groups are packed.
+Only `cut` chooses between them; the caller decides whether packing is allowed, and whether whole groups are packed. `divide_groups` divides
+whole groups, for `PackedGroups` and for the native engine's `FlatBatch`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import Protocol
@@ -67,31 +69,24 @@ class PackedBatch:
 class PackedGroups:
     """Prompts with some of their completions, one after another in one sequence; each prompt is computed once, and nothing is padding."""
 
-    groups: tuple[tuple[tuple[int, ...], tuple[Row, ...]], ...]
-    """Each prompt's tokens, and the rows that continue it."""
+    groups: tuple[tuple[Row, ...], ...]
+    """Rows of one prompt each."""
     indices: tuple[int, ...]
     """Index of each row in the list that was divided, one group after another."""
 
     @property
     def rows(self) -> tuple[Row, ...]:
         """The rows of all groups."""
-        return tuple(row for _, rows in self.groups for row in rows)
+        return tuple(chain(*self.groups))
 
     @property
     def width(self) -> int:
         """The largest number of targets of a row."""
         return most_targets(self.rows)
 
-    @property
-    def tokens(self) -> int:
-        """Tokens computed."""
-        completions = sum(_inputs(row) for row in self.rows)
-        return completions + sum(len(prompt_ids) for prompt_ids, _ in self.groups)
 
-    @property
-    def keys(self) -> int:
-        """Keys that all texts see: `tokens`, and a copy of the prompt's for each completion."""
-        return self.tokens + sum(len(prompt_ids) * len(rows) for prompt_ids, rows in self.groups)
+TransformersBatch = MicroBatch | PackedBatch | PackedGroups
+"""Rows that transformers' modules compute together."""
 
 
 class Batch(Protocol):
@@ -128,7 +123,7 @@ def cut(
     packing: bool,
     prompt_shared: bool = True,
     whole_groups: bool = False,
-) -> list[MicroBatch | PackedBatch] | list[PackedGroups]:
+) -> Sequence[TransformersBatch]:
     """Divide all rows into micro-batches. With `packing`, prompts whose rows cost less packed than shared are packed together; with
     `whole_groups` too, all are.
 
@@ -221,40 +216,61 @@ def pack_rows(rows: Sequence[Row], max_tokens: int) -> list[PackedBatch]:
 
 
 def pack_groups(rows: Sequence[Row], max_tokens: int) -> list[PackedGroups]:
-    """Divide rows so that each batch has at most `max_tokens` tokens, or is a single longer row with its prompt. Its texts see at most
-    `KEYS_PER_TOKEN` times as many keys.
-
-    Prompts keep the order of their first row, and rows their order within a prompt. A group that does not fit continues in the next batch,
-    with its prompt again.
-    """
-    batches: list[PackedGroups] = []
-    filled: dict[tuple[int, ...], list[int]] = {}
-    """Rows of each prompt in the batch that is being filled."""
-    tokens = keys = 0
-
-    def end_batch() -> None:
-        nonlocal tokens, keys
-        groups = tuple(
-            (prompt_ids, tuple(rows[index] for index in indices))
-            for prompt_ids, indices in filled.items()
+    """Pack whole groups; see `divide_groups`."""
+    return [
+        PackedGroups(
+            tuple(tuple(rows[index] for index in members) for members in groups),
+            tuple(chain(*groups)),
         )
-        batches.append(PackedGroups(groups, tuple(chain(*filled.values()))))
-        filled.clear()
-        tokens = keys = 0
+        for groups in divide_groups(rows, max_tokens)
+    ]
 
-    for prompt_ids, members in group_by_prompt(rows).items():
-        for index in members:
-            needed = _inputs(rows[index])
-            more = needed if prompt_ids in filled else needed + len(prompt_ids)
-            seen = keys + more + len(prompt_ids)
-            if filled and (tokens + more > max_tokens or seen > KEYS_PER_TOKEN * max_tokens):
-                end_batch()
-                more = needed + len(prompt_ids)
-            filled.setdefault(prompt_ids, []).append(index)
-            tokens, keys = tokens + more, keys + more + len(prompt_ids)
-    if filled:
-        end_batch()
+
+def divide_groups(
+    rows: Sequence[Row], max_tokens: int, *, packing: bool = True
+) -> list[list[list[int]]]:
+    """Divide rows among batches. A batch lists groups, and a group the indices of rows of one prompt, longest first.
+
+    A batch has at most `max_tokens` tokens, and its texts see at most `KEYS_PER_TOKEN` times as many keys; a single row may have more.
+    Prompts keep the order of their first row. Only a group that would not fit by itself is divided, with its prompt in each part. Without
+    `packing`, a batch has rows of one prompt only.
+    """
+    batches: list[list[list[int]]] = []
+    tokens = keys = 0
+    for members in group_by_prompt(rows).values():
+        for part in _fitting(rows, members, max_tokens):
+            of_part = group_tokens([rows[index] for index in part])
+            new = (tokens + of_part[0], keys + of_part[1])
+            if not batches or not packing or not _fits(*new, max_tokens):
+                batches.append([])
+                new = of_part
+            batches[-1].append(part)
+            tokens, keys = new
     return batches
+
+
+def _fitting(rows: Sequence[Row], members: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
+    """Divide the members of a group, longest first, into parts that fit; each part has at least one."""
+    part: list[int] = []
+    for index in sorted(members, key=lambda index: -len(rows[index].completion_ids)):
+        more = [*part, index]
+        if part and not _fits(*group_tokens([rows[each] for each in more]), max_tokens):
+            yield part
+            more = [index]
+        part = more
+    yield part
+
+
+def group_tokens(rows: Sequence[Row]) -> tuple[int, int]:
+    """Tokens to compute for rows of one prompt, and the keys that their texts see. A single row is one text; several see copies of the
+    prompt's keys."""
+    prompt = len(rows[0].prompt_ids)
+    tokens = prompt + sum(_inputs(row) for row in rows)
+    return tokens, tokens + (prompt * len(rows) if len(rows) > 1 else 0)
+
+
+def _fits(tokens: int, keys: int, max_tokens: int) -> bool:
+    return tokens <= max_tokens and keys <= KEYS_PER_TOKEN * max_tokens
 
 
 def _inputs(row: Row) -> int:

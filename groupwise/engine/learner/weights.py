@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
 from groupwise.core.types import PolicyRole
+from groupwise.engine.learner.rounded_linear import round_again_in_backward
 from groupwise.engine.models.config import Dtype
 from groupwise.engine.models.files import disk_errors
 from groupwise.engine.models.load import stored_tensors
@@ -197,7 +198,8 @@ class TrainedModel:
     """All weights of a model, with a frozen copy as reference if one is needed.
 
     Weights and gradients are float32. Small updates would vanish in bfloat16, so it is only the format of the products: torch's autocast
-    rounds a weight when it is used. No later use shares the rounded copy, because gradients of both would be added in bfloat16.
+    rounds a weight when it is used. No later use shares the rounded copy, because gradients of both would be added in bfloat16; nor is it
+    kept for the backward pass (`groupwise.engine.learner.rounded_linear`).
     """
 
     kind: Literal["adapter", "full"] = "full"
@@ -213,6 +215,8 @@ class TrainedModel:
         self.model = model.requires_grad_(True)
         self._frozen = reference
         self._rounding = torch.bfloat16 if dtype == "bfloat16" else None
+        if self._rounding is not None:
+            round_again_in_backward(self.model)
 
     @property
     def reference_model(self) -> PreTrainedModel:

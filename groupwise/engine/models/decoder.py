@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from groupwise.core.errors import ModelError
+from groupwise.engine.models.attention_kernels import pinned_kernels
 from groupwise.engine.models.experts import all_rows
 from groupwise.engine.models.text_mask import ATTENTION, TextMask
 
@@ -119,10 +120,6 @@ class Decoder:
         windowed = self.layer_types is None or "sliding_attention" in kinds
         self.window: int | None = getattr(self.config, "sliding_window", None) if windowed else None
         """Number of latest tokens that a layer with a sliding window sees; None: all."""
-        if self.device.type == "cuda" and getattr(self.config, "num_key_value_heads", 0) == 1:
-            # Transformers repeats the one head's keys without a copy. For such keys and a mask, torch's memory-efficient kernel returns
-            # wrong results for the last query of 65, 129, 257 and so on: seen with torch 2.11 on an H100.
-            torch.backends.cuda.enable_mem_efficient_sdp(enabled=False)
         if not self.has_state:  # transformers makes their masks, for attention of its own
             self._choose_attention()
         self._check_caches()
@@ -131,6 +128,11 @@ class Decoder:
     @property
     def device(self) -> torch.device:
         return self.model.device
+
+    def kernels(self) -> contextlib.AbstractContextManager[object]:
+        """Context manager with the attention kernels of this model. Its calls enter it; so must a backward pass that recomputes layers."""
+        one = getattr(self.config, "num_key_value_heads", None) == 1
+        return pinned_kernels(self.device, one_key_head=one)
 
     @property
     def takes_text_masks(self) -> bool:
@@ -149,15 +151,16 @@ class Decoder:
             assert isinstance(seen, TextMask)
             assert seen.lengths is None, "a state is not kept apart in a sequence"
             assert cache is None, "a state is not shared"
-            return self.body(
-                input_ids=ids_BT, position_ids=positions_BT, use_cache=False
-            ).last_hidden_state
+            with self.kernels():
+                return self.body(
+                    input_ids=ids_BT, position_ids=positions_BT, use_cache=False
+                ).last_hidden_state
         mask = self._attention_mask(seen, positions_BT, self.window)
         if self.window is not None and self.layer_types is not None:  # one for each kind of layer
             everything = self._attention_mask(seen, positions_BT, None)
             mask = {"full_attention": everything, "sliding_attention": mask}
         decoding = isinstance(cache, SlotCache)
-        with all_rows(self.config) if decoding else contextlib.nullcontext():
+        with self.kernels(), all_rows(self.config) if decoding else contextlib.nullcontext():
             output = self.body(
                 input_ids=ids_BT,
                 position_ids=positions_BT,
@@ -171,9 +174,10 @@ class Decoder:
         """Last hidden states [T, H] of one text's next tokens, from position `first`, and transformers' own cache after them; None: the
         text begins."""
         positions_1T = torch.arange(first, first + ids_1T.shape[1], device=self.device)[None]
-        output = self.body(
-            input_ids=ids_1T, position_ids=positions_1T, past_key_values=cache, use_cache=True
-        )
+        with self.kernels():
+            output = self.body(
+                input_ids=ids_1T, position_ids=positions_1T, past_key_values=cache, use_cache=True
+            )
         return output.last_hidden_state[0], output.past_key_values
 
     def logits(self, hidden_NH: Tensor) -> Tensor:

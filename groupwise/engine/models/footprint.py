@@ -205,8 +205,8 @@ class Footprint:
 
     def trained_bytes(self, parameters: int, processes: int) -> int:
         """Bytes of trained weights, gradient and two moments in all processes. With several processes, each also needs a buffer to add up
-        gradients; if all weights are trained, the weights before the fork count once more. In bfloat16, a pass also keeps them rounded."""
-        copies = float(self.size if self.size < FLOAT else 0)
+        gradients; if all weights are trained, the weights before the fork count once more."""
+        copies = 0.0
         if not self.full:  # an adapter's copies: the sampler's and the native engines'
             computed = (self.native_learner + self.native_sampler) * self.size
             decoding = FLOAT if self.packed else 0
@@ -230,11 +230,12 @@ class Footprint:
         """Bytes of a micro-batch's activations and logits.
 
         The native engine keeps for each token and layer two residual streams in float32, the results of three products, and of attention.
-        The backward pass of one layer needs further temporaries. With `recompute` it keeps one residual stream per layer, and all of these
+        The backward pass of one layer needs further temporaries, on a GPU also copies of keys, values and their gradients for all texts
+        that see them (`KEYS_PER_TOKEN`). With `recompute` it keeps one residual stream per layer, and all of these
         for a single layer. Its head computes the logits of `CHUNK` tokens at once; float32 copies exist for a few of these at most.
 
         Transformers' modules with torch's graph keep about twelve hidden states and four feed-forward states per layer, for each expert of
-        a token its input and output, and on a GPU copies of prompts' keys and values (`KEYS_PER_TOKEN`). For `CHUNK` tokens they keep
+        a token its input and output, and on a GPU copies of prompts' keys and values. For `CHUNK` tokens they keep
         logits, logits divided by the temperature, probabilities, and a gradient.
         """
         sizes, size = self.sizes, self.size
@@ -243,6 +244,8 @@ class Footprint:
             per_layer = 2 * residual + 2 * (sizes.queries + sizes.keys + sizes.inner) * size
             layers = sizes.layers * residual + per_layer if recompute else sizes.layers * per_layer
             per_token = layers + 4 * residual + (2 * sizes.hidden + 4 * sizes.inner) * size
+            if not self.on_cpu:
+                per_token += KEYS_PER_TOKEN * 2 * sizes.keys * (3 * size + FLOAT)
             logits = size
         else:
             copied = 0 if self.on_cpu else (KEYS_PER_TOKEN - 1) * 2 * sizes.keys

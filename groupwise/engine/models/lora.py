@@ -11,7 +11,6 @@ rounding, as peft's layer does, loses most of a change made at the learning rate
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import math
@@ -32,6 +31,7 @@ from groupwise.core.errors import ModelError
 from groupwise.engine.models import config as settings_of_models
 from groupwise.engine.models.experts import ExactLoraExperts, add_expert_adapters, experts_of
 from groupwise.engine.models.files import read_json, read_tensors, write_tensors
+from groupwise.engine.models.fingerprint import tree_hash
 from groupwise.engine.models.native.linear import Factors, adapted_product
 from groupwise.engine.models.native.weights import NativeModel, native_model
 
@@ -429,13 +429,17 @@ def refuse_mismatch(
 
 
 def fingerprint(tensors: Mapping[str, Tensor]) -> str:
-    """SHA-256 over names, types, shapes and bytes, in the order of the names; 16 hex digits."""
-    digest = hashlib.sha256()
-    for key in sorted(tensors):
-        tensor = tensors[key].detach().cpu().contiguous()
-        digest.update(f"{key}|{tensor.dtype}|{tuple(tensor.shape)}|".encode())
-        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()[:16]
+    """SHA-256 over names, types, shapes and bytes, in the order of the names, as a tree whose pieces are hashed by torch's number of
+    threads; 16 hex digits.
+    """
+
+    def contents() -> Iterator[tuple[str, memoryview]]:
+        for key in sorted(tensors):
+            tensor = tensors[key].detach().cpu().contiguous()
+            content = tensor.flatten().view(torch.uint8).numpy().data
+            yield f"{key}|{tensor.dtype}|{tuple(tensor.shape)}|", content
+
+    return tree_hash(contents(), torch.get_num_threads())
 
 
 def no_target_message(base: PreTrainedModel, problem: str) -> str:

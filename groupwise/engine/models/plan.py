@@ -17,6 +17,7 @@ from groupwise.engine.models.config import LoraConfig, ModelConfig
 from groupwise.engine.models.decoder_shapes import read_decoder
 from groupwise.engine.models.footprint import (
     FLOAT,
+    IN_PRODUCTS,
     Counts,
     Decoding,
     Sizes,
@@ -38,6 +39,8 @@ RANK_MIB = 150.0
 """MiB that each rank does not share with the zygote once it has computed; the rest is shared."""
 MAIN_MIB = 150.0
 """MiB of the main process of a run with ranks; it does not import torch."""
+GPU_PROCESS_BYTES = 600 << 20
+"""Bytes of a GPU that each further process takes for CUDA's context, kernels, and the workspaces of products."""
 MICROBATCHES = (65_536, 32_768, 16_384, 8192, 4096)
 """Tokens that a learner on a GPU computes at once, if the config does not say: more would not be faster, fewer are slower."""
 
@@ -64,9 +67,10 @@ class MemoryPlan:
     update: float
     """Temporary numbers of AdamW, one per trained one. Activations are free at that time, so only the larger of the two counts."""
     server_sampling: float
-    """Memory that the run's own vLLM server uses on the learner's GPU while the run samples; activations and updates use none then."""
+    """Memory that the run's own vLLM server, or a sampler's process, uses on the learner's GPU while the run samples. Activations and updates
+    use none then."""
     server_learning: float
-    """What it keeps while the run learns: the same, unless it sleeps then."""
+    """What it keeps while the run learns: the same, unless it is a server that sleeps then."""
 
     @property
     def total(self) -> float:
@@ -126,8 +130,8 @@ def plan_model(
     `decoding` and `microbatch` (tokens) are per process, for each of the `processes`; without `decoding` nothing is sampled. The processes
     share frozen weights. Each has its own trained weights, in addition to those that it was forked from. `parts` is the number of parts
     that the weights are divided into; each process holds one, and transformers' modules then compute them. `server`: bytes that the run's
-    own vLLM server takes of the learner's GPU while the run samples, and while it learns. `frees_cache`: the sampler frees keys and values
-    while the run learns.
+    own vLLM server, or a sampler's process, takes of the learner's GPU while the run samples, and while it learns. `frees_cache`: the
+    sampler frees keys and values while the run learns.
     """
     counts = count_parameters(config, lora)
     trained, total = counts.trained, counts.parameters
@@ -164,20 +168,40 @@ def plan_model(
     return ModelPlan(total, trained, counts.active, memory)
 
 
-def fitting_microbatch(
-    config: ModelConfig,
-    lora: LoraConfig | None,
-    dtype: str,
-    device: str,
-    needs_reference: bool,
-    gradient_checkpointing: bool,
-    parts: int,
-    samples: bool,
-    memory: int,
-) -> int:
-    """The largest of `MICROBATCHES` with which a learner takes at most `memory` bytes of its device, or the smallest; see `plan_model`.
+def sampler_bytes(
+    config: ModelConfig, lora: LoraConfig | None, dtype: str, device: str, decoding: Decoding | None
+) -> float:
+    """Bytes of a GPU that a process takes which only samples; without `decoding` no keys and values are counted."""
+    counts = count_parameters(config, lora)
+    full = lora is None
+    held = footprint_of(
+        counts, dtype=dtype, device=device, full=full, by_modules=False, samples=True
+    )
+    weights = held.served_bytes(counts.parameters) - saved_by_bits(config, counts.linear, dtype)
+    # An adapter is held in float32 and in the order of the native products.
+    adapter = 0 if full else counts.trained * (FLOAT + IN_PRODUCTS * held.size)
+    return weights + adapter + (held.cache(decoding) if decoding else 0) + GPU_PROCESS_BYTES
 
-    `samples`: the process also holds the sampled weights. Keys and values are not counted.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LearningProcess:
+    """What a process that learns holds, beside a micro-batch; see `plan_model`."""
+
+    dtype: str
+    device: str
+    needs_reference: bool
+    gradient_checkpointing: bool
+    parts: int
+    samples: bool
+    """True if it also holds the sampled weights."""
+
+
+def fitting_microbatch(
+    config: ModelConfig, lora: LoraConfig | None, process: LearningProcess, memory: int
+) -> int:
+    """The largest of `MICROBATCHES` with which the process takes at most `memory` bytes of its device, or the smallest.
+
+    Keys and values are not counted.
     """
     decoding = Decoding(slots=0, key_length=0, completion=1, prompts=0, prompt=0)
 
@@ -185,13 +209,13 @@ def fitting_microbatch(
         plan = plan_model(
             config,
             lora,
-            dtype=dtype,
-            decoding=decoding if samples else None,
+            dtype=process.dtype,
+            decoding=decoding if process.samples else None,
             microbatch=tokens,
-            needs_reference=needs_reference,
-            device=device,
-            gradient_checkpointing=gradient_checkpointing,
-            parts=parts,
+            needs_reference=process.needs_reference,
+            device=process.device,
+            gradient_checkpointing=process.gradient_checkpointing,
+            parts=process.parts,
         )
         return plan.memory.total * MIB <= memory
 

@@ -49,6 +49,8 @@ SERVER_KEYS = (
     "served_model",
     "adapter_folder",
     "adapter_folder_there",
+    "weight_transfer",
+    "weight_transfer_timeout",
     "logprob_tolerance",
     "concurrency",
     "timeout",
@@ -98,14 +100,28 @@ class SamplerConfig(Strict):
     )
     adapter_folder: str | None = setting(
         None,
-        "A folder that this machine and the servers have in common, where adapters are handed over; null: the servers are on this "
-        "machine, run by the same user, and read the publications themselves.",
+        "A folder that this machine and the servers have in common, where adapters, or files of all weights, are handed over; null: the "
+        "servers are on this machine, run by the same user, and read the publications themselves.",
         on_resume="free",
     )
     adapter_folder_there: str | None = setting(
         None,
         "What the servers call adapter_folder, where it is mounted elsewhere for them; null: the same.",
         on_resume="free",
+    )
+    weight_transfer: Literal["files", "ipc", "nccl"] | None = setting(
+        None,
+        "How servers get all weights, if lora is null: files, which they read; ipc, by which the server of vllm_python copies them on the "
+        "learner's own GPU; nccl, by which vLLM on other GPUs or machines receives them from the learner's GPU. null: ipc where it can "
+        "be, else files.",
+        on_resume="free",
+    )
+    weight_transfer_timeout: float = setting(
+        120.0,
+        "Seconds in which a server must have joined a transfer by nccl, and have taken all weights; then the transfer is ended on this "
+        "side.",
+        on_resume="free",
+        gt=0,
     )
     logprob_tolerance: float = setting(
         0.1,
@@ -255,6 +271,7 @@ class SamplerConfig(Strict):
                 yield Conflict(
                     f"{key} has no effect {reason}. Leave one of them out.", (key, "vllm_python")
                 )
+        yield from self._transfer_conflicts()
         if len(set(self.urls)) < len(self.urls):
             yield Conflict(
                 "url has an address twice; each server is asked for as many completions as concurrency says. Leave one out.",
@@ -272,6 +289,32 @@ class SamplerConfig(Strict):
                     "their own. Leave it out.",
                     (key, "engine"),
                 )
+
+    def _transfer_conflicts(self) -> Iterator[Conflict]:
+        """Ways to transfer weights that the servers do not have, and keys without effect on the chosen one."""
+        transfer = self.weight_transfer
+        if transfer == "ipc" and self.vllm_python is None:
+            yield Conflict(
+                "weight_transfer is ipc, by which only the server of vllm_python takes weights. Set it to files or nccl, or leave it out.",
+                ("weight_transfer", "vllm_python"),
+            )
+        if transfer == "nccl" and self.engine == "sglang":
+            yield Conflict(
+                "weight_transfer is nccl, but SGLang takes all weights from files. Set it to files, or leave it out.",
+                ("weight_transfer", "engine"),
+            )
+        if transfer == "nccl" and self.adapter_folder is not None:
+            yield Conflict(
+                "adapter_folder has no effect with weight_transfer nccl, by which servers receive weights without files. Leave one of "
+                "them out.",
+                ("adapter_folder", "weight_transfer"),
+            )
+        default = SamplerConfig.model_fields["weight_transfer_timeout"].default
+        if transfer != "nccl" and self.weight_transfer_timeout != default:
+            yield Conflict(
+                "weight_transfer_timeout has no effect without weight_transfer nccl. Leave it out, or set weight_transfer.",
+                ("weight_transfer_timeout", "weight_transfer"),
+            )
 
     def _sglang_conflicts(self) -> Iterator[Conflict]:
         """What the engine sglang does not take, and the address that it needs."""

@@ -87,6 +87,8 @@ class QueuedSampler(ABC):
         self._tickets: list[Ticket] = []
         self._driver: asyncio.Task[None] | None = None
         self._masks = SchemaMasks(tokenizer)
+        self._loading: asyncio.Future[None] | None = None
+        """The load that is under way; None while there is none."""
         self._version = 0
         self._fingerprint = fingerprint(weights.tensors())
 
@@ -116,6 +118,7 @@ class QueuedSampler(ABC):
         if not request.seeds:
             return ()
         masks = await self._schema_masks(request)
+        await self._until_loaded()
         ticket = Ticket(request, asyncio.get_running_loop().create_future())
         ticket.members = [
             Member(ticket, seed, mask=mask) for seed, mask in zip(request.seeds, masks, strict=True)
@@ -151,18 +154,38 @@ class QueuedSampler(ABC):
             await asyncio.to_thread(self._masks.prepare)
 
     async def load(self, policy: Policy) -> None:
-        """See `groupwise.core.types.Sampler.load`. Allowed only between groups: keys and values belong to one version."""
+        """See `groupwise.core.types.Sampler.load`. Allowed only between groups: keys and values belong to one version.
+
+        A thread reads and hashes the weights, which takes seconds for a large model. Groups that are requested meanwhile begin afterwards.
+        If the caller is cancelled, the load is completed first.
+        """
+        await self._until_loaded()
         if self._waiting or self._in_progress():
             raise RunError(
                 "The sampler was given new weights while completions of the old ones were on their way."
             )
+        self._loading = loading = asyncio.ensure_future(self._take_weights(policy))
+        try:
+            await asyncio.shield(loading)
+        except asyncio.CancelledError:  # half of the new weights would be no policy
+            await asyncio.wait([loading])
+            raise
+        finally:
+            self._loading = None
+
+    async def _take_weights(self, policy: Policy) -> None:
         with explaining_out_of_memory("taking new weights for sampling"):
-            self._weights.read(Path(policy.path))
+            await asyncio.to_thread(self._weights.read, Path(policy.path))
             with torch.inference_mode():
                 self._refresh()
-        self._fingerprint = fingerprint(self._weights.tensors())
+        self._fingerprint = await asyncio.to_thread(lambda: fingerprint(self._weights.tensors()))
         refuse_other_weights(policy, self._fingerprint)
         self._version = policy.version
+
+    async def _until_loaded(self) -> None:
+        """Wait until no weights are being loaded."""
+        while self._loading is not None:
+            await asyncio.wait([self._loading])
 
     def fingerprint(self) -> str:
         """Fingerprint of the weights as they were when they were loaded."""

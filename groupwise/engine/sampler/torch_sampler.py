@@ -4,8 +4,9 @@ The driver computes a prompt once for its group, and for other groups with the s
 member while there is room, and then advances all rows by one token at a time. A finished row makes room at once. The driver yields to
 the event loop after every token, so scoring and cancelling continue.
 
-A GPU computes the next token while this process looks at the last one: rows that end with it are computed once for nothing. That needs
-no token to be known here, so it is not done while a completion has a schema, penalties or biases.
+A GPU computes the next token while this process looks at the last one: rows that end with it are computed once for nothing. So it does
+after a refill of free rows: prompts, first tokens and the tokens after them are begun before the first are known here. That needs no token
+to be known here, so it is not done while a completion has a schema, penalties or biases.
 
 An engine computes the rows (`groupwise.engine.sampler.engine`): a native one if the model is of a known family (one for CPUs, one for
 GPUs), otherwise one over transformers. A member's draw depends only on its seed and its own group.
@@ -66,7 +67,8 @@ class TorchSampler(QueuedSampler):
         self._frees_cache = frees_cache
         self._engine = _make_engine(weights, layout, native=native, enforce_eager=enforce_eager)
         self._members: dict[DecodeRow, Member] = {}
-        self._drawing: Drawing | None = None
+        self._drawings: list[Drawing] = []
+        """What a GPU was asked for and has not been read: the next token of the rows in progress, and the first of new ones."""
 
     async def prompt_logprobs(self, prompt_ids: tuple[int, ...], top: int) -> PromptLogprobs:
         """The log-probabilities of a prompt's tokens under the weights that serve now, with the `top` most probable at each position.
@@ -74,6 +76,7 @@ class TorchSampler(QueuedSampler):
         Raises `RunError` for a prompt that is empty or longer than the layout. It is computed at once, between two tokens of the others.
         """
         refuse_long_prompt(prompt_ids, self.layout.key_length)
+        await self._until_loaded()
         logprobs: list[float] = []
         best: list[TopLogprobs] = []
         with torch.inference_mode():
@@ -88,7 +91,7 @@ class TorchSampler(QueuedSampler):
 
     async def rest(self) -> None:
         """See `groupwise.core.types.SharesDevice.rest`."""
-        if self._frees_cache and not self._waiting and not self._members:
+        if self._frees_cache and not self._waiting and not self._members and not self._loading:
             self._engine.free_cache()
             torch.cuda.empty_cache()
 
@@ -100,7 +103,7 @@ class TorchSampler(QueuedSampler):
                 if self._members:
                     self._decode_one_token()
             await asyncio.sleep(0)
-        self._drawing = None
+        self._drawings.clear()
 
     def _in_progress(self) -> Sequence[Member]:
         """See `QueuedSampler._in_progress`."""
@@ -113,7 +116,7 @@ class TorchSampler(QueuedSampler):
     def _reset(self) -> None:
         """See `QueuedSampler._reset`."""
         self._members.clear()
-        self._drawing = None
+        self._drawings.clear()
         self._engine.reset()
 
     def _refresh(self) -> None:
@@ -135,7 +138,7 @@ class TorchSampler(QueuedSampler):
                 self._waiting.popleft()
 
     def _start_members(self, members: list[Member]) -> None:
-        """Draw the first tokens of all these members at once. A member gets a row unless that token already ends it.
+        """Draw the first tokens of all these members at once. A member gets a row unless it is known here that this token already ends it.
 
         Groups in progress with the same prompt share it: an agent's trajectories begin with the same prompt, each in its own request.
         """
@@ -150,21 +153,25 @@ class TorchSampler(QueuedSampler):
         computed.update(zip(missing, self._engine.prefill_all(missing), strict=True))
         for ticket in tickets:
             ticket.prompt = computed[ticket.request.prompt_ids]
-        prompts = [member.ticket.prompt for member in members]
-        self._draw_tokens(
-            members, torch.stack([prompt.logits_V for prompt in prompts if prompt is not None])
-        )
+        prompts = [member.ticket.prompt for member in members if member.ticket.prompt is not None]
+        logits_NV = torch.stack([prompt.logits_V for prompt in prompts])
+        if self._looks_ahead(members):
+            rows = [self._engine.add_row(prompt) for prompt in prompts]
+            self._members.update(zip(rows, members, strict=True))
+            self._drawings.append(self._drawn(dict.fromkeys(rows, 0), logits_NV))
+            return
+        self._draw_tokens(members, logits_NV)
         for member, prompt in zip(members, prompts, strict=True):
-            if member.finish_reason is None and prompt is not None:
+            if member.finish_reason is None:
                 self._members[self._engine.add_row(prompt)] = member
             else:
                 self._deliver_if_finished(member.ticket)
 
     def _decode_one_token(self) -> None:
-        drawing, self._drawing = self._drawing, None
-        if drawing is None and self._looks_ahead():
-            drawing = self._start_drawing(self._members, None)
-        if drawing is None:
+        drawings, self._drawings = self._drawings, []
+        if not drawings and self._looks_ahead():
+            drawings = [self._start_drawing(self._members, [])]
+        if not drawings:
             rows = self._engine.rows
             members = [self._members[row] for row in rows]
             self._draw_tokens(
@@ -172,15 +179,16 @@ class TorchSampler(QueuedSampler):
             )
         else:
             if self._looks_ahead():
+                lengths = {row: each.lengths[row] for each in drawings for row in each.lengths}
                 continuing = {
                     row: member
                     for row, member in self._members.items()
-                    if row not in drawing.lengths
-                    or drawing.lengths[row] + 1 < member.ticket.request.params.max_tokens
+                    if row not in lengths
+                    or lengths[row] + 1 < member.ticket.request.params.max_tokens
                 }
                 if continuing:
-                    self._drawing = self._start_drawing(continuing, drawing)
-            for row, token, logprob in drawing.read():
+                    self._drawings.append(self._start_drawing(continuing, drawings))
+            for row, token, logprob in (found for each in drawings for found in each.read()):
                 if row in self._members:  # its group may have been given up meanwhile
                     self._append_token(self._members[row], token, logprob)
         finished = [
@@ -193,33 +201,39 @@ class TorchSampler(QueuedSampler):
             for _, member in finished:
                 self._deliver_if_finished(member.ticket)
 
-    def _looks_ahead(self) -> bool:
-        """True if the GPU may draw the next tokens before the last ones are known here."""
+    def _looks_ahead(self, beginning: Sequence[Member] = ()) -> bool:
+        """True if the GPU may draw the next tokens before the last ones are known here. `beginning`: members that get rows now."""
         return isinstance(self._engine, GraphEngine) and not any(
             member.ticket.request.top_logprobs or member.ticket.request.params.processing
-            for member in self._members.values()
+            for member in (*self._members.values(), *beginning)
         )
 
     def _start_drawing(
-        self, members: Mapping[DecodeRow, Member], previous: Drawing | None
+        self, members: Mapping[DecodeRow, Member], previous: Sequence[Drawing]
     ) -> Drawing:
-        """Let the GPU draw a token for each of these rows, after the one that it still draws for the rows of `previous`."""
+        """Let the GPU draw a token for each of these rows, after the one that it still draws for rows of `previous`."""
         assert isinstance(self._engine, GraphEngine)
         rows = [*members]
-        drawn = None
-        if previous is not None:
-            places = {row: place for place, row in enumerate(previous.lengths)}
+        drawn, places = None, dict[DecodeRow, int]()
+        if previous:
+            before = 0
+            for each in previous:
+                places |= {row: before + place for place, row in enumerate(each.lengths)}
+                before += len(each.tokens_N)
+            tokens_N = torch.cat([each.tokens_N for each in previous])
             again = [row for row in rows if row in places]
             places_N = torch.tensor([places[row] for row in again], dtype=torch.long)
-            drawn = again, previous.tokens_N[send(places_N, previous.tokens_N.device)]
-        lengths = {
-            row: len(member.token_ids) + (previous is not None and row in previous.lengths)
-            for row, member in members.items()
-        }
-        tokens = [member.token_ids[-1] for member in members.values()]
-        logits_NV = self._engine.decode_rows(rows, tokens, drawn)
+            drawn = again, tokens_N[send(places_N, tokens_N.device)]
+        lengths = {row: len(member.token_ids) + (row in places) for row, member in members.items()}
+        # A row of `previous` has no token here yet if that is its first.
+        tokens = [0 if row in places else member.token_ids[-1] for row, member in members.items()]
+        return self._drawn(lengths, self._engine.decode_rows(rows, tokens, drawn))
+
+    def _drawn(self, lengths: Mapping[DecodeRow, int], logits_NV: Tensor) -> Drawing:
+        """Let the GPU draw from these logits for rows whose completions then have these lengths."""
+        members = [self._members[row] for row in lengths]
         logits_NV, empty = self._padded(logits_NV)
-        numbers_2N, _, _ = draw_numbers([*members.values()], [*lengths.values()], logits_NV, empty)
+        numbers_2N, _, _ = draw_numbers(members, [*lengths.values()], logits_NV, empty)
         return Drawing(lengths, numbers_2N)
 
     def _draw_tokens(self, members: list[Member], logits_NV: Tensor) -> None:

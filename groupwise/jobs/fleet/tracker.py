@@ -26,7 +26,6 @@ from itertools import islice
 from typing import Any, Protocol, cast
 
 from sqlalchemy import select, update
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from groupwise.core.errors import RunError
@@ -36,6 +35,7 @@ from groupwise.jobs.fleet.processes import NATS_CURSOR
 from groupwise.jobs.fleet.states import JobStatus
 from groupwise.jobs.fleet.store import events
 from groupwise.jobs.fleet.store.database import Database, seconds
+from groupwise.jobs.fleet.store.engine import upsert
 from groupwise.jobs.fleet.store.tables import Attempt, Cursor, Event, Job
 
 COMPLETED, ERRORED = "jobs.completed", "jobs.errored"
@@ -385,8 +385,7 @@ def begin(session: Session, name: str, announces_history: bool) -> tuple[int, in
 
 def keep_position(session: Session, name: str, position: int) -> None:
     """Store the position. It never moves back: another reader of the same name may be further."""
-    insert = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
-    session.execute(insert(Cursor).values(name=name, position=0).on_conflict_do_nothing())
+    session.execute(upsert(session, Cursor).values(name=name, position=0).on_conflict_do_nothing())
     session.execute(
         update(Cursor)
         .where(Cursor.name == name, Cursor.position < position)

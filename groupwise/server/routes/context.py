@@ -1,17 +1,18 @@
-"""The inputs of route handlers: the context of a request, and the protocol of the service that handles it.
+"""The inputs of route handlers: the context of a request, with the service that handles it.
 
 Each module of this folder has a tuple `ROUTES`.
 
-A handler takes a `RequestContext`: the service and the caller. It returns bytes that the service may have stored before, so a repeated
-request gets the same answer, byte for byte.
+A handler takes a `RequestContext`: the service and the caller. Its call may be cancelled at any point, because the client has
+disconnected; committed changes stay. It returns bytes that the service may have stored before, so a repeated request gets the same answer,
+byte for byte.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
-from typing import Annotated, Protocol
+from typing import Annotated
 
 from fastapi import Depends, Request
 from fastapi.responses import Response
@@ -22,28 +23,11 @@ from groupwise.api.schemas.activity import ActivityAnswer
 from groupwise.api.schemas.idempotency import AnswerKey, body_hash, idempotency_key
 from groupwise.api.schemas.keys import Caller
 from groupwise.api.schemas.problems import Refusal
-from groupwise.api.schemas.training import (
-    AnyRewards,
-    CheckpointAnswer,
-    CheckpointsAnswer,
-    CloseAnswer,
-    CompletionsRequest,
-    EventData,
-    GroupAnswer,
-    RewardAnswer,
-    StartAnswer,
-    StartRequest,
-    StatusAnswer,
-    StepAnswer,
-    StepRequest,
-    StopAnswer,
-    TokenizerAnswer,
-)
 from groupwise.server.ledger.file import DiskFull, LedgerClosed
 from groupwise.server.ledger.idempotency import InFlightRequests, StoredResponse
 from groupwise.server.run.activity import known_clients
-from groupwise.server.run.downloads import OpenVersion
 from groupwise.server.run.engine_supervisor import FULL_SECONDS
+from groupwise.server.run.service import Service
 from groupwise.server.settings import ServerConfig
 
 logger = logging.getLogger(__name__)
@@ -52,113 +36,10 @@ REPLAYED = "Idempotency-Replayed"
 """Header of a response that repeats an earlier one."""
 
 
-class ServiceLike(Protocol):
-    """Everything that the routes call. Errors for the client are raised as `Refusal`.
-
-    Calls may be cancelled at any point, because their client has disconnected; committed changes stay.
-    """
-
-    async def begin(self) -> None:
-        """Open the run that was active when the last server ended. An engine that it needs is started in the background."""
-        ...
-
-    async def shut_down(self, seconds: float) -> None:
-        """Answer all waiting requests, save, and end the engine, within `seconds`."""
-        ...
-
-    def ready(self) -> str | None:
-        """Why requests are refused; None if they are served."""
-        ...
-
-    async def start(self, request: StartRequest, caller: Caller) -> StartAnswer:
-        """Start a run."""
-        ...
-
-    async def stop(self) -> StopAnswer:
-        """End the run."""
-        ...
-
-    async def completions(
-        self, request: CompletionsRequest, caller: Caller
-    ) -> Sequence[GroupAnswer]:
-        """One group for each prompt."""
-        ...
-
-    async def give_up(self, group_id: str, /) -> None:
-        """Release a group that will not be rewarded."""
-        ...
-
-    async def rewards(self, request: AnyRewards, caller: Caller) -> Sequence[RewardAnswer]:
-        """Store rewards; one answer for each group."""
-        ...
-
-    async def close_group(self, name: str, caller: Caller, /) -> CloseAnswer:
-        """Close a group of trajectories before all its places have a reward."""
-        ...
-
-    async def rewards_trained(
-        self, answers: Sequence[RewardAnswer], seconds: float
-    ) -> Sequence[RewardAnswer]:
-        """The answers to earlier posted rewards: after the step that learns from them, or after `seconds`."""
-        ...
-
-    async def step(self, request: StepRequest, caller: Caller) -> StepAnswer:
-        """Take a step."""
-        ...
-
-    async def step_taken(self, answer: StepAnswer, seconds: float) -> StepAnswer:
-        """The answer about an earlier planned step: after it was taken, or after `seconds`."""
-        ...
-
-    async def status(self) -> StatusAnswer:
-        """The state of the server and its run."""
-        ...
-
-    async def activity(self) -> ActivityAnswer:
-        """Current activity, without the clients."""
-        ...
-
-    async def last_event(self) -> int:
-        """The id of the newest event; 0 before the first."""
-        ...
-
-    async def events(self, after: int | None, limit: int) -> Sequence[EventData]:
-        """The events after this one, oldest first."""
-        ...
-
-    async def next_event(self, after: int, seconds: float) -> None:
-        """Wait until there is a newer event, or the time is over."""
-        ...
-
-    async def open_version(self, version: str | None) -> OpenVersion:
-        """Open the files of a version."""
-        ...
-
-    async def checkpoints(self) -> CheckpointsAnswer:
-        """All checkpoints of the run."""
-        ...
-
-    async def save_checkpoint(self, name: str, caller: Caller, /) -> CheckpointAnswer:
-        """Write a checkpoint now."""
-        ...
-
-    async def tokenizer(self) -> TokenizerAnswer:
-        """The run's tokenizer."""
-        ...
-
-    async def count_refusal(self, code: str) -> None:
-        """Count a refused request; `status` shows the count."""
-        ...
-
-    async def remembered(self, caller: Caller) -> StoredResponse | None:
-        """The stored answer to an earlier request with this Idempotency-Key; None if there is none."""
-        ...
-
-
 class Serving(Shared):
     """State shared by all requests to one server."""
 
-    def __init__(self, service: ServiceLike, config: ServerConfig) -> None:
+    def __init__(self, service: Service, config: ServerConfig) -> None:
         limits = Limits(config.max_body_bytes, config.requests_per_second, config.burst)
         super().__init__(limits)
         self.service = service
@@ -195,7 +76,7 @@ class RequestContext:
     facts: Facts
 
     @property
-    def service(self) -> ServiceLike:
+    def service(self) -> Service:
         """The service that does the work."""
         return self.serving.service
 

@@ -42,7 +42,7 @@ T = TypeVar("T")
 
 
 class Service:
-    """The training server of one output folder: a `groupwise.server.routes.context.ServiceLike`."""
+    """The training server of one output folder. Errors for the client are raised as `Refusal`."""
 
     def __init__(
         self, config: ServerConfig, ledger: Ledger, make_engine: Callable[[], Awaitable[Engine]]

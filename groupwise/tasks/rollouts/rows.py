@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 from groupwise.core.types import (
@@ -37,11 +37,14 @@ def training_rows(groups: Sequence[Group], weights: Sequence[Weights]) -> list[R
 
 
 def with_sibling_stats(
-    rows: Sequence[Row], policy: Sequence[Sequence[float]] | None = None
+    rows: Sequence[Row],
+    policy: Sequence[Sequence[float]] | None = None,
+    bounds: Callable[[float], tuple[float, float]] = lambda _: (-math.inf, math.inf),
 ) -> list[Row]:
     """The rows, each with sums over the other rows of its rollout, if it has any; the call must include all rows of a rollout.
 
-    `policy` holds the log-probabilities of each row's tokens under the weights of this update; None means the old ones.
+    `policy` holds the log-probabilities of each row's tokens under the weights of this update; None means the old ones. `bounds` is
+    `Algorithm.log_ratio_bounds`: within which a token's log-ratio is held, by its row's advantage.
     """
     indices_of_rollout: defaultdict[tuple[int, int] | None, list[int]] = defaultdict(list)
     for index, row in enumerate(rows):
@@ -51,7 +54,10 @@ def with_sibling_stats(
         if rollout is None or len(indices) == 1:
             continue
         sums = {
-            index: _row_stats(rows[index], policy[index] if policy else None) for index in indices
+            index: _row_stats(
+                rows[index], policy[index] if policy else None, bounds(rows[index].advantage)
+            )
+            for index in indices
         }
         for index in indices:
             others = _sum_stats([sums[other] for other in indices if other != index])
@@ -105,7 +111,16 @@ def _segments_with_logprobs(
 def _rows_of_rollout(rollout: Rollout, weight: RolloutCredit) -> list[Row]:
     parts = [part for part in _rollout_parts(rollout) if any(map(_is_trained, part[1]))]
     key = (rollout.draw, rollout.member)
-    return [replace(_make_row(prompt, part, weight), rollout=key) for prompt, part in parts]
+    rows = [replace(_make_row(prompt, part, weight), rollout=key) for prompt, part in parts]
+    if weight.token_advantages is None:
+        return rows
+    remaining = iter(weight.token_advantages)
+    rows = [
+        replace(row, credits=tuple(next(remaining) if trained else 0.0 for trained in row.mask))
+        for row in rows
+    ]
+    assert next(remaining, None) is None, "advantages of more tokens than the policy wrote"
+    return rows
 
 
 def _rollout_parts(rollout: Rollout) -> list[tuple[tuple[int, ...], list[Segment]]]:
@@ -166,20 +181,30 @@ def _tokens_withheld(segment: Segment, start: int) -> tuple[MaskedTokens, ...]:
     return (MaskedTokens(start, end, params.stop_token_ids),)
 
 
-def _row_stats(row: Row, policy: Sequence[float] | None) -> SiblingRowStats:
+def _row_stats(
+    row: Row, policy: Sequence[float] | None, bounds: tuple[float, float]
+) -> SiblingRowStats:
     """This row's contribution to sums over the rows of its rollout."""
     old = row.sampling_logprobs if row.proximal_logprobs is None else row.proximal_logprobs
     return SiblingRowStats(
         tokens=sum(row.mask),
         log_weight=_logprob_difference(row, old, row.sampling_logprobs),
-        log_ratio=_logprob_difference(row, old if policy is None else policy, old),
+        log_ratio=_logprob_difference(row, old if policy is None else policy, old, bounds),
     )
 
 
-def _logprob_difference(row: Row, logprobs: Sequence[float], reference: Sequence[float]) -> float:
-    """The sum of `logprobs` − `reference` over the trained tokens."""
+def _logprob_difference(
+    row: Row,
+    logprobs: Sequence[float],
+    reference: Sequence[float],
+    bounds: tuple[float, float] = (-math.inf, math.inf),
+) -> float:
+    """The sum of `logprobs` − `reference` over the trained tokens, each held within the bounds."""
+    low, high = bounds
     return math.fsum(
-        a - b for a, b, counts in zip(logprobs, reference, row.mask, strict=True) if counts
+        min(max(a - b, low), high)
+        for a, b, counts in zip(logprobs, reference, row.mask, strict=True)
+        if counts
     )
 
 

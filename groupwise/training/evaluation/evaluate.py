@@ -23,7 +23,7 @@ from groupwise.core.reward_call.request import Scorer
 from groupwise.core.types import Group, Sampler, SamplingParams
 from groupwise.engine.distributed import prefork
 from groupwise.engine.models.tokens import completion_text
-from groupwise.runs.folder import result_file
+from groupwise.runs.folder import SERVER_LOG, result_file
 from groupwise.runs.records import EvaluationRecord
 from groupwise.tasks.contract import Task, check_reward_columns, require
 from groupwise.tasks.data.success import check_part
@@ -502,7 +502,9 @@ def evaluate_untrained(loaded: LoadedConfig, task: object) -> EvalResult | None:
 async def _evaluate_policy(
     config: RunConfig, task: Task, policy: PolicyWeights, output: Path | None
 ) -> EvalResult:
-    result, fingerprint = await _answer_and_score(config, task, policy)
+    file = output or result_file(*_result_location(task, policy, config))
+    log = file.with_name(f"{file.stem}.{SERVER_LOG}")
+    result, fingerprint = await _answer_and_score(config, task, policy, log)
     content = {
         **result.summary,
         "fingerprint": fingerprint,
@@ -518,15 +520,16 @@ async def _evaluate_policy(
 
 
 async def _answer_and_score(
-    config: RunConfig, task: Task, policy: PolicyWeights
+    config: RunConfig, task: Task, policy: PolicyWeights, server_log: Path | None = None
 ) -> tuple[EvalResult, str]:
-    """Evaluate a policy. Returns the result and the fingerprint of the policy's weights."""
+    """Evaluate a policy. Returns the result and the fingerprint of the policy's weights. `server_log`: see
+    `build.start_serving`."""
     asked_for = _prepare_evaluation(config, task)
     tokenizer, prompts, rubric = asked_for.tokenizer, asked_for.prompts, asked_for.rubric
     layout = placement.choose_layout(config, prompts.longest)
     scorer = rollout_builder.build_scorer(config, task, tokenizer, rubric)
     rollouts = rollout_builder.build_rollouts(config, task, tokenizer, layout.key_length)
-    parts = await build.start_serving(config, layout, policy.folder)
+    parts = await build.start_serving(config, layout, policy.folder, server_log)
     try:
         held_out_set = held_out(config, task, prompts, parts.stop_token_ids, rollouts)
         result = await answer_held_out(held_out_set, parts.sampler, scorer, tokenizer, policy.label)

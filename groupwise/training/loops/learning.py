@@ -171,5 +171,6 @@ async def _with_ratios(run: Learning, rows: list[Row], *, interruptible: bool) -
         return rows
     work = run.learner.logprobs(split_rows)
     logprobs = await (run.interruption.allow(work) if interruptible else work)
-    remaining = iter(with_sibling_stats(split_rows, logprobs))
+    bounds = run.algorithm.log_ratio_bounds
+    remaining = iter(with_sibling_stats(split_rows, logprobs, bounds))
     return [row if row.others is None else next(remaining) for row in rows]

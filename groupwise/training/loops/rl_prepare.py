@@ -18,7 +18,13 @@ from groupwise.core.types import TASK_COLUMN, Example
 from groupwise.engine.distributed import prefork
 from groupwise.engine.models.footprint import Decoding
 from groupwise.engine.models.identity import identity
-from groupwise.engine.models.plan import MIB, ModelPlan, largest_microbatch, plan_model
+from groupwise.engine.models.plan import (
+    MIB,
+    ModelPlan,
+    largest_microbatch,
+    plan_model,
+    sampler_bytes,
+)
 from groupwise.engine.models.tokens import render_prompt
 from groupwise.engine.sampler.config import SERVER_KEYS
 from groupwise.tasks.contract import Task, check_reward_columns, require
@@ -325,9 +331,18 @@ def planned_sizes(config: RunConfig, layout: Layout) -> ModelPlan:
         gradient_checkpointing=config.training.gradient_checkpointing,
         processes=layout.sharing,
         parts=layout.parts,
-        server=build.own_server_bytes(config, layout),
+        server=_beside_learner(config, layout),
         frees_cache=layout.frees_cache,
     )
+
+
+def _beside_learner(config: RunConfig, layout: Layout) -> tuple[float, float]:
+    """What the run's own vLLM server or sampler takes of the learner's GPU, in bytes: while the run samples, and while it learns."""
+    if not layout.shares_gpus:
+        return build.own_server_bytes(config, layout)
+    decoding = _decoding(config, layout)
+    held = sampler_bytes(config.model, config.lora, layout.dtype, layout.device, decoding)
+    return held, held
 
 
 def _decoding(config: RunConfig, layout: Layout) -> Decoding:

@@ -28,10 +28,10 @@ OLDEST: Path = where("vllm-oldest") / "bin/python"
 """That of the oldest release that is supported."""
 NAME = "small"
 """The model's name in requests."""
+LORA = ("--enable-lora", "--max-lora-rank=8", "--max-loras=2")
 ARGUMENTS = (
     *("--served-model-name", NAME, "--dtype", "float32", "--host", "127.0.0.1"),
-    *("--enable-lora", "--max-lora-rank", "8", "--max-loras", "2", "--max-model-len", "256"),
-    *("--logprobs-mode", "processed_logprobs"),
+    *(*LORA, "--max-model-len", "256", "--logprobs-mode", "processed_logprobs"),
     *("--no-enable-chunked-prefill", "--max-num-batched-tokens", "8192"),
 )
 ENVIRONMENT = {
@@ -67,9 +67,12 @@ def write_model(folder: Path, *, tie_word_embeddings: bool = True) -> None:
 class RealServer:
     """A server that may be ended and begun again at its address."""
 
-    def __init__(self, python: Path, model: Path, folder: Path) -> None:
+    def __init__(self, python: Path, model: Path, folder: Path, *, whole: bool = False) -> None:
+        """`whole`: it takes all weights of a model, not adapters."""
         self.python = python
         self.model = model
+        self._arguments = [each for each in ARGUMENTS if not whole or each not in LORA]
+        self._environment = {**ENVIRONMENT, **({"VLLM_SERVER_DEV_MODE": "1"} if whole else {})}
         self._folder = folder
         self._port = free_port()
         self.url = f"http://127.0.0.1:{self._port}"
@@ -84,10 +87,18 @@ class RealServer:
             (named / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0+cpu\n")
             packages = {"PYTHONPATH": str(self._folder)}
         self._process = ProcessGroup(
-            [str(self.python), "-c", SERVE, str(self.model), *ARGUMENTS, "--port", str(self._port)],
+            [
+                str(self.python),
+                "-c",
+                SERVE,
+                str(self.model),
+                *self._arguments,
+                "--port",
+                str(self._port),
+            ],
             folder=self._folder,
             log=self._folder / "vllm.log",
-            environment={**ENVIRONMENT, **packages},
+            environment={**self._environment, **packages},
         )
 
     def wait(self) -> None:

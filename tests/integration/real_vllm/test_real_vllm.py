@@ -14,6 +14,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import httpx2
 import pytest
 from transformers import AutoModelForCausalLM
 
@@ -206,6 +207,31 @@ def test_all_weights_are_trained_with_a_server_of_the_run(python, tmp_path, monk
     assert groupwise.rl(given, TOY).exit_code == 0
     check_whole(tmp_path / "toy")
     assert own_servers() == []
+
+
+@SOAK
+@NEWEST
+def test_all_weights_are_trained_with_a_server_elsewhere(python, tmp_path):
+    """It reads files, and gets them again after it was started anew."""
+    model = tmp_path / "model"
+    write_model(model, tie_word_embeddings=False)
+    server = RealServer(python, model, tmp_path, whole=True)
+    server.begin()
+    try:
+        server.wait()
+        given = {**settings(tmp_path, model, url=server.url, served_model=NAME), "lora": None}
+        given["training"]["learning_rate"] = 1e-3
+        assert groupwise.rl(given, TOY).exit_code == 0
+        check_whole(tmp_path / "toy")
+        version = httpx2.get(f"{server.url}/weight_info").json()["weight_version"]
+        assert version.startswith("groupwise-toy-v")
+        server.end()
+        server.begin()
+        server.wait()
+        policy = str(tmp_path / "toy")
+        assert groupwise.evaluate(given, TOY, policy=policy).rows
+    finally:
+        server.end()
 
 
 @SOAK

@@ -15,7 +15,7 @@ MAX_TOKENS = 12
 """max_completion_length."""
 LOSS_TYPES = {
     "grpo": "grpo", "dr_grpo": "dr_grpo", "dapo": "dapo", "reinforce_pp": "dapo", "gspo": "grpo",
-    "cispo": "cispo",
+    "cispo": "cispo", "sapo": "sapo", "gmpo": "grpo",
 }  # fmt: skip
 """What TRL and Liger call the loss of each algorithm."""
 
@@ -76,11 +76,14 @@ class Problem:
 def correction(steps: Problem, mask_BT: torch.Tensor, knobs: dict[str, Any]) -> torch.Tensor:
     """TRL's weights, written down once more from `_generate_and_score_completions`; Liger takes them as they are given."""
     mode, cap = knobs["importance_sampling_correction"], knobs["importance_sampling_cap"]
+    floor = knobs["importance_sampling_floor"]
     difference = (steps.proximal_BT - steps.sampling_BT) * mask_BT
     if "sequence" in mode:
         difference = difference.sum(-1, keepdim=True)
     ratio = difference.exp()
-    return ratio.clamp(max=cap) if "truncate" in mode else ratio.masked_fill(ratio > cap, 0.0)
+    if "truncate" in mode:
+        return ratio.clamp(floor, cap)
+    return ratio.masked_fill((ratio < floor) | (ratio > cap), 0.0)
 
 
 def problem(seed: int, *, truncated: bool = False, spread: float = 0.3) -> Problem:

@@ -16,19 +16,27 @@ PROXIMAL = [[LOG2, -LOG2, 2 * LOG2, 9.0], [-LOG2, 0.0, 0.0, 0.0]]
 MASK = [[1, 1, 1, 0], [1, 1, 0, 0]]
 
 
-@pytest.mark.parametrize(("mode", "cap", "expected"), [
+@pytest.mark.parametrize(("mode", "bounds", "expected"), [
     ("token_truncate", 3.0, [[2, 0.5, 3, 1], [0.5, 1, 1, 1]]), ("token_mask", 3.0, [[2, 0.5, 0, 1], [0.5, 1, 1, 1]]),
     ("token_mask", 1.5, [[0, 0.5, 0, 1], [0.5, 1, 1, 1]]), ("sequence_truncate", 3.0, [[3, 3, 3, 1], [0.5, 0.5, 1, 1]]),
+    ("token_truncate", (0.7, 3.0), [[2, 0.7, 3, 1], [0.7, 1, 1, 1]]), ("token_mask", (0.7, 3.0), [[2, 0, 0, 1], [0, 1, 1, 1]]),
+    ("sequence_truncate", (0.7, 9.0), [[4, 4, 4, 1], [0.7, 0.7, 1, 1]]), ("sequence_mask", (0.7, 9.0), [[4, 4, 4, 1], [0, 0, 1, 1]]),
     ("sequence_mask", 3.0, [[0, 0, 0, 1], [0.5, 0.5, 1, 1]]), ("sequence_mask", 5.0, [[4, 4, 4, 1], [0.5, 0.5, 1, 1]]),
 ])  # fmt: skip
-def test_weights_by_hand(mode: Correction, cap: float, expected: list[list[float]]) -> None:
+def test_weights_by_hand(
+    mode: Correction, bounds: float | tuple[float, float], expected: list[list[float]]
+) -> None:
+    """Bounds are floor and cap, or the cap alone."""
+    floor, cap = bounds if isinstance(bounds, tuple) else (0.0, bounds)
     zeros = torch.zeros(2, 4)
     weights, clipped = importance_weights(
-        torch.tensor(PROXIMAL), zeros, torch.tensor(MASK), mode, cap
+        torch.tensor(PROXIMAL), zeros, torch.tensor(MASK), mode, (floor, cap)
     )
     torch.testing.assert_close(weights, torch.tensor(expected, dtype=torch.float32))
-    unbounded, _ = importance_weights(torch.tensor(PROXIMAL), zeros, torch.tensor(MASK), mode, 1e9)
-    assert torch.equal(clipped, unbounded > cap)
+    unbounded, _ = importance_weights(
+        torch.tensor(PROXIMAL), zeros, torch.tensor(MASK), mode, (0.0, 1e9)
+    )
+    assert torch.equal(clipped, (unbounded > cap) | (unbounded < floor))
 
 
 def test_the_ratio_is_that_of_the_updates_alone(batch) -> None:

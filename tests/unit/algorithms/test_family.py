@@ -31,9 +31,11 @@ KNOBS: list[dict[str, Any]] = [
     {"beta": 0.3, "kl_gradient": "estimator", "importance_sampling_correction": "token_mask"},
     {"entropy_coef": 0.2, "importance_sampling_correction": "sequence_truncate"},
     {"beta": 0.1, "kl_estimator": "k1", "importance_sampling_correction": "token_truncate"},
+    {"top_entropy_quantile": 0.4, "entropy_advantage": 0.4, "importance_sampling_correction": "none"},
+    {"importance_sampling_correction": "token_mask", "importance_sampling_cap": 1.2, "importance_sampling_floor": 0.9},
 ]  # fmt: skip
 PER_TOKEN = [field.name for field in fields(TokenBatch) if field.name.endswith("logprobs_BT")]
-PER_TOKEN.append("entropies_BT")
+PER_TOKEN += ["entropies_BT", "credits_BT"]
 
 
 def _gradients(result: LossResult, batch: TokenBatch) -> tuple[torch.Tensor, torch.Tensor]:
@@ -68,6 +70,7 @@ def batches(draw: st.DrawFn) -> TokenBatch:
         entropies_BT=normal(2.0).abs().requires_grad_(),
         reference_logprobs_BT=policy + normal(0.7),
         proximal_logprobs_BT=policy + normal(0.2),
+        credits_BT=normal(1.0) if draw(st.booleans()) else None,
         others=Others(
             torch.randint(5, (rows,), generator=rng), normal(0.3)[:, 0], normal(0.3)[:, 0]
         )
@@ -121,7 +124,9 @@ def test_garbage_outside_the_mask_has_no_effect(
     outside = batch.mask_BT == 0
     empty = outside.all(-1)
     soiled = {
-        name: getattr(batch, name).detach().masked_fill(outside, garbage) for name in PER_TOKEN
+        name: getattr(batch, name).detach().masked_fill(outside, garbage)
+        for name in PER_TOKEN
+        if getattr(batch, name) is not None
     }
     soiled |= {
         name: getattr(batch, name).masked_fill(empty, garbage)
@@ -164,7 +169,7 @@ def _assert_zero(algorithm: Algorithm, rows: int) -> None:
         assert torch.equal(gradient, torch.zeros(rows, 3))
 
 
-def _cut_in_two(batch: TokenBatch, at: int) -> TokenBatch:
+def _cut_in_two(batch: TokenBatch, at: int, bounds: tuple[float, float]) -> TokenBatch:
     """The one row of a batch as two, the first the shorter, each of which knows the sums of the other."""
     rest = batch.mask_BT.shape[1] - at
 
@@ -175,17 +180,17 @@ def _cut_in_two(batch: TokenBatch, at: int) -> TokenBatch:
         return torch.cat([padded, tensor[:, at:]])
 
     pair = _changed(batch, two)
-    return replace(pair, others=_sums_of_the_other(pair))
+    return replace(pair, others=_sums_of_the_other(pair, bounds))
 
 
-def _sums_of_the_other(pair: TokenBatch) -> Others:
+def _sums_of_the_other(pair: TokenBatch, bounds: tuple[float, float]) -> Others:
     def other(values_BT: torch.Tensor | int) -> torch.Tensor:
         return (values_BT * pair.mask_BT).sum(-1).flip(0).detach()
 
     return Others(
         tokens_B=other(1),
         log_weights_B=other(pair.proximal_logprobs_BT - pair.sampling_logprobs_BT),
-        log_ratios_B=other(pair.policy_logprobs_BT - pair.proximal_logprobs_BT),
+        log_ratios_B=other((pair.policy_logprobs_BT - pair.proximal_logprobs_BT).clamp(*bounds)),
     )
 
 
@@ -207,9 +212,11 @@ def test_rollout_is_the_same_in_one_row_and_in_two(name: str, mode: str, cap: fl
         scales_B=torch.tensor([0.2], dtype=torch.float64),
     )
     knobs = {"importance_sampling_correction": mode, "importance_sampling_cap": cap, "beta": 0.1}
-    wide_clip = {} if name == "cispo" else {"epsilon": 0.9}
-    algorithm = make(name, {**knobs, **wide_clip, "epsilon_high": 9.0})
-    results = [algorithm.loss(batch) for batch in (whole, _cut_in_two(whole, 3))]
+    clip = {"epsilon": 0.9, "epsilon_high": 0.1 if name == "gmpo" else 9.0}
+    known = {knob.name for knob in fields(ALGORITHMS[name])}
+    algorithm = make(name, knobs | {key: value for key, value in clip.items() if key in known})
+    cut = _cut_in_two(whole, 3, algorithm.log_ratio_bounds(0.7))
+    results = [algorithm.loss(batch) for batch in (whole, cut)]
     gradients = [
         torch.autograd.grad(
             torch.stack(list(result.components.values())).sum(), whole.policy_logprobs_BT
@@ -250,7 +257,7 @@ def test_numerator_and_denominator_count_the_same_tokens(
     result = algorithm.loss(rows)
     assert denominators["entropy"] == 2.0
     assert (result.components["entropy"] / denominators["entropy"]).item() == -1.0
-    per_token = {"dapo", "cispo", "reinforce_pp"}
+    per_token = {"dapo", "cispo", "reinforce_pp", "max_rl", "pass_at_k", "gigpo", "clip_cov"}
     assert denominators["policy"] == (
         2.0 if name in per_token else 16.0 if name == "dr_grpo" else 2.0
     )
@@ -299,12 +306,16 @@ def test_dynamic_sampling_accepts_what_differs(name: str, group) -> None:
     [
         ({"beta": 0.1}, "needs_reference", "reference_logprobs_BT"),
         ({"entropy_coef": 0.1}, "needs_entropy_gradient", "entropies_BT"),
+        ({"entropy_advantage": 0.1}, None, "entropies_BT"),
+        ({"top_entropy_quantile": 0.1}, None, "entropies_BT"),
     ],
 )
-def test_what_a_batch_lacks_is_named(knobs: dict[str, Any], need: str, tensor: str, batch) -> None:
+def test_what_a_batch_lacks_is_named(
+    knobs: dict[str, Any], need: str | None, tensor: str, batch
+) -> None:
     algorithm = make("grpo", knobs)
     (knob, value), *_ = knobs.items()
-    assert getattr(algorithm, need)
+    assert need is None or getattr(algorithm, need)
     with pytest.raises(ValueError, match=rf"{knob} {value} needs {tensor}"):
         algorithm.loss(batch([[-1.0]], advantages=[1.0]))
 
@@ -314,6 +325,13 @@ def test_what_a_batch_lacks_is_named(knobs: dict[str, Any], need: str, tensor: s
     [
         ({"kl_target": 0.05}, r"grpo\.kl_target is 0\.05, but beta is 0"),
         ({"beta": 0.1, "kl_estimator": "k1", "kl_gradient": "estimator"}, "the reference"),
+        (
+            {
+                "importance_sampling_correction": "token_mask",
+                "importance_sampling_floor": 4.0,
+            },
+            r"floor is 4.*cap.*3",
+        ),
         ({"delta": 1.1}, r"grpo\.delta is 1\.1.*1\.2"),
     ],
 )
@@ -326,7 +344,7 @@ def test_gradient_reaches_policy_and_entropies_only() -> None:
     names = [name for name in PER_TOKEN if name not in ("policy_logprobs_BT", "entropies_BT")]
     leaf: Any = {name: torch.tensor([[-1.5]]).requires_grad_() for name in PER_TOKEN}
     leaf |= {name: torch.tensor([1.0]).requires_grad_() for name in ("advantages_B", "scales_B")}
-    rows = TokenBatch(mask_BT=torch.ones(1, 1), **leaf)
+    rows = TokenBatch(mask_BT=torch.ones(1, 1), **{**leaf, "credits_BT": None})
     for name in ALGORITHMS:
         knobs = {"beta": 0.5, "entropy_coef": 0.5, "importance_sampling_correction": "token_mask"}
         result = make(name, knobs).loss(rows)

@@ -15,7 +15,7 @@ differ by design, a test states the exact relation and why:
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -49,6 +49,16 @@ KNOBS: list[dict[str, Any]] = [
     {"mask_truncated_completions": True},
     {"importance_sampling_correction": "token_truncate", "importance_sampling_cap": 1.2},
     {"importance_sampling_correction": "token_mask", "importance_sampling_cap": 1.2},
+    {
+        "importance_sampling_correction": "token_mask",
+        "importance_sampling_cap": 1.2,
+        "importance_sampling_floor": 0.9,
+    },
+    {
+        "importance_sampling_correction": "token_truncate",
+        "importance_sampling_cap": 1.2,
+        "importance_sampling_floor": 0.9,
+    },
     {"importance_sampling_correction": "sequence_truncate", "importance_sampling_cap": 1.2},
     {
         "importance_sampling_correction": "sequence_mask",
@@ -67,14 +77,27 @@ CLIPPED: list[dict[str, Any]] = [{"epsilon": 0.1, "delta": 1.3}, {"epsilon": 5.0
 def trl() -> Any:
     """The trainers; imported here, since it takes seconds, and without the trackers of experiments that would take most of them."""
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
         for module in (transformers, transformers.integrations, accelerate.utils):
             for tracker in ("mlflow", "trackio", "wandb"):
                 patch.setattr(module, f"is_{tracker}_available", lambda: False, raising=False)
+        from trl.experimental.gmpo import gmpo_trainer
         from trl.trainer import grpo_trainer, rloo_trainer
 
     return SimpleNamespace(
-        grpo=grpo_trainer.GRPOTrainer._compute_loss, rloo=rloo_trainer.RLOOTrainer._compute_loss
+        grpo=grpo_trainer.GRPOTrainer._compute_loss,
+        gmpo=gmpo_trainer.GMPOTrainer._compute_loss,
+        high_entropy_mask=grpo_trainer.GRPOTrainer.get_high_entropy_mask,
+        rloo=rloo_trainer.RLOOTrainer._compute_loss,
     )
+
+
+@pytest.fixture
+def doubles() -> Iterator[None]:
+    """TRL makes tensors of numbers in torch's default type."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
 
 
 def _trainer(steps: Problem, algorithm: Algorithm, **settings: Any) -> Any:
@@ -82,7 +105,7 @@ def _trainer(steps: Problem, algorithm: Algorithm, **settings: Any) -> Any:
     knobs = algorithm.loss_spec().knobs
     loss_type = LOSS_TYPES.get(algorithm.name, "")
     low = knobs.get("epsilon", 0.0)
-    high = low if knobs["epsilon_high"] is None else knobs["epsilon_high"]
+    high = low if knobs.get("epsilon_high") is None else knobs["epsilon_high"]
     values = {
         "_get_per_token_logps_and_entropies": lambda *_, **__: (
             steps.policy_BT,
@@ -96,6 +119,8 @@ def _trainer(steps: Problem, algorithm: Algorithm, **settings: Any) -> Any:
         ),
         "args": SimpleNamespace(
             delta=knobs.get("delta"),
+            sapo_temperature_neg=knobs.get("temperature_negative"),
+            sapo_temperature_pos=knobs.get("temperature_positive"),
             use_bias_correction_kl=knobs["kl_gradient"] == "exact",
             steps_per_generation=1,
         ),
@@ -160,6 +185,56 @@ def test_token_level_algorithms(trl, name: str, knobs: dict[str, Any], seed: int
         assert stats["clip_high"] == pytest.approx(metrics["clip_ratio/high_mean"])
     if knobs.get("kl_gradient") == "estimator":
         assert stats["kl"] == pytest.approx(metrics["kl"])
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("knobs", [*KNOBS, {"temperature_positive": 2.0}], ids=str)
+def test_sapo(trl, doubles, knobs: dict[str, Any], seed: int) -> None:
+    knobs = {name: value for name, value in knobs.items() if name != "epsilon_high"}
+    _compare(trl.grpo, problem(seed, truncated=True, spread=0.8), make("sapo", knobs))
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize(
+    "knobs",
+    [
+        {},
+        {"epsilon": 0.1, "epsilon_high": 0.2, "scale_rewards": "none"},
+        {"beta": 0.1, "kl_gradient": "estimator"},
+    ],
+    ids=str,
+)
+def test_gmpo(trl, knobs: dict[str, Any], seed: int) -> None:
+    metrics, stats = _compare(trl.gmpo, problem(seed, spread=0.8), make("gmpo", knobs))
+    assert stats["clip_low"] == pytest.approx(metrics["clip_ratio/low_mean"])
+    assert stats["clip_high"] == pytest.approx(metrics["clip_ratio/high_mean"])
+
+
+@pytest.mark.parametrize("share", [0.23, 0.47, 0.81])
+@pytest.mark.parametrize("name", ["grpo", "cispo", "sapo"])
+def test_high_entropy_tokens_of_each_row(trl, doubles, name: str, share: float) -> None:
+    """TRL, given one row at a time, takes the quantile of that row, as it is here.
+
+    TRL computes it in float32. So entropies are rounded to that, and no quantile of two or more falls on one of them.
+    """
+    steps = problem(3)
+    rounded_BT = steps.entropies_BT.detach().float().double().requires_grad_()
+    steps = replace(steps, entropies_BT=rounded_BT)
+    algorithm = make(name, {"top_entropy_quantile": share})
+    trainer = _trainer(steps, algorithm)
+    gather = SimpleNamespace(pad_across_processes=lambda x, dim, pad_index: x, gather=lambda x: x)
+    stub = SimpleNamespace(accelerator=gather)
+    trainer.top_entropy_quantile = share
+    trainer.get_high_entropy_mask = lambda entropies, mask, threshold: torch.cat(
+        [
+            trl.high_entropy_mask(stub, entropies[row : row + 1], mask[row : row + 1], threshold)
+            for row in range(len(mask))
+        ]
+    )
+    theirs = trl.grpo(trainer, None, _inputs(steps, algorithm))
+    ours, _ = steps.loss(algorithm)
+    torch.testing.assert_close(ours, theirs, **CLOSE)
+    torch.testing.assert_close(steps.gradients(ours)[0], steps.gradients(theirs)[0], **CLOSE)
 
 
 @pytest.mark.parametrize("seed", range(2))

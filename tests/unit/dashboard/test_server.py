@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx2
 import pytest
@@ -29,6 +29,7 @@ from groupwise.dashboard.context import DashboardContext
 from groupwise.dashboard.mounted import mount_dashboard
 from groupwise.dashboard.sources.runs import RunsIndex
 from groupwise.dashboard.sources.server import REFRESH_SECONDS, WatchedServer
+from groupwise.server.run.service import Service
 from groupwise.server.serve import Services
 from groupwise.server.settings import ServerConfig
 from tests.unit.server.fake_service import RUN, FakeService
@@ -155,7 +156,7 @@ def test_pages_are_told_of_news_and_of_nothing_else() -> None:
 
 def mounted(folder: Path, keys: Keyring | None, **settings: Any) -> Any:
     config = ServerConfig(output_dir=str(folder), **settings)
-    serving, answers = Services(FakeService()).application(config, keys)
+    serving, answers = Services(cast("Service", FakeService())).application(config, keys)
     return mount_dashboard(config, keys)(answers, serving)
 
 

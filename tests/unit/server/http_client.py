@@ -4,7 +4,7 @@ import asyncio
 import socket
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, cast
 
 import httpx2
 import uvicorn
@@ -13,6 +13,7 @@ from fastapi import FastAPI
 from groupwise.api.schemas.keys import Keyring, Role, new_key, read_key_file
 from groupwise.server.app import make_app
 from groupwise.server.routes.context import Serving
+from groupwise.server.run.service import Service
 from groupwise.server.serve import Uvicorn
 from groupwise.server.settings import ServerConfig
 from tests.unit.server.fake_service import FakeService
@@ -21,7 +22,7 @@ HERE = "http://127.0.0.1"
 
 
 def app_of(service: FakeService, keys: Keyring | None = None, **settings: Any) -> FastAPI:
-    return make_app(service, ServerConfig(output_dir="unused", **settings), keys)
+    return make_app(cast("Service", service), ServerConfig(output_dir="unused", **settings), keys)
 
 
 def serving_of(app: FastAPI) -> Serving:

@@ -9,6 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import cast
 
 from groupwise.api.schemas.keys import Caller
 from groupwise.api.schemas.problems import Refusal
@@ -19,6 +20,7 @@ from groupwise.api.schemas.training import (
     StartRequest,
 )
 from groupwise.core.errors import GroupwiseError
+from groupwise.server.run.service import Service
 from groupwise.server.serve import Services, read_start, serve
 from groupwise.server.settings import ServerConfig, read_settings
 from tests.unit.server.fake_service import FakeService
@@ -58,7 +60,7 @@ def main(folder: str, more: str | None = None) -> int:
     start_with = read_start(Path(more)) if more and not slow else None
 
     async def build(_: ServerConfig) -> Services:
-        return Services(Telling(slow=slow))
+        return Services(cast("Service", Telling(slow=slow)))
 
     try:
         return serve(config, None, start_with, build)

@@ -1,13 +1,14 @@
 """How the work is laid out on a machine."""
 
 from contextlib import nullcontext
+from dataclasses import replace
 
 import pytest
 
 from groupwise.core.errors import ConfigError, UsageError
-from groupwise.training import placement
+from groupwise.training import build, placement
 from groupwise.training.config import load_config
-from groupwise.training.loops.rl_prepare import training_layout
+from groupwise.training.loops.rl_prepare import planned_sizes, training_layout
 
 
 def test_whole_rollouts_have_room():
@@ -112,6 +113,47 @@ def test_a_learner_shares_its_gpu_with_a_server_only_if_there_is_no_other(
     sampler = {"engine": "vllm", "vllm_python": "/opt/vllm/bin/python"}
     config = load_config({"model": {"name": "tiny"}, "lora": None, "sampler": sampler}).config
     assert placement.choose_layout(config, 12).max_tokens_per_microbatch == expected
+
+
+AHEAD = {"distributed": {"samplers": 1}, "training": {"max_off_policy_steps": 1}}
+"""A run that samples a step while it learns from the one before."""
+
+
+@pytest.mark.parametrize("lora", [{}, None])
+def test_a_sampler_shares_the_only_gpu_and_the_plan_knows_both(monkeypatch, lora):
+    give_device(monkeypatch, "cuda", 900 << 20)
+    config = load_config({"model": {"name": "tiny"}, "lora": lora, **AHEAD}).config
+    layouts = []
+    for gpus in (1, 2):
+        monkeypatch.setattr("groupwise.engine.models.machine.gpu_count", lambda gpus=gpus: gpus)
+        layouts.append(training_layout(config, 12))
+    shared, apart = layouts
+    assert (shared.shares_gpus, apart.shares_gpus) == (True, False)
+    assert (shared.processes, shared.samplers, shared.slots) == (2, 1, apart.slots)
+    assert shared.max_tokens_per_microbatch < apart.max_tokens_per_microbatch
+    assert (build._first_gpu(shared), build._first_gpu(apart)) == (0, 1)
+    both, learner = (planned_sizes(config, layout).memory for layout in layouts)
+    fewer = replace(shared, slots=shared.slots // 2)
+    half = planned_sizes(config, fewer).memory.server_learning
+    assert both.server_sampling == both.server_learning > half > 600
+    assert (learner.server_learning, learner.keys_and_values) == (0, 0)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "sections", "hint"),
+    [
+        (1, {"distributed": {"samplers": 1}}, "training.max_off_policy_steps: 1"),
+        (1, {**AHEAD, "distributed": {"samplers": 2}}, "Ask for fewer"),
+        (2, {**AHEAD, "distributed": {"learners": 3, "samplers": 1}}, "Ask for fewer"),
+    ],
+)
+def test_too_few_gpus_are_refused(monkeypatch, gpus, sections, hint):
+    give_device(monkeypatch, "cuda")
+    monkeypatch.setattr("groupwise.engine.models.machine.gpu_count", lambda: gpus)
+    config = load_config({"model": {"name": "tiny"}, **sections}).config
+    with pytest.raises(ConfigError, match=r"needs [234] GPUs on this machine") as caught:
+        placement.choose_layout(config, 12)
+    assert hint in str(caught.value)
 
 
 @pytest.mark.parametrize("backend", ["unsloth", "tunix", "tinker"])

@@ -101,9 +101,11 @@ def token_numbers(row: Row, loss: Loss, denominators: Mapping[str, float]) -> tu
     if isinstance(loss, Given):
         assert row.credits is not None, "the loss `given` needs the credit of each token"
         values: Sequence[float] = row.credits
+    elif isinstance(loss, Sft):
+        values = (row.scale,) * len(row.completion_ids)
     else:
-        factor = row.scale if isinstance(loss, Sft) else row.advantage * row.scale
-        values = (factor,) * len(row.completion_ids)
+        advantages = row.credits or (row.advantage,) * len(row.completion_ids)
+        values = [advantage * row.scale for advantage in advantages]
     pairs = zip(values, row.mask, strict=True)
     return tuple(
         value / denominator if denominator and trained else 0.0 for value, trained in pairs

@@ -17,6 +17,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 from groupwise.engine.learner.native.layout import Texts
 from groupwise.engine.learner.native.padded_attention import PaddedAttention, real_places
+from groupwise.engine.models.attention_kernels import pinned_kernels
 from groupwise.engine.models.native.weights import Shape
 
 
@@ -80,10 +81,11 @@ def fused_attention(
 
 def _attention_output(queries_MHLD: Tensor, keys_MJCD: Tensor, values_MJCD: Tensor) -> Tensor:
     """The output of attention, [M, heads, L, D]."""
-    return F.scaled_dot_product_attention(
-        queries_MHLD,
-        keys_MJCD,
-        values_MJCD,
-        attn_mask=causal_lower_right(queries_MHLD.shape[2], keys_MJCD.shape[2]),
-        enable_gqa=queries_MHLD.shape[1] != keys_MJCD.shape[1],
-    )
+    with pinned_kernels(queries_MHLD.device):
+        return F.scaled_dot_product_attention(
+            queries_MHLD,
+            keys_MJCD,
+            values_MJCD,
+            attn_mask=causal_lower_right(queries_MHLD.shape[2], keys_MJCD.shape[2]),
+            enable_gqa=queries_MHLD.shape[1] != keys_MJCD.shape[1],
+        )

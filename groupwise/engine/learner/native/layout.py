@@ -1,17 +1,16 @@
 """Lays rows out on one axis without padding, so that a prompt with several rows is computed once.
 
 A prompt with several completions is placed once, and its completions after it; each of them sees the prompt and itself. A prompt with one
-completion forms a single text with it. The last token of a completion is left out, because no token is predicted from it. A micro-batch
-holds whole groups, as many as its budget allows. A group that exceeds the budget is cut between its members, and its prompt repeated.
+completion forms a single text with it. The last token of a completion is left out, because no token is predicted from it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from groupwise.core.types import Row
-from groupwise.engine.learner.layout import group_by_prompt, most_targets
+from groupwise.engine.learner.layout import divide_groups, most_targets
 
 SPREAD = 2
 """Texts are computed as one padded batch if the longest is at most this many times as long as the shortest."""
@@ -66,39 +65,9 @@ class FlatBatch:
 
 
 def cut(rows: Sequence[Row], max_tokens: int, *, packing: bool = True) -> list[FlatBatch]:
-    """Micro-batches of all rows, each of at most `max_tokens` tokens, or of a single longer row. Prompts keep their order.
-
-    Without `packing`, a micro-batch has rows of one prompt only.
-    """
-    batches: list[FlatBatch] = []
-    taken: list[list[int]] = []
-    used = 0
-    for members in group_by_prompt(rows).values():
-        for part in _fitting(rows, members, max_tokens):
-            tokens = _group_tokens(rows, part)
-            if taken and (not packing or used + tokens > max_tokens):
-                batches.append(flat_batch(rows, taken))
-                taken, used = [], 0
-            taken.append(part)
-            used += tokens
-    return [*batches, flat_batch(rows, taken)] if taken else batches
-
-
-def _fitting(rows: Sequence[Row], members: Sequence[int], max_tokens: int) -> Iterator[list[int]]:
-    """Divide the members of a group, longest first, into parts that fit the budget; each part has at least one."""
-    part: list[int] = []
-    for index in sorted(members, key=lambda index: -len(rows[index].completion_ids)):
-        if part and _group_tokens(rows, [*part, index]) > max_tokens:
-            yield part
-            part = []
-        part.append(index)
-    yield part
-
-
-def _group_tokens(rows: Sequence[Row], members: Sequence[int]) -> int:
-    """Tokens to compute for these rows of one prompt."""
-    completion_tokens = sum(len(rows[index].completion_ids) - 1 for index in members)
-    return len(rows[members[0]].prompt_ids) + completion_tokens
+    """Micro-batches of all rows; see `groupwise.engine.learner.layout.divide_groups`."""
+    divided = divide_groups(rows, max_tokens, packing=packing)
+    return [flat_batch(rows, groups) for groups in divided]
 
 
 def flat_batch(rows: Sequence[Row], groups: Sequence[Sequence[int]]) -> FlatBatch:

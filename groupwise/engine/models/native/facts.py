@@ -19,8 +19,8 @@ PAGE = 64
 """Tokens per page of a GPU's cache of keys and values."""
 
 KEYS_PER_TOKEN = 4
-"""The most keys for each token of a micro-batch's budget, where whole groups are learnt in one sequence: there attention copies a prompt's
-keys for each completion. Without a limit, short completions of a long prompt would need more memory for keys than for all else."""
+"""The most keys for each token of a micro-batch's budget: attention copies a prompt's keys for each completion. Without a limit, short
+completions of a long prompt would need more memory for keys than for all else."""
 
 
 def multiple(count: int, of: int) -> int:

@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from groupwise.engine.models.attention_kernels import pinned_kernels
 from groupwise.engine.models.native.fused import kernels_for
 from groupwise.engine.models.native.linear import Layer, Linear, LowRank, rounds_before_adding
 
@@ -82,13 +83,14 @@ def _gated_many(model: Decoder, gate_up: Linear, x_NH: Tensor, low: LowRank | No
 
 def text_attention(model: Decoder, queries: Tensor, keys: Tensor, values: Tensor) -> Tensor:
     """Causal attention of one text, [N, heads · D]."""
-    output = F.scaled_dot_product_attention(
-        queries.to(model.dtype).transpose(0, 1)[None],
-        keys.to(model.dtype).transpose(0, 1)[None],
-        values.to(model.dtype).transpose(0, 1)[None],
-        is_causal=True,
-        enable_gqa=True,
-    )
+    with pinned_kernels(queries.device):
+        output = F.scaled_dot_product_attention(
+            queries.to(model.dtype).transpose(0, 1)[None],
+            keys.to(model.dtype).transpose(0, 1)[None],
+            values.to(model.dtype).transpose(0, 1)[None],
+            is_causal=True,
+            enable_gqa=True,
+        )
     return output[0].transpose(0, 1).flatten(1)
 
 

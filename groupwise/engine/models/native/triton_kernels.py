@@ -19,6 +19,8 @@ SPAN = 1024
 """Numbers of a row that one program of an elementwise kernel computes."""
 TILE = 16
 """Rows that one program of a kernel with products computes."""
+PARTS = 16
+"""Parts of a row's attention that are joined at a time."""
 VOCABULARY = 4096
 """Logits of a row that a program of the head reads at a time."""
 COLUMNS = 128
@@ -162,43 +164,85 @@ def _cache_kernel(
 
 @triton.jit
 def _attention_kernel(
-    queries, keys, values, out, pages, positions, prompts, scale,
+    queries, keys, values, out, stats, pages, positions, prompts, scale,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, MOST: tl.constexpr, PAGE: tl.constexpr,
-    SIZE: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr,
+    SIZE: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr, SPAN: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
-    row, kv_head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    row, kv_head, part = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
     position, prompt = tl.load(positions + row), tl.load(prompts + row)
     of_prompt = tl.cdiv(prompt, PAGE)
     own_length = position + 1 - prompt
-    query, size, key = tl.arange(0, QUERIES), tl.arange(0, BLOCK), tl.arange(0, PAGE)
-    SHARED: tl.constexpr = HEADS // KV_HEADS
-    of_queries = (row * HEADS + kv_head * SHARED + query[:, None]) * SIZE + size[None, :]
-    valid = (query < SHARED)[:, None] & (size < SIZE)[None, :]
-    q = tl.load(queries + of_queries, mask=valid, other=0.0)
-    highest = tl.full([QUERIES], -float("inf"), tl.float32)
-    total = tl.zeros([QUERIES], tl.float32)
-    output = tl.zeros([QUERIES, BLOCK], tl.float32)
-    for number in range(of_prompt + tl.cdiv(own_length, PAGE)):
-        page = tl.load(pages + row * MOST + number).to(tl.int64)
-        keys_left = tl.where(
-            number < of_prompt, prompt - number * PAGE, own_length - (number - of_prompt) * PAGE
-        )
-        inside = key < keys_left
-        of_page = (page * KV_HEADS + kv_head) * PAGE * SIZE
-        cells = of_page + key[:, None] * SIZE + size[None, :]
-        valid_keys = inside[:, None] & (size < SIZE)[None, :]
-        k = tl.load(keys + cells, mask=valid_keys, other=0.0)
-        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
-        scores = tl.where(inside[None, :], scores, -float("inf"))
-        higher = tl.maximum(highest, tl.max(scores, 1))
-        weights = tl.exp(scores - higher[:, None])
+    start = part * SPAN
+    end = tl.minimum(start + SPAN, of_prompt + tl.cdiv(own_length, PAGE))
+    if start < end:
+        query, size, key = tl.arange(0, QUERIES), tl.arange(0, BLOCK), tl.arange(0, PAGE)
+        SHARED: tl.constexpr = HEADS // KV_HEADS
+        head = row * HEADS + kv_head * SHARED + query
+        of_queries = head[:, None] * SIZE + size[None, :]
+        valid = (query < SHARED)[:, None] & (size < SIZE)[None, :]
+        q = tl.load(queries + of_queries, mask=valid, other=0.0)
+        highest = tl.full([QUERIES], -float("inf"), tl.float32)
+        total = tl.zeros([QUERIES], tl.float32)
+        output = tl.zeros([QUERIES, BLOCK], tl.float32)
+        for number in range(start, end):
+            page = tl.load(pages + row * MOST + number).to(tl.int64)
+            keys_left = tl.where(
+                number < of_prompt, prompt - number * PAGE, own_length - (number - of_prompt) * PAGE
+            )
+            inside = key < keys_left
+            of_page = (page * KV_HEADS + kv_head) * PAGE * SIZE
+            cells = of_page + key[:, None] * SIZE + size[None, :]
+            valid_keys = inside[:, None] & (size < SIZE)[None, :]
+            k = tl.load(keys + cells, mask=valid_keys, other=0.0)
+            scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+            scores = tl.where(inside[None, :], scores, -float("inf"))
+            higher = tl.maximum(highest, tl.max(scores, 1))
+            weights = tl.exp(scores - higher[:, None])
+            fading = tl.exp(highest - higher)
+            total = total * fading + tl.sum(weights, 1)
+            v = tl.load(values + cells, mask=valid_keys, other=0.0)
+            output = output * fading[:, None]
+            output += tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+            highest = higher
+        if SPLIT:
+            partial = head * tl.num_programs(2) + part
+            tl.store(out + partial[:, None] * SIZE + size[None, :], output, mask=valid)
+            tl.store(stats + 2 * partial, highest, mask=query < SHARED)
+            tl.store(stats + 2 * partial + 1, total, mask=query < SHARED)
+        else:
+            tl.store(out + of_queries, output / total[:, None], mask=valid)
+
+
+@triton.jit
+def _join_kernel(
+    partials, stats, out, positions, prompts, parts,
+    HEADS: tl.constexpr, PAGE: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr, SPAN: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    head = row * HEADS + tl.program_id(1)
+    position, prompt = tl.load(positions + row), tl.load(prompts + row)
+    filled = tl.cdiv(tl.cdiv(prompt, PAGE) + tl.cdiv(position + 1 - prompt, PAGE), SPAN)
+    size = tl.arange(0, BLOCK)
+    highest = tl.full([], -float("inf"), tl.float32)
+    total = tl.full([], 0.0, tl.float32)
+    output = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, filled, TILE):
+        part = start + tl.arange(0, TILE)
+        inside = part < filled
+        of_part = head * parts + part
+        peaks = tl.load(stats + 2 * of_part, mask=inside, other=-float("inf"))
+        totals = tl.load(stats + 2 * of_part + 1, mask=inside, other=0.0)
+        some = tl.load(
+            partials + of_part[:, None] * SIZE + size[None, :],
+            mask=inside[:, None] & (size < SIZE)[None, :], other=0.0,
+        )  # fmt: skip
+        higher = tl.maximum(highest, tl.max(peaks, 0))
+        weights = tl.exp(peaks - higher)
         fading = tl.exp(highest - higher)
-        total = total * fading + tl.sum(weights, 1)
-        v = tl.load(values + cells, mask=valid_keys, other=0.0)
-        output = output * fading[:, None]
-        output += tl.dot(weights.to(v.dtype), v, input_precision="ieee")
+        total = total * fading + tl.sum(weights * totals, 0)
+        output = output * fading + tl.sum(weights[:, None] * some, 0)
         highest = higher
-    tl.store(out + of_queries, output / total[:, None], mask=valid)
+    tl.store(out + head * SIZE + size, output / total, mask=size < SIZE)
 
 
 @triton.jit
@@ -439,29 +483,46 @@ def cached_attention(
     positions_S: Tensor,
     prompts_S: Tensor,
     epsilon: float,
+    span: int | None,
 ) -> Tensor:
     """Write one new token of each row to the cache, and attend to all its row's tokens: [S, heads · D] in the cache's number format.
 
     `qkv_SO` holds queries, keys and values before the norms of queries and keys (None: no norm) and before rotation. A row's tokens are in
     the pages that `pages_SM` lists: the first `prompts_S` tokens fill as many pages as they need, and later tokens start on the next page.
+
+    One program attends to all pages of a row and a head of keys. With `span`, one attends to that many pages, and another joins these
+    parts as flash-decoding does (https://pytorch.org/blog/flash-decoding/): each is a sum of values with the highest score taken off.
     """
     rows, width = qkv_SO.shape
     _, kv_heads, page, size = keys_GJTD.shape
-    heads = width // size - 2 * kv_heads
+    heads, most = width // size - 2 * kv_heads, pages_SM.shape[1]
     queries_SHD = keys_GJTD.new_empty(rows, heads, size)
     out_SX = keys_GJTD.new_empty(rows, heads * size)
     query_norm, key_norm = (qkv_SO if norm is None else norm for norm in norms)
-    cells = {"HEADS": heads, "KV_HEADS": kv_heads, "MOST": pages_SM.shape[1], "PAGE": page}
+    cells = {"HEADS": heads, "KV_HEADS": kv_heads, "MOST": most, "PAGE": page}
     _cache_kernel[(rows, heads + 2 * kv_heads)](
         qkv_SO, query_norm, key_norm, torch.view_as_real(rotations_S1C), queries_SHD, keys_GJTD, values_GJTD,
         pages_SM, positions_S, prompts_S, width, epsilon,
         NORMED=norms[0] is not None, SIZE=size, **cells, **_row_options(size // 2),
     )  # fmt: skip
-    _attention_kernel[(rows, kv_heads)](
-        queries_SHD, keys_GJTD, values_GJTD, out_SX, pages_SM, positions_S, prompts_S, size**-0.5,
-        SIZE=size, BLOCK=max(16, int(triton.next_power_of_2(size))),
-        QUERIES=max(16, int(triton.next_power_of_2(heads // kv_heads))), **cells, **_tile_options(keys_GJTD),
+    split = span is not None and span < most
+    span = span if span is not None and split else most
+    parts = -(-most // span)
+    partials_SHND = (
+        out_SX.new_empty(rows, heads, parts, size, dtype=torch.float32) if split else out_SX
+    )
+    stats_SHN2 = out_SX.new_empty(rows, heads, parts, 2, dtype=torch.float32) if split else out_SX
+    block = max(16, int(triton.next_power_of_2(size)))
+    _attention_kernel[(rows, kv_heads, parts)](
+        queries_SHD, keys_GJTD, values_GJTD, partials_SHND, stats_SHN2, pages_SM, positions_S, prompts_S, size**-0.5,
+        SIZE=size, BLOCK=block, QUERIES=max(16, int(triton.next_power_of_2(heads // kv_heads))),
+        SPAN=span, SPLIT=split, **cells, **_tile_options(keys_GJTD),
     )  # fmt: skip
+    if split:
+        _join_kernel[(rows, heads)](
+            partials_SHND, stats_SHN2, out_SX, positions_S, prompts_S, parts,
+            HEADS=heads, PAGE=page, SIZE=size, BLOCK=block, SPAN=span, TILE=PARTS,
+        )  # fmt: skip
     return out_SX
 
 

@@ -10,9 +10,9 @@ nothing. Page 0 belongs to no row: empty slots write to it.
 The memory of keys and values can be freed while nothing is sampled. A recorded graph reads fixed addresses, so it goes with them, and the
 next token is recorded again.
 
-A row's bits depend on its own tokens alone. One Triton kernel attends to as many pages as each row has. Without Triton, torch attends to
-the pages of a row of full length, and a mask hides the missing ones. Keys are stored, and multiplied by queries, in the model's
-number format, as in the learner's attention on a GPU.
+A row's bits depend on its own tokens alone. One Triton kernel attends to as many pages as each row has, and long rows in parts, so that a
+few of them keep all of a GPU's multiprocessors busy. Without Triton, torch attends to the pages of a row of full length, and a mask hides
+the missing ones. Keys are stored, and multiplied by queries, in the model's number format, as in the learner's attention on a GPU.
 """
 
 from __future__ import annotations
@@ -36,6 +36,9 @@ from groupwise.engine.sampler.native.prefill import prefill_batch, prefill_toget
 from groupwise.engine.sampler.native.recording import Compute, Record
 from groupwise.engine.sampler.weights import ServedWeights
 
+SPAN_OF_FEW_ROWS, SPAN = 8, 32
+"""Pages of a row that one program attends to: the first if there are fewer slots × heads of keys than multiprocessors. Otherwise parts only
+matter once most rows have ended, and many would take time at each token, because the parts of all slots are started, also empty ones."""
 SEGMENT = 2 << 20
 """Bytes in whose multiples torch takes memory from a GPU."""
 
@@ -58,7 +61,9 @@ class GraphEngine:
         slots: int,
         key_length: int,
         record: Record,
+        span: int | None = None,
     ) -> None:
+        """`span`: the pages of a row that one program attends to; None for the best on this GPU."""
         shape = model.shape
         self.rows: list[DecodeRow] = []
         """Rows in progress, in the order of their slots."""
@@ -78,6 +83,9 @@ class GraphEngine:
         """For every slot the page numbers of its prompt, then its own; on the GPU."""
         self._host_pages_SM = torch.zeros(slots, most, dtype=torch.int32)
         """The same in main memory, where it is changed."""
+        few = slots * shape.kv_heads < _multiprocessors(model.device)
+        # Never by the rows in progress: parts are added up in another order, and a row would depend on the others.
+        self._span = span or (SPAN_OF_FEW_ROWS if few else SPAN)
         self._free: list[int] = []
         """Pages that are not in use."""
         self._pages: dict[Prompt | DecodeRow, list[int]] = {}
@@ -118,7 +126,7 @@ class GraphEngine:
         if prompt not in self._pages:
             count = -(-prompt.length // PAGE)
             self._pages[prompt] = [self._free.pop() for _ in range(count)]
-            into = torch.tensor(self._pages[prompt], device=self._model.device)
+            into = send(torch.tensor(self._pages[prompt]), self._model.device)
             for cache, tensor in (
                 (self._keys_LGJTD, prompt.keys_LJPD),
                 (self._values_LGJTD, prompt.values_LJPD),
@@ -237,7 +245,7 @@ class GraphEngine:
             if kernels is not None:
                 norms = layer.query_norm_D, layer.key_norm_D
                 return kernels.cached_attention(
-                    qkv_SO, norms, rotations_S1C, keys, values, self._pages_SM, positions_S, prompts_S, model.shape.epsilon,
+                    qkv_SO, norms, rotations_S1C, keys, values, self._pages_SM, positions_S, prompts_S, model.shape.epsilon, self._span,
                 )  # fmt: skip
             return self._plain_attention(
                 keys, values, model.heads(layer, qkv_SO, rotations_S1C), *page_indices
@@ -289,6 +297,13 @@ class GraphEngine:
             queries_SJRD, *copies, attn_mask=mask_SC[:, None, None]
         )
         return output_SJRD.flatten(1)
+
+
+def _multiprocessors(device: torch.device) -> int:
+    """How many a GPU has; 0 on a CPU."""
+    if device.type != "cuda":
+        return 0
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _slots(rows: Sequence[DecodeRow], device: torch.device) -> Tensor:

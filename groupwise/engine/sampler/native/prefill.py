@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from groupwise.engine.models.machine import send
 from groupwise.engine.models.native import varlen
 from groupwise.engine.models.native.facts import ROWS
 from groupwise.engine.models.native.forward import Adapter, residual_after_layers, text_attention
@@ -97,11 +98,12 @@ def prefill_batch(
     lengths += [empty] if empty else []
     size = sum(lengths)
     device = model.device
-    ids_N = torch.tensor([*(id_ for ids in texts for id_ in ids), *[0] * empty], device=device)
-    positions_N = torch.tensor([n for length in lengths for n in range(length)], device=device)
+    ids = torch.tensor([*(id_ for ids in texts for id_ in ids), *[0] * empty])
+    positions = torch.tensor([n for length in lengths for n in range(length)])
+    ids_N, positions_N = send(ids, device), send(positions, device)
     rotations_N1C = model.rotations(positions_N)
     packed = varlen.suits(model.shape.head_size, model.dtype, device)
-    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device=device)
+    ends = send(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
     layer_caches: list[tuple[Tensor, Tensor]] = []
 
     def attend(number: int, qkv_NO: Tensor) -> Tensor:

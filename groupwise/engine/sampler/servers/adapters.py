@@ -23,6 +23,8 @@ from groupwise.core.types import Policy
 from groupwise.engine.sampler.servers.server_pool import Served, Server
 
 LOAD, UNLOAD = "/load_lora_adapter", "/unload_lora_adapter"
+OURS = "groupwise-"
+"""How names of publications begin."""
 NO_SUCH_ROUTE = frozenset({404, 405})
 ALREADY_LOADED = ("already been loaded", "already loaded", "already exists")
 """What vLLM says, and SGLang in its releases, of an adapter that is loaded once more."""
@@ -50,7 +52,7 @@ class SharedFolder:
 
     def put(self, policy: Policy) -> str:
         """Copy a publication there, completely or not at all; returns the copy's path on the servers."""
-        run, name = Path(policy.path).parent.name, adapter_name(policy)
+        run, name = Path(policy.path).parent.name, policy_name(policy)
         target = self.local_path / run / name
         building = target.with_name(f".building-{name}")
         with atomic_files.explaining_disk_errors(target):
@@ -63,15 +65,20 @@ class SharedFolder:
     def remove(self, policy: Policy) -> None:
         """Remove the copy of a publication."""
         folder = self.local_path / Path(policy.path).parent.name
-        shutil.rmtree(folder / adapter_name(policy), ignore_errors=True)
+        shutil.rmtree(folder / policy_name(policy), ignore_errors=True)
         if folder.is_dir() and not any(folder.iterdir()):
             folder.rmdir()
 
 
-def adapter_name(policy: Policy) -> str:
-    """The policy's adapter's name on the servers."""
+def policy_name(policy: Policy) -> str:
+    """A publication's name on the servers: its adapter's, or the version of all weights."""
     run = re.sub(r"[^A-Za-z0-9._-]+", "-", policy.run)
-    return f"groupwise-{run}-v{policy.version}-{policy.fingerprint}"
+    return f"{OURS}{run}-v{policy.version}-{policy.fingerprint}"
+
+
+def is_policy_name(name: str | None) -> bool:
+    """True for the name of a publication, by this run or by another one."""
+    return name is not None and name.startswith(OURS)
 
 
 class AdapterFiles:
@@ -86,7 +93,7 @@ class AdapterFiles:
     def offer(self, policy: Policy) -> Served:
         """See `WeightSync.offer`."""
         folder = policy.path if self._shared is None else self._shared.put(policy)
-        return Served(adapter_name(policy), policy.version, policy.fingerprint, folder, policy)
+        return Served(policy_name(policy), policy.version, policy.fingerprint, folder, policy)
 
     async def serve(
         self, server: Server, served: Served, models: Mapping[str, ListedModel]
@@ -104,12 +111,16 @@ class AdapterFiles:
             if other != name and root.rpartition("/")[0] == mine:
                 await unload(server, other)
 
-    def unload_now(self, server: Server, served: Served) -> None:
-        """Tell a server, from code that is not async, that the run needs its adapter no longer."""
+    async def still_serves(self, server: Server, served: Served) -> bool:
+        """See `WeightSync.still_serves`: each answer names its adapter."""
+        return True
+
+    def forget(self, server: Server, served: Served) -> None:
+        """See `WeightSync.forget`: the adapter is unloaded."""
         server.tell(server.adapters_url + UNLOAD, {"lora_name": served.name})
 
     def remove(self, served: Served) -> None:
-        """Remove what `offer` copied, if anything."""
+        """See `WeightSync.remove`."""
         if self._shared is not None and served.policy is not None:
             self._shared.remove(served.policy)
 

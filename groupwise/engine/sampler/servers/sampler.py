@@ -22,7 +22,7 @@ from groupwise.core.interruption import gather_all
 from groupwise.core.types import Completion, GroupRequest, Policy, PromptLogprobs, SamplingParams
 from groupwise.engine.sampler.rules import refuse_misfit, refuse_other_weights
 from groupwise.engine.sampler.servers import probe
-from groupwise.engine.sampler.servers.adapters import AdapterFiles, ListedModel, list_models
+from groupwise.engine.sampler.servers.adapters import ListedModel, is_policy_name, list_models
 from groupwise.engine.sampler.servers.completions import (
     Drawn,
     divide_group,
@@ -50,7 +50,12 @@ class PolicyWitness(Protocol):
     def read(self, folder: str) -> None: ...
     def fingerprint(self) -> str: ...
     def give_back_memory(self) -> None: ...
+    def weight_info(self) -> Mapping[str, Any]: ...
     def ipc_handles(self) -> Mapping[str, Any]: ...
+    def open_group(self, server: str) -> str: ...
+    def join_group(self, server: str, world: int, timeout: float) -> None: ...
+    def broadcast_weights(self, server: str, timeout: float) -> None: ...
+    def close_group(self, server: str) -> None: ...
     def logprobs(
         self,
         answers: Sequence[probe.Answer],
@@ -60,7 +65,8 @@ class PolicyWitness(Protocol):
 
 
 class WeightSync(Protocol):
-    """How published weights get into servers: as files of adapters (`adapters.py`), or as all weights of the model (`whole_weights.py`)."""
+    """How published weights get into servers: as files of adapters (`adapters.py`), or as all weights of the model (`whole_weights.py`;
+    `sglang.py`)."""
 
     kind: Literal["adapter", "full"]
 
@@ -72,6 +78,18 @@ class WeightSync(Protocol):
         self, server: Server, served: Served, models: Mapping[str, ListedModel]
     ) -> None:
         """Make a server serve what was offered. `models`: the server's list. Raises UsageError if the server was not started for that."""
+        ...
+
+    async def still_serves(self, server: Server, served: Served) -> bool:
+        """False if the server has lost the weights since `serve`, so that its last answer may be another model's."""
+        ...
+
+    def forget(self, server: Server, served: Served) -> None:
+        """Tell a server, from code that is not async, that the run needs it no longer."""
+        ...
+
+    def remove(self, served: Served) -> None:
+        """Remove what `offer` copied, if anything."""
         ...
 
 
@@ -153,20 +171,17 @@ class ServerSampler:
             )
         if policy.kind != self._sync.kind:
             raise UsageError(
-                f"{policy.path} holds all weights of a model, but servers of sampler.url take adapters alone. Have a server started "
-                "(sampler.vllm_python), train an adapter (lora), or leave sampler.engine out."
+                f"{policy.path} holds all weights of a model, but lora is set, so the servers are given adapters alone. Set lora: null."
                 if policy.kind == "full"
-                else f"{policy.path} holds an adapter, but lora is null, so the vLLM of sampler.vllm_python was started for whole models. "
-                "Set lora, with the adapter's rank."
+                else f"{policy.path} holds an adapter, but lora is null, so the servers are given whole models. Set lora, with its rank."
             )
         previous, self._served = self._served, None
         self._witness.read(policy.path)
         refuse_other_weights(policy, self._witness.fingerprint())
         served = self._sync.offer(policy)
         await self._prepare_all(served)
-        replaced = None if previous is None or previous.name == served.name else previous
-        if replaced is not None and isinstance(self._sync, AdapterFiles):
-            self._sync.remove(replaced)
+        if previous is not None and previous.folder != served.folder:
+            self._sync.remove(previous)
 
     async def serve_base(self) -> None:
         """Serve the base without adapter."""
@@ -188,17 +203,17 @@ class ServerSampler:
             self._own.server.note_failure(error)
 
     def close(self) -> None:
-        """Make the servers unload the adapter, or end the run's own server. May be repeated."""
+        """Make the servers forget the weights, or end the run's own server. May be repeated."""
         if self._own is not None:
             self._served = None
             self._own.close()
             return
         served, self._served = self._served, None
-        if served is None or served.policy is None or not isinstance(self._sync, AdapterFiles):
+        if served is None or served.policy is None:
             return
         for server in self._servers.all:
             if server.ready == served:
-                self._sync.unload_now(server, served)
+                self._sync.forget(server, served)
             server.ready = None
         self._sync.remove(served)
 
@@ -239,7 +254,7 @@ class ServerSampler:
         if self._own is not None:
             await self._own.up(served.folder and str(Path(served.folder).parent))
         models = await list_models(server)
-        base = models.get(self._base)
+        base = models.get(self._base) or await self._renamed_base(server, models)
         if base is None:
             raise UsageError(
                 f"{server.url} serves no model {self._base!r}; it serves: {', '.join(sorted(models)) or 'none'}. Set sampler.served_model "
@@ -268,6 +283,15 @@ class ServerSampler:
             server.url, served.name, logprobs, expected.pop(""), expected, self._tolerance
         )
         server.ready = served
+
+    async def _renamed_base(
+        self, server: Server, models: Mapping[str, ListedModel]
+    ) -> ListedModel | None:
+        """The base of a server that calls it by the folder of the weights which a run of full fine-tuning has given it."""
+        if not server.renames_base or self._sync.kind == "adapter":
+            return None
+        version = await server.weight_version()
+        return next(iter(models.values()), None) if is_policy_name(version) else None
 
     def _logprobs_here(
         self, answers: Sequence[probe.Answer], *, adapter: bool
@@ -317,12 +341,17 @@ class ServerSampler:
         for attempt in range(ATTEMPTS):
             await self._prepare_once(server, served)
             try:
-                return await ask(server, served)
+                answer = await ask(server, served)
+                if await self._sync.still_serves(server, served):
+                    return answer
             except EndpointError as error:
                 if error.status != 404 or attempt == ATTEMPTS - 1:
                     raise
-                server.ready = None
-        raise AssertionError("it is answered or given up")
+            server.ready = None
+        raise RunError(
+            f"{server.url} has lost the weights of this run {ATTEMPTS} times in a row, right after it took them. Does another run give "
+            "it weights, or is it started again and again? Each run needs servers of its own."
+        )
 
     async def _request_completions(
         self,

@@ -18,6 +18,7 @@ from typing import Any, ClassVar, TypeVar
 import httpx2
 
 from groupwise.api.openai_client.client import Client, Endpoint
+from groupwise.api.openai_client.response_parsing import read_json
 from groupwise.api.openai_client.waiting import backoff
 from groupwise.core.errors import EndpointError
 from groupwise.core.loopback import direct_transport
@@ -54,6 +55,12 @@ class Server:
         "Start vLLM with --enable-lora and the environment variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=1."
     )
     """What to do about a server without the routes that load and unload adapters."""
+    weights_remedy: ClassVar[str] = (
+        "Weights from files need vLLM 0.27 or newer, started with the environment variable VLLM_SERVER_DEV_MODE=1"
+    )
+    """What to do about a server that cannot read all weights from files."""
+    renames_base: ClassVar[bool] = False
+    """True if the server calls the base by the folder of the weights that it has read."""
 
     endpoint: Endpoint
     concurrency: int
@@ -99,6 +106,11 @@ class Server:
         return self._clients[loop]
 
     @property
+    def root_url(self) -> str:
+        """Address of the server's own routes."""
+        return self.url.removesuffix("/v1")
+
+    @property
     def adapters_url(self) -> str:
         """Address above the routes that load and unload adapters."""
         return self.url
@@ -112,9 +124,38 @@ class Server:
         return await self.client.ask("POST", "/completions", body, read, 0)
 
     async def post(self, path: str, body: Mapping[str, Any] | None = None) -> None:
-        """POST to a route of vLLM's own, which is beside those of OpenAI's API. Raises EndpointError."""
-        address = self.url.removesuffix("/v1") + path
-        await self.client.ask("POST", address, body, len, 0)
+        """POST to a route of the server's own, which is beside those of OpenAI's API. Raises EndpointError."""
+        await self.client.ask("POST", self.root_url + path, body, len, 0)
+
+    async def get(self, path: str) -> Mapping[str, Any]:
+        """GET a JSON object from a route of the server's own. Raises EndpointError."""
+        return await self.client.ask("GET", self.root_url + path, None, read_json, 0)
+
+    async def pause(self) -> None:
+        """Let the server finish what it computes, and begin nothing more, so that it can take weights. Raises EndpointError."""
+        await self.post("/pause?mode=wait")
+
+    async def resume(self) -> None:
+        """Let a paused server go on."""
+        await self.post("/resume")
+
+    async def read_weights(self, folder: str, version: str | None) -> None:
+        """Have a paused server read all weights from files. `version`: what `weight_version` then returns; None: it is not asked."""
+        reload = {"method": "reload_weights", "kwargs": {"weights_path": folder}}
+        await self.post("/collective_rpc", reload)
+        if version is not None:
+            await self.post("/update_weight_version", {"new_version": version})
+
+    async def weight_version(self) -> str | None:
+        """The version that came with the weights that the server has now; another text, or None, if it has only those of its start."""
+        return (await self.get("/weight_info")).get("weight_version")
+
+    async def world_size(self) -> int:
+        """Number of workers that take weights. Raises EndpointError."""
+        answer = await self.get("/get_world_size")
+        if type(size := answer.get("world_size")) is not int:
+            raise EndpointError(f"answered no number of workers, but {answer}")
+        return size
 
     def note_answer(self) -> None:
         """Record that the server answers."""

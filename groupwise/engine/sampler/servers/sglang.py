@@ -4,6 +4,8 @@ Its OpenAI routes return neither the log-probabilities of a prompt nor, in most 
 adapters loaded at the root, not below `/v1`. Two things are different there. With `ignore_eos` SGLang ignores the requested stop tokens
 as well, so it is only sent where there are none. And the same seed would draw the same completion for each member of a group, so no seeds
 are sent.
+
+All weights it reads from files, and calls itself by their folder from then on. Routes and fields as in SGLang 0.5.23.
 """
 
 from __future__ import annotations
@@ -33,10 +35,30 @@ class SglangServer(Server):
         "Start SGLang with --enable-lora, --max-lora-rank and --lora-target-modules all."
     )
 
+    weights_remedy: ClassVar[str] = (
+        "Weights from files need a release of SGLang with /update_weights_from_disk, as 0.5.23"
+    )
+    renames_base: ClassVar[bool] = True
+
     @property
     def adapters_url(self) -> str:
         """See `Server.adapters_url`."""
-        return self.url.removesuffix("/v1")
+        return self.root_url
+
+    async def pause(self) -> None:
+        """See `Server.pause`: `read_weights` waits by itself for what is under way, and holds up what comes."""
+
+    async def resume(self) -> None:
+        """See `Server.resume`."""
+
+    async def read_weights(self, folder: str, version: str | None) -> None:
+        """See `Server.read_weights`; keys and values of earlier weights are dropped."""
+        body = {"model_path": folder, "weight_version": version, "flush_cache": True}
+        await self.post("/update_weights_from_disk", body)
+
+    async def weight_version(self) -> str | None:
+        """See `Server.weight_version`."""
+        return (await self.get("/model_info")).get("weight_version")
 
     def refuse(self, params: SamplingParams, end_id: int | None) -> None:
         """See `Server.refuse`."""
@@ -55,7 +77,7 @@ class SglangServer(Server):
             return read(completions_answer(answer, name))
 
         adapter = None if name == self.endpoint.model else name
-        address = self.url.removesuffix("/v1") + "/generate"
+        address = self.root_url + "/generate"
         try:
             return await self.client.ask(
                 "POST", address, generate_body(body, adapter), read_generated, 0

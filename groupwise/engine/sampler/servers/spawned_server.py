@@ -136,8 +136,9 @@ class ServerSpec:
     """True to let it compute float32 matrix products in TF32."""
     in_turn: bool = False
     """True to let it sleep while the run learns on its GPU."""
-    takes: Literal["adapters", "files", "ipc"] = "adapters"
-    """How it gets new weights: as adapter files, as files of the whole model, or (`ipc`) from the learner's memory on the same GPU."""
+    takes: Literal["adapters", "files", "ipc", "nccl"] = "adapters"
+    """How it gets new weights: as adapter files, as files of the whole model, or from the learner's memory, on the same GPU (`ipc`) or on
+    another one (`nccl`)."""
     parallel: int = 1
     """Number of GPUs that share each product (tensor parallelism)."""
     in_4bit: bool = False
@@ -164,7 +165,11 @@ class ServerSpec:
             *([] if self.memory is None else [f"--gpu-memory-utilization={self.memory}"]),
             *(undivided if self.gpus is None else []),
             *(["--enable-sleep-mode"] if self.in_turn else []),
-            *(['--weight-transfer-config={"backend": "ipc"}'] if self.takes == "ipc" else []),
+            *(
+                [f'--weight-transfer-config={{"backend": "{self.takes}"}}']
+                if self.takes in ("ipc", "nccl")
+                else []
+            ),
             *(["--quantization=bitsandbytes"] if self.in_4bit else []),
             *(["--trust-remote-code"] if self.trust_remote_code else []),
         )
@@ -219,6 +224,7 @@ class SpawnedServer:
         self._timing = timing
         self._adapters: str | None = None
         self._supervisor: threading.Thread | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._closing = threading.Event()
         self._answered = threading.Event()
         self._asleep = False
@@ -273,6 +279,14 @@ class SpawnedServer:
             await self.server.post("/wake_up")
             self._asleep = False
 
+    def restart(self) -> None:
+        """End the process, because its workers wait for what never comes; `up` then waits for the next one. Blocks until it has ended."""
+        self.server.ready = None
+        if self._process is not None:
+            _end_server(self._process)
+        while self._answered.is_set() and not self._closing.wait(0.1):
+            pass  # until the supervisor has seen that it ended
+
     def close(self) -> None:
         """End the server. May be repeated."""
         self._closing.set()
@@ -300,7 +314,7 @@ class SpawnedServer:
         while not self._closing.is_set():
             with self.log.open("ab") as log:
                 self._log_begin = log.tell()
-                process = self._start_server(log)
+                self._process = process = self._start_server(log)
                 while process.poll() is None and not self._closing.wait(LOOKS_EVERY):
                     pass
                 _end_server(process)

@@ -13,10 +13,11 @@ import torch
 from torch.multiprocessing.reductions import reduce_tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from groupwise.core.errors import ModelError
+from groupwise.core.errors import EndpointError, ModelError
 from groupwise.engine.models.experts import experts_of
 from groupwise.engine.models.lora import fingerprint
 from groupwise.engine.models.memory import explaining_out_of_memory
+from groupwise.engine.sampler.servers import nccl
 from groupwise.engine.sampler.servers.probe import Answer
 from groupwise.engine.sampler.weights import ServedAdapter, ServedWeights
 
@@ -31,6 +32,8 @@ class Witness:
 
     def __init__(self, weights: ServedWeights) -> None:
         self._weights = weights
+        self._groups: dict[str, nccl.TransferGroup] = {}
+        """By the address of the server that takes the weights."""
 
     @property
     def vocabulary(self) -> int:
@@ -59,26 +62,57 @@ class Witness:
             torch.cuda.ipc_collect()
             torch.cuda.empty_cache()
 
+    def weight_info(self) -> dict[str, Any]:
+        """What a server must know of the weights that it takes: the fields that vLLM's engines `ipc` and `nccl` have in common."""
+        tensors = self._whole_weights()
+        dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()]
+        shapes = [[*tensor.shape] for tensor in tensors.values()]
+        return {"names": [*tensors], "dtype_names": dtypes, "shapes": shapes}
+
     def ipc_handles(self) -> dict[str, Any]:
         """The weights, for another process on the same GPU that maps them: the fields of vLLM's `IPCWeightTransferUpdateInfo`."""
+        gpu = gpu_uuid(self._weights.model.device)
+        handles = [{gpu: reduce_tensor(tensor)[1]} for tensor in self._whole_weights().values()]
+        pickled = b64encode(pickle.dumps(handles)).decode()
+        return {**self.weight_info(), "ipc_handles_pickled": pickled}
+
+    def open_group(self, server: str) -> str:
+        """Prepare a group with a server's workers; returns its unique id in base64. An earlier group with that server ends."""
+        self.close_group(server)
+        self._groups[server] = group = nccl.NcclGroup(self._weights.model.device)
+        return b64encode(group.identity).decode()
+
+    def join_group(self, server: str, world: int, timeout: float) -> None:
+        """Form that group while the workers do; see `nccl.TransferGroup.join`."""
+        self._group(server).join(world, timeout)
+
+    def broadcast_weights(self, server: str, timeout: float) -> None:
+        """Send all weights while the workers take them; see `nccl.TransferGroup.broadcast`."""
+        self._group(server).broadcast(self._whole_weights().values(), timeout)
+
+    def close_group(self, server: str) -> None:
+        """End the group with a server, if there is one; a call that waits in it fails."""
+        group = self._groups.pop(server, None)
+        if group is not None:
+            group.close()
+
+    def _group(self, server: str) -> nccl.TransferGroup:
+        group = self._groups.get(server)
+        if group is None:
+            raise EndpointError(f"the group with {server} was closed")
+        return group
+
+    def _whole_weights(self) -> dict[str, torch.Tensor]:
+        """All weights by their names in the files. Raises ModelError if some are not held as the files have them."""
         if experts_of(self._weights.model):
             raise ModelError(
-                f"lora is null, and the run's vLLM server would take the weights of a {self._weights.model.config.model_type} from the "
-                "learner's memory, where the experts of a layer are one tensor and not those of its files. Give the server a GPU "
-                "of its own, where it reads files, or train an adapter."
+                f"lora is null, and a vLLM server would take the weights of a {self._weights.model.config.model_type} from the "
+                "learner's memory, where the experts of a layer are one tensor and not those of its files. Have it read the files "
+                "(sampler.weight_transfer: files; a run's own server then needs a GPU of its own), or train an adapter."
             )
         tensors = {name: tensor.detach() for name, tensor in self._weights.tensors().items()}
         assert all(tensor.is_contiguous() for tensor in tensors.values())
-        gpu = gpu_uuid(self._weights.model.device)
-        handles = [{gpu: reduce_tensor(tensor)[1]} for tensor in tensors.values()]
-        return {
-            "names": [*tensors],
-            "dtype_names": [
-                str(tensor.dtype).removeprefix("torch.") for tensor in tensors.values()
-            ],
-            "shapes": [[*tensor.shape] for tensor in tensors.values()],
-            "ipc_handles_pickled": b64encode(pickle.dumps(handles)).decode(),
-        }
+        return tensors
 
     def logprobs(
         self, answers: Sequence[Answer], temperatures: Sequence[float], plain: bool = False

@@ -23,7 +23,6 @@ from dataclasses import asdict
 from typing import Any
 
 from sqlalchemy import and_, func, or_, select
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session, aliased
 
 from groupwise.core.errors import UsageError
@@ -34,6 +33,7 @@ from groupwise.jobs.fleet.queue import capacity, requeue_pending, untracked_proc
 from groupwise.jobs.fleet.states import Contact, Observed
 from groupwise.jobs.fleet.store import epochs, events
 from groupwise.jobs.fleet.store.database import seconds
+from groupwise.jobs.fleet.store.engine import upsert
 from groupwise.jobs.fleet.store.events import note_observed
 from groupwise.jobs.fleet.store.tables import GPU, VM, Attempt, GPUHistory, Reservation
 from groupwise.jobs.hosts import keys
@@ -522,5 +522,4 @@ def _keep_history(session: Session, gpus: list[GPU], now: float) -> None:
     ]
     if not lines:
         return
-    insert = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
-    session.execute(insert(GPUHistory).on_conflict_do_nothing(), lines)
+    session.execute(upsert(session, GPUHistory).on_conflict_do_nothing(), lines)

@@ -38,7 +38,6 @@ from sqlalchemy import (
     select,
     update,
 )
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError
 from sqlalchemy.orm import Session
 
@@ -69,7 +68,7 @@ from groupwise.jobs.fleet.secrets import DEFAULT_SECRETS, AllowedSecrets
 from groupwise.jobs.fleet.states import JobStatus
 from groupwise.jobs.fleet.store import events, rights
 from groupwise.jobs.fleet.store.database import seconds
-from groupwise.jobs.fleet.store.engine import strict_json
+from groupwise.jobs.fleet.store.engine import strict_json, upsert
 from groupwise.jobs.fleet.store.tables import GPU, VM, Job, Moment, Project, this_moment
 from groupwise.jobs.fleet.text_validation import text_problems
 from groupwise.jobs.hosts.spec import JOB_ID, JobSpec, as_json, path_problems, spec_hash
@@ -790,9 +789,8 @@ def _lock_projects(session: Session, names: Collection[str]) -> dict[str, _Proje
     waiting_count = select(func.count()).where(WAITING, Job.admitted_at.is_not(None))
     if not sorted_names:
         return {}
-    insert = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
     session.execute(
-        insert(Project).on_conflict_do_nothing(), [{"name": name} for name in sorted_names]
+        upsert(session, Project).on_conflict_do_nothing(), [{"name": name} for name in sorted_names]
     )
     rows = session.execute(
         select(Project.name, Project.weight, Project.max_waiting)

@@ -18,9 +18,11 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
-from sqlalchemy import URL, Connection, Engine, create_engine, event, make_url
+from sqlalchemy import URL, Connection, Engine, Table, create_engine, event, make_url
+from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.engine.interfaces import DBAPIConnection, ExceptionContext
 from sqlalchemy.exc import ArgumentError
+from sqlalchemy.orm import Session
 from sqlalchemy.pool import ConnectionPoolEntry
 
 from groupwise.core.errors import UsageError
@@ -115,6 +117,12 @@ def shown(url: URL) -> str:
 def engine_for(url: URL) -> Engine:
     """An engine that is not connected yet; creates the file of an SQLite database if there is none."""
     return _sqlite_engine(url) if url.get_backend_name() == "sqlite" else _postgresql_engine(url)
+
+
+def upsert(session: Session, table: type[Any] | Table) -> sqlite.Insert | postgresql.Insert:
+    """An INSERT that knows ON CONFLICT."""
+    is_sqlite = session.get_bind().dialect.name == "sqlite"
+    return sqlite.insert(table) if is_sqlite else postgresql.insert(table)
 
 
 def read_json(text: str) -> Any:

@@ -12,10 +12,10 @@ import json
 from collections.abc import Collection, Iterable
 
 from sqlalchemy import Table, delete, select
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from groupwise.jobs.fleet.store.database import clock
+from groupwise.jobs.fleet.store.engine import upsert
 from groupwise.jobs.fleet.store.tables import BlobRight
 
 AT_ONCE = 1000
@@ -42,8 +42,7 @@ def record(session: Session, rights: Iterable[tuple[str, str]]) -> None:
     rows = [{"sha256": sha256, "project": project} for sha256, project in sorted(set(rights))]
     if not rows:
         return
-    insert = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
-    insert_rights = insert(_TABLE).values(at=clock())
+    insert_rights = upsert(session, _TABLE).values(at=clock())
     # The time too: a concurrent cleaner that read the old time must not delete a right to a blob that was sent again.
     upsert_rights = insert_rights.on_conflict_do_update(
         index_elements=["sha256", "project"], set_={"at": insert_rights.excluded.at}

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from sqlalchemy import select
-from sqlalchemy.dialects import postgresql, sqlite
 from sqlalchemy.orm import Session
 
 from groupwise.api.schemas.fleet import (
@@ -38,6 +37,7 @@ from groupwise.jobs.fleet.queue.fair_share import WAITING
 from groupwise.jobs.fleet.states import AttemptState, Cleanup, Contact, Observed
 from groupwise.jobs.fleet.store import events
 from groupwise.jobs.fleet.store.database import seconds
+from groupwise.jobs.fleet.store.engine import upsert
 from groupwise.jobs.fleet.store.tables import GPU, VM, Attempt, Event, Job, Member, Reservation
 from groupwise.jobs.fleet.text_validation import text_problems
 from groupwise.jobs.fleet.verbs import find, visibility
@@ -208,8 +208,7 @@ def _require_own_folder(session: Session, vm: VM) -> None:
 
 def _make_row(session: Session, vm_id: str) -> bool:
     """Returns True if the row is new. If two callers add one machine at once, the second waits here for the first."""
-    insert = sqlite.insert if session.get_bind().dialect.name == "sqlite" else postgresql.insert
-    row = insert(VM).values(vm_id=vm_id, active=False).on_conflict_do_nothing()
+    row = upsert(session, VM).values(vm_id=vm_id, active=False).on_conflict_do_nothing()
     return session.execute(row.returning(VM.vm_id)).scalar() is not None
 
 

@@ -73,7 +73,6 @@ TUNIX = {"model": {"name": "tiny", "backend": "tunix"}}
     (APART, {"sampler": {"engine": "vllm", "url": "http://x"}}, r"vllm, but distributed\.samplers"),
     (TWO, {"distributed": {**DIVIDED, "learners": 1}}, r"fsdp2(.|\n)*learners is 1"),
     (TWO, {"distributed": {**DIVIDED, "samplers": 0}}, r"distributed\.samplers is 0"),
-    (TWO, {"distributed": DIVIDED, "lora": None, "model": {"name": "tiny", "dtype": "bfloat16"}}, r"dtype is bfloat16(.|\n)*fsdp2"),
 ])  # fmt: skip
 def test_what_does_not_go_together(given, more, words):
     with pytest.raises(ConfigError, match=words):

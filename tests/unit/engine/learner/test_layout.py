@@ -1,5 +1,6 @@
 """Cutting rows into micro-batches: nothing lost, nothing twice, within the budget."""
 
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -9,10 +10,12 @@ from groupwise.engine.learner.layout import (
     PackedBatch,
     PackedGroups,
     cut,
+    group_tokens,
     microbatches,
     pack_groups,
     pack_rows,
 )
+from groupwise.engine.learner.native.layout import cut as flat_batches
 from groupwise.engine.models.native.facts import KEYS_PER_TOKEN
 
 
@@ -85,24 +88,27 @@ def test_groups_fill_the_budget_and_compute_each_prompt_once_in_a_batch(rows, bu
     packs = pack_groups(rows, budget)
     for number, pack in enumerate(packs):
         assert pack.rows == tuple(rows[index] for index in pack.indices)
-        prompts = [prompt_ids for prompt_ids, _ in pack.groups]
+        assert all(len({each.prompt_ids for each in members}) == 1 for members in pack.groups)
+        prompts = [members[0].prompt_ids for members in pack.groups]
         assert len(set(prompts)) == len(prompts)
-        for prompt_ids, members in pack.groups:
-            assert {each.prompt_ids for each in members} == {prompt_ids}
-        assert pack.tokens <= budget or len(pack.rows) == 1
-        completions = (length(each) for each in pack.rows)
-        assert pack.keys == sum(completions) + sum(map(len, prompts))
-        assert pack.keys <= KEYS_PER_TOKEN * budget or len(pack.rows) == 1
+        tokens, keys = (sum(each) for each in zip(*map(group_tokens, pack.groups), strict=True))
+        assert len(pack.rows) == 1 or (tokens <= budget and keys <= KEYS_PER_TOKEN * budget)
         if number:
-            before, first = packs[number - 1], pack.rows[0]
-            known = first.prompt_ids in dict(before.groups)
-            more = length(first) - (len(first.prompt_ids) if known else 0)
-            seen = before.keys + more + len(first.prompt_ids)
-            assert before.tokens + more > budget or seen > KEYS_PER_TOKEN * budget
+            more, seen = group_tokens(pack.groups[0])
+            before = [group_tokens(members) for members in packs[number - 1].groups]
+            known = packs[number - 1].groups[-1][0].prompt_ids == prompts[0]
+            tokens, keys = (sum(each) for each in zip(*before, strict=True))
+            assert known or tokens + more > budget or keys + seen > KEYS_PER_TOKEN * budget
 
 
-def test_short_completions_of_a_long_prompt_copy_only_so_many_keys():
-    packs = pack_groups([row((1,) * 90, 3)] * 40, 100)
+def test_tokens_and_keys_of_a_group():
+    assert group_tokens([row((1,) * 90, 4)]) == (93, 93), "one text, which copies nothing"
+    assert group_tokens([row((1,) * 90, 4)] * 2) == (96, 90 + 2 * 93)
+
+
+@pytest.mark.parametrize("divide", [pack_groups, flat_batches])
+def test_short_completions_of_a_long_prompt_copy_only_so_many_keys(divide):
+    packs = divide([row((1,) * 90, 3)] * 40, 100)
     assert [len(pack.rows) for pack in packs] == [3] * 13 + [1]
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import math
 import random
+import threading
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,7 @@ from groupwise.engine.models.tiny import tiny_model, tiny_tokenizer
 from groupwise.engine.sampler import queued
 from groupwise.engine.sampler.draw import draw_tokens
 from groupwise.engine.sampler.native.engine import NativeEngine
+from groupwise.engine.sampler.weights import ServedModel
 from tests.unit.engine.models.native.families import SMALL, made
 
 TOKENIZER: Any = tiny_tokenizer()
@@ -234,6 +236,39 @@ async def test_loading_while_it_samples_is_refused(make_sampler, tmp_path):
             await sampler.load(policy)
     assert {each.policy_version for each in await busy} == {0}
     await sampler.load(policy)
+
+
+@pytest.mark.parametrize("cancelled", [False, True])
+async def test_what_is_requested_while_weights_are_read_waits_for_them(
+    make_sampler, tmp_path, monkeypatch, cancelled
+):
+    """The event loop goes on meanwhile. A load that is cancelled is completed first."""
+    policy = await learner_of(TrainedModel(tiny_model(seed=9)), tmp_path).publish(1)
+    sampler, fresh = make_sampler(), make_sampler(tiny_model(seed=9))
+    may_read, read = threading.Event(), ServedModel.read
+
+    def waiting(served: ServedModel, folder: Path) -> None:
+        assert may_read.wait(20)
+        read(served, folder)
+
+    monkeypatch.setattr(ServedModel, "read", waiting)
+    loading = asyncio.create_task(sampler.load(policy))
+    await asyncio.sleep(0)
+    group = asyncio.create_task(sampler.generate(request()))
+    scores = asyncio.create_task(sampler.prompt_logprobs((5, 6, 7), 0))
+    if cancelled:
+        loading.cancel()
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert not sampler.so_far(0)
+    assert not any(task.done() for task in (loading, group, scores))
+    may_read.set()
+    found = await group
+    assert (await asyncio.gather(loading, return_exceptions=True) != [None]) == cancelled
+    wanted = await fresh.generate(request())
+    assert [each.token_ids for each in found] == [each.token_ids for each in wanted]
+    assert {each.policy_version for each in found} == {1}
+    assert await scores == await fresh.prompt_logprobs((5, 6, 7), 0)
 
 
 # When something goes wrong

@@ -28,6 +28,8 @@ from safetensors.numpy import load_file, save_file
 from groupwise.core.errors import ModelError
 from groupwise.engine.backends.tunix.worker.families import Family
 from groupwise.engine.backends.tunix.worker.head import Product, in_float32
+from groupwise.engine.models.fingerprint import tree_hash
+from groupwise.engine.models.machine import available_cores
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."
@@ -208,9 +210,9 @@ def _weight_name(path: tuple[Any, ...]) -> str:
 
 def fingerprint(tensors: Mapping[str, np.ndarray]) -> str:
     """The same value as `groupwise.engine.models.lora.fingerprint` gives for these tensors in torch."""
-    digest = hashlib.sha256()
-    for key in sorted(tensors):
-        tensor = np.ascontiguousarray(tensors[key])
-        digest.update(f"{key}|torch.{tensor.dtype}|{tensor.shape}|".encode())
-        digest.update(tensor.tobytes())
-    return digest.hexdigest()[:16]
+    arrays = {key: np.ascontiguousarray(tensors[key]) for key in sorted(tensors)}
+    contents = (
+        (f"{key}|torch.{array.dtype}|{array.shape}|", array.reshape(-1).view(np.uint8).data)
+        for key, array in arrays.items()
+    )
+    return tree_hash(contents, available_cores())

@@ -54,6 +54,7 @@ class Tensor:
     expm1 = _of_one(jnp.expm1)
     abs = _of_one(jnp.abs)
     square = _of_one(jnp.square)
+    sigmoid = _of_one(jax.nn.sigmoid)
 
     def minimum(self, other: Tensor) -> Tensor:
         return Tensor(jnp.minimum(self.value, other.value))
@@ -75,6 +76,10 @@ class Tensor:
         """Sum along an axis; booleans are counted."""
         value = self.value.astype(jnp.int32) if self.dtype == jnp.bool_ else self.value
         return Tensor(value.sum(axis, keepdims=keepdim))
+
+    def argsort(self, *, dim: int, descending: bool, stable: bool) -> Tensor:
+        """Indices that sort along an axis."""
+        return Tensor(jnp.argsort(self.value, dim, descending=descending, stable=stable))
 
     def unsqueeze(self, axis: int) -> Tensor:
         return Tensor(jnp.expand_dims(self.value, axis))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterable
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import Query, Request
@@ -213,9 +214,7 @@ async def read_log(
         headers[EPOCH_HEADER] = str(follower.position.epoch)
         headers[OFFSET_HEADER] = str(follower.position.offset)
     return Response(
-        b"" if piece is None else piece.data,
-        headers=headers,
-        media_type="application/octet-stream",
+        b"" if piece is None else piece.data, headers=headers, media_type="application/octet-stream"
     )
 
 
@@ -263,46 +262,28 @@ async def read_checkpoint_file(context: Context, job_id: str, sha256: str) -> Re
     raise Refusal("unknown_file", f"that file of {job_id} is not on the fleet's disk any more.")
 
 
+change = partial(changes, tag=TAG, role=Role.ACT)
+read = partial(reads, tag=TAG)
+read_bytes = partial(read, answer=None, media_type="application/octet-stream")
 ROUTES = (
-    changes("/blobs/missing", missing_blobs, tag=TAG, role=Role.ACT, works=False, takes_body=True),
-    reads("/blobs/{sha256}", blob_received, tag=TAG, role=Role.ACT),
-    changes(
+    change("/blobs/missing", missing_blobs, works=False, takes_body=True),
+    read("/blobs/{sha256}", blob_received, role=Role.ACT),
+    change(
         "/blobs/{sha256}",
         put_blob,
         "file_busy",
         "disk_full",
-        tag=TAG,
-        role=Role.ACT,
         method="PUT",
         takes_body=True,
         takes_bytes=True,
     ),
-    reads(
-        "/jobs/{job_id}/log",
-        read_log,
-        "unknown_job",
-        tag=TAG,
-        answer=None,
-        media_type="application/octet-stream",
+    read_bytes("/jobs/{job_id}/log", read_log, "unknown_job"),
+    read("/jobs/{job_id}/artefacts", list_artefacts, "unknown_job", "unknown_file"),
+    read_bytes(
+        "/jobs/{job_id}/artefacts/{path:file}", read_artefact, "unknown_job", "unknown_file"
     ),
-    reads("/jobs/{job_id}/artefacts", list_artefacts, "unknown_job", "unknown_file", tag=TAG),
-    reads(
-        "/jobs/{job_id}/artefacts/{path:file}",
-        read_artefact,
-        "unknown_job",
-        "unknown_file",
-        tag=TAG,
-        answer=None,
-        media_type="application/octet-stream",
-    ),
-    reads("/jobs/{job_id}/checkpoints", list_checkpoints, "unknown_job", tag=TAG, answer=DOCUMENTS),
-    reads(
-        "/jobs/{job_id}/checkpoints/{sha256}",
-        read_checkpoint_file,
-        "unknown_job",
-        "unknown_file",
-        tag=TAG,
-        answer=None,
-        media_type="application/octet-stream",
+    read("/jobs/{job_id}/checkpoints", list_checkpoints, "unknown_job", answer=DOCUMENTS),
+    read_bytes(
+        "/jobs/{job_id}/checkpoints/{sha256}", read_checkpoint_file, "unknown_job", "unknown_file"
     ),
 )

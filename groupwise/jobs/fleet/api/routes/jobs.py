@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import partial
 from typing import Annotated, Any
 
 from fastapi import Query, Request
@@ -218,62 +219,48 @@ async def prune_jobs(context: Context, body: PruneBody) -> Response:
 CHANGED = ("unknown_job", "job_state")
 """Refusal codes of changes to one job."""
 
+change = partial(changes, tag=TAG, role=Role.ACT)
+read = partial(reads, tag=TAG)
 ROUTES = (
-    changes(
+    change(
         "/jobs",
         submit_job,
         "idempotency_key_reused",
-        tag=TAG,
-        role=Role.ACT,
         takes_body=True,
         max_keys=MOST_FILES,
         status=201,
         named=True,
     ),
-    changes(
+    change(
         "/jobs/array",
         submit_jobs,
         "idempotency_key_reused",
-        tag=TAG,
-        role=Role.ACT,
         answer=DOCUMENTS,
         takes_body=True,
         max_keys=MOST_FILES,
         status=201,
         named=True,
     ),
-    changes(
-        "/jobs/plan",
-        plan_job,
-        tag=TAG,
-        role=Role.READ,
-        works=False,
-        takes_body=True,
-        max_keys=MOST_FILES,
+    change(
+        "/jobs/plan", plan_job, role=Role.READ, works=False, takes_body=True, max_keys=MOST_FILES
     ),
-    reads("/jobs", list_jobs, "unknown_job", tag=TAG, answer=DOCUMENTS),
-    reads("/jobs/{job_id}", show_job, "unknown_job", tag=TAG),
-    reads("/jobs/{job_id}/progress", follow_job, "unknown_job", tag=TAG),
-    changes(
+    read("/jobs", list_jobs, "unknown_job", answer=DOCUMENTS),
+    read("/jobs/{job_id}", show_job, "unknown_job"),
+    read("/jobs/{job_id}/progress", follow_job, "unknown_job"),
+    change(
         "/jobs/{job_id}/cancel",
         cancel_job,
         *CHANGED,
-        tag=TAG,
-        role=Role.ACT,
         takes_body=True,
         status=202,
         later="The request is stored. The status is `cancelled` once nothing of the job is left: at once if it was waiting.",
     ),
-    changes("/jobs/{job_id}/hold", hold_job, *CHANGED, tag=TAG, role=Role.ACT),
-    changes("/jobs/{job_id}/release", release_job, *CHANGED, tag=TAG, role=Role.ACT),
-    changes("/jobs/{job_id}/retry", retry_job, *CHANGED, tag=TAG, role=Role.ACT),
-    changes("/jobs/cancel", cancel_jobs, tag=TAG, role=Role.ACT, answer=DOCUMENTS, takes_body=True),
-    changes("/jobs/hold", hold_jobs, tag=TAG, role=Role.ACT, answer=DOCUMENTS, takes_body=True),
-    changes(
-        "/jobs/release", release_jobs, tag=TAG, role=Role.ACT, answer=DOCUMENTS, takes_body=True
-    ),
-    changes("/jobs/retry", retry_jobs, tag=TAG, role=Role.ACT, answer=DOCUMENTS, takes_body=True),
-    changes(
-        "/jobs/prune", prune_jobs, tag=TAG, role=Role.ADMIN, takes_body=True, ends_with_client=False
-    ),
+    change("/jobs/{job_id}/hold", hold_job, *CHANGED),
+    change("/jobs/{job_id}/release", release_job, *CHANGED),
+    change("/jobs/{job_id}/retry", retry_job, *CHANGED),
+    change("/jobs/cancel", cancel_jobs, answer=DOCUMENTS, takes_body=True),
+    change("/jobs/hold", hold_jobs, answer=DOCUMENTS, takes_body=True),
+    change("/jobs/release", release_jobs, answer=DOCUMENTS, takes_body=True),
+    change("/jobs/retry", retry_jobs, answer=DOCUMENTS, takes_body=True),
+    change("/jobs/prune", prune_jobs, role=Role.ADMIN, takes_body=True, ends_with_client=False),
 )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Annotated
 
 from fastapi import Query
@@ -69,55 +70,32 @@ async def clear_gpu(context: Context, vm_id: str, gpu: str) -> Response:
     return document(await context.run(machines.clear_quarantine, vm_id, gpu))
 
 
+change = partial(changes, tag=TAG, role=Role.ADMIN)
+read = partial(reads, tag=TAG)
 ROUTES = (
-    reads("/vms", list_machines, tag=TAG, answer=DOCUMENTS),
-    changes(
-        "/vms", add_machine, "vm_exists", tag=TAG, role=Role.ADMIN, takes_body=True, status=201
-    ),
-    reads("/vms/{vm_id}", show_machine, "unknown_vm", tag=TAG),
-    changes(
+    read("/vms", list_machines, answer=DOCUMENTS),
+    change("/vms", add_machine, "vm_exists", takes_body=True, status=201),
+    read("/vms/{vm_id}", show_machine, "unknown_vm"),
+    change(
         "/vms/{vm_id}",
         change_machine,
         "unknown_vm",
         "vm_state",
         "vm_in_use",
-        tag=TAG,
-        role=Role.ADMIN,
         takes_body=True,
         method="PUT",
     ),
-    changes(
-        "/vms/{vm_id}/drain",
-        drain_machine,
-        "unknown_vm",
-        "vm_state",
-        tag=TAG,
-        role=Role.ADMIN,
-        takes_body=True,
-    ),
-    changes(
-        "/vms/{vm_id}/undrain", undrain_machine, "unknown_vm", "vm_state", tag=TAG, role=Role.ADMIN
-    ),
-    changes("/vms/{vm_id}/lost", lose_machine, "unknown_vm", "vm_state", tag=TAG, role=Role.ADMIN),
-    changes(
-        "/vms/{vm_id}/remove", remove_machine, "unknown_vm", "vm_in_use", tag=TAG, role=Role.ADMIN
-    ),
-    changes(
+    change("/vms/{vm_id}/drain", drain_machine, "unknown_vm", "vm_state", takes_body=True),
+    change("/vms/{vm_id}/undrain", undrain_machine, "unknown_vm", "vm_state"),
+    change("/vms/{vm_id}/lost", lose_machine, "unknown_vm", "vm_state"),
+    change("/vms/{vm_id}/remove", remove_machine, "unknown_vm", "vm_in_use"),
+    change(
         "/vms/{vm_id}/trust",
         trust_machine,
         "unknown_vm",
         "vm_state",
         "host_key_mismatch",
-        tag=TAG,
-        role=Role.ADMIN,
         takes_body=True,
     ),
-    changes(
-        "/vms/{vm_id}/gpus/{gpu}/clear",
-        clear_gpu,
-        "unknown_vm",
-        "unknown_gpu",
-        tag=TAG,
-        role=Role.ADMIN,
-    ),
+    change("/vms/{vm_id}/gpus/{gpu}/clear", clear_gpu, "unknown_vm", "unknown_gpu"),
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from fastapi.responses import Response
 
 from groupwise.api.schemas.fleet import KeyBody, ProjectBody
@@ -50,12 +52,12 @@ async def revoke_key(context: Context, key_id: str) -> Response:
     return document(await context.run(keys.revoke, key_id))
 
 
+change = partial(changes, tag=TAG, role=Role.ADMIN)
+read = partial(reads, tag=TAG)
 ROUTES = (
-    reads("/projects", list_projects, tag=TAG, answer=DOCUMENTS),
-    changes(
-        "/projects/{name}", change_project, tag=TAG, role=Role.ADMIN, method="PUT", takes_body=True
-    ),
-    reads("/keys", list_keys, tag=TAG, role=Role.ADMIN, answer=DOCUMENTS),
-    changes("/keys", make_key, tag=TAG, role=Role.ADMIN, takes_body=True, status=201),
-    changes("/keys/{key_id}/revoke", revoke_key, "unknown_key", tag=TAG, role=Role.ADMIN),
+    read("/projects", list_projects, answer=DOCUMENTS),
+    change("/projects/{name}", change_project, method="PUT", takes_body=True),
+    read("/keys", list_keys, role=Role.ADMIN, answer=DOCUMENTS),
+    change("/keys", make_key, takes_body=True, status=201),
+    change("/keys/{key_id}/revoke", revoke_key, "unknown_key"),
 )

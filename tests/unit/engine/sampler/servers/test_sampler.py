@@ -20,7 +20,7 @@ import torch
 from groupwise.core.errors import EndpointError, PolicyMismatchError, RunError, UsageError
 from groupwise.core.types import GroupRequest, LogitsProcessing, Row, SamplingParams
 from groupwise.engine.models.tiny import tiny_tokenizer
-from groupwise.engine.sampler.servers.adapters import SharedFolder, adapter_name
+from groupwise.engine.sampler.servers.adapters import SharedFolder, policy_name
 from groupwise.engine.sampler.servers.whole_weights import WholeWeights
 from tests.fake_vllm_server import VllmServer, refusal
 from tests.vllm_pair import KEY, Clock, disturb, learner_of, server_sampler
@@ -110,7 +110,7 @@ async def test_an_adapter_that_another_process_of_the_run_left_is_taken_or_loade
     shutil.copytree(policy.path, moved)
     await server_sampler([server.url], learner).load(replace(policy, path=str(moved)))
     assert len(server.bodies("/load_lora_adapter")) == 2
-    assert server.models[adapter_name(policy)].root == str(moved)
+    assert server.models[policy_name(policy)].root == str(moved)
     other = tmp_path / "other" / "v000000000"
     shutil.copytree(policy.path, other)
     await server_sampler([server.url], learner).load(replace(policy, path=str(other), run="other"))
@@ -124,8 +124,8 @@ async def test_a_shared_folder_holds_the_adapter_that_serves_and_no_other(learne
     for version in range(2):
         policy = await learner.publish(version)
         await sampler.load(policy)
-        assert [each.name for each in (tmp_path / "here/run").iterdir()] == [adapter_name(policy)]
-        assert server.models[adapter_name(policy)].root.startswith(f"{tmp_path}/there/run/")
+        assert [each.name for each in (tmp_path / "here/run").iterdir()] == [policy_name(policy)]
+        assert server.models[policy_name(policy)].root.startswith(f"{tmp_path}/there/run/")
         disturb(learner)
     assert len(server.adapters) == 1
     sampler.close()
@@ -145,7 +145,9 @@ async def test_nothing_is_drawn_before_weights_or_loaded_while_drawing(learner, 
     await under_way
     with pytest.raises(UsageError, match="holds all weights"):
         await sampler.load(replace(policy, kind="full"))
-    for_models = server_sampler([server.url], learner, sync=WholeWeights("tiny", None))
+    for_models = server_sampler(
+        [server.url], learner, sync=WholeWeights("tiny", "files", sampler._witness, timeout=1)
+    )
     with pytest.raises(UsageError, match="holds an adapter, but lora is null"):
         await for_models.load(policy)
 
@@ -281,7 +283,7 @@ async def test_a_dead_one_is_left_alone_and_comes_back_with_the_newest_weights(l
     clock.now += 100
     await groups(sampler, 6, 3)
     assert completions(dead) == 3
-    assert dead.adapters == [adapter_name(policy)]
+    assert dead.adapters == [policy_name(policy)]
     assert clock.slept == []
 
 

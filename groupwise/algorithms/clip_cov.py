@@ -1,0 +1,146 @@
+"""Clip-Cov, of "The entropy mechanism of reinforcement learning": https://arxiv.org/abs/2505.22617, equations 11 and 12.
+
+    A_i    = (r_i − mean(r)) / (std(r) + 1e-4)
+    cov_t  = (A_t − mean(A)) · (log-probability_t − mean(log-probability))       means over the trained tokens of the step
+    chosen = clip_cov_ratio of the tokens, at random among those with clip_cov_low < cov_t < clip_cov_high
+    loss   = 1/(Σ_i |o_i|) · Σ_i Σ_t −min(ratio · A_t, clip(ratio) · A_t), without the chosen tokens
+
+A policy's entropy sinks by the covariance of log-probability and advantage: by likely tokens that do better than the mean, and unlikely
+ones that do worse. A few tokens have nearly all of it. Their gradient is left out, so that entropy lasts longer.
+
+Differences to verl's `clip_cov`: the tokens are chosen once a step by the log-probabilities that the sampler reported, which are the
+policy's before the first update, so that the choice does not depend on how the rows are cut into batches; there they are chosen anew in
+each mini-batch, and never among tokens that PPO's clip has stopped. And the choice is random by a token's draw, member and place, so that a
+resumed step makes the same.
+
+Assumes a step of many tokens: at least one is chosen if any lies between the bounds.
+
+Degenerate cases: those of `grpo`. Chosen tokens count in the denominator.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import ClassVar, TypeAlias
+
+from groupwise.algorithms.advantages import Advantages, group_relative
+from groupwise.algorithms.clipped import Clipped
+from groupwise.algorithms.knobs import SCALE_REWARDS, KnobConflict, ScaleRewards
+from groupwise.core.types import Group, Rollout, RolloutCredit
+
+Place: TypeAlias = tuple[int, int, int]
+"""Draw, member, and the number of the token among those that the policy wrote."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClipCov(Clipped):
+    """No gradient for a few of the tokens that lower the entropy most, mean over the tokens of the step."""
+
+    name: ClassVar[str] = "clip_cov"
+
+    clip_cov_ratio: float = field(
+        default=2e-4,
+        metadata={
+            "description": "Share of the step's trained tokens whose gradient is left out.",
+            "gt": 0.0,
+            "le": 1.0,
+        },
+    )
+    clip_cov_low: float = field(
+        default=1.0,
+        metadata={"description": "Only tokens whose covariance is above this are left out."},
+    )
+    clip_cov_high: float = field(
+        default=5.0,
+        metadata={"description": "Only tokens whose covariance is below this are left out."},
+    )
+    scale_rewards: ScaleRewards = field(default="group", metadata=SCALE_REWARDS)
+
+    def clashes(self) -> Iterator[KnobConflict]:
+        """Also yield bounds between which no token lies."""
+        yield from Clipped.clashes(self)
+        if self.clip_cov_low >= self.clip_cov_high:
+            yield KnobConflict(
+                f"{self.name}.clip_cov_low is {self.clip_cov_low:g}; it must be below clip_cov_high, which is {self.clip_cov_high:g}.",
+                ("clip_cov_low", "clip_cov_high"),
+            )
+
+    def advantages(self, groups: Sequence[Group]) -> Advantages:
+        """Centred and scaled within the group; `credits` leaves the chosen tokens out."""
+        return group_relative(groups, self.scale_rewards)
+
+    def credits(self, groups: Sequence[Group]) -> tuple[tuple[RolloutCredit | None, ...], ...]:
+        """The advantage of each rollout, and of its tokens, where it is 0 for the chosen ones."""
+        credits = Clipped.credits(self, groups)
+        trained = [
+            (rollout, credit)
+            for group, of_group in zip(groups, credits, strict=True)
+            for rollout, credit in zip(group.rollouts, of_group, strict=True)
+            if credit is not None
+        ]
+        chosen = self._chosen(trained)
+        return tuple(
+            tuple(
+                credit and _without(rollout, credit, chosen)
+                for rollout, credit in zip(group.rollouts, of_group, strict=True)
+            )
+            for group, of_group in zip(groups, credits, strict=True)
+        )
+
+    def _chosen(self, trained: Sequence[tuple[Rollout, RolloutCredit]]) -> frozenset[Place]:
+        """The tokens without gradient; the same in whichever order the rollouts come."""
+        logprobs = [_logprobs(rollout) for rollout, _ in trained]
+        count = sum(map(len, logprobs))
+        if count == 0:
+            return frozenset()
+        mean_logprob = math.fsum(value for values in logprobs for value in values) / count
+        mean_advantage = (
+            math.fsum(
+                credit.advantage * len(values)
+                for (_, credit), values in zip(trained, logprobs, strict=True)
+            )
+            / count
+        )
+        places = [
+            (rollout.draw, rollout.member, number)
+            for (rollout, credit), values in zip(trained, logprobs, strict=True)
+            for number, value in enumerate(values)
+            if self.clip_cov_low
+            < (credit.advantage - mean_advantage) * (value - mean_logprob)
+            < self.clip_cov_high
+        ]
+        return frozenset(sorted(places, key=_shuffled)[: max(1, int(self.clip_cov_ratio * count))])
+
+    def scale(self, rollout: Rollout) -> float:
+        """1: all tokens count the same."""
+        return 1.0
+
+    def denominator(self, groups: Sequence[Group], max_completion_length: int) -> float:
+        """Number of trained tokens in the step, chosen ones included."""
+        return float(self.tokens(groups))
+
+
+def _without(rollout: Rollout, credit: RolloutCredit, chosen: frozenset[Place]) -> RolloutCredit:
+    advantages = tuple(
+        0.0 if (rollout.draw, rollout.member, number) in chosen else credit.advantage
+        for number in range(rollout.written)
+    )
+    return replace(credit, token_advantages=advantages)
+
+
+def _logprobs(rollout: Rollout) -> list[float]:
+    """The sampler's log-probabilities of the tokens that the policy wrote."""
+    return [
+        value
+        for segment in rollout.segments
+        if segment.source == "policy"
+        for value in segment.sampling_logprobs or ()
+    ]
+
+
+def _shuffled(place: Place) -> bytes:
+    """A key by which places are in random order."""
+    return hashlib.blake2b(repr(place).encode(), digest_size=16).digest()

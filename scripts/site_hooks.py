@@ -1,0 +1,81 @@
+"""What `make docs` adds to mkdocs: its navigation, the pages at the top of the repository, and what Python names are.
+
+The navigation is read from docs/index.md, the one list of all pages: a `##` heading is a section, a `###` heading a part of it, and a
+link in a list a page. An index.md in a folder brings the pages of that folder that it links to. A page that is in no list fails the build.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.exceptions import PluginError
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+import groupwise
+
+ROOT = Path(__file__).parents[1]
+AT_THE_TOP = ("AGENTS.md", "CHANGELOG.md", "CONTRIBUTING.md", "SECURITY.md")
+LINK = re.compile(r"\[([^\]]+)\]\(([\w/.-]+\.md)\)")
+NAMES = re.compile(r"^`\w+`(?:,\s`\w+`)*$", re.MULTILINE)
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    config.nav = navigation(Path(config.docs_dir))
+    return config
+
+
+def navigation(docs: Path) -> list[Any]:
+    """The `nav` of mkdocs that docs/index.md lists."""
+    nav: list[Any] = [{"Home": "index.md"}]
+    section = pages = nav
+    for line in (docs / "index.md").read_text().splitlines():
+        if line.startswith("## "):
+            pages = section = []
+            nav.append({line[3:]: section})
+        elif line.startswith("### "):
+            pages = []
+            section.append({line[4:]: pages})
+        elif line.startswith("- ") and (link := LINK.search(line)):
+            title, path = link.groups()
+            pages.append({title: folder(docs / path) if path.endswith("/index.md") else path})
+    nav.append({"Contribute": list(AT_THE_TOP)})
+    return nav
+
+
+def folder(index: Path) -> list[Any]:
+    """That page, and those beside it to which it links, in its order."""
+    place = index.parent.name
+    links = dict.fromkeys(path for _, path in LINK.findall(index.read_text()) if "/" not in path)
+    return [f"{place}/index.md", *(f"{place}/{path}" for path in links)]
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    for name in AT_THE_TOP:
+        files.append(File.generated(config, name, abs_src_path=str(ROOT / name)))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, **_: Any) -> str:
+    """Links between docs/ and the top of the repository, as they are within the site; python.md with a directive for each of its names."""
+    if page.file.src_uri in AT_THE_TOP:
+        return markdown.replace("](docs/", "](")
+    for name in AT_THE_TOP:
+        markdown = markdown.replace(f"](../{name}", f"]({name}")
+    return described(markdown) if page.file.src_uri == "python.md" else markdown
+
+
+def described(markdown: str) -> str:
+    """Each line of names, as directives of mkdocstrings. PluginError if these are not all public names."""
+    lines = NAMES.findall(markdown)
+    names = re.findall(r"`(\w+)`", " ".join(lines))
+    if different := {*names} ^ ({*groupwise.__all__} - {"__version__"}):
+        raise PluginError(f"docs/python.md lists other names than groupwise.__all__: {different}")
+    for line in lines:
+        modules = {name: getattr(groupwise, name).__module__ for name in re.findall(r"\w+", line)}
+        directives = "\n\n".join(f"::: {module}.{name}" for name, module in modules.items())
+        markdown = markdown.replace(line, directives)
+    return markdown

@@ -1,0 +1,51 @@
+"""Kernels of attention are chosen for a call, and not for the process. A GPU compares their results: `tests/gpu`."""
+
+import pytest
+import torch
+from torch.backends import cuda
+from transformers import LlamaConfig, LlamaForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
+
+from groupwise.engine.models import decoder as decoder_module
+from groupwise.engine.models.attention_kernels import pinned_kernels
+from groupwise.engine.models.decoder import Decoder
+from groupwise.engine.models.text_mask import TextMask
+from tests.unit.engine.models.native.families import SMALL
+
+GPU = torch.device("cuda")
+LINEAR = {"layer_types": ["linear_attention", "full_attention"], "linear_num_key_heads": 2}
+LINEAR |= {"linear_num_value_heads": 2, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+MODELS = {
+    "llama": lambda heads: LlamaForCausalLM(LlamaConfig(**SMALL | {"num_key_value_heads": heads})),
+    "qwen3_next": lambda heads: Qwen3NextForCausalLM(
+        Qwen3NextConfig(**SMALL | LINEAR | {"num_key_value_heads": heads, "head_dim": 8})
+    ),
+}
+
+
+def switches() -> tuple[bool, ...]:
+    kinds = (cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.cudnn_sdp_enabled)
+    return tuple(enabled() for enabled in (*kinds, cuda.math_sdp_enabled))
+
+
+@pytest.mark.parametrize("family", MODELS)
+@pytest.mark.parametrize("heads", [1, 2])
+def test_a_model_of_one_key_head_does_without_the_efficient_kernel(monkeypatch, family, heads):
+    monkeypatch.setattr(
+        decoder_module, "pinned_kernels", lambda _, **options: pinned_kernels(GPU, **options)
+    )
+    decoder, before = Decoder(MODELS[family](heads).eval()), switches()
+    seen: set[tuple[bool, ...]] = set()
+    for layer in decoder.body.layers:
+        layer.register_forward_hook(lambda *_: seen.add(switches()))
+    positions = torch.arange(3)[None]
+    with torch.no_grad():
+        decoder.hidden(torch.tensor([[3, 4, 5]]), positions, TextMask(3), None)
+        decoder.advance(torch.tensor([[3, 4, 5]]), 0, None)
+    assert seen == {(True, heads > 1, False, True)}
+    assert switches() == before
+
+
+def test_a_processor_keeps_its_own():
+    before = switches()
+    with pinned_kernels(torch.device("cpu"), one_key_head=True):
+        assert switches() == before
