@@ -241,7 +241,7 @@ def _rollout_of(ask: Ask, member: int, calls: PolicyCalls, ending: _Ending) -> R
     rollout = join_turns(ask.draw, member, [calls.turns[id] for id in shown])
     ended_by: EndedBy | None = rollout.ended_by
     if calls.cut_by is not None or played.truncated:
-        ended_by = calls.cut_by or "turns"
+        ended_by = calls.cut_by or ("tokens" if rollout.ended_by == "tokens" else "turns")
     return replace(
         rollout,
         outcome=outcome,
