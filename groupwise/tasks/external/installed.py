@@ -10,6 +10,7 @@ They are apart from each other and from ours, because their pins contradict. `lo
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -43,6 +44,8 @@ class Installed:
     requirements: tuple[str, ...]
     """What was asked for."""
     folder: str
+    content: str | None = None
+    """Digest of the local folder that was installed; None: it was none."""
 
     @property
     def home(self) -> Path:
@@ -81,19 +84,21 @@ def install(
     `extras`: further requirements. `locked`: a lock.txt whose versions are installed. Raises UsageError.
     """
     name = _checked_name(name or name_of(requirement))
-    folder = Path(requirement).expanduser()
-    if folder.is_dir():
-        requirement = str(folder.resolve())
+    source, content = Path(requirement).expanduser(), None
+    if source.is_dir():
+        requirement, content = str(source.resolve()), _digest(source)
     requirements = (requirement, *extras, KINDS[kind].library, *KINDS[kind].programs)
     with exclusive(_home() / name):
         existing = find(name)
         if existing is not None and not again and locked is None:
-            if (existing.requirements, existing.kind) == (requirements, kind):
+            is_same = (existing.requirements, existing.kind) == (requirements, kind)
+            if is_same and existing.content == content:
                 return existing
-            raise UsageError(
-                f"There is an environment {name} already, of {existing.requirements[0]}. Give another name (--name), make it anew "
-                f"(--again), or remove it: groupwise environments remove {name}"
-            )
+            if not is_same:
+                raise UsageError(
+                    f"There is an environment {name} already, of {existing.requirements[0]}. Give another name (--name), make it anew "
+                    f"(--again), or remove it: groupwise environments remove {name}"
+                )
         target = Path(tempfile.mkdtemp(prefix="venv-", dir=_home() / name))
         try:
             _install_into(target, requirements, locked, say)
@@ -101,7 +106,7 @@ def install(
         except BaseException:
             shutil.rmtree(target, ignore_errors=True)
             raise
-        made = Installed(name, kind, requirements, target.name)
+        made = Installed(name, kind, requirements, target.name, content)
         atomic_files.write_file(made.lock, lock.encode())
         atomic_files.write_json(made.home / MADE, asdict(made))
         for entry in made.home.iterdir():
@@ -153,6 +158,16 @@ def _hashes(report: Path) -> dict[str, str]:
         if digest:
             hashes[_plain_name(entry["metadata"]["name"])] = f"sha256:{digest}"
     return hashes
+
+
+def _digest(folder: Path) -> str:
+    """Digest of the files of a folder (SHA-256, hex, 16 digits), without hidden ones and what Python compiled."""
+    digest = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        parts = path.relative_to(folder).parts
+        if path.is_file() and not any(part.startswith((".", "__pycache__")) for part in parts):
+            digest.update(f"{parts}".encode() + path.read_bytes())
+    return digest.hexdigest()[:16]
 
 
 def _address(origin: Mapping[str, Any]) -> str:

@@ -94,7 +94,7 @@ class EnvironmentProcess:
                 self.opened = cast("dict[str, Any]", await self.call("open", opening))
         except (TimeoutError, ProcessLost, CallFailed) as error:
             reason = (
-                f"it was not ready within {limit:g} s (rollout.start_limit)"
+                f"it was not ready within {limit:g} s; raise rollout.start_limit if it loads much"
                 if isinstance(error, TimeoutError)
                 else str(error)
             )

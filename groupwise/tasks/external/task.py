@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -84,7 +85,8 @@ class ExternalHooks:
             python = Path(task.python).expanduser()
             if not python.is_file():
                 raise TaskError(f"task.python is {task.python}, but there is no such file.")
-        programs = {"VIRTUAL_ENV": str(python.parent.parent)}
+        path = os.pathsep.join([str(python.parent), os.environ.get("PATH", os.defpath)])
+        programs = {"VIRTUAL_ENV": str(python.parent.parent), "PATH": path}
         return Program(
             described=f"{self._kind}:{self._name}",
             command=bridge_command(str(python), KINDS[self._kind].script),

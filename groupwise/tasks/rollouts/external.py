@@ -264,7 +264,7 @@ def _rollout_of(
         rollout = replace(rollout, completion=whole.completion, messages=whole.messages)
     ended_by: EndedBy | None = rollout.ended_by
     if calls.cut_by is not None or played.truncated:
-        ended_by = calls.cut_by or "turns"
+        ended_by = calls.cut_by or ("tokens" if rollout.ended_by == "tokens" else "turns")
     return replace(
         rollout,
         outcome=outcome,

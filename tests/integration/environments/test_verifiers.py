@@ -91,7 +91,7 @@ def test_it_trains_and_is_evaluated(tmp_path: Path, capfd: pytest.CaptureFixture
     command = ["--config", str(CONFIG), "--task-module", "verifiers:fruits"]
     assert main(["rl", *command, *small]) == 0
     capfd.readouterr()
-    assert main(["runs", "rollouts", "fruits", "--runs-dir", str(tmp_path), "--json"]) == 0
+    assert main(["runs", "rollouts", "fruits", "--dir", str(tmp_path), "--json"]) == 0
     rows = json.loads(capfd.readouterr().out)
     assert len(rows) > 0
     assert {row["outcome"] for row in rows} == {"scored"}

@@ -112,7 +112,7 @@ def test_one_that_cannot_be_made_anew_leaves_the_one_before(pip: Pip) -> None:
 def test_two_make_it_one_after_the_other(pip: Pip, caplog: pytest.LogCaptureFixture) -> None:
     """The second waits, and takes what the first has made."""
     with ThreadPoolExecutor(1) as other:
-        with environment._exclusive_lock():
+        with virtual_environments.exclusive(home()):
             waits = other.submit(install, "cpu", say=False)
             while "waiting for it" not in caplog.text:
                 assert not waits.done()
